@@ -1,0 +1,45 @@
+# Everything a contributor runs. `make` alone lists it.
+
+PYTHON3 ?= python3
+VENV    := .venv
+PYTHON  := $(VENV)/bin/python
+
+.DEFAULT_GOAL := help
+.PHONY: help venv brokers test check bench demo clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+venv: $(VENV)/.complete ## create .venv with the package and the pinned development set
+
+$(VENV)/.complete: pyproject.toml constraints.txt
+	@$(PYTHON3) -c 'import ensurepip' 2>/dev/null || scripts/install_packages.sh python3-venv
+	$(PYTHON3) -m venv $(VENV)
+	$(PYTHON) -m pip install --quiet --editable '.[dev]' --constraint constraints.txt
+	@touch $@
+
+brokers: ## install RabbitMQ for the tests; with NATIVE_DELAY_TEST_43=1 or CI=true also 4.3
+	scripts/setup_brokers.sh
+
+# At home a broker that cannot be installed is a reason to skip its tests, in CI to fail.
+test: venv ## run all tests on private brokers, after installing what they need
+	@scripts/setup_brokers.sh || [ "$$CI" != true ]
+	$(PYTHON) -m pytest $(wildcard tests/unit tests/integration tests/acceptance)
+
+check: venv ## lint, format, types and the direction of imports
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m mypy --strict celery_native_delay
+	$(VENV)/bin/lint-imports
+
+bench: venv ## compare with worker-held ETA and Celery's own delayed delivery
+	@scripts/setup_brokers.sh
+	$(PYTHON) -m benchmarks.run
+
+demo: venv ## show delayed tasks wait in the broker and run on time
+	@scripts/setup_brokers.sh || true
+	$(PYTHON) -m example_project.demo
+
+clean: ## remove .venv, builds and caches
+	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +

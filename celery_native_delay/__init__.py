@@ -1,0 +1,43 @@
+"""Delayed Celery tasks that wait in the broker, not in the memory of workers.
+
+>>> from celery import Celery
+>>> from celery_native_delay import install
+>>> app = install(Celery("proj", broker="amqp://"))
+
+From then on every ``countdown`` and ``eta`` of that app waits in the broker. Plain kombu users
+set ``transport_options={"native_delay": True}`` and publish with :func:`delay_headers`.
+"""
+
+from .celery_app.install import install
+from .core.errors import (
+    CannotDelay,
+    DelayTooLong,
+    InvalidDueTime,
+    ManagementUnavailable,
+    NativeDelayError,
+    NotPermitted,
+    SettingsError,
+    TopologyMismatch,
+    UnsupportedBroker,
+)
+from .core.settings import DelaySettings
+from .kombu_hook import delay_headers, register_transports
+
+__version__ = "0.1.0"
+
+__all__ = (
+    "CannotDelay",
+    "DelaySettings",
+    "DelayTooLong",
+    "InvalidDueTime",
+    "ManagementUnavailable",
+    "NativeDelayError",
+    "NotPermitted",
+    "SettingsError",
+    "TopologyMismatch",
+    "UnsupportedBroker",
+    "delay_headers",
+    "install",
+)
+
+register_transports()

@@ -1,0 +1,1 @@
+"""The Celery side: the only importers of celery beneath the command line."""

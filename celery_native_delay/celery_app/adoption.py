@@ -1,0 +1,141 @@
+"""Tasks that reach a worker with their ETA ahead: put back into the broker instead of held.
+
+They come from producers without this package, from another language or an older release.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from celery.utils.log import get_logger
+from celery.worker import state
+
+from ..core.due_time import due_us
+from ..core.errors import InvalidDueTime
+
+logger = get_logger(__name__)
+
+#: How much too early a message that waited may arrive and still count as due, in microseconds:
+#: the clocks of producer and worker differ.
+CLOCK_SKEW_US = 1_000_000
+
+#: A shorter wait, in microseconds, is left to Celery's timer: exact, and over before a message
+#: has gone to the broker and back.
+SHORTEST_WAIT_US = 100_000
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+@dataclass(frozen=True)
+class EarlyTask:
+    """A task message that is to wait in the broker again.
+
+    *ack* settles it on the worker's connection; *hold* gives it to Celery, which holds it in
+    memory until its ETA, as without us. Both must run in the consumer's thread.
+    """
+
+    message: Any
+    due_us: int
+    queue: str
+    ack: Callable[[], Any]
+    hold: Callable[[], Any]
+
+    @property
+    def is_ours(self) -> bool:
+        """False once the worker's connection is gone: the broker delivers it again."""
+        return self.message.channel.connection is not None
+
+
+class AdoptingStrategies(dict[str, Any]):
+    """A consumer's strategies, each asking first whether the task came too early."""
+
+    def __init__(self, consumer: Any, adopt: Callable[[EarlyTask], bool]) -> None:
+        super().__init__()
+        self._consumer = consumer
+        self._adopt = adopt
+
+    def __setitem__(self, name: str, strategy: Callable[..., Any]) -> None:
+        super().__setitem__(name, self._asking(strategy))
+
+    def _asking(self, strategy: Callable[..., Any]) -> Callable[..., Any]:
+        def on_task(
+            message: Any, payload: Any, ack: Any, reject: Any, callbacks: Any, **kwargs: Any
+        ) -> Any:
+            fields = payload if isinstance(payload, dict) else message.headers
+            now = datetime.now(UTC)
+            if _expired(message, fields, now):
+                logger.info("discarding expired task %s", fields.get("id"))
+                return ack(logger, self._consumer.connection_errors)
+            eta = fields.get("eta")
+            if eta and self._is_early(message, fields, now):
+                task = EarlyTask(
+                    message,
+                    due_us(eta),
+                    self._queue_of(message),
+                    lambda: self._consumer.call_soon(ack, logger, self._consumer.connection_errors),
+                    lambda: self._consumer.call_soon(
+                        strategy, message, payload, ack, reject, callbacks, **kwargs
+                    ),
+                )
+                if task.queue and self._adopt(task):
+                    return None
+            return strategy(message, payload, ack, reject, callbacks, **kwargs)
+
+        return on_task
+
+    def _is_early(self, message: Any, fields: dict[str, Any], now: datetime) -> bool:
+        """Whether the task is worth another wait; revoked and expired ones are Celery's."""
+        try:
+            wait_us = due_us(fields["eta"]) - microseconds(now)
+        except (InvalidDueTime, TypeError):
+            return False  # Celery rejects it, with its own words
+        enough = CLOCK_SKEW_US if waited(message) else SHORTEST_WAIT_US
+        return bool(
+            wait_us > enough
+            and fields.get("id") not in state.revoked
+            and not _past(fields.get("expires"), now)
+        )
+
+    def _queue_of(self, message: Any) -> str:
+        """The queue a message was consumed from; AMQP only tells the consumer tag."""
+        tag = message.delivery_info.get("consumer_tag")
+        tags = self._consumer.task_consumer._active_tags
+        return next((queue for queue, active in tags.items() if active == tag), "")
+
+
+def is_due(message: Any, eta: datetime, now: datetime) -> bool:
+    """Whether a worker need not wait for *eta*: it has come, or the message did its waiting."""
+    tolerated = timedelta(microseconds=CLOCK_SKEW_US if waited(message) else 0)
+    return eta <= now + tolerated
+
+
+def waited(message: Any) -> bool:
+    """Whether *message* came through the delay levels."""
+    return getattr(message, "native_delay", None) is not None
+
+
+def microseconds(moment: datetime) -> int:
+    """An aware datetime in microseconds since the epoch."""
+    return (moment - _EPOCH) // timedelta(microseconds=1)
+
+
+def _expired(message: Any, fields: dict[str, Any], now: datetime) -> bool:
+    """Whether a per-message ``expiration`` ran out while the message waited.
+
+    RabbitMQ forgets it when dead-lettering, so it is kept here. A task's own ``expires`` is
+    Celery's: it tells the result backend.
+    """
+    delayed = getattr(message, "native_delay", None)
+    if delayed is None or delayed.expires_ms is None or fields.get("expires"):
+        return False
+    return microseconds(now) > delayed.expires_ms * 1000
+
+
+def _past(expires: Any, now: datetime) -> bool:
+    try:
+        return bool(expires) and due_us(expires) < microseconds(now)
+    except (InvalidDueTime, TypeError):
+        return False

@@ -1,0 +1,235 @@
+"""``install(app)``: the one line that makes an app's delayed tasks wait in the broker."""
+
+from __future__ import annotations
+
+import logging
+from types import ModuleType
+from typing import Any, TypeVar
+
+import celery.app.base
+from celery import Celery
+from celery.local import Proxy
+from kombu import Connection
+from kombu.transport import TRANSPORT_ALIASES
+
+from ..core.due_time import check_countdown
+from ..core.errors import SettingsError, UnsupportedBroker
+from ..core.settings import DelaySettings, check_settings
+from ..kombu_hook import ALIASES, OPTION, Misconfigured, register_transports
+
+logger = logging.getLogger(__name__)
+
+App = TypeVar("App", bound=Celery)
+
+PREFIX = "native_delay_"
+
+#: The consumer bootstep by name: only a worker loads it.
+BOOTSTEP = "celery_native_delay.celery_app.bootsteps:NativeDelay"
+
+
+class Installation:
+    """What ``install`` keeps about one app."""
+
+    def __init__(self, app: Celery, keywords: dict[str, Any]) -> None:
+        self.app = app
+        self.keywords = keywords
+        self._connect = app._connection
+        self._send_task = app.send_task
+        self._warned_of: set[str] = set()
+
+    def settings(self) -> DelaySettings:
+        """The settings in force: configuration first, keywords of ``install()`` on top.
+
+        Raises:
+            SettingsError: a name is unknown or a value impossible.
+        """
+        return DelaySettings.from_mapping(_configured(self.app) | self.keywords)
+
+    @property
+    def enabled(self) -> bool:
+        """Whether delayed tasks wait in the broker; a wrong setting does not bring Celery's
+        own way back, it is reported."""
+        try:
+            return self.settings().enabled
+        except SettingsError:
+            return True
+
+    # --- what replaces the app's own ----------------------------------------------------
+
+    def connection(self, *args: Any, **kwargs: Any) -> Connection:
+        """``app._connection``, with delayed delivery asked for in its transport options."""
+        connection = self._connect(*args, **kwargs)
+        option: DelaySettings | Misconfigured
+        try:
+            option = self.settings()
+        except SettingsError as exc:
+            option = Misconfigured(exc)
+        if (isinstance(option, Misconfigured) or option.enabled) and self._fits(connection):
+            options = {OPTION: option} | (connection.transport_options or {})
+            connection.transport_options = options
+        return connection
+
+    def send_task(
+        self,
+        name: str,
+        args: Any = None,
+        kwargs: Any = None,
+        countdown: Any = None,
+        *more: Any,
+        **options: Any,
+    ) -> Any:
+        """``app.send_task``, with countdowns that are no time refused in plain words."""
+        if countdown and self.enabled:
+            check_countdown(countdown, longest_delay_seconds=self._longest_delay_seconds())
+        if self.app.conf.task_protocol == 1:
+            _give_eta_header(self.app.amqp)
+        return self._send_task(name, args, kwargs, countdown, *more, **options)
+
+    def _longest_delay_seconds(self) -> float:
+        try:
+            return self.settings().longest_delay_seconds
+        except SettingsError:
+            return DelaySettings().longest_delay_seconds
+
+    def _fits(self, connection: Connection) -> bool:
+        """Whether a transport of ours serves *connection*.
+
+        Raises:
+            UnsupportedBroker: it speaks AMQP through somebody else's transport class.
+        """
+        name = connection.transport_cls
+        if name in ALIASES:
+            return True
+        transport = connection.get_transport_cls()
+        if getattr(transport, "driver_type", None) == "amqp":
+            raise UnsupportedBroker(
+                f"expected a broker URL that starts with amqp:// or amqps:// (py-amqp), got the "
+                f"transport {name!r}, which cannot delay: use pyamqp:// to avoid librabbitmq, "
+                f"remove broker_transport, or set native_delay_enabled = False"
+            )
+        if name not in self._warned_of:
+            self._warned_of.add(name)
+            logger.warning(
+                "native delay has no transport for %s: tasks with an ETA stay with Celery, in "
+                "the memory of its workers",
+                name if name in TRANSPORT_ALIASES else repr(name),
+            )
+        return False
+
+
+def install(app: App, **settings: Any) -> App:
+    """Make the delayed tasks of *app* wait in the broker instead of in its workers.
+
+    Call it once, before or after the app is configured; calling it again only adds settings.
+    Nothing changes for other apps of the process.
+
+    Args:
+        app: the Celery app.
+        **settings: any of :class:`~celery_native_delay.DelaySettings`, without the prefix
+            ``native_delay_``; they win over the configuration.
+
+    Returns:
+        *app* itself.
+
+    Raises:
+        SettingsError: a setting is unknown or has an impossible value.
+        UnsupportedBroker: this release of Celery is not one we know.
+    """
+    check_settings(settings)
+    real = app._get_current_object() if isinstance(app, Proxy) else app
+    register_transports()
+    keep_celerys_own_off(celery.app.base)
+    if settings:
+        real.conf.update({PREFIX + name: value for name, value in settings.items()})
+    present = installation_of(real)
+    if present is not None:
+        present.keywords |= settings
+        return app
+    installation = Installation(real, dict(settings))
+    real._native_delay = installation
+    real._connection = installation.connection
+    real.send_task = installation.send_task
+    real.steps["consumer"].add(BOOTSTEP)
+    real.fixups = {*real.fixups, f"{__name__}:reinstall"}
+    _drop_pools(real)
+    return app
+
+
+def reinstall(app: Celery) -> None:
+    """A Celery fixup: an app that was pickled while installed is installed again."""
+    install(app)
+
+
+def installation_of(app: Any) -> Installation | None:
+    """What ``install`` keeps about *app*, or None if it was never called for it."""
+    real = app._get_current_object() if isinstance(app, Proxy) else app
+    installation: Installation | None = vars(real).get("_native_delay")
+    return installation
+
+
+def _configured(app: Celery) -> dict[str, Any]:
+    """The app's ``native_delay_*`` settings without their prefix, from any namespace."""
+    app.conf.get("broker_url")  # reads a configuration that is still pending
+    namespace = (app.namespace or "").lower().rstrip("_")
+    found: dict[str, Any] = {}
+    for mapping in reversed(app.conf.maps):
+        for key in list(mapping):
+            name = str(key).lower()
+            if namespace:
+                name = name.removeprefix(f"{namespace}_")
+            if name.startswith(PREFIX):
+                found[name.removeprefix(PREFIX)] = mapping[key]
+    return found
+
+
+def _drop_pools(app: Celery) -> None:
+    """Pools made before now hold connections that cannot delay."""
+    app._pool = None
+    if "amqp" in vars(app):
+        app.amqp._producer_pool = None
+
+
+def keep_celerys_own_off(module: ModuleType) -> None:
+    """Celery's own delayed delivery is switched on by any quorum queue; not for installed apps.
+
+    Raises:
+        UnsupportedBroker: Celery decides it elsewhere, so both would delay.
+    """
+    original = getattr(module, "detect_quorum_queues", None)
+    if original is None:
+        raise UnsupportedBroker(
+            f"expected {module.__name__}.detect_quorum_queues, which Celery 5.5 to 5.7 have, "
+            f"found none in Celery {celery.__version__}: Celery's own delayed delivery could "
+            f"not be kept off; use a supported release"
+        )
+    if not hasattr(original, "native_delay_original"):
+        vars(module)["detect_quorum_queues"] = _unless_installed(original)
+
+
+def _unless_installed(original: Any) -> Any:
+    def detect_quorum_queues(app: Any, driver_type: str) -> tuple[bool, str]:
+        installation = installation_of(app)
+        if installation is not None and installation.enabled:
+            return False, ""
+        result: tuple[bool, str] = original(app, driver_type)
+        return result
+
+    detect_quorum_queues.native_delay_original = original  # type: ignore[attr-defined]
+    return detect_quorum_queues
+
+
+def _give_eta_header(amqp: Any) -> None:
+    """Task protocol 1 carries the ETA in the body, where a transport cannot see it."""
+    original = amqp.task_protocols[1]
+    if hasattr(original, "native_delay_original"):
+        return
+
+    def as_task_v1(*args: Any, **kwargs: Any) -> Any:
+        message = original(*args, **kwargs)
+        if message.body.get("eta"):
+            message.headers["eta"] = message.body["eta"]
+        return message
+
+    as_task_v1.native_delay_original = original  # type: ignore[attr-defined]
+    amqp.task_protocols[1] = as_task_v1
+    vars(amqp).pop("create_task_message", None)

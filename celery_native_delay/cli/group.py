@@ -1,0 +1,112 @@
+"""The ``delay`` group, and what its commands share.
+
+Loaded on every celery command: nothing of ours but this is imported until one is called.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import TYPE_CHECKING, Any
+
+import click
+from celery.bin.base import CeleryCommand, handle_preload_options
+
+if TYPE_CHECKING:
+    from ..transports.rabbitmq.delays import Delays
+
+as_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts.")
+yes_option = click.option("-f", "--force", is_flag=True, help="Do not ask for confirmation.")
+
+
+@click.group(name="delay")
+@click.pass_context
+@handle_preload_options  # type: ignore[untyped-decorator]
+def delay(ctx: click.Context) -> None:
+    """Delayed tasks that wait in the broker."""
+
+
+def command(**options: Any) -> Callable[[Callable[..., None]], click.Command]:
+    """A subcommand of ``delay`` whose expected errors are one sentence, exit status 1."""
+
+    def decorate(function: Callable[..., None]) -> click.Command:
+        @wraps(function)
+        def explained(*args: Any, **kwargs: Any) -> None:
+            with _errors_explained():
+                function(*args, **kwargs)
+
+        group = options.pop("group", delay)
+        command: click.Command = group.command(cls=CeleryCommand, **options)(
+            click.pass_context(explained)
+        )
+        return command
+
+    return decorate
+
+
+@contextmanager
+def _errors_explained() -> Iterator[None]:
+    from amqp.exceptions import AMQPError
+    from kombu.exceptions import OperationalError
+
+    from ..core.errors import NativeDelayError
+
+    try:
+        yield
+    except NativeDelayError as exc:
+        raise click.ClickException(str(exc)) from exc
+    except (OperationalError, AMQPError, OSError) as exc:
+        raise click.ClickException(
+            f"the broker cannot be used: {exc}; is it running, and is the URL right (celery -b)?"
+        ) from exc
+
+
+@contextmanager
+def broker(ctx: click.Context) -> Iterator[tuple[Delays, Any]]:
+    """The app's delayed delivery on a fresh connection, and that kombu connection."""
+    from ..celery_app.install import installation_of
+
+    app = ctx.obj.app
+    installation = installation_of(app)
+    if installation is None:
+        raise click.UsageError(
+            f"native delay is not installed in {app!r}: "
+            f"add `from celery_native_delay import install; install(app)` to its module"
+        )
+    if not installation.settings().enabled:
+        raise click.UsageError("native_delay_enabled is off in this app")
+    with app.connection_for_write() as connection:
+        connection.ensure_connection(max_retries=1)
+        delays = getattr(connection.default_channel, "delays", None)
+        if delays is None:
+            raise click.UsageError(f"{connection.as_uri()} has no delay levels")
+        yield delays, connection
+
+
+def settings(ctx: click.Context) -> Any:
+    from ..celery_app.install import installation_of
+    from ..core.settings import DelaySettings
+
+    installation = installation_of(ctx.obj.app)
+    return DelaySettings() if installation is None else installation.settings()
+
+
+def print_json(value: Any) -> None:
+    click.echo(json.dumps(value, indent=2))
+
+
+def table(headings: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
+    """Columns as wide as they need to be; numbers to the right."""
+    cells = [headings, *(tuple("" if cell is None else str(cell) for cell in row) for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    for index, line in enumerate(cells):
+        right = [
+            index > 0 and not isinstance(cell, str) for cell in (rows[index - 1] if index else line)
+        ]
+        padded = (
+            cell.rjust(width) if to_right else cell.ljust(width)
+            for cell, width, to_right in zip(line, widths, right, strict=True)
+        )
+        click.echo("  ".join(padded).rstrip())

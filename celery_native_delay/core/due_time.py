@@ -1,0 +1,84 @@
+"""From countdowns and ETAs to units of the resolution.
+
+Microseconds since the epoch throughout, because ETAs carry them: with exact integers
+``countdown=5`` is exactly five seconds and nothing is ever early by rounding.
+"""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime, timedelta
+
+from .errors import DelayTooLong, InvalidDueTime
+
+_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_MICROSECOND = timedelta(microseconds=1)
+
+
+def due_us(eta: datetime | str) -> int:
+    """The due time of an ETA in microseconds since the epoch.
+
+    Args:
+        eta: a datetime or its ISO 8601 text. A naive one is UTC, as Celery's workers read it
+            (``celery.utils.time.maybe_make_aware``).
+
+    Raises:
+        InvalidDueTime: the text is not ISO 8601.
+    """
+    if isinstance(eta, str):
+        try:
+            eta = datetime.fromisoformat(eta)
+        except ValueError as exc:
+            raise InvalidDueTime(
+                f"expected an ETA in ISO 8601 such as 2026-11-20T09:30:00+00:00, got {eta!r}"
+            ) from exc
+    if eta.tzinfo is None:
+        eta = eta.replace(tzinfo=UTC)
+    return (eta - _EPOCH) // _MICROSECOND
+
+
+def units_until(due_us: int, *, now_us: int, resolution_ms: int) -> int:
+    """Units of the resolution from *now_us* until *due_us*, rounded up: never early.
+
+    A due time in the past is 0.
+    """
+    return max(0, -((now_us - due_us) // (resolution_ms * 1000)))
+
+
+def check_reach(units: int, *, max_units: int, resolution_ms: int) -> None:
+    """Refuse a delay that the levels cannot hold.
+
+    Raises:
+        DelayTooLong: naming value, limit and way out.
+    """
+    if units > max_units:
+        raise DelayTooLong(
+            _too_long(units * resolution_ms / 1000, max_units * resolution_ms / 1000)
+        )
+
+
+def check_countdown(countdown: object, *, longest_delay_seconds: float) -> None:
+    """Refuse a countdown that is no time at all, or longer than the levels reach.
+
+    Anything that is not a number is left to Celery's own checks.
+
+    Raises:
+        InvalidDueTime: not a number or infinite.
+        DelayTooLong: beyond the longest delay.
+    """
+    if not isinstance(countdown, int | float):
+        return
+    if not math.isfinite(countdown):
+        raise InvalidDueTime(
+            f"expected a countdown of 0 to {longest_delay_seconds:,.0f} seconds, got {countdown!r}"
+        )
+    if countdown > longest_delay_seconds:
+        raise DelayTooLong(_too_long(countdown, longest_delay_seconds))
+
+
+def _too_long(delay_seconds: float, longest_delay_seconds: float) -> str:
+    return (
+        f"a delay of {delay_seconds:,.3f} s exceeds the longest delay of "
+        f"{longest_delay_seconds:,.3f} s: raise native_delay_levels or "
+        f"native_delay_resolution, or let celery beat send the task when it is nearer"
+    )

@@ -1,0 +1,52 @@
+"""Every error this package raises, in one tree.
+
+::
+
+    NativeDelayError
+    ├── SettingsError            a setting is unknown or has an impossible value
+    ├── InvalidDueTime           a countdown or ETA that is no point in time
+    │   └── DelayTooLong         further away than the delay levels reach
+    ├── CannotDelay              this message cannot wait in the broker exactly
+    ├── TopologyMismatch         the broker holds one of our names with other arguments
+    ├── NotPermitted             the broker user may not declare or bind what is needed
+    ├── UnsupportedBroker        no transport of ours fits, or the broker is too old
+    └── ManagementUnavailable    RabbitMQ's management API cannot be read
+"""
+
+from __future__ import annotations
+
+
+class NativeDelayError(Exception):
+    """Base of every error this package raises."""
+
+
+class SettingsError(NativeDelayError, ValueError):
+    """A setting is unknown or has an impossible value."""
+
+
+class InvalidDueTime(NativeDelayError, ValueError):
+    """A countdown or ETA that is no point in time."""
+
+
+class DelayTooLong(InvalidDueTime):
+    """The due time is further away than the delay levels reach."""
+
+
+class CannotDelay(NativeDelayError):
+    """This message cannot wait in the broker and arrive exactly as without the delay."""
+
+
+class TopologyMismatch(NativeDelayError):
+    """The broker holds a queue or exchange of this name with other arguments."""
+
+
+class NotPermitted(NativeDelayError):
+    """The broker user may not declare or bind what delayed delivery needs."""
+
+
+class UnsupportedBroker(NativeDelayError):
+    """No transport of ours fits this connection, or the broker is too old."""
+
+
+class ManagementUnavailable(NativeDelayError):
+    """RabbitMQ's management API cannot be read; only inspection needs it."""

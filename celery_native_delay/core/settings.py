@@ -1,0 +1,167 @@
+"""All settings: one frozen object, validated whole.
+
+In a Celery configuration every name carries the prefix ``native_delay_``; as
+keywords of ``install()`` and as ``transport_options["native_delay"]`` they stand
+without it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import Any
+
+from .errors import SettingsError
+
+#: RabbitMQ refuses a longer ``x-message-ttl``: rabbit_misc.erl, check_expiry/1.
+MAX_TTL_MS = 315_360_000_000
+
+_NAMESPACE = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
+_NAMESPACE_BYTES = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class DelaySettings:
+    """What decides how delayed messages wait; equal settings mean the same delay levels.
+
+    Raises:
+        SettingsError: for an unknown name or an impossible value; the text says what
+            was expected, what came and the way out.
+    """
+
+    enabled: bool = True
+    """Off: Celery behaves as if this package were not installed. Defaults to True."""
+    namespace: str = "celery_delay"
+    """First word of every broker-side name. Two namespaces never meet."""
+    levels: int = 31
+    """Delay levels; the longest delay is just under 2**levels times the resolution.
+    Defaults to 31 (8.5 years at 125 ms)."""
+    resolution: float = 0.125
+    """Seconds of level 0, a whole number of milliseconds; delays are rounded up to it."""
+    base: int = 2
+    """2, 4 or 16. A higher base takes fewer hops per message and more level queues."""
+    queue_type: str = "quorum"
+    """"quorum", or "classic": one node, may lose what hops while the broker crashes."""
+    routing: str = "skip"
+    """"skip": from a level straight to the next one that waits; "chain": through every level."""
+    confirm_publish: str = "wait"
+    """"wait": each delayed publish waits for the broker's confirm; "off": as Celery."""
+    landing_exchanges: tuple[str, ...] = ()
+    """Exchanges that foreign consumers bind to: their delayed messages pass a landing queue."""
+    adopt: bool = True
+    """Workers put tasks that arrive with their ETA ahead back into the delay levels."""
+    management_url: str | None = None
+    """RabbitMQ's management API, ``http://user:password@host:15672``. None: the broker's host
+    and credentials, port 15672. Only ``verify``, ``status`` and the policy check read it."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "landing_exchanges", _as_tuple(self.landing_exchanges))
+        for name in _names():
+            _check(name, getattr(self, name))
+        longest_ttl_ms = self.resolution_ms * self.largest_step
+        if longest_ttl_ms > MAX_TTL_MS:
+            raise SettingsError(
+                f"native_delay_levels={self.levels} with native_delay_resolution="
+                f"{self.resolution} and native_delay_base={self.base} needs a queue with a TTL "
+                f"of {longest_ttl_ms} ms; RabbitMQ's limit is {MAX_TTL_MS} ms (10 years): "
+                f"lower native_delay_levels or native_delay_resolution"
+            )
+
+    @property
+    def resolution_ms(self) -> int:
+        """Milliseconds of level 0."""
+        return round(self.resolution * 1000)
+
+    @property
+    def longest_delay_seconds(self) -> float:
+        """The longest delay that the levels can hold, in seconds."""
+        return ((1 << self.levels) - 1) * self.resolution_ms / 1000
+
+    @property
+    def largest_step(self) -> int:
+        """Units of the longest single wait: the largest digit times its place, below 2**levels."""
+        bits = self.base.bit_length() - 1
+        shift = (self.levels - 1) // bits * bits
+        return min(self.base - 1, ((1 << self.levels) - 1) >> shift) << shift
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> DelaySettings:
+        """Settings from names without the prefix; unknown names are refused."""
+        check_settings(values)
+        return cls(**values)
+
+
+def check_settings(values: Mapping[str, Any]) -> None:
+    """Check names and values one by one, without the rules that join several of them.
+
+    Raises:
+        SettingsError: for the first name that is unknown or value that is impossible.
+    """
+    for name, value in values.items():
+        if name not in _names():
+            close = get_close_matches(name, _names(), n=1)
+            hint = f"did you mean native_delay_{close[0]}?" if close else f"known: {_known()}"
+            raise SettingsError(f"unknown setting native_delay_{name}; {hint}")
+        _check(name, _as_tuple(value) if name == "landing_exchanges" else value)
+
+
+def _names() -> list[str]:
+    return [field.name for field in fields(DelaySettings)]
+
+
+def _known() -> str:
+    return ", ".join(f"native_delay_{name}" for name in _names())
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list | set | frozenset) else value
+
+
+def _check(name: str, value: Any) -> None:
+    expected = _expected(name, value)
+    if expected:
+        raise SettingsError(f"expected native_delay_{name} to be {expected}, got {value!r}")
+
+
+def _expected(name: str, value: Any) -> str:
+    """What *name* should have been, or "" when *value* will do."""
+    match name:
+        case "enabled" | "adopt":
+            return "" if isinstance(value, bool) else "True or False"
+        case "namespace":
+            fits = (
+                isinstance(value, str)
+                and _NAMESPACE.fullmatch(value)
+                and len(value) <= _NAMESPACE_BYTES
+            )
+            return "" if fits else f"1 to {_NAMESPACE_BYTES} letters, digits, _, - or inner dots"
+        case "levels":
+            return "" if _is_int(value) and 1 <= value <= 60 else "a whole number from 1 to 60"
+        case "resolution":
+            fits = _is_number(value) and 0.001 <= value <= 3600
+            whole = fits and abs(value * 1000 - round(value * 1000)) < 1e-6
+            return "" if whole else "seconds from 0.001 to 3600, a whole number of milliseconds"
+        case "base":
+            return "" if _is_int(value) and value in (2, 4, 16) else "2, 4 or 16"
+        case "queue_type":
+            return "" if value in ("quorum", "classic") else '"quorum" or "classic"'
+        case "routing":
+            return "" if value in ("skip", "chain") else '"skip" or "chain"'
+        case "confirm_publish":
+            return "" if value in ("wait", "off") else '"wait" or "off"'
+        case "landing_exchanges":
+            fits = isinstance(value, tuple) and all(isinstance(v, str) and v for v in value)
+            return "" if fits else "a list of exchange names"
+        case _:
+            fits = value is None or (isinstance(value, str) and value.startswith("http"))
+            return "" if fits else "None or an http(s) URL"
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

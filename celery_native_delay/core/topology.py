@@ -1,0 +1,301 @@
+"""The delay levels of RabbitMQ: every name, TTL, routing key and binding.
+
+Rule 1: every name, argument and binding pattern on the broker is decided here.
+Rule 2: no I/O, no clock; nothing imported but the standard library.
+Rule 3: a change in what ``plan()`` yields is a new VERSION, never an edit: brokers in production
+hold these declarations (tests/unit/golden).
+
+A delay is a number of units of the resolution, written in base 2, 4 or 16. Each digit is one
+word of the routing key, most significant first; a message waits once for every digit that is not
+zero, in a queue whose TTL is that digit's worth, and is dead-lettered from there to the exchange
+of the next lower level. The last one is the delivery exchange, where the words behind the digits,
+the address (``address.py``), lead to the destination queue.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from .address import SHORTSTR_BYTES, hashed_address, queue_address, short_word
+from .settings import DelaySettings
+
+VERSION = "v1"
+
+_OURS = re.compile(rf"[A-Za-z0-9._-]+\.{VERSION}\.(parked$|\d+x\d+ms\.)")
+_DIGITS = "0123456789abcdef"
+
+#: A poison message is counted at every return to a quorum queue and dropped beyond the limit,
+#: which RabbitMQ 4 sets to 20. Before 4.0 a negative limit means 0, so: a very high one.
+#: https://www.rabbitmq.com/docs/quorum-queues#poison-message-handling
+_NO_DELIVERY_LIMIT = 1_000_000
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """A durable exchange to declare."""
+
+    name: str
+    type: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Queue:
+    """A durable queue to declare."""
+
+    name: str
+    arguments: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Binding:
+    """A binding to make; *destination* is an exchange when *to_exchange* is set."""
+
+    source: str
+    destination: str
+    routing_key: str
+    to_exchange: bool = False
+
+
+Declaration = Exchange | Queue | Binding
+
+
+@dataclass(frozen=True)
+class Hop:
+    """One wait of a message: a level queue and its TTL in milliseconds."""
+
+    queue: str
+    ttl_ms: int
+
+
+def is_delay_name(name: str) -> bool:
+    """Whether a queue or exchange of this name is one of ours, in any namespace."""
+    return _OURS.match(name) is not None
+
+
+class Topology:
+    """The delay levels that *settings* ask for, as data."""
+
+    def __init__(self, settings: DelaySettings) -> None:
+        self.settings = settings
+        self.base = settings.base
+        self.resolution_ms = settings.resolution_ms
+        self.max_units = (1 << settings.levels) - 1
+        self._bits = settings.base.bit_length() - 1
+        self.digit_count = -(-settings.levels // self._bits)
+        base_word = "" if settings.base == 2 else f"b{settings.base}."
+        self.space = f"{settings.namespace}.{VERSION}"
+        self.name = (
+            f"{self.space}.{settings.levels}x{settings.resolution_ms}ms"
+            f".{base_word}{settings.queue_type}"
+        )
+        self.parking_exchange = self.parking_queue = f"{self.space}.parked"
+        self.rescue_lock_queue = f"{self.space}.rescue-lock"
+        self.delivery_exchange = f"{self.name}.delivery"
+        self.ready_exchange = f"{self.name}.{settings.routing}.ready"
+
+    # --- names ---------------------------------------------------------------------------
+
+    def level_exchange(self, place: int) -> str:
+        """The exchange where messages arrive that have waited for all digits above *place*."""
+        return f"{self.name}.level-{place:02d}"
+
+    def level_queue(self, place: int, digit: int = 1) -> str:
+        """The queue in which the *digit* at *place* is waited for."""
+        suffix = "" if self.base == 2 else f"-{_DIGITS[digit]}"
+        return f"{self.level_exchange(place)}{suffix}"
+
+    def landing_queue(self, exchange: str) -> str:
+        """The landing queue of a user's exchange."""
+        return f"{self.name}.landing-exchange.{short_word(exchange)}"
+
+    def queue_landing_queue(self, queue: str) -> str:
+        """The landing queue of a user's queue that may reject what reaches it."""
+        return f"{self.name}.landing-queue.{short_word(queue)}"
+
+    @cached_property
+    def level_queues(self) -> list[Hop]:
+        """Every level queue with its TTL, shortest first."""
+        return [self._hop(place, digit) for place, digit in self._steps]
+
+    # --- routing keys --------------------------------------------------------------------
+
+    def digits(self, units: int) -> list[int]:
+        """The digits of a delay, most significant first.
+
+        Raises:
+            ValueError: *units* is not in ``0..max_units``.
+        """
+        if not 0 <= units <= self.max_units:
+            raise ValueError(f"expected 0 to {self.max_units} units, got {units}")
+        places = range(self.digit_count - 1, -1, -1)
+        return [units >> self._bits * place & self.base - 1 for place in places]
+
+    def entry_exchange(self, units: int) -> str:
+        """Where a message enters: the exchange of its highest digit that is not zero."""
+        if not units:
+            return self.delivery_exchange
+        return self.level_exchange((units.bit_length() - 1) // self._bits)
+
+    def routing_key(self, units: int, address: str) -> str:
+        """The routing key of a message that waits *units* and then goes to *address*."""
+        return ".".join([*(_DIGITS[digit] for digit in self.digits(units)), address])
+
+    def path(self, units: int) -> list[Hop]:
+        """The waits of a message, in order; their TTLs add up to its delay."""
+        digits = self.digits(units)
+        return [
+            self._hop(self.digit_count - 1 - index, digit)
+            for index, digit in enumerate(digits)
+            if digit
+        ]
+
+    # --- addresses -----------------------------------------------------------------------
+
+    def fits(self, address: str) -> bool:
+        """Whether *address* fits into a routing key behind the digits."""
+        return 2 * self.digit_count + len(address.encode()) <= SHORTSTR_BYTES
+
+    def address_or_hash(self, address: str, exchange: str, routing_key: str) -> str:
+        """*address*, or its hash where it does not fit behind the digits."""
+        return address if self.fits(address) else hashed_address(exchange, routing_key)
+
+    def delivery_pattern(self, address: str) -> str:
+        """The binding key on the delivery exchange for *address*: any delay, then exactly it.
+
+        One ``*`` for each digit and no leading ``#``, which would match addresses that merely
+        end alike and makes the broker try every suffix (rabbit_db_topic_exchange.erl).
+        """
+        return "*." * self.digit_count + address
+
+    def collides(self, routing_key: str) -> bool:
+        """Whether a user's own key, travelling beside ours, could be taken for one of ours.
+
+        Messages for a landing queue keep their own key and carry ours as BCC; the level and
+        delivery exchanges look at both.
+        """
+        words = routing_key.split(".")
+        if len(words) < self.digit_count:
+            return False
+        ours = set(_DIGITS[: self.base])
+        return bool(ours.intersection(words[: self.digit_count])) or any(
+            word.startswith("%") for word in words[self.digit_count : self.digit_count + 1]
+        )
+
+    # --- declarations --------------------------------------------------------------------
+
+    def plan(self) -> Iterator[Declaration]:
+        """Every declaration of the set, in an order the broker accepts."""
+        yield Exchange(self.parking_exchange, "fanout")
+        yield Queue(
+            self.parking_queue,
+            {
+                "x-queue-type": "quorum",
+                "x-queue-leader-locator": "balanced",
+                "x-delivery-limit": _NO_DELIVERY_LIMIT,
+            },
+        )
+        yield Binding(self.parking_exchange, self.parking_queue, "")
+        # Without an alternate exchange 32 messages that nobody is bound for stop a level for
+        # everyone: at-least-once dead-lettering retries each of them and has 32 places.
+        # https://github.com/Particular/NServiceBus.RabbitMQ/issues/1407
+        parks = {"alternate-exchange": self.parking_exchange}
+        yield Exchange(self.delivery_exchange, "topic", parks)
+        for place in range(self.digit_count):
+            yield Exchange(self.level_exchange(place), "topic", parks)
+        for place, digit in self._steps:
+            hop = self._hop(place, digit)
+            yield Queue(hop.queue, self._level_arguments(hop.ttl_ms, self._below(place)))
+        yield from self._bindings()
+        yield Exchange(self.ready_exchange, "fanout")
+
+    def landing(self, exchange: str) -> Queue:
+        """The landing queue of *exchange*: what reaches it goes on at once.
+
+        It keeps the message's own routing key, and an exchange that routes nowhere holds up this
+        queue instead of a delay level.
+        """
+        return Queue(self.landing_queue(exchange), _landing_arguments(exchange))
+
+    def queue_landing(self, queue: str) -> Queue:
+        """The landing queue in front of *queue*, which holds up what *queue* rejects."""
+        arguments = _landing_arguments(self.delivery_exchange)
+        arguments["x-dead-letter-routing-key"] = self.routing_key(0, queue_address(queue))
+        return Queue(self.queue_landing_queue(queue), arguments)
+
+    # --- private -------------------------------------------------------------------------
+
+    @property
+    def _steps(self) -> Iterator[tuple[int, int]]:
+        """Every place and digit that a delay below the longest one can hold."""
+        for place in range(self.digit_count):
+            yield from ((place, digit) for digit in self._digits_at(place))
+
+    def _digits_at(self, place: int) -> range:
+        return range(1, min(self.base - 1, self.max_units >> self._bits * place) + 1)
+
+    def _hop(self, place: int, digit: int) -> Hop:
+        units = digit << self._bits * place
+        return Hop(self.level_queue(place, digit), self.resolution_ms * units)
+
+    def _below(self, place: int) -> str:
+        return self.level_exchange(place - 1) if place else self.delivery_exchange
+
+    def _level_arguments(self, ttl_ms: int, dead_letter_exchange: str) -> dict[str, Any]:
+        # Expired messages leave a queue only from its head, so a queue must hold a single TTL:
+        # one x-message-ttl per level queue, never a per-message expiration.
+        # https://www.rabbitmq.com/docs/ttl
+        arguments = {
+            "x-queue-type": self.settings.queue_type,
+            "x-queue-leader-locator": "balanced",
+            "x-message-ttl": ttl_ms,
+            "x-dead-letter-exchange": dead_letter_exchange,
+        }
+        if self.settings.queue_type == "quorum":
+            # at-least-once falls back to at-most-once in silence without reject-publish.
+            # https://www.rabbitmq.com/docs/quorum-queues#activating-at-least-once-dead-lettering
+            arguments |= {
+                "x-dead-letter-strategy": "at-least-once",
+                "x-overflow": "reject-publish",
+            }
+        return arguments
+
+    def _bindings(self) -> Iterator[Binding]:
+        for place in range(self.digit_count):
+            source = self.level_exchange(place)
+            if self.settings.routing == "chain":
+                yield from self._to_queues(source, place, zeros=0)
+                yield self._onwards(source, self._below(place), place, zeros=1)
+            else:
+                for lower in range(place, -1, -1):
+                    yield from self._to_queues(source, lower, zeros=place - lower)
+                yield self._onwards(source, self.delivery_exchange, 0, zeros=place + 1)
+
+    def _to_queues(self, source: str, place: int, *, zeros: int) -> Iterator[Binding]:
+        for digit in self._digits_at(place):
+            key = self._pattern(place, _DIGITS[digit], zeros)
+            yield Binding(source, self.level_queue(place, digit), key)
+
+    def _onwards(self, source: str, destination: str, place: int, *, zeros: int) -> Binding:
+        key = self._pattern(place, "0", zeros - 1)
+        return Binding(source, destination, key, to_exchange=True)
+
+    def _pattern(self, place: int, digit: str, zeros: int) -> str:
+        """*digit* at *place*, *zeros* zeros before it, anything elsewhere."""
+        above = self.digit_count - 1 - place - zeros
+        return ".".join(["*"] * above + ["0"] * zeros + [digit] + ["*"] * place + ["#"])
+
+
+def _landing_arguments(dead_letter_exchange: str) -> dict[str, Any]:
+    return {
+        "x-queue-type": "quorum",
+        "x-queue-leader-locator": "balanced",
+        "x-message-ttl": 0,
+        "x-dead-letter-exchange": dead_letter_exchange,
+        "x-dead-letter-strategy": "at-least-once",
+        "x-overflow": "reject-publish",
+    }

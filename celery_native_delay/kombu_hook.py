@@ -1,0 +1,109 @@
+"""Registers our transports under kombu's own aliases.
+
+kombu resolves a URL's scheme through ``TRANSPORT_ALIASES``; ours are subclasses that behave as
+kombu's until a connection asks for more with ``transport_options["native_delay"]``. The option is
+what makes delayed delivery per app; unlike a Connection subclass it survives pools, clones,
+pickling and failover.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+from kombu import transport
+
+from .core.due_time import check_countdown, due_us
+from .core.errors import InvalidDueTime, SettingsError
+from .core.settings import DelaySettings
+
+#: The key in a connection's ``transport_options``.
+OPTION = "native_delay"
+
+_RABBITMQ = "celery_native_delay.transports.rabbitmq"
+
+#: kombu's aliases and what they lead to from now on; modules are imported when first used.
+ALIASES = {
+    "amqp": f"{_RABBITMQ}:Transport",
+    "pyamqp": f"{_RABBITMQ}:Transport",
+    "amqps": f"{_RABBITMQ}:SSLTransport",
+}
+
+
+def register_transports() -> None:
+    """Point kombu's aliases at our transports. Idempotent."""
+    for alias, path in ALIASES.items():
+        if transport.TRANSPORT_ALIASES.get(alias) != path:
+            transport.TRANSPORT_ALIASES[alias] = path
+            transport._transport_cache.pop(alias, None)
+
+
+class Misconfigured:
+    """Stands in the option for settings that could not be understood.
+
+    Immediate messages go their way; the first delayed one is told what is wrong.
+    """
+
+    def __init__(self, error: SettingsError) -> None:
+        self.error = error
+
+    def __repr__(self) -> str:
+        # Part of kombu's pool key, so it must be the same for the same mistake.
+        return f"Misconfigured({self.error})"
+
+
+def settings_from_option(option: Any) -> DelaySettings:
+    """Settings from ``transport_options["native_delay"]``.
+
+    Args:
+        option: True for the defaults, a mapping of settings without their prefix, or a
+            :class:`DelaySettings`.
+
+    Raises:
+        SettingsError: it is none of these, or a setting is wrong.
+    """
+    match option:
+        case True:
+            return DelaySettings()
+        case DelaySettings():
+            return option
+        case Mapping():
+            return DelaySettings.from_mapping(option)
+    raise SettingsError(
+        f'expected transport_options["native_delay"] to be True, a dict of settings or '
+        f"DelaySettings, got {option!r}"
+    )
+
+
+def delay_headers(
+    *,
+    countdown: float | None = None,
+    eta: datetime | str | None = None,
+    now: datetime | None = None,
+) -> dict[str, str]:
+    """Headers with which a plain kombu ``publish`` is delayed.
+
+    Args:
+        countdown: seconds from *now*.
+        eta: the due time; a naive one is UTC. Either *countdown* or *eta*.
+        now: the current time; defaults to the clock's.
+
+    Returns:
+        ``{"eta": ISO 8601 text}``, to be merged into the message's own headers.
+
+    Raises:
+        InvalidDueTime: neither or both were given, or one is no point in time.
+    """
+    if (countdown is None) == (eta is None):
+        raise InvalidDueTime(f"expected countdown or eta, got {countdown=} and {eta=}")
+    if countdown is not None:
+        check_countdown(countdown, longest_delay_seconds=_LONGEST_COUNTDOWN_SECONDS)
+        eta = (now or datetime.now(UTC)) + timedelta(seconds=countdown)
+    assert eta is not None
+    due_us(eta)
+    return {"eta": eta if isinstance(eta, str) else eta.isoformat()}
+
+
+#: A thousand years: what the levels can hold is checked when the message is published.
+_LONGEST_COUNTDOWN_SECONDS = 1000 * 365.25 * 86400

@@ -1,0 +1,519 @@
+"""A private RabbitMQ for tests: started in seconds, gone without a trace.
+
+    with private_rabbitmq() as rabbitmq:
+        app = Celery(broker=rabbitmq.new_vhost())
+
+The node has its own name, ports, data, log, home and Erlang cookie, listens on 127.0.0.1 only,
+and never meets a RabbitMQ that runs on the same machine. Only the standard library is imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import tempfile
+import urllib.error
+import urllib.request
+from base64 import b64encode
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic, sleep
+from typing import IO, Any, Literal
+from urllib.parse import quote, unquote, urlsplit
+
+__all__ = [
+    "BrokerFailed",
+    "BrokerMissing",
+    "PrivateRabbitMQ",
+    "RabbitMQInstallation",
+    "find_rabbitmq",
+    "private_rabbitmq",
+    "require_rabbitmq",
+    "vhost_name",
+]
+
+ROOT_VARIABLE = "NATIVE_DELAY_RABBITMQ_43_ROOT"
+"""Environment variable: the folder that holds Debian testing with RabbitMQ 4.3."""
+
+_DEFAULT_ROOT = "~/.cache/celery_native_delay/rabbitmq-4.3"
+
+_BOOT_SECONDS = 90
+"""A cold start takes 3-8 s; a busy machine may need several times that."""
+
+_CONFIG = """\
+# Milliseconds between the reports of connections, channels and classic queues.
+collect_statistics_interval = 500
+management.tcp.ip = 127.0.0.1
+management.tcp.port = {management_port}
+# Both limits are far below what a laptop has, so that a test never fights over them.
+vm_memory_high_watermark.absolute = 2GB
+disk_free_limit.absolute = 50MB
+log.file.level = info
+log.console = false
+{extra}
+"""
+
+# How often quorum queues report their figures (ms) and the management API takes them over (s):
+# both 5 s by default. As arguments, because advanced.config belongs to the caller.
+_ERLANG_ARGUMENTS = (
+    "-kernel inet_dist_use_interface {127,0,0,1}"
+    " -rabbit quorum_tick_interval 500"
+    " -rabbitmq_management_agent sample_retention_policies"
+    " [{global,[{60,1}]},{basic,[{60,1}]},{detailed,[{10,1}]}]"
+)
+
+# Holds what must not outlive this process: it runs epmd, and when our end of its stdin closes,
+# however this process ended, it kills the node, epmd and the folder. Lines on stdin are the
+# process group of the running node, empty for none; "end" ends it by request, because a forked
+# child may hold our end open.
+_KEEPER = """
+folder=$1; shift
+"$@" & epmd=$!
+while read -r line && [ "$line" != end ]; do node=$line; done
+if [ -n "$node" ]; then
+    kill -KILL "-$node"
+    tries=100
+    while kill -0 "-$node" && [ $((tries -= 1)) -gt 0 ]; do sleep 0.1; done
+fi
+kill -KILL "$epmd"
+rm -rf -- "$folder"
+"""
+
+# Mounts live in a mount namespace of the node's own, so none is ever left behind.
+_ENTER_ROOT = (
+    'mount --rbind /proc "$0/proc" && mount --rbind /dev "$0/dev" && exec chroot "$0" "$@"'
+)
+
+
+class BrokerMissing(Exception):
+    """The RabbitMQ that was asked for is not installed; the message says what to install."""
+
+
+class BrokerFailed(Exception):
+    """RabbitMQ did not start or refused a request; the message holds its own words."""
+
+
+@dataclass(frozen=True)
+class RabbitMQInstallation:
+    """A RabbitMQ on this machine: its server script, its version and the root it lives in."""
+
+    server: Path
+    """The script as seen from *root*; not the wrapper on the PATH, which switches users."""
+    version: str
+    root: Path | None = None
+    """Folder to chroot into; None for the system itself."""
+
+
+def find_rabbitmq(version: str | None = None) -> RabbitMQInstallation | None:
+    """The installed RabbitMQ whose version starts with *version*; for None, the system's."""
+    for installation in _installations():
+        if version is None and installation.root is None:
+            return installation
+        if version is not None and f"{installation.version}.".startswith(f"{version}."):
+            return installation
+    return None
+
+
+def _installations() -> Iterator[RabbitMQInstallation]:
+    servers = [
+        Path("/usr/lib/rabbitmq/bin/rabbitmq-server"),
+        Path("/opt/homebrew/opt/rabbitmq/sbin/rabbitmq-server"),
+        Path("/usr/local/opt/rabbitmq/sbin/rabbitmq-server"),
+    ]
+    for server in servers:
+        if version := _version_of(server):
+            yield RabbitMQInstallation(server, version)
+            break
+    root = _rabbitmq_43_root()
+    may_enter = os.geteuid() == 0
+    if may_enter and (version := _version_of(root / servers[0].relative_to("/"))):
+        yield RabbitMQInstallation(servers[0], version, root)
+
+
+def _version_of(server: Path) -> str | None:
+    """Version of the release *server* belongs to, read from its folder of plugins."""
+    for plugin in server.resolve().parent.parent.glob("plugins/rabbit-*"):
+        if match := re.fullmatch(r"rabbit-(\d+\.\d+\.\d+.*?)(\.ez)?", plugin.name):
+            return match[1]
+    return None
+
+
+def _rabbitmq_43_root() -> Path:
+    return Path(os.environ.get(ROOT_VARIABLE) or _DEFAULT_ROOT).expanduser()
+
+
+def require_rabbitmq(version: str | None = None) -> RabbitMQInstallation:
+    """What find_rabbitmq() finds; raises BrokerMissing, which says what to install, for nothing."""
+    if installation := find_rabbitmq(version):
+        return installation
+    if version == "4.3":
+        raise BrokerMissing(
+            f"RabbitMQ 4.3 is not in {_rabbitmq_43_root()}, or only root may enter it (chroot): as "
+            f"root, run `scripts/setup_brokers.sh --with-4.3`, or name the folder that has it in "
+            f"{ROOT_VARIABLE}"
+        )
+    raise BrokerMissing(
+        f"RabbitMQ{f' {version}' if version else ''} is not installed: run "
+        f"`scripts/setup_brokers.sh`, `apt install rabbitmq-server` or `brew install rabbitmq`"
+    )
+
+
+def vhost_name(url: str) -> str:
+    """The virtual host an amqp url names: "amqp://guest:guest@127.0.0.1:5672//" is "/"."""
+    return unquote(urlsplit(url).path[1:]) or "/"
+
+
+@contextmanager
+def private_rabbitmq(
+    *,
+    version: str | None = None,
+    management: bool = True,
+    config: str = "",
+    advanced_config: str = "",
+) -> Iterator[PrivateRabbitMQ]:
+    """Run a RabbitMQ node of our own until the block ends.
+
+    *version* picks an installation ("3.10", "4.3"); None is the system's. *config* is more lines
+    of rabbitmq.conf, *advanced_config* the text of advanced.config. Without *management* the node
+    starts a little sooner and everything that asks the HTTP API raises.
+
+    Raises BrokerMissing when that version is not installed, BrokerFailed when it does not start.
+    """
+    rabbitmq = PrivateRabbitMQ(
+        require_rabbitmq(version),
+        management=management,
+        config=config,
+        advanced_config=advanced_config,
+    )
+    try:
+        rabbitmq.start()
+        yield rabbitmq
+    finally:
+        rabbitmq.close()
+
+
+class PrivateRabbitMQ:
+    """A RabbitMQ node that belongs to this process; made by private_rabbitmq()."""
+
+    version: str
+    """What the running node says it is, such as "3.10.8"."""
+    port: int
+    """AMQP port on 127.0.0.1, the same after kill() and start()."""
+
+    def __init__(
+        self,
+        installation: RabbitMQInstallation,
+        *,
+        management: bool = True,
+        config: str = "",
+        advanced_config: str = "",
+    ) -> None:
+        self.installation = installation
+        self.version = installation.version
+        self.management = management
+        self.port, self._management_port, self._distribution_port, self._epmd_port = _free_ports(4)
+        self._node: subprocess.Popen[bytes] | None = None
+        self._root = installation.root or Path("/")
+        self._home = Path(tempfile.mkdtemp(prefix="private-rabbitmq-", dir=self._temporary_folder))
+        (self._home / "rabbitmq.conf").write_text(
+            _CONFIG.format(management_port=self._management_port, extra=config)
+        )
+        (self._home / "advanced.config").write_text(advanced_config or "[].\n")
+        (self._home / "enabled_plugins").write_text(
+            "[rabbitmq_management].\n" if management else "[].\n"
+        )
+        self._environment = self._server_environment()
+        epmd = self._inside("epmd", "-address", "127.0.0.1", "-port", str(self._epmd_port))
+        self._keeper = subprocess.Popen(
+            ["sh", "-c", _KEEPER, "private-rabbitmq", str(self._home), *epmd],
+            env=self._environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    @property
+    def url(self) -> str:
+        """Url of the default virtual host."""
+        return f"amqp://guest:guest@127.0.0.1:{self.port}//"
+
+    @property
+    def management_url(self) -> str:
+        """Base of the HTTP API, without a slash at its end."""
+        return f"http://127.0.0.1:{self._management_port}"
+
+    @property
+    def data_dir(self) -> Path:
+        """Folder of the node's messages and metadata, as this process sees it."""
+        return self._home / "data"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the running node, which is also its process group; None when it is down."""
+        return self._node.pid if self._node else None
+
+    # ---- life ------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start the node, again on the same ports and data, and wait until it serves.
+
+        Raises BrokerFailed with the end of the node's log when it does not within 90 s.
+        """
+        if self._node is not None:
+            return
+        with (self._home / "console.log").open("ab") as console:
+            self._node = subprocess.Popen(
+                self._inside(str(self.installation.server)),
+                env=self._environment,
+                cwd=self._home,
+                stdin=subprocess.DEVNULL,
+                stdout=console,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        self._tell_keeper(str(self._node.pid))
+        deadline = monotonic() + _BOOT_SECONDS
+        while not self._serves():
+            if (code := self._node.poll()) is not None:
+                reason = f"ended with code {code} while starting"
+            elif monotonic() > deadline:
+                reason = f"did not start within {_BOOT_SECONDS} s"
+            else:
+                sleep(0.05)
+                continue
+            log = self.log_tail(100)
+            self.kill()
+            raise BrokerFailed(f"RabbitMQ {self.version} {reason}; its last words:\n{log}")
+
+    def stop(self) -> None:
+        """Stop the node in good order, as an administrator would; data and ports stay."""
+        self._end_node(signal.SIGTERM, timeout_seconds=60)
+
+    def kill(self) -> None:
+        """SIGKILL the node, as a power cut would; data and ports stay."""
+        self._end_node(signal.SIGKILL, timeout_seconds=30)
+
+    def close(self) -> None:
+        """Kill the node and remove all it had. Not needed at exit: that ends it as well."""
+        self.kill()
+        with suppress(OSError):
+            self._tell_keeper("end")
+        self._keeper.wait(30)
+        if self._keeper.stdin is not None:
+            with suppress(OSError):
+                self._keeper.stdin.close()
+
+    def log_tail(self, lines: int = 30) -> str:
+        """The last *lines* of what the node wrote to its console and to its log."""
+        text = ""
+        for name in ("console.log", "log/node.log"):
+            with suppress(FileNotFoundError):
+                text += (self._home / name).read_text(errors="replace")
+        return "\n".join(text.splitlines()[-lines:])
+
+    # ---- administration --------------------------------------------------------------------
+
+    def new_vhost(self) -> str:
+        """Create an empty virtual host that guest may use; return its url."""
+        name = f"test-{random.getrandbits(48):012x}"
+        self.api("PUT", f"/vhosts/{name}")
+        self.api("PUT", f"/permissions/{name}/guest", dict.fromkeys(_PERMISSIONS, ".*"))
+        return self._url("guest", "guest", name)
+
+    def delete_vhost(self, name: str) -> None:
+        """Delete a virtual host with all that is in it."""
+        self.api("DELETE", f"/vhosts/{quote(name, safe='')}")
+
+    def add_user(
+        self,
+        name: str,
+        password: str,
+        *,
+        configure: str = ".*",
+        write: str = ".*",
+        read: str = ".*",
+        vhost: str = "/",
+        tags: str = "",
+    ) -> str:
+        """Create a user with these permission patterns on *vhost*; return that user's url."""
+        user = quote(name, safe="")
+        self.api("PUT", f"/users/{user}", {"password": password, "tags": tags})
+        permissions = dict(zip(_PERMISSIONS, (configure, write, read), strict=True))
+        self.api("PUT", f"/permissions/{quote(vhost, safe='')}/{user}", permissions)
+        return self._url(name, password, vhost)
+
+    def set_policy(
+        self,
+        vhost: str,
+        name: str,
+        pattern: str,
+        definition: Mapping[str, object],
+        apply_to: Literal["queues", "exchanges", "all"] = "queues",
+    ) -> None:
+        """Create or replace a policy; the node applies it to existing queues a moment later."""
+        body = {"pattern": pattern, "definition": dict(definition), "apply-to": apply_to}
+        self.api("PUT", f"/policies/{quote(vhost, safe='')}/{quote(name, safe='')}", body)
+
+    def clear_policy(self, vhost: str, name: str) -> None:
+        """Delete a policy."""
+        self.api("DELETE", f"/policies/{quote(vhost, safe='')}/{quote(name, safe='')}")
+
+    def queues(self, vhost: str = "/") -> list[dict[str, Any]]:
+        """What the management API says of every queue; counts are 1-2 s old.
+
+        A queue declared within the last second has no counts yet.
+        """
+        queues: list[dict[str, Any]] = self.api("GET", f"/queues/{quote(vhost, safe='')}")
+        return queues
+
+    def api(self, method: str, path: str, body: object = None) -> Any:
+        """Send one request to the HTTP API (*path* as in "/overview"); return the decoded JSON.
+
+        Raises BrokerFailed with the node's own words when it refuses.
+        """
+        if not self.management:
+            raise BrokerFailed(f"{method} {path}: this node was started with management=False")
+        request = urllib.request.Request(
+            f"{self.management_url}/api{path}",
+            method=method,
+            data=None if body is None else json.dumps(body).encode(),
+            headers={
+                "Authorization": "Basic " + b64encode(b"guest:guest").decode(),
+                "Content-Type": "application/json",
+            },
+        )
+        try:
+            with _LOCAL.open(request, timeout=60) as response:
+                text = response.read()
+        except urllib.error.HTTPError as exc:
+            with exc:
+                said = exc.read().decode(errors="replace")
+            raise BrokerFailed(f"{method} {path}: {exc.code} {exc.reason}: {said}") from exc
+        return json.loads(text) if text else None
+
+    def rabbitmqctl(self, *arguments: str) -> str:
+        """Run rabbitmqctl against this node and return what it prints; takes about a second."""
+        command = self.installation.server.with_name("rabbitmqctl")
+        done = subprocess.run(
+            self._inside(str(command), "--quiet", *arguments),
+            env=self._environment,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            raise BrokerFailed(f"rabbitmqctl {shlex.join(arguments)}: {done.stdout}{done.stderr}")
+        return done.stdout
+
+    # ---- inside ----------------------------------------------------------------------------
+
+    @property
+    def _temporary_folder(self) -> Path | None:
+        return None if self.installation.root is None else self.installation.root / "tmp"
+
+    def _server_environment(self) -> dict[str, str]:
+        """Everything the server scripts read; nothing of it is inherited from our own."""
+        home = "/" / self._home.relative_to(self._root)
+        return {
+            "PATH": f"{self.installation.server.parent}:{_PATH}",
+            "LANG": "C.UTF-8",
+            "HOME": str(home),
+            "ERL_EPMD_ADDRESS": "127.0.0.1",
+            "ERL_EPMD_PORT": str(self._epmd_port),
+            "RABBITMQ_NODENAME": f"{self._home.name}@localhost",
+            "RABBITMQ_NODE_IP_ADDRESS": "127.0.0.1",
+            "RABBITMQ_NODE_PORT": str(self.port),
+            "RABBITMQ_DIST_PORT": str(self._distribution_port),
+            "RABBITMQ_MNESIA_BASE": str(home / "data"),
+            "RABBITMQ_LOG_BASE": str(home / "log"),
+            "RABBITMQ_LOGS": str(home / "log" / "node.log"),
+            "RABBITMQ_CONFIG_FILE": str(home / "rabbitmq.conf"),
+            "RABBITMQ_CONFIG_FILES": str(home / "conf.d" / "*.conf"),
+            "RABBITMQ_ADVANCED_CONFIG_FILE": str(home / "advanced.config"),
+            "RABBITMQ_CONF_ENV_FILE": str(home / "none"),
+            "RABBITMQ_ENABLED_PLUGINS_FILE": str(home / "enabled_plugins"),
+            "RABBITMQ_PLUGINS_EXPAND_DIR": str(home / "plugins"),
+            "RABBITMQ_GENERATED_CONFIG_DIR": str(home / "generated"),
+            "RABBITMQ_PID_FILE": str(home / "node.pid"),
+            "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": _ERLANG_ARGUMENTS,
+            "RABBITMQ_CTL_ERL_ARGS": "-kernel inet_dist_use_interface {127,0,0,1}",
+            # The script then becomes the node instead of watching over it: our child process is
+            # the node itself, and waiting for it means that it is really gone.
+            "RUNNING_UNDER_SYSTEMD": "true",
+        }
+
+    def _inside(self, *command: str) -> list[str]:
+        """*command* as it has to be run from here."""
+        if self.installation.root is None:
+            return list(command)
+        return ["unshare", "--mount", "sh", "-c", _ENTER_ROOT, str(self._root), *command]
+
+    def _tell_keeper(self, line: str) -> None:
+        keeper_stdin: IO[bytes] | None = self._keeper.stdin
+        assert keeper_stdin is not None
+        keeper_stdin.write(f"{line}\n".encode())
+        keeper_stdin.flush()
+
+    def _end_node(self, how: signal.Signals, *, timeout_seconds: float) -> None:
+        if self._node is None:
+            return
+        with suppress(ProcessLookupError):
+            os.killpg(self._node.pid, how)
+        try:
+            self._node.wait(timeout_seconds)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._node.pid, signal.SIGKILL)
+            self._node.wait()
+        self._node = None
+        with suppress(OSError):
+            self._tell_keeper("")
+
+    def _serves(self) -> bool:
+        """Whether AMQP and, if enabled, the HTTP API answer; the node's real version is kept."""
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), timeout=5) as connection:
+                connection.sendall(b"AMQP\x00\x00\x09\x01")
+                if not connection.recv(1):
+                    return False
+            if self.management:
+                self.version = self.api("GET", "/overview")["rabbitmq_version"]
+        except (OSError, BrokerFailed):
+            return False
+        return True
+
+    def _url(self, user: str, password: str, vhost: str) -> str:
+        user, password, vhost = (quote(part, safe="") for part in (user, password, vhost))
+        return f"amqp://{user}:{password}@127.0.0.1:{self.port}/{vhost}"
+
+
+_PATH = "/usr/sbin:/usr/bin:/sbin:/bin:/opt/homebrew/bin:/usr/local/bin"
+
+_PERMISSIONS = ("configure", "write", "read")
+
+_LOCAL = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Never through a proxy: the node is on this machine."""
+
+
+def _free_ports(count: int) -> list[int]:
+    """Free ports of 127.0.0.1 that no client will be given while the node is down.
+
+    They lie below the ranges that Linux (32768) and macOS (49152) take client ports from: a
+    client that reconnects to a dead node could otherwise be given the very port it connects to.
+    """
+    ports: list[int] = []
+    while len(ports) < count:
+        port = random.randrange(20_000, 32_768)
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            if port not in ports:
+                ports.append(port)
+    return ports

@@ -1,0 +1,405 @@
+"""Delayed publishing on one connection: make sure of the levels, mirror, seal, send, confirm."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from threading import local
+from time import monotonic, time_ns
+from typing import Any
+from uuid import uuid4
+
+import amqp
+from amqp.exceptions import AccessRefused, ChannelError, NotFound, PreconditionFailed
+
+from ...core.address import landing_address, message_address
+from ...core.due_time import check_reach, units_until
+from ...core.errors import CannotDelay, NativeDelayError
+from ...core.settings import DelaySettings
+from ...core.topology import Binding, Topology
+from .declaring import apply, broker_version, check_broker, refusals_explained
+from .envelope import seal
+from .mirror import MIRRORED_TYPES, Mirror, Mirrored, landing_declarations
+from .own_channel import OwnChannel
+
+logger = logging.getLogger(__name__)
+
+#: How long a connection relies on what it found out about an exchange, in seconds: another
+#: process may give it a landing queue meanwhile.
+ROUTE_SECONDS = 60.0
+
+#: These pick a queue by hashing each routing key; a message for a landing queue carries two.
+_HASHING_TYPES = ("x-consistent-hash", "x-modulus-hash")
+
+_CURRENT_TYPE = re.compile(r"inequivalent arg 'type' .* current is '([^']+)'")
+
+#: The headers dict and delivery id of a publish that failed in this thread: kombu's retry passes
+#: the very same dict, and a resent message must keep its id.
+_failed = local()
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """What :meth:`Delays.prepare` did."""
+
+    declared: bool
+    mirrored: int
+    seconds: float
+
+
+class Delays:
+    """Everything delayed delivery does on one AMQP connection.
+
+    With a *refusal* nothing is delayed: whoever asks for it is told why.
+    """
+
+    def __init__(
+        self, connection: Any, settings: DelaySettings, *, refusal: NativeDelayError | None = None
+    ) -> None:
+        self.connection = connection
+        self._refusal = refusal
+        self.settings = settings
+        self.topology = Topology(settings)
+        self.mirror = Mirror(self.topology)
+        self._own: OwnChannel | None = None
+        self._ready = False
+        self._lands_until: dict[str, tuple[bool, float]] = {}
+        self._waits = True
+
+    @property
+    def own_channel(self) -> OwnChannel:
+        """Our channel on this connection; a new one when the broker closed the last."""
+        if self._own is None or self._own.connection is None:
+            confirm = self.settings.confirm_publish != "off"
+            self._own = OwnChannel(self.connection, confirm=confirm)
+        return self._own
+
+    # --- preparing -----------------------------------------------------------------------
+
+    def prepare(self, *, redeclare: bool = False) -> Prepared:
+        """Make sure of the delay levels and of every mirrored binding; cached.
+
+        Raises:
+            UnsupportedBroker, NotPermitted, TopologyMismatch: saying the way out.
+        """
+        if self._refusal is not None:
+            raise self._refusal
+        started = monotonic()
+        declared = False
+        if redeclare or not self._ready:
+            check_broker(self.connection)
+            declared = redeclare or not self._is_complete()
+            if declared:
+                self.declare()
+            self._ready = True
+        mirrored = self._mirror_pending() if self.mirror.is_pending else 0
+        return Prepared(declared, mirrored, monotonic() - started)
+
+    def declare(self) -> None:
+        """Declare the whole set, whether it is there or not."""
+        with refusals_explained(self.topology):
+            apply(self.own_channel, self.topology.plan())
+
+    def prepare_to_consume(self) -> None:
+        """Mirror what was declared for a consumer; never fails, consuming must go on."""
+        if not self.mirror.is_pending:
+            return
+        try:
+            self.prepare()
+        except (NativeDelayError, ChannelError) as exc:
+            logger.error("native delay: bindings not mirrored, delayed messages may park: %s", exc)
+
+    def _is_complete(self) -> bool:
+        """Whether the last exchange of the plan is there.
+
+        RabbitMQ 4.3 asks for the configure permission even here; who lacks it relies on
+        somebody else's declaring, and a publish finds out.
+        """
+        try:
+            self.own_channel.exchange_declare(self.topology.ready_exchange, "fanout", passive=True)
+        except NotFound:
+            return False
+        except AccessRefused:
+            return True
+        return True
+
+    def _mirror_pending(self) -> int:
+        bindings, landings = self.mirror.take_pending()
+        declarations = [
+            declaration
+            for exchange in landings
+            for declaration in landing_declarations(self.topology, exchange)
+        ]
+        mirrored = [binding for binding in bindings if self._has_type(binding)]
+        for binding in mirrored:
+            declarations += self.mirror.declarations(binding)
+        try:
+            apply(self.own_channel, declarations)
+        except ChannelError:
+            # One queue that is gone must not keep the others from being bound.
+            for binding in mirrored:
+                self._mirror_alone(binding)
+        self._lands_until.clear()
+        return len(mirrored)
+
+    def _mirror_alone(self, binding: Mirrored) -> None:
+        try:
+            with refusals_explained(self.topology):
+                apply(self.own_channel, self.mirror.declarations(binding))
+        except ChannelError as exc:
+            logger.debug("not mirrored: %s: %s", binding, exc)
+
+    def unmirror(self, binding: Mirrored) -> None:
+        """Take back what mirrors a binding that the user has removed."""
+        try:
+            if not (self._is_complete() and self._has_type(binding)):
+                return
+            for declaration in self.mirror.declarations(binding):
+                if isinstance(declaration, Binding) and declaration.destination == binding.queue:
+                    self.own_channel.queue_unbind(
+                        binding.queue, declaration.source, declaration.routing_key
+                    )
+        except ChannelError as exc:
+            logger.debug("not unbound: %s: %s", binding, exc)
+
+    # --- publishing ----------------------------------------------------------------------
+
+    def publish(
+        self,
+        message: amqp.Message,
+        exchange: str,
+        routing_key: str,
+        *,
+        due_us: int,
+        publish_now: Callable[[], Any],
+        timeout_seconds: float | None = None,
+        confirm_timeout_seconds: float | None = None,
+    ) -> Any:
+        """Send a message into the delay levels, or call *publish_now* when it is due already.
+
+        Raises:
+            DelayTooLong, CannotDelay, NotPermitted, TopologyMismatch, UnsupportedBroker: nothing
+                was sent; the text says why and the way out.
+            amqp.exceptions.NotFound: there is no such exchange.
+            amqp.exceptions.MessageNacked: the broker did not accept it.
+        """
+        if not self._units(due_us, time_ns() // 1000):
+            return publish_now()
+        self.prepare()
+        lands = self._lands(exchange) or self._must_land(exchange, routing_key)
+        # Only now: declaring may have taken a second.
+        now_us = time_ns() // 1000
+        units = self._units(due_us, now_us)
+        if not units:
+            return publish_now()
+        headers = message.properties.get("application_headers")
+        delivery_id = self._delivery_id(headers)
+        sealed = self._sealed(message, exchange, routing_key, due_us, now_us, delivery_id)
+        key = self._route(sealed, units, exchange, routing_key, lands=lands)
+        _failed.publish = (headers, delivery_id)
+        self._send(sealed, units, key, timeout_seconds, confirm_timeout_seconds)
+        _failed.publish = None
+        return None
+
+    def put_back(
+        self,
+        message: amqp.Message,
+        exchange: str,
+        routing_key: str,
+        *,
+        queue: str | None,
+        due_us: int,
+        delivery_id: str | None = None,
+    ) -> None:
+        """Let a message that was received wait (again), then deliver it.
+
+        Args:
+            message: as received, its body in the original encoding.
+            exchange, routing_key: what it was once published with, and is seen with again.
+            queue: the one queue it is for, or None for all that *exchange* leads to.
+            due_us: microseconds since the epoch; a past one is delivered at once.
+            delivery_id: the id it has had so far.
+        """
+        if queue is not None:
+            self.mirror.queue_bound(queue, "", queue)
+        self.prepare()
+        lands = queue is None and (self._lands(exchange) or self._must_land(exchange, routing_key))
+        now_us = time_ns() // 1000
+        units = max(self._units(due_us, now_us), 1)
+        delivery_id = delivery_id or uuid4().hex
+        sealed = self._sealed(message, exchange, routing_key, due_us, now_us, delivery_id, queue)
+        to = (exchange, routing_key) if queue is None else ("", queue)
+        self._send(sealed, units, self._route(sealed, units, *to, lands=lands), None, None)
+
+    @contextmanager
+    def one_confirm(self) -> Iterator[None]:
+        """Publishes inside do not wait each for its confirm; leaving waits for all of them."""
+        self._waits = False
+        try:
+            yield
+            self.own_channel.wait_all()
+        finally:
+            self._waits = True
+
+    def _sealed(
+        self,
+        message: amqp.Message,
+        exchange: str,
+        routing_key: str,
+        due_us: int,
+        now_us: int,
+        delivery_id: str,
+        queue: str | None = None,
+    ) -> amqp.Message:
+        properties = seal(
+            message.properties,
+            exchange=exchange,
+            routing_key=routing_key,
+            due_us=due_us,
+            now_us=now_us,
+            delivery_id=delivery_id,
+            limit_priority=(4,) <= broker_version(self.connection) < (4, 3),
+            queue=queue,
+        )
+        return amqp.Message(message.body, **properties)
+
+    def _units(self, due_us: int, now_us: int) -> int:
+        resolution_ms = self.topology.resolution_ms
+        units = units_until(due_us, now_us=now_us, resolution_ms=resolution_ms)
+        check_reach(units, max_units=self.topology.max_units, resolution_ms=resolution_ms)
+        return units
+
+    @staticmethod
+    def _delivery_id(headers: Any) -> str:
+        failed = getattr(_failed, "publish", None)
+        if failed and headers is not None and failed[0] is headers:
+            return str(failed[1])
+        return uuid4().hex
+
+    def _route(
+        self, sealed: amqp.Message, units: int, exchange: str, routing_key: str, *, lands: bool
+    ) -> str:
+        """The routing key to publish with; for a landing queue ours travels as BCC beside it."""
+        topology = self.topology
+        if not lands:
+            address = message_address(exchange, routing_key)
+            return topology.routing_key(
+                units, topology.address_or_hash(address, exchange, routing_key)
+            )
+        if topology.collides(routing_key):
+            raise CannotDelay(
+                f"a delayed message to exchange {exchange!r}, which needs a landing queue, cannot "
+                f"have the routing key {routing_key!r}: its first {topology.digit_count} words "
+                f"read like a delay; use other words"
+            )
+        headers = sealed.properties["application_headers"]
+        headers["BCC"] = [topology.routing_key(units, landing_address(exchange))]
+        return routing_key
+
+    def _send(
+        self,
+        sealed: amqp.Message,
+        units: int,
+        routing_key: str,
+        timeout_seconds: float | None,
+        confirm_timeout_seconds: float | None,
+    ) -> None:
+        entry = self.topology.entry_exchange(units)
+        for last_try in (False, True):
+            try:
+                with refusals_explained(self.topology):
+                    tag = self.own_channel.publish(
+                        sealed, entry, routing_key, timeout_seconds=timeout_seconds
+                    )
+                    if self._waits:
+                        self.own_channel.wait_confirmed(
+                            tag, timeout_seconds=confirm_timeout_seconds or timeout_seconds
+                        )
+                return
+            except NotFound:
+                if last_try:
+                    raise
+                # The broker lost the levels while this connection lived.
+                self.mirror.forget_mirrored()
+                self.prepare(redeclare=True)
+
+    # --- which way to an exchange --------------------------------------------------------
+
+    def _lands(self, exchange: str) -> bool:
+        """Whether messages to *exchange* go through a landing queue; cached for a while."""
+        if not exchange:
+            return False
+        lands, until = self._lands_until.get(exchange, (False, 0.0))
+        if until < monotonic():
+            lands = self._find_out_landing(exchange)
+            self._lands_until[exchange] = (lands, monotonic() + ROUTE_SECONDS)
+        return lands
+
+    def _find_out_landing(self, exchange: str) -> bool:
+        kind = self._type_of(exchange)
+        if kind in _HASHING_TYPES:
+            raise CannotDelay(
+                f"exchange {exchange!r} is of type {kind}, which cannot get a delayed message "
+                f"exactly; delay it to a queue or a topic exchange instead"
+            )
+        if kind in MIRRORED_TYPES and exchange not in self.settings.landing_exchanges:
+            return self._has_landing_queue(exchange)
+        self._declare_landing(exchange)
+        return True
+
+    def _must_land(self, exchange: str, routing_key: str) -> bool:
+        """A topic key too long to stand behind the digits: patterns rule a hash out."""
+        if self.mirror.types.get(exchange) != "topic":
+            return False
+        if self.topology.fits(message_address(exchange, routing_key)):
+            return False
+        self._declare_landing(exchange)
+        return True
+
+    def _has_landing_queue(self, exchange: str) -> bool:
+        try:
+            self.own_channel.queue_declare(self.topology.landing_queue(exchange), passive=True)
+        except (NotFound, AccessRefused):
+            return False
+        return True
+
+    def _declare_landing(self, exchange: str) -> None:
+        try:
+            apply(self.own_channel, landing_declarations(self.topology, exchange))
+        except AccessRefused:
+            logger.debug("may not declare the landing queue of %r: relying on others", exchange)
+
+    def _has_type(self, binding: Mirrored) -> bool:
+        try:
+            self._type_of(binding.exchange)
+        except NotFound:
+            return False
+        return True
+
+    def _type_of(self, exchange: str) -> str:
+        """The type of an exchange, found out from the broker when nobody declared it here.
+
+        AMQP tells it only in its refusal of another type. Who may not ask is told "direct": the
+        address is the same for direct and topic, and for others the message parks and is rescued.
+
+        Raises:
+            amqp.exceptions.NotFound: there is no such exchange.
+        """
+        kind = self.mirror.types.get(exchange)
+        if kind is None:
+            kind = self.mirror.types[exchange] = self._ask_type(exchange)
+        return kind
+
+    def _ask_type(self, exchange: str) -> str:
+        try:
+            self.own_channel.exchange_declare(exchange, "direct", passive=True)
+            self.own_channel.exchange_declare(exchange, "direct", durable=True, auto_delete=False)
+        except PreconditionFailed as exc:
+            current = _CURRENT_TYPE.search(exc.reply_text or "")
+            return current.group(1) if current else "direct"
+        except AccessRefused:
+            pass
+        return "direct"

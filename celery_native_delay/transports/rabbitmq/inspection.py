@@ -1,0 +1,183 @@
+"""Comparing the broker with the plan, and counting what waits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from amqp.exceptions import NotFound, PreconditionFailed
+
+from ...core.errors import ManagementUnavailable
+from ...core.topology import Binding, Exchange, Queue, Topology
+from .delays import Delays
+from .management import ManagementAPI, overriding_policies
+from .parking import count
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Differences between broker and plan, and what could not be looked at."""
+
+    differences: list[str]
+    unchecked: list[str]
+    advice: list[str]
+
+
+@dataclass(frozen=True)
+class LevelStatus:
+    """One level queue. *stuck* are messages in dead-lettering, None where nobody tells."""
+
+    queue: str
+    ttl_seconds: float
+    waiting: int | None
+    stuck: int | None
+
+
+@dataclass(frozen=True)
+class Status:
+    """What waits in one set of delay levels."""
+
+    name: str
+    levels: list[LevelStatus]
+    parked: int
+    next_due_within_seconds: float | None
+
+    @property
+    def waiting(self) -> int:
+        """Messages in all levels."""
+        return sum(level.waiting or 0 for level in self.levels)
+
+    @property
+    def stuck(self) -> int | None:
+        """Messages held up in dead-lettering, None where the management API is away."""
+        known = [level.stuck for level in self.levels if level.stuck is not None]
+        return sum(known) if known else None
+
+    def as_json(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return asdict(self) | {"waiting": self.waiting, "stuck": self.stuck}
+
+
+def verify(delays: Delays, api: ManagementAPI) -> Verification:
+    """Compare the broker with the plan, through the management API where it answers."""
+    topology = delays.topology
+    advice = _advice(delays)
+    try:
+        differences = list(_compare_by_api(topology, api)) + overriding_policies(api, topology)
+        return Verification(differences, [], advice)
+    except ManagementUnavailable as exc:
+        unchecked = [f"bindings and policies: {exc}"]
+        return Verification(list(_compare_by_amqp(delays)), unchecked, advice)
+
+
+def status(delays: Delays, api: ManagementAPI) -> Status:
+    """Count what waits in the levels and in the parking queue."""
+    topology = delays.topology
+    stuck = _stuck(api, topology)
+    levels = [
+        LevelStatus(
+            queue=hop.queue,
+            ttl_seconds=hop.ttl_ms / 1000,
+            waiting=_depth(delays, hop.queue),
+            stuck=stuck.get(hop.queue),
+        )
+        for hop in topology.level_queues
+    ]
+    # A message in a level has at most that level and all below it before it.
+    nearest = next((level for level in levels if level.waiting), None)
+    within = None if nearest is None else 2 * nearest.ttl_seconds
+    parked = count(delays.own_channel, topology)
+    return Status(topology.name, levels, parked, within)
+
+
+def _depth(delays: Delays, queue: str) -> int | None:
+    try:
+        return int(delays.own_channel.queue_declare(queue, passive=True).message_count)
+    except NotFound:
+        return None
+
+
+def _stuck(api: ManagementAPI, topology: Topology) -> dict[str, int]:
+    try:
+        queues = api.queues(topology.name)
+    except ManagementUnavailable:
+        return {}
+    return {queue["name"]: queue.get("messages_dlx", 0) for queue in queues}
+
+
+def _compare_by_api(topology: Topology, api: ManagementAPI) -> Iterator[str]:
+    exchanges = {exchange["name"]: exchange for exchange in api.exchanges(topology.space)}
+    queues = {queue["name"]: queue for queue in api.queues(topology.space)}
+    bound: dict[str, set[tuple[str, str]]] = {}
+    for declaration in topology.plan():
+        match declaration:
+            case Exchange(name, kind, arguments):
+                there = exchanges.get(name)
+                yield from _differing(name, "exchange", there, {"type": kind}, arguments)
+            case Queue(name, arguments):
+                yield from _differing(name, "queue", queues.get(name), {}, arguments)
+            case Binding(source, destination, routing_key):
+                if source not in exchanges or (destination not in exchanges | queues):
+                    continue
+                if source not in bound:
+                    bound[source] = {
+                        (item["destination"], item["routing_key"])
+                        for item in api.bindings_from(source)
+                    }
+                if (destination, routing_key) not in bound[source]:
+                    yield f"{source}: not bound to {destination} with {routing_key}"
+
+
+def _differing(
+    name: str,
+    what: str,
+    there: dict[str, Any] | None,
+    fields: dict[str, Any],
+    arguments: dict[str, Any],
+) -> Iterator[str]:
+    if there is None:
+        yield f"{name}: {what} is missing"
+        return
+    expected = {"durable": True} | fields
+    found = {field: there.get(field) for field in expected}
+    held = there.get("arguments") or {}
+    expected |= arguments
+    found |= {key: held.get(key) for key in arguments} | {
+        key: value for key, value in held.items() if key not in arguments
+    }
+    for key in sorted(expected.keys() | found.keys()):
+        if expected.get(key) != found.get(key):
+            yield f"{name}: {key} {found.get(key)!r}, expected {expected.get(key)!r}"
+
+
+def _compare_by_amqp(delays: Delays) -> Iterator[str]:
+    for declaration in delays.topology.plan():
+        if isinstance(declaration, Binding):
+            continue
+        name = declaration.name
+        durable = {"durable": True, "auto_delete": False, "arguments": declaration.arguments}
+        try:
+            # Passive first: comparing must not declare what is missing.
+            if isinstance(declaration, Exchange):
+                delays.own_channel.exchange_declare(name, declaration.type, passive=True)
+                delays.own_channel.exchange_declare(name, declaration.type, **durable)
+            else:
+                delays.own_channel.queue_declare(name, passive=True)
+                delays.own_channel.queue_declare(name, **durable)
+        except NotFound:
+            yield f"{name}: {type(declaration).__name__.lower()} is missing"
+        except PreconditionFailed as exc:
+            yield f"{name}: {exc.reply_text}"
+
+
+def _advice(delays: Delays) -> list[str]:
+    version = str(delays.connection.server_properties.get("version", ""))
+    if not version.startswith("3."):
+        return []
+    sentence = (
+        f"RabbitMQ {version}: on a cluster set dead_letter_worker_publisher_confirm_timeout to "
+        f"10000-30000 ms (advanced.config, rabbit); with the default of 180 s messages hang that "
+        f"long when a node dies"
+    )
+    return [sentence]

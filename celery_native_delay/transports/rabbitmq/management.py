@@ -1,0 +1,122 @@
+"""RabbitMQ's management API: what AMQP does not tell, for inspection only."""
+
+from __future__ import annotations
+
+import json
+from base64 import b64encode
+from collections.abc import Mapping
+from typing import Any
+from urllib.error import URLError
+from urllib.parse import quote, unquote, urlsplit, urlunsplit
+from urllib.request import Request, urlopen
+
+from ...core.errors import ManagementUnavailable
+from ...core.settings import DelaySettings
+from ...core.topology import Topology
+
+TIMEOUT_SECONDS = 3.0
+
+#: Policy keys that change how long a message waits, or whether it survives the wait.
+OVERRIDING_KEYS = (
+    "message-ttl",
+    "max-length",
+    "max-length-bytes",
+    "max-in-memory-length",
+    "overflow",
+    "expires",
+    "dead-letter-exchange",
+    "dead-letter-routing-key",
+    "dead-letter-strategy",
+    "delivery-limit",
+)
+
+_PAGE = 500
+
+
+class ManagementAPI:
+    """Read access to one vhost.
+
+    Raises:
+        ManagementUnavailable: by every method; the plugin is off, or the user lacks the tag.
+    """
+
+    def __init__(self, url: str, user: str, password: str, vhost: str) -> None:
+        self.url = url.rstrip("/").removesuffix("/api")
+        self.vhost = vhost
+        token = b64encode(f"{user}:{password}".encode()).decode()
+        self._headers = {"Authorization": f"Basic {token}"}
+
+    def queues(self, prefix: str) -> list[dict[str, Any]]:
+        """Queues whose name begins with *prefix*."""
+        return self._named("queues", prefix)
+
+    def exchanges(self, prefix: str) -> list[dict[str, Any]]:
+        """Exchanges whose name begins with *prefix*."""
+        return self._named("exchanges", prefix)
+
+    def bindings_from(self, exchange: str) -> list[dict[str, Any]]:
+        """All bindings whose source is *exchange*."""
+        path = f"exchanges/{quote(self.vhost, safe='')}/{quote(exchange, safe='')}/bindings/source"
+        found: list[dict[str, Any]] = self._get(path)
+        return found
+
+    def _named(self, kind: str, prefix: str) -> list[dict[str, Any]]:
+        items: list[dict[str, Any]] = []
+        page, pages = 1, 1
+        while page <= pages:
+            answer = self._get(
+                f"{kind}/{quote(self.vhost, safe='')}"
+                f"?pagination=true&page={page}&page_size={_PAGE}&name={quote(prefix, safe='')}"
+            )
+            items += answer["items"]
+            page, pages = page + 1, answer["page_count"]
+        return [item for item in items if item["name"].startswith(prefix)]
+
+    def _get(self, path: str) -> Any:
+        request = Request(f"{self.url}/api/{path}", headers=self._headers)
+        try:
+            with urlopen(request, timeout=TIMEOUT_SECONDS) as response:
+                return json.load(response)
+        except (URLError, OSError, ValueError) as exc:
+            raise ManagementUnavailable(
+                f"RabbitMQ's management API at {self.url} does not answer ({exc}): enable the "
+                f"plugin rabbitmq_management, give the user the tag monitoring, or set "
+                f"native_delay_management_url"
+            ) from exc
+
+
+def management_of(connection: Any, settings: DelaySettings) -> ManagementAPI:
+    """The management API of a kombu connection's broker."""
+    user, password = connection.userid or "guest", connection.password or "guest"
+    password = password() if callable(password) else password
+    url = settings.management_url or f"http://{connection.hostname or 'localhost'}:15672"
+    parts = urlsplit(url)
+    if parts.username:
+        user, password = unquote(parts.username), unquote(parts.password or "")
+        url = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
+    return ManagementAPI(url, user, password, connection.virtual_host or "/")
+
+
+def overriding_policies(api: ManagementAPI, topology: Topology) -> list[str]:
+    """One sentence for each policy that changes what our queues do.
+
+    Raises:
+        ManagementUnavailable
+    """
+    touched: dict[tuple[str, str], list[str]] = {}
+    for queue in api.queues(topology.space):
+        for kind, key in (("policy", "policy"), ("operator policy", "operator_policy")):
+            name = queue.get(key)
+            if name and (keys := _overriding(queue)):
+                found = touched.setdefault((f"{kind} {name!r}", ", ".join(keys)), [])
+                found.append(queue["name"])
+    return [
+        f"{policy} sets {keys} on {len(queues)} delay queue(s) such as {queues[0]}: delayed "
+        f"messages may come early or get lost; narrow the pattern of the policy"
+        for (policy, keys), queues in touched.items()
+    ]
+
+
+def _overriding(queue: Mapping[str, Any]) -> list[str]:
+    definition = queue.get("effective_policy_definition") or {}
+    return [key for key in OVERRIDING_KEYS if key in definition]

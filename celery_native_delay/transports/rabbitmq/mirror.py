@@ -1,0 +1,167 @@
+"""The user's own declarations, mirrored onto the delivery exchange.
+
+What the user declares and binds on a connection is noted here and bound to the delivery exchange
+before the first delayed publish or the first consume that follows; a connection that does neither
+pays nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from ...core.address import (
+    landing_address,
+    message_address,
+    queue_address,
+    topic_binding_address,
+)
+from ...core.topology import Binding, Declaration, Topology
+
+#: Exchanges that every RabbitMQ vhost has.
+BUILTIN_TYPES = {
+    "": "direct",
+    "amq.direct": "direct",
+    "amq.fanout": "fanout",
+    "amq.headers": "headers",
+    "amq.match": "headers",
+    "amq.topic": "topic",
+}
+
+#: Types whose bindings the delivery exchange can repeat word for word.
+MIRRORED_TYPES = ("direct", "topic")
+
+#: Celery's and kombu's own traffic: remote control, its replies, events. Never delayed.
+_INTERNAL = re.compile(r"(^|\.)(pidbox|celeryev)($|\.)")
+
+
+@dataclass(frozen=True)
+class Mirrored:
+    """A binding of the user's that is to be repeated on the delivery exchange."""
+
+    queue: str
+    exchange: str
+    routing_key: str
+
+
+class Mirror:
+    """What one connection's user has declared, and what of it is not yet mirrored."""
+
+    def __init__(self, topology: Topology) -> None:
+        self._topology = topology
+        self.types: dict[str, str] = dict(BUILTIN_TYPES)
+        self._known: dict[Mirrored, None] = {}
+        self._pending: dict[Mirrored, None] = {}
+        self._rejecting: set[str] = set()
+        self._landings: dict[str, None] = {}
+        self._pending_landings: dict[str, None] = {}
+
+    # --- what the user does --------------------------------------------------------------
+
+    def exchange_declared(self, exchange: str, kind: str, arguments: dict[str, Any] | None) -> None:
+        self.types[exchange] = kind
+        if arguments and "alternate-exchange" in arguments:
+            self._lands(exchange)
+
+    def exchange_bound(self, source: str) -> None:
+        """An exchange was bound to *source*: what lies behind it cannot be mirrored."""
+        if not _INTERNAL.search(source):
+            self._lands(source)
+
+    def exchange_deleted(self, exchange: str) -> None:
+        self.types.pop(exchange, None)
+        self._landings.pop(exchange, None)
+        self._pending_landings.pop(exchange, None)
+
+    def queue_declared(
+        self, queue: str, arguments: dict[str, Any] | None, *, short_lived: bool
+    ) -> None:
+        """*short_lived*: exclusive or auto-delete, as reply queues are."""
+        if str((arguments or {}).get("x-overflow", "")).startswith("reject-publish"):
+            self._rejecting.add(queue)
+        if not short_lived:
+            self.queue_bound(queue, "", queue)
+
+    def queue_bound(self, queue: str, exchange: str, routing_key: str) -> None:
+        if _INTERNAL.search(exchange) or (not exchange and _INTERNAL.search(queue)):
+            return
+        mirrored = Mirrored(queue, exchange, routing_key)
+        self._known[mirrored] = self._pending[mirrored] = None
+
+    def queue_unbound(self, queue: str, exchange: str, routing_key: str) -> Mirrored:
+        mirrored = Mirrored(queue, exchange, routing_key)
+        self._known.pop(mirrored, None)
+        self._pending.pop(mirrored, None)
+        return mirrored
+
+    def queue_deleted(self, queue: str) -> None:
+        self._rejecting.discard(queue)
+        for mirrored in [m for m in self._known if m.queue == queue]:
+            self.queue_unbound(mirrored.queue, mirrored.exchange, mirrored.routing_key)
+
+    # --- what is to be done about it -----------------------------------------------------
+
+    @property
+    def is_pending(self) -> bool:
+        return bool(self._pending or self._pending_landings)
+
+    def take_pending(self) -> tuple[list[Mirrored], list[str]]:
+        """Bindings and landing exchanges not mirrored yet; the caller now sees to them."""
+        pending = list(self._pending), list(self._pending_landings)
+        self._pending, self._pending_landings = {}, {}
+        return pending
+
+    def forget_mirrored(self) -> None:
+        """The broker lost our bindings: all that is known is pending again."""
+        self._pending, self._pending_landings = dict(self._known), dict(self._landings)
+
+    def declarations(self, mirrored: Mirrored) -> Iterator[Declaration]:
+        """What mirrors one binding, in an order the broker accepts; none for other types.
+
+        The type of the binding's exchange must be in :attr:`types`.
+        """
+        queue = mirrored.queue
+        kind = self.types[mirrored.exchange]
+        if kind not in MIRRORED_TYPES:
+            return
+        address = self._binding_address(kind, mirrored)
+        if address is None:
+            # This topic pattern fits nowhere behind the digits.
+            yield from landing_declarations(self._topology, mirrored.exchange)
+            return
+        if queue in self._rejecting:
+            yield from self._behind_landing(queue)
+            queue = self._topology.queue_landing_queue(queue)
+        yield Binding(
+            self._topology.delivery_exchange, queue, self._topology.delivery_pattern(address)
+        )
+
+    def _binding_address(self, kind: str, mirrored: Mirrored) -> str | None:
+        exchange, routing_key = mirrored.exchange, mirrored.routing_key
+        if kind == "topic":
+            address = topic_binding_address(exchange, routing_key)
+            return address if self._topology.fits(address) else None
+        address = message_address(exchange, routing_key)
+        return self._topology.address_or_hash(address, exchange, routing_key)
+
+    def _behind_landing(self, queue: str) -> Iterator[Declaration]:
+        landing = self._topology.queue_landing(queue)
+        pattern = self._topology.delivery_pattern(queue_address(queue))
+        yield landing
+        yield Binding(self._topology.delivery_exchange, queue, pattern)
+
+    def _lands(self, exchange: str) -> None:
+        self._landings[exchange] = self._pending_landings[exchange] = None
+
+
+def landing_declarations(topology: Topology, exchange: str) -> Iterator[Declaration]:
+    """The landing queue of *exchange* and its binding."""
+    landing = topology.landing(exchange)
+    yield landing
+    yield Binding(
+        topology.delivery_exchange,
+        landing.name,
+        topology.delivery_pattern(landing_address(exchange)),
+    )

@@ -1,0 +1,117 @@
+"""A channel of our own on the user's connection, in confirm mode.
+
+Confirm mode is per channel and irreversible, and an error closes the channel it happened on;
+the user's channel sees neither.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from time import monotonic
+from typing import Any
+
+import amqp
+from amqp.exceptions import (
+    ChannelError,
+    MessageNacked,
+    RecoverableConnectionError,
+    error_for_code,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class OwnChannel(amqp.Channel):  # type: ignore[misc]
+    """An AMQP channel that knows which of its publishes the broker has confirmed."""
+
+    #: Set when the broker closed this channel: (reply code, reply text).
+    closed_with: tuple[int, str] | None = None
+
+    def __init__(self, connection: Any, *, confirm: bool = True) -> None:
+        super().__init__(connection)
+        self._confirms = confirm
+        self._published = 0
+        self._unconfirmed: OrderedDict[int, None] = OrderedDict()
+        self._refused: set[int] = set()
+        self.returned: list[amqp.Message] = []
+        self.open()
+        if confirm:
+            self.confirm_select()
+
+    def publish(
+        self,
+        message: amqp.Message,
+        exchange: str,
+        routing_key: str,
+        *,
+        mandatory: bool = False,
+        timeout_seconds: float | None = None,
+    ) -> int:
+        """Publish and return the delivery tag that :meth:`wait` takes."""
+        self._basic_publish(message, exchange, routing_key, mandatory, timeout=timeout_seconds)
+        self._published += 1
+        if self._confirms:
+            self._unconfirmed[self._published] = None
+        return self._published
+
+    def wait_confirmed(self, tag: int, *, timeout_seconds: float | None = None) -> None:
+        """Return when the broker has taken responsibility for *tag* and all before it.
+
+        Raises:
+            MessageNacked: the broker refused one of them.
+            amqp.exceptions.ChannelError: the broker closed this channel.
+            socket.timeout: no answer within *timeout_seconds*.
+        """
+        deadline = None if timeout_seconds is None else monotonic() + timeout_seconds
+        while self._unconfirmed and next(iter(self._unconfirmed)) <= tag:
+            if self.connection is None:
+                raise RecoverableConnectionError("connection closed before the broker confirmed")
+            left = None if deadline is None else max(deadline - monotonic(), 0.001)
+            try:
+                self.connection.drain_events(timeout=left)
+            except ChannelError as exc:
+                if self.closed_with is not None:
+                    raise
+                # Another channel of this connection was closed while we waited. Raising here
+                # would have the caller send again what the broker is about to confirm.
+                logger.error("channel error of an earlier operation: %s", exc)
+        refused = {number for number in self._refused if number <= tag}
+        if refused:
+            self._refused -= refused
+            raise MessageNacked(f"the broker refused {len(refused)} delayed message(s)")
+
+    def wait_all(self) -> None:
+        """:meth:`wait_confirmed` for everything published so far."""
+        self.wait_confirmed(self._published)
+
+    def take_returned(self) -> list[amqp.Message]:
+        """Mandatory messages that nobody was bound for; complete after a wait."""
+        returned, self.returned = self.returned, []
+        return returned
+
+    def _on_basic_ack(self, delivery_tag: int, multiple: bool) -> None:
+        self._settle(delivery_tag, multiple)
+
+    def _on_basic_nack(self, delivery_tag: int, multiple: bool) -> None:
+        self._refused.update(self._settle(delivery_tag, multiple))
+
+    def _settle(self, delivery_tag: int, multiple: bool) -> list[int]:
+        settled = [delivery_tag]
+        if multiple:
+            settled = [tag for tag in self._unconfirmed if tag <= delivery_tag]
+        for tag in settled:
+            self._unconfirmed.pop(tag, None)
+        return settled
+
+    def _on_basic_return(
+        self, reply_code: int, reply_text: str, exchange: str, routing_key: str, message: Any
+    ) -> None:
+        self.returned.append(message)
+
+    def _on_close(self, reply_code: int, reply_text: str, class_id: int, method_id: int) -> None:
+        """Give the channel up; py-amqp would open it again, without confirm mode."""
+        self.closed_with = (reply_code, reply_text)
+        self.send_method(amqp.spec.Channel.CloseOk)
+        self.collect()
+        raise error_for_code(reply_code, reply_text, (class_id, method_id), ChannelError)

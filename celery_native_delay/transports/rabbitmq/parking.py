@@ -1,0 +1,254 @@
+"""The parking queue: messages that no binding led on, and their way back.
+
+Rescue never requeues: RabbitMQ 4.3 drops a message at its 21st return. What cannot go on is
+published to the end of the queue, then acknowledged. A crash in between doubles, never loses.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from time import time_ns
+from typing import Any
+
+import amqp
+from amqp.exceptions import AccessRefused, NotFound, ResourceLocked
+
+from ...core.topology import Topology
+from .delays import Delays
+from .envelope import HEADER, Delayed, unseal
+from .own_channel import OwnChannel
+
+logger = logging.getLogger(__name__)
+
+#: Messages handled with one wait for the broker.
+BATCH = 100
+
+#: At most this many per round, so that a dead destination costs little.
+ROUND = 10_000
+
+
+@dataclass
+class Rescue:
+    """What one round did, as numbers of messages."""
+
+    delivered: int = 0
+    waiting_again: int = 0
+    expired: int = 0
+    still_parked: int = 0
+
+    @property
+    def rescued(self) -> int:
+        """Messages that left the parking queue."""
+        return self.delivered + self.waiting_again + self.expired
+
+    def __str__(self) -> str:
+        return (
+            f"{self.delivered} parked message(s) delivered, {self.waiting_again} waiting again, "
+            f"{self.expired} expired, {self.still_parked} still parked"
+        )
+
+
+@dataclass(frozen=True)
+class Parked:
+    """A message in the parking queue.
+
+    *properties* are those of the undelayed message; *delayed* is None if it never was one of ours.
+    """
+
+    message: amqp.Message
+    properties: dict[str, Any]
+    delayed: Delayed | None
+
+    def destination(self, delayed: Delayed) -> tuple[str, str]:
+        """Exchange and routing key that lead there without us."""
+        queue = self.message.headers[HEADER].get("queue")
+        return (delayed.exchange, delayed.routing_key) if queue is None else ("", queue)
+
+
+@dataclass
+class _Round:
+    """One round: its channels, and what it found out about destinations."""
+
+    delays: Delays
+    source: amqp.Channel
+    publisher: OwnChannel
+    outcome: Rescue = field(default_factory=Rescue)
+    exchanges: dict[str, bool] = field(default_factory=dict)
+    unwanted: set[tuple[str, str]] = field(default_factory=set)
+    redeclared: bool = False
+
+
+def count(channel: Any, topology: Topology) -> int:
+    """How many messages are parked; 0 where nothing was ever declared."""
+    try:
+        return int(channel.queue_declare(topology.parking_queue, passive=True).message_count)
+    except NotFound:
+        return 0
+
+
+def rescue(delays: Delays, *, limit: int = ROUND) -> Rescue | None:
+    """Try every parked message once; None if another process is at it.
+
+    A due one goes to its original exchange and routing key, so that a queue which knows nothing
+    of us gets it too; one that still has time to wait goes back into the levels; one that nobody
+    wants yet stays parked.
+    """
+    connection = delays.connection
+    parked = min(count(OwnChannel(connection), delays.topology), limit)
+    if not parked:
+        return Rescue()
+    try:
+        with _lock(connection, delays.topology):
+            work = _Round(delays, _raw_channel(connection), OwnChannel(connection))
+            while parked > 0 and (batch := list(_take(work, min(parked, BATCH)))):
+                parked -= len(batch)
+                _move_on(work, batch)
+            work.source.close()
+            work.publisher.close()
+            return work.outcome
+    except ResourceLocked:
+        return None
+
+
+def peek(delays: Delays, *, limit: int) -> list[Parked]:
+    """The first *limit* parked messages, left where they are.
+
+    Raises:
+        amqp.exceptions.ResourceLocked: a worker is rescuing right now.
+    """
+    channel = _raw_channel(delays.connection)
+    try:
+        with _lock(delays.connection, delays.topology):
+            found: list[Parked] = []
+            while len(found) < limit:
+                message = channel.basic_get(delays.topology.parking_queue)
+                if message is None:
+                    break
+                found.append(_parked(message))
+            return found
+    except NotFound:
+        return []
+    finally:
+        # Unacknowledged messages return to their places with the channel.
+        channel.close()
+
+
+def _take(work: _Round, limit: int) -> Iterator[Parked]:
+    for _ in range(limit):
+        message = work.source.basic_get(work.delays.topology.parking_queue)
+        if message is None:
+            return
+        yield _parked(message)
+
+
+def _parked(message: amqp.Message) -> Parked:
+    unsealed = unseal(message.properties, message.delivery_info)
+    if unsealed is None:
+        return Parked(message, message.properties, None)
+    properties, _, delayed = unsealed
+    return Parked(message, properties, delayed)
+
+
+def _move_on(work: _Round, batch: list[Parked]) -> None:
+    now_ms = time_ns() // 1_000_000
+    stay: list[Parked] = []
+    sent: dict[str, tuple[Parked, tuple[str, str]]] = {}
+    for parked in batch:
+        delayed = parked.delayed
+        if delayed is None:
+            stay.append(parked)
+            continue
+        destination = parked.destination(delayed)
+        if delayed.expires_ms is not None and delayed.expires_ms <= now_ms:
+            work.outcome.expired += 1
+        elif not _exists(work, destination[0]) or destination in work.unwanted:
+            stay.append(parked)
+        elif delayed.due_ms > now_ms:
+            _back_to_levels(work, parked, delayed)
+        else:
+            _publish_original(work, parked, delayed, destination, now_ms)
+            sent[delayed.delivery_id] = parked, destination
+    work.publisher.wait_all()
+    for message in work.publisher.take_returned():
+        parked, destination = sent.pop(message.headers[HEADER]["id"])
+        work.unwanted.add(destination)
+        stay.append(parked)
+    work.outcome.delivered += len(sent)
+    work.outcome.still_parked += len(stay)
+    for parked in stay:
+        message = amqp.Message(parked.message.body, **parked.message.properties)
+        work.publisher.publish(message, "", work.delays.topology.parking_queue)
+    work.publisher.wait_all()
+    for parked in batch:
+        work.source.basic_ack(parked.message.delivery_tag)
+
+
+def _back_to_levels(work: _Round, parked: Parked, delayed: Delayed) -> None:
+    if not work.redeclared:
+        # It may have parked because a level queue was gone.
+        work.delays.prepare(redeclare=True)
+        work.redeclared = True
+    work.delays.put_back(
+        amqp.Message(parked.message.body, **parked.properties),
+        delayed.exchange,
+        delayed.routing_key,
+        queue=parked.message.headers[HEADER].get("queue"),
+        due_us=delayed.due_ms * 1000,
+        delivery_id=delayed.delivery_id,
+    )
+    work.outcome.waiting_again += 1
+
+
+def _publish_original(
+    work: _Round, parked: Parked, delayed: Delayed, destination: tuple[str, str], now_ms: int
+) -> None:
+    """To where it would have gone undelayed; the envelope stays, for the delivery id."""
+    properties = dict(parked.properties)
+    envelope = {HEADER: parked.message.headers[HEADER]}
+    properties["application_headers"] = properties["application_headers"] | envelope
+    if delayed.expires_ms is not None:
+        properties["expiration"] = str(delayed.expires_ms - now_ms)
+    message = amqp.Message(parked.message.body, **properties)
+    work.publisher.publish(message, *destination, mandatory=True)
+
+
+def _exists(work: _Round, exchange: str) -> bool:
+    """Publishing to an exchange that is gone would close the channel under the whole batch."""
+    if exchange and exchange not in work.exchanges:
+        work.exchanges[exchange] = True
+        channel = OwnChannel(work.delays.connection)
+        try:
+            channel.exchange_declare(exchange, "direct", passive=True)
+            channel.close()
+        except NotFound:
+            work.exchanges[exchange] = False
+        except AccessRefused:
+            logger.debug("may not look for exchange %r: taking it as there", exchange)
+    return work.exchanges.get(exchange, True)
+
+
+def _raw_channel(connection: Any) -> amqp.Channel:
+    """A channel that leaves message bodies as the bytes they are."""
+    channel = amqp.Channel(connection, auto_decode=False)
+    channel.open()
+    return channel
+
+
+@contextmanager
+def _lock(connection: Any, topology: Topology) -> Iterator[None]:
+    """One process at a time: an exclusive queue, which lives as long as its connection.
+
+    Raises:
+        amqp.exceptions.ResourceLocked: somebody else has it.
+    """
+    channel = OwnChannel(connection)
+    channel.queue_declare(topology.rescue_lock_queue, exclusive=True, auto_delete=True)
+    try:
+        yield
+    finally:
+        if channel.connection is not None:
+            channel.queue_delete(topology.rescue_lock_queue)
+            channel.close()

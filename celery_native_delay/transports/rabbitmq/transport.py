@@ -1,0 +1,213 @@
+"""kombu's AMQP transport, taught to let messages wait in the broker.
+
+Without ``transport_options["native_delay"]`` it is kombu's own in every respect.
+"""
+
+from __future__ import annotations
+
+import socket
+from functools import partial
+from typing import Any
+
+from kombu.transport import pyamqp
+
+from ...core.settings import DelaySettings
+from ...kombu_hook import OPTION, Misconfigured, settings_from_option
+from .delays import Delays
+from .envelope import Delayed, due_of, unseal
+
+#: Milliseconds until the kernel gives up on unacknowledged data. py-amqp's default of 1 s turns
+#: a broker that pauses (memory alarm, failover) into silent loss.
+TCP_USER_TIMEOUT_MS = 60_000
+
+
+class Message(pyamqp.Message):  # type: ignore[misc]
+    """A received message; one that waited looks as if it had not.
+
+    *native_delay* tells of its wait, None if there was none; *raw_body* is the body as received,
+    before kombu decompresses it.
+    """
+
+    native_delay: Delayed | None = None
+    raw_body: bytes | str = b""
+
+
+class Channel(pyamqp.Channel):  # type: ignore[misc]
+    """A channel whose messages with an ETA ahead wait in the delay levels."""
+
+    Message = Message
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        # py-amqp sets this on the instance when confirm_publish is on, past any override.
+        self.__dict__.pop("basic_publish", None)
+
+    @property
+    def delays(self) -> Delays:
+        """Delayed delivery on this channel's connection."""
+        delays: Delays = self.connection.delays
+        return delays
+
+    def basic_publish(
+        self,
+        msg: Any,
+        exchange: str = "",
+        routing_key: str = "",
+        mandatory: bool = False,
+        immediate: bool = False,
+        timeout: float | None = None,
+        confirm_timeout: float | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Publish; a message whose ``eta`` header lies in the future waits in the broker.
+
+        Raises:
+            NativeDelayError: it cannot wait there; nothing was sent.
+        """
+        publish_now = partial(
+            self._publish_now,
+            msg,
+            exchange,
+            routing_key,
+            mandatory=mandatory,
+            immediate=immediate,
+            timeout=timeout,
+            confirm_timeout=confirm_timeout,
+            **kwargs,
+        )
+        due_us = due_of(msg.properties.get("application_headers"))
+        if due_us is None or self.connection is None:
+            return publish_now()
+        return self.delays.publish(
+            msg,
+            exchange,
+            routing_key,
+            due_us=due_us,
+            publish_now=publish_now,
+            timeout_seconds=timeout,
+            confirm_timeout_seconds=confirm_timeout,
+        )
+
+    def _publish_now(self, *args: Any, **kwargs: Any) -> Any:
+        if self.connection is not None and self.connection.confirm_publish:
+            return self.basic_publish_confirm(*args, **kwargs)
+        return self._basic_publish(*args, **kwargs)
+
+    # --- the user's declarations, noted for mirroring ------------------------------------
+
+    def exchange_declare(
+        self,
+        exchange: str,
+        type: str,
+        passive: bool = False,
+        durable: bool = False,
+        auto_delete: bool = True,
+        nowait: bool = False,
+        arguments: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        result = super().exchange_declare(
+            exchange, type, passive, durable, auto_delete, nowait, arguments, **kwargs
+        )
+        if not passive:
+            self.delays.mirror.exchange_declared(exchange, type, arguments)
+        return result
+
+    def exchange_delete(self, exchange: str, *args: Any, **kwargs: Any) -> Any:
+        result = super().exchange_delete(exchange, *args, **kwargs)
+        self.delays.mirror.exchange_deleted(exchange)
+        return result
+
+    def exchange_bind(self, destination: str, source: str = "", *args: Any, **kwargs: Any) -> Any:
+        result = super().exchange_bind(destination, source, *args, **kwargs)
+        self.delays.mirror.exchange_bound(source)
+        return result
+
+    def queue_declare(
+        self,
+        queue: str = "",
+        passive: bool = False,
+        durable: bool = False,
+        exclusive: bool = False,
+        auto_delete: bool = True,
+        nowait: bool = False,
+        arguments: dict[str, Any] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        result = super().queue_declare(
+            queue, passive, durable, exclusive, auto_delete, nowait, arguments, **kwargs
+        )
+        name = result.queue if result else queue
+        self.delays.mirror.queue_declared(name, arguments, short_lived=exclusive or auto_delete)
+        return result
+
+    def queue_bind(
+        self, queue: str, exchange: str = "", routing_key: str = "", *args: Any, **kwargs: Any
+    ) -> Any:
+        result = super().queue_bind(queue, exchange, routing_key, *args, **kwargs)
+        self.delays.mirror.queue_bound(queue, exchange, routing_key)
+        return result
+
+    def queue_unbind(
+        self, queue: str, exchange: str, routing_key: str = "", *args: Any, **kwargs: Any
+    ) -> Any:
+        result = super().queue_unbind(queue, exchange, routing_key, *args, **kwargs)
+        delays = self.delays
+        delays.unmirror(delays.mirror.queue_unbound(queue, exchange, routing_key))
+        return result
+
+    def queue_delete(self, queue: str = "", *args: Any, **kwargs: Any) -> Any:
+        result = super().queue_delete(queue, *args, **kwargs)
+        self.delays.mirror.queue_deleted(queue)
+        return result
+
+    # --- receiving -----------------------------------------------------------------------
+
+    def basic_consume(self, *args: Any, **kwargs: Any) -> Any:
+        self.delays.prepare_to_consume()
+        return super().basic_consume(*args, **kwargs)
+
+    def message_to_python(self, raw_message: Any) -> Any:
+        """The received message as it would be without its wait."""
+        unsealed = unseal(raw_message.properties, raw_message.delivery_info)
+        delayed = None
+        if unsealed is not None:
+            raw_message.properties, raw_message.delivery_info, delayed = unsealed
+        message = super().message_to_python(raw_message)
+        message.native_delay = delayed
+        message.raw_body = raw_message.body
+        return message
+
+
+class Connection(pyamqp.Connection):  # type: ignore[misc]
+    """An AMQP connection with delayed delivery."""
+
+    Channel = Channel
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        option = kwargs.pop(OPTION)
+        kwargs["socket_settings"] = _patient(kwargs.get("socket_settings"))
+        super().__init__(*args, **kwargs)
+        if isinstance(option, Misconfigured):
+            self.delays = Delays(self, DelaySettings(), refusal=option.error)
+        else:
+            self.delays = Delays(self, settings_from_option(option))
+
+
+class Transport(pyamqp.Transport):  # type: ignore[misc]
+    """kombu's pyamqp transport; with the ``native_delay`` option, messages wait in the broker."""
+
+    def establish_connection(self) -> Any:
+        if (self.client.transport_options or {}).get(OPTION):
+            self.Connection = Connection
+        return super().establish_connection()
+
+
+class SSLTransport(Transport, pyamqp.SSLTransport):  # type: ignore[misc]
+    """The same over TLS."""
+
+
+def _patient(socket_settings: dict[int, int] | None) -> dict[int, int]:
+    user_timeout = getattr(socket, "TCP_USER_TIMEOUT", None)
+    ours = {} if user_timeout is None else {user_timeout: TCP_USER_TIMEOUT_MS}
+    return ours | (socket_settings or {})

@@ -1,0 +1,1 @@
+"""A small shop whose delayed tasks wait in RabbitMQ. Start reading at `app` and `tasks`."""

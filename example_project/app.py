@@ -1,0 +1,44 @@
+"""The Celery app of a small shop. Only the last line has to do with delays."""
+
+import os
+
+from celery import Celery
+from celery.schedules import crontab
+from kombu import Exchange, Queue
+
+from celery_native_delay import install
+
+app = Celery(
+    "example_project",
+    broker=os.environ.get("BROKER_URL", "amqp://guest:guest@localhost:5672//"),
+    backend=os.environ.get("RESULT_BACKEND"),  # none unless asked for
+    include=["example_project.tasks", "example_project.recorder"],
+)
+
+shop = Exchange("shop", type="topic")
+
+app.conf.update(
+    task_serializer="json",
+    accept_content=["json"],
+    timezone="UTC",
+    task_queues=[
+        Queue("default"),
+        Queue("reminders", shop, routing_key="reminders.#"),
+        Queue("emails", shop, routing_key="emails.#"),
+    ],
+    task_default_queue="default",
+    task_routes={
+        "example_project.tasks.remind": {"exchange": "shop", "routing_key": "reminders.order"},
+        "example_project.tasks.send_email": {"exchange": "shop", "routing_key": "emails.customer"},
+    },
+    beat_schedule={
+        # Sent at midnight, runs at a quarter past, when the day's last orders are booked.
+        "daily-report": {
+            "task": "example_project.tasks.daily_report",
+            "schedule": crontab(hour=0, minute=0),
+            "options": {"countdown": 15 * 60},
+        },
+    },
+)
+
+install(app)

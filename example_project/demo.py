@@ -1,0 +1,377 @@
+"""Send a mix of delayed tasks to a private RabbitMQ and watch them run: python -m example_project.demo.
+
+This process is the producer; the worker is a process of its own. Exit status: 0 if every
+task ran once and on time and the worker never held one, 1 if not, 2 without a RabbitMQ.
+"""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+from celery import Signature, group
+from rich import box
+from rich.console import Console
+from rich.live import Live
+from rich.table import Table
+
+from celery_native_delay.core.due_time import units_until
+from celery_native_delay.core.settings import DelaySettings
+from celery_native_delay.core.topology import Topology
+from celery_native_delay.testing import BrokerFailed, BrokerMissing, find_rabbitmq, private_rabbitmq
+from example_project.app import app
+from example_project.tasks import charge, collect, remind, send_email
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+WORKER_NAME = "demo@localhost"
+
+SETTINGS = DelaySettings()
+TOPOLOGY = Topology(SETTINGS)
+
+LATE_LIMIT_MS = SETTINGS.resolution_ms + 250  # the promise, and an allowance for a busy laptop
+BOOT_LIMIT_SECONDS = 30
+RUN_LIMIT_SECONDS = 25
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+GRACE_SECONDS = 1  # after the last run, for one too many to show itself
+
+
+class WorkerFailed(Exception):
+    """The worker did not start."""
+
+
+@dataclass
+class Run:
+    """One run that has to happen: a first attempt, a retry, or a link of a chain."""
+
+    title: str
+    task_id: str
+    asked_seconds: float | None
+    """The delay asked for; None until the task's own back-off has decided."""
+    retries: int = 0
+    after: "Run | None" = None
+    """The run that sends this one; None if this process does."""
+    sent: float | None = None
+    """Unix time of sending; None until the run before this one has started."""
+    starts: list[float] = field(default_factory=list)
+    """Unix times at which a worker started it: exactly one, if all is well."""
+
+    @property
+    def waited_seconds(self) -> float | None:
+        return self.starts[0] - self.sent if self.starts and self.sent is not None else None
+
+    @property
+    def late_ms(self) -> float | None:
+        if self.waited_seconds is None or self.asked_seconds is None:
+            return None
+        return (self.waited_seconds - self.asked_seconds) * 1000
+
+    @property
+    def state(self) -> str:
+        if self.late_ms is None:
+            return "waiting"
+        if len(self.starts) > 1:
+            return "twice"
+        if self.late_ms < 0:
+            return "early"
+        return "on time" if self.late_ms <= LATE_LIMIT_MS else "late"
+
+    @property
+    def path(self) -> str:
+        """The delay levels on its way, each by the time it takes."""
+        if self.asked_seconds is None:
+            return ""
+        asked_us = round(self.asked_seconds * 1_000_000)
+        units = units_until(asked_us, now_us=0, resolution_ms=SETTINGS.resolution_ms)
+        return " → ".join(f"{hop.ttl_ms / 1000:g} s" for hop in TOPOLOGY.path(units))
+
+
+def send_mix() -> list[Run]:
+    """Send everything the demo shows; returns the runs that must follow."""
+    runs: list[Run] = []
+
+    def send(title: str, task: Signature, *, asked_seconds: float, **options: Any) -> Run:
+        sent = time.time()
+        result = task.apply_async(**options)
+        runs.append(Run(title, result.id, asked_seconds, sent=sent))
+        return runs[-1]
+
+    def expect(title: str, asked_seconds: float | None, *, after: Run, **which: Any) -> Run:
+        runs.append(Run(title, asked_seconds=asked_seconds, after=after, **which))
+        return runs[-1]
+
+    for seconds in (0.3, 1, 1.5, 3, 5):
+        title = f"remind countdown={seconds}"
+        send(title, remind.s(1), asked_seconds=seconds, countdown=seconds)
+
+    eta = datetime.now(UTC) + timedelta(seconds=2.5)
+    for title, due in (("aware", eta), ("naive", eta.replace(tzinfo=None))):
+        left = eta.timestamp() - time.time()
+        send(f"remind {title} eta", remind.s(2), asked_seconds=left, eta=due)
+
+    task = charge.s(3, declined_attempts=2, retry_seconds=1)
+    run = send("charge countdown=1", task, asked_seconds=1, countdown=1)
+    for retry in (1, 2):
+        run = expect(f"charge retry {retry}", 1, after=run, task_id=run.task_id, retries=retry)
+
+    task = send_email.s("ann@example.com", "Thank you", busy_attempts=2)
+    run = send("send_email", task, asked_seconds=0)
+    for retry in (1, 2):
+        title = f"send_email retry {retry}"
+        run = expect(title, None, after=run, task_id=run.task_id, retries=retry)
+
+    sent = time.time()
+    escalated = collect(4, wait_seconds=1.5)
+    charged, reminded = escalated.parent, escalated.parent.parent
+    runs.append(Run("chain remind", reminded.id, 0, sent=sent))
+    run = expect("chain charge", 1.5, after=runs[-1], task_id=charged.id)
+    expect("chain escalate", 1.5, after=run, task_id=escalated.id)
+
+    sent = time.time()
+    skewed = group(remind.s(order_id) for order_id in (5, 6, 7)).skew(step=0.5).apply_async()
+    for result, seconds in zip(skewed.results, (1, 1.5, 2), strict=True):
+        runs.append(Run("group.skew remind", result.id, seconds, sent=sent))
+    return runs
+
+
+def note_starts(runs: list[Run], record: Path) -> list[str]:
+    """Copy the starts that the worker has recorded into *runs*; returns those nobody expects."""
+    expected = {(run.task_id, run.retries): run for run in runs}
+    unexpected: list[str] = []
+    for run in runs:
+        run.starts.clear()
+    for start in map(json.loads, record.read_text().splitlines()):
+        attempt = start["id"], start["retries"]
+        if attempt not in expected:
+            unexpected.append(f"{start['task']}, attempt {start['retries'] + 1}")
+            continue
+        run = expected[attempt]
+        run.starts.append(start["started"])
+        if run.after:
+            run.sent = run.after.starts[0]
+            if run.asked_seconds is None:  # Celery's back-off: whole seconds, and no ETA for 0
+                run.asked_seconds = round(start["due"] - run.sent) if start["due"] else 0
+    return unexpected
+
+
+def held_by_worker() -> int | None:
+    """Tasks the worker holds back until their ETA, by its own account; None without an answer."""
+    replies = app.control.inspect(destination=[WORKER_NAME], timeout=1).scheduled()
+    return len(replies[WORKER_NAME]) if replies else None
+
+
+def table_of(runs: list[Run], held: list[int]) -> Table:
+    table = Table(
+        title=f"tasks held by the worker: {held[-1]} now, {max(held)} at most" if held else "",
+        title_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    table.add_column("task")
+    for number in ("asked\nfor (s)", "ran\nafter (s)", "late by\n(ms)"):
+        table.add_column(number, justify="right")
+    table.add_column("path through\nthe levels")
+    table.add_column("state")
+    colours = {"waiting": "dim", "on time": "green"}
+    for run in runs:
+        table.add_row(
+            run.title,
+            "back-off" if run.asked_seconds is None else f"{run.asked_seconds:.1f}",
+            "" if run.waited_seconds is None else f"{run.waited_seconds:.3f}",
+            "" if run.late_ms is None else f"{run.late_ms:.0f}",
+            run.path,
+            run.state,
+            style=colours.get(run.state, "red"),
+        )
+    return table
+
+
+def watch(
+    runs: list[Run], record: Path, worker: subprocess.Popen[bytes], console: Console
+) -> tuple[list[int], list[str]]:
+    """Show the runs until all have started; returns what the worker held, and unexpected starts."""
+    held: list[int] = []
+    unexpected: list[str] = []
+    deadline = time.time() + RUN_LIMIT_SECONDS
+    next_line = 0.0
+    with Live(table_of(runs, held), console=console, auto_refresh=False) as live:
+        while time.time() < deadline and worker.poll() is None:
+            if (count := held_by_worker()) is not None:
+                held.append(count)
+            unexpected = note_starts(runs, record)
+            live.update(table_of(runs, held), refresh=True)
+            started = [run for run in runs if run.starts]
+            if not console.is_terminal and time.time() > next_line:
+                console.print(f"{len(started)} of {len(runs)} ran, the worker holds {count}")
+                next_line = time.time() + 2
+            if len(started) == len(runs):
+                deadline = min(deadline, max(r.starts[-1] for r in runs) + GRACE_SECONDS)
+            time.sleep(0.2)
+    return held, unexpected
+
+
+def problems(runs: list[Run], held: list[int], unexpected: list[str]) -> Iterator[str]:
+    """One sentence for everything that is not as promised."""
+    for run in runs:
+        if not run.starts:
+            yield f"{run.title}: has not run"
+        elif len(run.starts) > 1:
+            yield f"{run.title}: ran {len(run.starts)} times"
+        elif run.state != "on time":
+            yield f"{run.title}: {run.late_ms:.1f} ms late, expected 0 to {LATE_LIMIT_MS} ms"
+    for attempt in unexpected:
+        yield f"{attempt}: ran, and nobody expected it"
+    if not held:
+        yield "the worker has not told what it holds"
+    elif any(held):
+        yield f"the worker held up to {max(held)} tasks until their ETA, expected 0"
+
+
+def summary(runs: list[Run], held: list[int]) -> str:
+    states = [run.state for run in runs]
+    return (
+        f"{len({run.task_id for run in runs})} tasks in {len(runs)} runs: "
+        f"{states.count('on time')} on time, {states.count('early')} early, "
+        f"{states.count('twice')} twice; "
+        f"latest {max((run.late_ms or 0) for run in runs):.0f} ms late; "
+        f"the worker held {max(held, default='?')}"
+    )
+
+
+@contextmanager
+def running_worker(log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A prefork worker with two processes, ready for work."""
+    command = [sys.executable, "-m", "celery", "-A", "example_project.app", "worker"]
+    with log.open("wb") as output:
+        worker = subprocess.Popen(
+            [*command, "--concurrency=2", f"--hostname={WORKER_NAME}", "--loglevel=INFO"],
+            cwd=REPOSITORY,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C is for this process, which then ends the worker
+        )
+    try:
+        deadline = time.time() + BOOT_LIMIT_SECONDS
+        while held_by_worker() is None:
+            if worker.poll() is not None or time.time() > deadline:
+                raise WorkerFailed(f"the worker did not start; its log:\n{log.read_text()}")
+        yield worker
+    finally:
+        worker.terminate()
+        try:
+            worker.wait(15)
+        except subprocess.TimeoutExpired:
+            os.killpg(worker.pid, signal.SIGKILL)
+            worker.wait()
+
+
+@contextmanager
+def private_broker() -> Iterator[str]:
+    """A RabbitMQ that nobody else uses, from this machine or else from docker compose."""
+    if find_rabbitmq():
+        with private_rabbitmq(management=False) as rabbitmq:
+            yield rabbitmq.url
+    elif docker_runs():
+        with composed_rabbitmq() as url:
+            yield url
+    else:
+        raise BrokerMissing(
+            "The demo needs RabbitMQ: install it (apt install rabbitmq-server, "
+            "brew install rabbitmq) or start Docker, then run it again."
+        )
+
+
+def docker_runs() -> bool:
+    """Whether docker compose is installed and its engine answers."""
+    commands = (["docker", "compose", "version"], ["docker", "info"])
+    return bool(shutil.which("docker")) and all(
+        subprocess.run(command, capture_output=True, check=False).returncode == 0
+        for command in commands
+    )
+
+
+@contextmanager
+def composed_rabbitmq() -> Iterator[str]:
+    """The rabbitmq of docker-compose.yml, in a compose project and on ports of its own."""
+    ports = dict(zip(("RABBITMQ_PORT", "RABBITMQ_MANAGEMENT_PORT"), free_ports(2), strict=True))
+
+    def compose(*arguments: str) -> None:
+        subprocess.run(
+            ["docker", "compose", "--project-name", f"native-delay-demo-{os.getpid()}", *arguments],
+            cwd=REPOSITORY,
+            env=os.environ | {name: str(port) for name, port in ports.items()},
+            check=True,
+        )
+
+    try:
+        compose("up", "--detach", "--wait", "--quiet-pull", "rabbitmq")
+        yield f"amqp://guest:guest@127.0.0.1:{ports['RABBITMQ_PORT']}//"
+    finally:
+        compose("down", "--volumes")
+
+
+def free_ports(count: int) -> list[int]:
+    """TCP ports that nobody listens on, at least a moment ago."""
+    with ExitStack() as stack:
+        sockets = [
+            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
+        ]
+        return [listener.getsockname()[1] for listener in sockets]
+
+
+def stop(signal_number: int, _: object) -> NoReturn:
+    """Unwind every `with`, so that nothing is left running, and exit as a shell expects."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    raise SystemExit(128 + signal_number)
+
+
+def demonstrate(folder: Path, console: Console) -> bool:
+    """Run it all; returns whether all went as promised."""
+    record, log = folder / "record.jsonl", folder / "worker.log"
+    record.touch()
+    console.print("starting a private RabbitMQ …")
+    with private_broker() as url:
+        # This name outranks every other setting of the broker, here and in the worker.
+        os.environ |= {"CELERY_BROKER_URL": url, "EXAMPLE_RECORD": str(record)}
+        console.print("starting a worker with two processes …")
+        with running_worker(log) as worker:
+            runs = send_mix()
+            held, unexpected = watch(runs, record, worker, console)
+    wrong = list(problems(runs, held, unexpected))
+    if wrong:
+        console.print("the worker's log:", log.read_text(), soft_wrap=True)
+    for problem in wrong:
+        console.print(problem, style="red", soft_wrap=True)
+    console.print(summary(runs, held), soft_wrap=True)
+    return not wrong
+
+
+def main() -> int:
+    for number in STOP_SIGNALS:
+        signal.signal(number, stop)
+    console = Console(highlight=False, markup=False)
+    try:
+        with tempfile.TemporaryDirectory(prefix="native-delay-demo-") as folder:
+            return 0 if demonstrate(Path(folder), console) else 1
+    except BrokerMissing as exc:
+        console.print(str(exc), soft_wrap=True)
+        return 2
+    except (BrokerFailed, WorkerFailed, subprocess.CalledProcessError) as exc:
+        console.print(str(exc), style="red", soft_wrap=True)
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

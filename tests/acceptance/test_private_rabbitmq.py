@@ -1,0 +1,152 @@
+"""The private broker: what it promises to tests, and that it leaves nothing behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kombu import Connection
+
+from celery_native_delay.testing import (
+    BrokerFailed,
+    BrokerMissing,
+    PrivateRabbitMQ,
+    private_rabbitmq,
+    vhost_name,
+)
+from tests.waiting import wait_until
+
+
+def processes_of(folder: str) -> list[str]:
+    """Command lines of the running processes that were started for *folder*."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            environment = (process / "environ").read_bytes()
+            command = (process / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if folder.encode() in environment + command:
+            found.append(command.replace(b"\0", b" ").decode())
+    return found
+
+
+def test_it_starts_and_says_who_it_is(rabbitmq: PrivateRabbitMQ, rabbitmq_version: str) -> None:
+    assert rabbitmq.version == rabbitmq_version
+    assert rabbitmq.data_dir.is_dir()
+    assert rabbitmq.api("GET", "/overview")["rabbitmq_version"] == rabbitmq.version
+    with Connection(rabbitmq.url) as connection:
+        connection.connect()
+        assert connection.connection.server_properties["version"] == rabbitmq.version
+
+
+def test_a_new_vhost_is_empty_and_its_counts_are_fresh(rabbitmq: PrivateRabbitMQ) -> None:
+    url = rabbitmq.new_vhost()
+    assert rabbitmq.queues(vhost_name(url)) == []
+    with Connection(url) as connection, connection.SimpleQueue("orders") as orders:
+        orders.put("hello")
+        wait_until(
+            lambda: [q.get("messages") for q in rabbitmq.queues(vhost_name(url))] == [1],
+            timeout_seconds=10,
+        )
+    rabbitmq.delete_vhost(vhost_name(url))
+    with pytest.raises(BrokerFailed, match="404"):
+        rabbitmq.queues(vhost_name(url))
+
+
+def test_a_user_may_do_what_the_permissions_say(rabbitmq: PrivateRabbitMQ, vhost: str) -> None:
+    url = rabbitmq.add_user("reader@home", "p/w d", configure="^$", vhost=vhost)
+    with Connection(url) as connection, pytest.raises(connection.channel_errors, match="403"):
+        connection.default_channel.queue_declare("mine")
+
+
+def test_a_policy_reaches_the_queues(rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str) -> None:
+    with Connection(vhost_url) as connection, connection.SimpleQueue("orders"):
+        rabbitmq.set_policy(vhost, "short", "^orders$", {"max-length": 10})
+        wait_until(
+            lambda: rabbitmq.queues(vhost)[0].get("policy") == "short",
+            timeout_seconds=10,
+        )
+        rabbitmq.clear_policy(vhost, "short")
+    assert rabbitmq.api("GET", f"/policies/{vhost}") == []
+
+
+def test_a_durable_message_survives_kill_and_stop(rabbitmq_version: str) -> None:
+    with private_rabbitmq(version=rabbitmq_version) as broker:
+        url = broker.new_vhost()
+        with Connection(url, transport_options={"confirm_publish": True}) as connection:
+            with connection.SimpleQueue("orders") as orders:
+                orders.put("kept")
+        for end in (broker.kill, broker.stop):
+            end()
+            assert broker.pid is None
+            with pytest.raises(OSError, match="refused"):
+                Connection(url).connect()
+            broker.start()
+            with Connection(url) as connection, connection.SimpleQueue("orders") as orders:
+                message = orders.get(timeout=10)
+                assert message.payload == "kept"
+                message.requeue()
+
+
+def test_nothing_is_left_after_the_block(rabbitmq_version: str) -> None:
+    with private_rabbitmq(version=rabbitmq_version, management=False) as broker:
+        folder = broker.data_dir.parent
+        assert any("beam" in command for command in processes_of(folder.name))
+        with pytest.raises(BrokerFailed, match="management=False"):
+            broker.api("GET", "/overview")
+    assert not folder.exists()
+    wait_until(lambda: processes_of(folder.name) == [], timeout_seconds=5)
+
+
+def test_nothing_is_left_when_the_process_is_killed(rabbitmq_version: str) -> None:
+    program = (
+        "import sys\n"
+        "from celery_native_delay.testing import private_rabbitmq\n"
+        "with private_rabbitmq(version=sys.argv[1], management=False) as broker:\n"
+        "    print(broker.data_dir.parent, flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, rabbitmq_version],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        folder = Path(process.stdout.readline().strip())
+        assert folder.is_dir()
+        process.kill()
+    wait_until(lambda: not folder.exists(), timeout_seconds=10)
+    wait_until(lambda: processes_of(folder.name) == [], timeout_seconds=5)
+
+
+def test_configuration_is_passed_on(rabbitmq_version: str) -> None:
+    with private_rabbitmq(
+        version=rabbitmq_version,
+        config="max_message_size = 4096",
+        advanced_config="[{rabbit, [{dead_letter_worker_consumer_prefetch, 64}]}].",
+    ) as broker:
+        assert broker.rabbitmqctl("eval", "application:get_env(rabbit, max_message_size).") == (
+            "{ok,4096}\n"
+        )
+        prefetch = "application:get_env(rabbit, dead_letter_worker_consumer_prefetch)."
+        assert broker.rabbitmqctl("eval", prefetch) == "{ok,64}\n"
+
+
+def test_a_broker_that_cannot_start_says_why(rabbitmq_version: str) -> None:
+    with (
+        pytest.raises(BrokerFailed, match="no_such_setting"),
+        private_rabbitmq(version=rabbitmq_version, config="no_such_setting = 1"),
+    ):
+        pass
+
+
+def test_a_version_that_is_not_installed_says_what_to_install() -> None:
+    with (
+        pytest.raises(BrokerMissing, match=r"RabbitMQ 2\.7 is not installed: run"),
+        private_rabbitmq(version="2.7"),
+    ):
+        pass

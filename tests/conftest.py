@@ -1,0 +1,62 @@
+"""One private broker per RabbitMQ version and session, one virtual host per test."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import pytest
+
+from celery_native_delay.testing import (
+    BrokerMissing,
+    PrivateRabbitMQ,
+    private_rabbitmq,
+    require_rabbitmq,
+    vhost_name,
+)
+
+IN_CI = os.environ.get("CI") == "true"
+TEST_43 = IN_CI or os.environ.get("NATIVE_DELAY_TEST_43") == "1"
+
+
+@pytest.fixture(
+    scope="session",
+    params=[
+        pytest.param("3.10", marks=pytest.mark.rabbitmq310),
+        pytest.param("4.3", marks=pytest.mark.rabbitmq43),
+    ],
+)
+def rabbitmq_version(request: pytest.FixtureRequest) -> str:
+    """A version that private_rabbitmq() can start; for tests that need a broker of their own.
+
+    "3.10" stands for the system's RabbitMQ, whichever it is: 3.10 on Debian 12.
+    """
+    if request.param == "4.3" and not TEST_43:
+        pytest.skip("RabbitMQ 4.3 is tested on request: set NATIVE_DELAY_TEST_43=1")
+    try:
+        return require_rabbitmq(None if request.param == "3.10" else request.param).version
+    except BrokerMissing as exc:
+        if IN_CI:
+            pytest.fail(str(exc))
+        pytest.skip(str(exc))
+
+
+@pytest.fixture(scope="session")
+def rabbitmq(rabbitmq_version: str) -> Iterator[PrivateRabbitMQ]:
+    """The broker that all tests of this version share; do not stop it."""
+    with private_rabbitmq(version=rabbitmq_version) as broker:
+        yield broker
+
+
+@pytest.fixture
+def vhost_url(rabbitmq: PrivateRabbitMQ) -> Iterator[str]:
+    """The url of an empty virtual host that belongs to this test."""
+    url = rabbitmq.new_vhost()
+    yield url
+    rabbitmq.delete_vhost(vhost_name(url))
+
+
+@pytest.fixture
+def vhost(vhost_url: str) -> str:
+    """The name of this test's virtual host, as the management API wants it."""
+    return vhost_name(vhost_url)

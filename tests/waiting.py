@@ -1,0 +1,27 @@
+"""Waiting for what a test expects, instead of sleeping and hoping."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import monotonic, sleep
+from typing import TypeVar
+
+import pytest
+
+T = TypeVar("T")
+
+
+def wait_until(condition: Callable[[], T | None], *, timeout_seconds: float) -> T:
+    """Return the first value of *condition* that is neither None nor False.
+
+    Fails the test when there is none within *timeout_seconds*.
+    """
+    deadline = monotonic() + timeout_seconds
+    while True:
+        value = condition()
+        if value is not None and value is not False:
+            return value
+        if monotonic() > deadline:
+            name = getattr(condition, "__qualname__", repr(condition))
+            pytest.fail(f"{name} not seen within {timeout_seconds} s; last value {value!r}")
+        sleep(0.02)
