@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import re
+import secrets
 import shlex
 import signal
 import socket
@@ -324,7 +324,7 @@ class PrivateRabbitMQ:
 
     def new_vhost(self) -> str:
         """Create an empty virtual host that guest may use; return its url."""
-        name = f"test-{random.getrandbits(48):012x}"
+        name = f"test-{secrets.token_hex(6)}"  # `random` repeats itself inside a hypothesis test
         self.api("PUT", f"/vhosts/{name}")
         self.api("PUT", f"/permissions/{name}/guest", dict.fromkeys(_PERMISSIONS, ".*"))
         return self._url("guest", "guest", name)
@@ -511,7 +511,7 @@ def _free_ports(count: int) -> list[int]:
     """
     ports: list[int] = []
     while len(ports) < count:
-        port = random.randrange(20_000, 32_768)
+        port = 20_000 + secrets.randbelow(12_768)
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             if port not in ports:

@@ -1,7 +1,8 @@
-"""Send a mix of delayed tasks to a private RabbitMQ and watch them run: python -m example_project.demo.
+"""Send a mix of delayed tasks to a private RabbitMQ and watch them run.
 
-This process is the producer; the worker is a process of its own. Exit status: 0 if every
-task ran once and on time and the worker never held one, 1 if not, 2 without a RabbitMQ.
+`make demo` or `python -m example_project.demo`. This process is the producer; the worker is a
+process of its own. Exit status: 0 if every task ran once and on time and the worker never held
+one, 1 if not, 2 without a RabbitMQ.
 """
 
 import json
@@ -350,6 +351,7 @@ def demonstrate(folder: Path, console: Console) -> bool:
             runs = send_mix()
             held, unexpected = watch(runs, record, worker, console)
     wrong = list(problems(runs, held, unexpected))
+    console.print()
     if wrong:
         console.print("the worker's log:", log.read_text(), soft_wrap=True)
     for problem in wrong:

@@ -49,7 +49,7 @@ def send_email(self: Task, address: str, subject: str, busy_attempts: int = 0) -
 def charge(
     self: Task, order_id: int, declined_attempts: int = 0, retry_seconds: float = DAY_SECONDS
 ) -> None:
-    """Charge the card; if the bank declines, as it does *declined_attempts* times, try again later."""
+    """Charge the card, again a day later while the bank declines: *declined_attempts* times."""
     if self.request.retries < declined_attempts:
         raise self.retry(countdown=retry_seconds, exc=CardDeclined(order_id))
     log.info("order %s: charged", order_id)

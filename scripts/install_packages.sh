@@ -34,6 +34,7 @@ chmod 755 "$policy"
 
 apt-get update -qq || echo "Some package lists could not be refreshed; going on with the old ones." >&2
 log=$(mktemp)
+status=0
 if ! DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends "$@" \
     >"$log" 2>&1; then
     cat "$log" >&2
@@ -41,4 +42,4 @@ if ! DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommen
     status=1
 fi
 rm -f "$log"
-exit "${status-0}"
+exit "$status"

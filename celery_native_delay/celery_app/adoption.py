@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from typing import Any
 
 from celery.utils.log import get_logger
@@ -15,6 +16,7 @@ from celery.worker import state
 
 from ..core.due_time import due_us
 from ..core.errors import InvalidDueTime
+from ..transports.rabbitmq.envelope import Delayed
 
 logger = get_logger(__name__)
 
@@ -75,16 +77,21 @@ class AdoptingStrategies(dict[str, Any]):
                     message,
                     due_us(eta),
                     self._queue_of(message),
-                    lambda: self._consumer.call_soon(ack, logger, self._consumer.connection_errors),
-                    lambda: self._consumer.call_soon(
-                        strategy, message, payload, ack, reject, callbacks, **kwargs
-                    ),
+                    self._soon(ack, logger, self._consumer.connection_errors),
+                    self._soon(strategy, message, payload, ack, reject, callbacks, **kwargs),
                 )
                 if task.queue and self._adopt(task):
                     return None
             return strategy(message, payload, ack, reject, callbacks, **kwargs)
 
         return on_task
+
+    def _soon(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[], Any]:
+        """A function that has *call* made in the consumer's thread.
+
+        partial, because call_soon() would put arguments before those that the ack promise has.
+        """
+        return partial(self._consumer.call_soon, partial(call, *args, **kwargs))
 
     def _is_early(self, message: Any, fields: dict[str, Any], now: datetime) -> bool:
         """Whether the task is worth another wait; revoked and expired ones are Celery's."""
@@ -128,7 +135,7 @@ def _expired(message: Any, fields: dict[str, Any], now: datetime) -> bool:
     RabbitMQ forgets it when dead-lettering, so it is kept here. A task's own ``expires`` is
     Celery's: it tells the result backend.
     """
-    delayed = getattr(message, "native_delay", None)
+    delayed: Delayed | None = getattr(message, "native_delay", None)
     if delayed is None or delayed.expires_ms is None or fields.get("expires"):
         return False
     return microseconds(now) > delayed.expires_ms * 1000

@@ -7,6 +7,7 @@ connection it waits on; the event loop never waits for it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Event, Thread
@@ -182,7 +183,5 @@ class Attendant(Thread):
     def _disconnect(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
-            try:
+            with suppress(AMQPError, OSError, AttributeError):
                 connection.close()
-            except (AMQPError, OSError, AttributeError):
-                pass

@@ -56,15 +56,15 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
             return
         settings = delays.settings
         logger.info(
-            "native delay: %d %s levels of %g s on %s, %s; %d binding(s) mirrored in %.0f ms; "
+            "native delay: %d %s levels of %g s on %s, %s in %.0f ms; %d bindings; "
             "longest delay %.0f days; adopting %s%s",
             settings.levels,
             settings.queue_type,
             settings.resolution,
             where,
-            "declared" if prepared.declared else "already declared",
-            prepared.mirrored,
+            "declared" if prepared.declared else "found declared",
             prepared.seconds * 1000,
+            delays.mirror.known_count,
             settings.longest_delay_seconds / 86400,
             "on" if settings.adopt else "off",
             "; classic levels may lose what hops while the broker crashes"

@@ -37,6 +37,11 @@ MIRRORED_TYPES = ("direct", "topic")
 _INTERNAL = re.compile(r"(^|\.)(pidbox|celeryev)($|\.)")
 
 
+def is_internal(name: str) -> bool:
+    """Whether a queue or exchange of this name is Celery's or kombu's own."""
+    return _INTERNAL.search(name) is not None
+
+
 @dataclass(frozen=True)
 class Mirrored:
     """A binding of the user's that is to be repeated on the delivery exchange."""
@@ -67,7 +72,7 @@ class Mirror:
 
     def exchange_bound(self, source: str) -> None:
         """An exchange was bound to *source*: what lies behind it cannot be mirrored."""
-        if not _INTERNAL.search(source):
+        if not is_internal(source):
             self._lands(source)
 
     def exchange_deleted(self, exchange: str) -> None:
@@ -85,7 +90,7 @@ class Mirror:
             self.queue_bound(queue, "", queue)
 
     def queue_bound(self, queue: str, exchange: str, routing_key: str) -> None:
-        if _INTERNAL.search(exchange) or (not exchange and _INTERNAL.search(queue)):
+        if is_internal(exchange) or is_internal(queue):
             return
         mirrored = Mirrored(queue, exchange, routing_key)
         self._known[mirrored] = self._pending[mirrored] = None
@@ -102,6 +107,11 @@ class Mirror:
             self.queue_unbound(mirrored.queue, mirrored.exchange, mirrored.routing_key)
 
     # --- what is to be done about it -----------------------------------------------------
+
+    @property
+    def known_count(self) -> int:
+        """How many bindings have been seen on this connection."""
+        return len(self._known)
 
     @property
     def is_pending(self) -> bool:

@@ -15,6 +15,7 @@ from ...core.settings import DelaySettings
 from ...kombu_hook import OPTION, Misconfigured, settings_from_option
 from .delays import Delays
 from .envelope import Delayed, due_of, unseal
+from .mirror import is_internal
 
 #: Milliseconds until the kernel gives up on unacknowledged data. py-amqp's default of 1 s turns
 #: a broker that pauses (memory alarm, failover) into silent loss.
@@ -163,9 +164,10 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
 
     # --- receiving -----------------------------------------------------------------------
 
-    def basic_consume(self, *args: Any, **kwargs: Any) -> Any:
-        self.delays.prepare_to_consume()
-        return super().basic_consume(*args, **kwargs)
+    def basic_consume(self, queue: str = "", *args: Any, **kwargs: Any) -> Any:
+        if not is_internal(queue):
+            self.delays.prepare_to_consume()
+        return super().basic_consume(queue, *args, **kwargs)
 
     def message_to_python(self, raw_message: Any) -> Any:
         """The received message as it would be without its wait."""
