@@ -34,7 +34,7 @@ check: venv ## lint, format, types and the direction of imports
 
 bench: venv ## compare with worker-held ETA and Celery's own delayed delivery
 	@scripts/setup_brokers.sh
-	$(PYTHON) -m benchmarks.run
+	$(PYTHON) -m benchmarks
 
 demo: venv ## show delayed tasks wait in the broker and run on time
 	@scripts/setup_brokers.sh || true

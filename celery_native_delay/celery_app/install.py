@@ -23,6 +23,9 @@ App = TypeVar("App", bound=Celery)
 
 PREFIX = "native_delay_"
 
+#: Roughly thirty years in seconds; from here on a countdown is checked before Celery computes.
+LONGEST_CELERY_SECONDS = 1e9
+
 #: The consumer bootstep by name: only a worker loads it.
 BOOTSTEP = "celery_native_delay.celery_app.bootsteps:NativeDelay"
 
@@ -35,6 +38,7 @@ class Installation:
         self.keywords = keywords
         self._connect = app._connection
         self._send_task = app.send_task
+        self._amqp: Any = None
         self._warned_of: set[str] = set()
 
     def settings(self) -> DelaySettings:
@@ -47,12 +51,12 @@ class Installation:
 
     @property
     def enabled(self) -> bool:
-        """Whether delayed tasks wait in the broker; a wrong setting does not bring Celery's
-        own way back, it is reported."""
-        try:
-            return self.settings().enabled
-        except SettingsError:
-            return True
+        """Whether delayed tasks wait in the broker.
+
+        Only ``False`` brings Celery's own way back; any other wrong value is reported.
+        """
+        value = self.keywords.get("enabled", self.app.conf.get(f"{PREFIX}enabled", True))
+        return value is not False
 
     # --- what replaces the app's own ----------------------------------------------------
 
@@ -79,10 +83,14 @@ class Installation:
         **options: Any,
     ) -> Any:
         """``app.send_task``, with countdowns that are no time refused in plain words."""
-        if countdown and self.enabled:
+        # What the levels can hold is checked when the message is published; here only what
+        # Celery cannot turn into an ETA. Written so that NaN is caught.
+        if isinstance(countdown, int | float) and not countdown < LONGEST_CELERY_SECONDS:
             check_countdown(countdown, longest_delay_seconds=self._longest_delay_seconds())
-        if self.app.conf.task_protocol == 1:
-            _give_eta_header(self.app.amqp)
+        if self._amqp is not self.app.amqp:
+            self._amqp = self.app.amqp
+            if self.app.conf.task_protocol == 1:
+                _give_eta_header(self._amqp)
         return self._send_task(name, args, kwargs, countdown, *more, **options)
 
     def _longest_delay_seconds(self) -> float:

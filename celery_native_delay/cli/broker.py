@@ -99,7 +99,7 @@ def purge(ctx: click.Context, force: bool, as_json: bool) -> None:
         purged = 0
         for hop in delays.topology.level_queues:
             try:
-                purged += delays.own_channel.queue_purge(hop.queue)
+                purged += delays.declarer.queue_purge(hop.queue)
             except NotFound:
                 continue
         if as_json:

@@ -26,7 +26,7 @@ def list_parked(ctx: click.Context, limit: int, as_json: bool) -> None:
     from ..transports.rabbitmq.parking import count, peek
 
     with broker(ctx) as (delays, _):
-        total = count(delays.own_channel, delays.topology)
+        total = count(delays)
         try:
             found = peek(delays, limit=limit)
         except ResourceLocked as exc:
@@ -89,7 +89,7 @@ def purge_parked(ctx: click.Context, force: bool, as_json: bool) -> None:
         if not force:
             click.confirm(f"Throw away all messages in {queue}?", abort=True)
         try:
-            purged = delays.own_channel.queue_purge(queue)
+            purged = delays.declarer.queue_purge(queue)
         except NotFound:
             purged = 0
     if as_json:

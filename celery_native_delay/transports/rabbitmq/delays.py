@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from threading import local
 from time import monotonic, time_ns
 from typing import Any
@@ -19,7 +20,7 @@ from ...core.address import landing_address, message_address
 from ...core.due_time import check_reach, units_until
 from ...core.errors import CannotDelay, NativeDelayError
 from ...core.settings import DelaySettings
-from ...core.topology import Binding, Topology
+from ...core.topology import Topology
 from .declaring import apply, broker_version, check_broker, refusals_explained
 from .envelope import seal
 from .mirror import MIRRORED_TYPES, Mirror, Mirrored, landing_declarations
@@ -64,18 +65,29 @@ class Delays:
         self.settings = settings
         self.topology = Topology(settings)
         self.mirror = Mirror(self.topology)
-        self._own: OwnChannel | None = None
+        self._publisher: OwnChannel | None = None
+        self._declarer: OwnChannel | None = None
         self._ready = False
         self._lands_until: dict[str, tuple[bool, float]] = {}
-        self._waits = True
+        self._waits = settings.confirm_publish == "wait"
 
     @property
-    def own_channel(self) -> OwnChannel:
-        """Our channel on this connection; a new one when the broker closed the last."""
-        if self._own is None or self._own.connection is None:
-            confirm = self.settings.confirm_publish != "off"
-            self._own = OwnChannel(self.connection, confirm=confirm)
-        return self._own
+    def publisher(self) -> OwnChannel:
+        """Our channel for publishing; a new one when the broker closed the last."""
+        if self._publisher is None or self._publisher.connection is None:
+            self._publisher = OwnChannel(self.connection)
+        return self._publisher
+
+    @property
+    def declarer(self) -> OwnChannel:
+        """Our channel for what the broker may refuse, which closes it; never the publisher."""
+        if self._declarer is None or self._declarer.connection is None:
+            self._declarer = OwnChannel(self.connection, confirm=False)
+        return self._declarer
+
+    @cached_property
+    def _limits_priority(self) -> bool:
+        return (4,) <= broker_version(self.connection) < (4, 3)
 
     # --- preparing -----------------------------------------------------------------------
 
@@ -101,7 +113,7 @@ class Delays:
     def declare(self) -> None:
         """Declare the whole set, whether it is there or not."""
         with refusals_explained(self.topology):
-            apply(self.own_channel, self.topology.plan())
+            apply(self.declarer, self.topology.plan())
 
     def prepare_to_consume(self) -> None:
         """Mirror what was declared for a consumer; never fails, consuming must go on."""
@@ -119,7 +131,7 @@ class Delays:
         somebody else's declaring, and a publish finds out.
         """
         try:
-            self.own_channel.exchange_declare(self.topology.ready_exchange, "fanout", passive=True)
+            self.declarer.exchange_declare(self.topology.ready_exchange, "fanout", passive=True)
         except NotFound:
             return False
         except AccessRefused:
@@ -137,7 +149,7 @@ class Delays:
         for binding in mirrored:
             declarations += self.mirror.declarations(binding)
         try:
-            apply(self.own_channel, declarations)
+            apply(self.declarer, declarations)
         except ChannelError:
             # One queue that is gone must not keep the others from being bound.
             for binding in mirrored:
@@ -148,7 +160,7 @@ class Delays:
     def _mirror_alone(self, binding: Mirrored) -> None:
         try:
             with refusals_explained(self.topology):
-                apply(self.own_channel, self.mirror.declarations(binding))
+                apply(self.declarer, self.mirror.declarations(binding))
         except ChannelError as exc:
             logger.debug("not mirrored: %s: %s", binding, exc)
 
@@ -157,11 +169,11 @@ class Delays:
         try:
             if not (self._is_complete() and self._has_type(binding)):
                 return
-            for declaration in self.mirror.declarations(binding):
-                if isinstance(declaration, Binding) and declaration.destination == binding.queue:
-                    self.own_channel.queue_unbind(
-                        binding.queue, declaration.source, declaration.routing_key
-                    )
+            mirrored = self.mirror.binding_of(binding)
+            if mirrored is not None:
+                self.declarer.queue_unbind(
+                    mirrored.destination, mirrored.source, mirrored.routing_key
+                )
         except ChannelError as exc:
             logger.debug("not unbound: %s: %s", binding, exc)
 
@@ -224,7 +236,7 @@ class Delays:
             delivery_id: the id it has had so far.
         """
         if queue is not None:
-            self.mirror.queue_bound(queue, "", queue)
+            self.mirror.queue_bound_once(queue)
         self.prepare()
         lands = queue is None and (self._lands(exchange) or self._must_land(exchange, routing_key))
         now_us = time_ns() // 1000
@@ -236,13 +248,20 @@ class Delays:
 
     @contextmanager
     def one_confirm(self) -> Iterator[None]:
-        """Publishes inside do not wait each for its confirm; leaving waits for all of them."""
-        self._waits = False
+        """Publishes inside do not wait each for its confirm; leaving waits for all of them.
+
+        Raises:
+            amqp.exceptions.AMQPError: some are not confirmed; which, nobody knows.
+        """
+        waited, self._waits = self._waits, False
+        publisher = self.publisher
         try:
             yield
-            self.own_channel.wait_all()
+            publisher.wait_all()
+            # Another channel, if the first was closed underway.
+            self.publisher.wait_all()
         finally:
-            self._waits = True
+            self._waits = waited
 
     def _sealed(
         self,
@@ -261,7 +280,7 @@ class Delays:
             due_us=due_us,
             now_us=now_us,
             delivery_id=delivery_id,
-            limit_priority=(4,) <= broker_version(self.connection) < (4, 3),
+            limit_priority=self._limits_priority,
             queue=queue,
         )
         return amqp.Message(message.body, **properties)
@@ -311,11 +330,12 @@ class Delays:
         for last_try in (False, True):
             try:
                 with refusals_explained(self.topology):
-                    tag = self.own_channel.publish(
+                    publisher = self.publisher
+                    tag = publisher.publish(
                         sealed, entry, routing_key, timeout_seconds=timeout_seconds
                     )
                     if self._waits:
-                        self.own_channel.wait_confirmed(
+                        publisher.wait_confirmed(
                             tag, timeout_seconds=confirm_timeout_seconds or timeout_seconds
                         )
                 return
@@ -361,14 +381,14 @@ class Delays:
 
     def _has_landing_queue(self, exchange: str) -> bool:
         try:
-            self.own_channel.queue_declare(self.topology.landing_queue(exchange), passive=True)
+            self.declarer.queue_declare(self.topology.landing_queue(exchange), passive=True)
         except (NotFound, AccessRefused):
             return False
         return True
 
     def _declare_landing(self, exchange: str) -> None:
         try:
-            apply(self.own_channel, landing_declarations(self.topology, exchange))
+            apply(self.declarer, landing_declarations(self.topology, exchange))
         except AccessRefused:
             logger.debug("may not declare the landing queue of %r: relying on others", exchange)
 
@@ -395,8 +415,8 @@ class Delays:
 
     def _ask_type(self, exchange: str) -> str:
         try:
-            self.own_channel.exchange_declare(exchange, "direct", passive=True)
-            self.own_channel.exchange_declare(exchange, "direct", durable=True, auto_delete=False)
+            self.declarer.exchange_declare(exchange, "direct", passive=True)
+            self.declarer.exchange_declare(exchange, "direct", durable=True, auto_delete=False)
         except PreconditionFailed as exc:
             current = _CURRENT_TYPE.search(exc.reply_text or "")
             return current.group(1) if current else "direct"

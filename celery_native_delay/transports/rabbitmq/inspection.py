@@ -87,13 +87,13 @@ def status(delays: Delays, api: ManagementAPI) -> Status:
     # A message in a level has at most that level and all below it before it.
     nearest = next((level for level in levels if level.waiting), None)
     within = None if nearest is None else 2 * nearest.ttl_seconds
-    parked = count(delays.own_channel, topology)
+    parked = count(delays)
     return Status(topology.name, levels, parked, within)
 
 
 def _depth(delays: Delays, queue: str) -> int | None:
     try:
-        return int(delays.own_channel.queue_declare(queue, passive=True).message_count)
+        return int(delays.declarer.queue_declare(queue, passive=True).message_count)
     except NotFound:
         return None
 
@@ -160,11 +160,11 @@ def _compare_by_amqp(delays: Delays) -> Iterator[str]:
         try:
             # Passive first: comparing must not declare what is missing.
             if isinstance(declaration, Exchange):
-                delays.own_channel.exchange_declare(name, declaration.type, passive=True)
-                delays.own_channel.exchange_declare(name, declaration.type, **durable)
+                delays.declarer.exchange_declare(name, declaration.type, passive=True)
+                delays.declarer.exchange_declare(name, declaration.type, **durable)
             else:
-                delays.own_channel.queue_declare(name, passive=True)
-                delays.own_channel.queue_declare(name, **durable)
+                delays.declarer.queue_declare(name, passive=True)
+                delays.declarer.queue_declare(name, **durable)
         except NotFound:
             yield f"{name}: {type(declaration).__name__.lower()} is missing"
         except PreconditionFailed as exc:

@@ -40,9 +40,11 @@ class ManagementAPI:
         ManagementUnavailable: by every method; the plugin is off, or the user lacks the tag.
     """
 
-    def __init__(self, url: str, user: str, password: str, vhost: str) -> None:
+    def __init__(self, url: str, user: str, password: str, vhost: str, cluster: str) -> None:
         self.url = url.rstrip("/").removesuffix("/api")
         self.vhost = vhost
+        self._cluster = cluster
+        self._checked = False
         token = b64encode(f"{user}:{password}".encode()).decode()
         self._headers = {"Authorization": f"Basic {token}"}
 
@@ -73,6 +75,15 @@ class ManagementAPI:
         return [item for item in items if item["name"].startswith(prefix)]
 
     def _get(self, path: str) -> Any:
+        if not self._checked:
+            self._checked = True
+            found = self._get("overview").get("cluster_name")
+            if found != self._cluster:
+                self._checked = False
+                raise ManagementUnavailable(
+                    f"the management API at {self.url} belongs to the broker {found!r}, "
+                    f"the AMQP connection to {self._cluster!r}: set native_delay_management_url"
+                )
         request = Request(f"{self.url}/api/{path}", headers=self._headers)
         try:
             with urlopen(request, timeout=TIMEOUT_SECONDS) as response:
@@ -94,7 +105,10 @@ def management_of(connection: Any, settings: DelaySettings) -> ManagementAPI:
     if parts.username:
         user, password = unquote(parts.username), unquote(parts.password or "")
         url = urlunsplit(parts._replace(netloc=parts.netloc.rpartition("@")[2]))
-    return ManagementAPI(url, user, password, connection.virtual_host or "/")
+    vhost = connection.virtual_host or "/"
+    # Another broker may have the default port of this host.
+    cluster = connection.connection.server_properties.get("cluster_name", "")
+    return ManagementAPI(url, user, password, vhost, cluster)
 
 
 def overriding_policies(api: ManagementAPI, topology: Topology) -> list[str]:

@@ -90,10 +90,15 @@ class Mirror:
             self.queue_bound(queue, "", queue)
 
     def queue_bound(self, queue: str, exchange: str, routing_key: str) -> None:
-        if is_internal(exchange) or is_internal(queue):
+        if not queue or is_internal(exchange) or is_internal(queue):
             return
         mirrored = Mirrored(queue, exchange, routing_key)
         self._known[mirrored] = self._pending[mirrored] = None
+
+    def queue_bound_once(self, queue: str) -> None:
+        """*queue* is to be reached by its name, unless it was seen to already."""
+        if Mirrored(queue, "", queue) not in self._known:
+            self.queue_bound(queue, "", queue)
 
     def queue_unbound(self, queue: str, exchange: str, routing_key: str) -> Mirrored:
         mirrored = Mirrored(queue, exchange, routing_key)
@@ -132,21 +137,33 @@ class Mirror:
 
         The type of the binding's exchange must be in :attr:`types`.
         """
-        queue = mirrored.queue
-        kind = self.types[mirrored.exchange]
-        if kind not in MIRRORED_TYPES:
+        if self.types[mirrored.exchange] not in MIRRORED_TYPES:
             return
-        address = self._binding_address(kind, mirrored)
-        if address is None:
-            # This topic pattern fits nowhere behind the digits.
+        binding = self.binding_of(mirrored)
+        if binding is None:
             yield from landing_declarations(self._topology, mirrored.exchange)
             return
-        if queue in self._rejecting:
-            yield from self._behind_landing(queue)
-            queue = self._topology.queue_landing_queue(queue)
-        yield Binding(
-            self._topology.delivery_exchange, queue, self._topology.delivery_pattern(address)
-        )
+        if mirrored.queue in self._rejecting:
+            yield from self._behind_landing(mirrored.queue)
+        yield binding
+
+    def binding_of(self, mirrored: Mirrored) -> Binding | None:
+        """The binding on the delivery exchange that stands for a user's own.
+
+        None where there is none: another type of exchange, or a topic pattern that fits nowhere
+        behind the digits.
+        """
+        topology = self._topology
+        kind = self.types[mirrored.exchange]
+        if kind not in MIRRORED_TYPES:
+            return None
+        address = self._binding_address(kind, mirrored)
+        if address is None:
+            return None
+        queue = mirrored.queue
+        destination = topology.queue_landing_queue(queue) if queue in self._rejecting else queue
+        pattern = topology.delivery_pattern(address)
+        return Binding(topology.delivery_exchange, destination, pattern)
 
     def _binding_address(self, kind: str, mirrored: Mirrored) -> str | None:
         exchange, routing_key = mirrored.exchange, mirrored.routing_key

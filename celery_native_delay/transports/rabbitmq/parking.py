@@ -81,10 +81,11 @@ class _Round:
     redeclared: bool = False
 
 
-def count(channel: Any, topology: Topology) -> int:
+def count(delays: Delays) -> int:
     """How many messages are parked; 0 where nothing was ever declared."""
+    queue = delays.topology.parking_queue
     try:
-        return int(channel.queue_declare(topology.parking_queue, passive=True).message_count)
+        return int(delays.declarer.queue_declare(queue, passive=True).message_count)
     except NotFound:
         return 0
 
@@ -97,7 +98,7 @@ def rescue(delays: Delays, *, limit: int = ROUND) -> Rescue | None:
     wants yet stays parked.
     """
     connection = delays.connection
-    parked = min(count(OwnChannel(connection), delays.topology), limit)
+    parked = min(count(delays), limit)
     if not parked:
         return Rescue()
     try:

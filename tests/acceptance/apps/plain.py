@@ -1,0 +1,5 @@
+"""The app of a worker or producer that has never heard of the package."""
+
+from tests.acceptance.apps.tasks import app_of_environment
+
+app = app_of_environment()

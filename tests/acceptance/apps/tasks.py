@@ -1,0 +1,143 @@
+"""The tasks of the acceptance tests, and the app they belong to.
+
+Knows nothing of celery_native_delay: plain producers and workers use it as well.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from typing import Any
+
+from celery import Celery, Task
+from celery.signals import task_prerun
+from kombu import Exchange, Queue
+
+CONF_VARIABLE = "ACCEPTANCE_CONF"
+"""Environment variable: the app's configuration as JSON."""
+
+RECORD_VARIABLE = "ACCEPTANCE_RECORD"
+"""Environment variable: the file that gets one line for each execution of a task."""
+
+
+class Busy(Exception):
+    """Raised by a task that wants to be retried."""
+
+
+def new_app(**conf: Any) -> Celery:
+    """An app with all tasks and queues; *conf* on top of what the tests have in common."""
+    app = Celery("acceptance", set_as_current=False)
+    app.conf.update(
+        {
+            "task_queues": queues(),
+            "task_default_queue": "default",
+            "task_serializer": "json",
+            "accept_content": ["json"],
+            "timezone": "Europe/Berlin",  # not UTC: naive etas must not be taken for local time
+            "broker_connection_retry_on_startup": True,
+            "broker_connection_max_retries": None,
+            "worker_cancel_long_running_tasks_on_connection_loss": False,
+            "result_chord_retry_interval": 0.5,
+        }
+        | conf
+    )
+    define_tasks(app)
+    return app
+
+
+def app_of_environment() -> Celery:
+    """The app that a test has put into the environment of this process."""
+    app = new_app(**json.loads(os.environ[CONF_VARIABLE]))
+    app.set_default()
+    return app
+
+
+def queues() -> list[Queue]:
+    """One queue for each kind of exchange; two on the topic exchange."""
+    shop = Exchange("shop", type="topic")
+    return [
+        Queue("default"),
+        Queue("side"),
+        Queue("orders", shop, routing_key="orders.#"),
+        Queue("parcels", shop, routing_key="*.parcel"),
+        Queue("invoices", Exchange("billing", type="direct"), routing_key="invoice.new"),
+        Queue("news", Exchange("broadcast", type="fanout")),
+    ]
+
+
+def define_tasks(app: Celery) -> None:
+    """Add the tasks to *app*; what a task does is recorded when it starts, see below."""
+
+    @app.task(name="note")
+    def note(*args: Any) -> Any:
+        """Return the first argument."""
+        return args[0] if args else None
+
+    @app.task(name="gather")
+    def gather(results: list[Any], *args: Any) -> Any:
+        """The body of a chord."""
+        return results
+
+    @app.task(name="again", bind=True, max_retries=None)
+    def again(self: Task, times: int, countdown: float) -> None:
+        """Retry *times* times."""
+        if self.request.retries < times:
+            raise self.retry(countdown=countdown, exc=Busy())
+
+    @app.task(
+        name="busy",
+        bind=True,
+        autoretry_for=(Busy,),
+        max_retries=None,
+        retry_backoff=1,
+        retry_backoff_max=1,  # jitter makes it 0 or 1 second
+        retry_jitter=True,
+    )
+    def busy(self: Task, times: int) -> None:
+        """Be busy, and retried by Celery, *times* times."""
+        if self.request.retries < times:
+            raise Busy
+
+    @app.task(name="resend", bind=True)
+    def resend(self: Task, times: int, countdown: float, options: dict[str, Any]) -> None:
+        """Send itself again *times* times, with the headers it was received with."""
+        if times:
+            self.apply_async(
+                (times - 1, countdown, options),
+                countdown=countdown,
+                headers=self.request.headers,
+                **options,
+            )
+
+    @app.task(name="hold")
+    def hold(seconds: float) -> None:
+        """Occupy a worker's process."""
+        time.sleep(seconds)
+
+
+@task_prerun.connect
+def record_start(task_id: str, task: Task, args: Any, **_: Any) -> None:
+    """Append one line about the execution that starts now."""
+    started = time.time()
+    if not (path := os.environ.get(RECORD_VARIABLE)):
+        return
+    request = task.request
+    line = {
+        "id": task_id,
+        "name": task.name,
+        "args": args,
+        "started": started,
+        "eta": request.eta,
+        "expires": request.expires,
+        "delivery_info": request.delivery_info,
+        "headers": request.headers,
+        "retries": request.retries,
+        "worker": request.hostname,
+    }
+    # A single write to a file opened for appending: lines of several processes never mix.
+    record = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    try:
+        os.write(record, json.dumps(line, default=repr).encode() + b"\n")
+    finally:
+        os.close(record)

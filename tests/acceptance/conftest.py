@@ -1,0 +1,17 @@
+"""Fleets of workers and producers on the brokers of tests/conftest.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.acceptance.worker import Fleet, fleet_on
+
+
+@pytest.fixture
+def fleet(vhost_url: str, tmp_path: Path) -> Iterator[Fleet]:
+    """Workers and producers on an empty virtual host of this test's own."""
+    with fleet_on(vhost_url, tmp_path) as fleet:
+        yield fleet

@@ -1,0 +1,275 @@
+"""Workers and producers as processes of their own, and the record of what the workers ran."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal
+from uuid import uuid4
+
+from celery import Celery
+
+from celery_native_delay import install
+from tests.acceptance.apps.tasks import CONF_VARIABLE, RECORD_VARIABLE, new_app
+from tests.waiting import wait_until
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+
+#: Milliseconds are what a due time is rounded to.
+EARLY_SECONDS = 0.001
+
+#: The resolution, and an allowance for a busy machine: figures belong to the benchmark.
+LATE_SECONDS = 0.125 + 1.5
+
+_BOOT_SECONDS = 60
+
+#: Celery's command line, as it is where celery_native_delay is not installed.
+_PLAIN_CELERY = (
+    "import sys; sys.modules['celery_native_delay'] = None; "
+    "from celery.__main__ import main; sys.exit(main())"
+)
+_PLAIN_PYTHON = "import sys; sys.modules['celery_native_delay'] = None; "
+
+
+@dataclass(frozen=True)
+class Run:
+    """One execution of a task, as the worker saw it when it started."""
+
+    id: str
+    name: str
+    args: list[Any]
+    started: float
+    """Unix time."""
+    eta: str | None
+    expires: str | None
+    delivery_info: dict[str, Any]
+    headers: dict[str, Any] | None
+    retries: int
+    worker: str
+
+    @property
+    def due(self) -> float | None:
+        """Unix time of the eta; those that Celery makes of a countdown are aware."""
+        return datetime.fromisoformat(self.eta).timestamp() if self.eta else None
+
+    def assert_on_time(
+        self, earliest: float, latest: float | None = None, *, late_seconds: float = LATE_SECONDS
+    ) -> None:
+        """Never before *earliest*, soon after *latest*; both are Unix times of falling due."""
+        latest = earliest if latest is None else latest
+        assert self.started >= earliest - EARLY_SECONDS, f"{self} early by {self.early(earliest)}"
+        assert self.started <= latest + late_seconds, f"{self} late by {self.started - latest} s"
+
+    def early(self, due: float) -> float:
+        return due - self.started
+
+
+class Record:
+    """What workers have run so far; they append to one file."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def runs(self, *, task_id: str | None = None, name: str | None = None) -> list[Run]:
+        """Every run so far, or those of one task or of one name."""
+        if not self.path.exists():
+            return []
+        # The last line may be half written.
+        lines = self.path.read_text().split("\n")[:-1]
+        found = [Run(**json.loads(line)) for line in lines]
+        return [
+            run for run in found if task_id in (None, run.id) and name in (None, run.name)
+        ]  # fmt: skip
+
+    def wait_for(
+        self, count: int = 1, *, timeout_seconds: float = 30, **which: Any
+    ) -> list[Run]:  # fmt: skip
+        """The runs, once there are *count* of them; the caller asserts that there are no more."""
+
+        def enough_runs() -> bool:
+            return len(self.runs(**which)) >= count
+
+        try:
+            wait_until(enough_runs, timeout_seconds=timeout_seconds)
+        except BaseException as exc:
+            exc.add_note(f"{len(self.runs(**which))} of {count} runs of {which or 'any task'}")
+            raise
+        return self.runs(**which)
+
+    def wait_for_ids(self, ids: list[str], *, timeout_seconds: float = 30) -> dict[str, list[Run]]:
+        """All runs by task id, once each of *ids* has run."""
+
+        def missing() -> list[str]:
+            ran = {run.id for run in self.runs()}
+            return [task_id for task_id in ids if task_id not in ran]
+
+        def all_ran() -> bool:
+            return not missing()
+
+        try:
+            wait_until(all_ran, timeout_seconds=timeout_seconds)
+        except BaseException as exc:
+            exc.add_note(f"{len(missing())} of {len(ids)} tasks have not run: {missing()[:5]}")
+            raise
+        by_id: dict[str, list[Run]] = {task_id: [] for task_id in ids}
+        for run in self.runs():
+            by_id.setdefault(run.id, []).append(run)
+        return by_id
+
+
+@dataclass
+class Worker:
+    """A running worker process."""
+
+    name: str
+    """Its node name, as ``inspect(destination=[…])`` wants it."""
+    process: subprocess.Popen[bytes]
+    log_file: Path
+
+    @property
+    def log(self) -> str:
+        return self.log_file.read_text(errors="replace")
+
+    def log_lines(self, *containing: str) -> list[str]:
+        """The lines of the log that hold all of *containing*."""
+        lines = self.log.splitlines()
+        return [line for line in lines if all(text in line for text in containing)]
+
+    def wait_for_log(self, *containing: str, count: int = 1, timeout_seconds: float = 60) -> None:
+        def logged() -> bool:
+            return len(self.log_lines(*containing)) >= count
+
+        wait_until(logged, timeout_seconds=timeout_seconds)
+
+    def wait_ready(self) -> None:
+        def ready() -> bool:
+            assert self.process.poll() is None, f"the worker ended with {self.process.poll()}"
+            return " ready." in self.log
+
+        wait_until(ready, timeout_seconds=_BOOT_SECONDS)
+
+    def stop(self, *, timeout_seconds: float = 30) -> None:
+        """A warm shutdown, as an administrator asks for it."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(timeout_seconds)
+            except subprocess.TimeoutExpired:
+                self.kill()
+                raise
+
+    def kill(self) -> None:
+        """SIGKILL the worker with all of its pool."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait(30)
+
+
+@dataclass
+class Fleet:
+    """Producers and workers on one broker with one configuration."""
+
+    broker_url: str
+    folder: Path
+    conf: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.record = Record(self.folder / "record.jsonl")
+        self._stack = ExitStack()
+
+    def app(self, *, installed: bool = True, **conf: Any) -> Celery:
+        """An app in this process, as a producer; closed with the fleet."""
+        app = new_app(**({"broker_url": self.broker_url} | self.conf | conf))
+        if installed:
+            install(app)
+        self._stack.callback(app.close)
+        return app
+
+    def worker(
+        self,
+        *,
+        queues: str | None = None,
+        pool: Literal["prefork", "threads", "solo", "gevent"] = "prefork",
+        concurrency: int = 2,
+        installed: bool = True,
+        name: str = "",
+        wait: bool = True,
+        log_level: str = "INFO",
+        more: tuple[str, ...] = (),
+        **conf: Any,
+    ) -> Worker:
+        """Start a worker; it ends with the fleet, if not before."""
+        name = f"{name or 'worker'}-{uuid4().hex[:6]}@localhost"
+        module = "installed" if installed else "plain"
+        celery = ["-m", "celery"] if installed else ["-c", _PLAIN_CELERY]
+        command = [sys.executable, *celery, "-A", f"tests.acceptance.apps.{module}", "worker"]
+        command += [f"--hostname={name}", f"--loglevel={log_level}", f"--pool={pool}"]
+        command += [f"--concurrency={concurrency}", "--without-mingle", "--without-gossip"]
+        command += [f"--queues={queues}"] if queues else []
+        log_file = self.folder / f"{name}.log"
+        with log_file.open("wb") as output:
+            process = subprocess.Popen(
+                [*command, *more],
+                cwd=REPOSITORY,
+                env=self._environment(conf),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        worker = Worker(name, process, log_file)
+        self._stack.callback(self._show, worker)
+        self._stack.callback(worker.stop)
+        if wait:
+            worker.wait_ready()
+        return worker
+
+    def produce(self, code: str, *, installed: bool = False, **conf: Any) -> str:
+        """Run *code*, in terms of ``app``, as a producer of its own; returns what it prints."""
+        module = "installed" if installed else "plain"
+        names = f"from tests.acceptance.apps.{module} import app\n"
+        done = subprocess.run(
+            [sys.executable, "-c", ("" if installed else _PLAIN_PYTHON) + names + code],
+            cwd=REPOSITORY,
+            env=self._environment(conf),
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=90,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    def close(self) -> None:
+        self._stack.close()
+
+    @staticmethod
+    def _show(worker: Worker) -> None:
+        """pytest shows this when the test has failed."""
+        sys.stdout.write(f"---- log of {worker.name} ----\n{worker.log}\n")
+
+    def _environment(self, conf: dict[str, Any]) -> dict[str, str]:
+        mine = {
+            CONF_VARIABLE: json.dumps({"broker_url": self.broker_url} | self.conf | conf),
+            RECORD_VARIABLE: str(self.record.path),
+        }
+        inherited = {k: v for k, v in os.environ.items() if not k.startswith("CELERY_")}
+        return inherited | mine
+
+
+@contextmanager
+def fleet_on(broker_url: str, folder: Path, **conf: Any) -> Iterator[Fleet]:
+    """A fleet whose workers and apps end with the block."""
+    fleet = Fleet(broker_url, folder, conf)
+    try:
+        yield fleet
+    finally:
+        fleet.close()

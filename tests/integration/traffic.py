@@ -1,0 +1,204 @@
+"""Plain kombu traffic for the integration tests: delaying and plain connections, an inbox."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from time import monotonic, time
+from typing import Any, Self, TypeVar
+
+import pytest
+from kombu import Connection, Producer
+
+from celery_native_delay import DelaySettings
+from celery_native_delay.core.topology import Topology
+from celery_native_delay.testing import PrivateRabbitMQ
+from celery_native_delay.transports.rabbitmq.delays import Delays
+from tests.waiting import wait_until
+
+T = TypeVar("T")
+
+SETTINGS = {"namespace": "tests", "levels": 8, "resolution": 0.02}
+"""Few and short levels: quick to declare, and a delay is over in an instant."""
+
+TOPOLOGY = Topology(DelaySettings.from_mapping(SETTINGS))
+
+#: Nothing takes this long, even while other tests use the machine.
+PATIENCE_SECONDS = 60.0
+
+
+def delaying(url: str, *, transport_options: dict[str, Any] | None = None, **settings: Any) -> Any:
+    """A kombu connection whose messages with an ETA ahead wait in the broker."""
+    option = {"native_delay": SETTINGS | settings}
+    return Connection(url, transport_options=option | (transport_options or {}))
+
+
+def delays_of(connection: Any) -> Delays:
+    delays: Delays = connection.default_channel.delays
+    return delays
+
+
+def eta_in(seconds: float) -> str:
+    return (datetime.now(UTC) + timedelta(seconds=seconds)).isoformat()
+
+
+def publish(
+    connection: Any,
+    body: Any,
+    routing_key: str,
+    *,
+    exchange: str = "",
+    delay: float | None = None,
+    headers: dict[str, Any] | None = None,
+    **options: Any,
+) -> None:
+    """Publish on the connection's default channel, *delay* seconds from now if given."""
+    headers = dict(headers or {})
+    if delay is not None:
+        headers["eta"] = eta_in(delay)
+    Producer(connection).publish(
+        body, exchange=exchange, routing_key=routing_key, headers=headers, **options
+    )
+
+
+def declare_queue(connection: Any, name: str, **arguments: Any) -> str:
+    """A durable queue through the connection's default channel."""
+    connection.default_channel.queue_declare(
+        name, durable=True, auto_delete=False, arguments=arguments
+    )
+    return name
+
+
+def declare_exchange(connection: Any, name: str, kind: str, **arguments: Any) -> str:
+    """A durable exchange through the connection's default channel."""
+    connection.default_channel.exchange_declare(
+        name, kind, durable=True, auto_delete=False, arguments=arguments
+    )
+    return name
+
+
+def bind(
+    connection: Any, queue: str, exchange: str, routing_key: str = "", **arguments: Any
+) -> None:
+    connection.default_channel.queue_bind(queue, exchange, routing_key, arguments=arguments)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A message that came out of *queue* at *at*, seconds since the epoch."""
+
+    queue: str
+    message: Any
+    at: float
+
+    @property
+    def body(self) -> Any:
+        return self.message.decode()
+
+    @property
+    def waited(self) -> bool:
+        """Whether it came through the delay levels."""
+        return getattr(self.message, "native_delay", None) is not None
+
+
+@dataclass
+class Inbox:
+    """Consumes queues and keeps what arrives; acknowledges at once."""
+
+    connection: Any
+    arrivals: list[Arrival] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self._channel = self.connection.channel()
+
+    def consume(self, queues: Iterable[str]) -> Self:
+        for queue in queues:
+            self._channel.basic_consume(queue, no_ack=True, callback=partial(self._on, queue))
+        return self
+
+    def _on(self, queue: str, raw: Any) -> None:
+        message = self._channel.message_to_python(raw)
+        self.arrivals.append(Arrival(queue, message, time()))
+
+    def wait_until(
+        self, condition: Callable[[], T | None], *, timeout_seconds: float = PATIENCE_SECONDS
+    ) -> T:
+        """Receive until *condition* holds."""
+
+        def received() -> T | None:
+            with suppress(TimeoutError):
+                while True:
+                    self.connection.drain_events(timeout=0.01)
+            return condition()
+
+        return wait_until(received, timeout_seconds=timeout_seconds)
+
+    def wait_for(
+        self, count: int, *, timeout_seconds: float = PATIENCE_SECONDS
+    ) -> list[Arrival]:
+        """The first *count* arrivals; fails when one more comes with them."""
+        deadline = monotonic() + timeout_seconds
+        while len(self.arrivals) < count:
+            if monotonic() > deadline:
+                bodies = [arrival.body for arrival in self.arrivals]
+                pytest.fail(f"{len(bodies)} of {count} came within {timeout_seconds} s: {bodies}")
+            with suppress(TimeoutError):
+                self.connection.drain_events(timeout=0.2)
+        assert len(self.arrivals) == count
+        return list(self.arrivals)
+
+    def take(self) -> list[Arrival]:
+        taken, self.arrivals = self.arrivals, []
+        return taken
+
+
+@contextmanager
+def inbox(url: str, *queues: str, **settings: Any) -> Iterator[Inbox]:
+    """An inbox on a connection of its own."""
+    with delaying(url, **settings) as connection:
+        yield Inbox(connection).consume(queues)
+
+
+def bodies(arrivals: Iterable[Arrival]) -> list[Any]:
+    return [arrival.body for arrival in arrivals]
+
+
+# ---- what the broker holds -------------------------------------------------------------------
+
+
+def depth(connection: Any, queue: str) -> int:
+    """Ready messages of *queue*, as AMQP tells it: exact and at once."""
+    with connection.channel() as channel:
+        return int(channel.queue_declare(queue, passive=True).message_count)
+
+
+def parked_count(connection: Any, topology: Topology = TOPOLOGY) -> int:
+    return depth(connection, topology.parking_queue)
+
+
+_COUNTS = ("messages", "messages_ready", "messages_unacknowledged", "messages_dlx")
+
+
+def held(rabbitmq: PrivateRabbitMQ, vhost: str, space: str = TOPOLOGY.space) -> dict[str, Any]:
+    """Our queues that hold anything, in whatever state, or have not reported yet."""
+    queues = [queue for queue in rabbitmq.queues(vhost) if queue["name"].startswith(f"{space}.")]
+    assert queues
+    counts = {
+        queue["name"]: {name: queue[name] for name in _COUNTS if name in queue}
+        if "messages" in queue
+        else None
+        for queue in queues
+    }
+    return {
+        name: count for name, count in counts.items() if count is None or any(count.values())
+    }
+
+
+def assert_nothing_held(rabbitmq: PrivateRabbitMQ, vhost: str, **space: str) -> None:
+    """No level keeps a message back, none is parked."""
+    wait_until(
+        lambda: not held(rabbitmq, vhost, **space) or None, timeout_seconds=PATIENCE_SECONDS
+    )
