@@ -5,10 +5,10 @@ VENV    := .venv
 PYTHON  := $(VENV)/bin/python
 
 .DEFAULT_GOAL := help
-.PHONY: help venv brokers test check bench demo clean
+.PHONY: help venv brokers test check bench demo public-suites clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(VENV)/.complete ## create .venv with the package and the pinned development set
 
@@ -39,6 +39,10 @@ bench: venv ## compare with worker-held ETA and Celery's own delayed delivery
 demo: venv ## show delayed tasks wait in the broker and run on time
 	@scripts/setup_brokers.sh || true
 	$(PYTHON) -m example_project.demo
+
+public-suites: venv ## run kombu's and Celery's own tests with our transport
+	@scripts/setup_brokers.sh
+	$(PYTHON) scripts/public_suites.py
 
 clean: ## remove .venv, builds and caches
 	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache

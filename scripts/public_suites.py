@@ -25,11 +25,27 @@ from celery_native_delay.testing import private_rabbitmq
 ROOT = Path(__file__).resolve().parent.parent
 
 #: What the suites import; brokers and clouds they can do without are skipped or fail alike.
-REQUIREMENTS = (
-    "boto3 freezegun gevent hypothesis<7 msgpack packaging Pyro4 pytest pytest-celery "
-    "pytest-click pytest-freezer pytest-order pytest-rerunfailures pytest-subtests "
-    "pytest-timeout pytz pyyaml redis sqlalchemy"
-).split()
+REQUIREMENTS = [
+    "boto3",
+    "freezegun",
+    "gevent",
+    "hypothesis<7",
+    "msgpack",
+    "packaging",
+    "Pyro4",
+    "pytest",
+    "pytest-celery",
+    "pytest-click",
+    "pytest-freezer",
+    "pytest-order",
+    "pytest-rerunfailures",
+    "pytest-subtests",
+    "pytest-timeout",
+    "pytz",
+    "pyyaml",
+    "redis",
+    "sqlalchemy",
+]
 
 SUITES = {
     "kombu unit": ("kombu", ["t/unit"]),
@@ -46,7 +62,8 @@ MODES = {
         "from functools import partial\n"
         "from celery_native_delay.transports.rabbitmq import transport\n"
         "def establish_connection(self):\n"
-        "    self.Connection = partial(transport.Connection, native_delay=True)\n"
+        "    if self.Connection is transport.pyamqp.Connection:  # not a test's own\n"
+        "        self.Connection = partial(transport.Connection, native_delay=True)\n"
         "    return transport.pyamqp.Transport.establish_connection(self)\n"
         "transport.Transport.establish_connection = establish_connection\n"
     ),
@@ -67,11 +84,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as scratch:
         work = options.work or Path(scratch)
         python = environment(work, options)
-        with private_rabbitmq() as broker:
-            results = [
-                run(python, work, suite, options, broker.port)
-                for suite in options.only or SUITES
-            ]
+        results = [run(python, work, suite, options) for suite in options.only or SUITES]
     return 0 if all(results) else 1
 
 
@@ -95,7 +108,7 @@ def environment(work: Path, options: argparse.Namespace) -> Path:
     return python
 
 
-def run(python: Path, work: Path, suite: str, options: argparse.Namespace, port: int) -> bool:
+def run(python: Path, work: Path, suite: str, options: argparse.Namespace) -> bool:
     """One suite in every mode; whether no mode fails more than as released."""
     project, paths = SUITES[suite]
     folder = work / f"{project}-{getattr(options, project)}"
@@ -103,25 +116,38 @@ def run(python: Path, work: Path, suite: str, options: argparse.Namespace, port:
     same = True
     for mode, plugin in MODES.items():
         (work / "native_delay_mode.py").write_text(plugin)
-        # Only their own configuration counts, and warnings of newer tools are not the subject.
-        command = [python, "-m", "pytest", "-q", "-p", "native_delay_mode", "-p", "no:cacheprovider"]
-        command += ["-W", "ignore", "--continue-on-collection-errors", "--timeout", "120", *paths]
-        environ = os.environ | {
-            "PYTHONPATH": str(work),
-            "RABBITMQ_HOST": "127.0.0.1",
-            "RABBITMQ_5672_TCP": str(port),
-        }
-        done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
-        (work / f"{suite}-{mode}.log".replace(" ", "_")).write_text(done.stdout + done.stderr)
-        failed = set(_OUTCOME.findall(done.stdout))
-        counts = ", ".join(_COUNTS.findall(done.stdout.strip().rpartition("\n")[2]))
-        print(f"{suite:30} {mode:12} {counts or 'did not run: ' + done.stderr[-300:]}", flush=True)
-        if known is None:
-            known = failed
-        for test in sorted(failed - known):
-            print(f"    only with us: {test}", flush=True)
+        log = work / f"{suite}-{mode}.log".replace(" ", "_")
+        # A broker each: some of their tests leave messages behind.
+        with private_rabbitmq(management=False) as broker:
+            failed, counts = run_tests(python, folder, paths, broker.port, log)
+            print(f"{suite:30} {mode:12} {counts or f'did not run, see {log}'}", flush=True)
+            if known is None:
+                known = failed
+            elif extra := sorted(failed - known):
+                # Once more alone: some of their tests fail now and then by themselves.
+                failed, _ = run_tests(python, folder, extra, broker.port, log.with_suffix(".again"))
+                for test in sorted(failed):
+                    print(f"    only with us: {test}", flush=True)
         same = same and bool(counts) and failed <= known
     return same
+
+
+def run_tests(
+    python: Path, folder: Path, tests: list[str], port: int, log: Path
+) -> tuple[set[str], str]:
+    """What failed, and pytest's counts."""
+    command = [python, "-m", "pytest", "-q", "-p", "native_delay_mode", "-p", "no:cacheprovider"]
+    # Only their own configuration counts, and warnings of newer tools are not the subject.
+    command += ["-W", "ignore", "--continue-on-collection-errors", "--timeout", "120", *tests]
+    environ = os.environ | {
+        "PYTHONPATH": str(log.parent),
+        "RABBITMQ_HOST": "127.0.0.1",
+        "RABBITMQ_5672_TCP": str(port),
+    }
+    done = subprocess.run(command, cwd=folder, env=environ, capture_output=True, text=True)
+    log.write_text(done.stdout + done.stderr)
+    counts = _COUNTS.findall(done.stdout.strip().rpartition("\n")[2])
+    return set(_OUTCOME.findall(done.stdout)), ", ".join(counts)
 
 
 if __name__ == "__main__":

@@ -198,7 +198,17 @@ def held(rabbitmq: PrivateRabbitMQ, vhost: str, space: str = TOPOLOGY.space) -> 
 
 
 def assert_nothing_held(rabbitmq: PrivateRabbitMQ, vhost: str, **space: str) -> None:
-    """No level keeps a message back, none is parked."""
-    wait_until(
-        lambda: not held(rabbitmq, vhost, **space) or None, timeout_seconds=PATIENCE_SECONDS
-    )
+    """No level keeps a message back, none is parked.
+
+    The management API's figures are up to 1.5 s old, so they must stay so for a while.
+    """
+    empty_since: list[float] = []
+
+    def nothing_held() -> bool:
+        if held(rabbitmq, vhost, **space):
+            empty_since.clear()
+            return False
+        empty_since.append(monotonic())
+        return empty_since[-1] - empty_since[0] > 2.5
+
+    wait_until(nothing_held, timeout_seconds=PATIENCE_SECONDS)

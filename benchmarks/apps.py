@@ -1,0 +1,238 @@
+"""The three ways to delay a task, as Celery apps that differ in nothing else; and their worker.
+
+=========  ==================================================================================
+``ours``   celery_native_delay with its defaults
+``held``   (a) plain Celery, classic queue: the worker holds the task until its ETA
+``celery`` (b) Celery's own delayed delivery: quorum task queue behind a topic exchange
+=========  ==================================================================================
+
+``ours`` and ``celery`` use the same quorum queue and topic exchange.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import datetime
+from multiprocessing import get_context
+from multiprocessing.connection import Connection as Pipe
+from pathlib import Path
+from struct import Struct
+from time import monotonic, sleep, time
+from typing import Any
+
+import kombu
+from celery import Celery
+from kombu import Consumer, Exchange, Queue
+from kombu.transport import native_delayed_delivery as celerys_own
+
+from benchmarks.measuring import resident_bytes
+from celery_native_delay import install
+
+LABELS = {
+    "ours": "ours",
+    "held": "(a) worker-held ETA",
+    "celery": "(b) Celery's own",
+}
+
+QUEUE = "bench"
+TASK = "bench.record_start"
+
+RECORD = Struct("<Id")
+"""One start of a task: its index and the unix time."""
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+BOOT_SECONDS = 60
+STOP_SECONDS = 20
+
+
+def make_app(method: str, url: str, *, confirm: bool = False, **settings: Any) -> Celery:
+    """An app that delays by *method*; *confirm* is kombu's ``confirm_publish``.
+
+    *settings* are ours.
+    """
+    app = Celery("bench", broker=url, set_as_current=False)
+    held = method == "held"
+    queue = Queue(
+        QUEUE,
+        Exchange(QUEUE, type="direct" if held else "topic"),
+        routing_key=QUEUE,
+        queue_arguments={} if held else {"x-queue-type": "quorum"},
+    )
+    app.conf.update(
+        task_queues=[queue],
+        task_default_queue=QUEUE,
+        task_default_exchange=QUEUE,
+        task_default_exchange_type=queue.exchange.type,
+        task_default_routing_key=QUEUE,
+        task_ignore_result=True,
+        broker_transport_options={"confirm_publish": confirm},
+    )
+    if method == "ours":
+        install(app, **settings)
+    app.task(record_start, name=TASK)
+    return app
+
+
+def record_start(index: int) -> None:
+    """The task: write down that it started, in one write that no other process can split."""
+    now = time()
+    os.write(_record_file(), RECORD.pack(index, now))
+
+
+_files: dict[int, int] = {}
+
+
+def _record_file() -> int:
+    pid = os.getpid()  # each child of the pool opens it for itself
+    if pid not in _files:
+        _files[pid] = os.open(os.environ["BENCH_RECORD"], os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    return _files[pid]
+
+
+def declare_for(method: str, app: Celery) -> None:
+    """What a worker of *app* declares when it boots, for runs that have none."""
+    with app.connection_for_write() as connection:
+        channel = connection.default_channel
+        for queue in app.amqp.queues.values():
+            queue(channel).declare()
+        if method == "ours":
+            channel.delays.prepare()
+        if method == "celery":
+            celerys_own.declare_native_delayed_delivery_exchanges_and_queues(connection, "quorum")
+            for queue in app.amqp.queues.values():
+                celerys_own.bind_queue_to_native_delayed_delivery_exchange(connection, queue)
+
+
+def waiting_in(url: str) -> int:
+    """Messages that are ready in the task queue."""
+    with kombu.Connection(url) as connection:
+        return int(connection.default_channel.queue_declare(QUEUE, passive=True).message_count)
+
+
+# ---- the worker ----------------------------------------------------------------------------
+
+
+class Worker:
+    """A prefork worker in a process group of its own, and what its tasks recorded."""
+
+    def __init__(self, record: Path, process: subprocess.Popen[bytes]) -> None:
+        self._record = record
+        self._process = process
+
+    def starts(self) -> list[tuple[int, float]]:
+        """Every start so far: the task's index and the unix time."""
+        return list(RECORD.iter_unpack(self._record.read_bytes()))
+
+    def start_count(self) -> int:
+        return self._record.stat().st_size // RECORD.size
+
+    def resident_bytes(self) -> int:
+        return resident_bytes(self._process.pid)
+
+
+@contextmanager
+def running_worker(method: str, url: str, folder: Path, *, concurrency: int = 2) -> Iterator[Worker]:
+    """A worker for :func:`make_app`; yields when it is ready, ends it with all its children."""
+    record = folder / f"{method}-{monotonic():.6f}"
+    record.touch()
+    ready, log = record.with_suffix(".ready"), record.with_suffix(".log")
+    command = ["-m", "celery", "-A", "benchmarks.worker_app", "worker", "--pool=prefork"]
+    environment = {
+        "BENCH_METHOD": method,
+        "BENCH_URL": url,
+        "BENCH_RECORD": str(record),
+        "BENCH_READY": str(ready),
+    }
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            [sys.executable, *command, f"--concurrency={concurrency}", "--loglevel=WARNING"],
+            cwd=REPOSITORY,
+            env=os.environ | environment,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # Ctrl-C is for this process, which then ends the worker
+        )
+    try:
+        deadline = monotonic() + BOOT_SECONDS
+        while not ready.exists():
+            if process.poll() is not None or monotonic() > deadline:
+                said = log.read_text(errors="replace")[-3000:]
+                raise RuntimeError(f"the {method} worker did not start:\n{said}")
+            sleep(0.05)
+        yield Worker(record, process)
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_SECONDS)
+        except subprocess.TimeoutExpired:
+            pass
+        finally:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            process.wait()
+
+
+# ---- a consumer that only looks at the clock -----------------------------------------------
+
+
+class Arrivals:
+    """A kombu consumer in a process of its own that notes how late each message arrives."""
+
+    def __init__(self, url: str) -> None:
+        context = get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_consume, args=(url, theirs), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._pipe.recv()
+
+    def __enter__(self) -> Arrivals:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.join()
+
+    def count(self) -> int:
+        self._pipe.send("count")
+        return int(self._pipe.recv())
+
+    def late_ms(self) -> list[float]:
+        """Arrival minus the ETA in the message's own header."""
+        self._pipe.send("all")
+        arrivals: list[tuple[str, float]] = self._pipe.recv()
+        return [(at - datetime.fromisoformat(eta).timestamp()) * 1000 for eta, at in arrivals]
+
+
+def _consume(url: str, pipe: Pipe) -> None:
+    arrivals: list[tuple[str, float]] = []
+    with kombu.Connection(url) as connection:
+        connection.transport_options = {}
+
+        def on_message(message: Any) -> None:
+            now = time()
+            arrivals.append((message.headers["eta"], now))
+
+        consumer = Consumer(
+            connection.default_channel,
+            [Queue(QUEUE, no_declare=True)],
+            no_ack=True,
+            on_message=on_message,
+        )
+        with consumer:
+            pipe.send("ready")
+            while True:
+                try:
+                    connection.drain_events(timeout=0.25)
+                except TimeoutError:
+                    pass
+                while pipe.poll():
+                    pipe.send(len(arrivals) if pipe.recv() == "count" else arrivals)

@@ -1,0 +1,227 @@
+"""What every scenario is made of: a broker, a scale, progress, figures and targets."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from time import monotonic, sleep
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from celery_native_delay.testing import PrivateRabbitMQ, vhost_name
+
+REFRESH_SECONDS = 0.25
+
+PERCENTILES = (*range(100), 99.5, 99.9, 100)
+"""Enough of a distribution to draw it."""
+
+
+# ---- figures -------------------------------------------------------------------------------
+
+
+def percentile(values: Iterable[float], percent: float) -> float:
+    """The value below which *percent* of *values* lie, interpolated; NaN for none."""
+    ordered = sorted(values)
+    if not ordered:
+        return float("nan")
+    place = (len(ordered) - 1) * percent / 100
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+
+
+def median(values: Iterable[float]) -> float:
+    return percentile(values, 50)
+
+
+def curve(values: Iterable[float]) -> list[float]:
+    """The value at each of PERCENTILES."""
+    ordered = sorted(values)
+    return [percentile(ordered, percent) for percent in PERCENTILES]
+
+
+def lateness_columns(late_ms: list[float]) -> dict[str, float]:
+    """The columns of every table about lateness, in milliseconds; below zero is early."""
+    return {
+        "p50 ms": percentile(late_ms, 50),
+        "p95 ms": percentile(late_ms, 95),
+        "p99 ms": percentile(late_ms, 99),
+        "max ms": percentile(late_ms, 100),
+    }
+
+
+@dataclass(frozen=True)
+class Target:
+    """A figure that was promised, beside the one that was measured."""
+
+    what: str
+    measured: float
+    sign: Literal["≤", "<", "≥"]
+    limit: float
+    unit: str = ""
+
+    @property
+    def met(self) -> bool:
+        """False also for NaN, which is what a run without results measures."""
+        match self.sign:
+            case "≤":
+                return self.measured <= self.limit
+            case "<":
+                return self.measured < self.limit
+        return self.measured >= self.limit
+
+
+@dataclass
+class Result:
+    """What one scenario found out."""
+
+    title: str
+    setup: str
+    """What was done, so that others can do it again."""
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    """The table: column to text or number; all rows have the columns of the first."""
+    targets: list[Target] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    series: dict[str, Any] = field(default_factory=dict)
+    """What the picture is drawn from."""
+    seconds: float = 0.0
+    load_before: float = 0.0
+    """Load average of the last minute before it began: what else the machine was doing."""
+
+
+# ---- a run ---------------------------------------------------------------------------------
+
+
+class Bench:
+    """One run: the broker all scenarios share, how much of each to do, and what to show."""
+
+    def __init__(self, broker: PrivateRabbitMQ, scale: float, folder: Path) -> None:
+        self.broker = broker
+        self.scale = scale
+        self.folder = folder
+        """For files that live as long as the run."""
+        self.console = Console(stderr=True)
+        # Refreshed by hand: a thread that draws would take its time out of what is measured.
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=self.console,
+            auto_refresh=False,
+        )
+        self._refreshed = 0.0
+
+    def count(self, full: int, *, at_least: int = 1) -> int:
+        """How many of something to do at this scale."""
+        return max(at_least, round(full * self.scale))
+
+    @contextmanager
+    def vhost(self) -> Iterator[str]:
+        """The url of an empty virtual host, deleted afterwards with all that waits in it."""
+        url = self.broker.new_vhost()
+        try:
+            yield url
+        finally:
+            self.broker.delete_vhost(vhost_name(url))
+
+    @contextmanager
+    def progress(self, description: str, total: float) -> Iterator[Callable[[float], None]]:
+        """A bar for *total* of something; yields what to call with how many are done."""
+        task = self._progress.add_task(description, total=round(total))
+        self._progress.start()
+
+        def done(count: float) -> None:
+            if monotonic() - self._refreshed > REFRESH_SECONDS:
+                self._progress.update(task, completed=round(count))
+                self._progress.refresh()
+                self._refreshed = monotonic()
+
+        try:
+            yield done
+            self._progress.update(task, completed=round(total))
+        finally:
+            self._progress.stop()
+            self._progress.remove_task(task)
+
+    def wait_for(
+        self,
+        description: str,
+        count: Callable[[], int],
+        total: int,
+        *,
+        timeout_seconds: float,
+        every_seconds: float = 0.25,
+    ) -> int:
+        """Wait until *count* has reached *total*, or as long as it may; returns the last count."""
+        deadline = monotonic() + timeout_seconds
+        with self.progress(description, total) as done:
+            while (reached := count()) < total and monotonic() < deadline:
+                done(reached)
+                sleep(every_seconds)
+        return reached
+
+
+# ---- the machine ---------------------------------------------------------------------------
+
+
+def machine(broker: PrivateRabbitMQ) -> dict[str, str]:
+    """What the figures depend on: hardware, system and versions."""
+    packages = ("celery", "kombu", "amqp", "celery_native_delay")
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "processor": f"{os.cpu_count()} x {_processor()}",
+        "memory": _memory(),
+        "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
+        "RabbitMQ": f"{broker.version}, one node on the same machine",
+        "Python": platform.python_version(),
+        **{package: version(package) for package in packages},
+    }
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists() and (
+        found := re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE)
+    ):
+        return found[1]
+    return platform.processor() or "unknown processor"
+
+
+def _memory() -> str:
+    try:
+        pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, OSError):
+        return "unknown"
+    return f"{pages * page_bytes / 2**30:.0f} GiB"
+
+
+def load_average() -> float:
+    return os.getloadavg()[0]
+
+
+def resident_bytes(pid: int) -> int:
+    """Resident memory of a process and of all its children."""
+    listing = subprocess.run(
+        ["ps", "-A", "-o", "pid=,ppid=,rss="], capture_output=True, text=True, check=True
+    ).stdout
+    processes = [tuple(map(int, line.split())) for line in listing.splitlines()]
+    family = {pid}
+    while more := {child for child, parent, _ in processes if parent in family} - family:
+        family |= more
+    return 1024 * sum(kilobytes for member, _, kilobytes in processes if member in family)
+
+
+def log(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,168 @@
+"""What ``apply_async(countdown=60)`` costs the client."""
+
+from __future__ import annotations
+
+import gc
+import random
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from time import perf_counter, process_time
+
+from matplotlib.figure import Figure
+
+from benchmarks.apps import TASK, declare_for, make_app
+from benchmarks.charts import bars
+from benchmarks.measuring import Bench, Result, Target, median, percentile
+
+ROUNDS = 60
+BLOCK = 50
+"""Publishes of one variant in a row; then comes the next variant."""
+WARM_UP = 100
+COUNTDOWN_SECONDS = 60
+
+
+@dataclass
+class Variant:
+    """One way to publish, and what each publish took."""
+
+    key: str
+    label: str
+    method: str
+    confirm: bool = False
+    countdown: float | None = COUNTDOWN_SECONDS
+    settings: dict[str, str] = field(default_factory=dict)
+    blocks: list[list[float]] = field(default_factory=list)
+    """Seconds of each publish, block by block."""
+    cpu_seconds: list[float] = field(default_factory=list)
+    """Of this process, for each block, per publish."""
+
+    @property
+    def seconds(self) -> list[float]:
+        return [seconds for block in self.blocks for seconds in block]
+
+
+def variants() -> list[Variant]:
+    return [
+        Variant("ours", "ours, countdown=60", "ours"),
+        Variant("now", "immediate, confirmed", "celery", confirm=True, countdown=None),
+        Variant("celery", "(b) Celery's own, confirmed", "celery", confirm=True),
+        Variant(
+            "ours off",
+            "ours, confirm_publish off",
+            "ours",
+            settings={"confirm_publish": "off"},
+        ),
+        Variant("now off", "immediate, unconfirmed", "celery", countdown=None),
+        Variant("celery off", "(b) Celery's own, unconfirmed", "celery"),
+        Variant("held off", "(a) worker-held ETA, unconfirmed", "held"),
+    ]
+
+
+def run(bench: Bench) -> Result:
+    rounds = bench.count(ROUNDS, at_least=3)
+    ways = variants()
+    with ExitStack() as stack:
+        send = {}
+        for way in ways:
+            url = stack.enter_context(bench.vhost())
+            app = make_app(way.method, url, confirm=way.confirm, **way.settings)
+            stack.callback(app.close)
+            declare_for(way.method, app)
+            # (b)'s level exchange is known, so nothing is declared while we measure.
+            send[way.key] = app.tasks[TASK].apply_async
+            for index in range(WARM_UP):
+                send[way.key]((index,), countdown=way.countdown)
+        order = random.Random(1)
+        gc.collect()
+        gc.disable()
+        stack.callback(gc.enable)
+        with bench.progress("publish", rounds) as done:
+            for number in range(rounds):
+                for way in order.sample(ways, len(ways)):
+                    measure(way, send[way.key])
+                gc.collect()
+                done(number + 1)
+    return conclude(ways, rounds)
+
+
+def measure(way: Variant, send) -> None:  # type: ignore[no-untyped-def]
+    """One block: as many publishes in a row, each timed."""
+    block = []
+    cpu = process_time()
+    for index in range(BLOCK):
+        started = perf_counter()
+        send((index,), countdown=way.countdown)
+        block.append(perf_counter() - started)
+    way.cpu_seconds.append((process_time() - cpu) / BLOCK)
+    way.blocks.append(block)
+
+
+def conclude(ways: list[Variant], rounds: int) -> Result:
+    by_key = {way.key: way for way in ways}
+    result = Result(
+        "Client cost of a publish",
+        f"apply_async() of a task with one argument, in one process and thread; each variant has "
+        f"its own virtual host. {rounds} rounds; in each round every variant publishes {BLOCK} "
+        f"times, in random order, so that whatever else the machine does meets all alike. Ratios "
+        f"are of medians; in brackets the middle half of the ratios of the single rounds, which "
+        f"is the noise. CPU is the client's, per publish.",
+    )
+    for way in ways:
+        microseconds = [seconds * 1e6 for seconds in way.seconds]
+        result.rows.append(
+            {
+                "variant": way.label,
+                "p50 µs": median(microseconds),
+                "p95 µs": percentile(microseconds, 95),
+                "p99 µs": percentile(microseconds, 99),
+                "CPU µs": median(way.cpu_seconds) * 1e6,
+                "ours : this": _ratio_text(by_key["ours"], way) if not way.key[-3:] == "off" else "",
+            }
+        )
+        result.series[way.label] = {
+            "p50": median(microseconds),
+            "p25": percentile(microseconds, 25),
+            "p75": percentile(microseconds, 75),
+            "cpu": median(way.cpu_seconds) * 1e6,
+        }
+    for other in ("now", "celery"):
+        result.targets.append(
+            Target(
+                f"ours : {by_key[other].label} (medians)",
+                ratio(by_key["ours"], by_key[other]),
+                "≤",
+                1.10,
+            )
+        )
+    cpu = {way.key: median(way.cpu_seconds) for way in ways}
+    result.notes.append(
+        f"CPU of the client, ours : immediate {cpu['ours'] / cpu['now']:.2f}, ours : (b) "
+        f"{cpu['ours'] / cpu['celery']:.2f}. Without confirms there is no wait for the broker to "
+        f"share, so what the client computes shows in full: ours : immediate "
+        f"{ratio(by_key['ours off'], by_key['now off']):.2f}, ours : (b) "
+        f"{ratio(by_key['ours off'], by_key['celery off']):.2f}."
+    )
+    return result
+
+
+def ratio(ours: Variant, other: Variant) -> float:
+    return median(ours.seconds) / median(other.seconds)
+
+
+def _ratio_text(ours: Variant, other: Variant) -> str:
+    if ours is other:
+        return "1"
+    ratios = [median(a) / median(b) for a, b in zip(ours.blocks, other.blocks, strict=True)]
+    low, high = percentile(ratios, 25), percentile(ratios, 75)
+    return f"{ratio(ours, other):.3f} ({low:.2f}-{high:.2f})"
+
+
+def draw(result: Result) -> Figure:
+    return bars(
+        "Client cost of one publish: median, with the middle half",
+        "microseconds",
+        [
+            (label, one["p50"], (one["p25"], one["p75"]), label.startswith("ours"))
+            for label, one in result.series.items()
+        ],
+    )

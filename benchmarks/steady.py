@@ -1,0 +1,218 @@
+"""Lateness under a steady load of 3,000 delayed messages per second, bases 2, 4 and 16."""
+
+from __future__ import annotations
+
+import random
+from array import array
+from contextlib import suppress
+from multiprocessing import get_context
+from multiprocessing.connection import Connection as Pipe
+from struct import Struct
+from time import monotonic, sleep, time, time_ns
+from typing import Any, NoReturn
+
+import amqp
+import kombu
+from matplotlib.figure import Figure
+
+from benchmarks.apps import QUEUE
+from benchmarks.charts import GREY, OTHERS, OURS, curves_on, figure
+from benchmarks.measuring import Bench, Result, Target, curve, lateness_columns, percentile
+
+BASES = (2, 4, 16)
+PER_SECOND = 3_000
+SECONDS = 60
+DELAY_SECONDS = (16, 63)
+TICK_SECONDS = 0.02
+"""A tick's messages are published, then their confirms awaited together."""
+BODY_BYTES = 500
+GRACE_SECONDS = 20
+KEEPS_RATE = 0.98
+
+BODY = Struct("<Iq")
+"""Begins each body: its number, and its due time in microseconds since the epoch."""
+
+
+def run(bench: Bench) -> Result:
+    seconds = bench.count(SECONDS, at_least=2)
+    shortest, longest = DELAY_SECONDS if bench.scale >= 0.5 else (2, 7)
+    result = Result(
+        "Steady load",
+        f"{PER_SECOND:,} messages a second for {seconds} s, {BODY_BYTES}-byte bodies, delays of "
+        f"{shortest}-{longest} whole seconds, quorum levels, skip routing. One process publishes "
+        f"through the package's own path and awaits the confirms of every {TICK_SECONDS * 1000:g} "
+        f"ms together; another reads the quorum destination queue without acknowledgements.",
+    )
+    late: dict[int, list[float]] = {}
+    for base in BASES:
+        run = SteadyRun(bench, base, seconds, (shortest, longest))
+        late[base] = run.late_ms
+        result.rows.append(
+            {
+                "base": base,
+                "published/s": run.rate,
+                "behind at most ms": run.behind_ms,
+                **lateness_columns(run.late_ms),
+                "early": sum(late_ms < 0 for late_ms in run.late_ms),
+                "doubled": run.doubled,
+                "missing": run.missing,
+            }
+        )
+        result.series[str(base)] = curve(run.late_ms)
+        if run.rate < KEEPS_RATE * PER_SECOND:
+            result.notes.append(
+                f"Base {base}: the publisher reached {run.rate:,.0f} of {PER_SECOND:,} messages a "
+                f"second, so this is the lateness at that rate."
+            )
+    result.targets = [Target("p99, base 4", percentile(late[4], 99), "≤", 150, "ms")]
+    result.notes.append(
+        "Publisher, consumer and broker share the machine's cores. Each level passes at most 32 "
+        "unconfirmed messages at a time (RabbitMQ's dead_letter_worker_consumer_prefetch): with "
+        "base 2 a message takes more hops and the low levels see most of them."
+    )
+    return result
+
+
+class SteadyRun:
+    """One base under load: how late each message was, and whether the publisher kept its pace."""
+
+    def __init__(
+        self, bench: Bench, base: int, seconds: int, delay_seconds: tuple[int, int]
+    ) -> None:
+        total = seconds * PER_SECOND
+        what = f"steady, base {base}"
+        context = get_context("spawn")
+        processes = []
+
+        def start(target: Any, *arguments: Any) -> Pipe:
+            ours, theirs = context.Pipe()
+            process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
+            process.start()
+            theirs.close()
+            processes.append(process)
+            ours.recv()  # it is ready
+            return ours
+
+        with bench.vhost() as url:
+            try:
+                publisher = start(_publish, url, base, total, delay_seconds)
+                consumer = start(_consume, url, total)
+                publisher.send("go")
+                self._follow(bench, f"{what}: publish", publisher, total)
+                self.rate, self.behind_ms = publisher.recv()
+                # The consumer is not asked while it works: it stops by itself.
+                limit = delay_seconds[1] + GRACE_SECONDS
+                bench.wait_for(
+                    f"{what}: arrive",
+                    lambda: 1 if consumer.poll() else 0,
+                    1,
+                    timeout_seconds=limit,
+                )
+                if not consumer.poll():
+                    consumer.send("stop")
+                numbers, late_us = consumer.recv()
+            finally:
+                for process in processes:
+                    process.kill()
+                    process.join()
+        self.late_ms = [microseconds / 1000 for microseconds in late_us]
+        self.doubled = len(numbers) - len(set(numbers))
+        self.missing = total - len(set(numbers))
+
+    @staticmethod
+    def _follow(bench: Bench, what: str, publisher: Pipe, total: int) -> None:
+        """Show how far the publisher is, which tells it once a second and at its end None."""
+        with bench.progress(what, total) as done:
+            while (published := publisher.recv()) is not None:
+                done(published)
+
+
+def _publish(
+    pipe: Pipe, url: str, base: int, total: int, delay_seconds: tuple[int, int]
+) -> None:
+    """Publish *total* messages at PER_SECOND, as a plain kombu user's channel does."""
+    delay = random.Random(base).randint
+    padding = b"." * (BODY_BYTES - BODY.size)
+    settings = {"native_delay": {"base": base}}
+    with kombu.Connection(url, transport_options=settings) as connection:
+        channel = connection.default_channel
+        channel.queue_declare(
+            QUEUE, durable=True, auto_delete=False, arguments={"x-queue-type": "quorum"}
+        )
+        delays = channel.delays
+        delays.prepare()
+        pipe.send("ready")
+        pipe.recv()
+        per_tick = round(PER_SECOND * TICK_SECONDS)
+        started = monotonic()
+        behind = 0.0
+        for first in range(0, total, per_tick):
+            ahead = started + first / PER_SECOND - monotonic()
+            behind = max(behind, -ahead)
+            sleep(max(0.0, ahead))
+            with delays.one_confirm():
+                for number in range(first, min(first + per_tick, total)):
+                    due_us = time_ns() // 1000 + delay(*delay_seconds) * 1_000_000
+                    message = amqp.Message(BODY.pack(number, due_us) + padding, delivery_mode=2)
+                    delays.publish(message, "", QUEUE, due_us=due_us, publish_now=_already_due)
+            if first % PER_SECOND < per_tick:
+                pipe.send(first)
+        pipe.send(None)
+        pipe.send((total / (monotonic() - started), behind * 1000))
+        pipe.recv()
+
+
+def _already_due() -> NoReturn:
+    raise RuntimeError("this machine took more than the whole delay to publish one message")
+
+
+def _consume(pipe: Pipe, url: str, total: int) -> None:
+    """Read the queue as fast as its bytes come.
+
+    py-amqp opens the connection and starts to consume; after that only frames are counted,
+    because decoding all headers in Python would cost more than the broker's whole work.
+    """
+    with kombu.Connection(url) as plain, plain.channel() as channel:
+        connection = plain.connection
+        channel.basic_consume(QUEUE, no_ack=True, callback=None)
+        sock = connection.transport.sock
+        pipe.send("ready")
+        numbers, late_us = array("I"), array("q")
+        rest = connection.transport._read_buffer or b""
+        sock.settimeout(0.25)
+        while len(numbers) < total and not pipe.poll():
+            with suppress(TimeoutError):
+                rest += sock.recv(1 << 20)
+            now_us = int(time() * 1e6)
+            rest = rest[_take_bodies(rest, now_us, numbers, late_us) :]
+    pipe.send((numbers, late_us))
+    pipe.recv()
+
+
+def _take_bodies(data: bytes, now_us: int, numbers: array[int], late_us: array[int]) -> int:
+    """Note every whole body frame in *data*; returns how many bytes are done with.
+
+    A frame is its type (3: body), channel, size, payload and an end octet.
+    """
+    begin = 0
+    while len(data) - begin >= 7:
+        end = begin + 8 + int.from_bytes(data[begin + 3 : begin + 7])
+        if end > len(data):
+            break
+        if data[begin] == 3:
+            number, due_us = BODY.unpack_from(data, begin + 7)
+            numbers.append(number)
+            late_us.append(now_us - due_us)
+        begin = end
+    return begin
+
+
+def draw(result: Result) -> Figure:
+    colours = {"2": OTHERS[0], "4": OURS, "16": GREY}
+    picture, (axes,) = figure("3,000 delayed messages per second: how late")
+    curves_on(
+        axes,
+        "at the destination queue",
+        [(f"base {base}", values, colours[base]) for base, values in result.series.items()],
+    )
+    return picture

@@ -1,0 +1,16 @@
+"""The app of a worker that ``apps.running_worker`` starts: ``celery -A benchmarks.worker_app``."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from celery.signals import worker_ready
+
+from benchmarks.apps import make_app
+
+app = make_app(os.environ["BENCH_METHOD"], os.environ["BENCH_URL"])
+
+
+@worker_ready.connect(weak=False)
+def say_ready(**_: Any) -> None:
+    Path(os.environ["BENCH_READY"]).touch()

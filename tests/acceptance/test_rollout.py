@@ -1,0 +1,196 @@
+"""Mixed fleets: some producers and workers have the package already, others do not."""
+
+from __future__ import annotations
+
+import json
+from time import time
+from typing import Any
+
+import pytest
+
+from celery_native_delay.testing import PrivateRabbitMQ
+from tests.acceptance.worker import Fleet
+from tests.waiting import wait_until
+
+EARLY_TASKS = 2_000
+
+ROUTES: dict[str, dict[str, Any]] = {
+    "default": {},
+    "topic": {"exchange": "shop", "routing_key": "orders.new"},
+    "direct": {"exchange": "billing", "routing_key": "invoice.new"},
+    "fanout": {"exchange": "broadcast", "routing_key": ""},
+}
+
+
+def test_a_plain_worker_runs_what_an_installed_producer_delayed(fleet: Fleet) -> None:
+    """Nothing the producer adds disturbs a worker that has never heard of it."""
+    worker = fleet.worker(installed=False, concurrency=3)
+    assert "native delay" not in worker.log
+    app = fleet.app()
+    sent = {}
+    for route, options in ROUTES.items():
+        before = time()
+        result = app.tasks["note"].apply_async((route,), countdown=1.5, **options)
+        sent[route] = result.id, before, time()
+
+    runs = fleet.record.wait_for_ids([task_id for task_id, _, _ in sent.values()])
+    for task_id, before, after in sent.values():
+        (run,) = runs[task_id]
+        run.assert_on_time(before + 1.5, after + 1.5)
+
+
+def test_a_retry_on_a_plain_worker_is_delayed_by_celery_itself(fleet: Fleet) -> None:
+    """The plain worker's own retries of such a task: held in its memory, as ever."""
+    fleet.worker(installed=False)
+    result = fleet.app().tasks["again"].apply_async((3, 0.3), countdown=0.5, queue="side")
+    runs = fleet.record.wait_for(4, task_id=result.id)
+    assert [run.retries for run in runs] == [0, 1, 2, 3]
+    for run in runs[1:]:
+        assert run.due is not None
+        run.assert_on_time(run.due)
+
+
+SEND_MANY = """
+from datetime import UTC, datetime, timedelta
+import json, time
+note = app.tasks["note"]
+ids = []
+due = datetime.now(UTC) + timedelta(seconds={seconds})
+with app.producer_pool.acquire(block=True) as producer:
+    for number in range({count}):
+        eta = due + timedelta(milliseconds=number % 2000)
+        ids.append(note.apply_async(("early",), eta=eta, producer=producer, **{options}).id)
+print(json.dumps(ids))
+"""
+
+
+def test_an_installed_worker_puts_early_tasks_back_into_the_broker(
+    fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost: str
+) -> None:
+    """2,000 tasks of a plain producer: no prefetch eaten, nothing held, each runs once."""
+    worker = fleet.worker(concurrency=3)
+    app = fleet.app()
+    inspect = app.control.inspect(destination=[worker.name], timeout=10)
+    prefetch = inspect.stats()[worker.name]["prefetch_count"]
+
+    ids = json.loads(fleet.produce(SEND_MANY.format(seconds=12, count=EARLY_TASKS, options={})))
+    assert len(set(ids)) == EARLY_TASKS
+
+    # While the worker has them all to put back, an immediate task is not held up by them.
+    sent = time()
+    (immediate,) = fleet.record.wait_for(task_id=app.tasks["note"].delay("now").id)
+    assert immediate.started - sent < 5
+
+    def all_wait_in_the_broker() -> bool:
+        queues = rabbitmq.queues(vhost)
+        waiting = sum(q.get("messages", 0) for q in queues if q["name"].startswith("celery_delay."))
+        (own,) = [q for q in queues if q["name"] == "default"]
+        return waiting >= EARLY_TASKS and own.get("messages") == 0
+
+    wait_until(all_wait_in_the_broker, timeout_seconds=12)
+    assert inspect.scheduled() == {worker.name: []}
+    assert inspect.stats()[worker.name]["prefetch_count"] == prefetch
+
+    runs = fleet.record.wait_for_ids(ids, timeout_seconds=60)
+    for task_id in ids:
+        (run,) = runs[task_id]
+        assert run.due is not None
+        run.assert_on_time(run.due, late_seconds=15)  # 2,000 tasks in two seconds, three processes
+    assert worker.log_lines("ERROR") == []
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_an_early_task_comes_back_to_the_queue_it_was_in(fleet: Fleet, route: str) -> None:
+    """Also where its exchange has other queues, which had their copy already."""
+    fleet.worker(name="first", queues="default,orders,invoices,news", wait=False)
+    fleet.worker(name="second", queues="side,parcels").wait_ready()
+    code = SEND_MANY.format(seconds=2, count=10, options=ROUTES[route])
+    ids = json.loads(fleet.produce(code))
+    runs = fleet.record.wait_for_ids(ids)
+    undelayed = fleet.app().tasks["note"].apply_async(("now",), **ROUTES[route])
+    (as_ever,) = fleet.record.wait_for(task_id=undelayed.id)
+    for task_id in ids:
+        (run,) = runs[task_id]
+        assert run.due is not None
+        run.assert_on_time(run.due)
+        assert run.worker == as_ever.worker
+        assert run.delivery_info == as_ever.delivery_info
+
+
+@pytest.mark.parametrize("installed", [True, False], ids=["installed", "plain"])
+def test_task_protocol_1(fleet: Fleet, installed: bool) -> None:
+    """It carries the ETA in the body; a worker of ours takes it from either producer."""
+    worker = fleet.worker()
+    inspect = fleet.app().control.inspect(destination=[worker.name], timeout=10)
+    code = (
+        "import time\n"
+        "before = time.time()\n"
+        "result = app.tasks['note'].apply_async(('one',), countdown=3)\n"
+        "print(result.id, before, time.time())"
+    )
+    printed = fleet.produce(code, installed=installed, task_protocol=1)
+    task_id, before, after = printed.split()
+
+    def holds_nothing() -> bool:
+        return inspect.scheduled() == {worker.name: []}
+
+    wait_until(holds_nothing, timeout_seconds=2)  # adopted, if it was not delayed already
+    (run,) = fleet.record.wait_for(task_id=task_id)
+    run.assert_on_time(float(before) + 3, float(after) + 3)
+    assert run.started < time()
+
+
+def test_a_task_of_protocol_1_is_retried_through_the_levels(fleet: Fleet) -> None:
+    fleet.worker(task_protocol=1)
+    result = fleet.app(task_protocol=1).tasks["again"].apply_async((3, 0.3), countdown=0.5)
+    runs = fleet.record.wait_for(4, task_id=result.id)
+    assert [run.retries for run in runs] == [0, 1, 2, 3]
+
+
+def test_expired_and_revoked_early_tasks_are_celerys(fleet: Fleet, tmp_path_factory: Any) -> None:
+    """Celery tells the result backend; a task that is not to run need not wait either."""
+    results = tmp_path_factory.mktemp("results")
+    fleet.conf["result_backend"] = f"file://{results}"
+    app = fleet.app()
+    worker = fleet.worker()
+    app.control.revoke("revoked-1", destination=[worker.name])
+    inspect = app.control.inspect(destination=[worker.name], timeout=10)
+
+    def knows_the_revoked() -> bool:
+        return inspect.revoked() == {worker.name: ["revoked-1"]}
+
+    wait_until(knows_the_revoked, timeout_seconds=20)
+    code = (
+        "from datetime import UTC, datetime, timedelta\n"
+        "now = datetime.now(UTC)\n"
+        "note = app.tasks['note']\n"
+        "note.apply_async(('x',), countdown=3, task_id='revoked-1')\n"
+        "note.apply_async(('x',), countdown=3, task_id='expired-1', expires=now - timedelta(1))\n"
+        "note.apply_async(('x',), countdown=3, task_id='expires-1', expires=1)\n"
+        "print(note.apply_async(('x',), countdown=3).id)\n"
+    )
+    good_id = fleet.produce(code).strip()
+
+    def all_revoked() -> bool:
+        ids = ("revoked-1", "expired-1", "expires-1")
+        return [app.AsyncResult(task_id).state for task_id in ids] == ["REVOKED"] * 3
+
+    wait_until(all_revoked, timeout_seconds=20)
+    fleet.record.wait_for(task_id=good_id)
+    assert [run.id for run in fleet.record.runs()] == [good_id]
+
+
+def test_adoption_can_be_switched_off(fleet: Fleet) -> None:
+    """Then the worker holds early tasks in its memory, as Celery does."""
+    worker = fleet.worker(native_delay_adopt=False)
+    inspect = fleet.app().control.inspect(destination=[worker.name], timeout=10)
+    task_id = fleet.produce("print(app.tasks['note'].apply_async(('x',), countdown=6).id)").strip()
+
+    def holds_it() -> bool:
+        held = inspect.scheduled() or {}
+        return [entry["request"]["id"] for entry in held.get(worker.name, [])] == [task_id]
+
+    wait_until(holds_it, timeout_seconds=5)
+    (run,) = fleet.record.wait_for(task_id=task_id)
+    assert run.due is not None
+    run.assert_on_time(run.due)

@@ -1,0 +1,362 @@
+"""Everything Celery can delay, on one prefork worker: once, never early, in time, as undelayed.
+
+All tasks are sent before the first test looks, so that their waits overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from itertools import pairwise
+from time import time
+from typing import Any
+
+import pytest
+from celery import Celery, chain, chord, group
+from celery.result import AsyncResult, GroupResult
+
+from celery_native_delay.testing import PrivateRabbitMQ
+from tests.acceptance.worker import Fleet, Run, Worker, fleet_on
+from tests.waiting import wait_until
+
+RETRIES = 10
+
+ROUTES: dict[str, dict[str, Any]] = {
+    "no route": {},
+    "queue": {"queue": "side"},
+    "topic exchange": {"exchange": "shop", "routing_key": "orders.new.today"},
+    "topic exchange, wildcard": {"exchange": "shop", "routing_key": "big.parcel"},
+    "direct exchange": {"exchange": "billing", "routing_key": "invoice.new"},
+    "fanout exchange": {"exchange": "broadcast", "routing_key": ""},
+}
+
+#: Who consumes the only queue that a route leads to.
+WORKER_OF = dict.fromkeys(ROUTES, "first") | {
+    "queue": "second",
+    "topic exchange, wildcard": "second",
+}
+
+
+@dataclass(frozen=True)
+class Delay:
+    """Options that delay a task, given the time, and by how many seconds."""
+
+    options: Callable[[datetime], dict[str, Any]]
+    seconds: float
+
+
+def countdown(seconds: float, **more: Any) -> Delay:
+    return Delay(lambda now: {"countdown": seconds} | more, max(seconds, 0))
+
+
+DELAYS: dict[str, Delay] = {
+    "countdown=0.3": countdown(0.3),
+    "countdown=1": countdown(1),
+    "countdown=1.5": countdown(1.5),
+    "countdown=5": countdown(5),
+    "negative countdown": countdown(-10),
+    "aware eta": Delay(lambda now: {"eta": now + timedelta(seconds=2)}, 2),
+    "aware eta elsewhere": Delay(
+        lambda now: {"eta": (now + timedelta(seconds=2)).astimezone()}, 2
+    ),
+    "naive eta": Delay(lambda now: {"eta": now.replace(tzinfo=None) + timedelta(seconds=2)}, 2),
+    "eta in the past": Delay(lambda now: {"eta": now - timedelta(hours=1)}, 0),
+    "expires after the delay": countdown(1, expires=60),
+    "priority": countdown(1, priority=7),
+    "headers of one's own": countdown(1, headers={"customer": 7}),
+}
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A task, its options, and the Unix times between which it was sent."""
+
+    id: str
+    result: Any
+    options: dict[str, Any]
+    before: float
+    after: float
+
+
+def send(signature: Any, **options: Any) -> Sent:
+    before = time()
+    result = signature.apply_async(**options)
+    return Sent(result.id, result, options, before, time())
+
+
+class Everything:
+    """All tasks of this module, sent in one go."""
+
+    def __init__(self, fleet: Fleet, app: Celery) -> None:
+        self.fleet = fleet
+        self.app = app
+        self.started = time()
+        task = app.tasks
+        note = task["note"]
+
+        def noted(*names: str) -> list[Any]:
+            return [note.si(name) for name in names]
+
+        self.undelayed = {
+            route: send(note.si(f"undelayed, {route}"), **options)
+            for route, options in ROUTES.items()
+        }
+        self.priority = send(note.si("undelayed, priority"), priority=7)
+        self.expired = send(note.si("expired"), countdown=2, expires=1)
+        self.delays = {
+            name: send(note.si(name), **delay.options(datetime.now(UTC)))
+            for name, delay in DELAYS.items()
+        }
+        self.routes = {
+            route: send(note.si(route), countdown=1, **options) for route, options in ROUTES.items()
+        }
+        self.retries = {
+            route: send(task["again"].si(RETRIES, 0.3), countdown=0.5, **options)
+            for route, options in ROUTES.items()
+        }
+        self.autoretries = {
+            route: send(task["busy"].si(RETRIES), countdown=0.5, **options)
+            for route, options in ROUTES.items()
+        }
+        self.resent = {
+            route: send(task["resend"].si(5, 0.3, options), headers={"customer": route}, **options)
+            for route, options in ROUTES.items()
+        }
+        self.link = send(note.si("linking"), countdown=1, link=note.si("linked").set(countdown=1))
+        self.chain = send(
+            chain(*[step.set(countdown=1) for step in noted("link 1", "link 2", "link 3")])
+        )
+        self.group = send(group(noted("member 1", "member 2", "member 3")), countdown=1)
+        self.chord = send(
+            chord(
+                [part.set(countdown=1) for part in noted("part 1", "part 2", "part 3")],
+                task["gather"].s("gathered").set(countdown=0.5),
+            )
+        )
+        self.skewed = send(group(noted("skew 1", "skew 2", "skew 3")).skew(step=0.5))
+
+    def run_once(self, sent: Sent, *, timeout_seconds: float = 40) -> Run:
+        """The only run of a task."""
+        (run,) = self.fleet.record.wait_for(task_id=sent.id, timeout_seconds=timeout_seconds)
+        return run
+
+    def noted(self, text: str) -> Run:
+        """The only run of "note" with this argument."""
+
+        def noted() -> list[Run] | None:
+            found = [run for run in self.fleet.record.runs(name="note") if run.args == [text]]
+            return found or None
+
+        (run,) = wait_until(noted, timeout_seconds=40)
+        return run
+
+
+@pytest.fixture(scope="module")
+def fleet(rabbitmq: PrivateRabbitMQ, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    folder = tmp_path_factory.mktemp("tasks")
+    (folder / "results").mkdir()
+    url = rabbitmq.new_vhost()
+    with fleet_on(url, folder, result_backend=f"file://{folder}/results") as fleet:
+        yield fleet
+
+
+@pytest.fixture(scope="module")
+def workers(fleet: Fleet) -> dict[str, Worker]:
+    """Two, so that a run tells by its worker from which queues it came."""
+    found = {
+        "first": fleet.worker(
+            name="first", queues="default,orders,invoices,news", concurrency=3, wait=False
+        ),
+        "second": fleet.worker(name="second", queues="side,parcels", concurrency=2, wait=False),
+    }
+    for worker in found.values():
+        worker.wait_ready()
+    return found
+
+
+@pytest.fixture(scope="module")
+def everything(fleet: Fleet, workers: dict[str, Worker]) -> Everything:
+    return Everything(fleet, fleet.app())
+
+
+def same_delivery(run: Run, undelayed: Run) -> bool:
+    """Whether a task sees the same delivery, but for its priority."""
+    ignored = {"redelivered", "priority"}
+    return {k: v for k, v in run.delivery_info.items() if k not in ignored} == {
+        k: v for k, v in undelayed.delivery_info.items() if k not in ignored
+    }
+
+
+def test_the_worker_holds_nothing_while_tasks_wait(
+    everything: Everything, workers: dict[str, Worker]
+) -> None:
+    names = [worker.name for worker in workers.values()]
+    inspect = everything.app.control.inspect(destination=names, timeout=5)
+    until = everything.started + 5  # the longest countdown
+    answers = 0
+    while time() < until or not answers:
+        replies = inspect.scheduled() or {}
+        answers += len(replies)
+        assert [held for held in replies.values() if held] == []
+
+
+@pytest.mark.parametrize("name", DELAYS)
+def test_a_delay(everything: Everything, name: str) -> None:
+    sent, delay = everything.delays[name], DELAYS[name]
+    run = everything.run_once(sent)
+    earliest = due(sent) if delay.seconds and "eta" in sent.options else sent.before + delay.seconds
+    run.assert_on_time(earliest, sent.after + delay.seconds)
+    undelayed = everything.run_once(everything.undelayed["no route"])
+    assert same_delivery(run, undelayed)
+    assert run.eta is not None
+
+
+def due(sent: Sent) -> float:
+    """Unix time of an eta; a naive one is UTC, whatever the app's time zone."""
+    eta: datetime = sent.options["eta"]
+    return (eta if eta.tzinfo else eta.replace(tzinfo=UTC)).timestamp()
+
+
+def test_the_task_sees_the_original_eta(everything: Everything) -> None:
+    for name in ("aware eta", "aware eta elsewhere", "naive eta", "eta in the past"):
+        sent = everything.delays[name]
+        run = everything.run_once(sent)
+        assert run.eta == sent.options["eta"].isoformat()
+
+
+def test_options_survive_the_delay(everything: Everything) -> None:
+    undelayed = everything.run_once(everything.priority)
+    assert everything.run_once(everything.delays["priority"]).delivery_info["priority"] == 7
+    assert undelayed.delivery_info["priority"] == 7
+
+    sent = everything.delays["expires after the delay"]
+    run = everything.run_once(sent)
+    assert run.expires is not None
+    expires = datetime.fromisoformat(run.expires).timestamp()
+    assert sent.before <= expires - 60 <= sent.after
+
+    run = everything.run_once(everything.delays["headers of one's own"])
+    assert run.headers == {"customer": 7}
+    assert everything.run_once(everything.delays["countdown=1"]).headers is None
+
+
+def test_a_task_that_expires_before_it_is_due_is_revoked(everything: Everything) -> None:
+    result: AsyncResult = everything.expired.result
+
+    def revoked() -> bool:
+        return bool(result.state == "REVOKED")
+
+    wait_until(revoked, timeout_seconds=30)
+    assert everything.fleet.record.runs(task_id=result.id) == []
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_route(everything: Everything, route: str) -> None:
+    sent = everything.routes[route]
+    run = everything.run_once(sent)
+    run.assert_on_time(sent.before + 1, sent.after + 1)
+    undelayed = everything.run_once(everything.undelayed[route])
+    assert run.delivery_info == undelayed.delivery_info
+    assert run.worker == undelayed.worker
+    assert run.worker.startswith(WORKER_OF[route])
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_retry_comes_back_to_its_queue(everything: Everything, route: str) -> None:
+    sent = everything.retries[route]
+    runs = everything.fleet.record.wait_for(RETRIES + 1, task_id=sent.id, timeout_seconds=60)
+    assert [run.retries for run in runs] == list(range(RETRIES + 1))
+    runs[0].assert_on_time(sent.before + 0.5, sent.after + 0.5)
+    assert_same_way(runs, everything.run_once(everything.undelayed[route]))
+    for before, run in pairwise(runs):
+        assert run.due is not None
+        assert run.due >= before.started + 0.3
+        run.assert_on_time(run.due)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_an_autoretry_with_jitter_comes_back_to_its_queue(
+    everything: Everything, route: str
+) -> None:
+    sent = everything.autoretries[route]
+    runs = everything.fleet.record.wait_for(RETRIES + 1, task_id=sent.id, timeout_seconds=80)
+    assert [run.retries for run in runs] == list(range(RETRIES + 1))
+    assert_same_way(runs, everything.run_once(everything.undelayed[route]))
+    for before, run in pairwise(runs):
+        if run.due is None:  # jitter chose no delay at all
+            assert run.started <= before.started + 3
+        else:
+            run.assert_on_time(run.due)
+
+
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_task_resent_with_its_own_headers(everything: Everything, route: str) -> None:
+    def runs() -> list[Run]:
+        found = everything.fleet.record.runs(name="resend")
+        return [run for run in found if (run.headers or {}).get("customer") == route]
+
+    def all_six() -> bool:
+        return len(runs()) >= 6
+
+    wait_until(all_six, timeout_seconds=40)
+    assert [run.args[0] for run in runs()] == [5, 4, 3, 2, 1, 0]
+    assert_same_way(runs(), everything.run_once(everything.undelayed[route]))
+    for before, run in pairwise(runs()):
+        assert run.headers == {"customer": route}
+        assert run.due is not None
+        assert run.due >= before.started + 0.3
+        run.assert_on_time(run.due)
+
+
+def assert_same_way(runs: list[Run], undelayed: Run) -> None:
+    for run in runs:
+        assert run.worker == undelayed.worker
+        assert same_delivery(run, undelayed)
+
+
+def test_a_link_follows(everything: Everything) -> None:
+    sent = everything.link
+    run = everything.run_once(sent)
+    run.assert_on_time(sent.before + 1, sent.after + 1)
+    everything.noted("linked").assert_on_time(run.started + 1)
+
+
+def test_each_link_of_a_chain_waits_for_the_one_before(everything: Everything) -> None:
+    sent = everything.chain
+    first, second, third = (everything.noted(f"link {number}") for number in (1, 2, 3))
+    first.assert_on_time(sent.before + 1, sent.after + 1)
+    second.assert_on_time(first.started + 1)
+    third.assert_on_time(second.started + 1)
+
+
+def test_a_group_waits(everything: Everything) -> None:
+    sent = everything.group
+    for number in (1, 2, 3):
+        everything.noted(f"member {number}").assert_on_time(sent.before + 1, sent.after + 1)
+
+
+def test_a_chord_waits(everything: Everything) -> None:
+    sent = everything.chord
+    parts = [everything.noted(f"part {number}") for number in (1, 2, 3)]
+    for part in parts:
+        part.assert_on_time(sent.before + 1, sent.after + 1)
+    (body,) = everything.fleet.record.wait_for(name="gather")
+    assert sorted(body.args[0]) == ["part 1", "part 2", "part 3"]
+    last = max(part.started for part in parts)
+    # celery.chord_unlock looks every half second, and retries through the levels itself.
+    body.assert_on_time(last + 0.5, last + 0.5 + 0.5)
+
+
+def test_a_skewed_group(everything: Everything) -> None:
+    sent = everything.skewed
+    assert isinstance(sent.result, GroupResult)
+    for number, seconds in ((1, 1), (2, 1.5), (3, 2)):
+        run = everything.noted(f"skew {number}")
+        run.assert_on_time(sent.before + seconds, sent.after + seconds)
+
+
+def test_nothing_ran_twice(everything: Everything) -> None:
+    """The last test: by now every task of the module has had time to show itself once more."""
+    attempts = [(run.id, run.retries) for run in everything.fleet.record.runs()]
+    assert len(attempts) == len(set(attempts))

@@ -1,0 +1,158 @@
+"""Addresses: different destinations never share one, and topic patterns still mean the same."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from celery_native_delay.core.address import (
+    landing_address,
+    message_address,
+    queue_address,
+    topic_binding_address,
+)
+from celery_native_delay.core.walk import topic_matches
+
+patient = settings(deadline=None, max_examples=300)
+
+#: Words in which everything that an escape could confuse comes up often.
+words = st.sampled_from(["", "a", "b", "*", "#", "%", "%2A", "%25", "2A", "a*", "#b", "é", "0"])
+keys = st.lists(words, max_size=4).map(".".join)
+names = st.one_of(keys, st.text(max_size=8))
+
+
+def matches(pattern: str, key: str) -> bool:
+    """What AMQP says of topic exchanges, by trying every length of every ``#``."""
+    of_key = key.split(".") if key else []
+    of_pattern = pattern.split(".") if pattern else []
+    lengths = [range(len(of_key) + 1) if word == "#" else range(1) for word in of_pattern]
+    for chosen in product(*lengths):
+        expanded: list[str] = []
+        for word, length in zip(of_pattern, chosen, strict=True):
+            expanded += ["*"] * length if word == "#" else [word]
+        if len(expanded) == len(of_key) and all(
+            want in ("*", got) for want, got in zip(expanded, of_key, strict=True)
+        ):
+            return True
+    return False
+
+
+@pytest.mark.parametrize(
+    ("exchange", "routing_key", "address"),
+    [
+        ("", "celery", "%.celery"),
+        ("", "", "%"),
+        ("jobs", "", "%jobs"),
+        ("jobs", ".", "%jobs.."),
+        ("jobs", "a.b.c", "%jobs.a.b.c"),
+        ("jobs.eu", "a", "%jobs%2Eeu.a"),
+        ("jobs", "100%", "%jobs.100%25"),
+        ("50%", "a", "%50%25.a"),
+        ("*", "a", "%%2A.a"),
+        ("#", "a", "%%23.a"),
+        ("jobs", "*", "%jobs.%2A"),
+        ("jobs", "a.#.b", "%jobs.a.%23.b"),
+        ("jobs", "%2A", "%jobs.%252A"),
+        ("jobs", "a*b", "%jobs.a*b"),  # no wildcard inside a word
+        ("straße", "größe.ü", "%straße.größe.ü"),
+    ],
+)
+def test_addresses_spelled_out(exchange: str, routing_key: str, address: str) -> None:
+    assert message_address(exchange, routing_key) == address
+
+
+@pytest.mark.parametrize(
+    ("pattern", "address"),
+    [
+        ("", "%news"),
+        ("#", "%news.#"),
+        ("*", "%news.*"),
+        ("eu.*.sport.#", "%news.eu.*.sport.#"),
+        ("a*.#b", "%news.a*.#b"),
+        ("100%.*", "%news.100%25.*"),
+    ],
+)
+def test_topic_patterns_keep_their_wildcards_behind_the_exchange(
+    pattern: str, address: str
+) -> None:
+    assert topic_binding_address("news", pattern) == address
+
+
+@patient
+@given(one=st.tuples(names, names), other=st.tuples(names, names))
+@example(one=("", "a.b"), other=("a", "b"))
+@example(one=("a.b", "c"), other=("a", "b.c"))
+@example(one=("a", "*"), other=("a", "%2A"))
+@example(one=("a", ""), other=("a", "."))
+def test_different_destinations_have_different_addresses(
+    one: tuple[str, str], other: tuple[str, str]
+) -> None:
+    assert (message_address(*one) == message_address(*other)) == (one == other)
+
+
+@patient
+@given(exchange=names, pattern=keys, key=keys)
+@example(exchange="", pattern="#", key="")
+@example(exchange="", pattern="#.#", key="a")
+@example(exchange="", pattern="*", key="*")
+@example(exchange="", pattern="a.#", key="a")
+def test_a_pattern_matches_behind_the_address_exactly_when_it_matches_the_key(
+    exchange: str, pattern: str, key: str
+) -> None:
+    behind = topic_matches(
+        topic_binding_address(exchange, pattern), message_address(exchange, key)
+    )
+    assert behind == matches(pattern, key)
+
+
+@patient
+@given(pattern=keys, key=keys)
+def test_the_walk_matches_as_amqp_says(pattern: str, key: str) -> None:
+    assert topic_matches(pattern, key) == matches(pattern, key)
+
+
+@patient
+@given(one=names, other=names, pattern=keys, key=keys)
+def test_a_pattern_of_one_exchange_never_matches_a_message_to_another(
+    one: str, other: str, pattern: str, key: str
+) -> None:
+    hit = topic_matches(topic_binding_address(one, pattern), message_address(other, key))
+    assert one == other or not hit
+
+
+@patient
+@given(exchange=names, bound=keys, key=keys)
+def test_wildcards_in_direct_keys_are_literal(exchange: str, bound: str, key: str) -> None:
+    """A direct exchange compares keys; the delivery exchange, a topic, must not do more."""
+    hit = topic_matches(message_address(exchange, bound), message_address(exchange, key))
+    assert hit == (bound == key)
+
+
+@given(exchange=names, key=st.text(alphabet="ab.%é", max_size=6))
+def test_a_publisher_need_not_know_whether_the_exchange_is_direct_or_topic(
+    exchange: str, key: str
+) -> None:
+    assert topic_binding_address(exchange, key) == message_address(exchange, key)
+
+
+@patient
+@given(name=names, exchange=names, pattern=keys)
+@example(name="foo", exchange="l", pattern="#")
+@example(name="foo", exchange="q", pattern="#")
+@example(name="foo", exchange="l", pattern="foo")
+def test_no_binding_of_the_user_catches_what_is_meant_for_a_landing_queue(
+    name: str, exchange: str, pattern: str
+) -> None:
+    bound = topic_binding_address(exchange, pattern)
+    assert not topic_matches(bound, landing_address(name))
+    assert not topic_matches(bound, queue_address(name))
+
+
+@given(one=names, other=names)
+def test_landing_addresses_differ_as_their_names_do(one: str, other: str) -> None:
+    assert (landing_address(one) == landing_address(other)) == (one == other)
+    assert (queue_address(one) == queue_address(other)) == (one == other)
+    assert landing_address(one) != queue_address(other)

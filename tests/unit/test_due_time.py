@@ -1,0 +1,135 @@
+"""Countdowns and ETAs become units of the resolution: never early, at most one unit late."""
+
+from __future__ import annotations
+
+import math
+from datetime import UTC, datetime, timedelta, timezone
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from celery_native_delay.core.due_time import (
+    check_countdown,
+    check_reach,
+    due_us,
+    units_until,
+)
+from celery_native_delay.core.errors import DelayTooLong, InvalidDueTime
+
+NOON = datetime(2026, 11, 20, 12, 0, tzinfo=UTC)
+NOON_US = 1_795_176_000_000_000
+
+microseconds = st.integers(0, 2**62)
+resolutions_ms = st.integers(1, 3_600_000)
+
+
+@given(now_us=microseconds, wait_us=st.integers(-(10**12), 10**16), resolution_ms=resolutions_ms)
+def test_never_early_and_at_most_one_resolution_late(
+    now_us: int, wait_us: int, resolution_ms: int
+) -> None:
+    units = units_until(now_us + wait_us, now_us=now_us, resolution_ms=resolution_ms)
+    late_us = units * resolution_ms * 1000 - max(wait_us, 0)
+    assert 0 <= late_us < resolution_ms * 1000
+
+
+@pytest.mark.parametrize("later_us", [0, 1, 7, 300, 999])
+def test_a_countdown_of_5_is_exactly_40_units_even_a_moment_after(later_us: int) -> None:
+    """Celery makes the ETA, then kombu, then we look at the clock: no unit more for that."""
+    assert units_until(NOON_US + 5_000_000, now_us=NOON_US + later_us, resolution_ms=125) == 40
+
+
+@pytest.mark.parametrize(
+    ("wait_us", "units"),
+    [
+        (-(10**18), 0),
+        (-1, 0),
+        (0, 0),
+        (1, 1),
+        (124_999, 1),
+        (125_000, 1),
+        (125_001, 2),
+        (300_000, 3),
+        (1_000_000, 8),
+        (1_500_000, 12),
+    ],
+)
+def test_units_are_rounded_up_and_the_past_is_0(wait_us: int, units: int) -> None:
+    assert units_until(NOON_US + wait_us, now_us=NOON_US, resolution_ms=125) == units
+
+
+@pytest.mark.parametrize(
+    "eta",
+    [
+        NOON,
+        datetime(2026, 11, 20, 12, 0),  # noqa: DTZ001
+        datetime(2026, 11, 20, 17, 30, tzinfo=timezone(timedelta(hours=5, minutes=30))),
+        "2026-11-20T12:00:00+00:00",
+        "2026-11-20T12:00:00Z",
+        "2026-11-20T12:00:00",
+        "2026-11-20T07:00:00-05:00",
+    ],
+    ids=str,
+)
+def test_every_way_to_write_an_eta_is_the_same_moment_and_naive_is_utc(
+    eta: datetime | str,
+) -> None:
+    assert due_us(eta) == NOON_US
+
+
+@given(
+    moment=st.datetimes(timezones=st.timezones()),
+    more_us=st.integers(0, 10**9),
+)
+def test_microseconds_are_exact_in_every_time_zone(moment: datetime, more_us: int) -> None:
+    text = moment.isoformat()
+    assert due_us(text) == due_us(moment)
+    in_utc = datetime(1970, 1, 1, tzinfo=UTC) + timedelta(microseconds=due_us(moment))
+    assert in_utc - moment == timedelta(0)
+
+
+@given(naive=st.datetimes())
+def test_a_naive_eta_is_the_aware_one_in_utc(naive: datetime) -> None:
+    assert due_us(naive) == due_us(naive.replace(tzinfo=UTC)) == due_us(naive.isoformat())
+
+
+@pytest.mark.parametrize("eta", ["", "tomorrow", "2026-13-01T00:00:00", "12:00", "NaN"])
+def test_an_eta_that_is_no_date_is_named_with_an_example_of_one(eta: str) -> None:
+    with pytest.raises(InvalidDueTime) as refused:
+        due_us(eta)
+    assert f"got {eta!r}" in str(refused.value)
+    assert "ISO 8601 such as 2026-11-20T09:30:00+00:00" in str(refused.value)
+    assert refused.value.__cause__ is not None
+
+
+@pytest.mark.parametrize("countdown", [math.nan, math.inf, -math.inf])
+def test_a_countdown_that_is_no_time_is_refused(countdown: float) -> None:
+    with pytest.raises(InvalidDueTime) as refused:
+        check_countdown(countdown, longest_delay_seconds=268_435_455)
+    assert str(refused.value) == (
+        f"expected a countdown of 0 to 268,435,455 seconds, got {countdown!r}"
+    )
+
+
+def test_a_countdown_beyond_the_levels_is_refused_with_value_limit_and_way_out() -> None:
+    with pytest.raises(DelayTooLong) as refused:
+        check_countdown(10**10, longest_delay_seconds=268_435_455.875)
+    assert str(refused.value) == (
+        "a delay of 10,000,000,000.000 s exceeds the longest delay of 268,435,455.875 s: raise "
+        "native_delay_levels or native_delay_resolution, or let celery beat send the task when "
+        "it is nearer"
+    )
+
+
+@pytest.mark.parametrize("countdown", [0, -5, -(10**12), 0.3, 5, 268_435_455, None, "5", True])
+def test_a_countdown_within_reach_passes_and_other_types_are_celerys(countdown: Any) -> None:
+    check_countdown(countdown, longest_delay_seconds=268_435_455)
+
+
+def test_an_eta_beyond_the_levels_is_refused_with_value_limit_and_way_out() -> None:
+    check_reach(2**31 - 1, max_units=2**31 - 1, resolution_ms=125)
+    with pytest.raises(DelayTooLong) as refused:
+        check_reach(2**31, max_units=2**31 - 1, resolution_ms=125)
+    for said in ("268,435,456.000 s", "268,435,455.875 s", "native_delay_levels", "celery beat"):
+        assert said in str(refused.value)

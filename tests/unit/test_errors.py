@@ -1,0 +1,55 @@
+"""One error tree: whoever catches its root catches all of ours."""
+
+from __future__ import annotations
+
+import pickle
+import re
+
+import pytest
+
+import celery_native_delay
+from celery_native_delay.core import errors
+
+ALL = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_every_error_belongs_to_the_tree_and_can_be_imported(kind: type) -> None:
+    assert issubclass(kind, errors.NativeDelayError)
+    assert getattr(celery_native_delay, kind.__name__) is kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "parent"),
+    [
+        (errors.SettingsError, errors.NativeDelayError),
+        (errors.InvalidDueTime, errors.NativeDelayError),
+        (errors.DelayTooLong, errors.InvalidDueTime),
+        (errors.CannotDelay, errors.NativeDelayError),
+        (errors.TopologyMismatch, errors.NativeDelayError),
+        (errors.NotPermitted, errors.NativeDelayError),
+        (errors.UnsupportedBroker, errors.NativeDelayError),
+        (errors.ManagementUnavailable, errors.NativeDelayError),
+    ],
+)
+def test_the_tree(kind: type, parent: type) -> None:
+    assert kind.__bases__[0] is parent
+
+
+def test_the_tree_in_the_docstring_is_the_tree() -> None:
+    drawn = re.findall(r"─ (\w+)", errors.__doc__ or "")
+    assert ["NativeDelayError", *drawn] == [kind.__name__ for kind in ALL]
+
+
+@pytest.mark.parametrize(
+    "kind", [errors.SettingsError, errors.InvalidDueTime, errors.DelayTooLong]
+)
+def test_a_wrong_value_is_a_value_error(kind: type) -> None:
+    assert issubclass(kind, ValueError)
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_an_error_survives_the_way_to_another_process(kind: type) -> None:
+    error = pickle.loads(pickle.dumps(kind("value, limit, way out")))
+    assert type(error) is kind
+    assert str(error) == "value, limit, way out"

@@ -1,0 +1,555 @@
+"""The delay levels as a plan: frozen on paper, and walked in memory as RabbitMQ would route."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from celery_native_delay.core.address import (
+    hashed_address,
+    landing_address,
+    message_address,
+    queue_address,
+    short_word,
+    topic_binding_address,
+)
+from celery_native_delay.core.settings import DelaySettings
+from celery_native_delay.core.topology import (
+    Binding,
+    Declaration,
+    Exchange,
+    Queue,
+    Topology,
+    is_delay_name,
+)
+from celery_native_delay.core.walk import Trip, topic_matches, walk
+
+GOLDEN = Path(__file__).parent / "golden"
+
+TEN_YEARS_MS = 10 * 365 * 86400 * 1000
+
+MAX_UNITS = 2**31 - 1
+
+BASES = (2, 4, 16)
+
+each_base = pytest.mark.parametrize("base", BASES)
+each_routing = pytest.mark.parametrize("routing", ["skip", "chain"])
+patient = settings(deadline=None, max_examples=60)
+
+
+def topology(**changes: Any) -> Topology:
+    return Topology(DelaySettings(**changes))
+
+
+@st.composite
+def delay_settings(draw: st.DrawFn, max_levels: int = 31) -> DelaySettings:
+    levels = draw(st.integers(1, max_levels))
+    longest_ms = min(TEN_YEARS_MS >> levels, 3_600_000)
+    return DelaySettings(
+        namespace=draw(st.sampled_from(["celery_delay", "shop.eu"])),
+        levels=levels,
+        resolution=draw(st.integers(1, longest_ms)) / 1000,
+        base=draw(st.sampled_from(BASES)),
+        queue_type=draw(st.sampled_from(["quorum", "classic"])),
+        routing=draw(st.sampled_from(["skip", "chain"])),
+    )
+
+
+def with_queues(levels: Topology, **addresses: str | list[str]) -> list[Declaration]:
+    """The plan, and queues bound to the delivery exchange: ``queue="address"``."""
+    plan = list(levels.plan())
+    for queue, bound in addresses.items():
+        plan.append(Queue(queue))
+        plan += [
+            Binding(levels.delivery_exchange, queue, levels.delivery_pattern(address))
+            for address in ([bound] if isinstance(bound, str) else bound)
+        ]
+    return plan
+
+
+def send(levels: Topology, plan: list[Declaration], units: int, address: str) -> Trip:
+    return walk(plan, levels.entry_exchange(units), levels.routing_key(units, address))
+
+
+# ---- what brokers in production already hold ------------------------------------------------
+
+
+def render(plan: list[Declaration]) -> str:
+    """One readable line per declaration."""
+    lines = []
+    for declaration in plan:
+        match declaration:
+            case Exchange(name, kind, arguments):
+                words = ["exchange", name, kind, *_arguments(arguments)]
+            case Queue(name, arguments):
+                words = ["queue   ", name, *_arguments(arguments)]
+            case Binding(source, destination, routing_key, to_exchange):
+                kind = "exchange" if to_exchange else "queue"
+                words = ["bind    ", source, "to", kind, destination, f"key={routing_key}"]
+        lines.append(" ".join(words) + "\n")
+    return "".join(lines)
+
+
+def _arguments(arguments: dict[str, Any]) -> list[str]:
+    return [f"{key}={value!r}" for key, value in sorted(arguments.items())]
+
+
+@pytest.mark.parametrize(
+    ("golden", "changes"),
+    [
+        ("skip_b2", {"routing": "skip", "base": 2}),
+        ("skip_b4", {"routing": "skip", "base": 4}),
+        ("skip_b16", {"routing": "skip", "base": 16}),
+        ("chain_b2", {"routing": "chain", "base": 2}),
+        ("chain_b4", {"routing": "chain", "base": 4}),
+        ("chain_b16", {"routing": "chain", "base": 16}),
+        ("skip_b2_classic", {"queue_type": "classic"}),
+    ],
+)
+def test_topology_v1_is_frozen(golden: str, changes: dict[str, Any]) -> None:
+    """Brokers in production hold these declarations: to change them, add a v2 beside v1."""
+    frozen = (GOLDEN / f"topology_v1_{golden}.txt").read_text()
+    assert render(list(topology(**changes).plan())) == frozen
+
+
+def test_the_default_plan_is_base_2_with_skip_routing() -> None:
+    assert render(list(topology().plan())) == (GOLDEN / "topology_v1_skip_b2.txt").read_text()
+
+
+def test_a_landing_queue_sends_on_at_once_to_the_users_exchange() -> None:
+    assert topology().landing("news.fanout") == Queue(
+        "celery_delay.v1.31x125ms.quorum.landing-exchange.news%2Efanout",
+        {
+            "x-queue-type": "quorum",
+            "x-queue-leader-locator": "balanced",
+            "x-message-ttl": 0,
+            "x-dead-letter-exchange": "news.fanout",
+            "x-dead-letter-strategy": "at-least-once",
+            "x-overflow": "reject-publish",
+        },
+    )
+
+
+def test_the_landing_queue_of_a_queue_sends_on_to_that_queue_alone() -> None:
+    levels = topology(levels=4)
+    assert levels.queue_landing("jobs") == Queue(
+        "celery_delay.v1.4x125ms.quorum.landing-queue.jobs",
+        {
+            "x-queue-type": "quorum",
+            "x-queue-leader-locator": "balanced",
+            "x-message-ttl": 0,
+            "x-dead-letter-exchange": "celery_delay.v1.4x125ms.quorum.delivery",
+            "x-dead-letter-routing-key": "0.0.0.0.%q.jobs",
+            "x-dead-letter-strategy": "at-least-once",
+            "x-overflow": "reject-publish",
+        },
+    )
+
+
+# ---- routing keys, as NServiceBus writes them ----------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("base", "units", "entry", "routing_key"),
+    [
+        (2, 1, 0, "0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.1.%.celery"),
+        (2, 40, 5, "0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.1.0.1.0.0.0.%.celery"),
+        (2, MAX_UNITS, 30, "1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.%.celery"),
+        (4, 1, 0, "0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.1.%.celery"),
+        (4, 40, 2, "0.0.0.0.0.0.0.0.0.0.0.0.0.2.2.0.%.celery"),
+        (4, MAX_UNITS, 15, "1.3.3.3.3.3.3.3.3.3.3.3.3.3.3.3.%.celery"),
+        (16, 1, 0, "0.0.0.0.0.0.0.1.%.celery"),
+        (16, 40, 1, "0.0.0.0.0.0.2.8.%.celery"),
+        (16, MAX_UNITS, 7, "7.f.f.f.f.f.f.f.%.celery"),
+    ],
+)
+def test_a_delay_is_written_digit_by_digit_and_enters_at_its_highest(
+    base: int, units: int, entry: int, routing_key: str
+) -> None:
+    """1 unit, 5 s and the longest delay at the default resolution."""
+    levels = topology(base=base)
+    assert levels.routing_key(units, message_address("", "celery")) == routing_key
+    assert levels.entry_exchange(units) == f"{levels.name}.level-{entry:02d}"
+
+
+@pytest.mark.parametrize("units", [-1, MAX_UNITS + 1])
+def test_a_delay_outside_the_levels_has_no_routing_key(units: int) -> None:
+    with pytest.raises(ValueError, match=f"expected 0 to {MAX_UNITS} units, got {units}"):
+        topology().routing_key(units, "%.celery")
+
+
+@each_base
+def test_no_delay_enters_at_the_delivery_exchange(base: int) -> None:
+    levels = topology(base=base)
+    assert levels.entry_exchange(0) == levels.delivery_exchange
+    assert levels.path(0) == []
+
+
+# ---- the plan walked -----------------------------------------------------------------------
+
+
+@patient
+@given(data=st.data(), wanted=delay_settings())
+def test_a_message_waits_exactly_its_delay_and_arrives_once(
+    data: st.DataObject, wanted: DelaySettings
+) -> None:
+    levels = Topology(wanted)
+    units = data.draw(st.integers(0, levels.max_units), "units")
+    address = message_address("", "celery")
+
+    trip = send(levels, with_queues(levels, celery=address), units, address)
+
+    assert trip.waited_ms == units * levels.resolution_ms
+    assert trip.delivered == {"celery": 1}
+    path = levels.path(units)
+    assert trip.queues == tuple(hop.queue for hop in path)
+    assert sum(hop.ttl_ms for hop in path) == trip.waited_ms
+    assert len(trip.queues) == digits_not_zero(units, wanted.base), "an empty level was visited"
+
+
+def digits_not_zero(number: int, base: int) -> int:
+    count = 0
+    while number:
+        number, digit = divmod(number, base)
+        count += digit > 0
+    return count
+
+
+@each_base
+@each_routing
+@pytest.mark.parametrize("levels_count", [1, 2, 3, 4, 5])
+def test_every_delay_of_a_small_set_arrives_on_time(
+    base: int, routing: str, levels_count: int
+) -> None:
+    levels = topology(levels=levels_count, resolution=0.001, base=base, routing=routing)
+    plan = with_queues(levels, celery="%.celery")
+    for units in range(2**levels_count):
+        trip = send(levels, plan, units, "%.celery")
+        assert (trip.waited_ms, trip.delivered) == (units, {"celery": 1})
+
+
+words = st.sampled_from(["", "a", "b", "0", "1", "%", "é"])
+routing_keys = st.lists(words, max_size=4).map(".".join)
+exchanges = st.sampled_from(["", "a", "a.b", "b"])
+
+
+@patient
+@given(
+    base=st.sampled_from(BASES),
+    routing=st.sampled_from(["skip", "chain"]),
+    destinations=st.lists(st.tuples(exchanges, routing_keys), min_size=2, max_size=5, unique=True),
+    units=st.integers(0, 255),
+)
+def test_addresses_that_begin_or_end_alike_never_cross(
+    base: int, routing: str, destinations: list[tuple[str, str]], units: int
+) -> None:
+    levels = topology(levels=8, base=base, routing=routing)
+    addresses = {f"q{n}": message_address(*to) for n, to in enumerate(destinations)}
+    plan = with_queues(levels, **addresses)
+    for queue, address in addresses.items():
+        assert send(levels, plan, units, address).delivered == {queue: 1}
+
+
+@each_base
+@pytest.mark.parametrize(
+    ("address", "other"),
+    [
+        ("%.celery", "%.fast.celery"),  # a leading # would match both
+        ("%.celery", "%.celery.fast"),
+        ("%a.celery", "%.celery"),
+        ("%a.celery", "%b.celery"),
+        ("%.1.celery", "%.celery"),
+        ("%.0.0.celery", "%.0.celery"),
+    ],
+)
+def test_a_common_suffix_or_prefix_is_no_match(base: int, address: str, other: str) -> None:
+    levels = topology(levels=8, base=base)
+    plan = with_queues(levels, mine=address, theirs=other)
+    for units in (0, 1, 77, 255):
+        assert send(levels, plan, units, address).delivered == {"mine": 1}
+        assert send(levels, plan, units, other).delivered == {"theirs": 1}
+
+
+@each_base
+@each_routing
+def test_several_bindings_of_one_queue_deliver_once(base: int, routing: str) -> None:
+    levels = topology(levels=8, base=base, routing=routing)
+    bound = [topic_binding_address("news", key) for key in ("#", "eu.*", "*.sport", "eu.sport")]
+    plan = with_queues(levels, all=bound, sport=topic_binding_address("news", "*.sport"))
+    for units in (0, 1, 77, 255):
+        trip = send(levels, plan, units, message_address("news", "eu.sport"))
+        assert trip.delivered == {"all": 1, "sport": 1}
+
+
+@each_base
+@each_routing
+@pytest.mark.parametrize("units", [0, 1, 77, 255])
+def test_a_message_that_nobody_is_bound_for_parks_once(
+    base: int, routing: str, units: int
+) -> None:
+    levels = topology(levels=8, base=base, routing=routing)
+    trip = send(levels, with_queues(levels, celery="%.celery"), units, "%.vanished")
+    assert trip.delivered == {levels.parking_queue: 1}
+
+
+@patient
+@given(base=st.sampled_from(BASES), units=st.integers(0, MAX_UNITS))
+def test_chain_and_skip_bindings_on_the_same_exchanges_still_deliver_once(
+    base: int, units: int
+) -> None:
+    """Both routings share their exchanges and queues, so a changed setting adds bindings."""
+    skip, chain = (topology(base=base, routing=routing) for routing in ("skip", "chain"))
+    union = with_queues(skip, celery="%.celery") + list(chain.plan())
+    trip = send(skip, union, units, "%.celery")
+    assert trip.delivered == {"celery": 1}
+    assert trip.queues == tuple(hop.queue for hop in skip.path(units))
+
+
+@each_base
+@each_routing
+def test_every_pattern_has_its_exact_number_of_words_and_no_leading_hash(
+    base: int, routing: str
+) -> None:
+    levels = topology(base=base, routing=routing)
+    digit_count = {2: 31, 4: 16, 16: 8}[base]
+    patterns = [d.routing_key for d in levels.plan() if isinstance(d, Binding) and d.routing_key]
+    for pattern in patterns:
+        *digits, rest = pattern.split(".")
+        assert len(digits) == digit_count
+        assert rest == "#"
+        assert "#" not in digits
+    delivery = levels.delivery_pattern("%.celery").split(".")
+    assert delivery == ["*"] * digit_count + ["%", "celery"]
+
+
+def test_the_walk_names_a_message_that_has_no_way_on() -> None:
+    with pytest.raises(ValueError, match="key is unroutable"):
+        walk([Exchange("alone", "topic")], "alone", "key")
+
+
+# ---- names ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("changes", "name"),
+    [
+        ({}, "celery_delay.v1.31x125ms.quorum"),
+        ({"namespace": "shop.eu"}, "shop.eu.v1.31x125ms.quorum"),
+        ({"levels": 28, "resolution": 1}, "celery_delay.v1.28x1000ms.quorum"),
+        ({"queue_type": "classic"}, "celery_delay.v1.31x125ms.classic"),
+        ({"base": 4}, "celery_delay.v1.31x125ms.b4.quorum"),
+        ({"base": 16, "queue_type": "classic"}, "celery_delay.v1.31x125ms.b16.classic"),
+        ({"routing": "chain"}, "celery_delay.v1.31x125ms.quorum"),
+    ],
+)
+def test_names_carry_the_settings_that_decide_their_arguments(
+    changes: dict[str, Any], name: str
+) -> None:
+    levels = topology(**changes)
+    assert levels.name == name
+    assert levels.delivery_exchange == f"{name}.delivery"
+    assert levels.level_exchange(7) == f"{name}.level-07"
+    assert levels.ready_exchange == f"{name}.{changes.get('routing', 'skip')}.ready"
+
+
+@pytest.mark.parametrize(
+    ("base", "place", "digit", "queue"),
+    [
+        (2, 7, 1, "celery_delay.v1.31x125ms.quorum.level-07"),
+        (4, 7, 3, "celery_delay.v1.31x125ms.b4.quorum.level-07-3"),
+        (16, 0, 15, "celery_delay.v1.31x125ms.b16.quorum.level-00-f"),
+    ],
+)
+def test_a_level_has_one_queue_per_digit(base: int, place: int, digit: int, queue: str) -> None:
+    assert topology(base=base).level_queue(place, digit) == queue
+
+
+@patient
+@given(one=delay_settings(), other=delay_settings())
+def test_changed_settings_never_redeclare_a_name_with_other_arguments(
+    one: DelaySettings, other: DelaySettings
+) -> None:
+    """The broker would answer 406 in production; a new set stands beside the old one."""
+    plans = [
+        {d.name: d for d in Topology(wanted).plan() if not isinstance(d, Binding)}
+        for wanted in (one, other)
+    ]
+    for name in plans[0].keys() & plans[1].keys():
+        assert plans[0][name] == plans[1][name]
+
+
+def test_all_settings_share_the_parking_queue_of_their_namespace() -> None:
+    parked = {
+        topology(**changes).parking_queue
+        for changes in ({}, {"levels": 9}, {"base": 4}, {"queue_type": "classic"})
+    }
+    assert parked == {"celery_delay.v1.parked"}
+    assert topology(namespace="shop").parking_queue == "shop.v1.parked"
+
+
+@patient
+@given(wanted=delay_settings())
+def test_every_name_of_a_plan_is_known_as_ours(wanted: DelaySettings) -> None:
+    levels = Topology(wanted)
+    names = [d.name for d in levels.plan() if not isinstance(d, Binding)]
+    names += [levels.landing_queue("a.b"), levels.queue_landing_queue("a.b")]
+    assert [name for name in names if not is_delay_name(name)] == []
+    assert len(set(names)) == len(names) - 1, "only the parking exchange and queue share a name"
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["", "celery", "celery.v1", "v1.parked.jobs", "my.v1.parked.jobs", "celery_delay.v2.parked",
+     "amq.topic", "celeryev", "a.31x125ms.quorum.level-00"],
+)  # fmt: skip
+def test_other_names_are_not_taken_for_ours(name: str) -> None:
+    assert not is_delay_name(name)
+
+
+def test_names_fit_however_long_the_users_are() -> None:
+    levels = topology(namespace="n" * 64, levels=19, resolution=600, base=16, queue_type="classic")
+    for name in (levels.landing_queue("é." * 127), levels.queue_landing_queue("%" * 255)):
+        assert len(name.encode()) <= 255
+
+
+# ---- arguments -----------------------------------------------------------------------------
+
+
+@st.composite
+def any_accepted_settings(draw: st.DrawFn) -> DelaySettings:
+    """Up to the very limit that DelaySettings accepts."""
+    base = draw(st.sampled_from(BASES))
+    levels = draw(st.integers(1, 60))
+    resolution = draw(st.sampled_from([0.001, 0.01, 0.125, 1, 60, 3600]))
+    try:
+        return DelaySettings(levels=levels, base=base, resolution=resolution)
+    except ValueError:
+        assume(False)
+        raise
+
+
+@patient
+@given(wanted=any_accepted_settings())
+def test_no_ttl_exceeds_rabbitmqs_ten_years(wanted: DelaySettings) -> None:
+    levels = Topology(wanted)
+    ttls = [
+        declaration.arguments["x-message-ttl"]
+        for declaration in levels.plan()
+        if isinstance(declaration, Queue) and "x-message-ttl" in declaration.arguments
+    ]
+    assert max(ttls) <= TEN_YEARS_MS
+    assert ttls == sorted(set(ttls)), "one TTL per queue, shortest first"
+    assert [hop.ttl_ms for hop in levels.level_queues] == ttls
+
+
+@patient
+@given(wanted=delay_settings())
+def test_only_queues_that_a_delay_can_need_exist(wanted: DelaySettings) -> None:
+    """Every level queue is waited in by some delay: its own TTL."""
+    levels = Topology(wanted)
+    for hop in levels.level_queues:
+        units, rest = divmod(hop.ttl_ms, levels.resolution_ms)
+        assert rest == 0
+        assert levels.path(units) == [hop]
+
+
+# ---- what fits into a routing key ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("base", "longest"),
+    [(2, 255 - 62), (4, 255 - 32), (16, 255 - 16)],
+)
+def test_an_address_fits_when_digits_and_dots_leave_room_for_its_bytes(
+    base: int, longest: int
+) -> None:
+    levels = topology(base=base)
+    fitting = "%." + "a" * (longest - 2)
+    assert levels.fits(fitting)
+    assert len(levels.routing_key(MAX_UNITS, fitting).encode()) == 255
+    assert not levels.fits(fitting + "a")
+    assert not levels.fits("%." + "é" * (longest // 2))
+
+
+@given(key=st.text(max_size=255), other=st.text(max_size=255))
+def test_an_address_that_does_not_fit_is_hashed_the_same_on_both_sides(
+    key: str, other: str
+) -> None:
+    levels = topology()
+    address, different = message_address("jobs", key), message_address("jobs", other)
+    used = levels.address_or_hash(address, "jobs", key)
+    assert levels.fits(used)
+    assert used == (address if levels.fits(address) else hashed_address("jobs", key))
+    assert (used == levels.address_or_hash(different, "jobs", other)) == (key == other)
+
+
+def test_a_hashed_address_is_one_word_of_fixed_length() -> None:
+    hashed = hashed_address("jobs", "k" * 255)
+    assert len(hashed) == 42
+    assert "." not in hashed
+    assert hashed != hashed_address("", "k" * 255)
+
+
+# ---- a user's own key beside ours ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("base", "routing_key", "collides"),
+    [
+        (2, "", False),
+        (2, "news", False),
+        (2, "0.1", False),  # too short to be taken for a delay of four levels
+        (2, "a.b.c.d", False),
+        (2, "a.b.c.1", True),
+        (2, "0.a.b.c.d", True),
+        (2, "a.b.c.d.1", False),  # behind the digits
+        (2, "a.b.c.2", False),  # no digit in base 2
+        (4, "2.b", True),
+        (4, "4.b", False),
+        (16, "f", True),
+        (16, "g", False),
+        (2, "a.b.c.d.%news", True),
+        (2, "a.b.c.d.%", True),
+        (2, "a.b.c.%d", False),
+    ],
+)
+def test_collides_tells_which_keys_read_like_a_delay(
+    base: int, routing_key: str, collides: bool
+) -> None:
+    assert topology(levels=4, base=base).collides(routing_key) is collides
+
+
+@patient
+@given(
+    base=st.sampled_from(BASES),
+    routing=st.sampled_from(["skip", "chain"]),
+    routing_key=st.lists(
+        st.sampled_from(["0", "1", "a", "f", "", "%", "%2A", "%l", "news"]), max_size=7
+    ).map(".".join),
+)
+def test_a_key_that_does_not_collide_matches_none_of_our_bindings(
+    base: int, routing: str, routing_key: str
+) -> None:
+    """It travels beside ours through every level on its way to a landing queue."""
+    levels = topology(levels=5, base=base, routing=routing)
+    assume(not levels.collides(routing_key))
+    plan = with_queues(
+        levels,
+        topic=[topic_binding_address(exchange, "#") for exchange in ("", "news", "%")],
+        direct=message_address("", "news"),
+        landing=landing_address("news"),
+        queue_landing=queue_address("news"),
+    )
+    patterns = [d.routing_key for d in plan if isinstance(d, Binding) and d.routing_key]
+    assert [pattern for pattern in patterns if topic_matches(pattern, routing_key)] == []
+
+
+def test_short_words_stay_readable_until_they_are_too_long() -> None:
+    assert short_word("a.b") == "a%2Eb"
+    assert short_word("a" * 100) == "a" * 100
+    assert short_word("a" * 101).startswith("%h")
+    assert short_word("a" * 101) != short_word("a" * 102)
