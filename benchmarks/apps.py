@@ -136,7 +136,9 @@ class Worker:
 
 
 @contextmanager
-def running_worker(method: str, url: str, folder: Path, *, concurrency: int = 2) -> Iterator[Worker]:
+def running_worker(
+    method: str, url: str, folder: Path, *, concurrency: int = 2
+) -> Iterator[Worker]:
     """A worker for :func:`make_app`; yields when it is ready, ends it with all its children."""
     record = folder / f"{method}-{monotonic():.6f}"
     record.touch()

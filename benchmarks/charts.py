@@ -64,9 +64,7 @@ def bars_on(axes: Axes, unit: str, rows: Sequence[Bar], *, limit: float | None =
         axes.barh(place, length, color=OURS if is_ours else GREY, height=0.62)
         if span is not None:
             axes.plot(span, (place, place), color=INK, linewidth=1.4)
-        axes.annotate(
-            short(length), (end, place), (5, 0), textcoords="offset points", va="center"
-        )
+        axes.annotate(short(length), (end, place), (5, 0), textcoords="offset points", va="center")
     axes.set_yticks(range(len(rows)), [label for label, *_ in rows])
     axes.invert_yaxis()
     axes.set_xlim(0, max([*ends, limit or 0]) * 1.14 or 1)

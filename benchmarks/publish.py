@@ -116,7 +116,9 @@ def conclude(ways: list[Variant], rounds: int) -> Result:
                 "p95 µs": percentile(microseconds, 95),
                 "p99 µs": percentile(microseconds, 99),
                 "CPU µs": median(way.cpu_seconds) * 1e6,
-                "ours : this": _ratio_text(by_key["ours"], way) if not way.key[-3:] == "off" else "",
+                "ours : this": _ratio_text(by_key["ours"], way)
+                if not way.key[-3:] == "off"
+                else "",
             }
         )
         result.series[way.label] = {

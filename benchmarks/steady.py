@@ -45,23 +45,23 @@ def run(bench: Bench) -> Result:
     )
     late: dict[int, list[float]] = {}
     for base in BASES:
-        run = SteadyRun(bench, base, seconds, (shortest, longest))
-        late[base] = run.late_ms
+        load = SteadyRun(bench, base, seconds, (shortest, longest))
+        late[base] = load.late_ms
         result.rows.append(
             {
                 "base": base,
-                "published/s": run.rate,
-                "behind at most ms": run.behind_ms,
-                **lateness_columns(run.late_ms),
-                "early": sum(late_ms < 0 for late_ms in run.late_ms),
-                "doubled": run.doubled,
-                "missing": run.missing,
+                "published/s": load.rate,
+                "behind at most ms": load.behind_ms,
+                **lateness_columns(load.late_ms),
+                "early": sum(late_ms < 0 for late_ms in load.late_ms),
+                "doubled": load.doubled,
+                "missing": load.missing,
             }
         )
-        result.series[str(base)] = curve(run.late_ms)
-        if run.rate < KEEPS_RATE * PER_SECOND:
+        result.series[str(base)] = curve(load.late_ms)
+        if load.rate < KEEPS_RATE * PER_SECOND:
             result.notes.append(
-                f"Base {base}: the publisher reached {run.rate:,.0f} of {PER_SECOND:,} messages a "
+                f"Base {base}: the publisher reached {load.rate:,.0f} of {PER_SECOND:,} messages a "
                 f"second, so this is the lateness at that rate."
             )
     result.targets = [Target("p99, base 4", percentile(late[4], 99), "≤", 150, "ms")]
@@ -127,9 +127,7 @@ class SteadyRun:
                 done(published)
 
 
-def _publish(
-    pipe: Pipe, url: str, base: int, total: int, delay_seconds: tuple[int, int]
-) -> None:
+def _publish(pipe: Pipe, url: str, base: int, total: int, delay_seconds: tuple[int, int]) -> None:
     """Publish *total* messages at PER_SECOND, as a plain kombu user's channel does."""
     delay = random.Random(base).randint
     padding = b"." * (BODY_BYTES - BODY.size)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from time import sleep, time
 
 from matplotlib.figure import Figure
@@ -72,7 +72,7 @@ def measure(bench: Bench, way: str, count: int, what: str) -> tuple[float, float
         app = make_app(method, url)
         declare_for(method, app)
         due = time() + (DUE_AFTER_SECONDS if bench.scale >= 0.5 else 3)
-        eta = None if way == "now" else datetime.fromtimestamp(due, UTC) + timedelta(0)
+        eta = None if way == "now" else datetime.fromtimestamp(due, UTC)
         with (
             app.producer_pool.acquire(block=True) as producer,
             bench.progress(f"{what}: publish", count) as done,

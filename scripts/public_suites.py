@@ -26,25 +26,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 #: What the suites import; brokers and clouds they can do without are skipped or fail alike.
 REQUIREMENTS = [
-    "boto3",
-    "freezegun",
-    "gevent",
-    "hypothesis<7",
-    "msgpack",
-    "packaging",
-    "Pyro4",
-    "pytest",
-    "pytest-celery",
-    "pytest-click",
-    "pytest-freezer",
-    "pytest-order",
-    "pytest-rerunfailures",
-    "pytest-subtests",
-    "pytest-timeout",
-    "pytz",
-    "pyyaml",
-    "redis",
-    "sqlalchemy",
+    *["boto3", "freezegun", "gevent", "hypothesis<7", "msgpack", "packaging", "Pyro4"],
+    *["pytest", "pytest-celery", "pytest-click", "pytest-freezer", "pytest-order"],
+    *["pytest-rerunfailures", "pytest-subtests", "pytest-timeout", "pytz", "pyyaml"],
+    *["redis", "sqlalchemy"],
 ]
 
 SUITES = {

@@ -6,9 +6,11 @@ They come from producers without this package, from another language or an older
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from socket import socketpair
 from typing import Any
 
 from celery.utils.log import get_logger
@@ -58,6 +60,7 @@ class AdoptingStrategies(dict[str, Any]):
         super().__init__()
         self._consumer = consumer
         self._adopt = adopt
+        self.wake: Callable[[], Any] = lambda: None
 
     def __setitem__(self, name: str, strategy: Callable[..., Any]) -> None:
         super().__setitem__(name, self._asking(strategy))
@@ -91,7 +94,12 @@ class AdoptingStrategies(dict[str, Any]):
 
         partial, because call_soon() would put arguments before those that the ack promise has.
         """
-        return partial(self._consumer.call_soon, partial(call, *args, **kwargs))
+
+        def soon() -> None:
+            self._consumer.call_soon(partial(call, *args, **kwargs))
+            self.wake()
+
+        return soon
 
     def _is_early(self, message: Any, fields: dict[str, Any], now: datetime) -> bool:
         """Whether the task is worth another wait; revoked and expired ones are Celery's."""
@@ -111,6 +119,34 @@ class AdoptingStrategies(dict[str, Any]):
         tag = message.delivery_info.get("consumer_tag")
         tags = self._consumer.task_consumer._active_tags
         return next((queue for queue, active in tags.items() if active == tag), "")
+
+
+class Waker:
+    """Interrupts an event loop's poll() from another thread.
+
+    kombu's own does so since 5.7; before, a callback was seen up to a second later, with the
+    worker's prefetch full of tasks that wait to be acknowledged.
+    """
+
+    def __init__(self, hub: Any) -> None:
+        self._reader, self._writer = socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        hub.add_reader(self._reader, self._drain)
+
+    def wake(self) -> None:
+        """Have poll() return now."""
+        with suppress(OSError):  # full: it is awake already
+            self._writer.send(b"\0")
+
+    def close(self) -> None:
+        """Free the sockets; the hub forgets a closed reader when it is reset."""
+        self._reader.close()
+        self._writer.close()
+
+    def _drain(self) -> None:
+        with suppress(OSError):
+            self._reader.recv(4096)
 
 
 def is_due(message: Any, eta: datetime, now: datetime) -> bool:

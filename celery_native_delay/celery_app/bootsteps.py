@@ -12,7 +12,7 @@ from celery import bootsteps, signals
 from celery.worker.consumer.tasks import Tasks
 
 from ..core.errors import NativeDelayError
-from .adoption import AdoptingStrategies, EarlyTask, is_due
+from .adoption import AdoptingStrategies, EarlyTask, Waker, is_due
 from .attendant import Attendant
 from .install import installation_of, keep_celerys_own_off
 
@@ -32,6 +32,7 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
     def __init__(self, c: Any, **kwargs: Any) -> None:
         super().__init__(c, **kwargs)
         self._attendant: Attendant | None = None
+        self._waker: Waker | None = None
         if self.include_if(c):
             c.strategies = AdoptingStrategies(c, self._adopt)
 
@@ -75,6 +76,15 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
             self._attendant = Attendant(c.app, settings)
             self._attendant.start()
         self._attendant.look_for_parked()
+
+    def register_with_event_loop(self, c: Any, hub: Any) -> None:
+        """Called for every new connection, after the hub forgot the readers of the last."""
+        if self._waker is not None:
+            self._waker.close()
+            self._waker = None
+        if not hasattr(hub, "_waker"):
+            self._waker = Waker(hub)
+            c.strategies.wake = self._waker.wake
 
     def _adopt(self, task: EarlyTask) -> bool:
         """Hand a task that came too early to the attendant; False if nobody can take it."""

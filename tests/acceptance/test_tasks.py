@@ -57,9 +57,7 @@ DELAYS: dict[str, Delay] = {
     "countdown=5": countdown(5),
     "negative countdown": countdown(-10),
     "aware eta": Delay(lambda now: {"eta": now + timedelta(seconds=2)}, 2),
-    "aware eta elsewhere": Delay(
-        lambda now: {"eta": (now + timedelta(seconds=2)).astimezone()}, 2
-    ),
+    "aware eta elsewhere": Delay(lambda now: {"eta": (now + timedelta(seconds=2)).astimezone()}, 2),
     "naive eta": Delay(lambda now: {"eta": now.replace(tzinfo=None) + timedelta(seconds=2)}, 2),
     "eta in the past": Delay(lambda now: {"eta": now - timedelta(hours=1)}, 0),
     "expires after the delay": countdown(1, expires=60),

@@ -242,9 +242,7 @@ def graphs(draw: st.DrawFn) -> Graph:
     kinds = draw(
         st.lists(st.sampled_from(["direct", "topic", "fanout", "headers"]), min_size=1, max_size=5)
     )
-    exchanges = [
-        Exchange(draw(names), kind, listed=draw(st.integers(0, 2)) == 0) for kind in kinds
-    ]
+    exchanges = [Exchange(draw(names), kind, listed=draw(st.integers(0, 2)) == 0) for kind in kinds]
     exchanges += [Exchange(*item) for item in draw(st.sets(st.sampled_from([*BUILT_IN.items()])))]
     open_to_all = [e for e in exchanges if e.listed or e.kind in ("fanout", "headers")]
 
@@ -253,7 +251,9 @@ def graphs(draw: st.DrawFn) -> Graph:
             name,
             foreign=draw(st.integers(0, 2)) == 0 and bool(open_to_all),
             arguments=draw(
-                st.sampled_from([(), (), (("x-overflow", "reject-publish"),), (("x-max-priority", 3),)])
+                st.sampled_from(
+                    [(), (), (("x-overflow", "reject-publish"),), (("x-max-priority", 3),)]
+                )
             ),
         )
         for name in draw(
@@ -269,7 +269,9 @@ def graphs(draw: st.DrawFn) -> Graph:
     for queue in queues:
         reachable = open_to_all if queue.foreign else exchanges
         for exchange in draw(st.lists(st.sampled_from(reachable), max_size=4)):
-            key = draw(patterns(key_pool) if exchange.kind == "topic" else st.sampled_from(key_pool))
+            key = draw(
+                patterns(key_pool) if exchange.kind == "topic" else st.sampled_from(key_pool)
+            )
             arguments = draw(header_arguments) if exchange.kind == "headers" else ()
             bindings.append(Binding(queue, exchange, key, arguments))
 
@@ -383,9 +385,7 @@ class Site:
         expected = Counter(queue.name for queue in self.graph.queues)
 
         def last_words() -> Counter[str]:
-            return Counter(
-                a.queue for a in self.letters.arrivals if a.body == "last word"
-            )
+            return Counter(a.queue for a in self.letters.arrivals if a.body == "last word")
 
         self.letters.wait_until(lambda: last_words() == expected)
         return [a for a in self.letters.take() if a.body != "last word"]

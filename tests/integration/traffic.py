@@ -136,9 +136,7 @@ class Inbox:
 
         return wait_until(received, timeout_seconds=timeout_seconds)
 
-    def wait_for(
-        self, count: int, *, timeout_seconds: float = PATIENCE_SECONDS
-    ) -> list[Arrival]:
+    def wait_for(self, count: int, *, timeout_seconds: float = PATIENCE_SECONDS) -> list[Arrival]:
         """The first *count* arrivals; fails when one more comes with them."""
         deadline = monotonic() + timeout_seconds
         while len(self.arrivals) < count:
@@ -192,9 +190,7 @@ def held(rabbitmq: PrivateRabbitMQ, vhost: str, space: str = TOPOLOGY.space) -> 
         else None
         for queue in queues
     }
-    return {
-        name: count for name, count in counts.items() if count is None or any(count.values())
-    }
+    return {name: count for name, count in counts.items() if count is None or any(count.values())}
 
 
 def assert_nothing_held(rabbitmq: PrivateRabbitMQ, vhost: str, **space: str) -> None:

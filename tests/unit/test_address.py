@@ -102,9 +102,7 @@ def test_different_destinations_have_different_addresses(
 def test_a_pattern_matches_behind_the_address_exactly_when_it_matches_the_key(
     exchange: str, pattern: str, key: str
 ) -> None:
-    behind = topic_matches(
-        topic_binding_address(exchange, pattern), message_address(exchange, key)
-    )
+    behind = topic_matches(topic_binding_address(exchange, pattern), message_address(exchange, key))
     assert behind == matches(pattern, key)
 
 

@@ -10,7 +10,9 @@ from celery_native_delay.core.settings import DelaySettings
 from celery_native_delay.core.topology import Binding, Queue, Topology
 
 README = Path(__file__).parents[2] / "README.md"
-BLOCK = re.compile(r"(<!-- diagram: .*? -->\n```mermaid\n)(.*?)(```\n<!-- end of diagram -->)", re.S)
+BLOCK = re.compile(
+    r"(<!-- diagram: .*? -->\n```mermaid\n)(.*?)(```\n<!-- end of diagram -->)", re.S
+)
 
 
 def diagram() -> str:

@@ -41,9 +41,7 @@ def test_the_tree_in_the_docstring_is_the_tree() -> None:
     assert ["NativeDelayError", *drawn] == [kind.__name__ for kind in ALL]
 
 
-@pytest.mark.parametrize(
-    "kind", [errors.SettingsError, errors.InvalidDueTime, errors.DelayTooLong]
-)
+@pytest.mark.parametrize("kind", [errors.SettingsError, errors.InvalidDueTime, errors.DelayTooLong])
 def test_a_wrong_value_is_a_value_error(kind: type) -> None:
     assert issubclass(kind, ValueError)
 

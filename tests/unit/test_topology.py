@@ -158,7 +158,12 @@ def test_the_landing_queue_of_a_queue_sends_on_to_that_queue_alone() -> None:
     [
         (2, 1, 0, "0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.1.%.celery"),
         (2, 40, 5, "0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.1.0.1.0.0.0.%.celery"),
-        (2, MAX_UNITS, 30, "1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.%.celery"),
+        (
+            2,
+            MAX_UNITS,
+            30,
+            "1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.1.%.celery",
+        ),
         (4, 1, 0, "0.0.0.0.0.0.0.0.0.0.0.0.0.0.0.1.%.celery"),
         (4, 40, 2, "0.0.0.0.0.0.0.0.0.0.0.0.0.2.2.0.%.celery"),
         (4, MAX_UNITS, 15, "1.3.3.3.3.3.3.3.3.3.3.3.3.3.3.3.%.celery"),
@@ -288,9 +293,7 @@ def test_several_bindings_of_one_queue_deliver_once(base: int, routing: str) -> 
 @each_base
 @each_routing
 @pytest.mark.parametrize("units", [0, 1, 77, 255])
-def test_a_message_that_nobody_is_bound_for_parks_once(
-    base: int, routing: str, units: int
-) -> None:
+def test_a_message_that_nobody_is_bound_for_parks_once(base: int, routing: str, units: int) -> None:
     levels = topology(levels=8, base=base, routing=routing)
     trip = send(levels, with_queues(levels, celery="%.celery"), units, "%.vanished")
     assert trip.delivered == {levels.parking_queue: 1}

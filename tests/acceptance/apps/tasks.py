@@ -69,17 +69,17 @@ def queues() -> list[Queue]:
 def define_tasks(app: Celery) -> None:
     """Add the tasks to *app*; what a task does is recorded when it starts, see below."""
 
-    @app.task(name="note")
+    @app.task(name="note", shared=False)
     def note(*args: Any) -> Any:
         """Return the first argument."""
         return args[0] if args else None
 
-    @app.task(name="gather")
+    @app.task(name="gather", shared=False)
     def gather(results: list[Any], *args: Any) -> Any:
         """The body of a chord."""
         return results
 
-    @app.task(name="again", bind=True, max_retries=None)
+    @app.task(name="again", shared=False, bind=True, max_retries=None)
     def again(self: Task, times: int, countdown: float) -> None:
         """Retry *times* times."""
         if self.request.retries < times:
@@ -87,6 +87,7 @@ def define_tasks(app: Celery) -> None:
 
     @app.task(
         name="busy",
+        shared=False,
         bind=True,
         autoretry_for=(Busy,),
         max_retries=None,
@@ -99,7 +100,7 @@ def define_tasks(app: Celery) -> None:
         if self.request.retries < times:
             raise Busy
 
-    @app.task(name="resend", bind=True)
+    @app.task(name="resend", shared=False, bind=True)
     def resend(self: Task, times: int, countdown: float, options: dict[str, Any]) -> None:
         """Send itself again *times* times, with the headers it was received with."""
         if times:
@@ -110,7 +111,7 @@ def define_tasks(app: Celery) -> None:
                 **options,
             )
 
-    @app.task(name="hold")
+    @app.task(name="hold", shared=False)
     def hold(seconds: float) -> None:
         """Occupy a worker's process."""
         time.sleep(seconds)

@@ -1,0 +1,119 @@
+"""``python -m benchmarks``: run the scenarios on one private broker and write down the figures."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from time import monotonic
+from types import ModuleType
+from typing import NoReturn
+
+from benchmarks import declare, lateness, pending, publish, report, steady, throughput
+from benchmarks.measuring import Bench, Result, load_average, log, machine
+from celery_native_delay.testing import BrokerFailed, BrokerMissing, private_rabbitmq
+
+SCENARIOS: dict[str, ModuleType] = {
+    "publish": publish,
+    "lateness": lateness,
+    "pending": pending,
+    "throughput": throughput,
+    "declare": declare,
+    "steady": steady,
+}
+
+FOLDER = Path(__file__).resolve().parent
+
+#: Statistics as rarely as RabbitMQ gathers them by default, not as often as tests want them.
+BROKER_CONFIG = "collect_statistics_interval = 5000"
+
+
+def main() -> int:
+    """Exit status 0 if every scenario ran to its end, whether its targets were met or not."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
+    parser.add_argument(
+        "--only",
+        action="append",
+        choices=SCENARIOS,
+        help="run this scenario; may be given several times",
+    )
+    parser.add_argument(
+        "--scale",
+        type=_scale,
+        default=1.0,
+        help="how much of everything to do, e.g. 0.1; below 1 for a first look only",
+    )
+    parser.add_argument(
+        "--rabbitmq", metavar="VERSION", help='e.g. "4.3"; the system\'s by default'
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder for the results; by default benchmarks/ for a whole run with no option, "
+        "else benchmarks/results/, which git ignores",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    options = parser.parse_args()
+    names = [name for name in SCENARIOS if not options.only or name in options.only]
+    is_whole = len(names) == len(SCENARIOS) and options.scale == 1 and not options.rabbitmq
+    folder = options.out or (FOLDER if is_whole else FOLDER / "results")
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, _stop)
+    results: dict[str, Result] = {}
+    about: dict[str, str] = {"command": _command(options)}
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="native-delay-bench-") as files,
+            private_rabbitmq(version=options.rabbitmq, config=BROKER_CONFIG) as broker,
+        ):
+            about |= machine(broker)
+            if options.scale < 1:
+                about["scale"] = f"{options.scale:g}: a first look, not a measurement"
+            bench = Bench(broker, options.scale, Path(files))
+            for name in names:
+                results[name] = _run(name, bench)
+                log(f"{name}: {results[name].seconds:.0f} s")
+    except (BrokerMissing, BrokerFailed) as exc:
+        log(str(exc))
+        return 2
+    except KeyboardInterrupt:
+        return 128 + signal.SIGINT
+    report.write(folder, about, results)
+    for name, result in results.items():
+        SCENARIOS[name].draw(result).savefig(folder / f"{name}.png")
+    if options.json:
+        print(report.as_json(about, results))
+    else:
+        report.show(about, results)
+    return 0
+
+
+def _run(name: str, bench: Bench) -> Result:
+    load, started = load_average(), monotonic()
+    result: Result = SCENARIOS[name].run(bench)
+    result.load_before, result.seconds = load, monotonic() - started
+    return result
+
+
+def _scale(text: str) -> float:
+    scale = float(text)
+    if not 0 < scale <= 1:
+        raise argparse.ArgumentTypeError(f"expected more than 0 and at most 1, got {text}")
+    return scale
+
+
+def _command(options: argparse.Namespace) -> str:
+    words = ["python -m benchmarks"]
+    words += [f"--only {name}" for name in options.only or ()]
+    if options.scale != 1:
+        words.append(f"--scale {options.scale:g}")
+    if options.rabbitmq:
+        words.append(f"--rabbitmq {options.rabbitmq}")
+    return " ".join(words)
+
+
+def _stop(number: int, _: object) -> NoReturn:
+    sys.exit(128 + number)

@@ -1,0 +1,118 @@
+"""The figures as text: a table for people, JSON for scripts, Markdown for the repository."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.charts import short
+from benchmarks.measuring import Result, Target
+
+Results = Mapping[str, Result]
+
+
+def write(folder: Path, about: Mapping[str, str], results: Results) -> None:
+    """``results.md`` and ``results.json`` in *folder*."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "results.json").write_text(as_json(about, results) + "\n")
+    (folder / "results.md").write_text(as_markdown(about, results))
+
+
+def as_json(about: Mapping[str, str], results: Results) -> str:
+    scenarios = {}
+    for name, result in results.items():
+        targets = [asdict(target) | {"met": target.met} for target in result.targets]
+        scenarios[name] = asdict(result) | {"targets": targets}
+    return json.dumps(_rounded({"about": about, "scenarios": scenarios}), indent=1)
+
+
+def as_markdown(about: Mapping[str, str], results: Results) -> str:
+    lines = ["# Benchmarks", "", f"`{about['command']}`", ""]
+    lines += [f"- {name}: {value}" for name, value in about.items() if name != "command"]
+    lines += ["", "## Targets", "", *_markdown_table(target_rows(results)), ""]
+    for name, result in results.items():
+        lines += [f"## {result.title}", "", result.setup, ""]
+        lines += [*_markdown_table(result.rows), ""]
+        lines += [f"{note}\n" for note in result.notes]
+        lines += [f"![{result.title}]({name}.png)", ""]
+        lines += [
+            f"Took {result.seconds:.0f} s; load average of the machine before it: "
+            f"{result.load_before:.2f}.",
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def show(about: Mapping[str, str], results: Results) -> None:
+    """The tables on the terminal."""
+    console = Console()
+    console.print(", ".join(f"{name}: {value}" for name, value in about.items()), style="dim")
+    for result in results.values():
+        console.print(_table(result.title, result.rows))
+        for note in result.notes:
+            console.print(note, style="dim")
+    console.print(_table("Targets", target_rows(results)))
+
+
+def target_rows(results: Results) -> list[dict[str, Any]]:
+    return [
+        {
+            "scenario": name,
+            "what": target.what,
+            "measured": _with_unit(target.measured, target),
+            "target": f"{target.sign} {_with_unit(target.limit, target)}",
+            "": "met" if target.met else "**not met**",
+        }
+        for name, result in results.items()
+        for target in result.targets
+    ]
+
+
+def _with_unit(value: float, target: Target) -> str:
+    # A ratio that misses its target by little must not look as if it met it.
+    text = short(value) if target.unit else f"{value:.3f}"
+    return f"{text} {target.unit}".strip()
+
+
+def _table(title: str, rows: list[dict[str, Any]]) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold")
+    for column, value in (rows[0] if rows else {}).items():
+        table.add_column(column, justify="left" if isinstance(value, str) else "right")
+    for row in rows:
+        table.add_row(*(_cell(value).replace("**", "") for value in row.values()))
+    return table
+
+
+def _markdown_table(rows: list[dict[str, Any]]) -> list[str]:
+    if not rows:
+        return []
+    right = [not isinstance(value, str) for value in rows[0].values()]
+    return [
+        f"| {' | '.join(rows[0])} |",
+        f"|{'|'.join('---:' if one else '---' for one in right)}|",
+        *(f"| {' | '.join(map(_cell, row.values()))} |" for row in rows),
+    ]
+
+
+def _cell(value: Any) -> str:
+    if isinstance(value, float):
+        return short(value)
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _rounded(value: Any) -> Any:
+    """Figures with as many digits as mean something; NaN, which JSON lacks, as null."""
+    match value:
+        case float():
+            return None if value != value else round(value, 4)
+        case Mapping():
+            return {key: _rounded(one) for key, one in value.items()}
+        case list() | tuple():
+            return [_rounded(one) for one in value]
+    return value
