@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from multiprocessing import get_context
 from multiprocessing.connection import Connection as Pipe
@@ -152,7 +152,7 @@ def running_worker(
     }
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, *command, f"--concurrency={concurrency}", "--loglevel=WARNING"],
+            [sys.executable, *command, "--concurrency=2", "--loglevel=WARNING"],
             cwd=REPOSITORY,
             env=os.environ | environment,
             stdin=subprocess.DEVNULL,
@@ -170,16 +170,11 @@ def running_worker(
         yield Worker(record, process)
     finally:
         process.terminate()
-        try:
+        with suppress(subprocess.TimeoutExpired):
             process.wait(STOP_SECONDS)
-        except subprocess.TimeoutExpired:
-            pass
-        finally:
-            try:
-                os.killpg(process.pid, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-            process.wait()
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 # ---- a consumer that only looks at the clock -----------------------------------------------
@@ -232,9 +227,7 @@ def _consume(url: str, pipe: Pipe) -> None:
         with consumer:
             pipe.send("ready")
             while True:
-                try:
+                with suppress(TimeoutError):
                     connection.drain_events(timeout=0.25)
-                except TimeoutError:
-                    pass
                 while pipe.poll():
                     pipe.send(len(arrivals) if pipe.recv() == "count" else arrivals)

@@ -41,11 +41,8 @@ def as_markdown(about: Mapping[str, str], results: Results) -> str:
         lines += [*_markdown_table(result.rows), ""]
         lines += [f"{note}\n" for note in result.notes]
         lines += [f"![{result.title}]({name}.png)", ""]
-        lines += [
-            f"Took {result.seconds:.0f} s; load average of the machine before it: "
-            f"{result.load_before:.2f}.",
-            "",
-        ]
+        took = f"Took {result.seconds:.0f} s; load average before it: {result.load_before:.2f}."
+        lines += [took, ""]
     return "\n".join(lines)
 
 

@@ -9,6 +9,7 @@ pickling and failover.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -39,18 +40,24 @@ def register_transports() -> None:
             transport._transport_cache.pop(alias, None)
 
 
-class Misconfigured:
-    """Stands in the option for settings that could not be understood.
+def option_of(settings: DelaySettings | SettingsError) -> dict[str, Any] | bool:
+    """What to put under :data:`OPTION` for *settings*.
 
-    Immediate messages go their way; the first delayed one is told what is wrong.
+    Plain data, because ``celery inspect stats`` shows transport options as JSON, and in a fixed
+    order, because their repr is part of kombu's pool key. An error stands for settings that could
+    not be understood: immediate messages go their way, the first delayed one is told.
     """
-
-    def __init__(self, error: SettingsError) -> None:
-        self.error = error
-
-    def __repr__(self) -> str:
-        # Part of kombu's pool key, so it must be the same for the same mistake.
-        return f"Misconfigured({self.error})"
+    if isinstance(settings, SettingsError):
+        return {"misconfigured": str(settings)}
+    defaults = DelaySettings()
+    changed = {
+        field.name: getattr(settings, field.name)
+        for field in fields(settings)
+        # It may hold a password, and publishing does not need it.
+        if field.name != "management_url"
+        and getattr(settings, field.name) != getattr(defaults, field.name)
+    }
+    return changed or True
 
 
 def settings_from_option(option: Any) -> DelaySettings:
@@ -68,6 +75,8 @@ def settings_from_option(option: Any) -> DelaySettings:
             return DelaySettings()
         case DelaySettings():
             return option
+        case {"misconfigured": error}:
+            raise SettingsError(error)
         case Mapping():
             return DelaySettings.from_mapping(option)
     raise SettingsError(

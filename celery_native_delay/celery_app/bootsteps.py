@@ -73,7 +73,9 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
             else "",
         )
         if self._attendant is None:
-            self._attendant = Attendant(c.app, settings)
+            installation = installation_of(c.app)
+            assert installation is not None
+            self._attendant = Attendant(c.app, installation.settings())
             self._attendant.start()
         self._attendant.look_for_parked()
 

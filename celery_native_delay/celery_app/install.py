@@ -15,7 +15,7 @@ from kombu.transport import TRANSPORT_ALIASES
 from ..core.due_time import check_countdown
 from ..core.errors import SettingsError, UnsupportedBroker
 from ..core.settings import DelaySettings, check_settings
-from ..kombu_hook import ALIASES, OPTION, Misconfigured, register_transports
+from ..kombu_hook import ALIASES, OPTION, option_of, register_transports
 
 logger = logging.getLogger(__name__)
 
@@ -63,13 +63,8 @@ class Installation:
     def connection(self, *args: Any, **kwargs: Any) -> Connection:
         """``app._connection``, with delayed delivery asked for in its transport options."""
         connection = self._connect(*args, **kwargs)
-        option: DelaySettings | Misconfigured
-        try:
-            option = self.settings()
-        except SettingsError as exc:
-            option = Misconfigured(exc)
-        if (isinstance(option, Misconfigured) or option.enabled) and self._fits(connection):
-            options = {OPTION: option} | (connection.transport_options or {})
+        if self.enabled and self._fits(connection):
+            options = {OPTION: self._option()} | (connection.transport_options or {})
             connection.transport_options = options
         return connection
 
@@ -92,6 +87,12 @@ class Installation:
             if self.app.conf.task_protocol == 1:
                 _give_eta_header(self._amqp)
         return self._send_task(name, args, kwargs, countdown, *more, **options)
+
+    def _option(self) -> Any:
+        try:
+            return option_of(self.settings())
+        except SettingsError as exc:
+            return option_of(exc)
 
     def _longest_delay_seconds(self) -> float:
         try:

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 import click
 
-from .group import as_json_option, broker, command, print_json, table, yes_option
+from .group import as_json_option, broker, command, print_json, settings, table, yes_option
 
 
 @command(name="declare")
@@ -34,7 +34,7 @@ def verify(ctx: click.Context, as_json: bool) -> None:
     from ..transports.rabbitmq.management import management_of
 
     with broker(ctx) as (delays, connection):
-        found = compare(delays, management_of(connection, delays.settings))
+        found = compare(delays, management_of(connection, settings(ctx)))
         if as_json:
             print_json({"name": delays.topology.name} | asdict(found))
         else:
@@ -57,7 +57,7 @@ def status(ctx: click.Context, as_json: bool) -> None:
     from ..transports.rabbitmq.management import management_of
 
     with broker(ctx) as (delays, connection):
-        found = count(delays, management_of(connection, delays.settings))
+        found = count(delays, management_of(connection, settings(ctx)))
     if as_json:
         print_json(found.as_json())
         return

@@ -10,6 +10,7 @@ because a direct binding and a topic binding without wildcards have the same add
 
 from __future__ import annotations
 
+from functools import lru_cache
 from hashlib import sha256
 
 #: AMQP 0-9-1 shortstr: routing keys and names are at most 255 bytes.
@@ -19,6 +20,7 @@ _ESCAPES = str.maketrans({"%": "%25", ".": "%2E", "*": "%2A", "#": "%23"})
 _WILDCARDS = {"*": "%2A", "#": "%23"}
 
 
+@lru_cache(maxsize=1024)
 def message_address(exchange: str, routing_key: str) -> str:
     """The address of a message published to *exchange* with *routing_key*."""
     return _join(exchange, [_literal(word) for word in _words(routing_key)])

@@ -7,9 +7,9 @@ hold these declarations (tests/unit/golden).
 
 A delay is a number of units of the resolution, written in base 2, 4 or 16. Each digit is one
 word of the routing key, most significant first; a message waits once for every digit that is not
-zero, in a queue whose TTL is that digit's worth, and is dead-lettered from there to the exchange
-of the next lower level. The last one is the delivery exchange, where the words behind the digits,
-the address (``address.py``), lead to the destination queue.
+zero, in a queue whose TTL is that digit's worth. It enters at the queue of its highest one and is
+dead-lettered to the exchange of the next lower level. The last is the delivery exchange, where the
+words behind the digits, the address (``address.py``), lead to the destination queue.
 """
 
 from __future__ import annotations
@@ -136,10 +136,15 @@ class Topology:
         return [units >> self._bits * place & self.base - 1 for place in places]
 
     def entry_exchange(self, units: int) -> str:
-        """Where a message enters: the exchange of its highest digit that is not zero."""
+        """Where a message enters: in front of the queue of its highest digit that is not zero.
+
+        A fanout exchange for each level queue, because a topic exchange would walk all words of
+        the key first: a quarter of the time that a confirmed publish takes on RabbitMQ 3.10.
+        """
         if not units:
             return self.delivery_exchange
-        return self.level_exchange((units.bit_length() - 1) // self._bits)
+        place = (units.bit_length() - 1) // self._bits
+        return self._entry(place, units >> self._bits * place)
 
     def routing_key(self, units: int, address: str) -> str:
         """The routing key of a message that waits *units* and then goes to *address*."""
@@ -205,11 +210,13 @@ class Topology:
         # https://github.com/Particular/NServiceBus.RabbitMQ/issues/1407
         parks = {"alternate-exchange": self.parking_exchange}
         yield Exchange(self.delivery_exchange, "topic", parks)
-        for place in range(self.digit_count):
+        for place in self._places_below_top:
             yield Exchange(self.level_exchange(place), "topic", parks)
         for place, digit in self._steps:
-            hop = self._hop(place, digit)
+            hop, entry = self._hop(place, digit), self._entry(place, digit)
+            yield Exchange(entry, "fanout", parks)
             yield Queue(hop.queue, self._level_arguments(hop.ttl_ms, self._below(place)))
+            yield Binding(entry, hop.queue, "")
         yield from self._bindings()
         yield Exchange(self.ready_exchange, "fanout")
 
@@ -242,6 +249,14 @@ class Topology:
         units = digit << self._bits * place
         return Hop(self.level_queue(place, digit), self.resolution_ms * units)
 
+    @property
+    def _places_below_top(self) -> range:
+        """Where messages come from a higher place; nothing is above the top one."""
+        return range(self.digit_count - 1)
+
+    def _entry(self, place: int, digit: int) -> str:
+        return f"{self.level_queue(place, digit)}.entry"
+
     def _below(self, place: int) -> str:
         return self.level_exchange(place - 1) if place else self.delivery_exchange
 
@@ -265,7 +280,7 @@ class Topology:
         return arguments
 
     def _bindings(self) -> Iterator[Binding]:
-        for place in range(self.digit_count):
+        for place in self._places_below_top:
             source = self.level_exchange(place)
             if self.settings.routing == "chain":
                 yield from self._to_queues(source, place, zeros=0)

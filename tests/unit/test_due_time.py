@@ -63,7 +63,7 @@ def test_units_are_rounded_up_and_the_past_is_0(wait_us: int, units: int) -> Non
     "eta",
     [
         NOON,
-        datetime(2026, 11, 20, 12, 0),  # noqa: DTZ001
+        datetime(2026, 11, 20, 12, 0),
         datetime(2026, 11, 20, 17, 30, tzinfo=timezone(timedelta(hours=5, minutes=30))),
         "2026-11-20T12:00:00+00:00",
         "2026-11-20T12:00:00Z",

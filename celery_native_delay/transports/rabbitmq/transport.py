@@ -11,8 +11,9 @@ from typing import Any
 
 from kombu.transport import pyamqp
 
+from ...core.errors import SettingsError
 from ...core.settings import DelaySettings
-from ...kombu_hook import OPTION, Misconfigured, settings_from_option
+from ...kombu_hook import OPTION, settings_from_option
 from .delays import Delays
 from .envelope import Delayed, due_of, unseal
 from .mirror import is_internal
@@ -190,10 +191,11 @@ class Connection(pyamqp.Connection):  # type: ignore[misc]
         option = kwargs.pop(OPTION)
         kwargs["socket_settings"] = _patient(kwargs.get("socket_settings"))
         super().__init__(*args, **kwargs)
-        if isinstance(option, Misconfigured):
-            self.delays = Delays(self, DelaySettings(), refusal=option.error)
-        else:
+        try:
             self.delays = Delays(self, settings_from_option(option))
+        except SettingsError as exc:
+            # Immediate messages are none of our business: only a delayed one is refused.
+            self.delays = Delays(self, DelaySettings(), refusal=exc)
 
 
 class Transport(pyamqp.Transport):  # type: ignore[misc]

@@ -1,0 +1,259 @@
+"""Brokers, workers, vhosts and queues that go away while tasks wait."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from time import time
+from typing import Any
+
+import pytest
+from celery import Celery
+from kombu import Connection
+
+from celery_native_delay.testing import PrivateRabbitMQ, private_rabbitmq, vhost_name
+from tests.acceptance.worker import Fleet, Run, fleet_on
+from tests.waiting import wait_until
+
+PARKED = "celery_delay.v1.parked"
+
+
+@pytest.fixture
+def own_broker(rabbitmq_version: str) -> Iterator[PrivateRabbitMQ]:
+    """A broker that this test may kill."""
+    with private_rabbitmq(version=rabbitmq_version) as broker:
+        yield broker
+
+
+@pytest.fixture
+def own_fleet(own_broker: PrivateRabbitMQ, tmp_path: Path) -> Iterator[Fleet]:
+    with fleet_on(own_broker.new_vhost(), tmp_path) as fleet:
+        yield fleet
+
+
+def send(app: Celery, countdown: float, *args: Any, **options: Any) -> tuple[str, float]:
+    """Send a task; returns its id and the earliest Unix time at which it may run."""
+    due = time() + countdown
+    return app.tasks["note"].apply_async(args or ("x",), countdown=countdown, **options).id, due
+
+
+def depth(url: str, queue: str) -> int:
+    """How many messages are ready in a queue, by AMQP: the management API lags behind."""
+    with Connection(url) as connection:
+        return int(connection.default_channel.queue_declare(queue, passive=True).message_count)
+
+
+def test_the_broker_is_killed_with_tasks_in_the_levels(
+    own_broker: PrivateRabbitMQ, own_fleet: Fleet
+) -> None:
+    """All run, none early, and none twice unless it had started before the kill."""
+    fleet = own_fleet
+    worker = fleet.worker(concurrency=3)
+    app = fleet.app()
+    sent = dict(send(app, 1 + number * 0.12) for number in range(100))  # 1 to 13 seconds
+    fleet.record.wait_for(10)
+    killed = time()
+    own_broker.kill()
+    own_broker.start()
+    back = time()
+
+    runs = fleet.record.wait_for_ids(list(sent), timeout_seconds=90)
+    for task_id, due in sent.items():
+        first, *again = runs[task_id]
+        assert first.early(due) <= 0.001
+        assert not again or first.started <= killed + 0.5, "ran twice"
+    assert any(due > back for due in sent.values()), "the outage outlasted every wait"
+
+    # Life goes on: what is sent now is on time, and the worker still holds nothing.
+    task_id, due = send(app, 1)
+    (run,) = fleet.record.wait_for(task_id=task_id)
+    run.assert_on_time(due, late_seconds=5)
+    assert worker.process.poll() is None
+
+
+def test_a_worker_is_killed_while_tasks_wait(fleet: Fleet) -> None:
+    """The tasks do not notice: they are with the broker."""
+    first = fleet.worker(name="first")
+    app = fleet.app()
+    sent = dict(send(app, 5 + number * 0.05) for number in range(40))
+    second = fleet.worker(name="second", wait=False)
+    first.kill()
+    second.wait_ready()
+    runs = fleet.record.wait_for_ids(list(sent))
+    for task_id, due in sent.items():
+        (run,) = runs[task_id]
+        run.assert_on_time(due, late_seconds=10)
+        assert run.worker == second.name
+
+
+def test_the_vhost_is_deleted_and_recreated_under_producer_and_worker(
+    fleet: Fleet, rabbitmq: PrivateRabbitMQ
+) -> None:
+    """What waited is gone with the vhost; all that is sent afterwards runs."""
+    worker = fleet.worker()
+    app = fleet.app()
+    task_id, _ = send(app, 0.3)
+    fleet.record.wait_for(task_id=task_id)
+
+    recreate_vhost(rabbitmq, fleet.broker_url)
+    # The producer finds the levels gone before the worker, which waits before it reconnects.
+    sent = dict(
+        send(app, 1, **options)
+        for options in (
+            {},
+            {"queue": "side"},
+            {"exchange": "broadcast", "routing_key": ""},
+        )
+        if wait_for_exchange(fleet.broker_url, options.get("exchange"))
+    )
+    runs = fleet.record.wait_for_ids(list(sent), timeout_seconds=60)
+    for task_id, due in sent.items():
+        (run,) = runs[task_id]
+        assert run.early(due) <= 0.001
+    worker.wait_for_log("native delay:", "declared in", count=2)
+
+
+def recreate_vhost(rabbitmq: PrivateRabbitMQ, url: str) -> None:
+    name = vhost_name(url)
+    rabbitmq.delete_vhost(name)
+    rabbitmq.api("PUT", f"/vhosts/{name}")
+    everything = dict.fromkeys(("configure", "write", "read"), ".*")
+    rabbitmq.api("PUT", f"/permissions/{name}/guest", everything)
+
+
+def wait_for_exchange(url: str, exchange: str | None) -> bool:
+    """Wait until somebody has declared *exchange*: without it even an immediate task fails."""
+
+    def exists() -> bool:
+        with Connection(url) as connection:
+            try:
+                connection.default_channel.exchange_declare(exchange, "fanout", passive=True)
+            except connection.channel_errors:
+                return False
+            return True
+
+    return exchange is None or wait_until(exists, timeout_seconds=60)
+
+
+def test_sent_before_any_worker_ever_booted(fleet: Fleet) -> None:
+    """The producer declares what is needed; the tasks wait for the worker, not the reverse."""
+    app = fleet.app()
+    routes: list[dict[str, Any]] = [{}, {"queue": "side"}, {"queue": "orders"}, {"queue": "news"}]
+    sent = dict(send(app, countdown, **route) for route in routes for countdown in (0.3, 6))
+    fleet.worker()
+    runs = fleet.record.wait_for_ids(list(sent))
+    for task_id, due in sent.items():
+        (run,) = runs[task_id]
+        assert run.early(due) <= 0.001
+        run.assert_on_time(due, late_seconds=20)
+
+
+def test_to_a_queue_nobody_has_declared(fleet: Fleet) -> None:
+    """By `queue=` the producer declares it, as Celery does; by routing key alone it parks."""
+    app = fleet.app()
+    declared, _ = send(app, 1, queue="unheard.of")
+    parks, _ = send(app, 1, exchange="", routing_key="never-declared")
+
+    def parked() -> bool:
+        return depth(fleet.broker_url, PARKED) == 1 and depth(fleet.broker_url, "unheard.of") == 1
+
+    wait_until(parked, timeout_seconds=20)
+    fleet.worker(queues="unheard.of,never-declared")
+    runs = fleet.record.wait_for_ids([declared, parks], timeout_seconds=60)
+    assert {task_id: len(found) for task_id, found in runs.items()} == {declared: 1, parks: 1}
+
+
+def test_tasks_to_a_deleted_queue_park_and_come_back(fleet: Fleet) -> None:
+    """They hold up nobody else, and run by themselves once a worker for the queue comes."""
+    fleet.worker(name="steady", queues="default")
+    app = fleet.app()
+    lost = dict(send(app, 4 + number * 0.01, "lost", queue="side") for number in range(100))
+    correct = dict(send(app, 4 + number * 0.1) for number in range(20))
+    with Connection(fleet.broker_url) as connection:
+        connection.default_channel.queue_delete("side")
+
+    runs = fleet.record.wait_for_ids(list(correct))
+    for task_id, due in correct.items():
+        (run,) = runs[task_id]
+        run.assert_on_time(due)
+    assert all(time() > due for due in lost.values())
+
+    def all_parked() -> bool:
+        return depth(fleet.broker_url, PARKED) == 100
+
+    wait_until(all_parked, timeout_seconds=20)
+    fleet.worker(name="returned", queues="side")
+    runs = fleet.record.wait_for_ids(list(lost), timeout_seconds=90)
+    for task_id, due in lost.items():
+        (run,) = runs[task_id]
+        assert run.early(due) <= 0.001
+        assert run.worker.startswith("returned")
+        assert run.delivery_info == {
+            "exchange": "",
+            "routing_key": "side",
+            "priority": 0,
+            "redelivered": False,
+        }
+    assert depth(fleet.broker_url, PARKED) == 0
+
+
+def test_parked_tasks_whose_time_has_not_come_wait_again(
+    fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost: str
+) -> None:
+    """A level queue was deleted by hand: what parked for want of it returns to the levels."""
+    fleet.worker(queues="default")
+    app = fleet.app()
+    # 9.9 s are 1001111 in units of 125 ms: from the level of 8 s to that of 1 s.
+    with Connection(fleet.broker_url) as connection:
+        channel = connection.default_channel
+        probe, _ = send(app, 0.3)
+        fleet.record.wait_for(task_id=probe)
+        channel.queue_delete("celery_delay.v1.31x125ms.quorum.level-06")
+    task_id, due = send(app, 9.9)
+    (run,) = fleet.record.wait_for(task_id=task_id, timeout_seconds=60)
+    assert run.early(due) <= 0.001
+
+
+def test_a_reconnect_to_a_wiped_broker_declares_anew(fleet: Fleet, rabbitmq: Any) -> None:
+    """An idle worker prepares the new broker by itself, before any producer comes."""
+    worker = fleet.worker()
+    worker.wait_for_log("native delay:", "declared in")
+    recreate_vhost(rabbitmq, fleet.broker_url)
+    worker.wait_for_log("native delay:", "declared in", count=2)
+    code = "print(app.tasks['note'].apply_async(('x',), countdown=1).id)"
+    task_id = fleet.produce(code, installed=True).strip()
+    (run,) = fleet.record.wait_for(task_id=task_id)
+    assert run.due is not None
+    run.assert_on_time(run.due)
+
+
+def test_the_producer_survives_a_restart_between_two_sends(
+    own_broker: PrivateRabbitMQ, own_fleet: Fleet
+) -> None:
+    """Its pooled connection is dead at the second send; Celery's retry brings a new one."""
+    app = own_fleet.app()
+    before, due_before = send(app, 8)
+    own_broker.kill()
+    own_broker.start()
+    after, due_after = send(app, 1)
+    own_fleet.worker()
+    runs = own_fleet.record.wait_for_ids([before, after], timeout_seconds=60)
+    found: list[tuple[list[Run], float]] = [(runs[before], due_before), (runs[after], due_after)]
+    for (run,), due in found:
+        assert run.early(due) <= 0.001
+
+
+def test_the_broker_is_down(own_broker: PrivateRabbitMQ, own_fleet: Fleet) -> None:
+    """A delayed task fails as an immediate one does; nothing is swallowed."""
+    app = own_fleet.app(broker_connection_timeout=1)
+    note = app.tasks["note"]
+    send(app, 60)
+    own_broker.kill()
+    errors = []
+    for options in ({}, {"countdown": 1}):
+        attempt = partial(note.apply_async, ("x",), retry=False, **options)
+        with pytest.raises(note.OperationalError) as caught:
+            attempt()
+        errors.append(type(caught.value))
+    assert errors[0] is errors[1]

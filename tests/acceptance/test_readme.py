@@ -1,0 +1,87 @@
+"""What the README says is true: its code runs, its commands exist, its output is what they print."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+from kombu import Connection
+
+from celery_native_delay import DelaySettings
+from tests.waiting import wait_until
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+CELERY = str(Path(sys.executable).with_name("celery"))
+
+PYTHON_BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
+CONSOLE_LINES = re.findall(r"^\$ (.+?)(?:\s+#.*)?$", README, re.M)
+DELAY_COMMANDS = [line for line in CONSOLE_LINES if line.startswith("celery ")]
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Path:
+    """A folder with the README's app in it, as shop.py."""
+    app = next(block for block in PYTHON_BLOCKS if "install(app)" in block)
+    (tmp_path / "shop.py").write_text(app)
+    return tmp_path
+
+
+def test_the_celery_example_is_an_app_whose_delayed_tasks_wait(vhost_url: str) -> None:
+    block = next(block for block in PYTHON_BLOCKS if "install(app)" in block)
+    names: dict[str, object] = {}
+    exec(block.replace("amqp://", vhost_url), names)
+    app = names["app"]
+    app.send_task("shop.remind", countdown=1)  # type: ignore[attr-defined]
+    with Connection(vhost_url) as connection:
+        channel = connection.default_channel
+        assert channel.basic_get("celery") is None
+        message = wait_until(lambda: channel.basic_get("celery", no_ack=True), timeout_seconds=20)
+    assert message.headers["task"] == "shop.remind"
+
+
+def test_the_kombu_example_publishes_a_message_that_waits(vhost_url: str) -> None:
+    block = next(block for block in PYTHON_BLOCKS if "delay_headers" in block)
+    exec(block.replace("amqp://", vhost_url), {})
+    with Connection(vhost_url) as connection:
+        channel = connection.default_channel
+        assert channel.basic_get("emails") is None
+        message = wait_until(lambda: channel.basic_get("emails", no_ack=True), timeout_seconds=20)
+    assert b"ada@example.com" in bytes(message.body, "utf-8")
+
+
+@pytest.mark.parametrize("line", DELAY_COMMANDS)
+def test_every_delay_command_exists(line: str, shop: Path) -> None:
+    words = [CELERY, *shlex.split(line)[1:]]
+    done = subprocess.run([*words, "--help"], cwd=shop, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "--json" in done.stdout
+
+
+def test_the_plan_shown_is_what_the_command_prints(shop: Path) -> None:
+    command, shown = re.findall(r"\$ celery (-A shop delay plan 90)\n(.*?)```", README, re.S)[-1]
+    done = subprocess.run(
+        [CELERY, *shlex.split(command)], cwd=shop, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == shown
+
+
+def test_the_settings_table_has_every_setting_with_its_default() -> None:
+    rows = re.findall(r"^\| `native_delay_(\w+)` \| `(.+?)` \|", README, re.M)
+    expected = [
+        (field.name, str(field.default).replace("'", '"') if field.name else "")
+        for field in fields(DelaySettings)
+    ]
+    shown = [(name, default.strip('"')) for name, default in rows]
+    assert shown == expected
+
+
+@pytest.mark.parametrize("line", [line for line in CONSOLE_LINES if line.startswith("make ")])
+def test_every_make_target_exists(line: str) -> None:
+    target = shlex.split(line)[1]
+    assert re.search(rf"^{target}:.*## ", (ROOT / "Makefile").read_text(), re.M)

@@ -1,0 +1,263 @@
+"""What a worker does with a task whose ETA is ahead, or that waited and is due."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from celery.worker import state
+
+from celery_native_delay.celery_app.adoption import (
+    AdoptingStrategies,
+    EarlyTask,
+    is_due,
+    microseconds,
+    waited,
+)
+from celery_native_delay.core.due_time import due_us
+from celery_native_delay.transports.rabbitmq.envelope import Delayed
+
+NOON = datetime(2026, 11, 20, 12, 0, tzinfo=UTC)
+NEVER_WAITED = SimpleNamespace(native_delay=None)
+
+
+def delayed(expires_ms: int | None = None) -> Delayed:
+    return Delayed("id-1", due_ms=0, exchange="", routing_key="celery", expires_ms=expires_ms)
+
+
+WAITED = SimpleNamespace(native_delay=delayed())
+
+
+# ---- is_due ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("message", "early_seconds", "due"),
+    [
+        (NEVER_WAITED, 0, True),
+        (NEVER_WAITED, -60, True),
+        (NEVER_WAITED, 0.001, False),
+        (WAITED, 0, True),
+        (WAITED, 0.5, True),
+        (WAITED, 1, True),
+        (WAITED, 1.001, False),
+        (SimpleNamespace(), 0.5, False),  # another transport's message
+    ],
+)
+def test_a_message_that_waited_is_due_up_to_a_second_early(
+    message: Any, early_seconds: float, due: bool
+) -> None:
+    """The clocks of producer and worker differ; whoever did not wait is due when it is due."""
+    assert is_due(message, NOON + timedelta(seconds=early_seconds), NOON) is due
+
+
+def test_only_what_came_through_the_levels_has_waited() -> None:
+    assert waited(WAITED)
+    assert not waited(NEVER_WAITED)
+    assert not waited(SimpleNamespace())
+
+
+def test_microseconds_are_those_of_due_times() -> None:
+    moment = NOON.replace(microsecond=123456)
+    assert microseconds(moment) == due_us(moment) == 1_795_176_000_123_456
+
+
+# ---- strategies --------------------------------------------------------------------------
+
+
+@dataclass
+class Consumer:
+    """What strategies need of Celery's consumer."""
+
+    soon: list[Callable[[], Any]] = field(default_factory=list)
+    connection_errors: tuple[type[Exception], ...] = (OSError,)
+    task_consumer: Any = field(
+        default_factory=lambda: SimpleNamespace(_active_tags={"celery": "1", "jobs": "2"})
+    )
+
+    def call_soon(self, function: Callable[[], Any]) -> None:
+        self.soon.append(function)
+
+
+@dataclass
+class Message:
+    headers: dict[str, Any]
+    native_delay: Delayed | None = None
+    delivery_info: dict[str, Any] = field(default_factory=lambda: {"consumer_tag": "2"})
+    channel: Any = field(default_factory=lambda: SimpleNamespace(connection=object()))
+
+
+@dataclass
+class Worker:
+    """Strategies around one that notes what Celery is given."""
+
+    takes: bool = True
+    ran: list[tuple[Any, ...]] = field(default_factory=list)
+    adopted: list[EarlyTask] = field(default_factory=list)
+    acked: list[tuple[Any, ...]] = field(default_factory=list)
+    consumer: Consumer = field(default_factory=Consumer)
+
+    def receives(self, message: Message, payload: Any = None) -> str:
+        strategies = AdoptingStrategies(self.consumer, self._adopt)
+        strategies["t"] = lambda *args, **kwargs: self.ran.append((args, kwargs))
+        strategies["t"](message, payload, self._ack, "reject", ["callback"])
+        outcomes = {"ran": self.ran, "adopted": self.adopted, "acked": self.acked}
+        [outcome] = [name for name, calls in outcomes.items() if calls]
+        return outcome
+
+    def _adopt(self, task: EarlyTask) -> bool:
+        if self.takes:
+            self.adopted.append(task)
+        return self.takes
+
+    def _ack(self, *args: Any) -> None:
+        self.acked.append(args)
+
+
+def in_seconds(seconds: float) -> str:
+    return (datetime.now(UTC) + timedelta(seconds=seconds)).isoformat()
+
+
+@pytest.fixture(autouse=True)
+def nothing_revoked() -> Iterator[None]:
+    yield
+    state.revoked.clear()
+
+
+def test_a_task_that_is_early_is_adopted_with_its_queue_and_due_time() -> None:
+    worker, eta = Worker(), in_seconds(60)
+    message = Message({"id": "1", "eta": eta})
+    assert worker.receives(message) == "adopted"
+    [task] = worker.adopted
+    assert task.message is message
+    assert task.due_us == due_us(eta)
+    assert task.queue == "jobs"
+
+
+@pytest.mark.parametrize(
+    ("eta_in", "waited_before", "outcome"),
+    [
+        (None, False, "ran"),
+        (-60, False, "ran"),
+        (0.01, False, "ran"),  # Celery's timer is exact, and it is over sooner
+        (5, False, "adopted"),
+        (-60, True, "ran"),
+        (0.5, True, "ran"),  # clock skew
+        (5, True, "adopted"),
+    ],
+)
+def test_only_a_wait_worth_the_way_is_adopted(
+    eta_in: float | None, waited_before: bool, outcome: str
+) -> None:
+    eta = None if eta_in is None else in_seconds(eta_in)
+    message = Message({"id": "1", "eta": eta}, delayed() if waited_before else None)
+    assert Worker().receives(message) == outcome
+
+
+def test_a_naive_eta_is_utc() -> None:
+    eta = datetime.now(UTC).replace(tzinfo=None) + timedelta(seconds=60)
+    assert Worker().receives(Message({"id": "1", "eta": eta.isoformat()})) == "adopted"
+
+
+def test_a_task_of_protocol_1_has_its_eta_in_the_payload() -> None:
+    worker = Worker()
+    assert worker.receives(Message({}), {"id": "1", "eta": in_seconds(60)}) == "adopted"
+
+
+def test_revoked_and_expired_tasks_are_celerys() -> None:
+    """It reports them; another wait would only put that off."""
+    state.revoked.add("revoked")
+    assert Worker().receives(Message({"id": "revoked", "eta": in_seconds(60)})) == "ran"
+    expired = {"id": "1", "eta": in_seconds(60), "expires": in_seconds(-1)}
+    assert Worker().receives(Message(expired)) == "ran"
+    still_good = {"id": "1", "eta": in_seconds(60), "expires": in_seconds(30)}
+    assert Worker().receives(Message(still_good)) == "adopted"
+
+
+def test_a_task_that_nobody_can_take_is_held_by_celery() -> None:
+    assert Worker(takes=False).receives(Message({"id": "1", "eta": in_seconds(60)})) == "ran"
+
+
+def test_a_task_of_an_unknown_queue_is_held_by_celery() -> None:
+    message = Message({"id": "1", "eta": in_seconds(60)}, delivery_info={"consumer_tag": "9"})
+    assert Worker().receives(message) == "ran"
+
+
+def test_a_task_that_is_due_reaches_celery_unchanged() -> None:
+    worker = Worker()
+    message = Message({"id": "1"})
+    worker.receives(message, "payload")
+    [(args, kwargs)] = worker.ran
+    assert args[:2] == (message, "payload")
+    assert args[3:] == ("reject", ["callback"])
+    assert kwargs == {}
+
+
+@pytest.mark.parametrize("eta", ["tomorrow", "2026-13-01"])
+def test_an_eta_that_is_no_date_is_left_to_celery(eta: Any) -> None:
+    assert Worker().receives(Message({"id": "1", "eta": eta})) == "ran"
+
+
+@pytest.mark.xfail(raises=AttributeError, reason="it would end the worker's loop")
+@pytest.mark.parametrize("eta", [5, 5.5, [1], {"a": 1}])
+def test_an_eta_of_another_type_is_left_to_celery(eta: Any) -> None:
+    assert Worker().receives(Message({"id": "1", "eta": eta})) == "ran"
+
+
+def test_an_adopted_task_is_settled_in_the_consumers_thread() -> None:
+    """Its two ways out only ask for the call; the attendant's thread makes neither."""
+    worker = Worker()
+    worker.receives(Message({"id": "1", "eta": in_seconds(60)}))
+    [task] = worker.adopted
+    task.ack()
+    assert not worker.acked
+    worker.consumer.soon.pop()()
+    assert len(worker.acked) == 1
+    task.hold()
+    assert not worker.ran
+    worker.consumer.soon.pop()()
+    assert len(worker.ran) == 1
+
+
+def test_a_task_is_no_longer_ours_when_the_connection_is_gone() -> None:
+    worker, message = Worker(), Message({"id": "1", "eta": in_seconds(60)})
+    worker.receives(message)
+    [task] = worker.adopted
+    assert task.is_ours
+    message.channel.connection = None
+    assert not task.is_ours
+
+
+# ---- a message's own expiration ----------------------------------------------------------
+
+
+def ms_from_now(seconds: float) -> int:
+    return due_us(in_seconds(seconds)) // 1000
+
+
+def test_a_message_whose_expiration_ran_out_while_it_waited_is_discarded() -> None:
+    worker = Worker()
+    assert worker.receives(Message({"id": "1"}, delayed(ms_from_now(-1)))) == "acked"
+    [(logger, errors)] = worker.acked
+    assert errors == worker.consumer.connection_errors
+    assert hasattr(logger, "critical"), "what Celery's ack_log_error wants"
+
+
+@pytest.mark.parametrize(
+    ("expires_in", "headers"),
+    [
+        (None, {"id": "1"}),
+        (60, {"id": "1"}),
+        # A task's own expires is Celery's: it tells the result backend.
+        (-1, {"id": "1", "expires": "2020-01-01T00:00:00+00:00"}),
+    ],
+)
+def test_other_messages_are_not_discarded(
+    expires_in: float | None, headers: dict[str, Any]
+) -> None:
+    expires_ms = None if expires_in is None else ms_from_now(expires_in)
+    assert Worker().receives(Message(headers, delayed(expires_ms))) == "ran"

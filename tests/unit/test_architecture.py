@@ -1,0 +1,70 @@
+"""The public surface and the shape of the package, so that changing them is a decision."""
+
+from __future__ import annotations
+
+import doctest
+from pathlib import Path
+
+import pytest
+from celery import _state
+
+import celery_native_delay
+
+PACKAGE = Path(celery_native_delay.__file__).parent
+
+MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
+
+LONGER_FOR_NOW = {
+    "testing.py": "a private broker in one file that imports nothing but the standard library",
+    "transports/rabbitmq/delays.py": "finding out about exchanges could be a module of its own",
+}
+
+
+def test_the_public_names() -> None:
+    assert sorted(celery_native_delay.__all__) == [
+        "CannotDelay",
+        "DelaySettings",
+        "DelayTooLong",
+        "InvalidDueTime",
+        "ManagementUnavailable",
+        "NativeDelayError",
+        "NotPermitted",
+        "SettingsError",
+        "TopologyMismatch",
+        "UnsupportedBroker",
+        "delay_headers",
+        "install",
+    ]
+    for name in celery_native_delay.__all__:
+        assert hasattr(celery_native_delay, name)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        pytest.param(module, marks=pytest.mark.xfail(reason=LONGER_FOR_NOW[module]))
+        if module in LONGER_FOR_NOW
+        else module
+        for module in MODULES
+    ],
+)
+def test_a_module_is_read_in_one_sitting(module: str) -> None:
+    assert len((PACKAGE / module).read_text().splitlines()) < 400
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_a_module_says_what_it_is_for(module: str) -> None:
+    first_line = (PACKAGE / module).read_text().splitlines()[0]
+    assert first_line.startswith(('"""', "``", "#"))
+
+
+def test_the_lines_that_the_package_shows_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    # They make an app current; the tests after this one must not meet it.
+    monkeypatch.setattr(_state._tls, "current_app", None, raising=False)
+    results = doctest.testmod(celery_native_delay)
+    assert results.attempted >= 3
+    assert results.failed == 0
+
+
+def test_the_package_is_typed() -> None:
+    assert (PACKAGE / "py.typed").exists()

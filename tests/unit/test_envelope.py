@@ -1,0 +1,338 @@
+"""What a message goes through on its way in is undone on its way out."""
+
+from __future__ import annotations
+
+import copy
+from datetime import UTC, datetime
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from celery_native_delay import CannotDelay, InvalidDueTime
+from celery_native_delay.transports.rabbitmq.envelope import (
+    DEATH_HEADERS,
+    HEADER,
+    Delayed,
+    due_of,
+    seal,
+    unseal,
+)
+
+NOW_US = 1_795_176_000_000_000
+DUE_US = NOW_US + 60_000_000
+
+LEVEL = "celery_delay.v1.31x125ms.quorum.level-07"
+DELIVERY = "celery_delay.v1.31x125ms.quorum.delivery"
+
+patient = settings(deadline=None, max_examples=100)
+
+
+def sealed(properties: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    wanted: dict[str, Any] = {
+        "exchange": "jobs",
+        "routing_key": "a.b",
+        "due_us": DUE_US,
+        "now_us": NOW_US,
+        "delivery_id": "id-1",
+        "limit_priority": False,
+    }
+    return seal(properties, **wanted | changes)
+
+
+def after_the_levels(properties: dict[str, Any]) -> dict[str, Any]:
+    """What RabbitMQ adds while a message waits in two levels."""
+    deaths = [
+        {"queue": LEVEL, "reason": "expired", "exchange": f"{LEVEL}0", "count": 1},
+        {"queue": f"{LEVEL}-f", "reason": "expired", "exchange": LEVEL, "count": 1},
+    ]
+    headers = dict(properties["application_headers"])
+    headers["x-death"] = deaths + headers.get("x-death", [])
+    for order in ("first", "last"):
+        headers.setdefault(f"x-{order}-death-queue", LEVEL)
+        headers.setdefault(f"x-{order}-death-exchange", LEVEL)
+        headers.setdefault(f"x-{order}-death-reason", "expired")
+    return properties | {"application_headers": headers}
+
+
+def opened(
+    properties: dict[str, Any], info: dict[str, Any] | None = None
+) -> tuple[dict[str, Any], dict[str, Any], Delayed]:
+    found = unseal(properties, info or {"exchange": DELIVERY, "routing_key": "0.1.%jobs.a.b"})
+    assert found is not None
+    return found
+
+
+# ---- round trip ----------------------------------------------------------------------------
+
+values = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=5), st.binary(max_size=5)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=5), inner, max_size=3)
+    ),
+    max_leaves=5,
+)
+ours_or_the_brokers = {"CC", "BCC", HEADER, *DEATH_HEADERS}
+header_names = st.one_of(
+    st.text(min_size=1, max_size=8), st.sampled_from(["eta", "id", "task", "x-match", "x-retry"])
+).filter(lambda name: name not in ours_or_the_brokers)
+user_queues = st.sampled_from(["jobs", "retry.v1", "celery_delay", "v1.parked.jobs", ""])
+
+
+@st.composite
+def other_peoples_deaths(draw: st.DrawFn) -> dict[str, Any]:
+    queues = draw(st.lists(user_queues, max_size=3))
+    if not queues:
+        return {}
+    deaths = [
+        {"queue": queue, "reason": "rejected", "exchange": "dlx", "count": number + 1}
+        for number, queue in enumerate(queues)
+    ]
+    headers: dict[str, Any] = {"x-death": deaths}
+    for order, queue in (("first", queues[-1]), ("last", queues[0])):
+        if draw(st.booleans()):
+            headers |= {
+                f"x-{order}-death-exchange": "dlx",
+                f"x-{order}-death-queue": queue,
+                f"x-{order}-death-reason": "rejected",
+            }
+    return headers
+
+
+@st.composite
+def all_properties(draw: st.DrawFn) -> dict[str, Any]:
+    headers = draw(st.dictionaries(header_names, values, max_size=5))
+    headers |= draw(other_peoples_deaths())
+    properties: dict[str, Any] = {"application_headers": headers, "correlation_id": "id"}
+    if draw(st.booleans()):
+        properties["priority"] = draw(st.integers(0, 255))
+    if draw(st.booleans()):
+        properties["expiration"] = str(draw(st.integers(0, 10**9)))
+    return properties
+
+
+@patient
+@given(
+    properties=all_properties(),
+    exchange=st.text(max_size=8),
+    routing_key=st.text(max_size=8),
+    limit_priority=st.booleans(),
+)
+def test_a_message_comes_out_as_it_went_in(
+    properties: dict[str, Any], exchange: str, routing_key: str, limit_priority: bool
+) -> None:
+    went_in = sealed(
+        properties, exchange=exchange, routing_key=routing_key, limit_priority=limit_priority
+    )
+    info = {
+        "exchange": DELIVERY,
+        "routing_key": "0.1.%jobs.a.b",
+        "delivery_tag": 3,
+        "consumer_tag": "c",
+        "redelivered": False,
+    }
+    came_out, came_by, delayed = opened(after_the_levels(went_in), info)
+    assert came_out == properties
+    assert came_by == info | {"exchange": exchange, "routing_key": routing_key}
+    assert (delayed.exchange, delayed.routing_key) == (exchange, routing_key)
+    assert (delayed.delivery_id, delayed.due_ms) == ("id-1", DUE_US // 1000)
+
+
+@patient
+@given(properties=all_properties())
+def test_the_callers_dicts_are_never_changed(properties: dict[str, Any]) -> None:
+    """kombu's retry and Celery's `headers=self.request.headers` pass the same dicts again."""
+    before = copy.deepcopy(properties)
+    went_in = sealed(properties, limit_priority=True)
+    assert properties == before
+
+    waited = after_the_levels(went_in)
+    before = copy.deepcopy(waited)
+    opened(waited)
+    assert waited == before
+
+
+@patient
+@given(properties=all_properties())
+def test_a_message_can_wait_again_and_again(properties: dict[str, Any]) -> None:
+    for _ in range(3):
+        properties_now, _, _ = opened(after_the_levels(sealed(properties)))
+        assert properties_now == properties
+        properties = properties_now
+
+
+def test_a_message_without_headers_has_none_afterwards() -> None:
+    came_out, _, _ = opened(after_the_levels(sealed({"priority": 1})))
+    assert came_out == {"priority": 1, "application_headers": {}}
+
+
+def test_a_landed_or_rescued_message_keeps_the_delivery_info_it_has() -> None:
+    """It arrives from the user's own exchange, dead-lettered or published there."""
+    info = {"exchange": "news", "routing_key": "sport"}
+    assert opened(after_the_levels(sealed({})), info)[1] == info
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [None, {}, {"native_delay": None}, {"native_delay": "v1"}, {"native_delay": {"v": 2}}],
+)
+def test_a_message_that_never_waited_is_left_alone(headers: dict[str, Any] | None) -> None:
+    properties = {} if headers is None else {"application_headers": headers}
+    assert unseal(properties, {"exchange": "jobs"}) is None
+
+
+@pytest.mark.xfail(raises=AssertionError, reason="every envelope is taken for the message's own")
+@pytest.mark.parametrize("eta", [None, "2026-11-20T13:00:00+00:00"])
+def test_an_envelope_that_a_plain_workers_retry_took_along_is_not_believed(
+    eta: str | None,
+) -> None:
+    """Celery sends unknown headers again: the retry did not wait, nor expire with the first."""
+    headers = {"task": "t", "eta": "2026-11-20T12:01:00+00:00"}
+    first = sealed({"application_headers": headers, "expiration": "90000"})
+    retried = {"application_headers": first["application_headers"] | {"eta": eta}}
+    found = unseal(retried, {"exchange": "", "routing_key": "celery"})
+    assert found is None or found[2] is None
+
+
+# ---- deaths --------------------------------------------------------------------------------
+
+
+def death(queue: str, reason: str = "expired", count: int = 1) -> dict[str, Any]:
+    return {"queue": queue, "reason": reason, "exchange": "", "count": count}
+
+
+def test_no_death_in_our_queues_is_sent_or_seen() -> None:
+    """RabbitMQ 3.10 takes a message that comes with its own x-death for a cycle and drops it."""
+    headers = {
+        "x-death": [death(LEVEL), death("celery_delay.v1.parked")],
+        "x-first-death-queue": LEVEL,
+        "x-first-death-exchange": LEVEL,
+        "x-first-death-reason": "expired",
+    }
+    went_in = sealed({"application_headers": headers})
+    assert set(went_in["application_headers"]) == {HEADER}
+    came_out, _, _ = opened(after_the_levels(went_in))
+    assert came_out["application_headers"] == {}
+
+
+def test_of_mixed_deaths_only_other_peoples_are_seen() -> None:
+    headers = {
+        "x-death": [death(LEVEL), death("jobs", "rejected", 4)],
+        "x-first-death-queue": "jobs",
+        "x-first-death-reason": "rejected",
+        "x-last-death-queue": LEVEL,
+        "x-last-death-reason": "expired",
+    }
+    came_out, _, _ = opened(after_the_levels(sealed({"application_headers": headers})))
+    assert came_out["application_headers"] == {
+        "x-death": [death("jobs", "rejected", 4)],
+        "x-first-death-queue": "jobs",
+        "x-first-death-reason": "rejected",
+    }
+
+
+@pytest.mark.xfail(raises=KeyError, reason="all deaths are dropped as soon as one of them is ours")
+def test_a_death_after_the_delivery_is_seen() -> None:
+    """The user's queue rejected the task into the user's own dead-letter queue."""
+    waited = after_the_levels(sealed({"application_headers": {"task": "t"}}))
+    headers = waited["application_headers"]
+    headers["x-death"] = [death("jobs", "rejected"), *headers["x-death"]]
+    headers["x-last-death-queue"] = "jobs"
+    came_out, _, _ = opened(waited, {"exchange": "dlx", "routing_key": "a.b"})
+    assert came_out["application_headers"]["x-death"] == [death("jobs", "rejected")]
+    assert came_out["application_headers"]["x-last-death-queue"] == "jobs"
+    assert "x-first-death-queue" not in came_out["application_headers"]
+
+
+# ---- what cannot wait, and what must not travel --------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["CC", "BCC"])
+def test_further_routing_keys_are_refused_with_the_way_out(name: str) -> None:
+    with pytest.raises(CannotDelay) as refused:
+        sealed({"application_headers": {name: ["b"]}})
+    for said in ("'jobs'", "CC or BCC", "one delayed message per routing key"):
+        assert said in str(refused.value)
+
+
+def test_an_expiration_is_kept_beside_its_absolute_time() -> None:
+    """On the message RabbitMQ would cut the first level short by it, then forget it."""
+    went_in = sealed({"expiration": "90000"})
+    assert "expiration" not in went_in
+    came_out, _, delayed = opened(went_in)
+    assert came_out["expiration"] == "90000"
+    assert delayed.expires_ms == NOW_US // 1000 + 90_000
+
+
+def test_a_message_without_expiration_never_expires() -> None:
+    came_out, _, delayed = opened(sealed({}))
+    assert "expiration" not in came_out
+    assert delayed.expires_ms is None
+
+
+@pytest.mark.parametrize(
+    ("priority", "limited", "travels_with"),
+    [
+        (None, True, None),
+        (0, True, 0),
+        (4, True, 4),
+        (5, True, 4),
+        (255, True, 4),
+        (5, False, 5),
+        (255, False, 255),
+    ],
+)
+def test_a_priority_is_limited_on_the_way_only(
+    priority: int | None, limited: bool, travels_with: int | None
+) -> None:
+    properties = {} if priority is None else {"priority": priority}
+    went_in = sealed(properties, limit_priority=limited)
+    assert went_in.get("priority") == travels_with
+    assert opened(went_in)[0].get("priority") == priority
+
+
+def test_the_due_time_in_the_envelope_is_never_early() -> None:
+    assert opened(sealed({}, due_us=DUE_US + 1))[2].due_ms == DUE_US // 1000 + 1
+
+
+def test_the_one_queue_a_message_is_for_travels_with_it() -> None:
+    assert sealed({}, queue="jobs.7")["application_headers"][HEADER]["queue"] == "jobs.7"
+    assert "queue" not in sealed({})["application_headers"][HEADER]
+
+
+# ---- due_of --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("headers", "due"),
+    [
+        (None, None),
+        ({}, None),
+        ({"task": "t"}, None),
+        ({"task": "t", "eta": None}, None),
+        ({"task": "t", "eta": ""}, None),
+        ({"task": "t", "eta": "2026-11-20T12:00:00+00:00"}, NOW_US),
+        ({"eta": "2026-11-20T12:00:00"}, NOW_US),
+        ({"eta": datetime(2026, 11, 20, 12, tzinfo=UTC)}, NOW_US),
+        # Not a Celery task: whatever its eta means, it is no due time.
+        ({"eta": "soon"}, None),
+        ({"eta": 5}, None),
+        ({"eta": [1]}, None),
+        ({"eta": b"2026"}, None),
+    ],
+)
+def test_due_of(headers: dict[str, Any] | None, due: int | None) -> None:
+    assert due_of(headers) == due
+
+
+def test_a_task_with_an_eta_that_is_no_date_is_refused() -> None:
+    with pytest.raises(InvalidDueTime, match="got 'soon'"):
+        due_of({"task": "t", "eta": "soon"})
+
+
+@pytest.mark.xfail(raises=AttributeError, reason="due_us() expects text or a datetime")
+@pytest.mark.parametrize("eta", [5, 5.5, b"2026-11-20", [1]])
+def test_a_task_with_an_eta_of_another_type_is_refused(eta: Any) -> None:
+    with pytest.raises(InvalidDueTime):
+        due_of({"task": "t", "eta": eta})

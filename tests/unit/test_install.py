@@ -1,0 +1,387 @@
+"""``install(app)`` changes one app, whenever it is called, and leaves all others alone."""
+
+from __future__ import annotations
+
+import logging
+import math
+import pickle
+from types import ModuleType
+from typing import Any
+
+import celery.app.base
+import pytest
+from celery import Celery, current_app
+from celery.local import Proxy
+from kombu import Queue
+
+from celery_native_delay import (
+    DelaySettings,
+    DelayTooLong,
+    InvalidDueTime,
+    SettingsError,
+    UnsupportedBroker,
+    install,
+)
+from celery_native_delay.celery_app.install import (
+    BOOTSTEP,
+    installation_of,
+    keep_celerys_own_off,
+)
+from celery_native_delay.kombu_hook import OPTION, Misconfigured
+
+
+def plain_app(**configuration: Any) -> Celery:
+    app = Celery("proj", broker="amqp://nowhere", set_as_current=False)
+    if configuration:
+        app.conf.update(configuration)
+    return app
+
+
+def option_of(app: Celery) -> Any:
+    """What a connection of *app* asks its transport for; None for nothing."""
+    option = app.connection_for_write().transport_options.get(OPTION)
+    assert app.connection_for_read().transport_options.get(OPTION) == option or isinstance(
+        option, Misconfigured
+    )
+    return option
+
+
+# ---- once, before or after -----------------------------------------------------------------
+
+
+def test_install_returns_the_app_and_asks_for_delays_with_the_defaults() -> None:
+    app = plain_app()
+    assert install(app) is app
+    assert option_of(app) == DelaySettings()
+
+
+def test_installing_again_changes_nothing() -> None:
+    app = install(plain_app())
+    wrapped = app._connection, app.send_task, installation_of(app)
+    fixups = set(app.fixups)
+    assert install(app) is app
+    assert (app._connection, app.send_task, installation_of(app)) == wrapped
+    assert set(app.fixups) == fixups
+    assert option_of(app) == DelaySettings()
+
+
+def test_installing_again_adds_settings() -> None:
+    app = install(plain_app(), levels=12)
+    install(app, base=4)
+    assert option_of(app) == DelaySettings(levels=12, base=4)
+
+
+def test_the_bootstep_is_given_to_the_worker_once() -> None:
+    app = install(install(plain_app()))
+    assert list(app.steps["consumer"]).count(BOOTSTEP) == 1
+    assert BOOTSTEP not in plain_app().steps["consumer"]
+
+
+def test_a_proxy_is_installed_as_the_app_behind_it() -> None:
+    app = plain_app()
+    proxy = Proxy(lambda: app)
+    assert install(proxy) is proxy
+    assert installation_of(app) is installation_of(proxy) is not None
+
+
+def test_pools_from_before_are_given_up() -> None:
+    app = plain_app()
+    assert OPTION not in app.producer_pool.connections.connection.transport_options
+    assert OPTION not in app.pool.connection.transport_options
+    install(app)
+    assert app.producer_pool.connections.connection.transport_options[OPTION] == DelaySettings()
+    assert app.pool.connection.transport_options[OPTION] == DelaySettings()
+
+
+def test_the_users_own_transport_options_stay() -> None:
+    app = install(plain_app(broker_transport_options={"confirm_publish": True}))
+    assert app.connection_for_write().transport_options == {
+        "confirm_publish": True,
+        OPTION: DelaySettings(),
+    }
+    assert app.conf.broker_transport_options == {"confirm_publish": True}
+
+
+def test_transport_options_replaced_later_do_not_lose_it() -> None:
+    app = install(plain_app())
+    app.conf.broker_transport_options = {"max_retries": 3}
+    assert option_of(app) == DelaySettings()
+    connection = app.connection_for_write(transport_options={"confirm_publish": True})
+    assert connection.transport_options[OPTION] == DelaySettings()
+
+
+# ---- where settings come from --------------------------------------------------------------
+
+
+class Plain:
+    native_delay_levels = 12
+    native_delay_landing_exchanges = ("news",)
+
+
+class Namespaced:
+    CELERY_NATIVE_DELAY_LEVELS = 12
+    CELERY_NATIVE_DELAY_LANDING_EXCHANGES = ("news",)
+    CELERY_TASK_ALWAYS_EAGER = False
+
+
+CONFIGURATIONS = [
+    pytest.param(Plain, {}, id="object"),
+    pytest.param(dict(vars(Plain)), {}, id="dict"),
+    pytest.param(Namespaced, {"namespace": "CELERY"}, id="namespace"),
+    pytest.param(Namespaced, {"namespace": "CELERY_"}, id="namespace with underscore"),
+]
+
+
+@pytest.mark.parametrize(("configuration", "options"), CONFIGURATIONS)
+def test_settings_from_a_configuration_read_before_install(
+    configuration: Any, options: dict[str, Any]
+) -> None:
+    app = plain_app()
+    app.config_from_object(configuration, **options)
+    install(app)
+    assert option_of(app) == DelaySettings(levels=12, landing_exchanges=("news",))
+
+
+@pytest.mark.parametrize(("configuration", "options"), CONFIGURATIONS)
+def test_settings_from_a_configuration_read_after_install(
+    configuration: Any, options: dict[str, Any]
+) -> None:
+    app = install(plain_app())
+    app.config_from_object(configuration, **options)
+    assert option_of(app) == DelaySettings(levels=12, landing_exchanges=("news",))
+
+
+@pytest.mark.parametrize(("configuration", "options"), CONFIGURATIONS)
+def test_keywords_win_over_the_configuration(configuration: Any, options: dict[str, Any]) -> None:
+    before = install(plain_app(), levels=20)
+    before.config_from_object(configuration, **options)
+    after = plain_app()
+    after.config_from_object(configuration, **options)
+    install(after, levels=20)
+    for app in (before, after):
+        assert option_of(app) == DelaySettings(levels=20, landing_exchanges=("news",))
+
+
+def test_settings_assigned_one_by_one_count() -> None:
+    app = install(plain_app())
+    app.conf.native_delay_base = 4
+    assert option_of(app) == DelaySettings(base=4)
+
+
+# ---- mistakes ------------------------------------------------------------------------------
+
+
+def test_an_unknown_keyword_is_refused_and_nothing_installed() -> None:
+    app = plain_app()
+    with pytest.raises(SettingsError, match="did you mean native_delay_levels"):
+        install(app, levles=12)
+    assert installation_of(app) is None
+
+
+def test_an_impossible_keyword_is_refused_and_nothing_installed() -> None:
+    app = plain_app()
+    with pytest.raises(SettingsError, match=r"expected native_delay_levels to be .* got 0"):
+        install(app, levels=0)
+    assert installation_of(app) is None
+
+
+@pytest.mark.parametrize(
+    ("configuration", "said"),
+    [
+        ({"native_delay_levels": 0}, "expected native_delay_levels to be"),
+        ({"native_delay_levles": 12}, "did you mean native_delay_levels"),
+        ({"native_delay_levels": 60}, "RabbitMQ's limit is"),
+        ({"native_delay_enabled": "no"}, "expected native_delay_enabled to be True or False"),
+    ],
+)
+def test_a_mistake_in_the_configuration_waits_for_the_first_delayed_message(
+    configuration: dict[str, Any], said: str
+) -> None:
+    """Immediate tasks go their way; the connection carries the mistake, not an exception."""
+    app = install(plain_app(**configuration))
+    option = option_of(app)
+    assert isinstance(option, Misconfigured)
+    assert said in str(option.error)
+
+
+def test_a_mistake_can_be_corrected() -> None:
+    app = install(plain_app(native_delay_levels=0))
+    assert isinstance(option_of(app), Misconfigured)
+    app.conf.native_delay_levels = 12
+    assert option_of(app) == DelaySettings(levels=12)
+
+
+@pytest.mark.parametrize(
+    ("countdown", "error"),
+    [(math.nan, InvalidDueTime), (math.inf, InvalidDueTime), (10**10, DelayTooLong)],
+)
+def test_a_countdown_that_celery_cannot_compute_is_refused_in_plain_words(
+    countdown: float, error: type[Exception]
+) -> None:
+    app = install(plain_app())
+    with pytest.raises(error, match=r"268,435,45[56]"):
+        app.send_task("t", countdown=countdown)
+
+    @app.task(name="t")
+    def task() -> None: ...
+
+    with pytest.raises(error, match=r"268,435,45[56]"):
+        task.apply_async(countdown=countdown)
+    with pytest.raises(error, match=r"268,435,45[56]"):
+        task.s().apply_async(countdown=countdown)
+
+
+# ---- pickled apps --------------------------------------------------------------------------
+
+
+def test_a_pickled_app_is_installed_again_with_its_keywords() -> None:
+    app = install(plain_app(), levels=12, base=4)
+    again = pickle.loads(pickle.dumps(app))
+    assert again is not app
+    assert installation_of(again) is not None
+    assert option_of(again) == DelaySettings(levels=12, base=4)
+    assert list(again.steps["consumer"]).count(BOOTSTEP) == 1
+    assert celery.app.base.detect_quorum_queues(with_quorum_queue(again), "amqp") == (False, "")
+
+
+def test_a_pickled_app_keeps_configuration_and_keywords() -> None:
+    app = install(plain_app(), levels=20)
+    app.config_from_object({"native_delay_levels": 12, "native_delay_base": 4})
+    assert option_of(app) == DelaySettings(levels=20, base=4)
+    once = pickle.loads(pickle.dumps(app))
+    twice = pickle.loads(pickle.dumps(once))
+    for again in (once, twice):
+        assert option_of(again) == DelaySettings(levels=20, base=4)
+
+
+def test_a_plain_app_is_pickled_as_ever() -> None:
+    assert installation_of(pickle.loads(pickle.dumps(plain_app()))) is None
+
+
+# ---- other apps, and switched off ----------------------------------------------------------
+
+
+def with_quorum_queue(app: Celery) -> Celery:
+    app.conf.task_queues = [Queue("quorum", queue_arguments={"x-queue-type": "quorum"})]
+    return app
+
+
+def test_another_app_of_the_process_is_untouched() -> None:
+    other = with_quorum_queue(plain_app())
+    install(with_quorum_queue(plain_app()))
+    assert installation_of(other) is None
+    assert option_of(other) is None
+    assert "send_task" not in vars(other)
+    assert "_connection" not in vars(other)
+    assert celery.app.base.detect_quorum_queues(other, "amqp") == (True, "quorum")
+
+
+def test_the_default_app_is_untouched() -> None:
+    install(plain_app())
+    assert installation_of(current_app) is None
+
+
+def test_celerys_own_delayed_delivery_is_off_for_an_installed_app() -> None:
+    app = install(with_quorum_queue(plain_app()))
+    assert celery.app.base.detect_quorum_queues(app, "amqp") == (False, "")
+
+
+def test_quality_of_service_is_still_decided_by_the_queues_there_are() -> None:
+    """Global QoS does not exist for quorum queues; the worker asks the same function."""
+    import celery.worker.consumer.delayed_delivery
+    import celery.worker.consumer.tasks
+
+    import celery_native_delay.celery_app.bootsteps  # noqa: F401, what a worker loads
+
+    app = install(with_quorum_queue(plain_app()))
+    consumer = celery.worker.consumer
+    assert consumer.tasks.detect_quorum_queues(app, "amqp") == (True, "quorum")
+    assert consumer.delayed_delivery.detect_quorum_queues(app, "amqp") == (False, "")
+
+
+def test_a_celery_that_decides_elsewhere_is_refused() -> None:
+    with pytest.raises(UnsupportedBroker, match=r"expected celery\.elsewhere\.detect_quorum_queu"):
+        keep_celerys_own_off(ModuleType("celery.elsewhere"))
+
+
+OFF = [
+    pytest.param(lambda: install(plain_app(), enabled=False), id="keyword"),
+    pytest.param(lambda: install(plain_app(native_delay_enabled=False)), id="configuration"),
+]
+
+
+@pytest.mark.parametrize("make", OFF)
+def test_enabled_false_leaves_all_as_celery_has_it(make: Any) -> None:
+    app = with_quorum_queue(make())
+    assert option_of(app) is None
+    assert app.connection_for_write().transport_options == {}
+    assert celery.app.base.detect_quorum_queues(app, "amqp") == (True, "quorum")
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_enabled_false_in_a_namespace_leaves_all_as_celery_has_it(later: bool) -> None:
+    app = plain_app()
+    if later:
+        install(app)
+    app.config_from_object({"CELERY_NATIVE_DELAY_ENABLED": False}, namespace="CELERY")
+    install(with_quorum_queue(app))
+    assert option_of(app) is None
+    assert celery.app.base.detect_quorum_queues(app, "amqp") == (True, "quorum")
+
+
+# ---- other brokers -------------------------------------------------------------------------
+
+
+def memory_app(queue: str) -> Celery:
+    return Celery(
+        "proj",
+        broker="memory://",
+        set_as_current=False,
+        changes={"task_default_queue": queue},
+    )
+
+
+def test_a_broker_we_have_nothing_for_warns_once_and_works(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    app = install(memory_app("unit-warns"))
+    with caplog.at_level(logging.WARNING, "celery_native_delay"):
+        app.send_task("t", countdown=60)
+        app.send_task("t")
+        app.connection_for_read()
+    ours = [record for record in caplog.records if record.name.startswith("celery_native_delay")]
+    assert [record.getMessage() for record in ours] == [
+        (
+            "native delay has no transport for memory: tasks with an ETA stay with Celery, in "
+            "the memory of its workers"
+        )
+    ]
+    with app.connection_for_read() as connection, connection.SimpleQueue("unit-warns") as queue:
+        delayed, immediate = queue.get_nowait(), queue.get_nowait()
+        assert delayed.headers["eta"]
+        assert not immediate.headers["eta"]
+
+
+def test_task_protocol_1_carries_its_eta_in_a_header_too() -> None:
+    app = install(memory_app("unit-protocol-1"))
+    app.conf.task_protocol = 1
+    app.send_task("t", countdown=60)
+    app.send_task("t")
+    connection = app.connection_for_read()
+    with connection, connection.SimpleQueue("unit-protocol-1") as queue:
+        delayed, immediate = queue.get_nowait(), queue.get_nowait()
+        assert delayed.headers == {"eta": delayed.payload["eta"]}
+        assert "eta" not in immediate.headers
+
+
+@pytest.mark.parametrize(
+    "transport", ["kombu.transport.pyamqp:Transport", "kombu.transport.pyamqp:SSLTransport"]
+)
+def test_somebody_elses_amqp_transport_is_refused_with_the_way_out(transport: str) -> None:
+    app = install(plain_app(broker_transport=transport))
+    with pytest.raises(UnsupportedBroker) as refused:
+        app.connection_for_write()
+    for said in (repr(transport), "amqp://", "broker_transport", "native_delay_enabled = False"):
+        assert said in str(refused.value)
+    app.conf.native_delay_enabled = False
+    assert option_of(app) is None

@@ -1,0 +1,231 @@
+"""Our transports stand under kombu's aliases and are kombu's own until they are asked for more."""
+
+from __future__ import annotations
+
+import math
+import socket
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import amqp
+import pytest
+from kombu import Connection
+from kombu import transport as kombu_transport
+from kombu.transport import pyamqp, resolve_transport
+
+from celery_native_delay import (
+    DelaySettings,
+    DelayTooLong,
+    InvalidDueTime,
+    SettingsError,
+    delay_headers,
+    register_transports,
+)
+from celery_native_delay.kombu_hook import ALIASES, Misconfigured, settings_from_option
+from celery_native_delay.transports import rabbitmq
+
+NOON = datetime(2026, 11, 20, 12, 0, tzinfo=UTC)
+
+
+# ---- aliases -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("alias", "ours", "kombus"),
+    [
+        ("amqp", rabbitmq.Transport, pyamqp.Transport),
+        ("pyamqp", rabbitmq.Transport, pyamqp.Transport),
+        ("amqps", rabbitmq.SSLTransport, pyamqp.SSLTransport),
+    ],
+)
+def test_an_alias_leads_to_our_transport_which_is_kombus(
+    alias: str, ours: type, kombus: type
+) -> None:
+    assert resolve_transport(alias) is ours
+    assert Connection(f"{alias}://").get_transport_cls() is ours
+    assert issubclass(ours, kombus)
+
+
+def test_no_other_alias_is_touched() -> None:
+    ours = [
+        alias
+        for alias, path in kombu_transport.TRANSPORT_ALIASES.items()
+        if path.startswith("celery_native_delay.")
+    ]
+    assert sorted(ours) == sorted(ALIASES)
+
+
+def test_registering_clears_what_kombu_had_resolved_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(
+        kombu_transport.TRANSPORT_ALIASES, "amqp", "kombu.transport.pyamqp:Transport"
+    )
+    monkeypatch.setitem(kombu_transport._transport_cache, "amqp", pyamqp.Transport)
+    register_transports()
+    assert resolve_transport("amqp") is rabbitmq.Transport
+    register_transports()
+    assert resolve_transport("amqp") is rabbitmq.Transport
+
+
+# ---- connections ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """py-amqp connections that are made, but never connect."""
+    monkeypatch.setattr(amqp.Connection, "connect", lambda *args, **kwargs: None)
+
+
+def established(**transport_options: Any) -> Any:
+    connection = Connection("amqp://", transport_options=transport_options)
+    return connection.transport.establish_connection()
+
+
+def test_a_connection_without_the_option_is_kombus_own(offline: None) -> None:
+    assert type(established()) is pyamqp.Connection
+    assert type(established(confirm_publish=True)) is pyamqp.Connection
+
+
+def test_a_connection_with_the_option_does_not_change_the_next_one_without(offline: None) -> None:
+    assert hasattr(established(native_delay=True), "delays")
+    assert type(established()) is pyamqp.Connection
+    assert rabbitmq.Transport.Connection is pyamqp.Connection
+
+
+@pytest.mark.parametrize(
+    ("option", "wanted"),
+    [
+        (True, DelaySettings()),
+        ({"levels": 12}, DelaySettings(levels=12)),
+        (DelaySettings(base=4), DelaySettings(base=4)),
+    ],
+)
+def test_the_option_brings_its_settings_to_the_connection(
+    offline: None, option: Any, wanted: DelaySettings
+) -> None:
+    assert established(native_delay=option).delays.settings == wanted
+
+
+@pytest.mark.xfail(
+    raises=AttributeError,
+    reason="an empty mapping is false, so the transport takes it for no option",
+)
+def test_an_empty_mapping_of_settings_asks_for_the_defaults(offline: None) -> None:
+    assert established(native_delay={}).delays.settings == DelaySettings()
+
+
+@pytest.mark.xfail(
+    raises=AssertionError, reason="the transport looks at the option, not at what it says"
+)
+@pytest.mark.parametrize("option", [{"enabled": False}, DelaySettings(enabled=False)])
+def test_enabled_false_leaves_the_connection_kombus_own(offline: None, option: Any) -> None:
+    assert type(established(native_delay=option)) is pyamqp.Connection
+
+
+def test_a_wrong_option_is_refused_when_connecting(offline: None) -> None:
+    with pytest.raises(SettingsError, match="expected native_delay_levels to be"):
+        established(native_delay={"levels": 0})
+
+
+def test_a_misconfigured_connection_connects_and_says_why_it_cannot_delay(offline: None) -> None:
+    error = SettingsError("expected this, got that")
+    delays = established(native_delay=Misconfigured(error)).delays
+    with pytest.raises(SettingsError, match="expected this, got that"):
+        delays.prepare()
+
+
+def test_a_broker_that_pauses_is_given_a_minute(offline: None) -> None:
+    """py-amqp's 1 s turns a memory alarm into silent loss."""
+    user_timeout = getattr(socket, "TCP_USER_TIMEOUT", None)
+    if user_timeout is None:
+        pytest.skip("this system has no TCP_USER_TIMEOUT")
+    assert established(native_delay=True).socket_settings[user_timeout] == 60_000
+    own = established(native_delay=True, socket_settings={user_timeout: 5})
+    assert own.socket_settings[user_timeout] == 5
+
+
+def test_the_option_survives_clones_and_failover() -> None:
+    connection = Connection("amqp://one;amqp://two", transport_options={"native_delay": True})
+    for other in (connection, connection.clone()):
+        other.switch("amqp://two")
+        assert other.hostname == "two"
+        assert other.transport_options["native_delay"] is True
+        assert other.get_transport_cls() is rabbitmq.Transport
+
+
+# ---- the option ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", [None, False, 1, "yes", ["levels"], DelaySettings])
+def test_an_option_of_another_kind_is_refused(option: Any) -> None:
+    with pytest.raises(SettingsError) as refused:
+        settings_from_option(option)
+    assert str(refused.value) == (
+        'expected transport_options["native_delay"] to be True, a dict of settings or '
+        f"DelaySettings, got {option!r}"
+    )
+
+
+def test_an_unknown_setting_in_the_option_is_refused() -> None:
+    with pytest.raises(SettingsError, match="did you mean native_delay_levels"):
+        settings_from_option({"levles": 3})
+
+
+def test_the_same_mistake_has_the_same_repr() -> None:
+    """The repr is part of kombu's pool key: a pool per mistake, not per message."""
+    one, other = (Misconfigured(SettingsError("levels=0")) for _ in range(2))
+    assert repr(one) == repr(other)
+    assert "levels=0" in repr(one)
+
+
+# ---- delay_headers -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "eta"),
+    [
+        ({"countdown": 5}, "2026-11-20T12:00:05+00:00"),
+        ({"countdown": 0.125}, "2026-11-20T12:00:00.125000+00:00"),
+        ({"countdown": 0}, "2026-11-20T12:00:00+00:00"),
+        ({"countdown": -60}, "2026-11-20T11:59:00+00:00"),
+        ({"eta": NOON}, "2026-11-20T12:00:00+00:00"),
+        ({"eta": datetime(2026, 11, 20, 12, 0)}, "2026-11-20T12:00:00"),
+        ({"eta": "2026-11-20T12:00:00Z"}, "2026-11-20T12:00:00Z"),
+    ],
+)
+def test_delay_headers(arguments: dict[str, Any], eta: str) -> None:
+    assert delay_headers(**arguments, now=NOON) == {"eta": eta}
+
+
+def test_delay_headers_count_from_now_by_default() -> None:
+    before = datetime.now(UTC)
+    eta = datetime.fromisoformat(delay_headers(countdown=60)["eta"])
+    assert before <= eta - timedelta(seconds=60) <= datetime.now(UTC)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"countdown": 5, "eta": NOON}])
+def test_delay_headers_take_either_countdown_or_eta(arguments: dict[str, Any]) -> None:
+    with pytest.raises(InvalidDueTime, match="expected countdown or eta, got countdown="):
+        delay_headers(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"countdown": math.nan}, InvalidDueTime),
+        ({"countdown": -math.inf}, InvalidDueTime),
+        ({"countdown": 10**11}, DelayTooLong),
+        ({"eta": "tomorrow"}, InvalidDueTime),
+    ],
+)
+def test_delay_headers_refuse_what_is_no_point_in_time(
+    arguments: dict[str, Any], error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        delay_headers(**arguments)
+
+
+@pytest.mark.xfail(raises=(AttributeError, OverflowError), reason="not turned into ours")
+@pytest.mark.parametrize("arguments", [{"eta": 12.5}, {"countdown": -(10**11)}])
+def test_delay_headers_refuse_other_nonsense_with_our_error(arguments: dict[str, Any]) -> None:
+    with pytest.raises(InvalidDueTime):
+        delay_headers(**arguments)

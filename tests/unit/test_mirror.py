@@ -1,0 +1,243 @@
+"""The user's bindings, repeated on the delivery exchange or behind a landing queue."""
+
+from __future__ import annotations
+
+import pytest
+
+from celery_native_delay import DelaySettings
+from celery_native_delay.core.topology import Binding, Declaration, Queue, Topology
+from celery_native_delay.transports.rabbitmq.mirror import (
+    Mirror,
+    Mirrored,
+    is_internal,
+    landing_declarations,
+)
+
+TOPOLOGY = Topology(DelaySettings(levels=2))
+DELIVERY = "celery_delay.v1.2x125ms.quorum.delivery"
+
+
+@pytest.fixture
+def mirror() -> Mirror:
+    return Mirror(TOPOLOGY)
+
+
+def pending(mirror: Mirror) -> list[Mirrored]:
+    return mirror.take_pending()[0]
+
+
+def pending_landings(mirror: Mirror) -> list[str]:
+    return mirror.take_pending()[1]
+
+
+def mirrored(mirror: Mirror, queue: str, exchange: str, key: str) -> list[Declaration]:
+    return list(mirror.declarations(Mirrored(queue, exchange, key)))
+
+
+# ---- what becomes of a binding -------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("kind", "exchange", "key", "pattern"),
+    [
+        ("direct", "", "celery", "*.*.%.celery"),
+        ("direct", "jobs", "a.b", "*.*.%jobs.a.b"),
+        ("direct", "jobs", "a.*", "*.*.%jobs.a.%2A"),  # no wildcard in a direct exchange
+        ("direct", "jobs", "", "*.*.%jobs"),
+        ("topic", "news", "a.*", "*.*.%news.a.*"),
+        ("topic", "news", "#", "*.*.%news.#"),
+        ("topic", "news.eu", "100%", "*.*.%news%2Eeu.100%25"),
+    ],
+)
+def test_a_binding_is_repeated_on_the_delivery_exchange(
+    mirror: Mirror, kind: str, exchange: str, key: str, pattern: str
+) -> None:
+    mirror.exchange_declared(exchange, kind, None)
+    binding = Binding(DELIVERY, "q", pattern)
+    assert mirrored(mirror, "q", exchange, key) == [binding]
+    assert mirror.binding_of(Mirrored("q", exchange, key)) == binding
+
+
+@pytest.mark.parametrize("kind", ["fanout", "headers", "x-random"])
+def test_bindings_of_other_types_are_not_repeated(mirror: Mirror, kind: str) -> None:
+    mirror.exchange_declared("all", kind, None)
+    assert mirrored(mirror, "q", "all", "key") == []
+    assert mirror.binding_of(Mirrored("q", "all", "key")) is None
+
+
+def test_a_direct_key_that_does_not_fit_is_bound_by_its_hash(mirror: Mirror) -> None:
+    mirror.exchange_declared("jobs", "direct", None)
+    [binding] = mirrored(mirror, "q", "jobs", "k" * 255)
+    assert isinstance(binding, Binding)
+    assert binding.routing_key.startswith("*.*.%h")
+    assert len(binding.routing_key.encode()) <= 255
+
+
+def test_a_topic_pattern_that_does_not_fit_gets_its_exchange_a_landing_queue(
+    mirror: Mirror,
+) -> None:
+    mirror.exchange_declared("news", "topic", None)
+    landing = list(landing_declarations(TOPOLOGY, "news"))
+    assert mirrored(mirror, "q", "news", "k" * 254) == landing
+    assert mirror.binding_of(Mirrored("q", "news", "k" * 254)) is None
+
+
+@pytest.mark.parametrize("overflow", ["reject-publish", "reject-publish-dlx"])
+def test_a_queue_that_may_reject_gets_a_landing_queue_in_front(
+    mirror: Mirror, overflow: str
+) -> None:
+    mirror.queue_declared("full", {"x-overflow": overflow}, short_lived=False)
+    declared = mirrored(mirror, "full", "", "full")
+    landing = TOPOLOGY.queue_landing("full")
+    assert [d for d in declared if isinstance(d, Queue)] == [landing]
+    behind, in_front = [d for d in declared if isinstance(d, Binding)]
+    # Where the landing queue sends to leads to the queue, and nothing else of the user's does.
+    assert behind.destination == "full"
+    assert (
+        "0.0." + behind.routing_key.removeprefix("*.*.")
+        == (landing.arguments["x-dead-letter-routing-key"])
+    )
+    assert in_front == Binding(DELIVERY, landing.name, "*.*.%.full")
+    assert mirror.binding_of(Mirrored("full", "", "full")) == in_front
+
+
+def test_a_queue_that_drops_its_oldest_needs_none(mirror: Mirror) -> None:
+    mirror.queue_declared("ring", {"x-overflow": "drop-head"}, short_lived=False)
+    assert mirrored(mirror, "ring", "", "ring") == [Binding(DELIVERY, "ring", "*.*.%.ring")]
+
+
+# ---- what is noted -------------------------------------------------------------------------
+
+
+def test_a_declared_queue_is_reached_by_its_name(mirror: Mirror) -> None:
+    mirror.queue_declared("celery", None, short_lived=False)
+    assert pending(mirror) == [Mirrored("celery", "", "celery")]
+
+
+def test_reply_queues_are_left_alone(mirror: Mirror) -> None:
+    mirror.queue_declared("amq.gen-reply", None, short_lived=True)
+    assert not mirror.is_pending
+
+
+def test_a_short_lived_queue_that_is_bound_gets_what_it_is_bound_for(mirror: Mirror) -> None:
+    mirror.queue_bound("amq.gen-feed", "news", "sport")
+    assert pending(mirror) == [Mirrored("amq.gen-feed", "news", "sport")]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "celeryev",
+        "celeryev.1c2d",
+        "celery.pidbox",
+        "reply.celery.pidbox",
+        "celery@host.celery.pidbox",
+        "1c2d.reply.celery.pidbox",
+    ],
+)
+def test_celerys_own_traffic_is_never_mirrored(mirror: Mirror, name: str) -> None:
+    assert is_internal(name)
+    mirror.queue_declared(name, None, short_lived=False)
+    mirror.queue_bound(name, "jobs", "key")
+    mirror.queue_bound("jobs", name, "key")
+    mirror.exchange_bound(name)
+    assert not mirror.is_pending
+    assert mirror.known_count == 0
+
+
+@pytest.mark.parametrize("name", ["celery", "pidboxes", "my_celeryev", "celeryevents.jobs", ""])
+def test_the_users_own_names_are_not_taken_for_celerys(name: str) -> None:
+    assert not is_internal(name)
+
+
+def test_what_was_taken_is_not_pending_again(mirror: Mirror) -> None:
+    mirror.queue_bound("q", "jobs", "a")
+    assert mirror.is_pending
+    assert pending(mirror) == [Mirrored("q", "jobs", "a")]
+    assert not mirror.is_pending
+    assert mirror.known_count == 1
+
+
+def test_repeated_declarations_are_mirrored_once(mirror: Mirror) -> None:
+    for _ in range(3):
+        mirror.queue_bound("q", "jobs", "a")
+        mirror.queue_bound("q", "jobs", "b")
+    assert pending(mirror) == [Mirrored("q", "jobs", "a"), Mirrored("q", "jobs", "b")]
+
+
+def test_a_name_seen_to_already_is_not_bound_once_more(mirror: Mirror) -> None:
+    mirror.queue_bound_once("q")
+    assert pending(mirror) == [Mirrored("q", "", "q")]
+    mirror.queue_bound_once("q")
+    assert not mirror.is_pending
+
+
+def test_an_unbound_binding_is_neither_pending_nor_known(mirror: Mirror) -> None:
+    mirror.queue_bound("q", "jobs", "a")
+    mirror.queue_bound("q", "jobs", "b")
+    assert mirror.queue_unbound("q", "jobs", "a") == Mirrored("q", "jobs", "a")
+    assert mirror.queue_unbound("q", "jobs", "never") == Mirrored("q", "jobs", "never")
+    assert pending(mirror) == [Mirrored("q", "jobs", "b")]
+    mirror.forget_mirrored()
+    assert pending(mirror) == [Mirrored("q", "jobs", "b")]
+
+
+def test_a_deleted_queue_takes_all_its_bindings_along(mirror: Mirror) -> None:
+    mirror.queue_declared("q", {"x-overflow": "reject-publish"}, short_lived=False)
+    mirror.queue_bound("q", "jobs", "a")
+    mirror.queue_bound("other", "jobs", "a")
+    mirror.queue_deleted("q")
+    assert pending(mirror) == [Mirrored("other", "jobs", "a")]
+    mirror.queue_declared("q", None, short_lived=False)
+    assert mirrored(mirror, "q", "", "q") == [Binding(DELIVERY, "q", "*.*.%.q")]
+
+
+def test_after_the_broker_lost_all_everything_is_pending_again(mirror: Mirror) -> None:
+    mirror.queue_bound("q", "jobs", "a")
+    mirror.exchange_bound("source")
+    mirror.take_pending()
+    mirror.forget_mirrored()
+    assert mirror.take_pending() == ([Mirrored("q", "jobs", "a")], ["source"])
+
+
+# ---- landing queues ------------------------------------------------------------------------
+
+
+def test_an_exchange_that_another_is_bound_to_gets_a_landing_queue(mirror: Mirror) -> None:
+    mirror.exchange_bound("source")
+    mirror.exchange_bound("source")
+    assert pending_landings(mirror) == ["source"]
+
+
+def test_an_exchange_with_an_alternate_gets_a_landing_queue(mirror: Mirror) -> None:
+    mirror.exchange_declared("plain", "direct", {"x-other": 1})
+    mirror.exchange_declared("careful", "direct", {"alternate-exchange": "lost"})
+    assert pending_landings(mirror) == ["careful"]
+
+
+def test_a_deleted_exchange_needs_no_landing_queue(mirror: Mirror) -> None:
+    mirror.exchange_declared("gone", "direct", {"alternate-exchange": "lost"})
+    mirror.exchange_deleted("gone")
+    mirror.exchange_deleted("never seen")
+    assert not mirror.is_pending
+    assert "gone" not in mirror.types
+    mirror.forget_mirrored()
+    assert not mirror.is_pending
+
+
+def test_a_landing_queue_is_declared_before_it_is_bound() -> None:
+    landing, binding = landing_declarations(TOPOLOGY, "news")
+    assert landing == TOPOLOGY.landing("news")
+    assert isinstance(binding, Binding)
+    assert (binding.source, binding.destination) == (DELIVERY, TOPOLOGY.landing_queue("news"))
+
+
+def test_the_exchanges_of_every_vhost_are_known(mirror: Mirror) -> None:
+    assert mirror.types == {
+        "": "direct",
+        "amq.direct": "direct",
+        "amq.fanout": "fanout",
+        "amq.headers": "headers",
+        "amq.match": "headers",
+        "amq.topic": "topic",
+    }

@@ -1,0 +1,229 @@
+"""Settings: one frozen object, refused as a whole with the value and what was expected."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from dataclasses import FrozenInstanceError, asdict
+from typing import Any
+
+import pytest
+
+from celery_native_delay import DelaySettings, SettingsError
+from celery_native_delay.core.settings import check_settings
+
+
+def test_defaults() -> None:
+    assert asdict(DelaySettings()) == {
+        "enabled": True,
+        "namespace": "celery_delay",
+        "levels": 31,
+        "resolution": 0.125,
+        "base": 2,
+        "queue_type": "quorum",
+        "routing": "skip",
+        "confirm_publish": "wait",
+        "landing_exchanges": (),
+        "adopt": True,
+        "management_url": None,
+    }
+
+
+def test_the_default_levels_reach_eight_and_a_half_years() -> None:
+    assert DelaySettings().longest_delay_seconds == 2**28 - 0.125
+    assert DelaySettings().resolution_ms == 125
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("enabled", False),
+        ("namespace", "a"),
+        ("namespace", "shop.eu-west_1"),
+        ("namespace", "n" * 64),
+        ("levels", 1),
+        ("levels", 32),
+        ("resolution", 0.001),
+        ("resolution", 0.1),
+        ("resolution", 0.293),
+        ("base", 4),
+        ("base", 16),
+        ("queue_type", "classic"),
+        ("routing", "chain"),
+        ("confirm_publish", "off"),
+        ("landing_exchanges", ["news"]),
+        ("landing_exchanges", ("news", "a.b")),
+        ("adopt", False),
+        ("management_url", "https://guest:guest@rabbit:15671"),
+    ],
+)
+def test_values_that_are_accepted(name: str, value: Any) -> None:
+    check_settings({name: value})
+    DelaySettings.from_mapping({name: value})
+
+
+NAMESPACE = "1 to 64 letters, digits, _, - or inner dots"
+LEVELS = "a whole number from 1 to 60"
+RESOLUTION = "seconds from 0.001 to 3600, a whole number of milliseconds"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("enabled", "yes", "True or False"),
+        ("enabled", 1, "True or False"),
+        ("enabled", None, "True or False"),
+        ("namespace", "", NAMESPACE),
+        ("namespace", "n" * 65, NAMESPACE),
+        ("namespace", ".a", NAMESPACE),
+        ("namespace", "a.", NAMESPACE),
+        ("namespace", "a..b", NAMESPACE),
+        ("namespace", "a b", NAMESPACE),
+        ("namespace", "a#", NAMESPACE),
+        ("namespace", "ä", NAMESPACE),
+        ("namespace", "a\n", NAMESPACE),
+        ("namespace", None, NAMESPACE),
+        ("namespace", b"a", NAMESPACE),
+        ("levels", 0, LEVELS),
+        ("levels", -1, LEVELS),
+        ("levels", 61, LEVELS),
+        ("levels", 31.0, LEVELS),
+        ("levels", "31", LEVELS),
+        ("levels", True, LEVELS),
+        ("resolution", 0, RESOLUTION),
+        ("resolution", -1, RESOLUTION),
+        ("resolution", 0.0005, RESOLUTION),
+        ("resolution", 0.1255, RESOLUTION),
+        ("resolution", 3600.001, RESOLUTION),
+        ("resolution", math.nan, RESOLUTION),
+        ("resolution", math.inf, RESOLUTION),
+        ("resolution", "1", RESOLUTION),
+        ("resolution", True, RESOLUTION),
+        ("base", 8, "2, 4 or 16"),
+        ("base", 10, "2, 4 or 16"),
+        ("base", "2", "2, 4 or 16"),
+        ("base", 2.0, "2, 4 or 16"),
+        ("queue_type", "stream", '"quorum" or "classic"'),
+        ("queue_type", ["quorum"], '"quorum" or "classic"'),
+        ("routing", "direct", '"skip" or "chain"'),
+        ("confirm_publish", True, '"wait" or "off"'),
+        ("confirm_publish", "always", '"wait" or "off"'),
+        ("landing_exchanges", "news", "a list of exchange names"),
+        ("landing_exchanges", [1], "a list of exchange names"),
+        ("landing_exchanges", [""], "a list of exchange names"),
+        ("landing_exchanges", None, "a list of exchange names"),
+        ("adopt", 0, "True or False"),
+        ("management_url", "rabbit:15672", "None or an http(s) URL"),
+        ("management_url", 15672, "None or an http(s) URL"),
+    ],
+)
+def test_a_bad_value_is_refused_with_what_was_expected_and_what_came(
+    name: str, value: Any, expected: str
+) -> None:
+    shown = tuple(value) if name == "landing_exchanges" and isinstance(value, list) else value
+    text = f"expected native_delay_{name} to be {expected}, got {shown!r}"
+    for refuse in (check_settings, DelaySettings.from_mapping):
+        with pytest.raises(SettingsError) as refused:
+            refuse({name: value})
+        assert str(refused.value) == text
+    with pytest.raises(SettingsError) as refused:
+        DelaySettings(**{name: value})
+    assert str(refused.value) == text
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"),
+    [
+        ("level", "levels"),
+        ("levles", "levels"),
+        ("Levels", "levels"),
+        ("queuetype", "queue_type"),
+        ("confirm", "confirm_publish"),
+        ("landing_exchange", "landing_exchanges"),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_one_that_was_meant(name: str, meant: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        DelaySettings.from_mapping({name: 3})
+    assert str(refused.value) == (
+        f"unknown setting native_delay_{name}; did you mean native_delay_{meant}?"
+    )
+
+
+def test_an_unknown_name_like_none_is_refused_with_all_that_there_are() -> None:
+    with pytest.raises(SettingsError, match="unknown setting native_delay_zzz; known: ") as refused:
+        DelaySettings.from_mapping({"zzz": 3})
+    for name in asdict(DelaySettings()):
+        assert f"native_delay_{name}" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("levels", "base", "resolution", "accepted"),
+    [
+        (32, 2, 0.125, True),
+        (33, 2, 0.125, False),
+        (31, 4, 0.125, True),
+        (32, 4, 0.125, False),  # its highest digit is 3: 3 * 4**15 units
+        (31, 16, 0.125, True),
+        (32, 16, 0.125, False),  # 15 * 16**7 units
+        (60, 2, 0.001, False),
+        (17, 2, 3600, True),
+        (18, 2, 3600, False),
+    ],
+)
+def test_levels_and_resolution_together_stay_below_rabbitmqs_longest_ttl(
+    levels: int, base: int, resolution: float, accepted: bool
+) -> None:
+    wanted = {"levels": levels, "base": base, "resolution": resolution}
+    check_settings(wanted)  # each value alone will do
+    if accepted:
+        DelaySettings.from_mapping(wanted)
+        return
+    with pytest.raises(SettingsError) as refused:
+        DelaySettings.from_mapping(wanted)
+    for said in (
+        f"native_delay_levels={levels}",
+        f"native_delay_resolution={resolution}",
+        f"native_delay_base={base}",
+        "RabbitMQ's limit is 315360000000 ms (10 years)",
+        "lower native_delay_levels or native_delay_resolution",
+    ):
+        assert said in str(refused.value)
+
+
+def test_settings_cannot_be_changed() -> None:
+    wanted = DelaySettings()
+    with pytest.raises(FrozenInstanceError):
+        wanted.levels = 3  # type: ignore[misc]
+
+
+def test_settings_take_keywords_only() -> None:
+    with pytest.raises(TypeError):
+        DelaySettings(True)  # type: ignore[misc]
+
+
+def test_equal_settings_have_equal_reprs_whatever_they_were_made_from() -> None:
+    """The repr is part of kombu's pool key."""
+    as_list = DelaySettings(landing_exchanges=["a", "b"])  # type: ignore[arg-type]
+    as_tuple = DelaySettings(landing_exchanges=("a", "b"))
+    assert as_list == as_tuple
+    assert hash(as_list) == hash(as_tuple)
+    assert repr(as_list) == repr(as_tuple)
+    assert eval(repr(as_tuple), {"DelaySettings": DelaySettings}) == as_tuple
+
+
+@pytest.mark.xfail(
+    raises=AssertionError, reason="a set keeps its own order, which differs between equal sets"
+)
+def test_the_order_of_a_set_does_not_show_in_the_repr() -> None:
+    names = [f"exchange-{number}" for number in range(40)]
+    grown = set(names)
+    shrunk = {*reversed(names), *map(str, range(1000))} - {*map(str, range(1000))}
+    assert grown == shrunk
+    one, other = (DelaySettings(landing_exchanges=wanted) for wanted in (grown, shrunk))  # type: ignore[arg-type]
+    assert repr(one) == repr(other)
+
+
+def test_settings_survive_pickling() -> None:
+    wanted = DelaySettings(levels=12, landing_exchanges=("news",), management_url="http://rabbit")
+    assert pickle.loads(pickle.dumps(wanted)) == wanted
