@@ -108,10 +108,10 @@ def declare_for(method: str, app: Celery) -> None:
                 celerys_own.bind_queue_to_native_delayed_delivery_exchange(connection, queue)
 
 
-def waiting_in(url: str) -> int:
-    """Messages that are ready in the task queue."""
+def waiting_in(url: str, queue: str = QUEUE) -> int:
+    """Messages that are ready in a queue, the task queue by default."""
     with kombu.Connection(url) as connection:
-        return int(connection.default_channel.queue_declare(QUEUE, passive=True).message_count)
+        return int(connection.default_channel.queue_declare(queue, passive=True).message_count)
 
 
 # ---- the worker ----------------------------------------------------------------------------

@@ -128,6 +128,7 @@ def conclude(ways: list[Variant], rounds: int) -> Result:
                 "p95 µs": percentile(microseconds, 95),
                 "p99 µs": percentile(microseconds, 99),
                 "CPU µs": median(way.cpu_seconds) * 1e6,
+                "ours : this": _ratio_text(by_key["ours" if way.waits else "ours off"], way),
             }
         )
         result.series[way.label] = {

@@ -47,7 +47,7 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
             return
         where = c.connection.as_uri()
         try:
-            prepared = delays.prepare()
+            prepared = delays.prepare(consuming=True)
         except (NativeDelayError, AMQPError) as exc:
             logger.critical(
                 "native delay is OFF in this worker, immediate tasks run as ever: %s (%s)",

@@ -16,7 +16,7 @@ def declare(ctx: click.Context, as_json: bool) -> None:
     with broker(ctx) as (delays, connection):
         for queue in ctx.obj.app.amqp.queues.values():
             queue(connection.default_channel).declare()
-        prepared = delays.prepare(redeclare=True)
+        prepared = delays.prepare(redeclare=True, consuming=True)
         if as_json:
             print_json({"name": delays.topology.name} | asdict(prepared))
         else:

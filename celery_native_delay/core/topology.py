@@ -113,6 +113,14 @@ class Topology:
         """The landing queue of a user's exchange."""
         return f"{self.name}.landing-exchange.{short_word(exchange)}"
 
+    def lands_marker(self, exchange: str) -> str:
+        """The exchange whose presence says: messages to *exchange* must pass its landing queue."""
+        return f"{self.name}.lands.{short_word(exchange)}"
+
+    def mirrored_marker(self, exchange: str) -> str:
+        """The exchange whose presence says: consumers of *exchange* mirror their bindings."""
+        return f"{self.name}.mirrored.{short_word(exchange)}"
+
     def queue_landing_queue(self, queue: str) -> str:
         """The landing queue of a user's queue that may reject what reaches it."""
         return f"{self.name}.landing-queue.{short_word(queue)}"

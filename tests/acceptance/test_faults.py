@@ -150,18 +150,21 @@ def test_sent_before_any_worker_ever_booted(fleet: Fleet) -> None:
 
 
 def test_to_a_queue_nobody_has_declared(fleet: Fleet) -> None:
-    """By `queue=` the producer declares it, as Celery does; by routing key alone it parks."""
+    """By `queue=` the producer declares it, as Celery does; by routing key alone it waits."""
     app = fleet.app()
+    with Connection(fleet.broker_url) as connection:
+        connection.default_channel.exchange_declare("billing", "direct", auto_delete=False)
     declared, _ = send(app, 1, queue="unheard.of")
-    parks, _ = send(app, 1, exchange="", routing_key="never-declared")
+    nobody_bound, due = send(app, 1, exchange="billing", routing_key="invoice.new")
 
-    def parked() -> bool:
-        return depth(fleet.broker_url, PARKED) == 1 and depth(fleet.broker_url, "unheard.of") == 1
+    def has_come() -> bool:
+        return depth(fleet.broker_url, "unheard.of") == 1 and time() > due + 1
 
-    wait_until(parked, timeout_seconds=20)
-    fleet.worker(queues="unheard.of,never-declared")
-    runs = fleet.record.wait_for_ids([declared, parks], timeout_seconds=60)
-    assert {task_id: len(found) for task_id, found in runs.items()} == {declared: 1, parks: 1}
+    wait_until(has_come, timeout_seconds=20)
+    fleet.worker(queues="unheard.of,invoices")
+    runs = fleet.record.wait_for_ids([declared, nobody_bound], timeout_seconds=60)
+    assert {len(found) for found in runs.values()} == {1}
+    assert runs[nobody_bound][0].delivery_info["exchange"] == "billing"
 
 
 def test_tasks_to_a_deleted_queue_park_and_come_back(fleet: Fleet) -> None:
@@ -185,34 +188,32 @@ def test_tasks_to_a_deleted_queue_park_and_come_back(fleet: Fleet) -> None:
     wait_until(all_parked, timeout_seconds=20)
     fleet.worker(name="returned", queues="side")
     runs = fleet.record.wait_for_ids(list(lost), timeout_seconds=90)
+    (undelayed,) = fleet.record.wait_for(task_id=send(app, 0, "now", queue="side")[0])
     for task_id, due in lost.items():
         (run,) = runs[task_id]
         assert run.early(due) <= 0.001
         assert run.worker.startswith("returned")
-        assert run.delivery_info == {
-            "exchange": "",
-            "routing_key": "side",
-            "priority": 0,
-            "redelivered": False,
-        }
+        assert run.delivery_info == undelayed.delivery_info
     assert depth(fleet.broker_url, PARKED) == 0
 
 
-def test_parked_tasks_whose_time_has_not_come_wait_again(
-    fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost: str
-) -> None:
-    """A level queue was deleted by hand: what parked for want of it returns to the levels."""
-    fleet.worker(queues="default")
+def test_what_parks_before_it_is_due_waits_again(fleet: Fleet) -> None:
+    """Somebody deleted a level queue: what parks for want of it returns to the levels."""
     app = fleet.app()
-    # 9.9 s are 1001111 in units of 125 ms: from the level of 8 s to that of 1 s.
+    send(app, 0.3)
     with Connection(fleet.broker_url) as connection:
-        channel = connection.default_channel
-        probe, _ = send(app, 0.3)
-        fleet.record.wait_for(task_id=probe)
-        channel.queue_delete("celery_delay.v1.31x125ms.quorum.level-06")
-    task_id, due = send(app, 9.9)
+        connection.default_channel.queue_delete("celery_delay.v1.31x125ms.quorum.level-07")
+    # 20 s are 10100000 in units of 125 ms: through the level of 16 s.
+    task_id, due = send(app, 20)
+
+    def parked() -> bool:
+        return depth(fleet.broker_url, PARKED) == 1
+
+    wait_until(parked, timeout_seconds=10)
+    worker = fleet.worker()
+    worker.wait_for_log("1 waiting again", timeout_seconds=10)
     (run,) = fleet.record.wait_for(task_id=task_id, timeout_seconds=60)
-    assert run.early(due) <= 0.001
+    run.assert_on_time(due)
 
 
 def test_a_reconnect_to_a_wiped_broker_declares_anew(fleet: Fleet, rabbitmq: Any) -> None:

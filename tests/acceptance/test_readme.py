@@ -1,4 +1,4 @@
-"""What the README says is true: its code runs, its commands exist, its output is what they print."""
+"""What the README says is true: its code runs, its commands exist, its output is theirs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_the_celery_example_is_an_app_whose_delayed_tasks_wait(vhost_url: str) -
     names: dict[str, object] = {}
     exec(block.replace("amqp://", vhost_url), names)
     app = names["app"]
-    app.send_task("shop.remind", countdown=1)  # type: ignore[attr-defined]
+    app.send_task("shop.remind", countdown=5)  # type: ignore[attr-defined]
     with Connection(vhost_url) as connection:
         channel = connection.default_channel
         assert channel.basic_get("celery") is None

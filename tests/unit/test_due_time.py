@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from datetime import UTC, datetime, timedelta, timezone
 from typing import Any
 
@@ -92,6 +93,17 @@ def test_microseconds_are_exact_in_every_time_zone(moment: datetime, more_us: in
 @given(naive=st.datetimes())
 def test_a_naive_eta_is_the_aware_one_in_utc(naive: datetime) -> None:
     assert due_us(naive) == due_us(naive.replace(tzinfo=UTC)) == due_us(naive.isoformat())
+
+
+def test_a_naive_eta_is_utc_wherever_the_machine_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TZ", "Asia/Kolkata")
+    time.tzset()
+    try:
+        assert due_us(datetime(2026, 11, 20, 12, 0)) == NOON_US
+        assert due_us("2026-11-20T12:00:00") == NOON_US
+    finally:
+        monkeypatch.undo()
+        time.tzset()
 
 
 @pytest.mark.parametrize("eta", ["", "tomorrow", "2026-13-01T00:00:00", "12:00", "NaN"])

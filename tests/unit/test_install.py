@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import pickle
@@ -27,7 +28,7 @@ from celery_native_delay.celery_app.install import (
     installation_of,
     keep_celerys_own_off,
 )
-from celery_native_delay.kombu_hook import OPTION, Misconfigured
+from celery_native_delay.kombu_hook import OPTION, settings_from_option
 
 
 def plain_app(**configuration: Any) -> Celery:
@@ -37,13 +38,15 @@ def plain_app(**configuration: Any) -> Celery:
     return app
 
 
-def option_of(app: Celery) -> Any:
-    """What a connection of *app* asks its transport for; None for nothing."""
+def asked_by(app: Celery) -> DelaySettings | None:
+    """The settings that connections of *app* ask their transport for; None for nothing.
+
+    Raises:
+        SettingsError: they cannot be understood; the connection itself was made all the same.
+    """
     option = app.connection_for_write().transport_options.get(OPTION)
-    assert app.connection_for_read().transport_options.get(OPTION) == option or isinstance(
-        option, Misconfigured
-    )
-    return option
+    assert app.connection_for_read().transport_options.get(OPTION) == option
+    return None if option is None else settings_from_option(option)
 
 
 # ---- once, before or after -----------------------------------------------------------------
@@ -52,7 +55,7 @@ def option_of(app: Celery) -> Any:
 def test_install_returns_the_app_and_asks_for_delays_with_the_defaults() -> None:
     app = plain_app()
     assert install(app) is app
-    assert option_of(app) == DelaySettings()
+    assert asked_by(app) == DelaySettings()
 
 
 def test_installing_again_changes_nothing() -> None:
@@ -62,13 +65,13 @@ def test_installing_again_changes_nothing() -> None:
     assert install(app) is app
     assert (app._connection, app.send_task, installation_of(app)) == wrapped
     assert set(app.fixups) == fixups
-    assert option_of(app) == DelaySettings()
+    assert asked_by(app) == DelaySettings()
 
 
 def test_installing_again_adds_settings() -> None:
     app = install(plain_app(), levels=12)
     install(app, base=4)
-    assert option_of(app) == DelaySettings(levels=12, base=4)
+    assert asked_by(app) == DelaySettings(levels=12, base=4)
 
 
 def test_the_bootstep_is_given_to_the_worker_once() -> None:
@@ -89,25 +92,40 @@ def test_pools_from_before_are_given_up() -> None:
     assert OPTION not in app.producer_pool.connections.connection.transport_options
     assert OPTION not in app.pool.connection.transport_options
     install(app)
-    assert app.producer_pool.connections.connection.transport_options[OPTION] == DelaySettings()
-    assert app.pool.connection.transport_options[OPTION] == DelaySettings()
+    assert OPTION in app.producer_pool.connections.connection.transport_options
+    assert OPTION in app.pool.connection.transport_options
 
 
 def test_the_users_own_transport_options_stay() -> None:
     app = install(plain_app(broker_transport_options={"confirm_publish": True}))
-    assert app.connection_for_write().transport_options == {
-        "confirm_publish": True,
-        OPTION: DelaySettings(),
-    }
+    options = app.connection_for_write().transport_options
+    assert options["confirm_publish"] is True
+    assert set(options) == {"confirm_publish", OPTION}
     assert app.conf.broker_transport_options == {"confirm_publish": True}
 
 
 def test_transport_options_replaced_later_do_not_lose_it() -> None:
     app = install(plain_app())
     app.conf.broker_transport_options = {"max_retries": 3}
-    assert option_of(app) == DelaySettings()
+    assert asked_by(app) == DelaySettings()
     connection = app.connection_for_write(transport_options={"confirm_publish": True})
-    assert connection.transport_options[OPTION] == DelaySettings()
+    assert OPTION in connection.transport_options
+
+
+def test_what_connections_ask_for_can_be_shown_as_json_without_a_password() -> None:
+    """`celery inspect stats` shows transport options to everybody who can reach a worker."""
+    app = install(plain_app(), landing_exchanges=["news"], management_url="http://u:secret@host")
+    text = json.dumps(app.connection_for_write().transport_options)
+    assert "news" in text
+    assert "secret" not in text
+
+
+def test_equal_settings_share_a_pool() -> None:
+    """Transport options are part of kombu's pool key through their repr."""
+    one, other = (install(plain_app(), base=4, levels=12) for _ in range(2))
+    assert repr(one.connection_for_write().transport_options) == repr(
+        other.connection_for_write().transport_options
+    )
 
 
 # ---- where settings come from --------------------------------------------------------------
@@ -139,7 +157,7 @@ def test_settings_from_a_configuration_read_before_install(
     app = plain_app()
     app.config_from_object(configuration, **options)
     install(app)
-    assert option_of(app) == DelaySettings(levels=12, landing_exchanges=("news",))
+    assert asked_by(app) == DelaySettings(levels=12, landing_exchanges=("news",))
 
 
 @pytest.mark.parametrize(("configuration", "options"), CONFIGURATIONS)
@@ -148,7 +166,7 @@ def test_settings_from_a_configuration_read_after_install(
 ) -> None:
     app = install(plain_app())
     app.config_from_object(configuration, **options)
-    assert option_of(app) == DelaySettings(levels=12, landing_exchanges=("news",))
+    assert asked_by(app) == DelaySettings(levels=12, landing_exchanges=("news",))
 
 
 @pytest.mark.parametrize(("configuration", "options"), CONFIGURATIONS)
@@ -159,13 +177,19 @@ def test_keywords_win_over_the_configuration(configuration: Any, options: dict[s
     after.config_from_object(configuration, **options)
     install(after, levels=20)
     for app in (before, after):
-        assert option_of(app) == DelaySettings(levels=20, landing_exchanges=("news",))
+        assert asked_by(app) == DelaySettings(levels=20, landing_exchanges=("news",))
+
+
+def test_keywords_win_over_what_is_assigned_later() -> None:
+    app = install(plain_app(), levels=20)
+    app.conf.native_delay_levels = 12
+    assert asked_by(app) == DelaySettings(levels=20)
 
 
 def test_settings_assigned_one_by_one_count() -> None:
     app = install(plain_app())
     app.conf.native_delay_base = 4
-    assert option_of(app) == DelaySettings(base=4)
+    assert asked_by(app) == DelaySettings(base=4)
 
 
 # ---- mistakes ------------------------------------------------------------------------------
@@ -199,16 +223,17 @@ def test_a_mistake_in_the_configuration_waits_for_the_first_delayed_message(
 ) -> None:
     """Immediate tasks go their way; the connection carries the mistake, not an exception."""
     app = install(plain_app(**configuration))
-    option = option_of(app)
-    assert isinstance(option, Misconfigured)
-    assert said in str(option.error)
+    assert app.connection_for_write().transport_options[OPTION]
+    with pytest.raises(SettingsError, match=said):
+        asked_by(app)
 
 
 def test_a_mistake_can_be_corrected() -> None:
     app = install(plain_app(native_delay_levels=0))
-    assert isinstance(option_of(app), Misconfigured)
+    with pytest.raises(SettingsError):
+        asked_by(app)
     app.conf.native_delay_levels = 12
-    assert option_of(app) == DelaySettings(levels=12)
+    assert asked_by(app) == DelaySettings(levels=12)
 
 
 @pytest.mark.parametrize(
@@ -239,7 +264,7 @@ def test_a_pickled_app_is_installed_again_with_its_keywords() -> None:
     again = pickle.loads(pickle.dumps(app))
     assert again is not app
     assert installation_of(again) is not None
-    assert option_of(again) == DelaySettings(levels=12, base=4)
+    assert asked_by(again) == DelaySettings(levels=12, base=4)
     assert list(again.steps["consumer"]).count(BOOTSTEP) == 1
     assert celery.app.base.detect_quorum_queues(with_quorum_queue(again), "amqp") == (False, "")
 
@@ -247,11 +272,11 @@ def test_a_pickled_app_is_installed_again_with_its_keywords() -> None:
 def test_a_pickled_app_keeps_configuration_and_keywords() -> None:
     app = install(plain_app(), levels=20)
     app.config_from_object({"native_delay_levels": 12, "native_delay_base": 4})
-    assert option_of(app) == DelaySettings(levels=20, base=4)
+    assert asked_by(app) == DelaySettings(levels=20, base=4)
     once = pickle.loads(pickle.dumps(app))
     twice = pickle.loads(pickle.dumps(once))
     for again in (once, twice):
-        assert option_of(again) == DelaySettings(levels=20, base=4)
+        assert asked_by(again) == DelaySettings(levels=20, base=4)
 
 
 def test_a_plain_app_is_pickled_as_ever() -> None:
@@ -270,7 +295,7 @@ def test_another_app_of_the_process_is_untouched() -> None:
     other = with_quorum_queue(plain_app())
     install(with_quorum_queue(plain_app()))
     assert installation_of(other) is None
-    assert option_of(other) is None
+    assert asked_by(other) is None
     assert "send_task" not in vars(other)
     assert "_connection" not in vars(other)
     assert celery.app.base.detect_quorum_queues(other, "amqp") == (True, "quorum")
@@ -313,7 +338,7 @@ OFF = [
 @pytest.mark.parametrize("make", OFF)
 def test_enabled_false_leaves_all_as_celery_has_it(make: Any) -> None:
     app = with_quorum_queue(make())
-    assert option_of(app) is None
+    assert asked_by(app) is None
     assert app.connection_for_write().transport_options == {}
     assert celery.app.base.detect_quorum_queues(app, "amqp") == (True, "quorum")
 
@@ -325,7 +350,7 @@ def test_enabled_false_in_a_namespace_leaves_all_as_celery_has_it(later: bool) -
         install(app)
     app.config_from_object({"CELERY_NATIVE_DELAY_ENABLED": False}, namespace="CELERY")
     install(with_quorum_queue(app))
-    assert option_of(app) is None
+    assert asked_by(app) is None
     assert celery.app.base.detect_quorum_queues(app, "amqp") == (True, "quorum")
 
 
@@ -384,4 +409,4 @@ def test_somebody_elses_amqp_transport_is_refused_with_the_way_out(transport: st
     for said in (repr(transport), "amqp://", "broker_transport", "native_delay_enabled = False"):
         assert said in str(refused.value)
     app.conf.native_delay_enabled = False
-    assert option_of(app) is None
+    assert asked_by(app) is None

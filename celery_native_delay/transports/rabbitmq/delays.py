@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,28 +13,20 @@ from typing import Any
 from uuid import uuid4
 
 import amqp
-from amqp.exceptions import AccessRefused, ChannelError, NotFound, PreconditionFailed
+from amqp.exceptions import AccessRefused, ChannelError, NotFound
 
 from ...core.address import landing_address, message_address
 from ...core.due_time import check_reach, units_until
 from ...core.errors import CannotDelay, NativeDelayError
 from ...core.settings import DelaySettings
-from ...core.topology import Topology
+from ...core.topology import Declaration, Exchange, Topology
 from .declaring import apply, broker_version, check_broker, refusals_explained
 from .envelope import seal
-from .mirror import MIRRORED_TYPES, Mirror, Mirrored, landing_declarations
+from .mirror import Mirror, Mirrored, must_land_declarations
 from .own_channel import OwnChannel
+from .routes import Routes
 
 logger = logging.getLogger(__name__)
-
-#: How long a connection relies on what it found out about an exchange, in seconds: another
-#: process may give it a landing queue meanwhile.
-ROUTE_SECONDS = 60.0
-
-#: These pick a queue by hashing each routing key; a message for a landing queue carries two.
-_HASHING_TYPES = ("x-consistent-hash", "x-modulus-hash")
-
-_CURRENT_TYPE = re.compile(r"inequivalent arg 'type' .* current is '([^']+)'")
 
 #: The headers dict and delivery id of a publish that failed in this thread: kombu's retry passes
 #: the very same dict, and a resent message must keep its id.
@@ -68,7 +59,7 @@ class Delays:
         self._publisher: OwnChannel | None = None
         self._declarer: OwnChannel | None = None
         self._ready = False
-        self._lands_until: dict[str, tuple[bool, float]] = {}
+        self._routes = Routes(self.topology, self.mirror, lambda: self.declarer)
         self._waits = settings.confirm_publish == "wait"
 
     @property
@@ -91,8 +82,12 @@ class Delays:
 
     # --- preparing -----------------------------------------------------------------------
 
-    def prepare(self, *, redeclare: bool = False) -> Prepared:
+    def prepare(self, *, redeclare: bool = False, consuming: bool = False) -> Prepared:
         """Make sure of the delay levels and of every mirrored binding; cached.
+
+        Args:
+            redeclare: declare the levels even where they seem complete.
+            consuming: the queues declared here are about to be consumed from.
 
         Raises:
             UnsupportedBroker, NotPermitted, TopologyMismatch: saying the way out.
@@ -107,7 +102,7 @@ class Delays:
             if declared:
                 self.declare()
             self._ready = True
-        mirrored = self._mirror_pending() if self.mirror.is_pending else 0
+        mirrored = self._mirror_pending(consuming) if self.mirror.is_pending else 0
         return Prepared(declared, mirrored, monotonic() - started)
 
     def declare(self) -> None:
@@ -115,12 +110,15 @@ class Delays:
         with refusals_explained(self.topology):
             apply(self.declarer, self.topology.plan())
 
-    def prepare_to_consume(self) -> None:
+    def prepare_to_consume(self, queue: str) -> None:
         """Mirror what was declared for a consumer; never fails, consuming must go on."""
+        if self.mirror.is_stranger(queue):
+            # Declared by somebody else.
+            self.mirror.queue_bound_once(queue)
         if not self.mirror.is_pending:
             return
         try:
-            self.prepare()
+            self.prepare(consuming=True)
         except (NativeDelayError, ChannelError) as exc:
             logger.error("native delay: bindings not mirrored, delayed messages may park: %s", exc)
 
@@ -138,23 +136,28 @@ class Delays:
             return True
         return True
 
-    def _mirror_pending(self) -> int:
+    def _mirror_pending(self, consuming: bool) -> int:
         bindings, landings = self.mirror.take_pending()
-        declarations = [
-            declaration
-            for exchange in landings
-            for declaration in landing_declarations(self.topology, exchange)
-        ]
-        mirrored = [binding for binding in bindings if self._has_type(binding)]
+        mirrored = [binding for binding in bindings if self._routes.exists(binding.exchange)]
+        declarations: list[Declaration] = []
+        for exchange in landings:
+            declarations += must_land_declarations(self.topology, exchange)
         for binding in mirrored:
+            if self.mirror.is_stranger(binding.queue):
+                lands = self._routes.queue_lands(binding.queue)
+                self.mirror.arguments_seen(binding.queue, rejects=lands)
             declarations += self.mirror.declarations(binding)
+        if consuming:
+            named = {binding.exchange for binding in mirrored if binding.exchange}
+            for exchange in sorted(named):
+                declarations.append(Exchange(self.topology.mirrored_marker(exchange), "fanout"))
         try:
             apply(self.declarer, declarations)
         except ChannelError:
             # One queue that is gone must not keep the others from being bound.
             for binding in mirrored:
                 self._mirror_alone(binding)
-        self._lands_until.clear()
+        self._routes.forget()
         return len(mirrored)
 
     def _mirror_alone(self, binding: Mirrored) -> None:
@@ -167,7 +170,7 @@ class Delays:
     def unmirror(self, binding: Mirrored) -> None:
         """Take back what mirrors a binding that the user has removed."""
         try:
-            if not (self._is_complete() and self._has_type(binding)):
+            if not (self._is_complete() and self._routes.exists(binding.exchange)):
                 return
             mirrored = self.mirror.binding_of(binding)
             if mirrored is not None:
@@ -201,7 +204,7 @@ class Delays:
         if not self._units(due_us, time_ns() // 1000):
             return publish_now()
         self.prepare()
-        lands = self._lands(exchange) or self._must_land(exchange, routing_key)
+        lands = self._routes.lands(exchange, routing_key)
         # Only now: declaring may have taken a second.
         now_us = time_ns() // 1000
         units = self._units(due_us, now_us)
@@ -238,7 +241,7 @@ class Delays:
         if queue is not None:
             self.mirror.queue_bound_once(queue)
         self.prepare()
-        lands = queue is None and (self._lands(exchange) or self._must_land(exchange, routing_key))
+        lands = queue is None and self._routes.lands(exchange, routing_key)
         now_us = time_ns() // 1000
         units = max(self._units(due_us, now_us), 1)
         delivery_id = delivery_id or uuid4().hex
@@ -344,82 +347,5 @@ class Delays:
                     raise
                 # The broker lost the levels while this connection lived.
                 self.mirror.forget_mirrored()
+                self._routes.forget()
                 self.prepare(redeclare=True)
-
-    # --- which way to an exchange --------------------------------------------------------
-
-    def _lands(self, exchange: str) -> bool:
-        """Whether messages to *exchange* go through a landing queue; cached for a while."""
-        if not exchange:
-            return False
-        lands, until = self._lands_until.get(exchange, (False, 0.0))
-        if until < monotonic():
-            lands = self._find_out_landing(exchange)
-            self._lands_until[exchange] = (lands, monotonic() + ROUTE_SECONDS)
-        return lands
-
-    def _find_out_landing(self, exchange: str) -> bool:
-        kind = self._type_of(exchange)
-        if kind in _HASHING_TYPES:
-            raise CannotDelay(
-                f"exchange {exchange!r} is of type {kind}, which cannot get a delayed message "
-                f"exactly; delay it to a queue or a topic exchange instead"
-            )
-        if kind in MIRRORED_TYPES and exchange not in self.settings.landing_exchanges:
-            return self._has_landing_queue(exchange)
-        self._declare_landing(exchange)
-        return True
-
-    def _must_land(self, exchange: str, routing_key: str) -> bool:
-        """A topic key too long to stand behind the digits: patterns rule a hash out."""
-        if self.mirror.types.get(exchange) != "topic":
-            return False
-        if self.topology.fits(message_address(exchange, routing_key)):
-            return False
-        self._declare_landing(exchange)
-        return True
-
-    def _has_landing_queue(self, exchange: str) -> bool:
-        try:
-            self.declarer.queue_declare(self.topology.landing_queue(exchange), passive=True)
-        except (NotFound, AccessRefused):
-            return False
-        return True
-
-    def _declare_landing(self, exchange: str) -> None:
-        try:
-            apply(self.declarer, landing_declarations(self.topology, exchange))
-        except AccessRefused:
-            logger.debug("may not declare the landing queue of %r: relying on others", exchange)
-
-    def _has_type(self, binding: Mirrored) -> bool:
-        try:
-            self._type_of(binding.exchange)
-        except NotFound:
-            return False
-        return True
-
-    def _type_of(self, exchange: str) -> str:
-        """The type of an exchange, found out from the broker when nobody declared it here.
-
-        AMQP tells it only in its refusal of another type. Who may not ask is told "direct": the
-        address is the same for direct and topic, and for others the message parks and is rescued.
-
-        Raises:
-            amqp.exceptions.NotFound: there is no such exchange.
-        """
-        kind = self.mirror.types.get(exchange)
-        if kind is None:
-            kind = self.mirror.types[exchange] = self._ask_type(exchange)
-        return kind
-
-    def _ask_type(self, exchange: str) -> str:
-        try:
-            self.declarer.exchange_declare(exchange, "direct", passive=True)
-            self.declarer.exchange_declare(exchange, "direct", durable=True, auto_delete=False)
-        except PreconditionFailed as exc:
-            current = _CURRENT_TYPE.search(exc.reply_text or "")
-            return current.group(1) if current else "direct"
-        except AccessRefused:
-            pass
-        return "direct"

@@ -18,7 +18,8 @@ from ...core.address import (
     queue_address,
     topic_binding_address,
 )
-from ...core.topology import Binding, Declaration, Topology
+from ...core.topology import Binding, Declaration, Exchange, Topology
+from ...core.walk import topic_matches
 
 #: Exchanges that every RabbitMQ vhost has.
 BUILTIN_TYPES = {
@@ -59,7 +60,8 @@ class Mirror:
         self.types: dict[str, str] = dict(BUILTIN_TYPES)
         self._known: dict[Mirrored, None] = {}
         self._pending: dict[Mirrored, None] = {}
-        self._rejecting: set[str] = set()
+        #: Queues whose arguments were seen, and whether they reject what does not fit.
+        self._rejects: dict[str, bool] = {}
         self._landings: dict[str, None] = {}
         self._pending_landings: dict[str, None] = {}
 
@@ -84,10 +86,18 @@ class Mirror:
         self, queue: str, arguments: dict[str, Any] | None, *, short_lived: bool
     ) -> None:
         """*short_lived*: exclusive or auto-delete, as reply queues are."""
-        if str((arguments or {}).get("x-overflow", "")).startswith("reject-publish"):
-            self._rejecting.add(queue)
+        overflow = str((arguments or {}).get("x-overflow", ""))
+        self.arguments_seen(queue, rejects=overflow.startswith("reject-publish"))
         if not short_lived:
             self.queue_bound(queue, "", queue)
+
+    def arguments_seen(self, queue: str, *, rejects: bool) -> None:
+        """*queue* has arguments; *rejects*: it refuses what does not fit."""
+        self._rejects[queue] = rejects
+
+    def is_stranger(self, queue: str) -> bool:
+        """Whether nothing is known yet about the arguments of *queue*."""
+        return queue not in self._rejects
 
     def queue_bound(self, queue: str, exchange: str, routing_key: str) -> None:
         if not queue or is_internal(exchange) or is_internal(queue):
@@ -107,11 +117,22 @@ class Mirror:
         return mirrored
 
     def queue_deleted(self, queue: str) -> None:
-        self._rejecting.discard(queue)
+        self._rejects.pop(queue, None)
         for mirrored in [m for m in self._known if m.queue == queue]:
             self.queue_unbound(mirrored.queue, mirrored.exchange, mirrored.routing_key)
 
     # --- what is to be done about it -----------------------------------------------------
+
+    def reaches(self, exchange: str, routing_key: str) -> bool:
+        """Whether a binding that was seen on this connection routes *routing_key*."""
+        is_topic = self.types.get(exchange) == "topic"
+        return any(
+            topic_matches(known.routing_key, routing_key)
+            if is_topic
+            else known.routing_key == routing_key
+            for known in self._known
+            if known.exchange == exchange
+        )
 
     @property
     def known_count(self) -> int:
@@ -141,9 +162,9 @@ class Mirror:
             return
         binding = self.binding_of(mirrored)
         if binding is None:
-            yield from landing_declarations(self._topology, mirrored.exchange)
+            yield from must_land_declarations(self._topology, mirrored.exchange)
             return
-        if mirrored.queue in self._rejecting:
+        if self._rejects.get(mirrored.queue):
             yield from self._behind_landing(mirrored.queue)
         yield binding
 
@@ -161,7 +182,7 @@ class Mirror:
         if address is None:
             return None
         queue = mirrored.queue
-        destination = topology.queue_landing_queue(queue) if queue in self._rejecting else queue
+        destination = topology.queue_landing_queue(queue) if self._rejects.get(queue) else queue
         pattern = topology.delivery_pattern(address)
         return Binding(topology.delivery_exchange, destination, pattern)
 
@@ -186,9 +207,12 @@ class Mirror:
 def landing_declarations(topology: Topology, exchange: str) -> Iterator[Declaration]:
     """The landing queue of *exchange* and its binding."""
     landing = topology.landing(exchange)
+    pattern = topology.delivery_pattern(landing_address(exchange))
     yield landing
-    yield Binding(
-        topology.delivery_exchange,
-        landing.name,
-        topology.delivery_pattern(landing_address(exchange)),
-    )
+    yield Binding(topology.delivery_exchange, landing.name, pattern)
+
+
+def must_land_declarations(topology: Topology, exchange: str) -> Iterator[Declaration]:
+    """The same, with a mark by which all publishers learn that they have to use it."""
+    yield from landing_declarations(topology, exchange)
+    yield Exchange(topology.lands_marker(exchange), "fanout")

@@ -139,8 +139,9 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
         result = super().queue_declare(
             queue, passive, durable, exclusive, auto_delete, nowait, arguments, **kwargs
         )
-        name = result.queue if result else queue
-        self.delays.mirror.queue_declared(name, arguments, short_lived=exclusive or auto_delete)
+        if not passive:
+            name = result.queue if result else queue
+            self.delays.mirror.queue_declared(name, arguments, short_lived=exclusive or auto_delete)
         return result
 
     def queue_bind(
@@ -167,7 +168,7 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
 
     def basic_consume(self, queue: str = "", *args: Any, **kwargs: Any) -> Any:
         if not is_internal(queue):
-            self.delays.prepare_to_consume()
+            self.delays.prepare_to_consume(queue)
         return super().basic_consume(queue, *args, **kwargs)
 
     def message_to_python(self, raw_message: Any) -> Any:

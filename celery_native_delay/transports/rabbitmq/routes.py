@@ -1,0 +1,176 @@
+"""Which way a delayed message takes to an exchange: mirrored bindings, or its landing queue."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from time import monotonic
+
+from amqp.exceptions import AccessRefused, NotFound, PreconditionFailed
+
+from ...core.address import message_address
+from ...core.errors import CannotDelay
+from ...core.topology import Topology
+from .declaring import apply
+from .mirror import MIRRORED_TYPES, Mirror, landing_declarations
+from .own_channel import OwnChannel
+
+logger = logging.getLogger(__name__)
+
+#: How long a connection relies on what it found out about an exchange, in seconds: consumers come
+#: and go, and tell it by marks on the broker.
+ROUTE_SECONDS = 60.0
+
+#: These pick a queue by hashing each routing key; a message for a landing queue carries two.
+_HASHING_TYPES = ("x-consistent-hash", "x-modulus-hash")
+
+#: Asked for in turn; any other type is "" and gets a landing queue.
+ASKED_TYPES = ("direct", "topic", "fanout", "headers", *_HASHING_TYPES)
+
+
+@dataclass(frozen=True)
+class _Known:
+    """What was found out about an exchange.
+
+    *lands*: every message has to; *mirrored*: its consumers mirror their bindings.
+    """
+
+    lands: bool
+    mirrored: bool
+    until: float
+
+
+class Routes:
+    """What one connection knows about the user's exchanges."""
+
+    def __init__(
+        self, topology: Topology, mirror: Mirror, declarer: Callable[[], OwnChannel]
+    ) -> None:
+        self._topology = topology
+        self._mirror = mirror
+        self._declarer = declarer
+        self._known: dict[str, _Known] = {}
+        self._reached: set[tuple[str, str]] = set()
+        self._landings: set[str] = set()
+
+    def lands(self, exchange: str, routing_key: str) -> bool:
+        """Whether a message goes through the landing queue of *exchange*, which then is there.
+
+        It does where bindings cannot be mirrored, and where nobody does it: while all consumers
+        of an exchange are strangers to us, only the exchange itself knows them.
+
+        Raises:
+            CannotDelay: this type of exchange gets nothing exactly.
+            amqp.exceptions.NotFound: there is no such exchange.
+        """
+        if not exchange or (exchange, routing_key) in self._reached:
+            return False
+        known = self._known.get(exchange)
+        if known is None or known.until < monotonic():
+            known = self._known[exchange] = self._find_out(exchange)
+        if known.lands or self._is_too_long(exchange, routing_key):
+            self._declare_landing(exchange)
+            return True
+        if self._mirror.reaches(exchange, routing_key):
+            self._reached.add((exchange, routing_key))
+            return False
+        if known.mirrored:
+            return False
+        self._declare_landing(exchange)
+        return True
+
+    def forget(self) -> None:
+        """Bindings changed: find out again."""
+        self._known.clear()
+        self._reached.clear()
+        self._landings.clear()
+
+    def exists(self, exchange: str) -> bool:
+        """Whether there is such an exchange; then its type is known from here on."""
+        try:
+            self.type_of(exchange)
+        except NotFound:
+            return False
+        return True
+
+    def type_of(self, exchange: str) -> str:
+        """The type of an exchange, found out from the broker when nobody declared it here.
+
+        AMQP tells it only in its refusal of another type. Who may not ask is told "direct": the
+        address is the same for direct and topic, and for others the message parks and is rescued.
+
+        Raises:
+            amqp.exceptions.NotFound: there is no such exchange.
+        """
+        kind = self._mirror.types.get(exchange)
+        if kind is None:
+            kind = self._mirror.types[exchange] = self._ask_type(exchange)
+        return kind
+
+    def _find_out(self, exchange: str) -> _Known:
+        until = monotonic() + ROUTE_SECONDS
+        kind = self.type_of(exchange)
+        if kind in _HASHING_TYPES:
+            raise CannotDelay(
+                f"exchange {exchange!r} is of type {kind}, which cannot get a delayed message "
+                f"exactly; delay it to a queue or a topic exchange instead"
+            )
+        topology = self._topology
+        listed = exchange in topology.settings.landing_exchanges
+        if listed or kind not in MIRRORED_TYPES or self._is_there(topology.lands_marker(exchange)):
+            return _Known(lands=True, mirrored=False, until=until)
+        mirrored = self._is_there(topology.mirrored_marker(exchange))
+        return _Known(lands=False, mirrored=mirrored, until=until)
+
+    def _is_too_long(self, exchange: str, routing_key: str) -> bool:
+        """A topic key that does not fit behind the digits: patterns rule a hash out."""
+        return self._mirror.types[exchange] == "topic" and not self._topology.fits(
+            message_address(exchange, routing_key)
+        )
+
+    def queue_lands(self, queue: str) -> bool:
+        """Whether somebody who knows the arguments of *queue* gave it a landing queue."""
+        try:
+            name = self._topology.queue_landing_queue(queue)
+            self._declarer().queue_declare(name, passive=True)
+        except (NotFound, AccessRefused):
+            return False
+        return True
+
+    def _is_there(self, marker: str) -> bool:
+        """Who may not ask (4.3 wants the configure permission) relies on mirrored bindings."""
+        try:
+            self._declarer().exchange_declare(marker, "fanout", passive=True)
+        except NotFound:
+            return False
+        except AccessRefused:
+            return ".mirrored." in marker
+        return True
+
+    def _declare_landing(self, exchange: str) -> None:
+        if exchange in self._landings:
+            return
+        self._landings.add(exchange)
+        try:
+            apply(self._declarer(), landing_declarations(self._topology, exchange))
+        except AccessRefused:
+            logger.debug("may not declare the landing queue of %r: relying on others", exchange)
+
+    def _ask_type(self, exchange: str) -> str:
+        try:
+            # Passive first: asking must not declare what is not there.
+            self._declarer().exchange_declare(exchange, "direct", passive=True)
+            return next(filter(partial(self._is_of_type, exchange), ASKED_TYPES), "")
+        except AccessRefused:
+            return "direct"
+
+    def _is_of_type(self, exchange: str, kind: str) -> bool:
+        try:
+            self._declarer().exchange_declare(exchange, kind, durable=True, auto_delete=False)
+        except PreconditionFailed as exc:
+            # The text names the first argument that differs, and the type is looked at first.
+            # Its end, with the current type, is cut off behind long names.
+            return "arg 'type'" not in (exc.reply_text or "")[:255]
+        return True

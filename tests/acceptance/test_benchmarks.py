@@ -1,0 +1,36 @@
+"""`make bench` at a fraction of its size: it ends and writes what it promises. No bounds."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parent.parent.parent
+
+
+@pytest.mark.parametrize("rabbitmq_version", ["3.10"], indirect=True)
+@pytest.mark.usefixtures("rabbitmq_version")
+def test_two_scenarios_write_tables_and_pictures(tmp_path: Path) -> None:
+    options = ["--only", "declare", "--only", "publish", "--scale", "0.02"]
+    run = subprocess.run(
+        [sys.executable, "-m", "benchmarks", *options, "--out", str(tmp_path)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=110,
+    )
+    assert run.returncode == 0, run.stderr
+    written = json.loads((tmp_path / "results.json").read_text())
+    assert set(written["scenarios"]) == {"declare", "publish"}
+    for name, scenario in written["scenarios"].items():
+        assert scenario["rows"]
+        assert all(target["measured"] > 0 for target in scenario["targets"])
+        assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    table = (tmp_path / "results.md").read_text()
+    assert "| ours, countdown=60 |" in table
+    assert "| ours, skip, base 2 |" in table
+    assert "Targets" in run.stdout

@@ -1,0 +1,532 @@
+"""A delayed message arrives exactly where, and exactly as, the undelayed one: only later.
+
+Random graphs of exchanges, queues and bindings on a real broker. Each message is published twice,
+due in the past and due in a moment; what arrives must be equal. Examples are drawn the same in
+every run; `NATIVE_DELAY_PARITY_EXAMPLES=1000` draws that many new ones.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from itertools import count
+from time import time
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from celery_native_delay import CannotDelay
+from celery_native_delay.core.address import landing_address, message_address, topic_binding_address
+from celery_native_delay.core.walk import topic_matches
+from celery_native_delay.testing import PrivateRabbitMQ
+from tests.integration.traffic import (
+    SETTINGS,
+    TOPOLOGY,
+    Arrival,
+    Inbox,
+    assert_nothing_held,
+    bind,
+    declare_exchange,
+    declare_queue,
+    delaying,
+    delays_of,
+    depth,
+    eta_in,
+    inbox,
+    parked_count,
+    publish,
+)
+
+MORE_EXAMPLES = int(os.environ.get("NATIVE_DELAY_PARITY_EXAMPLES", "0"))
+EXAMPLES = 60
+
+#: The default exchange and those that a vhost is born with.
+BUILT_IN = {
+    "amq.direct": "direct",
+    "amq.topic": "topic",
+    "amq.fanout": "fanout",
+    "amq.headers": "headers",
+}
+
+PAST = "2020-02-02T02:02:02+00:00"
+
+
+# ---- graphs as data --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Exchange:
+    name: str
+    kind: str
+    listed: bool = False
+    """In ``landing_exchanges``."""
+
+
+@dataclass(frozen=True)
+class Queue:
+    """*foreign*: declared and bound by a plain connection."""
+
+    name: str
+    foreign: bool = False
+    arguments: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Binding:
+    queue: Queue
+    exchange: Exchange
+    key: str
+    arguments: tuple[tuple[str, Any], ...] = ()
+
+
+@dataclass(frozen=True)
+class Message:
+    exchange: str
+    key: str
+    units: int
+    headers: dict[str, Any]
+    options: dict[str, Any]
+    number: int
+    form: type = int
+    """What the body is: a number as JSON, text, or bytes that are no text."""
+
+    def payload(self) -> tuple[Any, dict[str, str]]:
+        """Body and options of the publish."""
+        if self.form is bytes:
+            content = {"content_type": "application/octet-stream", "content_encoding": "binary"}
+            return b"\xff\0%d" % self.number, content
+        if self.form is str:
+            return f"{self.number}", {"content_type": "text/plain", "content_encoding": "utf-8"}
+        return self.number, {}
+
+
+def number_of(arrival: Arrival) -> int:
+    body = arrival.body
+    return int(body.removeprefix(b"\xff\0") if isinstance(body, bytes) else body)
+
+
+@dataclass(frozen=True)
+class Graph:
+    exchanges: list[Exchange]
+    queues: list[Queue]
+    bindings: list[Binding]
+    messages: list[Message]
+    one_connection: bool
+    """Whether the producer is the connection that declared everything."""
+    routing: str
+
+    def kind(self, exchange: str) -> str:
+        return next((e.kind for e in self.exchanges if e.name == exchange), "direct")
+
+    def lands(self, message: Message) -> bool:
+        """Whether *message* has to go through a landing queue."""
+        kind = self.kind(message.exchange)
+        if kind in ("fanout", "headers"):
+            return True
+        if any(e.listed for e in self.exchanges if e.name == message.exchange):
+            return True
+        if kind != "topic":
+            return False
+        addresses = [message_address(message.exchange, message.key)] + [
+            topic_binding_address(message.exchange, binding.key)
+            for binding in self.bindings
+            if binding.exchange.name == message.exchange
+        ]
+        return not all(map(TOPOLOGY.fits, addresses))
+
+    def is_refused(self, message: Message) -> bool:
+        """Whether *message* cannot be told from one of ours beside a landing queue's key."""
+        return self.lands(message) and TOPOLOGY.collides(message.key)
+
+    def may_see_too_much(self, message: Message) -> set[str]:
+        """Queues whose topic pattern can match our own key, which travels beside *message*'s.
+
+        The one documented gap: `#.0.#` or `#.*.*` behind a landing queue.
+        """
+        if self.kind(message.exchange) != "topic" or not self.lands(message):
+            return set()
+        address = landing_address(message.exchange)
+        ours = [TOPOLOGY.routing_key(units, address) for units in range(message.units + 1)]
+        return {
+            binding.queue.name
+            for binding in self.bindings
+            if binding.exchange.name == message.exchange
+            and any(topic_matches(binding.key, key) for key in ours)
+        }
+
+
+# ---- drawing them ----------------------------------------------------------------------------
+
+WORDS = ["a", "b", "0", "1", "*", "#", "", "%", "%2A", "%2a", "%25", "é", "日本", "a b", "l" * 40]
+
+word = st.sampled_from(WORDS)
+any_text = st.text(st.characters(codec="utf-8", exclude_categories=("Cc",)), max_size=12)
+
+
+def limited(texts: st.SearchStrategy[str], *, max_bytes: int = 255) -> st.SearchStrategy[str]:
+    return texts.map(lambda text: text.encode()[:max_bytes].decode(errors="ignore"))
+
+
+keys = limited(
+    st.one_of(
+        st.lists(word, max_size=5).map(".".join),
+        st.lists(word, max_size=5).map(".".join),
+        any_text,
+        # About as many words as our own keys have, some of them read like a delay.
+        st.lists(st.sampled_from(["a", "b", "0", "1", "%a", "*"]), min_size=7, max_size=11).map(
+            ".".join
+        ),
+        st.sampled_from(["k" * 200, "é" * 100, "k" * 255, ".".join("word%" * 25), "." * 200]),
+    )
+)
+
+#: Exchange names end in a number of their own, so they never meet those of another example.
+names = limited(
+    st.one_of(
+        st.lists(word, min_size=1, max_size=4).map(".".join),
+        any_text,
+        st.sampled_from(["n" * 200, "%" * 80, "é.*" * 60]),
+    ),
+    max_bytes=100,
+)
+
+header_values = st.one_of(
+    st.integers(-(2**63), 2**63 - 1),
+    st.booleans(),
+    st.none(),
+    any_text,
+    st.floats(allow_nan=False, allow_infinity=False),
+    st.lists(st.integers(0, 9) | st.text("xyz", max_size=3), max_size=3),
+    st.dictionaries(st.sampled_from(["n", "m.x"]), st.integers(0, 9), max_size=2),
+)
+few_headers = st.dictionaries(st.sampled_from(["h", "x-h"]), st.sampled_from([1, 2, "1"]))
+message_headers = st.tuples(
+    few_headers, st.dictionaries(st.sampled_from(["id", "task", "é%.#"]), header_values)
+).map(lambda both: both[0] | both[1])
+
+message_options = st.fixed_dictionaries(
+    {},
+    optional={
+        "priority": st.integers(0, 9),
+        "expiration": st.sampled_from([600, 3600.5]),
+        "correlation_id": any_text,
+        "reply_to": any_text,
+        "message_id": any_text,
+        "type": any_text,
+        "app_id": any_text,
+        "user_id": st.just("guest"),
+        "timestamp": st.integers(0, 2**40),
+        "delivery_mode": st.sampled_from([1, 2]),
+        "compression": st.just("zlib"),
+    },
+)
+
+header_arguments = st.builds(
+    lambda match, wanted: tuple(({"x-match": match} | wanted).items()),
+    st.sampled_from(["all", "any", "all-with-x", "any-with-x"]),
+    few_headers,
+)
+
+
+@st.composite
+def patterns(draw: st.DrawFn, key_pool: list[str]) -> str:
+    """A key of the pool, some of its words replaced by wildcards."""
+    words = draw(st.sampled_from(key_pool)).split(".")
+    for _ in range(draw(st.integers(0, 2))):
+        index = draw(st.integers(0, len(words) - 1))
+        words[index] = draw(st.sampled_from(["*", "#", "*.#", "#.#"]))
+    if draw(st.booleans()):
+        words = words[: draw(st.integers(0, len(words)))] + ["#"]
+    return limited_text(".".join(words))
+
+
+def limited_text(text: str) -> str:
+    return text.encode()[:255].decode(errors="ignore")
+
+
+@st.composite
+def graphs(draw: st.DrawFn) -> Graph:
+    key_pool = draw(st.lists(keys, min_size=4, max_size=8))
+    kinds = draw(
+        st.lists(st.sampled_from(["direct", "topic", "fanout", "headers"]), min_size=1, max_size=5)
+    )
+    exchanges = [Exchange(draw(names), kind, listed=draw(st.integers(0, 2)) == 0) for kind in kinds]
+    exchanges += [Exchange(*item) for item in draw(st.sets(st.sampled_from([*BUILT_IN.items()])))]
+    open_to_all = [e for e in exchanges if e.listed or e.kind in ("fanout", "headers")]
+
+    queues = [
+        Queue(
+            name,
+            foreign=draw(st.integers(0, 2)) == 0 and bool(open_to_all),
+            arguments=draw(
+                st.sampled_from(
+                    [(), (), (("x-overflow", "reject-publish"),), (("x-max-priority", 3),)]
+                )
+            ),
+        )
+        for name in draw(
+            st.lists(
+                names.filter(lambda name: name and not name.startswith("amq.")),
+                min_size=2,
+                max_size=8,
+                unique=True,
+            )
+        )
+    ]
+    bindings = []
+    for queue in queues:
+        reachable = open_to_all if queue.foreign else exchanges
+        for exchange in draw(st.lists(st.sampled_from(reachable), max_size=4)):
+            key = draw(
+                patterns(key_pool) if exchange.kind == "topic" else st.sampled_from(key_pool)
+            )
+            arguments = draw(header_arguments) if exchange.kind == "headers" else ()
+            bindings.append(Binding(queue, exchange, key, arguments))
+
+    own_names = [queue.name for queue in queues if not queue.foreign] or ["nobody"]
+    targets = [("", name) for name in own_names] + [
+        (exchange.name, key) for exchange in exchanges for key in key_pool
+    ]
+    messages = [
+        Message(
+            exchange,
+            key,
+            units=draw(st.integers(1, 5)),
+            headers=draw(message_headers),
+            options=draw(message_options),
+            number=index,
+            form=draw(st.sampled_from([int, int, str, bytes])),
+        )
+        for index, (exchange, key) in enumerate(
+            draw(st.lists(st.sampled_from(targets), min_size=10, max_size=20))
+        )
+    ]
+    return Graph(
+        exchanges,
+        queues,
+        bindings,
+        messages,
+        one_connection=draw(st.booleans()),
+        routing=draw(st.sampled_from(["skip", "skip", "chain"])),
+    )
+
+
+_numbers = count()
+
+
+def with_own_exchanges(graph: Graph) -> Graph:
+    """*graph* with exchange names that no other example has.
+
+    Landing queues stay, so that the last step finds what one of them may keep back.
+    """
+    number = next(_numbers)
+    renamed = {
+        exchange: exchange
+        if exchange.name in BUILT_IN
+        else replace(exchange, name=f"{exchange.name}{number}-{index}")
+        for index, exchange in enumerate(graph.exchanges)
+    }
+    by_name: dict[str, str] = {}
+    for old, new in renamed.items():
+        by_name.setdefault(old.name, new.name)
+    return replace(
+        graph,
+        exchanges=list(renamed.values()),
+        bindings=[replace(b, exchange=renamed[b.exchange]) for b in graph.bindings],
+        messages=[replace(m, exchange=by_name.get(m.exchange, "")) for m in graph.messages],
+    )
+
+
+# ---- the graph on a broker -------------------------------------------------------------------
+
+
+@dataclass
+class Site:
+    """A graph, declared: its connections and an inbox on every queue."""
+
+    graph: Graph
+    declarer: Any
+    producer: Any
+    foreigner: Any
+    letters: Inbox
+    refused: list[Message] = field(default_factory=list)
+
+    def declare(self) -> None:
+        for exchange in self.graph.exchanges:
+            if exchange.name not in BUILT_IN:
+                declare_exchange(self.declarer, exchange.name, exchange.kind)
+        for queue in self.graph.queues:
+            owner = self.foreigner if queue.foreign else self.declarer
+            declare_queue(owner, queue.name, **dict(queue.arguments))
+        for binding in self.graph.bindings:
+            owner = self.foreigner if binding.queue.foreign else self.declarer
+            bind(
+                owner,
+                binding.queue.name,
+                binding.exchange.name,
+                binding.key,
+                **dict(binding.arguments),
+            )
+        delays_of(self.declarer).prepare()
+        self.letters.consume(queue.name for queue in self.graph.queues)
+
+    def remove(self) -> None:
+        self.foreigner.default_channel.queue_purge(TOPOLOGY.parking_queue)
+        for queue in self.graph.queues:
+            self.foreigner.default_channel.queue_delete(queue.name)
+        for exchange in self.graph.exchanges:
+            if exchange.name not in BUILT_IN:
+                self.foreigner.default_channel.exchange_delete(exchange.name)
+
+    def send(self, message: Message, eta: str) -> None:
+        body, content = message.payload()
+        publish(
+            self.producer,
+            body,
+            message.key,
+            exchange=message.exchange,
+            headers=message.headers | {"eta": eta},
+            **message.options,
+            **content,
+        )
+
+    def everything_that_came(self) -> list[Arrival]:
+        """What is in the inbox once a last word has come through every queue."""
+        for queue in self.graph.queues:
+            publish(self.foreigner, "last word", queue.name)
+        expected = Counter(queue.name for queue in self.graph.queues)
+
+        def last_words() -> Counter[str]:
+            return Counter(a.queue for a in self.letters.arrivals if a.body == "last word")
+
+        self.letters.wait_until(lambda: last_words() == expected)
+        return [a for a in self.letters.take() if a.body != "last word"]
+
+    def levels_are_empty(self) -> bool:
+        return all(depth(self.foreigner, hop.queue) == 0 for hop in TOPOLOGY.level_queues)
+
+
+@contextmanager
+def site_of(url: str, graph: Graph) -> Iterator[Site]:
+    listed = tuple(exchange.name for exchange in graph.exchanges if exchange.listed)
+    options = {"landing_exchanges": listed, "routing": graph.routing}
+    plain = delaying(url).clone(transport_options={"confirm_publish": True})
+    with (
+        delaying(url, **options) as declarer,
+        delaying(url, **options) as other_producer,
+        plain as foreigner,
+        inbox(url, **options) as letters,
+    ):
+        producer = declarer if graph.one_connection else other_producer
+        site = Site(graph, declarer, producer, foreigner, letters)
+        try:
+            yield site
+        finally:
+            site.remove()
+
+
+def as_seen(arrival: Arrival) -> dict[str, Any]:
+    """Everything that a consumer can see of a message, but its due time."""
+    message = arrival.message
+    return {
+        "body": message.body if isinstance(message.body, bytes) else message.body.encode(),
+        "decoded": arrival.body,
+        "headers": {key: value for key, value in message.headers.items() if key != "eta"},
+        "properties": {
+            key: value for key, value in message.properties.items() if key != "application_headers"
+        },
+        "content": (message.content_type, message.content_encoding),
+        "exchange": message.delivery_info["exchange"],
+        "routing_key": message.delivery_info["routing_key"],
+        "redelivered": message.delivery_info["redelivered"],
+    }
+
+
+def check(site: Site) -> None:
+    graph = site.graph
+    site.declare()
+
+    for message in graph.messages:
+        site.send(message, PAST)
+    undelayed = site.everything_that_came()
+    reached = {
+        message.number: {a.queue for a in undelayed if number_of(a) == message.number}
+        for message in graph.messages
+    }
+
+    # Behind a landing queue a message that nobody wants waits for somebody to bind; see
+    # test_isolation. Elsewhere it parks.
+    refused: set[int] = set()
+    sent: dict[int, str] = {}
+    park: list[bool] = []  # True where the message was certainly sent before it was due
+    for message in graph.messages:
+        if not reached[message.number] and graph.lands(message):
+            continue
+        eta = eta_in(message.units * SETTINGS["resolution"])
+        try:
+            site.send(message, eta)
+        except CannotDelay as exc:
+            assert repr(message.key) in str(exc)
+            refused.add(message.number)
+            continue
+        finally:
+            was_early = time() < datetime.fromisoformat(eta).timestamp()
+        sent[message.number] = eta
+        if was_early:
+            assert not graph.is_refused(message), message
+        if not reached[message.number]:
+            park.append(was_early)
+    assert refused <= {m.number for m in graph.messages if graph.is_refused(m)}
+
+    expected = sum(len(reached[number]) for number in sent)
+    site.letters.wait_until(lambda: len(site.letters.arrivals) >= expected)
+    site.letters.wait_until(site.levels_are_empty)
+    site.letters.wait_until(lambda: parked_count(site.foreigner) >= sum(park))
+    delayed = site.everything_that_came()
+
+    by_number = {message.number: message for message in graph.messages}
+    seen_undelayed = {(number_of(a), a.queue): as_seen(a) for a in undelayed}
+    found: dict[int, list[str]] = {number: [] for number in sent}
+    for arrival in delayed:
+        number = number_of(arrival)
+        message, eta = by_number[number], sent[number]
+        found[number].append(arrival.queue)
+        assert arrival.message.headers["eta"] == eta
+        assert arrival.at >= datetime.fromisoformat(eta).timestamp(), f"early: {message}"
+        if (number, arrival.queue) in seen_undelayed:
+            assert as_seen(arrival) == seen_undelayed[number, arrival.queue]
+    for number, queues in found.items():
+        message = by_number[number]
+        too_much = graph.may_see_too_much(message) - reached[number]
+        assert sorted(set(queues) - too_much) == sorted(reached[number]), message
+        assert len(queues) == len(set(queues)), f"doubled: {message}"
+
+    assert sum(park) <= parked_count(site.foreigner) <= len(park)
+
+
+@pytest.mark.timeout(600 if not MORE_EXAMPLES else 0)
+def test_a_delayed_message_arrives_where_and_as_the_undelayed_one(
+    rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str
+) -> None:
+    @settings(
+        max_examples=MORE_EXAMPLES or EXAMPLES,
+        derandomize=not MORE_EXAMPLES,
+        phases=list(Phase) if MORE_EXAMPLES else [Phase.generate],  # shrinking takes minutes
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        report_multiple_bugs=False,
+    )
+    @given(graphs())
+    def every_graph(graph: Graph) -> None:
+        with site_of(vhost_url, with_own_exchanges(graph)) as site:
+            check(site)
+
+    every_graph()
+    assert_nothing_held(rabbitmq, vhost)
