@@ -60,6 +60,14 @@ def option_of(settings: DelaySettings | SettingsError) -> dict[str, Any] | bool:
     return changed or True
 
 
+def asks_for_delays(option: Any) -> bool:
+    """Whether a connection with this option is to be one of ours; an empty dict of settings is."""
+    if option is None or option is False:
+        return False
+    enabled = option.get("enabled", True) if isinstance(option, Mapping) else True
+    return enabled is not False and getattr(option, "enabled", True)
+
+
 def settings_from_option(option: Any) -> DelaySettings:
     """Settings from ``transport_options["native_delay"]``.
 
@@ -108,7 +116,10 @@ def delay_headers(
         raise InvalidDueTime(f"expected countdown or eta, got {countdown=} and {eta=}")
     if countdown is not None:
         check_countdown(countdown, longest_delay_seconds=_LONGEST_COUNTDOWN_SECONDS)
-        eta = (now or datetime.now(UTC)) + timedelta(seconds=countdown)
+        try:
+            eta = (now or datetime.now(UTC)) + timedelta(seconds=countdown)
+        except OverflowError as exc:
+            raise InvalidDueTime(f"expected a countdown in seconds, got {countdown!r}") from exc
     assert eta is not None
     due_us(eta)
     return {"eta": eta if isinstance(eta, str) else eta.isoformat()}

@@ -155,6 +155,8 @@ def install(app: App, **settings: Any) -> App:
         present.keywords |= settings
         return app
     installation = Installation(real, dict(settings))
+    if real.configured:
+        installation.settings()  # rules that join several of them
     real._native_delay = installation
     real._connection = installation.connection
     real.send_task = installation.send_task

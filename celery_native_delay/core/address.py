@@ -2,7 +2,8 @@
 
 An address is ``%<exchange>.<routing key>``, the exchange as one escaped word, the routing key
 with as many words as the user gave it, so that a topic pattern still matches behind it.
-The leading ``%`` keeps addresses apart from anything a user's own routing key holds.
+The leading ``%`` keeps addresses apart from anything a user's own routing key holds; addresses of
+our own begin with ``%%``, which no escaped exchange does.
 
 Both ends compute it without asking: the publisher needs no knowledge of the exchange's type,
 because a direct binding and a topic binding without wildcards have the same address.
@@ -34,17 +35,17 @@ def topic_binding_address(exchange: str, pattern: str) -> str:
 
 def hashed_address(exchange: str, routing_key: str) -> str:
     """The fixed-length stand-in of an address that does not fit into a routing key."""
-    return "%h" + _digest(f"{exchange}\0{routing_key}")
+    return "%%h" + _digest(f"{exchange}\0{routing_key}")
 
 
 def landing_address(exchange: str) -> str:
     """The address of the landing queue of *exchange*."""
-    return "%l." + short_word(exchange)
+    return "%%l." + short_word(exchange)
 
 
 def queue_address(queue: str) -> str:
     """The address behind the landing queue of *queue*, which only that queue is bound with."""
-    return "%q." + short_word(queue)
+    return "%%q." + short_word(queue)
 
 
 def short_word(name: str, *, max_bytes: int = 100) -> str:

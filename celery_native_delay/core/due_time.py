@@ -23,7 +23,7 @@ def due_us(eta: datetime | str) -> int:
             (``celery.utils.time.maybe_make_aware``).
 
     Raises:
-        InvalidDueTime: the text is not ISO 8601.
+        InvalidDueTime: it is neither, or the text is not ISO 8601.
     """
     if isinstance(eta, str):
         try:
@@ -32,6 +32,8 @@ def due_us(eta: datetime | str) -> int:
             raise InvalidDueTime(
                 f"expected an ETA in ISO 8601 such as 2026-11-20T09:30:00+00:00, got {eta!r}"
             ) from exc
+    if not isinstance(eta, datetime):
+        raise InvalidDueTime(f"expected an ETA as datetime or ISO 8601 text, got {eta!r}")
     if eta.tzinfo is None:
         eta = eta.replace(tzinfo=UTC)
     return (eta - _EPOCH) // _MICROSECOND

@@ -60,13 +60,13 @@ class DelaySettings:
         object.__setattr__(self, "landing_exchanges", _as_tuple(self.landing_exchanges))
         for name in _names():
             _check(name, getattr(self, name))
-        longest_ttl_ms = self.resolution_ms * self.largest_step
-        if longest_ttl_ms > MAX_TTL_MS:
+        if not self._fits_ttl(self.levels):
             raise SettingsError(
                 f"native_delay_levels={self.levels} with native_delay_resolution="
                 f"{self.resolution} and native_delay_base={self.base} needs a queue with a TTL "
-                f"of {longest_ttl_ms} ms; RabbitMQ's limit is {MAX_TTL_MS} ms (10 years): "
-                f"lower native_delay_levels or native_delay_resolution"
+                f"of {self.resolution_ms * self._largest_step(self.levels)} ms; RabbitMQ's limit is {MAX_TTL_MS} ms (10 years): "
+                f"expected native_delay_levels of at most {self._most_levels()}, or a smaller "
+                f"native_delay_resolution"
             )
 
     @property
@@ -79,12 +79,18 @@ class DelaySettings:
         """The longest delay that the levels can hold, in seconds."""
         return ((1 << self.levels) - 1) * self.resolution_ms / 1000
 
-    @property
-    def largest_step(self) -> int:
-        """Units of the longest single wait: the largest digit times its place, below 2**levels."""
+    def _largest_step(self, levels: int) -> int:
+        """Units of the longest single wait: the top digit times its place, below 2**levels."""
         bits = self.base.bit_length() - 1
-        shift = (self.levels - 1) // bits * bits
-        return min(self.base - 1, ((1 << self.levels) - 1) >> shift) << shift
+        shift = (levels - 1) // bits * bits
+        return min(self.base - 1, ((1 << levels) - 1) >> shift) << shift
+
+    def _most_levels(self) -> int:
+        fits = (n for n in range(self.levels, 0, -1) if self._fits_ttl(n))
+        return next(fits, 0)
+
+    def _fits_ttl(self, levels: int) -> bool:
+        return self.resolution_ms * self._largest_step(levels) <= MAX_TTL_MS
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, Any]) -> DelaySettings:
@@ -116,7 +122,10 @@ def _known() -> str:
 
 
 def _as_tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list | set | frozenset) else value
+    """A list or set as a tuple; equal sets in the same order, as a repr must be."""
+    if isinstance(value, set | frozenset):
+        return tuple(sorted(value, key=str))
+    return tuple(value) if isinstance(value, list) else value
 
 
 def _check(name: str, value: Any) -> None:

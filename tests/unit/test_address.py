@@ -136,7 +136,6 @@ def test_a_publisher_need_not_know_whether_the_exchange_is_direct_or_topic(
     assert topic_binding_address(exchange, key) == message_address(exchange, key)
 
 
-@pytest.mark.xfail(reason="exchanges named l and q share the prefix of landing addresses")
 @patient
 @given(name=names, exchange=names, pattern=keys)
 @example(name="foo", exchange="l", pattern="#")

@@ -16,7 +16,6 @@ MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob(
 
 LONGER_FOR_NOW = {
     "testing.py": "a private broker in one file that imports nothing but the standard library",
-    "transports/rabbitmq/delays.py": "finding out about exchanges could be a module of its own",
 }
 
 

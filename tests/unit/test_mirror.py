@@ -5,12 +5,13 @@ from __future__ import annotations
 import pytest
 
 from celery_native_delay import DelaySettings
-from celery_native_delay.core.topology import Binding, Declaration, Queue, Topology
+from celery_native_delay.core.topology import Binding, Declaration, Exchange, Queue, Topology
 from celery_native_delay.transports.rabbitmq.mirror import (
     Mirror,
     Mirrored,
     is_internal,
     landing_declarations,
+    must_land_declarations,
 )
 
 TOPOLOGY = Topology(DelaySettings(levels=2))
@@ -69,7 +70,7 @@ def test_a_direct_key_that_does_not_fit_is_bound_by_its_hash(mirror: Mirror) -> 
     mirror.exchange_declared("jobs", "direct", None)
     [binding] = mirrored(mirror, "q", "jobs", "k" * 255)
     assert isinstance(binding, Binding)
-    assert binding.routing_key.startswith("*.*.%h")
+    assert binding.routing_key.startswith("*.*.%%h")
     assert len(binding.routing_key.encode()) <= 255
 
 
@@ -77,7 +78,7 @@ def test_a_topic_pattern_that_does_not_fit_gets_its_exchange_a_landing_queue(
     mirror: Mirror,
 ) -> None:
     mirror.exchange_declared("news", "topic", None)
-    landing = list(landing_declarations(TOPOLOGY, "news"))
+    landing = list(must_land_declarations(TOPOLOGY, "news"))
     assert mirrored(mirror, "q", "news", "k" * 254) == landing
     assert mirror.binding_of(Mirrored("q", "news", "k" * 254)) is None
 
@@ -230,6 +231,48 @@ def test_a_landing_queue_is_declared_before_it_is_bound() -> None:
     assert landing == TOPOLOGY.landing("news")
     assert isinstance(binding, Binding)
     assert (binding.source, binding.destination) == (DELIVERY, TOPOLOGY.landing_queue("news"))
+
+
+def test_who_has_to_land_learns_it_from_a_mark_declared_last() -> None:
+    *landing, mark = must_land_declarations(TOPOLOGY, "news.eu")
+    assert landing == list(landing_declarations(TOPOLOGY, "news.eu"))
+    assert mark == Exchange("celery_delay.v1.2x125ms.quorum.lands.news%2Eeu", "fanout")
+
+
+@pytest.mark.parametrize(
+    ("kind", "bound", "routing_key", "reached"),
+    [
+        ("direct", "a.b", "a.b", True),
+        ("direct", "a.b", "a.c", False),
+        ("direct", "a.*", "a.b", False),
+        ("direct", "#", "#", True),
+        ("topic", "a.*", "a.b", True),
+        ("topic", "a.*", "b.a", False),
+        ("topic", "#", "", True),
+    ],
+)
+def test_a_message_is_reached_by_the_bindings_seen_here(
+    mirror: Mirror, kind: str, bound: str, routing_key: str, reached: bool
+) -> None:
+    mirror.exchange_declared("jobs", kind, None)
+    mirror.exchange_declared("other", kind, None)
+    mirror.queue_bound("q", "jobs", bound)
+    assert mirror.reaches("jobs", routing_key) is reached
+    assert not mirror.reaches("other", routing_key)
+    mirror.queue_unbound("q", "jobs", bound)
+    assert not mirror.reaches("jobs", routing_key)
+
+
+def test_a_queue_is_a_stranger_until_its_arguments_are_seen(mirror: Mirror) -> None:
+    mirror.queue_bound("q", "jobs", "a")
+    assert mirror.is_stranger("q")
+    mirror.arguments_seen("q", rejects=True)
+    assert not mirror.is_stranger("q")
+    assert mirror.binding_of(Mirrored("q", "", "q")) == Binding(
+        DELIVERY, TOPOLOGY.queue_landing_queue("q"), "*.*.%.q"
+    )
+    mirror.queue_deleted("q")
+    assert mirror.is_stranger("q")
 
 
 def test_the_exchanges_of_every_vhost_are_known(mirror: Mirror) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
 from threading import local
@@ -17,7 +17,7 @@ from amqp.exceptions import AccessRefused, ChannelError, NotFound
 
 from ...core.address import landing_address, message_address
 from ...core.due_time import check_reach, units_until
-from ...core.errors import CannotDelay, NativeDelayError
+from ...core.errors import CannotDelay, NativeDelayError, NotPermitted
 from ...core.settings import DelaySettings
 from ...core.topology import Declaration, Exchange, Topology
 from .declaring import apply, broker_version, check_broker, refusals_explained
@@ -147,25 +147,32 @@ class Delays:
                 lands = self._routes.queue_lands(binding.queue)
                 self.mirror.arguments_seen(binding.queue, rejects=lands)
             declarations += self.mirror.declarations(binding)
-        if consuming:
-            named = {binding.exchange for binding in mirrored if binding.exchange}
-            for exchange in sorted(named):
-                declarations.append(Exchange(self.topology.mirrored_marker(exchange), "fanout"))
         try:
             apply(self.declarer, declarations)
         except ChannelError:
             # One queue that is gone must not keep the others from being bound.
-            for binding in mirrored:
-                self._mirror_alone(binding)
+            self._mirror_each(mirrored)
+        if consuming:
+            named = sorted({binding.exchange for binding in mirrored if binding.exchange})
+            marks = [Exchange(self.topology.mirrored_marker(name), "fanout") for name in named]
+            with suppress(AccessRefused):
+                apply(self.declarer, marks)
         self._routes.forget()
         return len(mirrored)
 
-    def _mirror_alone(self, binding: Mirrored) -> None:
-        try:
-            with refusals_explained(self.topology):
-                apply(self.declarer, self.mirror.declarations(binding))
-        except ChannelError as exc:
-            logger.debug("not mirrored: %s: %s", binding, exc)
+    def _mirror_each(self, bindings: list[Mirrored]) -> None:
+        refused: dict[Mirrored, NotPermitted] = {}
+        for binding in bindings:
+            try:
+                with refusals_explained(self.topology):
+                    apply(self.declarer, self.mirror.declarations(binding))
+            except NotPermitted as exc:
+                refused[binding] = exc
+            except ChannelError as exc:
+                logger.debug("not mirrored: %s: %s", binding, exc)
+        if refused:
+            self.mirror.not_mirrored(list(refused))
+            raise next(iter(refused.values()))
 
     def unmirror(self, binding: Mirrored) -> None:
         """Take back what mirrors a binding that the user has removed."""

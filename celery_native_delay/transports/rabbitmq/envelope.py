@@ -16,6 +16,7 @@ from ...core.topology import is_delay_name
 #: The one header we add: what the worker must see again, and when.
 HEADER = "native_delay"
 VERSION = 1
+_REQUIRED = {"id", "due", "exchange", "rk"}
 
 #: What RabbitMQ writes when it dead-letters. Before 4.0 it believes a publisher who sends them
 #: back and drops the message as a cycle (rabbit_dead_letter.erl v3.10; celery#9867).
@@ -61,7 +62,7 @@ def due_of(headers: Mapping[str, Any] | None) -> int | None:
         return None
     try:
         return due_us(eta)
-    except (InvalidDueTime, TypeError, AttributeError):
+    except InvalidDueTime:
         if headers and "task" in headers:
             raise
         return None
@@ -83,7 +84,8 @@ def seal(
     With *queue* it goes to that queue alone, wherever it was published to once.
 
     Raises:
-        CannotDelay: the message names further routing keys of its own (CC, BCC).
+        CannotDelay: the message names further routing keys of its own (CC, BCC), or its
+            expiration is no number.
     """
     headers = dict(properties.get("application_headers") or {})
     if "CC" in headers or "BCC" in headers:
@@ -111,6 +113,8 @@ def seal(
     if expiration is not None:
         # RabbitMQ would cut the first level short by it and then drop it: min(queue, message)
         # TTL, removed when dead-lettering. https://www.rabbitmq.com/docs/ttl
+        if not str(expiration).isdecimal():
+            raise CannotDelay(f"expected an expiration in milliseconds, got {expiration!r}")
         envelope["expiration"] = expiration
         envelope["expires"] = now_us // 1000 + int(expiration)
     priority = sealed.get("priority")
@@ -124,29 +128,32 @@ def seal(
 
 def unseal(
     properties: Mapping[str, Any], delivery_info: Mapping[str, Any] | None
-) -> tuple[dict[str, Any], dict[str, Any], Delayed] | None:
-    """Properties and delivery info as of the undelayed message, or None if it never waited."""
-    headers = properties.get("application_headers") or {}
-    envelope = headers.get(HEADER)
+) -> tuple[dict[str, Any], dict[str, Any], Delayed | None] | None:
+    """Properties and delivery info as of the undelayed message, or None if it carries no envelope.
+
+    The third is None for an envelope that somebody took along: a plain worker sends unknown
+    headers again with a retry, which did not wait.
+    """
+    headers = dict(properties.get("application_headers") or {})
+    envelope = headers.pop(HEADER, None)
     if not isinstance(envelope, dict) or envelope.get("v") != VERSION:
         return None
-    headers = {key: value for key, value in headers.items() if key != HEADER}
-    if _deaths_are_ours(headers):
-        for name in DEATH_HEADERS:
-            headers.pop(name, None)
-    headers |= envelope.get("deaths") or {}
+    if not envelope.keys() >= _REQUIRED:
+        return None
     opened = dict(properties)
-    opened["application_headers"] = headers
-    if "expiration" in envelope:
-        opened["expiration"] = envelope["expiration"]
-    if "priority" in envelope:
-        opened["priority"] = envelope["priority"]
     info = dict(delivery_info or {})
     # The exchange it last entered: a level or the delivery exchange, unless it landed or was
     # rescued; those arrive from the user's own.
-    if is_delay_name(info.get("exchange", "")):
-        info["exchange"] = envelope["exchange"]
-        info["routing_key"] = envelope["rk"]
+    ours = is_delay_name(info.get("exchange", ""))
+    if not ours and _due_ms(headers) != envelope["due"]:
+        opened["application_headers"] = _without_ours(headers, {})
+        return opened, info, None
+    opened["application_headers"] = _without_ours(headers, envelope.get("deaths") or {})
+    for name in ("expiration", "priority"):
+        if name in envelope:
+            opened[name] = envelope[name]
+    if ours:
+        info["exchange"], info["routing_key"] = envelope["exchange"], envelope["rk"]
     delayed = Delayed(
         delivery_id=envelope["id"],
         due_ms=envelope["due"],
@@ -157,21 +164,38 @@ def unseal(
     return opened, info, delayed
 
 
-def _deaths_are_ours(headers: Mapping[str, Any]) -> bool:
-    deaths = headers.get("x-death") or []
-    return any(is_delay_name(death.get("queue", "")) for death in deaths)
+def _due_ms(headers: Mapping[str, Any]) -> int | None:
+    try:
+        due_us = due_of(headers)
+    except InvalidDueTime:
+        return None
+    return None if due_us is None else -(-due_us // 1000)
+
+
+def _without_ours(headers: dict[str, Any], earlier: Mapping[str, Any]) -> dict[str, Any]:
+    """*headers* with the deaths in other people's queues only: later ones, then *earlier*."""
+    later = _other_deaths(headers)
+    kept = {key: value for key, value in headers.items() if key not in DEATH_HEADERS}
+    kept |= later | dict(earlier)
+    if deaths := later.get("x-death", []) + earlier.get("x-death", []):
+        kept["x-death"] = deaths
+    return kept
 
 
 def _other_deaths(headers: Mapping[str, Any]) -> dict[str, Any]:
-    """The death headers that other people's queues wrote, to be given back untouched."""
-    deaths = [
-        death for death in headers.get("x-death") or [] if not is_delay_name(death.get("queue", ""))
-    ]
-    if not deaths:
-        return {}
-    kept = {"x-death": deaths}
+    """The death headers that other people's queues wrote."""
+    deaths = headers.get("x-death")
+    kept: dict[str, Any] = {}
+    if isinstance(deaths, list):
+        theirs = [death for death in deaths if not _is_ours(death)]
+        if theirs:
+            kept["x-death"] = theirs
     for order in ("first", "last"):
         if not is_delay_name(str(headers.get(f"x-{order}-death-queue", ""))):
             names = [f"x-{order}-death-{part}" for part in ("exchange", "queue", "reason")]
             kept |= {name: headers[name] for name in names if name in headers}
     return kept
+
+
+def _is_ours(death: Any) -> bool:
+    return isinstance(death, dict) and is_delay_name(str(death.get("queue", "")))

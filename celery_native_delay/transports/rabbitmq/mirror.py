@@ -58,6 +58,8 @@ class Mirror:
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
         self.types: dict[str, str] = dict(BUILTIN_TYPES)
+        #: Changes with everything the user declares, binds or deletes.
+        self.version = 0
         self._known: dict[Mirrored, None] = {}
         self._pending: dict[Mirrored, None] = {}
         #: Queues whose arguments were seen, and whether they reject what does not fit.
@@ -69,6 +71,7 @@ class Mirror:
 
     def exchange_declared(self, exchange: str, kind: str, arguments: dict[str, Any] | None) -> None:
         self.types[exchange] = kind
+        self.version += 1
         if arguments and "alternate-exchange" in arguments:
             self._lands(exchange)
 
@@ -79,6 +82,7 @@ class Mirror:
 
     def exchange_deleted(self, exchange: str) -> None:
         self.types.pop(exchange, None)
+        self.version += 1
         self._landings.pop(exchange, None)
         self._pending_landings.pop(exchange, None)
 
@@ -104,6 +108,7 @@ class Mirror:
             return
         mirrored = Mirrored(queue, exchange, routing_key)
         self._known[mirrored] = self._pending[mirrored] = None
+        self.version += 1
 
     def queue_bound_once(self, queue: str) -> None:
         """*queue* is to be reached by its name, unless it was seen to already."""
@@ -113,6 +118,7 @@ class Mirror:
     def queue_unbound(self, queue: str, exchange: str, routing_key: str) -> Mirrored:
         mirrored = Mirrored(queue, exchange, routing_key)
         self._known.pop(mirrored, None)
+        self.version += 1
         self._pending.pop(mirrored, None)
         return mirrored
 
@@ -148,6 +154,10 @@ class Mirror:
         pending = list(self._pending), list(self._pending_landings)
         self._pending, self._pending_landings = {}, {}
         return pending
+
+    def not_mirrored(self, bindings: list[Mirrored]) -> None:
+        """These could not be seen to: they stay pending."""
+        self._pending = dict.fromkeys(bindings) | self._pending
 
     def forget_mirrored(self) -> None:
         """The broker lost our bindings: all that is known is pending again."""

@@ -26,8 +26,9 @@ ROUTE_SECONDS = 60.0
 #: These pick a queue by hashing each routing key; a message for a landing queue carries two.
 _HASHING_TYPES = ("x-consistent-hash", "x-modulus-hash")
 
-#: Asked for in turn; any other type is "" and gets a landing queue.
-ASKED_TYPES = ("direct", "topic", "fanout", "headers", *_HASHING_TYPES)
+#: Asked for in turn; any other type is "" and gets a landing queue. A plugin's type must not be
+#: asked for: where the plugin is off, that closes the connection.
+ASKED_TYPES = ("direct", "topic", "fanout", "headers")
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Routes:
         self._known: dict[str, _Known] = {}
         self._reached: set[tuple[str, str]] = set()
         self._landings: set[str] = set()
+        self._version = mirror.version
 
     def lands(self, exchange: str, routing_key: str) -> bool:
         """Whether a message goes through the landing queue of *exchange*, which then is there.
@@ -65,7 +67,11 @@ class Routes:
             CannotDelay: this type of exchange gets nothing exactly.
             amqp.exceptions.NotFound: there is no such exchange.
         """
-        if not exchange or (exchange, routing_key) in self._reached:
+        if not exchange:
+            return False
+        if self._version != self._mirror.version:
+            self.forget()
+        if (exchange, routing_key) in self._reached:
             return False
         known = self._known.get(exchange)
         if known is None or known.until < monotonic():
@@ -82,7 +88,8 @@ class Routes:
         return True
 
     def forget(self) -> None:
-        """Bindings changed: find out again."""
+        """What the user declared has changed, or the broker lost it: find out again."""
+        self._version = self._mirror.version
         self._known.clear()
         self._reached.clear()
         self._landings.clear()
@@ -119,9 +126,12 @@ class Routes:
             )
         topology = self._topology
         listed = exchange in topology.settings.landing_exchanges
-        if listed or kind not in MIRRORED_TYPES or self._is_there(topology.lands_marker(exchange)):
+        if listed or kind not in MIRRORED_TYPES:
             return _Known(lands=True, mirrored=False, until=until)
-        mirrored = self._is_there(topology.mirrored_marker(exchange))
+        if self._is_there(topology.lands_marker(exchange), if_refused=False):
+            return _Known(lands=True, mirrored=False, until=until)
+        # Who may not ask may not declare a landing queue either.
+        mirrored = self._is_there(topology.mirrored_marker(exchange), if_refused=True)
         return _Known(lands=False, mirrored=mirrored, until=until)
 
     def _is_too_long(self, exchange: str, routing_key: str) -> bool:
@@ -139,14 +149,14 @@ class Routes:
             return False
         return True
 
-    def _is_there(self, marker: str) -> bool:
-        """Who may not ask (4.3 wants the configure permission) relies on mirrored bindings."""
+    def _is_there(self, marker: str, *, if_refused: bool) -> bool:
+        """RabbitMQ 4.3 wants the configure permission even for asking."""
         try:
             self._declarer().exchange_declare(marker, "fanout", passive=True)
         except NotFound:
             return False
         except AccessRefused:
-            return ".mirrored." in marker
+            return if_refused
         return True
 
     def _declare_landing(self, exchange: str) -> None:

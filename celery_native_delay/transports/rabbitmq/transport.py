@@ -13,7 +13,7 @@ from kombu.transport import pyamqp
 
 from ...core.errors import SettingsError
 from ...core.settings import DelaySettings
-from ...kombu_hook import OPTION, settings_from_option
+from ...kombu_hook import OPTION, asks_for_delays, settings_from_option
 from .delays import Delays
 from .envelope import Delayed, due_of, unseal
 from .mirror import is_internal
@@ -203,7 +203,7 @@ class Transport(pyamqp.Transport):  # type: ignore[misc]
     """kombu's pyamqp transport; with the ``native_delay`` option, messages wait in the broker."""
 
     def establish_connection(self) -> Any:
-        if (self.client.transport_options or {}).get(OPTION):
+        if asks_for_delays((self.client.transport_options or {}).get(OPTION)):
             self.Connection = Connection
         return super().establish_connection()
 
