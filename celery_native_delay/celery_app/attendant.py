@@ -30,8 +30,9 @@ logger = get_logger(__name__)
 SHORTEST_LOOK_SECONDS = 1.0
 LONGEST_LOOK_SECONDS = 30.0
 
-#: Early tasks put back with one wait for the broker.
-BATCH = 200
+#: Early tasks put back with one wait for the broker. A quorum queue's client keeps back
+#: acknowledgements beyond 32, and a worker that stops right then would have those redelivered.
+BATCH = 32
 
 _RETRY_SECONDS = 1.0
 _TRIES = 3

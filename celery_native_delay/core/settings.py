@@ -61,10 +61,11 @@ class DelaySettings:
         for name in _names():
             _check(name, getattr(self, name))
         if not self._fits_ttl(self.levels):
+            ttl_ms = self.resolution_ms * self._largest_step(self.levels)
             raise SettingsError(
                 f"native_delay_levels={self.levels} with native_delay_resolution="
                 f"{self.resolution} and native_delay_base={self.base} needs a queue with a TTL "
-                f"of {self.resolution_ms * self._largest_step(self.levels)} ms; RabbitMQ's limit is {MAX_TTL_MS} ms (10 years): "
+                f"of {ttl_ms} ms; RabbitMQ's limit is {MAX_TTL_MS} ms (10 years): "
                 f"expected native_delay_levels of at most {self._most_levels()}, or a smaller "
                 f"native_delay_resolution"
             )

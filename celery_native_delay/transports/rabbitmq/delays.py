@@ -57,17 +57,27 @@ class Delays:
         self.topology = Topology(settings)
         self.mirror = Mirror(self.topology)
         self._publisher: OwnChannel | None = None
+        self._confirmer: OwnChannel | None = None
         self._declarer: OwnChannel | None = None
         self._ready = False
         self._routes = Routes(self.topology, self.mirror, lambda: self.declarer)
-        self._waits = settings.confirm_publish == "wait"
+        self._in_batch = False
 
     @property
     def publisher(self) -> OwnChannel:
-        """Our channel for publishing; a new one when the broker closed the last."""
+        """Our channel for publishing as the settings say; a new one when the broker closed it."""
+        if self.settings.confirm_publish == "wait":
+            return self.confirmer
         if self._publisher is None or self._publisher.connection is None:
-            self._publisher = OwnChannel(self.connection)
+            self._publisher = OwnChannel(self.connection, confirm=False)
         return self._publisher
+
+    @property
+    def confirmer(self) -> OwnChannel:
+        """Our channel in confirm mode: for what is acknowledged elsewhere once it has arrived."""
+        if self._confirmer is None or self._confirmer.connection is None:
+            self._confirmer = OwnChannel(self.connection)
+        return self._confirmer
 
     @property
     def declarer(self) -> OwnChannel:
@@ -222,7 +232,14 @@ class Delays:
         sealed = self._sealed(message, exchange, routing_key, due_us, now_us, delivery_id)
         key = self._route(sealed, units, exchange, routing_key, lands=lands)
         _failed.publish = (headers, delivery_id)
-        self._send(sealed, units, key, timeout_seconds, confirm_timeout_seconds)
+        self._send(
+            sealed,
+            units,
+            key,
+            confirmed=self.settings.confirm_publish == "wait",
+            timeout_seconds=timeout_seconds,
+            confirm_timeout_seconds=confirm_timeout_seconds,
+        )
         _failed.publish = None
         return None
 
@@ -254,24 +271,24 @@ class Delays:
         delivery_id = delivery_id or uuid4().hex
         sealed = self._sealed(message, exchange, routing_key, due_us, now_us, delivery_id, queue)
         to = (exchange, routing_key) if queue is None else ("", queue)
-        self._send(sealed, units, self._route(sealed, units, *to, lands=lands), None, None)
+        self._send(sealed, units, self._route(sealed, units, *to, lands=lands), confirmed=True)
 
     @contextmanager
     def one_confirm(self) -> Iterator[None]:
-        """Publishes inside do not wait each for its confirm; leaving waits for all of them.
+        """:meth:`put_back` inside does not wait for each confirm; leaving waits for all of them.
 
         Raises:
             amqp.exceptions.AMQPError: some are not confirmed; which, nobody knows.
         """
-        waited, self._waits = self._waits, False
-        publisher = self.publisher
+        self._in_batch = True
+        confirmer = self.confirmer
         try:
             yield
-            publisher.wait_all()
+            confirmer.wait_all()
             # Another channel, if the first was closed underway.
-            self.publisher.wait_all()
+            self.confirmer.wait_all()
         finally:
-            self._waits = waited
+            self._in_batch = False
 
     def _sealed(
         self,
@@ -333,19 +350,21 @@ class Delays:
         sealed: amqp.Message,
         units: int,
         routing_key: str,
-        timeout_seconds: float | None,
-        confirm_timeout_seconds: float | None,
+        *,
+        confirmed: bool,
+        timeout_seconds: float | None = None,
+        confirm_timeout_seconds: float | None = None,
     ) -> None:
         entry = self.topology.entry_exchange(units)
         for last_try in (False, True):
             try:
                 with refusals_explained(self.topology):
-                    publisher = self.publisher
-                    tag = publisher.publish(
+                    channel = self.confirmer if confirmed else self.publisher
+                    tag = channel.publish(
                         sealed, entry, routing_key, timeout_seconds=timeout_seconds
                     )
-                    if self._waits:
-                        publisher.wait_confirmed(
+                    if confirmed and not self._in_batch:
+                        channel.wait_confirmed(
                             tag, timeout_seconds=confirm_timeout_seconds or timeout_seconds
                         )
                 return

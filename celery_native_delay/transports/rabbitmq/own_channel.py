@@ -29,8 +29,9 @@ class OwnChannel(amqp.Channel):  # type: ignore[misc]
     closed_with: tuple[int, str] | None = None
 
     def __init__(self, connection: Any, *, confirm: bool = True) -> None:
-        """With *confirm* off it is for declaring only."""
+        """Without *confirm* nothing published here is ever known to have arrived."""
         super().__init__(connection)
+        self._confirms = confirm
         self._published = 0
         self._unconfirmed: OrderedDict[int, None] = OrderedDict()
         self._refused: set[int] = set()
@@ -51,7 +52,8 @@ class OwnChannel(amqp.Channel):  # type: ignore[misc]
         """Publish and return the delivery tag that :meth:`wait` takes."""
         self._basic_publish(message, exchange, routing_key, mandatory, timeout=timeout_seconds)
         self._published += 1
-        self._unconfirmed[self._published] = None
+        if self._confirms:
+            self._unconfirmed[self._published] = None
         return self._published
 
     def wait_confirmed(self, tag: int, *, timeout_seconds: float | None = None) -> None:

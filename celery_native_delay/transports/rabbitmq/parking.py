@@ -7,8 +7,10 @@ published to the end of the queue, then acknowledged. A crash in between doubles
 from __future__ import annotations
 
 import logging
+import socket
+from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from time import time_ns
 from typing import Any
@@ -25,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 #: Messages handled with one wait for the broker.
 BATCH = 100
+
+#: How long to wait for a message that the queue has counted, in seconds.
+ARRIVAL_SECONDS = 5.0
 
 #: At most this many per round, so that a dead destination costs little.
 ROUND = 10_000
@@ -73,7 +78,6 @@ class _Round:
     """One round: its channels, and what it found out about destinations."""
 
     delays: Delays
-    source: amqp.Channel
     publisher: OwnChannel
     outcome: Rescue = field(default_factory=Rescue)
     exchanges: dict[str, bool] = field(default_factory=dict)
@@ -102,12 +106,12 @@ def rescue(delays: Delays, *, limit: int = ROUND) -> Rescue | None:
     if not parked:
         return Rescue()
     try:
-        with _lock(connection, delays.topology):
-            work = _Round(delays, _raw_channel(connection), OwnChannel(connection))
-            while parked > 0 and (batch := list(_take(work, min(parked, BATCH)))):
+        with _lock(connection, delays.topology), _arrivals(delays) as arrivals:
+            work = _Round(delays, OwnChannel(connection))
+            while parked > 0 and (batch := arrivals.take(min(parked, BATCH))):
                 parked -= len(batch)
-                _move_on(work, batch)
-            work.source.close()
+                _move_on(work, [_parked(message) for message in batch])
+                arrivals.settle(batch)
             work.publisher.close()
             return work.outcome
     except ResourceLocked:
@@ -135,14 +139,6 @@ def peek(delays: Delays, *, limit: int) -> list[Parked]:
     finally:
         # Unacknowledged messages return to their places with the channel.
         channel.close()
-
-
-def _take(work: _Round, limit: int) -> Iterator[Parked]:
-    for _ in range(limit):
-        message = work.source.basic_get(work.delays.topology.parking_queue)
-        if message is None:
-            return
-        yield _parked(message)
 
 
 def _parked(message: amqp.Message) -> Parked:
@@ -183,8 +179,6 @@ def _move_on(work: _Round, batch: list[Parked]) -> None:
         message = amqp.Message(parked.message.body, **parked.message.properties)
         work.publisher.publish(message, "", work.delays.topology.parking_queue)
     work.publisher.wait_all()
-    for parked in batch:
-        work.source.basic_ack(parked.message.delivery_tag)
 
 
 def _back_to_levels(work: _Round, parked: Parked, delayed: Delayed) -> None:
@@ -229,6 +223,46 @@ def _exists(work: _Round, exchange: str) -> bool:
         except AccessRefused:
             logger.debug("may not look for exchange %r: taking it as there", exchange)
     return work.exchanges.get(exchange, True)
+
+
+class _Arrivals:
+    """Messages of the parking queue, taken by a consumer and settled many at a time.
+
+    A quorum queue's client keeps back acknowledgements beyond 32 (rabbit_fifo_client), and a
+    channel that closes behind them loses those: the messages come again. One for all is safe.
+    """
+
+    def __init__(self, connection: Any, queue: str) -> None:
+        self._messages: deque[amqp.Message] = deque()
+        self._channel = _raw_channel(connection)
+        self._channel.basic_qos(0, BATCH, False)
+        self._tag = self._channel.basic_consume(queue, callback=self._messages.append)
+
+    def take(self, wanted: int) -> list[amqp.Message]:
+        """The next *wanted* messages; fewer when no more come."""
+        with suppress(socket.timeout):
+            while len(self._messages) < wanted:
+                self._channel.connection.drain_events(timeout=ARRIVAL_SECONDS)
+        return [self._messages.popleft() for _ in range(min(wanted, len(self._messages)))]
+
+    def settle(self, batch: list[amqp.Message]) -> None:
+        """All of *batch*, which came in order, are done with."""
+        self._channel.basic_ack(batch[-1].delivery_tag, multiple=True)
+
+    def close(self) -> None:
+        """What was taken and not settled returns to the queue."""
+        if self._channel.connection is not None:
+            self._channel.basic_cancel(self._tag)
+            self._channel.close()
+
+
+@contextmanager
+def _arrivals(delays: Delays) -> Iterator[_Arrivals]:
+    arrivals = _Arrivals(delays.connection, delays.topology.parking_queue)
+    try:
+        yield arrivals
+    finally:
+        arrivals.close()
 
 
 def _raw_channel(connection: Any) -> amqp.Channel:
