@@ -274,14 +274,15 @@ class Topology:
         # https://www.rabbitmq.com/docs/ttl
         arguments = {
             "x-queue-type": self.settings.queue_type,
-            "x-queue-leader-locator": "balanced",
             "x-message-ttl": ttl_ms,
             "x-dead-letter-exchange": dead_letter_exchange,
         }
         if self.settings.queue_type == "quorum":
+            # Without the locator one node leads them all; 3.10 refuses it on classic queues.
             # at-least-once falls back to at-most-once in silence without reject-publish.
             # https://www.rabbitmq.com/docs/quorum-queues#activating-at-least-once-dead-lettering
             arguments |= {
+                "x-queue-leader-locator": "balanced",
                 "x-dead-letter-strategy": "at-least-once",
                 "x-overflow": "reject-publish",
             }

@@ -62,6 +62,7 @@ class Delays:
         self._ready = False
         self._routes = Routes(self.topology, self.mirror, lambda: self.declarer)
         self._in_batch = False
+        self._told = False
 
     @property
     def publisher(self) -> OwnChannel:
@@ -130,7 +131,9 @@ class Delays:
         try:
             self.prepare(consuming=True)
         except (NativeDelayError, ChannelError) as exc:
-            logger.error("native delay: bindings not mirrored, delayed messages may park: %s", exc)
+            level = logging.DEBUG if self._told else logging.ERROR
+            self._told = True
+            logger.log(level, "native delay: delayed messages may park, nothing is bound: %s", exc)
 
     def _is_complete(self) -> bool:
         """Whether the last exchange of the plan is there.
@@ -289,6 +292,7 @@ class Delays:
             self.confirmer.wait_all()
         finally:
             self._in_batch = False
+        self._told = False
 
     def _sealed(
         self,
