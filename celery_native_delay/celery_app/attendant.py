@@ -6,6 +6,7 @@ connection it waits on; the event loop never waits for it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
@@ -15,7 +16,7 @@ from time import monotonic
 from typing import Any
 
 import amqp
-from amqp.exceptions import AMQPError
+from amqp.exceptions import AccessRefused, AMQPError
 from celery.utils.log import get_logger
 
 from ..core.errors import ManagementUnavailable, NativeDelayError
@@ -50,6 +51,7 @@ class Attendant(Thread):
         self._stopping = Event()
         self._look_seconds = SHORTEST_LOOK_SECONDS
         self._next_look = monotonic()
+        self._told = False
 
     # --- called from the consumer's thread ----------------------------------------------
 
@@ -133,7 +135,19 @@ class Attendant(Thread):
         logger.debug("native delay: put %d early task(s) back", len(done))
 
     def _rescue(self) -> None:
-        outcome = rescue(self._delays())
+        try:
+            outcome = rescue(self._delays())
+        except AccessRefused as exc:
+            level = logging.DEBUG if self._told else logging.WARNING
+            self._told = True
+            logger.log(
+                level,
+                "native delay: this worker rescues nothing that is parked: %s; grant its user "
+                "configure on ^%s\\.",
+                exc.reply_text,
+                self.settings.namespace,
+            )
+            outcome = None
         if outcome is None:
             self._look_seconds = LONGEST_LOOK_SECONDS / 2
         elif outcome.rescued:

@@ -13,7 +13,7 @@ from amqp.exceptions import AccessRefused, NotFound, PreconditionFailed
 from ...core.address import message_address
 from ...core.errors import CannotDelay
 from ...core.topology import Topology
-from .declaring import apply
+from .declaring import apply, refusals_explained
 from .mirror import MIRRORED_TYPES, Mirror, landing_declarations
 from .own_channel import OwnChannel
 
@@ -54,7 +54,7 @@ class Routes:
         self._declarer = declarer
         self._known: dict[str, _Known] = {}
         self._reached: set[tuple[str, str]] = set()
-        self._landings: set[str] = set()
+        self._landings: dict[str, bool] = {}
         self._version = mirror.version
 
     def lands(self, exchange: str, routing_key: str) -> bool:
@@ -65,6 +65,7 @@ class Routes:
 
         Raises:
             CannotDelay: this type of exchange gets nothing exactly.
+            NotPermitted: it needs a landing queue that this user may not declare.
             amqp.exceptions.NotFound: there is no such exchange.
         """
         if not exchange:
@@ -77,15 +78,12 @@ class Routes:
         if known is None or known.until < monotonic():
             known = self._known[exchange] = self._find_out(exchange)
         if known.lands or self._is_too_long(exchange, routing_key):
-            self._declare_landing(exchange)
+            self._require_landing(exchange)
             return True
         if self._mirror.reaches(exchange, routing_key):
             self._reached.add((exchange, routing_key))
             return False
-        if known.mirrored:
-            return False
-        self._declare_landing(exchange)
-        return True
+        return not known.mirrored and self._has_landing(exchange)
 
     def forget(self) -> None:
         """What the user declared has changed, or the broker lost it: find out again."""
@@ -159,14 +157,39 @@ class Routes:
             return if_refused
         return True
 
-    def _declare_landing(self, exchange: str) -> None:
-        if exchange in self._landings:
+    def _require_landing(self, exchange: str) -> None:
+        """Have the landing queue of *exchange*, without which it gets nothing.
+
+        Raises:
+            NotPermitted: it is not there, and this user may not declare it.
+        """
+        if self._has_landing(exchange):
             return
-        self._landings.add(exchange)
-        try:
+        with refusals_explained(self._topology):
             apply(self._declarer(), landing_declarations(self._topology, exchange))
-        except AccessRefused:
-            logger.debug("may not declare the landing queue of %r: relying on others", exchange)
+
+    def _has_landing(self, exchange: str) -> bool:
+        """Whether the landing queue is there, after trying to declare it."""
+        if exchange not in self._landings:
+            try:
+                apply(self._declarer(), landing_declarations(self._topology, exchange))
+                self._landings[exchange] = True
+            except AccessRefused:
+                self._landings[exchange] = self._sees_landing(exchange)
+        return self._landings[exchange]
+
+    def _sees_landing(self, exchange: str) -> bool:
+        """For a user who may not declare: somebody else did. RabbitMQ 4.3 refuses even this."""
+        try:
+            self._declarer().queue_declare(self._topology.landing_queue(exchange), passive=True)
+        except (NotFound, AccessRefused):
+            logger.warning(
+                "native delay: no permission to declare the landing queue of exchange %r: its "
+                "delayed messages go by mirrored bindings, others park",
+                exchange,
+            )
+            return False
+        return True
 
     def _ask_type(self, exchange: str) -> str:
         try:
