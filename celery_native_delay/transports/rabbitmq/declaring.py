@@ -41,8 +41,8 @@ def _declare(channel: Any, declaration: Declaration) -> None:
 
 
 @contextmanager
-def refusals_explained(topology: Topology) -> Iterator[None]:
-    """Turn the broker's 403 and 406 into our errors, with the way out."""
+def permissions_explained(topology: Topology) -> Iterator[None]:
+    """Turn the broker's 403 into our error, with the way out."""
     try:
         yield
     except AccessRefused as exc:
@@ -52,6 +52,14 @@ def refusals_explained(topology: Topology) -> Iterator[None]:
             f"on ^{name}\\.; grant them (rabbitmqctl set_permissions), or let a user who has them "
             f"run `celery -A PROJ delay declare` and keep write and read"
         ) from exc
+
+
+@contextmanager
+def refusals_explained(topology: Topology) -> Iterator[None]:
+    """The same for a declaration, which the broker also refuses with 406."""
+    try:
+        with permissions_explained(topology):
+            yield
     except PreconditionFailed as exc:
         raise TopologyMismatch(
             f"{exc.reply_text}. Delete it, or choose another native_delay_namespace: "

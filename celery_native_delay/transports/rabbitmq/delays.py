@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from threading import local
 from time import monotonic, time_ns
 from typing import Any
@@ -19,8 +20,14 @@ from ...core.address import landing_address, message_address
 from ...core.due_time import check_reach, units_until
 from ...core.errors import CannotDelay, NativeDelayError, NotPermitted
 from ...core.settings import DelaySettings
-from ...core.topology import Declaration, Exchange, Topology
-from .declaring import apply, broker_version, check_broker, refusals_explained
+from ...core.topology import Exchange, Topology
+from .declaring import (
+    apply,
+    broker_version,
+    check_broker,
+    permissions_explained,
+    refusals_explained,
+)
 from .envelope import seal
 from .mirror import Mirror, Mirrored, must_land_declarations
 from .own_channel import OwnChannel
@@ -152,24 +159,23 @@ class Delays:
     def _mirror_pending(self, consuming: bool) -> int:
         bindings, landings = self.mirror.take_pending()
         mirrored = [binding for binding in bindings if self._routes.exists(binding.exchange)]
-        declarations: list[Declaration] = []
-        for exchange in landings:
-            declarations += must_land_declarations(self.topology, exchange)
-        for binding in mirrored:
-            if self.mirror.is_stranger(binding.queue):
-                lands = self._routes.queue_lands(binding.queue)
-                self.mirror.arguments_seen(binding.queue, rejects=lands)
-            declarations += self.mirror.declarations(binding)
-        try:
-            apply(self.declarer, declarations)
-        except ChannelError:
-            # One queue that is gone must not keep the others from being bound.
-            self._mirror_each(mirrored)
+        for queue in {
+            binding.queue for binding in mirrored if self.mirror.is_stranger(binding.queue)
+        }:
+            self.mirror.arguments_seen(queue, rejects=self._routes.queue_lands(queue))
+        groups = [list(must_land_declarations(self.topology, exchange)) for exchange in landings]
         if consuming:
             named = sorted({binding.exchange for binding in mirrored if binding.exchange})
-            marks = [Exchange(self.topology.mirrored_marker(name), "fanout") for name in named]
-            with suppress(AccessRefused):
-                apply(self.declarer, marks)
+            groups += [[Exchange(self.topology.mirrored_marker(name), "fanout")] for name in named]
+        bound = [declaration for b in mirrored for declaration in self.mirror.declarations(b)]
+        try:
+            apply(self.declarer, [*chain.from_iterable(groups), *bound])
+        except ChannelError:
+            # One queue that is gone must not keep the others from being bound.
+            for group in groups:
+                with suppress(AccessRefused, NotFound):
+                    apply(self.declarer, group)
+            self._mirror_each(mirrored)
         self._routes.forget()
         return len(mirrored)
 
@@ -292,7 +298,6 @@ class Delays:
             self.confirmer.wait_all()
         finally:
             self._in_batch = False
-        self._told = False
 
     def _sealed(
         self,
@@ -362,7 +367,7 @@ class Delays:
         entry = self.topology.entry_exchange(units)
         for last_try in (False, True):
             try:
-                with refusals_explained(self.topology):
+                with permissions_explained(self.topology):
                     channel = self.confirmer if confirmed else self.publisher
                     tag = channel.publish(
                         sealed, entry, routing_key, timeout_seconds=timeout_seconds

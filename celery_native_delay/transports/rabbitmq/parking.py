@@ -153,21 +153,22 @@ def _move_on(work: _Round, batch: list[Parked]) -> None:
     now_ms = time_ns() // 1_000_000
     stay: list[Parked] = []
     sent: dict[str, tuple[Parked, tuple[str, str]]] = {}
-    for parked in batch:
-        delayed = parked.delayed
-        if delayed is None:
-            stay.append(parked)
-            continue
-        destination = parked.destination(delayed)
-        if delayed.expires_ms is not None and delayed.expires_ms <= now_ms:
-            work.outcome.expired += 1
-        elif not _exists(work, destination[0]) or destination in work.unwanted:
-            stay.append(parked)
-        elif delayed.due_ms > now_ms:
-            _back_to_levels(work, parked, delayed)
-        else:
-            _publish_original(work, parked, delayed, destination, now_ms)
-            sent[delayed.delivery_id] = parked, destination
+    with work.delays.one_confirm():
+        for parked in batch:
+            delayed = parked.delayed
+            if delayed is None:
+                stay.append(parked)
+                continue
+            destination = parked.destination(delayed)
+            if delayed.expires_ms is not None and delayed.expires_ms <= now_ms:
+                work.outcome.expired += 1
+            elif not _exists(work, destination[0]) or destination in work.unwanted:
+                stay.append(parked)
+            elif delayed.due_ms > now_ms:
+                _back_to_levels(work, parked, delayed)
+            else:
+                _publish_original(work, parked, delayed, destination, now_ms)
+                sent[delayed.delivery_id] = parked, destination
     work.publisher.wait_all()
     for message in work.publisher.take_returned():
         parked, destination = sent.pop(message.headers[HEADER]["id"])
