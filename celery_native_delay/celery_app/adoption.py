@@ -80,7 +80,7 @@ class AdoptingStrategies(dict[str, Any]):
                     message,
                     due_us(eta),
                     self._queue_of(message),
-                    self._soon(ack, logger, self._consumer.connection_errors),
+                    self._ack_soon(message),
                     self._soon(strategy, message, payload, ack, reject, callbacks, **kwargs),
                 )
                 if task.queue and self._adopt(task):
@@ -89,17 +89,29 @@ class AdoptingStrategies(dict[str, Any]):
 
         return on_task
 
-    def _soon(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[], Any]:
-        """A function that has *call* made in the consumer's thread.
+    def _ack_soon(self, message: Any) -> Callable[[], Any]:
+        """Acknowledge *message* in the consumer's thread.
 
-        partial, because call_soon() would put arguments before those that the ack promise has.
+        Not by the promise that Celery hands to strategies: called there, it asks for a second
+        turn of the loop, which nothing wakes up for.
         """
+        consumer = self._consumer
+        call_soon = getattr(consumer, "call_soon_ack", consumer.call_soon)
+        if consumer.hub is None and getattr(consumer.pool, "is_green", False):
+            # As call_soon_ack() of Celery 5.7: greenlets share a thread, and call_soon() without
+            # a hub waits until drain_events() times out, 2 s later.
+            call_soon = _call_now
+        return self._then_wake(call_soon, message.ack_log_error, logger, consumer.connection_errors)
 
-        def soon() -> None:
-            self._consumer.call_soon(partial(call, *args, **kwargs))
+    def _soon(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[], Any]:
+        return self._then_wake(self._consumer.call_soon, partial(call, *args, **kwargs))
+
+    def _then_wake(self, call: Callable[..., Any], *args: Any) -> Callable[[], Any]:
+        def call_and_wake() -> None:
+            call(*args)
             self.wake()
 
-        return soon
+        return call_and_wake
 
     def _is_early(self, message: Any, fields: dict[str, Any], now: datetime) -> bool:
         """Whether the task is worth another wait; revoked and expired ones are Celery's."""
@@ -163,6 +175,10 @@ def waited(message: Any) -> bool:
 def microseconds(moment: datetime) -> int:
     """An aware datetime in microseconds since the epoch."""
     return (moment - _EPOCH) // timedelta(microseconds=1)
+
+
+def _call_now(call: Callable[..., Any], *args: Any) -> None:
+    call(*args)
 
 
 def _expired(message: Any, fields: dict[str, Any], now: datetime) -> bool:

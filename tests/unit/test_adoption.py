@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -79,8 +80,11 @@ class Consumer:
         default_factory=lambda: SimpleNamespace(_active_tags={"celery": "1", "jobs": "2"})
     )
 
-    def call_soon(self, function: Callable[[], Any]) -> None:
-        self.soon.append(function)
+    hub: Any = "a hub"
+    pool: Any = None
+
+    def call_soon(self, function: Callable[..., Any], *args: Any) -> None:
+        self.soon.append(partial(function, *args))
 
 
 @dataclass
@@ -89,6 +93,10 @@ class Message:
     native_delay: Delayed | None = None
     delivery_info: dict[str, Any] = field(default_factory=lambda: {"consumer_tag": "2"})
     channel: Any = field(default_factory=lambda: SimpleNamespace(connection=object()))
+    acked: list[tuple[Any, ...]] = field(default_factory=list)
+
+    def ack_log_error(self, *args: Any) -> None:
+        self.acked.append(args)
 
 
 @dataclass
@@ -209,17 +217,27 @@ def test_an_eta_of_another_type_is_left_to_celery(eta: Any) -> None:
 
 def test_an_adopted_task_is_settled_in_the_consumers_thread() -> None:
     """Its two ways out only ask for the call; the attendant's thread makes neither."""
-    worker = Worker()
-    worker.receives(Message({"id": "1", "eta": in_seconds(60)}))
+    worker, message = Worker(), Message({"id": "1", "eta": in_seconds(60)})
+    worker.receives(message)
     [task] = worker.adopted
     task.ack()
-    assert not worker.acked
+    assert not message.acked
     worker.consumer.soon.pop()()
-    assert len(worker.acked) == 1
+    assert len(message.acked) == 1
     task.hold()
     assert not worker.ran
     worker.consumer.soon.pop()()
     assert len(worker.ran) == 1
+
+
+def test_a_green_worker_acknowledges_at_once() -> None:
+    """Without a hub call_soon() waits for a time-out of two seconds."""
+    consumer = Consumer(hub=None, pool=SimpleNamespace(is_green=True))
+    worker, message = Worker(consumer=consumer), Message({"id": "1", "eta": in_seconds(60)})
+    worker.receives(message)
+    worker.adopted[0].ack()
+    assert len(message.acked) == 1
+    assert not consumer.soon
 
 
 def test_a_task_is_no_longer_ours_when_the_connection_is_gone() -> None:

@@ -31,7 +31,9 @@ def test_the_readme_shows_the_plan_as_it_is() -> None:
 
 def test_every_binding_and_every_dead_lettering_is_an_arrow() -> None:
     lines = diagram().splitlines()
-    assert sum("-->" in line for line in lines) == 3 + 3 + 2 + 1 + 1  # entries, two levels, parked, emails
+    assert (
+        sum("-->" in line for line in lines) == 3 + 3 + 2 + 1 + 1
+    )  # entries, two levels, parked, emails
     assert sum("|expired|" in line for line in lines) == 3
 
 
