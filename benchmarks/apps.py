@@ -136,10 +136,11 @@ class Worker:
 
 
 @contextmanager
-def running_worker(
-    method: str, url: str, folder: Path, *, concurrency: int = 2
-) -> Iterator[Worker]:
-    """A worker for :func:`make_app`; yields when it is ready, ends it with all its children."""
+def running_worker(method: str, url: str, folder: Path, *options: str) -> Iterator[Worker]:
+    """A worker for :func:`make_app`; yields when it is ready, ends it with all its children.
+
+    *options* are those of ``celery worker``.
+    """
     record = folder / f"{method}-{monotonic():.6f}"
     record.touch()
     ready, log = record.with_suffix(".ready"), record.with_suffix(".log")
@@ -152,7 +153,7 @@ def running_worker(
     }
     with log.open("wb") as output:
         process = subprocess.Popen(
-            [sys.executable, *command, "--concurrency=2", "--loglevel=WARNING"],
+            [sys.executable, *command, "--concurrency=2", "--loglevel=WARNING", *options],
             cwd=REPOSITORY,
             env=os.environ | environment,
             stdin=subprocess.DEVNULL,

@@ -19,11 +19,18 @@ from tests.waiting import wait_until
 PARKED = "celery_delay.v1.parked"
 
 
-@pytest.fixture
-def own_broker(rabbitmq_version: str) -> Iterator[PrivateRabbitMQ]:
-    """A broker that this test may kill."""
+@pytest.fixture(scope="module")
+def mortal_broker(rabbitmq_version: str) -> Iterator[PrivateRabbitMQ]:
     with private_rabbitmq(version=rabbitmq_version) as broker:
         yield broker
+
+
+@pytest.fixture
+def own_broker(mortal_broker: PrivateRabbitMQ) -> Iterator[PrivateRabbitMQ]:
+    """A running broker that this test may kill."""
+    mortal_broker.start()
+    yield mortal_broker
+    mortal_broker.start()
 
 
 @pytest.fixture
@@ -153,7 +160,9 @@ def test_to_a_queue_nobody_has_declared(fleet: Fleet) -> None:
     """By `queue=` the producer declares it, as Celery does; by routing key alone it waits."""
     app = fleet.app()
     with Connection(fleet.broker_url) as connection:
-        connection.default_channel.exchange_declare("billing", "direct", auto_delete=False)
+        connection.default_channel.exchange_declare(
+            "billing", "direct", durable=True, auto_delete=False
+        )
     declared, _ = send(app, 1, queue="unheard.of")
     nobody_bound, due = send(app, 1, exchange="billing", routing_key="invoice.new")
 
@@ -216,7 +225,9 @@ def test_what_parks_before_it_is_due_waits_again(fleet: Fleet) -> None:
     run.assert_on_time(due)
 
 
-def test_a_reconnect_to_a_wiped_broker_declares_anew(fleet: Fleet, rabbitmq: Any) -> None:
+def test_a_reconnect_to_a_wiped_broker_declares_anew(
+    fleet: Fleet, rabbitmq: PrivateRabbitMQ
+) -> None:
     """An idle worker prepares the new broker by itself, before any producer comes."""
     worker = fleet.worker()
     worker.wait_for_log("native delay:", "declared in")

@@ -99,20 +99,26 @@ def test_an_installed_worker_puts_early_tasks_back_into_the_broker(
     assert worker.log_lines("ERROR") == []
 
 
-@pytest.mark.parametrize("route", ROUTES)
-def test_an_early_task_comes_back_to_the_queue_it_was_in(fleet: Fleet, route: str) -> None:
+def test_an_early_task_comes_back_to_the_queue_it_was_in(fleet: Fleet) -> None:
     """Also where its exchange has other queues, which had their copy already."""
     fleet.worker(name="first", queues="default,orders,invoices,news", wait=False)
-    fleet.worker(name="second", queues="side,parcels").wait_ready()
-    code = SEND_MANY.format(seconds=2, count=10, options=ROUTES[route])
-    ids = json.loads(fleet.produce(code))
-    runs = fleet.record.wait_for_ids(ids)
-    undelayed = fleet.app().tasks["note"].apply_async(("now",), **ROUTES[route])
-    (as_ever,) = fleet.record.wait_for(task_id=undelayed.id)
-    for task_id in ids:
+    fleet.worker(name="second", queues="side,parcels")
+    note = fleet.app().tasks["note"]
+    undelayed = {
+        route: note.apply_async(("now",), **options).id for route, options in ROUTES.items()
+    }
+    sent = {}
+    for route, options in ROUTES.items():
+        for task_id in json.loads(
+            fleet.produce(SEND_MANY.format(seconds=3, count=10, options=options))
+        ):
+            sent[task_id] = route
+    runs = fleet.record.wait_for_ids([*sent, *undelayed.values()])
+    for task_id, route in sent.items():
         (run,) = runs[task_id]
         assert run.due is not None
         run.assert_on_time(run.due)
+        (as_ever,) = runs[undelayed[route]]
         assert run.worker == as_ever.worker
         assert run.delivery_info == as_ever.delivery_info
 
@@ -194,3 +200,24 @@ def test_adoption_can_be_switched_off(fleet: Fleet) -> None:
     (run,) = fleet.record.wait_for(task_id=task_id)
     assert run.due is not None
     run.assert_on_time(run.due)
+
+
+def test_tasks_that_wait_in_celerys_own_levels_survive_the_upgrade(fleet: Fleet) -> None:
+    """With quorum queues Celery has a delayed delivery itself; what it holds runs, and retries."""
+    fleet.conf["queue_type"] = "quorum"
+    plain = fleet.worker(installed=False)  # declares celery_delayed_0 to _27
+    code = (
+        "print(app.send_task('again', (3, 0.3), countdown=8, "
+        "exchange='shop', exchange_type='topic', routing_key='orders.new').id)"
+    )
+    task_id = fleet.produce(code).strip()
+    plain.stop()
+    fleet.worker()
+    runs = fleet.record.wait_for(4, task_id=task_id, timeout_seconds=40)
+    assert [run.retries for run in runs] == [0, 1, 2, 3]
+    for run in runs:
+        assert run.due is not None
+        run.assert_on_time(run.due)
+    # And a plain producer that still uses them reaches an installed worker.
+    early = fleet.produce(code).strip()
+    assert len(fleet.record.wait_for(4, task_id=early, timeout_seconds=40)) == 4

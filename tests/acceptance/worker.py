@@ -206,7 +206,7 @@ class Fleet:
         more: tuple[str, ...] = (),
         **conf: Any,
     ) -> Worker:
-        """Start a worker; it ends with the fleet, if not before."""
+        """Start a worker; it is killed with the fleet, if not stopped before."""
         name = f"{name or 'worker'}-{uuid4().hex[:6]}@localhost"
         module = "installed" if installed else "plain"
         celery = ["-m", "celery"] if installed else ["-c", _PLAIN_CELERY]
@@ -227,7 +227,7 @@ class Fleet:
             )
         worker = Worker(name, process, log_file)
         self._stack.callback(self._show, worker)
-        self._stack.callback(worker.stop)
+        self._stack.callback(worker.kill)  # a warm shutdown takes 2-4 s
         if wait:
             worker.wait_ready()
         return worker

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from itertools import count
 from time import time
@@ -20,11 +20,13 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from kombu import Connection
 
 from celery_native_delay import CannotDelay
 from celery_native_delay.core.address import landing_address, message_address, topic_binding_address
 from celery_native_delay.core.walk import topic_matches
 from celery_native_delay.testing import PrivateRabbitMQ
+from celery_native_delay.transports.rabbitmq.envelope import DEATH_HEADERS, HEADER
 from tests.integration.traffic import (
     SETTINGS,
     TOPOLOGY,
@@ -38,7 +40,6 @@ from tests.integration.traffic import (
     delays_of,
     depth,
     eta_in,
-    inbox,
     parked_count,
     publish,
 )
@@ -124,10 +125,16 @@ class Graph:
     def kind(self, exchange: str) -> str:
         return next((e.kind for e in self.exchanges if e.name == exchange), "direct")
 
+    def is_mirrored(self, exchange: str) -> bool:
+        """Whether a consumer of ours is bound there, which mirrors its binding."""
+        return any(b.exchange.name == exchange and not b.queue.foreign for b in self.bindings)
+
     def lands(self, message: Message) -> bool:
         """Whether *message* has to go through a landing queue."""
+        if not message.exchange:
+            return False
         kind = self.kind(message.exchange)
-        if kind in ("fanout", "headers"):
+        if kind in ("fanout", "headers") or not self.is_mirrored(message.exchange):
             return True
         if any(e.listed for e in self.exchanges if e.name == message.exchange):
             return True
@@ -136,7 +143,7 @@ class Graph:
         addresses = [message_address(message.exchange, message.key)] + [
             topic_binding_address(message.exchange, binding.key)
             for binding in self.bindings
-            if binding.exchange.name == message.exchange
+            if binding.exchange.name == message.exchange and not binding.queue.foreign
         ]
         return not all(map(TOPOLOGY.fits, addresses))
 
@@ -250,6 +257,9 @@ def limited_text(text: str) -> str:
     return text.encode()[:255].decode(errors="ignore")
 
 
+REJECTS = (("x-overflow", "reject-publish"),)
+
+
 @st.composite
 def graphs(draw: st.DrawFn) -> Graph:
     key_pool = draw(st.lists(keys, min_size=4, max_size=8))
@@ -260,25 +270,20 @@ def graphs(draw: st.DrawFn) -> Graph:
     exchanges += [Exchange(*item) for item in draw(st.sets(st.sampled_from([*BUILT_IN.items()])))]
     open_to_all = [e for e in exchanges if e.listed or e.kind in ("fanout", "headers")]
 
-    queues = [
-        Queue(
-            name,
-            foreign=draw(st.integers(0, 2)) == 0 and bool(open_to_all),
-            arguments=draw(
-                st.sampled_from(
-                    [(), (), (("x-overflow", "reject-publish"),), (("x-max-priority", 3),)]
-                )
-            ),
+    queue_names = draw(
+        st.lists(
+            names.filter(lambda name: name and not name.startswith("amq.")),
+            min_size=2,
+            max_size=8,
+            unique=True,
         )
-        for name in draw(
-            st.lists(
-                names.filter(lambda name: name and not name.startswith("amq.")),
-                min_size=2,
-                max_size=8,
-                unique=True,
-            )
-        )
-    ]
+    )
+    queues = []
+    for name in queue_names:
+        foreign = draw(st.integers(0, 2)) == 0 and bool(open_to_all)
+        arguments = draw(st.sampled_from([(), (), REJECTS, (("x-max-priority", 3),)]))
+        # A landing queue in front of a queue stays; no other example may have that queue.
+        queues.append(Queue(f"{name}{'!' * (arguments == REJECTS)}", foreign, arguments))
     bindings = []
     for queue in queues:
         reachable = open_to_all if queue.foreign else exchanges
@@ -290,7 +295,7 @@ def graphs(draw: st.DrawFn) -> Graph:
             bindings.append(Binding(queue, exchange, key, arguments))
 
     own_names = [queue.name for queue in queues if not queue.foreign] or ["nobody"]
-    targets = [("", name) for name in own_names] + [
+    targets = [("", name) for name in [*own_names, *queue_names]] + [
         (exchange.name, key) for exchange in exchanges for key in key_pool
     ]
     messages = [
@@ -354,8 +359,10 @@ class Site:
     declarer: Any
     producer: Any
     foreigner: Any
-    letters: Inbox
-    refused: list[Message] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.letters = Inbox(self.declarer)
+        self.foreign_letters = Inbox(self.foreigner)
 
     def declare(self) -> None:
         for exchange in self.graph.exchanges:
@@ -373,16 +380,22 @@ class Site:
                 binding.key,
                 **dict(binding.arguments),
             )
-        delays_of(self.declarer).prepare()
-        self.letters.consume(queue.name for queue in self.graph.queues)
+        self.letters.consume(queue.name for queue in self.graph.queues if not queue.foreign)
+        self.foreign_letters.consume(queue.name for queue in self.graph.queues if queue.foreign)
 
     def remove(self) -> None:
-        self.foreigner.default_channel.queue_purge(TOPOLOGY.parking_queue)
+        """Everything but landing queues: the last step is to find what they keep back."""
+        self.letters.close()
+        self.foreign_letters.close()
+        channel = self.foreigner.default_channel
+        channel.queue_purge(TOPOLOGY.parking_queue)
         for queue in self.graph.queues:
-            self.foreigner.default_channel.queue_delete(queue.name)
+            channel.queue_delete(queue.name)
         for exchange in self.graph.exchanges:
             if exchange.name not in BUILT_IN:
-                self.foreigner.default_channel.exchange_delete(exchange.name)
+                channel.exchange_delete(exchange.name)
+            channel.exchange_delete(TOPOLOGY.lands_marker(exchange.name))
+            channel.exchange_delete(TOPOLOGY.mirrored_marker(exchange.name))
 
     def send(self, message: Message, eta: str) -> None:
         body, content = message.payload()
@@ -396,17 +409,28 @@ class Site:
             **content,
         )
 
+    @property
+    def arrivals(self) -> list[Arrival]:
+        return self.letters.arrivals + self.foreign_letters.arrivals
+
+    def receive_until(self, condition: Callable[[], object]) -> bool:
+        def also_foreign() -> bool:
+            return self.foreign_letters.receive_until(condition, timeout_seconds=0)
+
+        return self.letters.receive_until(also_foreign)
+
     def everything_that_came(self) -> list[Arrival]:
-        """What is in the inbox once a last word has come through every queue."""
+        """What is in the inboxes once a last word has come through every queue."""
         for queue in self.graph.queues:
             publish(self.foreigner, "last word", queue.name)
         expected = Counter(queue.name for queue in self.graph.queues)
 
         def last_words() -> Counter[str]:
-            return Counter(a.queue for a in self.letters.arrivals if a.body == "last word")
+            return Counter(a.queue for a in self.arrivals if a.body == "last word")
 
-        self.letters.wait_until(lambda: last_words() == expected)
-        return [a for a in self.letters.take() if a.body != "last word"]
+        assert self.receive_until(lambda: last_words() == expected)
+        came = self.letters.take() + self.foreign_letters.take()
+        return [a for a in came if a.body != "last word"]
 
     def levels_are_empty(self) -> bool:
         return all(depth(self.foreigner, hop.queue) == 0 for hop in TOPOLOGY.level_queues)
@@ -416,31 +440,38 @@ class Site:
 def site_of(url: str, graph: Graph) -> Iterator[Site]:
     listed = tuple(exchange.name for exchange in graph.exchanges if exchange.listed)
     options = {"landing_exchanges": listed, "routing": graph.routing}
-    plain = delaying(url).clone(transport_options={"confirm_publish": True})
     with (
         delaying(url, **options) as declarer,
         delaying(url, **options) as other_producer,
-        plain as foreigner,
-        inbox(url, **options) as letters,
+        Connection(url, transport_options={"confirm_publish": True}) as foreigner,
     ):
         producer = declarer if graph.one_connection else other_producer
-        site = Site(graph, declarer, producer, foreigner, letters)
+        delays_of(producer).prepare()
+        site = Site(graph, declarer, producer, foreigner)
         try:
             yield site
         finally:
             site.remove()
 
 
-def as_seen(arrival: Arrival) -> dict[str, Any]:
-    """Everything that a consumer can see of a message, but its due time."""
+def as_seen(arrival: Arrival, *, foreign: bool) -> dict[str, Any]:
+    """Everything that a consumer can see of a message, but its due time.
+
+    A foreign one cannot know that a message waited: it sees our header and the broker's record of
+    the wait, and no expiration any more.
+    """
     message = arrival.message
+    properties = dict(message.properties)
+    headers = properties.pop("application_headers")
+    unseen = {"eta"}
+    if foreign:
+        unseen |= {HEADER, *DEATH_HEADERS}
+        properties.pop("expiration", None)
     return {
         "body": message.body if isinstance(message.body, bytes) else message.body.encode(),
         "decoded": arrival.body,
-        "headers": {key: value for key, value in message.headers.items() if key != "eta"},
-        "properties": {
-            key: value for key, value in message.properties.items() if key != "application_headers"
-        },
+        "headers": {key: value for key, value in headers.items() if key not in unseen},
+        "properties": properties,
         "content": (message.content_type, message.content_encoding),
         "exchange": message.delivery_info["exchange"],
         "routing_key": message.delivery_info["routing_key"],
@@ -460,6 +491,7 @@ def check(site: Site) -> None:
         for message in graph.messages
     }
 
+    foreign = {queue.name for queue in graph.queues if queue.foreign}
     # Behind a landing queue a message that nobody wants waits for somebody to bind; see
     # test_isolation. Elsewhere it parks.
     refused: set[int] = set()
@@ -480,18 +512,29 @@ def check(site: Site) -> None:
         sent[message.number] = eta
         if was_early:
             assert not graph.is_refused(message), message
+        if not message.exchange and message.key in foreign:
+            # Nobody has told us of that queue: parked, until a worker sends it on.
+            reached[message.number].clear()
         if not reached[message.number]:
             park.append(was_early)
     assert refused <= {m.number for m in graph.messages if graph.is_refused(m)}
 
-    expected = sum(len(reached[number]) for number in sent)
-    site.letters.wait_until(lambda: len(site.letters.arrivals) >= expected)
-    site.letters.wait_until(site.levels_are_empty)
-    site.letters.wait_until(lambda: parked_count(site.foreigner) >= sum(park))
+    expected = {(number, queue) for number in sent for queue in reached[number]}
+    site.letters.receive_until(
+        lambda: (
+            len(site.letters.arrivals) >= len(expected)
+            and site.levels_are_empty()
+            and parked_count(site.foreigner) >= sum(park)
+        )
+    )
     delayed = site.everything_that_came()
+    missing = expected - {(number_of(a), a.queue) for a in delayed}
+    assert not missing, [
+        (m, reached[m.number]) for m in graph.messages if m.number in dict(missing)
+    ]
 
     by_number = {message.number: message for message in graph.messages}
-    seen_undelayed = {(number_of(a), a.queue): as_seen(a) for a in undelayed}
+    undelayed_to = {(number_of(a), a.queue): a for a in undelayed}
     found: dict[int, list[str]] = {number: [] for number in sent}
     for arrival in delayed:
         number = number_of(arrival)
@@ -499,8 +542,9 @@ def check(site: Site) -> None:
         found[number].append(arrival.queue)
         assert arrival.message.headers["eta"] == eta
         assert arrival.at >= datetime.fromisoformat(eta).timestamp(), f"early: {message}"
-        if (number, arrival.queue) in seen_undelayed:
-            assert as_seen(arrival) == seen_undelayed[number, arrival.queue]
+        if twin := undelayed_to.get((number, arrival.queue)):
+            is_foreign = arrival.queue in foreign
+            assert as_seen(arrival, foreign=is_foreign) == as_seen(twin, foreign=is_foreign)
     for number, queues in found.items():
         message = by_number[number]
         too_much = graph.may_see_too_much(message) - reached[number]

@@ -119,33 +119,31 @@ class Inbox:
             self._channel.basic_consume(queue, no_ack=True, callback=partial(self._on, queue))
         return self
 
+    def close(self) -> None:
+        self._channel.close()
+
     def _on(self, queue: str, raw: Any) -> None:
         message = self._channel.message_to_python(raw)
         self.arrivals.append(Arrival(queue, message, time()))
 
-    def wait_until(
-        self, condition: Callable[[], T | None], *, timeout_seconds: float = PATIENCE_SECONDS
-    ) -> T:
-        """Receive until *condition* holds."""
-
-        def received() -> T | None:
+    def receive_until(
+        self, condition: Callable[[], object], *, timeout_seconds: float = PATIENCE_SECONDS
+    ) -> bool:
+        """Receive until *condition* holds; False if it does not within *timeout_seconds*."""
+        deadline = monotonic() + timeout_seconds
+        while True:
             with suppress(TimeoutError):
                 while True:
                     self.connection.drain_events(timeout=0.01)
-            return condition()
-
-        return wait_until(received, timeout_seconds=timeout_seconds)
+            if condition():
+                return True
+            if monotonic() > deadline:
+                return False
 
     def wait_for(self, count: int, *, timeout_seconds: float = PATIENCE_SECONDS) -> list[Arrival]:
         """The first *count* arrivals; fails when one more comes with them."""
-        deadline = monotonic() + timeout_seconds
-        while len(self.arrivals) < count:
-            if monotonic() > deadline:
-                bodies = [arrival.body for arrival in self.arrivals]
-                pytest.fail(f"{len(bodies)} of {count} came within {timeout_seconds} s: {bodies}")
-            with suppress(TimeoutError):
-                self.connection.drain_events(timeout=0.2)
-        assert len(self.arrivals) == count
+        self.receive_until(lambda: len(self.arrivals) >= count, timeout_seconds=timeout_seconds)
+        assert len(self.arrivals) == count, bodies(self.arrivals)
         return list(self.arrivals)
 
     def take(self) -> list[Arrival]:

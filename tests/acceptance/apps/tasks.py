@@ -25,12 +25,12 @@ class Busy(Exception):
     """Raised by a task that wants to be retried."""
 
 
-def new_app(**conf: Any) -> Celery:
+def new_app(*, queue_type: str = "classic", **conf: Any) -> Celery:
     """An app with all tasks and queues; *conf* on top of what the tests have in common."""
     app = Celery("acceptance", set_as_current=False)
     app.conf.update(
         {
-            "task_queues": queues(),
+            "task_queues": queues(queue_type),
             "task_default_queue": "default",
             "task_serializer": "json",
             "accept_content": ["json"],
@@ -53,16 +53,19 @@ def app_of_environment() -> Celery:
     return app
 
 
-def queues() -> list[Queue]:
+def queues(queue_type: str) -> list[Queue]:
     """One queue for each kind of exchange; two on the topic exchange."""
+    arguments = {"x-queue-type": queue_type}
     shop = Exchange("shop", type="topic")
+    billing = Exchange("billing", type="direct")
+    broadcast = Exchange("broadcast", type="fanout")
     return [
-        Queue("default"),
-        Queue("side"),
-        Queue("orders", shop, routing_key="orders.#"),
-        Queue("parcels", shop, routing_key="*.parcel"),
-        Queue("invoices", Exchange("billing", type="direct"), routing_key="invoice.new"),
-        Queue("news", Exchange("broadcast", type="fanout")),
+        Queue("default", queue_arguments=arguments),
+        Queue("side", queue_arguments=arguments),
+        Queue("orders", shop, routing_key="orders.#", queue_arguments=arguments),
+        Queue("parcels", shop, routing_key="*.parcel", queue_arguments=arguments),
+        Queue("invoices", billing, routing_key="invoice.new", queue_arguments=arguments),
+        Queue("news", broadcast, queue_arguments=arguments),
     ]
 
 
