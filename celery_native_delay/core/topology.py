@@ -154,6 +154,20 @@ class Topology:
         place = (units.bit_length() - 1) // self._bits
         return self._entry(place, units >> self._bits * place)
 
+    def first_ttl_ms(self, units: int, *, remaining_us: int) -> int | None:
+        """The expiration that makes up for rounding *remaining_us* up to *units*, or None.
+
+        RabbitMQ takes the lower of the queue's TTL and the message's, and drops the latter at the
+        first hop. In one queue the two differ by less than a unit, so a message behind one that
+        expires later waits less than a unit for it: never longer than without.
+        https://www.rabbitmq.com/docs/ttl#per-message-ttl-in-publishers
+        """
+        place = (units.bit_length() - 1) // self._bits
+        ttl_ms = self._hop(place, units >> self._bits * place).ttl_ms
+        excess_us = units * self.resolution_ms * 1000 - remaining_us
+        shortened_ms = max(1, -(-(ttl_ms * 1000 - excess_us) // 1000))
+        return shortened_ms if shortened_ms < ttl_ms else None
+
     def routing_key(self, units: int, address: str) -> str:
         """The routing key of a message that waits *units* and then goes to *address*."""
         return ".".join([*(_DIGITS[digit] for digit in self.digits(units)), address])
@@ -222,7 +236,9 @@ class Topology:
             yield Exchange(self.level_exchange(place), "topic", parks)
         for place, digit in self._steps:
             hop, entry = self._hop(place, digit), self._entry(place, digit)
-            yield Exchange(entry, "fanout", parks)
+            # No alternate exchange: a message carries an expiration until its first hop, and
+            # would expire in the parking queue. Publishing is mandatory instead.
+            yield Exchange(entry, "fanout")
             yield Queue(hop.queue, self._level_arguments(hop.ttl_ms, self._below(place)))
             yield Binding(entry, hop.queue, "")
         yield from self._bindings()
@@ -269,9 +285,8 @@ class Topology:
         return self.level_exchange(place - 1) if place else self.delivery_exchange
 
     def _level_arguments(self, ttl_ms: int, dead_letter_exchange: str) -> dict[str, Any]:
-        # Expired messages leave a queue only from its head, so a queue must hold a single TTL:
-        # one x-message-ttl per level queue, never a per-message expiration.
-        # https://www.rabbitmq.com/docs/ttl
+        # Expired messages leave a queue only from its head, so a queue must hold a single TTL, up
+        # to the unit that first_ttl_ms() takes off. https://www.rabbitmq.com/docs/ttl
         arguments = {
             "x-queue-type": self.settings.queue_type,
             "x-message-ttl": ttl_ms,

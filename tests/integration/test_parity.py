@@ -26,7 +26,8 @@ from celery_native_delay import CannotDelay
 from celery_native_delay.core.address import landing_address, message_address, topic_binding_address
 from celery_native_delay.core.walk import topic_matches
 from celery_native_delay.testing import PrivateRabbitMQ
-from celery_native_delay.transports.rabbitmq.envelope import DEATH_HEADERS, HEADER
+from celery_native_delay.transports.rabbitmq.envelope import DEATH_HEADERS, HEADER, Delayed
+from celery_native_delay.transports.rabbitmq.parking import peek
 from tests.integration.traffic import (
     SETTINGS,
     TOPOLOGY,
@@ -282,8 +283,7 @@ def graphs(draw: st.DrawFn) -> Graph:
     for name in queue_names:
         foreign = draw(st.integers(0, 2)) == 0 and bool(open_to_all)
         arguments = draw(st.sampled_from([(), (), REJECTS, (("x-max-priority", 3),)]))
-        # A landing queue in front of a queue stays; no other example may have that queue.
-        queues.append(Queue(f"{name}{'!' * (arguments == REJECTS)}", foreign, arguments))
+        queues.append(Queue(name, foreign, arguments))
     bindings = []
     for queue in queues:
         reachable = open_to_all if queue.foreign else exchanges
@@ -384,13 +384,15 @@ class Site:
         self.foreign_letters.consume(queue.name for queue in self.graph.queues if queue.foreign)
 
     def remove(self) -> None:
-        """Everything but landing queues: the last step is to find what they keep back."""
+        """Everything but the exchanges' landing queues: the last step finds what they hold."""
         self.letters.close()
         self.foreign_letters.close()
         channel = self.foreigner.default_channel
         channel.queue_purge(TOPOLOGY.parking_queue)
         for queue in self.graph.queues:
             channel.queue_delete(queue.name)
+            if queue.arguments == REJECTS and not queue.foreign:
+                channel.queue_delete(TOPOLOGY.queue_landing_queue(queue.name))
         for exchange in self.graph.exchanges:
             if exchange.name not in BUILT_IN:
                 channel.exchange_delete(exchange.name)
@@ -417,7 +419,7 @@ class Site:
         def also_foreign() -> bool:
             return self.foreign_letters.receive_until(condition, timeout_seconds=0)
 
-        return self.letters.receive_until(also_foreign)
+        return self.letters.receive_until(also_foreign, timeout_seconds=30)
 
     def everything_that_came(self) -> list[Arrival]:
         """What is in the inboxes once a last word has come through every queue."""
@@ -479,6 +481,10 @@ def as_seen(arrival: Arrival, *, foreign: bool) -> dict[str, Any]:
     }
 
 
+def parked(site: Site) -> list[Delayed | None]:
+    return [item.delayed for item in peek(delays_of(site.producer), limit=100)]
+
+
 def check(site: Site) -> None:
     graph = site.graph
     site.declare()
@@ -520,9 +526,9 @@ def check(site: Site) -> None:
     assert refused <= {m.number for m in graph.messages if graph.is_refused(m)}
 
     expected = {(number, queue) for number in sent for queue in reached[number]}
-    site.letters.receive_until(
+    settled = site.receive_until(
         lambda: (
-            len(site.letters.arrivals) >= len(expected)
+            len(site.arrivals) >= len(expected)
             and site.levels_are_empty()
             and parked_count(site.foreigner) >= sum(park)
         )
@@ -533,6 +539,7 @@ def check(site: Site) -> None:
         (m, reached[m.number]) for m in graph.messages if m.number in dict(missing)
     ]
 
+    assert settled, (site.levels_are_empty(), parked(site), park)
     by_number = {message.number: message for message in graph.messages}
     undelayed_to = {(number_of(a), a.queue): a for a in undelayed}
     found: dict[int, list[str]] = {number: [] for number in sent}
@@ -551,7 +558,7 @@ def check(site: Site) -> None:
         assert sorted(set(queues) - too_much) == sorted(reached[number]), message
         assert len(queues) == len(set(queues)), f"doubled: {message}"
 
-    assert sum(park) <= parked_count(site.foreigner) <= len(park)
+    assert sum(park) <= parked_count(site.foreigner) <= len(park), parked(site)
 
 
 @pytest.mark.timeout(600 if not MORE_EXAMPLES else 0)

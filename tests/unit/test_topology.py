@@ -21,6 +21,7 @@ from celery_native_delay.core.address import (
     short_word,
     topic_binding_address,
 )
+from celery_native_delay.core.due_time import units_until
 from celery_native_delay.core.settings import DelaySettings
 from celery_native_delay.core.topology import (
     Binding,
@@ -586,6 +587,41 @@ def test_short_words_stay_readable_until_they_are_too_long() -> None:
     assert short_word("a" * 100) == "a" * 100
     assert short_word("a" * 101).startswith("%h")
     assert short_word("a" * 101) != short_word("a" * 102)
+
+
+@given(
+    base=st.sampled_from([2, 4, 16]),
+    resolution_ms=st.integers(1, 1000),
+    remaining_us=st.integers(1, 10**11),
+)
+def test_the_first_wait_is_shortened_by_what_rounding_up_added(
+    base: int, resolution_ms: int, remaining_us: int
+) -> None:
+    """Never early, and late by less than a millisecond instead of by up to a unit."""
+    levels = topology(base=base, resolution=resolution_ms / 1000, levels=28)
+    units = units_until(remaining_us, now_us=0, resolution_ms=resolution_ms)
+    assume(0 < units <= levels.max_units)
+    first, *others = (hop.ttl_ms for hop in levels.path(units))
+    shortened = levels.first_ttl_ms(units, remaining_us=remaining_us)
+    assert shortened is None or 1 <= shortened < first
+    # In one queue the TTLs differ by less than a unit, so none waits longer behind another.
+    assert first - (shortened or first) <= resolution_ms
+    waits_us = ((shortened or first) + sum(others)) * 1000
+    assert 0 <= waits_us - remaining_us < 1000
+
+
+def test_a_whole_number_of_units_is_not_shortened() -> None:
+    assert topology().first_ttl_ms(40, remaining_us=5_000_000) is None
+    assert topology().first_ttl_ms(40, remaining_us=4_999_500) is None
+    assert topology().first_ttl_ms(3, remaining_us=300_000) == 175  # 250 + 125 for 300 ms
+
+
+def test_a_message_can_never_expire_in_the_parking_queue() -> None:
+    """Only in front of its first queue does it carry an expiration, and there nothing parks."""
+    levels = topology()
+    exchanges = {d.name: d for d in levels.plan() if isinstance(d, Exchange)}
+    for units in (1, 2, 480, levels.max_units):
+        assert "alternate-exchange" not in exchanges[levels.entry_exchange(units)].arguments
 
 
 if __name__ == "__main__":

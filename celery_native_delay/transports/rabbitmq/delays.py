@@ -1,75 +1,42 @@
-"""Delayed publishing on one connection: make sure of the levels, mirror, seal, send, confirm."""
+"""Delayed publishing on one connection: make sure of the levels, seal, send, confirm."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
 from functools import cached_property
-from itertools import chain
 from threading import local
-from time import monotonic, time_ns
+from time import time_ns
 from typing import Any
 from uuid import uuid4
 
 import amqp
-from amqp.exceptions import AccessRefused, ChannelError, NotFound
+from amqp.exceptions import NotFound
 
 from ...core.address import landing_address, message_address
 from ...core.due_time import check_reach, units_until
-from ...core.errors import CannotDelay, NativeDelayError, NotPermitted
+from ...core.errors import CannotDelay, NativeDelayError, TopologyMismatch
 from ...core.settings import DelaySettings
-from ...core.topology import Exchange, Topology
-from .declaring import (
-    apply,
-    broker_version,
-    check_broker,
-    permissions_explained,
-    refusals_explained,
-)
+from .declaring import broker_version, permissions_explained
 from .envelope import seal
-from .mirror import Mirror, Mirrored, must_land_declarations
 from .own_channel import OwnChannel
-from .routes import Routes
-
-logger = logging.getLogger(__name__)
+from .preparation import Preparation
 
 #: The headers dict and delivery id of a publish that failed in this thread: kombu's retry passes
 #: the very same dict, and a resent message must keep its id.
 _failed = local()
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """What :meth:`Delays.prepare` did."""
-
-    declared: bool
-    mirrored: int
-    seconds: float
-
-
-class Delays:
-    """Everything delayed delivery does on one AMQP connection.
-
-    With a *refusal* nothing is delayed: whoever asks for it is told why.
-    """
+class Delays(Preparation):
+    """Everything delayed delivery does on one AMQP connection."""
 
     def __init__(
         self, connection: Any, settings: DelaySettings, *, refusal: NativeDelayError | None = None
     ) -> None:
-        self.connection = connection
-        self._refusal = refusal
-        self.settings = settings
-        self.topology = Topology(settings)
-        self.mirror = Mirror(self.topology)
+        super().__init__(connection, settings, refusal=refusal)
         self._publisher: OwnChannel | None = None
         self._confirmer: OwnChannel | None = None
-        self._declarer: OwnChannel | None = None
-        self._ready = False
-        self._routes = Routes(self.topology, self.mirror, lambda: self.declarer)
         self._in_batch = False
-        self._told = False
 
     @property
     def publisher(self) -> OwnChannel:
@@ -87,126 +54,9 @@ class Delays:
             self._confirmer = OwnChannel(self.connection)
         return self._confirmer
 
-    @property
-    def declarer(self) -> OwnChannel:
-        """Our channel for what the broker may refuse, which closes it; never the publisher."""
-        if self._declarer is None or self._declarer.connection is None:
-            self._declarer = OwnChannel(self.connection, confirm=False)
-        return self._declarer
-
     @cached_property
     def _limits_priority(self) -> bool:
         return (4,) <= broker_version(self.connection) < (4, 3)
-
-    # --- preparing -----------------------------------------------------------------------
-
-    def prepare(self, *, redeclare: bool = False, consuming: bool = False) -> Prepared:
-        """Make sure of the delay levels and of every mirrored binding; cached.
-
-        Args:
-            redeclare: declare the levels even where they seem complete.
-            consuming: the queues declared here are about to be consumed from.
-
-        Raises:
-            UnsupportedBroker, NotPermitted, TopologyMismatch: saying the way out.
-        """
-        if self._refusal is not None:
-            raise self._refusal
-        started = monotonic()
-        declared = False
-        if redeclare or not self._ready:
-            check_broker(self.connection)
-            declared = redeclare or not self._is_complete()
-            if declared:
-                self.declare()
-            self._ready = True
-        mirrored = self._mirror_pending(consuming) if self.mirror.is_pending else 0
-        return Prepared(declared, mirrored, monotonic() - started)
-
-    def declare(self) -> None:
-        """Declare the whole set, whether it is there or not."""
-        with refusals_explained(self.topology):
-            apply(self.declarer, self.topology.plan())
-
-    def prepare_to_consume(self, queue: str) -> None:
-        """Mirror what was declared for a consumer; never fails, consuming must go on."""
-        if self.mirror.is_stranger(queue):
-            # Declared by somebody else.
-            self.mirror.queue_bound_once(queue)
-        if not self.mirror.is_pending:
-            return
-        try:
-            self.prepare(consuming=True)
-        except (NativeDelayError, ChannelError) as exc:
-            level = logging.DEBUG if self._told else logging.ERROR
-            self._told = True
-            logger.log(level, "native delay: delayed messages may park, nothing is bound: %s", exc)
-
-    def _is_complete(self) -> bool:
-        """Whether the last exchange of the plan is there.
-
-        RabbitMQ 4.3 asks for the configure permission even here; who lacks it relies on
-        somebody else's declaring, and a publish finds out.
-        """
-        try:
-            self.declarer.exchange_declare(self.topology.ready_exchange, "fanout", passive=True)
-        except NotFound:
-            return False
-        except AccessRefused:
-            return True
-        return True
-
-    def _mirror_pending(self, consuming: bool) -> int:
-        bindings, landings = self.mirror.take_pending()
-        mirrored = [binding for binding in bindings if self._routes.exists(binding.exchange)]
-        for queue in {
-            binding.queue for binding in mirrored if self.mirror.is_stranger(binding.queue)
-        }:
-            self.mirror.arguments_seen(queue, rejects=self._routes.queue_lands(queue))
-        groups = [list(must_land_declarations(self.topology, exchange)) for exchange in landings]
-        if consuming:
-            named = sorted({binding.exchange for binding in mirrored if binding.exchange})
-            groups += [[Exchange(self.topology.mirrored_marker(name), "fanout")] for name in named]
-        bound = [declaration for b in mirrored for declaration in self.mirror.declarations(b)]
-        try:
-            apply(self.declarer, [*chain.from_iterable(groups), *bound])
-        except ChannelError:
-            # One queue that is gone must not keep the others from being bound.
-            for group in groups:
-                with suppress(AccessRefused, NotFound):
-                    apply(self.declarer, group)
-            self._mirror_each(mirrored)
-        self._routes.forget()
-        return len(mirrored)
-
-    def _mirror_each(self, bindings: list[Mirrored]) -> None:
-        refused: dict[Mirrored, NotPermitted] = {}
-        for binding in bindings:
-            try:
-                with refusals_explained(self.topology):
-                    apply(self.declarer, self.mirror.declarations(binding))
-            except NotPermitted as exc:
-                refused[binding] = exc
-            except ChannelError as exc:
-                logger.debug("not mirrored: %s: %s", binding, exc)
-        if refused:
-            self.mirror.not_mirrored(list(refused))
-            raise next(iter(refused.values()))
-
-    def unmirror(self, binding: Mirrored) -> None:
-        """Take back what mirrors a binding that the user has removed."""
-        try:
-            if not (self._is_complete() and self._routes.exists(binding.exchange)):
-                return
-            mirrored = self.mirror.binding_of(binding)
-            if mirrored is not None:
-                self.declarer.queue_unbind(
-                    mirrored.destination, mirrored.source, mirrored.routing_key
-                )
-        except ChannelError as exc:
-            logger.debug("not unbound: %s: %s", binding, exc)
-
-    # --- publishing ----------------------------------------------------------------------
 
     def publish(
         self,
@@ -238,7 +88,7 @@ class Delays:
             return publish_now()
         headers = message.properties.get("application_headers")
         delivery_id = self._delivery_id(headers)
-        sealed = self._sealed(message, exchange, routing_key, due_us, now_us, delivery_id)
+        sealed = self._sealed(message, exchange, routing_key, due_us, now_us, units, delivery_id)
         key = self._route(sealed, units, exchange, routing_key, lands=lands)
         _failed.publish = (headers, delivery_id)
         self._send(
@@ -278,7 +128,9 @@ class Delays:
         now_us = time_ns() // 1000
         units = max(self._units(due_us, now_us), 1)
         delivery_id = delivery_id or uuid4().hex
-        sealed = self._sealed(message, exchange, routing_key, due_us, now_us, delivery_id, queue)
+        sealed = self._sealed(
+            message, exchange, routing_key, due_us, now_us, units, delivery_id, queue
+        )
         to = (exchange, routing_key) if queue is None else ("", queue)
         self._send(sealed, units, self._route(sealed, units, *to, lands=lands), confirmed=True)
 
@@ -296,6 +148,7 @@ class Delays:
             confirmer.wait_all()
             # Another channel, if the first was closed underway.
             self.confirmer.wait_all()
+            self._resend_returned(self.confirmer)
         finally:
             self._in_batch = False
 
@@ -306,6 +159,7 @@ class Delays:
         routing_key: str,
         due_us: int,
         now_us: int,
+        units: int,
         delivery_id: str,
         queue: str | None = None,
     ) -> amqp.Message:
@@ -319,6 +173,9 @@ class Delays:
             limit_priority=self._limits_priority,
             queue=queue,
         )
+        first_ttl_ms = self.topology.first_ttl_ms(units, remaining_us=due_us - now_us)
+        if first_ttl_ms is not None:
+            properties["expiration"] = str(first_ttl_ms)
         return amqp.Message(message.body, **properties)
 
     def _units(self, due_us: int, now_us: int) -> int:
@@ -370,17 +227,40 @@ class Delays:
                 with permissions_explained(self.topology):
                     channel = self.confirmer if confirmed else self.publisher
                     tag = channel.publish(
-                        sealed, entry, routing_key, timeout_seconds=timeout_seconds
+                        sealed,
+                        entry,
+                        routing_key,
+                        mandatory=True,
+                        timeout_seconds=timeout_seconds,
                     )
                     if confirmed and not self._in_batch:
                         channel.wait_confirmed(
                             tag, timeout_seconds=confirm_timeout_seconds or timeout_seconds
                         )
+                    if not self._in_batch:
+                        self._resend_returned(channel)
                 return
             except NotFound:
                 if last_try:
                     raise
                 # The broker lost the levels while this connection lived.
-                self.mirror.forget_mirrored()
-                self._routes.forget()
-                self.prepare(redeclare=True)
+                self.declare_again()
+
+    def _resend_returned(self, channel: OwnChannel) -> None:
+        """Messages come back when somebody deleted the queue they were to wait in.
+
+        Raises:
+            TopologyMismatch: they come back again.
+        """
+        returned = channel.take_returned()
+        if not returned:
+            return
+        self.declare_again()
+        for back in returned:
+            channel.publish(back.message, back.exchange, back.routing_key, mandatory=True)
+        channel.wait_all()
+        if channel.take_returned():
+            raise TopologyMismatch(
+                f"{returned[0].exchange} leads nowhere although it was declared: see "
+                f"`celery -A PROJ delay verify`"
+            )

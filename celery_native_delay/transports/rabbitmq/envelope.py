@@ -149,6 +149,7 @@ def unseal(
         opened["application_headers"] = _without_ours(headers, {})
         return opened, info, None
     opened["application_headers"] = _without_ours(headers, envelope.get("deaths") or {})
+    opened.pop("expiration", None)
     for name in ("expiration", "priority"):
         if name in envelope:
             opened[name] = envelope[name]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections import OrderedDict
+from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
@@ -20,6 +21,15 @@ from amqp.exceptions import (
 )
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Returned:
+    """A mandatory message that the broker could not route."""
+
+    message: amqp.Message
+    exchange: str
+    routing_key: str
 
 
 class OwnChannel(amqp.Channel):  # type: ignore[misc]
@@ -35,7 +45,7 @@ class OwnChannel(amqp.Channel):  # type: ignore[misc]
         self._published = 0
         self._unconfirmed: OrderedDict[int, None] = OrderedDict()
         self._refused: set[int] = set()
-        self.returned: list[amqp.Message] = []
+        self._returned: list[Returned] = []
         self.open()
         if confirm:
             self.confirm_select()
@@ -86,9 +96,9 @@ class OwnChannel(amqp.Channel):  # type: ignore[misc]
         """:meth:`wait_confirmed` for everything published so far."""
         self.wait_confirmed(self._published)
 
-    def take_returned(self) -> list[amqp.Message]:
+    def take_returned(self) -> list[Returned]:
         """Mandatory messages that nobody was bound for; complete after a wait."""
-        returned, self.returned = self.returned, []
+        returned, self._returned = self._returned, []
         return returned
 
     def _on_basic_ack(self, delivery_tag: int, multiple: bool) -> None:
@@ -108,7 +118,7 @@ class OwnChannel(amqp.Channel):  # type: ignore[misc]
     def _on_basic_return(
         self, reply_code: int, reply_text: str, exchange: str, routing_key: str, message: Any
     ) -> None:
-        self.returned.append(message)
+        self._returned.append(Returned(message, exchange, routing_key))
 
     def _on_close(self, reply_code: int, reply_text: str, class_id: int, method_id: int) -> None:
         """Give the channel up; py-amqp would open it again, without confirm mode."""

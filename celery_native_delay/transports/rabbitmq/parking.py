@@ -170,8 +170,8 @@ def _move_on(work: _Round, batch: list[Parked]) -> None:
                 _publish_original(work, parked, delayed, destination, now_ms)
                 sent[delayed.delivery_id] = parked, destination
     work.publisher.wait_all()
-    for message in work.publisher.take_returned():
-        parked, destination = sent.pop(message.headers[HEADER]["id"])
+    for returned in work.publisher.take_returned():
+        parked, destination = sent.pop(returned.message.headers[HEADER]["id"])
         work.unwanted.add(destination)
         stay.append(parked)
     work.outcome.delivered += len(sent)

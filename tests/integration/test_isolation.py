@@ -1,0 +1,316 @@
+"""Who cannot be delivered to holds up himself, never anybody else; and heals by himself."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Any
+
+import pytest
+from kombu import Connection
+
+from celery_native_delay import DelaySettings
+from celery_native_delay.core.topology import Topology
+from celery_native_delay.testing import PrivateRabbitMQ, private_rabbitmq, vhost_name
+from celery_native_delay.transports.rabbitmq.parking import rescue
+from tests.integration.traffic import (
+    PATIENCE_SECONDS,
+    SETTINGS,
+    TOPOLOGY,
+    Arrival,
+    Inbox,
+    assert_nothing_held,
+    bind,
+    bodies,
+    declare_exchange,
+    declare_queue,
+    delaying,
+    delays_of,
+    depth,
+    held,
+    inbox,
+    parked_count,
+    publish,
+)
+from tests.waiting import wait_until
+
+FLOOD = range(100)
+"""More than the 32 messages that dead-lettering has in flight: enough to stop a level for all."""
+
+DELAY_SECONDS = 127 * SETTINGS["resolution"]
+"""Through all levels but the highest."""
+
+LATE_SECONDS = 2.0
+"""Far more than a busy machine costs, far less than one round of the broker's retries."""
+
+RETRY_MS = 5000
+FAST_RETRY = f"[{{rabbit,[{{dead_letter_worker_publisher_confirm_timeout,{RETRY_MS}}}]}}]."
+"""How soon the broker tries again what it could not dead-letter; after 180 s by default."""
+
+
+@pytest.fixture(scope="module")
+def retrying_rabbitmq(rabbitmq_version: str) -> Iterator[PrivateRabbitMQ]:
+    """A broker that comes back every 5 s to what it could not deliver."""
+    with private_rabbitmq(version=rabbitmq_version, advanced_config=FAST_RETRY) as broker:
+        yield broker
+
+
+@pytest.fixture
+def retrying_url(retrying_rabbitmq: PrivateRabbitMQ) -> Iterator[str]:
+    """The url of an empty virtual host there."""
+    url = retrying_rabbitmq.new_vhost()
+    yield url
+    retrying_rabbitmq.delete_vhost(vhost_name(url))
+
+
+# ---- a flood beside others ---------------------------------------------------------------------
+
+
+def lateness_seconds(arrival: Arrival) -> float:
+    return arrival.at - datetime.fromisoformat(arrival.message.headers["eta"]).timestamp()
+
+
+def assert_on_time(arrivals: list[Arrival]) -> None:
+    late = {arrival.body: lateness_seconds(arrival) for arrival in arrivals}
+    assert all(0 <= seconds < LATE_SECONDS for seconds in late.values()), late
+
+
+def send_others(connection: Any, letters: Inbox, numbers: range) -> None:
+    """Delayed messages for a healthy queue, which *letters* consumes."""
+    for number in numbers:
+        publish(connection, f"other {number}", "others", delay=DELAY_SECONDS)
+        letters.receive_until(lambda: True)
+
+
+def others_in(letters: Inbox) -> list[Arrival]:
+    return [arrival for arrival in letters.arrivals if str(arrival.body).startswith("other")]
+
+
+def flood_beside_others(connection: Any, routing_key: str, *, exchange: str = "") -> None:
+    """Delay FLOOD messages to where they cannot be delivered.
+
+    Fails unless other messages through the same levels, before, amid and behind them, are on time.
+    """
+    url = connection.as_uri(include_password=True)
+    declare_queue(connection, "others")
+    delays_of(connection).prepare()
+    with inbox(url, "others") as letters:
+        for number in FLOOD:
+            if number % 10 == 0:
+                send_others(connection, letters, range(number, number + 1))
+            publish(connection, number, routing_key, exchange=exchange, delay=DELAY_SECONDS)
+        letters.receive_until(lambda: len(letters.arrivals) >= 10)
+        assert letters.receive_until(lambda: levels_are_empty(letters.connection))
+        send_others(connection, letters, range(100, 110))
+        assert_on_time(letters.wait_for(20))
+
+
+def levels_are_empty(connection: Any) -> bool:
+    return all(depth(connection, hop.queue) == 0 for hop in TOPOLOGY.level_queues)
+
+
+def held_in(rabbitmq: PrivateRabbitMQ, vhost: str, queue: str) -> int:
+    """Messages that wait in *queue* or for being dead-lettered from it."""
+    counts = held(rabbitmq, vhost).get(queue) or {}
+    return int(counts.get("messages_ready", 0) + counts.get("messages_dlx", 0))
+
+
+def assert_each_once(letters: Inbox) -> None:
+    letters.receive_until(lambda: len(letters.arrivals) >= len(FLOOD))
+    assert Counter(bodies(letters.arrivals)) == Counter(FLOOD)
+
+
+# ---- whoever cannot be delivered to ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["fanout", "headers"])
+def test_an_exchange_that_routes_nowhere_holds_up_only_itself_and_heals(
+    retrying_rabbitmq: PrivateRabbitMQ, retrying_url: str, kind: str
+) -> None:
+    vhost = vhost_name(retrying_url)
+    with delaying(retrying_url) as connection:
+        declare_exchange(connection, "news", kind)
+        flood_beside_others(connection, "", exchange="news")
+        assert parked_count(connection) == 0
+
+        def all_are_held() -> bool:
+            landing = TOPOLOGY.landing_queue("news")
+            return held_in(retrying_rabbitmq, vhost, landing) == len(FLOOD)
+
+        wait_until(all_are_held, timeout_seconds=PATIENCE_SECONDS)
+
+    with Connection(retrying_url) as stranger:
+        declare_queue(stranger, "readers")
+        bind(stranger, "readers", "news")
+    with inbox(retrying_url, "readers") as letters:
+        assert_each_once(letters)
+        assert_nothing_held(retrying_rabbitmq, vhost)
+        assert_each_once(letters)
+
+
+@pytest.mark.parametrize("queue_type", ["classic", "quorum"])
+@pytest.mark.parametrize("exchange", ["", "shop"])
+def test_a_full_queue_that_rejects_holds_up_only_itself_and_drains(
+    retrying_rabbitmq: PrivateRabbitMQ, retrying_url: str, queue_type: str, exchange: str
+) -> None:
+    """Reached by its name, and by a binding that another queue has, too."""
+    with delaying(retrying_url) as connection:
+        declare_queue(
+            connection,
+            "full",
+            **{
+                "x-queue-type": queue_type,
+                "x-max-length": 1,
+                "x-overflow": "reject-publish",
+            },
+        )
+        if exchange:
+            declare_exchange(connection, exchange, "topic")
+            declare_queue(connection, "roomy")
+            bind(connection, "full", exchange, "#")
+            bind(connection, "roomy", exchange, "#")
+        flood_beside_others(connection, "full", exchange=exchange)
+        assert parked_count(connection) == 0
+        if exchange:
+            with inbox(retrying_url, "roomy") as letters:
+                assert_each_once(letters)
+        assert 1 <= depth(connection, "full") < len(FLOOD)
+
+    with inbox(retrying_url, "full") as letters:
+        assert_each_once(letters)
+        assert_nothing_held(retrying_rabbitmq, vhost_name(retrying_url))
+        assert_each_once(letters)
+
+
+def test_messages_for_a_vanished_queue_park_while_others_are_on_time(
+    rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str
+) -> None:
+    with delaying(vhost_url) as connection, Connection(vhost_url) as stranger:
+        declare_queue(connection, "gone")
+        delays_of(connection).prepare()
+        stranger.default_channel.queue_delete("gone")
+        flood_beside_others(connection, "gone")
+
+        def all_are_parked() -> bool:
+            return parked_count(connection) == len(FLOOD)
+
+        wait_until(all_are_parked, timeout_seconds=PATIENCE_SECONDS)
+
+        declare_queue(connection, "gone")
+        outcome = rescue(delays_of(connection))
+        assert outcome is not None
+        assert (outcome.delivered, outcome.still_parked) == (len(FLOOD), 0)
+    with inbox(vhost_url, "gone") as letters:
+        assert_each_once(letters)
+    assert_nothing_held(rabbitmq, vhost)
+
+
+# ---- neighbours --------------------------------------------------------------------------------
+
+
+def topology_of(**settings: Any) -> Topology:
+    return Topology(DelaySettings.from_mapping(SETTINGS | settings))
+
+
+def test_two_namespaces_on_one_vhost_never_meet(
+    rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str
+) -> None:
+    sides = ("left", "right")
+    with (
+        delaying(vhost_url, namespace="left") as left,
+        delaying(vhost_url, namespace="right") as right,
+    ):
+        connections = {"left": left, "right": right}
+        for side, connection in connections.items():
+            declare_exchange(connection, "shop", "topic")
+            declare_queue(connection, side)
+            bind(connection, side, "shop", "orders.#")
+            delays_of(connection).prepare(consuming=True)
+        letters = [Inbox(connections[side]).consume([side]) for side in sides]
+        for side, other in (sides, reversed(sides)):
+            for number in range(10):
+                publish(connections[side], f"{side} {number}", side, delay=0.2)
+                publish(
+                    connections[side],
+                    f"{side} order {number}",
+                    "orders.new",
+                    exchange="shop",
+                    delay=0.2,
+                )
+            # Nobody on this side knows that queue.
+            publish(connections[side], f"{side} astray", other, delay=0.2)
+
+        def all_came() -> bool:
+            return all(
+                len(each.arrivals) >= 20
+                and parked_count(each.connection, topology_of(namespace=side)) == 1
+                for side, each in zip(sides, letters, strict=True)
+                if each.receive_until(lambda: True)
+            )
+
+        wait_until(all_came, timeout_seconds=PATIENCE_SECONDS)
+        for side, each in zip(sides, letters, strict=True):
+            expected = [f"{side} {n}" for n in range(10)] + [f"{side} order {n}" for n in range(10)]
+            assert Counter(bodies(each.arrivals)) == Counter(expected)
+
+        # What is thrown away or rescued on one side leaves the other as it is.
+        assert right.default_channel.queue_purge(topology_of(namespace="right").parking_queue) == 1
+        assert parked_count(left, topology_of(namespace="left")) == 1
+        outcome = rescue(delays_of(left))
+        assert outcome is not None
+        assert outcome.delivered == 1
+        letters[1].wait_for(21)
+        assert bodies(letters[1].arrivals)[-1] == "left astray"
+    spaces = [f"{side}.v1" for side in sides]
+    for space in spaces:
+        assert_nothing_held(rabbitmq, vhost, space=space)
+    names = {queue["name"] for queue in rabbitmq.queues(vhost)} - {*sides}
+    by_side = [{name for name in names if name.startswith(f"{space}.")} for space in spaces]
+    assert by_side[0] | by_side[1] == names
+    assert len(by_side[0]) == len(by_side[1]) == SETTINGS["levels"] + 1
+
+
+def test_two_settings_of_one_namespace_deliver_side_by_side(
+    rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str
+) -> None:
+    with delaying(vhost_url, levels=8) as old, delaying(vhost_url, levels=9) as new:
+        for connection in (old, new):
+            declare_exchange(connection, "shop", "topic")
+            declare_queue(connection, "orders")
+            bind(connection, "orders", "shop", "orders.*")
+        with inbox(vhost_url, "orders", levels=9) as letters:
+            expected = []
+            for number in range(10):
+                for name, connection in (("old", old), ("new", new)):
+                    publish(connection, f"{name} {number}", "orders", delay=0.5)
+                    publish(
+                        connection,
+                        f"{name} order {number}",
+                        "orders.new",
+                        exchange="shop",
+                        delay=0.5,
+                    )
+                    publish(connection, f"{name} lost", "nowhere", delay=0.1)
+                    expected += [f"{name} {number}", f"{name} order {number}"]
+
+            def all_came() -> bool:
+                # One parking queue is shared by all settings of a namespace.
+                return len(letters.arrivals) >= len(expected) and parked_count(new) == 20
+
+            assert letters.receive_until(all_came)
+            assert Counter(bodies(letters.arrivals)) == Counter(expected)
+            assert all(arrival.waited for arrival in letters.arrivals)
+            assert_on_time(letters.take())
+
+        declare_queue(new, "nowhere")
+        outcome = rescue(delays_of(new))
+        assert outcome is not None
+        assert outcome.delivered == 20
+    with inbox(vhost_url, "nowhere") as letters:
+        arrivals = letters.wait_for(20)
+        assert Counter(bodies(arrivals)) == {"old lost": 10, "new lost": 10}
+    assert_nothing_held(rabbitmq, vhost)
+    names = {queue["name"] for queue in rabbitmq.queues(vhost)}
+    for levels in (8, 9):
+        assert {hop.queue for hop in topology_of(levels=levels).level_queues} <= names
