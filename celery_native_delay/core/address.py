@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 from hashlib import sha256
+from urllib.parse import unquote
 
 #: AMQP 0-9-1 shortstr: routing keys and names are at most 255 bytes.
 SHORTSTR_BYTES = 255
@@ -46,6 +47,12 @@ def landing_address(exchange: str) -> str:
 def queue_address(queue: str) -> str:
     """The address behind the landing queue of *queue*, which only that queue is bound with."""
     return "%%q." + short_word(queue)
+
+
+def queue_of_address(routing_key: str) -> str | None:
+    """The queue that a routing key ending in a :func:`queue_address` is for, None for any other."""
+    _, mark, word = routing_key.rpartition(".%%q.")
+    return unquote(word) if mark else None
 
 
 def short_word(name: str, *, max_bytes: int = 100) -> str:

@@ -99,6 +99,10 @@ class Mirror:
         """*queue* has arguments; *rejects*: it refuses what does not fit."""
         self._rejects[queue] = rejects
 
+    def rejects(self, queue: str) -> bool:
+        """Whether *queue* is known to refuse what does not fit."""
+        return self._rejects.get(queue, False)
+
     def is_stranger(self, queue: str) -> bool:
         """Whether nothing is known yet about the arguments of *queue*."""
         return queue not in self._rejects
@@ -174,7 +178,7 @@ class Mirror:
         if binding is None:
             yield from must_land_declarations(self._topology, mirrored.exchange)
             return
-        if self._rejects.get(mirrored.queue):
+        if self.rejects(mirrored.queue):
             yield from self._behind_landing(mirrored.queue)
         yield binding
 
@@ -192,7 +196,7 @@ class Mirror:
         if address is None:
             return None
         queue = mirrored.queue
-        destination = topology.queue_landing_queue(queue) if self._rejects.get(queue) else queue
+        destination = topology.queue_landing_queue(queue) if self.rejects(queue) else queue
         pattern = topology.delivery_pattern(address)
         return Binding(topology.delivery_exchange, destination, pattern)
 

@@ -18,6 +18,7 @@ from typing import Any
 import amqp
 from amqp.exceptions import AccessRefused, NotFound, ResourceLocked
 
+from ...core.address import queue_of_address
 from ...core.topology import Topology
 from .delays import Delays
 from .envelope import HEADER, Delayed, unseal
@@ -68,8 +69,13 @@ class Parked:
     delayed: Delayed | None
 
     def destination(self, delayed: Delayed) -> tuple[str, str]:
-        """Exchange and routing key that lead there without us."""
+        """Exchange and routing key that lead there without us.
+
+        A copy that passed the landing queue of one queue is for that queue alone: the others have
+        theirs.
+        """
         queue = self.message.headers[HEADER].get("queue")
+        queue = queue_of_address(self.message.delivery_info["routing_key"]) or queue
         return (delayed.exchange, delayed.routing_key) if queue is None else ("", queue)
 
 

@@ -156,6 +156,14 @@ class Preparation:
         self._routes.forget()
         self.prepare(redeclare=True)
 
+    def queue_deleted(self, queue: str) -> None:
+        """The user deleted *queue*: nothing may be left that takes copies for it."""
+        if self.mirror.rejects(queue):
+            landing = self.topology.queue_landing_queue(queue)
+            with suppress(ChannelError):
+                self.declarer.queue_delete(landing, if_empty=True)
+        self.mirror.queue_deleted(queue)
+
     def unmirror(self, binding: Mirrored) -> None:
         """Take back what mirrors a binding that the user has removed."""
         try:

@@ -161,7 +161,7 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
 
     def queue_delete(self, queue: str = "", *args: Any, **kwargs: Any) -> Any:
         result = super().queue_delete(queue, *args, **kwargs)
-        self.delays.mirror.queue_deleted(queue)
+        self.delays.queue_deleted(queue)
         return result
 
     # --- receiving -----------------------------------------------------------------------
