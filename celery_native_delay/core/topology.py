@@ -27,6 +27,7 @@ VERSION = "v1"
 
 _OURS = re.compile(rf"[A-Za-z0-9._-]+\.{VERSION}\.(parked$|\d+x\d+ms\.)")
 _DIGITS = "0123456789abcdef"
+_HEX_TO_BASE_4 = str.maketrans({h: f"{i // 4}{i % 4}" for i, h in enumerate(_DIGITS)})
 
 #: A poison message is counted at every return to a quorum queue and dropped beyond the limit,
 #: which RabbitMQ 4 sets to 20. Before 4.0 a negative limit means 0, so: a very high one.
@@ -138,10 +139,7 @@ class Topology:
         Raises:
             ValueError: *units* is not in ``0..max_units``.
         """
-        if not 0 <= units <= self.max_units:
-            raise ValueError(f"expected 0 to {self.max_units} units, got {units}")
-        places = range(self.digit_count - 1, -1, -1)
-        return [units >> self._bits * place & self.base - 1 for place in places]
+        return [int(digit, 16) for digit in self._digit_text(units)]
 
     def entry_exchange(self, units: int) -> str:
         """Where a message enters: in front of the queue of its highest digit that is not zero.
@@ -170,7 +168,7 @@ class Topology:
 
     def routing_key(self, units: int, address: str) -> str:
         """The routing key of a message that waits *units* and then goes to *address*."""
-        return ".".join([*(_DIGITS[digit] for digit in self.digits(units)), address])
+        return f"{'.'.join(self._digit_text(units))}.{address}"
 
     def path(self, units: int) -> list[Hop]:
         """The waits of a message, in order; their TTLs add up to its delay."""
@@ -259,6 +257,14 @@ class Topology:
         return Queue(self.queue_landing_queue(queue), arguments)
 
     # --- private -------------------------------------------------------------------------
+
+    def _digit_text(self, units: int) -> str:
+        if not 0 <= units <= self.max_units:
+            raise ValueError(f"expected 0 to {self.max_units} units, got {units}")
+        if self.base == 4:
+            text = f"{units:x}".translate(_HEX_TO_BASE_4)
+            return text.zfill(self.digit_count)[-self.digit_count :]
+        return f"{units:0{self.digit_count}{'b' if self.base == 2 else 'x'}}"
 
     @property
     def _steps(self) -> Iterator[tuple[int, int]]:
