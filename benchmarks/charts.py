@@ -8,6 +8,7 @@ from math import log10
 import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
+from matplotlib.ticker import LogLocator, NullLocator
 
 from benchmarks.measuring import PERCENTILES
 
@@ -44,11 +45,12 @@ def short(value: float) -> str:
     return f"{value:.1f}" if abs(value) >= 10 else f"{value:.2f}"
 
 
-def figure(title: str, *, height: float = 3.6, columns: int = 1) -> tuple[Figure, list[Axes]]:
+def figure(
+    title: str, *, height: float = 3.6, rows: int = 1, columns: int = 1
+) -> tuple[Figure, list[Axes]]:
     picture = Figure(figsize=(8, height), layout="constrained")
     picture.suptitle(title, fontsize=12, fontweight="bold", x=0.01, ha="left")
-    axes = picture.subplots(1, columns, squeeze=False)[0]
-    return picture, list(axes)
+    return picture, list(picture.subplots(rows, columns, squeeze=False).flat)
 
 
 def bars(title: str, unit: str, rows: Sequence[Bar], *, limit: float | None = None) -> Figure:
@@ -87,7 +89,7 @@ def curves_on(
 ) -> None:
     """Lateness over percentiles on a logarithmic scale, each line labelled at its end."""
     axes.set_title(title, fontsize=10, loc="left")
-    marks = (0, 50, 90, 99, 99.9)
+    marks = (50, 90, 99, 99.9)
     shown = [index for index, percent in enumerate(PERCENTILES) if percent <= 99.9]
     across = [_stretched(PERCENTILES[index]) for index in shown]
     for label, values, colour in lines:
@@ -103,7 +105,9 @@ def curves_on(
             fontsize=9,
         )
     axes.set_yscale("log")
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
+    axes.yaxis.set_minor_locator(NullLocator())
     axes.set_xticks([_stretched(percent) for percent in marks], [f"p{m:g}" for m in marks])
     axes.set_xlim(0, across[-1] * 1.32)
     axes.set_ylabel("milliseconds late")

@@ -103,7 +103,7 @@ def _level_queues(settings: DelaySettings | None) -> int:
 
 
 def draw(result: Result) -> Figure:
-    picture, axes = figure("Declaring the delay levels", height=3.6, columns=2)
+    picture, axes = figure("Declaring the delay levels", height=6.4, rows=2)
     for one, key, title in (
         (axes[0], "cold", "cold"),
         (axes[1], "warm", "on a new connection, when present"),

@@ -143,7 +143,7 @@ def publish(bench: Bench, app: Any, countdowns: list[float], what: str) -> list[
 
 def draw(result: Result) -> Figure:
     colours = {"ours": OURS, "celery": OTHERS[0], "held": GREY}
-    picture, axes = figure("How late: 2,000 tasks with countdowns of 1-30 s", columns=2)
+    picture, axes = figure("How late delayed tasks are (whole-second countdowns)", columns=2)
     for one, side in zip(axes, (QUEUE_SIDE, TASK_SIDE), strict=True):
         lines = [
             (method if method == "ours" else LABELS[method].split(" ", 1)[1], values, colour)
