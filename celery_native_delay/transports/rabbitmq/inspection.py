@@ -109,7 +109,7 @@ def _stuck(api: ManagementAPI, topology: Topology) -> dict[str, int]:
 def _compare_by_api(topology: Topology, api: ManagementAPI) -> Iterator[str]:
     exchanges = {exchange["name"]: exchange for exchange in api.exchanges(topology.space)}
     queues = {queue["name"]: queue for queue in api.queues(topology.space)}
-    bound: dict[str, set[tuple[str, str]]] = {}
+    bound: dict[str, set[tuple[str, str, str]]] = {}
     for declaration in topology.plan():
         match declaration:
             case Exchange(name, kind, arguments):
@@ -117,15 +117,16 @@ def _compare_by_api(topology: Topology, api: ManagementAPI) -> Iterator[str]:
                 yield from _differing(name, "exchange", there, {"type": kind}, arguments)
             case Queue(name, arguments):
                 yield from _differing(name, "queue", queues.get(name), {}, arguments)
-            case Binding(source, destination, routing_key):
-                if source not in exchanges or (destination not in exchanges | queues):
-                    continue
+            case Binding(source, destination, routing_key, to_exchange):
+                kind, ends = ("exchange", exchanges) if to_exchange else ("queue", queues)
+                if source not in exchanges or destination not in ends:
+                    continue  # said already
                 if source not in bound:
                     bound[source] = {
-                        (item["destination"], item["routing_key"])
+                        (item["destination_type"], item["destination"], item["routing_key"])
                         for item in api.bindings_from(source)
                     }
-                if (destination, routing_key) not in bound[source]:
+                if (kind, destination, routing_key) not in bound[source]:
                     yield f"{source}: not bound to {destination} with {routing_key}"
 
 

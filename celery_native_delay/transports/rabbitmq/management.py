@@ -30,6 +30,9 @@ OVERRIDING_KEYS = (
     "delivery-limit",
 )
 
+#: Where a queue's description names the policy in force, by kind.
+POLICY_KINDS = {"policy": "policy", "operator policy": "operator_policy"}
+
 _PAGE = 500
 
 
@@ -55,6 +58,12 @@ class ManagementAPI:
     def exchanges(self, prefix: str) -> list[dict[str, Any]]:
         """Exchanges whose name begins with *prefix*."""
         return self._named("exchanges", prefix)
+
+    def policies(self, kind: str) -> dict[str, dict[str, Any]]:
+        """Definitions of the vhost's policies by name; *kind* is a key of POLICY_KINDS."""
+        path = kind.replace("policy", "policies").replace(" ", "-")
+        found = self._get(f"{path}/{quote(self.vhost, safe='')}")
+        return {item["name"]: item["definition"] for item in found}
 
     def bindings_from(self, exchange: str) -> list[dict[str, Any]]:
         """All bindings whose source is *exchange*."""
@@ -117,13 +126,15 @@ def overriding_policies(api: ManagementAPI, topology: Topology) -> list[str]:
     Raises:
         ManagementUnavailable
     """
+    definitions = {kind: api.policies(kind) for kind in POLICY_KINDS}
     touched: dict[tuple[str, str], list[str]] = {}
     for queue in api.queues(topology.space):
-        for kind, key in (("policy", "policy"), ("operator policy", "operator_policy")):
+        for kind, key in POLICY_KINDS.items():
             name = queue.get(key)
-            if name and (keys := _overriding(queue)):
-                found = touched.setdefault((f"{kind} {name!r}", ", ".join(keys)), [])
-                found.append(queue["name"])
+            keys = _overriding(definitions[kind].get(name) or {}) if name else []
+            if keys:
+                says = f"{kind} {name!r}", ", ".join(keys)
+                touched.setdefault(says, []).append(queue["name"])
     return [
         f"{policy} sets {keys} on {len(queues)} delay queue(s) such as {queues[0]}: delayed "
         f"messages may come early or get lost; narrow the pattern of the policy"
@@ -131,6 +142,5 @@ def overriding_policies(api: ManagementAPI, topology: Topology) -> list[str]:
     ]
 
 
-def _overriding(queue: Mapping[str, Any]) -> list[str]:
-    definition = queue.get("effective_policy_definition") or {}
+def _overriding(definition: Mapping[str, Any]) -> list[str]:
     return [key for key in OVERRIDING_KEYS if key in definition]

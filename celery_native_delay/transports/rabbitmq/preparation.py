@@ -160,8 +160,10 @@ class Preparation:
         """The user deleted *queue*: nothing may be left that takes copies for it."""
         if self.mirror.rejects(queue):
             landing = self.topology.queue_landing_queue(queue)
+            # Quorum queues know no if-empty; nothing rests in this one for longer than an instant.
             with suppress(ChannelError):
-                self.declarer.queue_delete(landing, if_empty=True)
+                if not self.declarer.queue_declare(landing, passive=True).message_count:
+                    self.declarer.queue_delete(landing)
         self.mirror.queue_deleted(queue)
 
     def unmirror(self, binding: Mirrored) -> None:
