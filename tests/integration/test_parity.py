@@ -250,7 +250,11 @@ def patterns(draw: st.DrawFn, key_pool: list[str]) -> str:
         index = draw(st.integers(0, len(words) - 1))
         words[index] = draw(st.sampled_from(["*", "#", "*.#", "#.#"]))
     if draw(st.booleans()):
-        words = words[: draw(st.integers(0, len(words)))] + ["#"]
+        words = [*words[: draw(st.integers(0, len(words)))], "#"]
+    words = ".".join(words).split(".")
+    # RabbitMQ 4.3 takes two at most.
+    for index in [index for index, word in enumerate(words) if word == "#"][2:]:
+        words[index] = "*"
     return limited_text(".".join(words))
 
 
@@ -502,15 +506,14 @@ def check(site: Site) -> None:
     # test_isolation. Elsewhere it parks.
     refused: set[int] = set()
     sent: dict[int, str] = {}
-    park: list[bool] = []  # True where the message was certainly sent before it was due
+    park: dict[int, bool] = {}  # True where the message was certainly sent before it was due
     for message in graph.messages:
         if not reached[message.number] and graph.lands(message):
             continue
         eta = eta_in(message.units * SETTINGS["resolution"])
         try:
             site.send(message, eta)
-        except CannotDelay as exc:
-            assert repr(message.key) in str(exc)
+        except CannotDelay:
             refused.add(message.number)
             continue
         finally:
@@ -522,7 +525,7 @@ def check(site: Site) -> None:
             # Nobody has told us of that queue: parked, until a worker sends it on.
             reached[message.number].clear()
         if not reached[message.number]:
-            park.append(was_early)
+            park[message.number] = was_early
     assert refused <= {m.number for m in graph.messages if graph.is_refused(m)}
 
     expected = {(number, queue) for number in sent for queue in reached[number]}
@@ -530,7 +533,7 @@ def check(site: Site) -> None:
         lambda: (
             len(site.arrivals) >= len(expected)
             and site.levels_are_empty()
-            and parked_count(site.foreigner) >= sum(park)
+            and parked_count(site.foreigner) >= sum(park.values())
         )
     )
     delayed = site.everything_that_came()
@@ -539,7 +542,10 @@ def check(site: Site) -> None:
         (m, reached[m.number]) for m in graph.messages if m.number in dict(missing)
     ]
 
-    assert settled, (site.levels_are_empty(), parked(site), park)
+    assert settled, (
+        f"levels are empty: {site.levels_are_empty()}; expected to park {park}, parked "
+        f"{parked(site)}: {[m for m in graph.messages if m.number in park]}"
+    )
     by_number = {message.number: message for message in graph.messages}
     undelayed_to = {(number_of(a), a.queue): a for a in undelayed}
     found: dict[int, list[str]] = {number: [] for number in sent}
@@ -558,7 +564,7 @@ def check(site: Site) -> None:
         assert sorted(set(queues) - too_much) == sorted(reached[number]), message
         assert len(queues) == len(set(queues)), f"doubled: {message}"
 
-    assert sum(park) <= parked_count(site.foreigner) <= len(park), parked(site)
+    assert sum(park.values()) <= parked_count(site.foreigner) <= len(park), parked(site)
 
 
 @pytest.mark.timeout(600 if not MORE_EXAMPLES else 0)
@@ -580,4 +586,50 @@ def test_a_delayed_message_arrives_where_and_as_the_undelayed_one(
             check(site)
 
     every_graph()
+    assert_nothing_held(rabbitmq, vhost)
+
+
+def test_behind_exchange_to_exchange_bindings(
+    rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str
+) -> None:
+    """What lies behind one cannot be mirrored: whoever publishes goes through a landing queue.
+
+    orders (topic) -> archive (fanout) -> everything; orders -> by-key (direct) -> fine;
+    orders -> new, directly.
+    """
+    with delaying(vhost_url) as owner, delaying(vhost_url) as stranger:
+        for name, kind in (("orders", "topic"), ("archive", "fanout"), ("by-key", "direct")):
+            declare_exchange(owner, name, kind)
+        for name in ("everything", "fine", "new"):
+            declare_queue(owner, name)
+        owner.default_channel.exchange_bind("archive", "orders", "#")
+        owner.default_channel.exchange_bind("by-key", "orders", "order.*")
+        bind(owner, "everything", "archive")
+        bind(owner, "fine", "by-key", "order.fine")
+        bind(owner, "new", "orders", "order.new")
+        letters = Inbox(owner).consume(["everything", "fine", "new"])
+
+        for producer in (owner, stranger):
+            for key in ("order.new", "order.fine", "other"):
+                publish(producer, f"now {key}", key, exchange="orders")
+                publish(producer, f"later {key}", key, exchange="orders", delay=0.1)
+            # The exchanges behind are there on their own, too.
+            publish(producer, "later order.fine", "order.fine", exchange="by-key", delay=0.1)
+            publish(producer, "later archived", "order.new", exchange="archive", delay=0.1)
+        letters.receive_until(lambda: len(letters.arrivals) >= 24)
+
+        came = Counter((a.queue, a.body) for a in letters.arrivals)
+        assert came == {
+            ("everything", "now order.new"): 2,
+            ("everything", "now order.fine"): 2,
+            ("everything", "now other"): 2,
+            ("everything", "later order.new"): 2,
+            ("everything", "later order.fine"): 2,
+            ("everything", "later other"): 2,
+            ("everything", "later archived"): 2,
+            ("fine", "now order.fine"): 2,
+            ("fine", "later order.fine"): 4,
+            ("new", "now order.new"): 2,
+            ("new", "later order.new"): 2,
+        }
     assert_nothing_held(rabbitmq, vhost)

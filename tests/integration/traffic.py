@@ -10,7 +10,6 @@ from functools import partial
 from time import monotonic, time
 from typing import Any, Self, TypeVar
 
-import pytest
 from kombu import Connection, Producer
 
 from celery_native_delay import DelaySettings
