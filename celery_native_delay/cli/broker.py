@@ -77,6 +77,8 @@ def status(ctx: click.Context, as_json: bool) -> None:
             if level.waiting or level.stuck
         ],
     )
+    for landing in found.landings:
+        click.echo(f"{landing.queue} holds {landing.held}: its destination takes none of them")
     due = found.next_due_within_seconds
     click.echo(f"waiting   {found.waiting}")
     click.echo(f"next due  {'-' if due is None else f'within {due:g} s'}")
@@ -89,7 +91,10 @@ def status(ctx: click.Context, as_json: bool) -> None:
 @yes_option
 @as_json_option
 def purge(ctx: click.Context, force: bool, as_json: bool) -> None:
-    """Throw away every delayed message of this app's delay levels. Cannot be undone."""
+    """Throw away what waits in this app's delay levels. Cannot be undone.
+
+    What is parked, or held by a landing queue, stays.
+    """
     from amqp.exceptions import NotFound
 
     with broker(ctx) as (delays, _):

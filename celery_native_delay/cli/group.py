@@ -67,6 +67,7 @@ def _errors_explained() -> Iterator[None]:
 def broker(ctx: click.Context) -> Iterator[tuple[Delays, Any]]:
     """The app's delayed delivery on a fresh connection, and that kombu connection."""
     from ..celery_app.install import installation_of
+    from ..transports.rabbitmq.declaring import permissions_explained
 
     app = ctx.obj.app
     installation = installation_of(app)
@@ -82,7 +83,8 @@ def broker(ctx: click.Context) -> Iterator[tuple[Delays, Any]]:
         delays = getattr(connection.default_channel, "delays", None)
         if delays is None:
             raise click.UsageError(f"{connection.as_uri()} has no delay levels")
-        yield delays, connection
+        with permissions_explained(delays.topology):
+            yield delays, connection
 
 
 def settings(ctx: click.Context) -> Any:

@@ -17,7 +17,14 @@ def parked() -> None:
 
 
 @command(group=parked, name="list")
-@click.option("-n", "--limit", default=50, show_default=True, help="Show at most this many.")
+@click.option(
+    "-n",
+    "--limit",
+    type=click.IntRange(min=1),
+    default=50,
+    show_default=True,
+    help="Show at most this many.",
+)
 @as_json_option
 def list_parked(ctx: click.Context, limit: int, as_json: bool) -> None:
     """Show parked messages; they stay where they are."""

@@ -114,6 +114,10 @@ class Topology:
         """The landing queue of a user's exchange."""
         return f"{self.name}.landing-exchange.{short_word(exchange)}"
 
+    def is_landing(self, queue: str) -> bool:
+        """Whether *queue* is a landing queue, of an exchange or of a queue."""
+        return queue.startswith(f"{self.name}.landing-")
+
     def lands_marker(self, exchange: str) -> str:
         """The exchange whose presence says: messages to *exchange* must pass its landing queue."""
         return f"{self.name}.lands.{short_word(exchange)}"

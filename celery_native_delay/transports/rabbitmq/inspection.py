@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from amqp.exceptions import NotFound, PreconditionFailed
+from amqp.exceptions import AccessRefused, NotFound, PreconditionFailed
 
 from ...core.errors import ManagementUnavailable
 from ...core.topology import Binding, Exchange, Queue, Topology
@@ -35,11 +35,20 @@ class LevelStatus:
 
 
 @dataclass(frozen=True)
+class LandingStatus:
+    """A landing queue that holds messages, because its destination takes none of them."""
+
+    queue: str
+    held: int
+
+
+@dataclass(frozen=True)
 class Status:
     """What waits in one set of delay levels."""
 
     name: str
     levels: list[LevelStatus]
+    landings: list[LandingStatus]
     parked: int
     next_due_within_seconds: float | None
 
@@ -52,7 +61,7 @@ class Status:
     def stuck(self) -> int | None:
         """Messages held up in dead-lettering, None where the management API is away."""
         known = [level.stuck for level in self.levels if level.stuck is not None]
-        return sum(known) if known else None
+        return sum(known) + sum(landing.held for landing in self.landings) if known else None
 
     def as_json(self) -> dict[str, Any]:
         """For ``--json``."""
@@ -67,28 +76,35 @@ def verify(delays: Delays, api: ManagementAPI) -> Verification:
         differences = list(_compare_by_api(topology, api)) + overriding_policies(api, topology)
         return Verification(differences, [], advice)
     except ManagementUnavailable as exc:
-        unchecked = [f"bindings and policies: {exc}"]
-        return Verification(list(_compare_by_amqp(delays)), unchecked, advice)
+        differences, unchecked = _compare_by_amqp(delays)
+        return Verification(differences, [f"bindings and policies: {exc}", *unchecked], advice)
 
 
 def status(delays: Delays, api: ManagementAPI) -> Status:
     """Count what waits in the levels and in the parking queue."""
     topology = delays.topology
-    stuck = _stuck(api, topology)
+    try:
+        queues = {queue["name"]: queue for queue in api.queues(f"{topology.name}.")}
+    except ManagementUnavailable:
+        queues = {}
     levels = [
         LevelStatus(
             queue=hop.queue,
             ttl_seconds=hop.ttl_ms / 1000,
             waiting=_depth(delays, hop.queue),
-            stuck=stuck.get(hop.queue),
+            stuck=queues[hop.queue].get("messages_dlx", 0) if hop.queue in queues else None,
         )
         for hop in topology.level_queues
+    ]
+    landings = [
+        LandingStatus(name, queue["messages"])
+        for name, queue in queues.items()
+        if topology.is_landing(name) and queue.get("messages")
     ]
     # A message in a level has at most that level and all below it before it.
     nearest = next((level for level in levels if level.waiting), None)
     within = None if nearest is None else 2 * nearest.ttl_seconds
-    parked = count(delays)
-    return Status(topology.name, levels, parked, within)
+    return Status(topology.name, levels, landings, count(delays), within)
 
 
 def _depth(delays: Delays, queue: str) -> int | None:
@@ -98,17 +114,9 @@ def _depth(delays: Delays, queue: str) -> int | None:
         return None
 
 
-def _stuck(api: ManagementAPI, topology: Topology) -> dict[str, int]:
-    try:
-        queues = api.queues(topology.name)
-    except ManagementUnavailable:
-        return {}
-    return {queue["name"]: queue.get("messages_dlx", 0) for queue in queues}
-
-
 def _compare_by_api(topology: Topology, api: ManagementAPI) -> Iterator[str]:
-    exchanges = {exchange["name"]: exchange for exchange in api.exchanges(topology.space)}
-    queues = {queue["name"]: queue for queue in api.queues(topology.space)}
+    exchanges = {exchange["name"]: exchange for exchange in api.exchanges(f"{topology.space}.")}
+    queues = {queue["name"]: queue for queue in api.queues(f"{topology.space}.")}
     bound: dict[str, set[tuple[str, str, str]]] = {}
     for declaration in topology.plan():
         match declaration:
@@ -140,7 +148,7 @@ def _differing(
     if there is None:
         yield f"{name}: {what} is missing"
         return
-    expected = {"durable": True} | fields
+    expected = {"durable": True, "auto_delete": False} | fields
     found = {field: there.get(field) for field in expected}
     held = there.get("arguments") or {}
     expected |= arguments
@@ -152,24 +160,33 @@ def _differing(
             yield f"{name}: {key} {found.get(key)!r}, expected {expected.get(key)!r}"
 
 
-def _compare_by_amqp(delays: Delays) -> Iterator[str]:
+def _compare_by_amqp(delays: Delays) -> tuple[list[str], list[str]]:
+    """Differences, and what this user may not look at."""
+    differences, unchecked = [], []
     for declaration in delays.topology.plan():
         if isinstance(declaration, Binding):
             continue
         name = declaration.name
-        durable = {"durable": True, "auto_delete": False, "arguments": declaration.arguments}
         try:
             # Passive first: comparing must not declare what is missing.
-            if isinstance(declaration, Exchange):
-                delays.declarer.exchange_declare(name, declaration.type, passive=True)
-                delays.declarer.exchange_declare(name, declaration.type, **durable)
-            else:
-                delays.declarer.queue_declare(name, passive=True)
-                delays.declarer.queue_declare(name, **durable)
+            _declare(delays, declaration, passive=True)
+            _declare(delays, declaration, passive=False)
         except NotFound:
-            yield f"{name}: {type(declaration).__name__.lower()} is missing"
+            differences.append(f"{name}: {type(declaration).__name__.lower()} is missing")
         except PreconditionFailed as exc:
-            yield f"{name}: {exc.reply_text}"
+            differences.append(f"{name}: {exc.reply_text}")
+        except AccessRefused as exc:
+            unchecked.append(f"{name}: {exc.reply_text}")
+    return differences, unchecked
+
+
+def _declare(delays: Delays, declaration: Exchange | Queue, *, passive: bool) -> None:
+    name, arguments = declaration.name, declaration.arguments
+    common = {"passive": passive, "durable": True, "auto_delete": False, "arguments": arguments}
+    if isinstance(declaration, Exchange):
+        delays.declarer.exchange_declare(name, declaration.type, **common)
+    else:
+        delays.declarer.queue_declare(name, **common)
 
 
 def _advice(delays: Delays) -> list[str]:

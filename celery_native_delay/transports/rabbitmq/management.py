@@ -134,7 +134,7 @@ def overriding_policies(api: ManagementAPI, topology: Topology) -> list[str]:
     """
     definitions = {kind: api.policies(kind) for kind in POLICY_KINDS}
     touched: dict[tuple[str, str], list[str]] = {}
-    for queue in api.queues(topology.space):
+    for queue in api.queues(f"{topology.space}."):
         for kind, key in POLICY_KINDS.items():
             name = queue.get(key)
             # A user without the right to read them is told by the merged definition.
