@@ -100,7 +100,7 @@ def flood_beside_others(connection: Any, routing_key: str, *, exchange: str = ""
             if number % 10 == 0:
                 send_others(connection, letters, range(number, number + 1))
             publish(connection, number, routing_key, exchange=exchange, delay=DELAY_SECONDS)
-        letters.receive_until(lambda: len(letters.arrivals) >= 10)
+        assert letters.receive_until(lambda: len(letters.arrivals) >= 10)
         assert letters.receive_until(lambda: levels_are_empty(letters.connection))
         send_others(connection, letters, range(100, 110))
         assert_on_time(letters.wait_for(20))

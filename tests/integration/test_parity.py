@@ -426,9 +426,12 @@ class Site:
         return self.letters.receive_until(also_foreign, timeout_seconds=30)
 
     def everything_that_came(self) -> list[Arrival]:
-        """What is in the inboxes once a last word has come through every queue."""
+        """What is in the inboxes once a last word has come through every queue.
+
+        From the channel that everything else was published on, for the order's sake.
+        """
         for queue in self.graph.queues:
-            publish(self.foreigner, "last word", queue.name)
+            publish(self.producer, "last word", queue.name)
         expected = Counter(queue.name for queue in self.graph.queues)
 
         def last_words() -> Counter[str]:
