@@ -174,10 +174,13 @@ class Attendant(Thread):
         """Run *step*; on an error say so, drop the connection and answer False."""
         try:
             step()
-        except (NativeDelayError, AMQPError, OSError, AttributeError) as exc:
+        except Exception as exc:  # the thread must outlive whatever a message brings
             # py-amqp raises AttributeError where a connection went away under it.
+            expected = isinstance(exc, NativeDelayError | AMQPError | OSError | AttributeError)
             if not self._stopping.is_set():
-                logger.warning("native delay: %s: %s", type(exc).__name__, exc)
+                logger.warning(
+                    "native delay: %s: %s", type(exc).__name__, exc, exc_info=not expected
+                )
             self._next_look = monotonic() + LONGEST_LOOK_SECONDS / 10
             self._disconnect()
             return False

@@ -99,9 +99,7 @@ def status(delays: Delays, api: ManagementAPI) -> Status:
     landings = [
         LandingStatus(name, held)
         for name, queue in queues.items()
-        # 4.3 counts messages in dead-lettering apart, releases before count them in.
-        if topology.is_landing(name)
-        and (held := max(queue.get("messages", 0), queue.get("messages_dlx", 0)))
+        if topology.is_landing(name) and (held := queue.get("messages", 0))
     ]
     # A message in a level has at most that level and all below it before it.
     nearest = next((level for level in levels if level.waiting), None)

@@ -36,6 +36,10 @@ ARRIVAL_SECONDS = 5.0
 ROUND = 10_000
 
 
+#: What a quorum queue adds to a message that was returned to it: ours, not the destination's.
+_COUNTED_BY_THE_QUEUE = ("x-delivery-count", "x-acquired-count")
+
+
 @dataclass
 class Rescue:
     """What one round did, as numbers of messages."""
@@ -152,13 +156,16 @@ def _parked(message: amqp.Message) -> Parked:
     if unsealed is None:
         return Parked(message, message.properties, None)
     properties, _, delayed = unsealed
+    for header in _COUNTED_BY_THE_QUEUE:
+        properties["application_headers"].pop(header, None)
     return Parked(message, properties, delayed)
 
 
 def _move_on(work: _Round, batch: list[Parked]) -> None:
     now_ms = time_ns() // 1_000_000
     stay: list[Parked] = []
-    sent: dict[str, tuple[Parked, tuple[str, str]]] = {}
+    # Copies of one delivery share its id: a broker may double, and so may a retry.
+    sent: dict[str, list[tuple[Parked, tuple[str, str]]]] = {}
     with work.delays.one_confirm():
         for parked in batch:
             delayed = parked.delayed
@@ -174,13 +181,16 @@ def _move_on(work: _Round, batch: list[Parked]) -> None:
                 _back_to_levels(work, parked, delayed)
             else:
                 _publish_original(work, parked, delayed, destination, now_ms)
-                sent[delayed.delivery_id] = parked, destination
+                sent.setdefault(delayed.delivery_id, []).append((parked, destination))
     work.publisher.wait_all()
     for returned in work.publisher.take_returned():
-        parked, destination = sent.pop(returned.message.headers[HEADER]["id"])
+        copies = sent[returned.message.headers[HEADER]["id"]]
+        to = returned.exchange, returned.routing_key
+        parked, destination = next(copy for copy in copies if copy[1] == to)
+        copies.remove((parked, destination))
         work.unwanted.add(destination)
         stay.append(parked)
-    work.outcome.delivered += len(sent)
+    work.outcome.delivered += sum(map(len, sent.values()))
     work.outcome.still_parked += len(stay)
     for parked in stay:
         message = amqp.Message(parked.message.body, **parked.message.properties)
