@@ -229,16 +229,16 @@ def test_two_namespaces_on_one_vhost_never_meet(
         letters = [Inbox(connections[side]).consume([side]) for side in sides]
         for side, other in (sides, reversed(sides)):
             for number in range(10):
-                publish(connections[side], f"{side} {number}", side, delay=0.2)
+                publish(connections[side], f"{side} {number}", side, delay=0.5)
                 publish(
                     connections[side],
                     f"{side} order {number}",
                     "orders.new",
                     exchange="shop",
-                    delay=0.2,
+                    delay=0.5,
                 )
             # Nobody on this side knows that queue.
-            publish(connections[side], f"{side} astray", other, delay=0.2)
+            publish(connections[side], f"{side} astray", other, delay=0.5)
 
         def all_came() -> bool:
             return all(
@@ -290,7 +290,7 @@ def test_two_settings_of_one_namespace_deliver_side_by_side(
                         exchange="shop",
                         delay=0.5,
                     )
-                    publish(connection, f"{name} lost", "nowhere", delay=0.1)
+                    publish(connection, f"{name} lost", "nowhere", delay=0.5)
                     expected += [f"{name} {number}", f"{name} order {number}"]
 
             def all_came() -> bool:

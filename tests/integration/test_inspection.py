@@ -1,0 +1,822 @@
+"""Looking at the broker: verify, status, and the commands that show them."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from time import time
+from typing import Any
+
+import pytest
+from kombu import Connection
+
+from celery_native_delay import DelaySettings
+from celery_native_delay.core.topology import Binding, Exchange, Queue, Topology
+from celery_native_delay.testing import PrivateRabbitMQ, private_rabbitmq
+from celery_native_delay.transports.rabbitmq.declaring import apply
+from celery_native_delay.transports.rabbitmq.inspection import Status, Verification, status, verify
+from celery_native_delay.transports.rabbitmq.management import ManagementAPI, management_of
+from tests.integration.traffic import (
+    PATIENCE_SECONDS,
+    SETTINGS,
+    TOPOLOGY,
+    bind,
+    declare_exchange,
+    declare_queue,
+    delaying,
+    delays_of,
+    depth,
+    inbox,
+    parked_count,
+    publish,
+)
+from tests.waiting import wait_until
+
+LEVEL = TOPOLOGY.level_queue(3)
+DELIVERY = TOPOLOGY.delivery_exchange
+
+NOBODY_LISTENS = "http://127.0.0.1:9"
+"""A privileged port, so no broker is ever given it."""
+
+
+def api_of(connection: Any, management_url: str | None) -> ManagementAPI:
+    settings = DelaySettings.from_mapping(SETTINGS | {"management_url": management_url})
+    return management_of(connection, settings)
+
+
+def verified(connection: Any, management_url: str | None) -> Verification:
+    return verify(delays_of(connection), api_of(connection, management_url))
+
+
+def counted(connection: Any, management_url: str | None) -> Status:
+    return status(delays_of(connection), api_of(connection, management_url))
+
+
+@pytest.fixture
+def connection(vhost_url: str) -> Iterator[Any]:
+    """A connection whose delay levels are declared."""
+    with delaying(vhost_url) as connection:
+        delays_of(connection).prepare()
+        yield connection
+
+
+def declared_with(connection: Any, queue: str, **arguments: Any) -> None:
+    """Put another queue of that name where *queue* was, with its bindings."""
+    there = next(d for d in TOPOLOGY.plan() if isinstance(d, Queue) and d.name == queue)
+    connection.default_channel.queue_delete(queue)
+    bindings = [
+        d
+        for d in TOPOLOGY.plan()
+        if isinstance(d, Binding) and (d.destination, d.to_exchange) == (queue, False)
+    ]
+    apply(connection.default_channel, [Queue(queue, there.arguments | arguments), *bindings])
+
+
+# ---- verify ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Damage:
+    """Something on the broker that is not as planned, and the sentences that say so."""
+
+    name: str
+    make: Callable[[Any], object]
+    by_api: list[str]
+    by_amqp: list[str]
+    """Beginnings of what is found without the management API."""
+
+
+def other_kind_of_exchange(connection: Any) -> None:
+    channel = connection.default_channel
+    channel.exchange_delete(TOPOLOGY.ready_exchange)
+    apply(channel, [Exchange(TOPOLOGY.ready_exchange, "direct")])
+
+
+def without_alternate(connection: Any) -> None:
+    connection.default_channel.exchange_delete(DELIVERY)
+    onto_it = [d for d in TOPOLOGY.plan() if isinstance(d, Binding) and d.destination == DELIVERY]
+    apply(connection.default_channel, [Exchange(DELIVERY, "topic"), *onto_it])
+
+
+def unbind_exchange(connection: Any) -> None:
+    connection.default_channel.exchange_unbind(
+        ONTO_EXCHANGE.destination, ONTO_EXCHANGE.source, ONTO_EXCHANGE.routing_key
+    )
+
+
+ONTO_EXCHANGE = next(d for d in TOPOLOGY.plan() if isinstance(d, Binding) and d.to_exchange)
+ONTO_QUEUE = next(d for d in TOPOLOGY.plan() if isinstance(d, Binding) and d.destination == LEVEL)
+
+
+def not_bound(binding: Binding) -> str:
+    return f"{binding.source}: not bound to {binding.destination} with {binding.routing_key}"
+
+
+DAMAGES = [
+    Damage(
+        "missing queue",
+        lambda connection: connection.default_channel.queue_delete(LEVEL),
+        [f"{LEVEL}: queue is missing"],
+        [f"{LEVEL}: queue is missing"],
+    ),
+    Damage(
+        "missing parking queue",
+        lambda connection: connection.default_channel.queue_delete(TOPOLOGY.parking_queue),
+        [f"{TOPOLOGY.parking_queue}: queue is missing"],
+        [f"{TOPOLOGY.parking_queue}: queue is missing"],
+    ),
+    Damage(
+        "other ttl",
+        lambda connection: declared_with(connection, LEVEL, **{"x-message-ttl": 999}),
+        [f"{LEVEL}: x-message-ttl 999, expected 160"],
+        [f"{LEVEL}: PRECONDITION_FAILED - inequivalent arg 'x-message-ttl'"],
+    ),
+    Damage(
+        "argument too many",
+        lambda connection: declared_with(connection, LEVEL, **{"x-max-length": 5}),
+        [f"{LEVEL}: x-max-length 5, expected None"],
+        [f"{LEVEL}: PRECONDITION_FAILED - inequivalent arg 'x-max-length'"],
+    ),
+    Damage(
+        "missing exchange",
+        lambda connection: connection.default_channel.exchange_delete(TOPOLOGY.level_exchange(3)),
+        [f"{TOPOLOGY.level_exchange(3)}: exchange is missing"],
+        [f"{TOPOLOGY.level_exchange(3)}: exchange is missing"],
+    ),
+    Damage(
+        "other type of exchange",
+        other_kind_of_exchange,
+        [f"{TOPOLOGY.ready_exchange}: type 'direct', expected 'fanout'"],
+        [f"{TOPOLOGY.ready_exchange}: PRECONDITION_FAILED - inequivalent arg 'type'"],
+    ),
+    Damage(
+        "no alternate exchange",
+        without_alternate,
+        [f"{DELIVERY}: alternate-exchange None, expected {TOPOLOGY.parking_exchange!r}"],
+        [f"{DELIVERY}: PRECONDITION_FAILED - inequivalent arg 'alternate-exchange'"],
+    ),
+    Damage(
+        "missing binding of a queue",
+        lambda connection: connection.default_channel.queue_unbind(
+            LEVEL, ONTO_QUEUE.source, ONTO_QUEUE.routing_key
+        ),
+        [not_bound(ONTO_QUEUE)],
+        [],
+    ),
+    Damage(
+        "missing binding of an exchange",
+        unbind_exchange,
+        [not_bound(ONTO_EXCHANGE)],
+        [],
+    ),
+]
+
+each_damage = pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.name)
+
+
+def begin_alike(sentences: list[str], beginnings: list[str]) -> bool:
+    return len(sentences) == len(beginnings) and all(map(str.startswith, sentences, beginnings))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"base": 4, "routing": "chain"},
+        {"base": 16, "levels": 9},
+        {"queue_type": "classic"},
+    ],
+    ids=str,
+)
+def test_what_was_just_declared_is_as_planned(
+    rabbitmq: PrivateRabbitMQ, vhost_url: str, settings: dict[str, Any]
+) -> None:
+    """Whatever the settings, and with the user's own queues and exchanges bound to it."""
+    with delaying(vhost_url, **settings) as connection:
+        declare_exchange(connection, "news", "fanout")
+        declare_exchange(connection, "shop", "topic")
+        declare_queue(connection, "orders", **{"x-overflow": "reject-publish"})
+        bind(connection, "orders", "shop", "orders.#")
+        delays_of(connection).prepare(consuming=True)
+        publish(connection, "hello", "", exchange="news", delay=0.1)
+        for url in (rabbitmq.management_url, f"{rabbitmq.management_url}/", NOBODY_LISTENS):
+            assert verified(connection, url).differences == [], url
+        assert verified(connection, rabbitmq.management_url).unchecked == []
+
+
+def test_nothing_declared_is_found_missing_and_stays_so(
+    rabbitmq: PrivateRabbitMQ, vhost_url: str
+) -> None:
+    with delaying(vhost_url) as connection:
+        expected = [
+            f"{declaration.name}: {type(declaration).__name__.lower()} is missing"
+            for declaration in TOPOLOGY.plan()
+            if not isinstance(declaration, Binding)
+        ]
+        for url in (NOBODY_LISTENS, rabbitmq.management_url):
+            assert verified(connection, url).differences == expected
+
+
+@each_damage
+def test_each_difference_is_found(
+    rabbitmq: PrivateRabbitMQ, connection: Any, damage: Damage
+) -> None:
+    """With the management API exactly; without it all but bindings."""
+    assert verified(connection, rabbitmq.management_url).differences == []
+    damage.make(connection)
+
+    found = verified(connection, rabbitmq.management_url)
+    assert found.differences == damage.by_api
+    assert found.unchecked == []
+
+    found = verified(connection, NOBODY_LISTENS)
+    assert begin_alike(found.differences, damage.by_amqp), found.differences
+    [unchecked] = found.unchecked
+    assert unchecked.startswith("bindings and policies: ")
+    # Looking has changed nothing.
+    assert verified(connection, rabbitmq.management_url).differences == damage.by_api
+
+
+def test_policies_that_override_our_queues_are_named(
+    rabbitmq: PrivateRabbitMQ, connection: Any, vhost: str
+) -> None:
+    declare_queue(connection, "orders")
+    harmful = {"message-ttl": 1000, "max-length": 5, "expires": 600_000}
+    rabbitmq.set_policy(vhost, "elsewhere", "^orders", harmful)
+    rabbitmq.set_policy(vhost, "harmless", r"\.level-0[01]$", {"queue-leader-locator": "balanced"})
+    rabbitmq.set_policy(vhost, "short-lived", r"\.level-0[67]$", harmful)
+    rabbitmq.set_policy(vhost, "strict", r"parked$", {"max-length": 7})
+
+    def sentence(policy: str, keys: str, number: int, first: str) -> str:
+        return (
+            f"policy '{policy}' sets {keys} on {number} delay queue(s) such as {first}: delayed "
+            f"messages may come early or get lost; narrow the pattern of the policy"
+        )
+
+    expected = {
+        sentence("short-lived", "message-ttl, max-length, expires", 2, TOPOLOGY.level_queue(6)),
+        sentence("strict", "max-length", 1, TOPOLOGY.parking_queue),
+    }
+
+    def both_are_named() -> bool:
+        return set(verified(connection, rabbitmq.management_url).differences) == expected
+
+    wait_until(both_are_named, timeout_seconds=PATIENCE_SECONDS)
+    for policy in ("short-lived", "strict"):
+        rabbitmq.clear_policy(vhost, policy)
+
+    def clean_again() -> bool:
+        return verified(connection, rabbitmq.management_url).differences == []
+
+    wait_until(clean_again, timeout_seconds=PATIENCE_SECONDS)
+
+
+def set_operator_policy(rabbitmq: PrivateRabbitMQ, vhost: str) -> None:
+    body = {"pattern": r"level-00$", "definition": {"message-ttl": 1000}, "apply-to": "queues"}
+    rabbitmq.api("PUT", f"/operator-policies/{vhost}/guard", body)
+
+
+def policies_named(connection: Any, management_url: str) -> list[str]:
+    """What verify says of policies, as soon as the broker has applied them."""
+
+    def named() -> list[str] | None:
+        return verified(connection, management_url).differences or None
+
+    return [
+        sentence.partition(" such as ")[0]
+        for sentence in wait_until(named, timeout_seconds=PATIENCE_SECONDS)
+    ]
+
+
+def test_operator_policies_are_named(
+    rabbitmq: PrivateRabbitMQ, connection: Any, vhost: str
+) -> None:
+    set_operator_policy(rabbitmq, vhost)
+    assert policies_named(connection, rabbitmq.management_url) == [
+        "operator policy 'guard' sets message-ttl on 1 delay queue(s)"
+    ]
+
+
+def test_a_policy_is_not_blamed_for_what_an_operator_policy_sets(
+    rabbitmq: PrivateRabbitMQ, connection: Any, vhost: str
+) -> None:
+    rabbitmq.set_policy(vhost, "harmless", r"level-00$", {"queue-leader-locator": "balanced"})
+
+    def applied() -> bool:
+        return any(queue.get("policy") == "harmless" for queue in rabbitmq.queues(vhost))
+
+    wait_until(applied, timeout_seconds=PATIENCE_SECONDS)
+    set_operator_policy(rabbitmq, vhost)
+    assert policies_named(connection, rabbitmq.management_url) == [
+        "operator policy 'guard' sets message-ttl on 1 delay queue(s)"
+    ]
+
+
+def test_policies_are_named_to_a_user_who_may_only_monitor(
+    rabbitmq: PrivateRabbitMQ, connection: Any, vhost: str
+) -> None:
+    rabbitmq.add_user(f"watch-{vhost}", "watch", vhost=vhost, tags="monitoring")
+    url = rabbitmq.management_url.replace("://", f"://watch-{vhost}:watch@")
+    assert verified(connection, url).differences == []
+    set_operator_policy(rabbitmq, vhost)
+    assert policies_named(connection, url) == [
+        "operator policy 'guard' sets message-ttl on 1 delay queue(s)"
+    ]
+
+
+# ---- without the management API ----------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def bare_rabbitmq(rabbitmq_version: str) -> Iterator[PrivateRabbitMQ]:
+    """A broker without the management plugin."""
+    with private_rabbitmq(version=rabbitmq_version, management=False) as broker:
+        yield broker
+
+
+def test_without_the_plugin_queues_and_exchanges_are_still_compared(
+    bare_rabbitmq: PrivateRabbitMQ, rabbitmq: PrivateRabbitMQ
+) -> None:
+    missing = [LEVEL, TOPOLOGY.level_exchange(5)]
+    expected = [f"{missing[1]}: exchange is missing", f"{missing[0]}: queue is missing"]
+    with delaying(bare_rabbitmq.url) as connection:
+        delays_of(connection).prepare()
+        connection.default_channel.queue_delete(missing[0])
+        connection.default_channel.exchange_delete(missing[1])
+        # The second is the API of another broker, where none of it is to be looked for.
+        for url, reason in (
+            (bare_rabbitmq.management_url, "does not answer"),
+            (rabbitmq.management_url, "belongs to the broker"),
+            (NOBODY_LISTENS, "does not answer"),
+            (None, "management API at http://127.0.0.1:15672"),
+        ):
+            found = verified(connection, url)
+            assert found.differences == expected, url
+            [unchecked] = found.unchecked
+            assert unchecked.startswith("bindings and policies: ")
+            assert reason in unchecked
+            assert "set native_delay_management_url" in unchecked
+
+            counts = counted(connection, url)
+            assert counts.stuck is None
+            assert [level.waiting for level in counts.levels] == [0, 0, 0, None, 0, 0, 0, 0]
+
+
+def test_a_user_without_the_tag_gets_what_amqp_tells(rabbitmq: PrivateRabbitMQ, vhost: str) -> None:
+    url = rabbitmq.add_user(f"clerk-{vhost}", "secret-word", vhost=vhost)
+    with delaying(url) as connection:
+        delays_of(connection).prepare()
+        found = verified(connection, rabbitmq.management_url)
+        assert found.differences == []
+        [unchecked] = found.unchecked
+        assert "give the user the tag monitoring" in unchecked
+        assert "secret-word" not in unchecked
+
+        with_credentials = rabbitmq.management_url.replace("://", "://guest:guest@")
+        assert verified(connection, with_credentials) == Verification([], [], found.advice)
+
+
+def test_old_brokers_are_given_advice(rabbitmq: PrivateRabbitMQ, connection: Any) -> None:
+    advice = verified(connection, rabbitmq.management_url).advice
+    if rabbitmq.version.startswith("3."):
+        [sentence] = advice
+        assert "dead_letter_worker_publisher_confirm_timeout" in sentence
+    else:
+        assert advice == []
+
+
+# ---- status ------------------------------------------------------------------------------------
+
+SLOW = {"resolution": 1.0}
+"""Up to 255 s: what is sent stays in its level while a test looks at it."""
+
+SLOW_TOPOLOGY = Topology(DelaySettings.from_mapping(SETTINGS | SLOW))
+
+
+def test_status_counts_what_waits_and_what_is_parked(
+    rabbitmq: PrivateRabbitMQ, vhost_url: str
+) -> None:
+    with delaying(vhost_url, **SLOW) as connection, Connection(vhost_url) as stranger:
+        empty = counted(connection, None)
+        assert (empty.waiting, empty.parked, empty.next_due_within_seconds) == (0, 0, None)
+        assert {level.waiting for level in empty.levels} == {None}
+
+        declare_queue(connection, "orders")
+        declare_queue(connection, "gone")
+        delays_of(connection).prepare()
+        stranger.default_channel.queue_delete("gone")
+        for delay in (90, 200, 220):
+            publish(connection, "later", "orders", delay=delay)
+        for _ in range(2):
+            publish(connection, "lost", "gone", delay=1)
+
+        def both_parked() -> bool:
+            return parked_count(connection, SLOW_TOPOLOGY) == 2
+
+        wait_until(both_parked, timeout_seconds=PATIENCE_SECONDS)
+
+        found = counted(connection, rabbitmq.management_url)
+        assert found.name == SLOW_TOPOLOGY.name
+        assert [level.waiting for level in found.levels] == [0, 0, 0, 0, 0, 0, 1, 2]
+        assert [level.ttl_seconds for level in found.levels] == [1, 2, 4, 8, 16, 32, 64, 128]
+        assert (found.waiting, found.parked, found.stuck) == (3, 2, 0)
+        assert found.next_due_within_seconds is not None
+        assert 90 <= found.next_due_within_seconds <= 128
+        told = json.loads(json.dumps(found.as_json()))
+        assert (told["waiting"], told["parked"], told["stuck"]) == (3, 2, 0)
+
+
+def test_status_counts_what_is_stuck_in_dead_lettering(
+    rabbitmq: PrivateRabbitMQ, connection: Any, vhost_url: str
+) -> None:
+    connection.default_channel.exchange_delete(TOPOLOGY.delivery_exchange)
+    with Connection(vhost_url) as stranger:
+        for _ in range(3):
+            publish(stranger, "stuck", TOPOLOGY.level_queue(0))
+
+    def three_stuck() -> bool:
+        return counted(connection, rabbitmq.management_url).stuck == 3
+
+    wait_until(three_stuck, timeout_seconds=PATIENCE_SECONDS)
+
+
+def test_status_counts_what_a_landing_queue_holds(
+    rabbitmq: PrivateRabbitMQ, connection: Any
+) -> None:
+    """Behind an exchange that routes nowhere."""
+    declare_exchange(connection, "news", "fanout")
+    for _ in range(3):
+        publish(connection, "held", "", exchange="news", delay=1)
+
+    def three_held() -> bool:
+        return counted(connection, rabbitmq.management_url).stuck == 3
+
+    wait_until(three_held, timeout_seconds=PATIENCE_SECONDS)
+
+
+# ---- the command line --------------------------------------------------------------------------
+
+INSTALLED = """
+from celery import Celery
+from celery_native_delay import install
+
+app = Celery("shop", broker={url!r}, set_as_current=False)
+app.conf.task_default_queue = "orders"
+install(app, **{settings!r})
+"""
+
+PLAIN = """
+from celery import Celery
+
+app = Celery("shop", broker={url!r}, set_as_current=False)
+"""
+
+
+@dataclass(frozen=True)
+class Project:
+    """A folder with a small Celery app, and its command line."""
+
+    folder: Path
+
+    def write(self, source: str, url: str, **settings: Any) -> Project:
+        (self.folder / "shop.py").write_text(source.format(url=url, settings=SETTINGS | settings))
+        return self
+
+    def delay(self, *arguments: str, answer: str = "") -> subprocess.CompletedProcess[str]:
+        """Run ``celery -A shop delay …``; never with a traceback."""
+        done = subprocess.run(
+            [sys.executable, "-m", "celery", "-A", "shop", "delay", *arguments],
+            cwd=self.folder,
+            input=answer,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_SECONDS,
+        )
+        assert "Traceback" not in done.stdout + done.stderr, done.stderr
+        return done
+
+    def told(self, *arguments: str) -> Any:
+        """What it prints with ``--json``, when all is well."""
+        done = self.delay(*arguments, "--json")
+        assert (done.returncode, done.stderr) == (0, "")
+        return json.loads(done.stdout)
+
+    def lines(self, *arguments: str) -> list[str]:
+        """What it prints, when all is well, without what lines up columns."""
+        done = self.delay(*arguments)
+        assert (done.returncode, done.stderr) == (0, "")
+        return [" ".join(line.split()) for line in done.stdout.splitlines()]
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    return Project(tmp_path)
+
+
+@pytest.fixture
+def shop(project: Project, rabbitmq: PrivateRabbitMQ, vhost_url: str) -> Project:
+    """An installed app on a broker that has nothing yet."""
+    return project.write(INSTALLED, vhost_url, management_url=rabbitmq.management_url)
+
+
+def test_declare_then_verify(shop: Project, rabbitmq: PrivateRabbitMQ, vhost_url: str) -> None:
+    done = shop.delay("verify")
+    assert done.returncode == 1
+    assert f"{LEVEL}: queue is missing" in done.stdout.splitlines()
+
+    [line] = shop.lines("declare")
+    assert line.startswith(f"declared {TOPOLOGY.name} and 2 binding(s) in ")
+    told = shop.told("declare")
+    assert told.keys() == {"name", "declared", "mirrored", "seconds"}
+    assert (told["name"], told["declared"], told["mirrored"]) == (TOPOLOGY.name, True, 2)
+
+    done = shop.delay("verify")
+    assert (done.returncode, done.stdout) == (0, f"{TOPOLOGY.name}: as planned\n")
+    told = shop.told("verify")
+    assert told.keys() == {"name", "differences", "unchecked", "advice"}
+    assert (told["differences"], told["unchecked"]) == ([], [])
+
+    # The app's queue is bound, so a message that nobody prepared for any further arrives.
+    with Connection(vhost_url) as stranger, delaying(vhost_url) as connection:
+        publish(connection, "hello", "orders", delay=0.1)
+        with inbox(vhost_url, "orders") as letters:
+            assert letters.wait_for(1)[0].body == "hello"
+        stranger.default_channel.queue_delete(TOPOLOGY.level_queue(7))
+    done = shop.delay("verify")
+    assert done.returncode == 1
+    assert done.stdout == f"{TOPOLOGY.level_queue(7)}: queue is missing\n"
+    done = shop.delay("verify", "--json")
+    assert done.returncode == 1
+    assert json.loads(done.stdout)["differences"] == [
+        f"{TOPOLOGY.level_queue(7)}: queue is missing"
+    ]
+
+    shop.write(INSTALLED, vhost_url, management_url=NOBODY_LISTENS)
+    done = shop.delay("verify")
+    assert done.returncode == 1
+    assert "unchecked: bindings and policies: " in done.stderr
+    assert shop.delay("declare").returncode == 0
+    assert shop.delay("verify").returncode == 0
+
+
+def test_status_shows_what_waits(shop: Project, rabbitmq: PrivateRabbitMQ, vhost_url: str) -> None:
+    shop.write(INSTALLED, vhost_url, management_url=rabbitmq.management_url, **SLOW)
+    assert shop.lines("status")[0] == (
+        f"8 level queue(s) are not declared, such as {SLOW_TOPOLOGY.level_queue(0)}"
+    )
+    with delaying(vhost_url, **SLOW) as connection, Connection(vhost_url) as stranger:
+        declare_queue(connection, "orders")
+        declare_queue(connection, "gone")
+        delays_of(connection).prepare()
+        stranger.default_channel.queue_delete("gone")
+        publish(connection, "lost", "gone", delay=1)
+        for delay in (100, 220, 230):
+            publish(connection, "later", "orders", delay=delay)
+
+        def one_parked() -> bool:
+            return parked_count(connection, SLOW_TOPOLOGY) == 1
+
+        wait_until(one_parked, timeout_seconds=PATIENCE_SECONDS)
+    assert shop.lines("status") == [
+        "level queue ttl s waiting stuck",
+        f"{SLOW_TOPOLOGY.level_queue(6)} 64.0 1 0",
+        f"{SLOW_TOPOLOGY.level_queue(7)} 128.0 2 0",
+        "waiting 3",
+        "next due within 128 s",
+        "parked 1",
+        "stuck 0",
+    ]
+    told = shop.told("status")
+    assert told["name"] == SLOW_TOPOLOGY.name
+    assert (told["waiting"], told["parked"], told["stuck"]) == (3, 1, 0)
+    assert told["next_due_within_seconds"] == 128
+    assert told["levels"][7] == {
+        "queue": SLOW_TOPOLOGY.level_queue(7),
+        "ttl_seconds": 128.0,
+        "waiting": 2,
+        "stuck": 0,
+    }
+    shop.write(INSTALLED, vhost_url, management_url=NOBODY_LISTENS, **SLOW)
+    assert shop.lines("status")[-1] == "stuck unknown (management API not reachable)"
+    assert shop.told("status")["stuck"] is None
+
+
+def test_purge_asks_first(shop: Project, vhost_url: str) -> None:
+    shop.write(INSTALLED, vhost_url, **SLOW)
+    with delaying(vhost_url, **SLOW) as connection:
+        declare_queue(connection, "orders")
+
+        def waiting() -> int:
+            return sum(depth(connection, hop.queue) for hop in SLOW_TOPOLOGY.level_queues)
+
+        def fill() -> None:
+            for delay in (100, 220, 230):
+                publish(connection, "later", "orders", delay=delay)
+
+        fill()
+        for answer in ("n\n", "\n", ""):
+            done = shop.delay("purge", answer=answer)
+            assert done.returncode == 1
+            assert f"Throw away all that waits in {SLOW_TOPOLOGY.name}?" in done.stdout
+            assert waiting() == 3
+        done = shop.delay("purge", answer="y\n")
+        assert done.returncode == 0
+        assert done.stdout.endswith("3 delayed message(s) thrown away\n")
+        assert waiting() == 0
+
+        fill()
+        assert shop.lines("purge", "-f") == ["3 delayed message(s) thrown away"]
+        assert waiting() == 0
+        assert shop.told("purge", "--force") == {"name": SLOW_TOPOLOGY.name, "purged": 0}
+
+
+def test_parked_messages_are_listed_requeued_and_purged(shop: Project, vhost_url: str) -> None:
+    assert shop.lines("parked", "list") == ["0 parked message(s)"]
+    with delaying(vhost_url) as connection, Connection(vhost_url) as stranger:
+        for queue in ("orders", "gone"):
+            declare_queue(connection, queue)
+        delays_of(connection).prepare()
+        for queue in ("orders", "gone"):
+            stranger.default_channel.queue_delete(queue)
+        started = time()
+        for number, queue in enumerate(["orders", "gone", "orders"]):
+            headers = {"task": "shop.remind", "id": f"id-{number}"}
+            publish(connection, number, queue, delay=0.5, headers=headers)
+            parked = number + 1
+
+            def parks() -> bool:
+                return parked_count(connection) == parked  # noqa: B023  (called here only)
+
+            wait_until(parks, timeout_seconds=PATIENCE_SECONDS)
+
+        first, second = shop.told("parked", "list"), shop.told("parked", "list")
+        assert first == second, "listing has moved them"
+        assert first["parked"] == parked_count(connection) == 3
+        assert [row["id"] for row in first["messages"]] == ["id-0", "id-1", "id-2"]
+        row = first["messages"][1]
+        assert (row["task"], row["exchange"], row["routing_key"]) == ("shop.remind", "", "gone")
+        assert started <= datetime.fromisoformat(row["due"]).timestamp() <= time()
+        lines = shop.lines("parked", "list", "-n", "1")
+        assert lines[0] == "task id exchange routing key due"
+        assert lines[1] == f"shop.remind id-0 orders {first['messages'][0]['due']}"
+        assert lines[2:] == ["3 parked message(s)"]
+
+        declare_queue(stranger, "orders")
+        assert shop.lines("parked", "requeue") == [
+            "2 parked message(s) delivered, 0 waiting again, 0 expired, 1 still parked"
+        ]
+        assert shop.told("parked", "requeue") == {
+            "delivered": 0,
+            "waiting_again": 0,
+            "expired": 0,
+            "still_parked": 1,
+        }
+        with inbox(vhost_url, "orders") as letters:
+            assert sorted(arrival.body for arrival in letters.wait_for(2)) == [0, 2]
+
+        done = shop.delay("parked", "purge", answer="n\n")
+        assert done.returncode == 1
+        assert f"Throw away all messages in {TOPOLOGY.parking_queue}?" in done.stdout
+        assert parked_count(connection) == 1
+        assert shop.lines("parked", "purge", "-f") == ["1 parked message(s) thrown away"]
+        assert shop.told("parked", "purge", "-f") == {"purged": 0}
+        assert parked_count(connection) == 0
+
+
+# ---- what can go wrong -------------------------------------------------------------------------
+
+NEED_A_BROKER = [
+    ("declare",),
+    ("verify",),
+    ("status",),
+    ("purge", "-f"),
+    ("parked", "list"),
+    ("parked", "requeue"),
+    ("parked", "purge", "-f"),
+]
+
+DEAD_URL = "amqp://guest:guest@127.0.0.1:9//"
+"""A privileged port where nobody listens."""
+
+
+def the_error(done: subprocess.CompletedProcess[str]) -> str:
+    """The one error that was told, and nothing besides."""
+    assert done.returncode != 0
+    assert done.stdout == ""
+    [sentence] = [line for line in done.stderr.splitlines() if line.startswith("Error: ")]
+    assert done.stderr.endswith(f"{sentence}\n")
+    return sentence.removeprefix("Error: ")
+
+
+def test_plan_needs_no_broker(project: Project) -> None:
+    project.write(INSTALLED, DEAD_URL)
+    lines = project.lines("plan", "0.09", "--queue", "eu.orders")
+    assert lines == [
+        "0.09 s waits 0.1 s in 2 hop(s), then goes to 'eu.orders'",
+        "level queue waits s",
+        f"{TOPOLOGY.level_queue(2)} 0.08",
+        f"{TOPOLOGY.level_queue(0)} 0.02",
+        f"published to {TOPOLOGY.entry_exchange(5)}",
+        "routing key 0.0.0.0.0.1.0.1.%.eu.orders",
+    ]
+    told = project.told("plan", "0.09", "--queue", "eu.orders")
+    assert told == {
+        "delay_seconds": 0.09,
+        "waits_seconds": 0.1,
+        "exchange": TOPOLOGY.entry_exchange(5),
+        "routing_key": "0.0.0.0.0.1.0.1.%.eu.orders",
+        "hops": [
+            {"queue": TOPOLOGY.level_queue(2), "ttl_seconds": 0.08},
+            {"queue": TOPOLOGY.level_queue(0), "ttl_seconds": 0.02},
+        ],
+    }
+    assert project.told("plan", "0")["hops"] == []
+    sentence = the_error(project.delay("plan", "6"))
+    assert "6" in sentence
+    assert "5.1" in sentence
+    assert "native_delay_levels" in sentence
+    assert "expected" in the_error(project.delay("plan", "nan"))
+
+
+def test_a_broker_that_is_down_is_one_sentence(project: Project) -> None:
+    project.write(INSTALLED, DEAD_URL)
+    with ThreadPoolExecutor() as pool:  # each waits for a second try
+        outcomes = pool.map(lambda command: project.delay(*command), NEED_A_BROKER)
+    for command, done in zip(NEED_A_BROKER, outcomes, strict=True):
+        sentence = the_error(done)
+        assert sentence.startswith("the broker cannot be used: "), command
+        assert sentence.endswith("is it running, and is the URL right (celery -b)?"), command
+
+
+def test_an_app_without_install_is_told_so(project: Project) -> None:
+    project.write(PLAIN, DEAD_URL)
+    for command in (("declare",), ("verify", "--json"), ("parked", "list")):
+        done = project.delay(*command)
+        assert done.returncode == 2
+        sentence = the_error(done)
+        assert sentence.startswith("native delay is not installed in ")
+        assert "from celery_native_delay import install; install(app)" in sentence
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"level": 9}, "unknown setting native_delay_level; did you mean native_delay_levels?"),
+        ({"queue_type": "stream"}, "expected native_delay_queue_type to be"),
+        ({"levels": 0}, "expected native_delay_levels to be a whole number from 1 to 60, got 0"),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_a_wrong_setting_is_one_sentence(
+    project: Project, settings: dict[str, Any], expected: str
+) -> None:
+    """In the app's configuration: `install()` itself refuses its keywords."""
+    lines = [f"app.conf.native_delay_{name} = {value!r}" for name, value in settings.items()]
+    project.write("\n".join([INSTALLED.replace("**{settings!r}", ""), *lines]), DEAD_URL)
+    for command in (("plan", "1"), ("verify",), ("status", "--json")):
+        assert expected in the_error(project.delay(*command)), command
+
+
+def test_an_app_that_has_it_off_is_told_so(project: Project) -> None:
+    done = project.write(INSTALLED, DEAD_URL, enabled=False).delay("status")
+    assert done.returncode == 2
+    assert the_error(done) == "native_delay_enabled is off in this app"
+
+
+def test_a_broker_that_has_something_else_of_that_name(shop: Project, vhost_url: str) -> None:
+    """`declare` names it and the way out; `verify` says what differs."""
+    with Connection(vhost_url) as stranger:
+        declare_queue(stranger, LEVEL, **{"x-queue-type": "quorum"})
+    done = shop.delay("declare")
+    assert done.returncode == 1
+    sentence = the_error(done)
+    assert LEVEL in sentence
+    assert "choose another native_delay_namespace" in sentence
+    assert f"{LEVEL}: x-message-ttl None, expected 160" in shop.delay("verify").stdout
+
+
+def test_a_wrong_password_is_one_sentence(shop: Project, vhost_url: str) -> None:
+    shop.write(INSTALLED, vhost_url.replace("guest:guest", "guest:mistyped"))
+    sentence = the_error(shop.delay("status"))
+    assert "ACCESS_REFUSED" in sentence
+    assert "mistyped" not in sentence
+
+
+def test_a_user_without_permissions_is_told_what_was_refused(
+    shop: Project, rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str
+) -> None:
+    assert shop.delay("declare").returncode == 0
+    url = rabbitmq.add_user(
+        f"visitor-{vhost}", "visitor", vhost=vhost, configure="", write="", read=""
+    )
+    shop.write(INSTALLED, url)
+    for command in (("declare",), ("purge", "-f"), ("parked", "list"), ("parked", "purge", "-f")):
+        done = shop.delay(*command)
+        assert done.returncode == 1
+        assert f"refused for user 'visitor-{vhost}'" in the_error(done), command

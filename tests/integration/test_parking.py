@@ -1,0 +1,365 @@
+"""The parking queue: what nobody was bound for, and its way back."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from datetime import datetime
+from time import time
+from typing import Any
+
+import amqp
+import pytest
+from amqp.exceptions import ResourceLocked
+from kombu import Connection, Producer
+
+from celery_native_delay.core.due_time import due_us
+from celery_native_delay.testing import PrivateRabbitMQ
+from celery_native_delay.transports.rabbitmq.envelope import HEADER
+from celery_native_delay.transports.rabbitmq.parking import BATCH, Rescue, count, peek, rescue
+from tests.integration.traffic import (
+    PATIENCE_SECONDS,
+    TOPOLOGY,
+    Inbox,
+    assert_nothing_held,
+    bind,
+    bodies,
+    declare_exchange,
+    declare_queue,
+    delaying,
+    delays_of,
+    eta_in,
+    inbox,
+    parked_count,
+    publish,
+)
+from tests.waiting import wait_until
+
+
+@pytest.fixture
+def connection(vhost_url: str) -> Iterator[Any]:
+    """A delaying connection; the levels are there, so that declaring eats up no delay."""
+    with delaying(vhost_url) as connection:
+        delays_of(connection).prepare()
+        yield connection
+
+
+def wait_parked(connection: Any, number: int) -> None:
+    wait_until(lambda: parked_count(connection) == number, timeout_seconds=PATIENCE_SECONDS)
+
+
+def rescued(connection: Any, **options: Any) -> Rescue:
+    """One round, which nobody else keeps us from."""
+    outcome = rescue(delays_of(connection), **options)
+    assert outcome is not None
+    return outcome
+
+
+def park(connection: Any, body: Any, routing_key: str, **options: Any) -> None:
+    """A delayed message that is parked when it is due; wait for it with wait_parked()."""
+    publish(connection, body, routing_key, **({"delay": 0.1} | options))
+
+
+def park_early(connection: Any, body: Any, *, queue: str, delay: float) -> str:
+    """A message in the parking queue that still has to wait, as when a level queue was gone.
+
+    Its ETA is returned.
+    """
+    park(connection, body, queue)
+    wait_until(lambda: parked_count(connection) > 0, timeout_seconds=PATIENCE_SECONDS)
+    channel = amqp.Channel(connection.connection, auto_decode=False)
+    channel.open()
+    message = channel.basic_get(TOPOLOGY.parking_queue, no_ack=True)
+    eta = eta_in(delay)
+    message.properties["application_headers"]["eta"] = eta
+    message.properties["application_headers"][HEADER]["due"] = -(-due_us(eta) // 1000)
+    channel.basic_publish(
+        amqp.Message(message.body, **message.properties), "", TOPOLOGY.parking_queue
+    )
+    channel.close()
+    return eta
+
+
+# ---- the way back ----------------------------------------------------------------------------
+
+
+def test_nothing_parked_is_nothing_to_do(vhost_url: str) -> None:
+    """Not even where nothing was ever declared."""
+    with delaying(vhost_url) as connection:
+        assert count(delays_of(connection)) == 0
+        assert peek(delays_of(connection), limit=10) == []
+        assert rescued(connection) == Rescue()
+
+
+def test_due_ones_go_where_they_would_have_gone_undelayed(connection: Any, vhost_url: str) -> None:
+    """Through the user's exchange, so that a stranger's queue gets them as well.
+
+    While nobody was bound the exchange knew one queue of ours for another key, so that the
+    message went by mirrored bindings and parked.
+    """
+    declare_exchange(connection, "shop", "topic")
+    declare_queue(connection, "ours")
+    bind(connection, "ours", "shop", "other.#")
+    Inbox(connection).consume(["ours"]).close()
+    park(
+        connection,
+        "hello",
+        "order.new",
+        exchange="shop",
+        headers={"x-mine": 1},
+        priority=7,
+        expiration=600,
+        correlation_id="c",
+    )
+    wait_parked(connection, 1)
+    assert rescued(connection) == Rescue(still_parked=1)
+
+    bind(connection, "ours", "shop", "order.*")
+    with Connection(vhost_url) as stranger:
+        declare_queue(stranger, "theirs")
+        bind(stranger, "theirs", "shop", "*.new")
+        assert rescued(connection) == Rescue(delivered=1)
+        foreign = Inbox(stranger).consume(["theirs"]).wait_for(1)[0].message
+    with inbox(vhost_url, "ours") as letters:
+        (arrival,) = letters.wait_for(1)
+    message = arrival.message
+    for seen in (message, foreign):
+        assert seen.delivery_info["exchange"] == "shop"
+        assert seen.delivery_info["routing_key"] == "order.new"
+        assert seen.properties["priority"] == 7
+        assert seen.properties["correlation_id"] == "c"
+        assert seen.headers["x-mine"] == 1
+    assert message.headers.keys() == {"x-mine", "eta"}
+    assert message.properties["expiration"] == "600000"
+    assert int(foreign.properties["expiration"]) < 600_000
+    assert arrival.waited
+
+
+def test_those_that_still_have_to_wait_go_back_into_the_levels(connection: Any) -> None:
+    eta = park_early(connection, "early", queue="orders", delay=4)
+    declare_queue(connection, "orders")
+    assert rescued(connection) == Rescue(waiting_again=1)
+    assert parked_count(connection) == 0
+    (arrival,) = Inbox(connection).consume(["orders"]).wait_for(1)
+    assert arrival.body == "early"
+    assert arrival.at >= datetime.fromisoformat(eta).timestamp()
+    assert arrival.message.headers.keys() == {"eta"}
+
+
+def test_the_levels_are_made_whole_before_anything_returns_to_them(
+    connection: Any, vhost_url: str
+) -> None:
+    declare_queue(connection, "orders")
+    eta = park_early(connection, "early", queue="nobody", delay=4)
+    declare_queue(connection, "nobody")
+    with Connection(vhost_url) as admin:
+        for hop in TOPOLOGY.level_queues:
+            admin.default_channel.queue_delete(hop.queue)
+    assert rescued(connection) == Rescue(waiting_again=1)
+    (arrival,) = Inbox(connection).consume(["nobody"]).wait_for(1)
+    assert arrival.at >= datetime.fromisoformat(eta).timestamp()
+
+
+def test_expired_ones_are_dropped(connection: Any) -> None:
+    declare_queue(connection, "last")
+    park(connection, "stale", "orders", expiration=0.2)
+    park(connection, "fresh", "orders", expiration=600)
+    wait_parked(connection, 2)
+    publish(connection, "later", "last", delay=0.5)  # by then the first has expired
+    Inbox(connection).consume(["last"]).wait_for(1)
+    declare_queue(connection, "orders")
+    assert rescued(connection) == Rescue(delivered=1, expired=1)
+    assert bodies(Inbox(connection).consume(["orders"]).wait_for(1)) == ["fresh"]
+
+
+def test_what_is_not_ours_stays(connection: Any) -> None:
+    """Somebody bound or published into the parking queue: it is not for us to throw away."""
+    declare_queue(connection, "orders")
+    junk: list[dict[str, Any]] = [
+        {"headers": None},
+        {"headers": {}},
+        {"headers": {HEADER: "nonsense"}},
+        {"headers": {HEADER: {"v": 99, "due": 0}}},
+        {"headers": {HEADER: {"v": 1}}},
+    ]
+    for index, options in enumerate(junk):
+        Producer(connection).publish(index, routing_key=TOPOLOGY.parking_queue, **options)
+    park(connection, "ours", "nobody")
+    wait_parked(connection, len(junk) + 1)
+    declare_queue(connection, "nobody")
+    assert rescued(connection) == Rescue(delivered=1, still_parked=len(junk))
+    assert rescued(connection) == Rescue(still_parked=len(junk))
+    assert bodies(Inbox(connection).consume(["nobody"]).wait_for(1)) == ["ours"]
+    connection.default_channel.queue_delete("orders")
+
+
+def test_an_exchange_that_is_gone_keeps_its_messages_parked(
+    connection: Any, vhost_url: str
+) -> None:
+    declare_exchange(connection, "shop", "direct")
+    declare_queue(connection, "orders")
+    bind(connection, "orders", "shop", "new")
+    publish(connection, "lost", "new", exchange="shop", delay=0.5)
+    with Connection(vhost_url) as admin:
+        admin.default_channel.queue_delete("orders")
+        admin.default_channel.exchange_delete("shop")
+    wait_parked(connection, 1)
+    park(connection, "other", "elsewhere")
+    wait_parked(connection, 2)
+    declare_queue(connection, "elsewhere")
+    assert rescued(connection) == Rescue(delivered=1, still_parked=1)
+
+    declare_exchange(connection, "shop", "direct")
+    declare_queue(connection, "orders")
+    bind(connection, "orders", "shop", "new")
+    assert rescued(connection) == Rescue(delivered=1)
+    assert bodies(Inbox(connection).consume(["orders"]).wait_for(1)) == ["lost"]
+
+
+# ---- who rescues, and how many ---------------------------------------------------------------
+
+
+def test_two_copies_of_one_delivery_that_nobody_wants_stay(
+    connection: Any, rabbitmq: PrivateRabbitMQ, vhost: str
+) -> None:
+    """A broker may double a message while it fails over; both have the same delivery id."""
+    park(connection, "hello", "nobody")
+    wait_parked(connection, 1)
+    channel = connection.default_channel
+    raw = channel.basic_get(TOPOLOGY.parking_queue, no_ack=True)
+    for _ in range(2):
+        channel.basic_publish(amqp.Message(raw.body, **raw.properties), "", TOPOLOGY.parking_queue)
+    wait_parked(connection, 2)
+    assert rescued(connection).still_parked == 2
+    wait_parked(connection, 2)
+    declare_queue(connection, "nobody")
+    assert rescued(connection).delivered == 2
+    assert bodies(Inbox(connection).consume(["nobody"]).wait_for(2)) == ["hello", "hello"]
+    assert_nothing_held(rabbitmq, vhost)
+
+
+def test_only_one_rescues_at_a_time(connection: Any, vhost_url: str) -> None:
+    park(connection, "hello", "nobody")
+    wait_parked(connection, 1)
+    with delaying(vhost_url) as other:
+        lock = other.connection.channel()
+        lock.queue_declare(TOPOLOGY.rescue_lock_queue, exclusive=True, auto_delete=True)
+        assert rescue(delays_of(connection)) is None
+        with pytest.raises(ResourceLocked):
+            peek(delays_of(connection), limit=1)
+        publish(connection, "x", "nobody")  # and the connection is none the worse for it
+    # The lock dies with its connection, however that ends.
+    wait_until(
+        lambda: rescue(delays_of(connection)) == Rescue(still_parked=1),
+        timeout_seconds=PATIENCE_SECONDS,
+    )
+    assert rescued(connection) == Rescue(still_parked=1)
+
+
+def test_peek_leaves_everything_in_its_place(
+    connection: Any, rabbitmq: PrivateRabbitMQ, vhost: str
+) -> None:
+    for number in range(5):
+        park(connection, number, f"nobody-{number}", delay=0.02 + 0.2 * number)
+    Producer(connection).publish("junk", routing_key=TOPOLOGY.parking_queue)
+    wait_parked(connection, 6)
+    looks = []
+    for _ in range(30):  # RabbitMQ 4.3 drops a message at its 21st requeue
+        found = peek(delays_of(connection), limit=4)
+        looks.append([item.delayed and item.delayed.routing_key for item in found])
+    assert looks == [looks[0]] * 30
+    assert len(looks[0]) == 4
+    wait_parked(connection, 6)
+    found = peek(delays_of(connection), limit=100)
+    keys = [item.delayed.routing_key for item in found if item.delayed is not None]
+    assert sorted(keys) == [f"nobody-{number}" for number in range(5)]
+    wait_parked(connection, 6)
+
+    for number in range(5):
+        declare_queue(connection, f"nobody-{number}")
+    assert rescued(connection) == Rescue(delivered=5, still_parked=1)
+
+
+def test_a_limited_round_leaves_the_rest(connection: Any) -> None:
+    for number in range(10):
+        park(connection, number, "nobody")
+    wait_parked(connection, 10)
+    declare_queue(connection, "nobody")
+    assert rescued(connection, limit=4).delivered == 4
+    wait_parked(connection, 6)
+    assert rescued(connection).delivered == 6
+
+
+def test_a_thousand_of_all_kinds_are_neither_lost_nor_doubled(
+    connection: Any, rabbitmq: PrivateRabbitMQ, vhost: str
+) -> None:
+    """Ten batches, in which due, early, expired, unwanted and foreign ones take turns."""
+    total = 10 * BATCH
+    park(connection, "model", "nobody")
+    wait_parked(connection, 1)
+    channel = amqp.Channel(connection.connection, auto_decode=False)
+    channel.open()
+    model = channel.basic_get(TOPOLOGY.parking_queue, no_ack=True)
+    now_ms = round(time() * 1000)
+    early_due_ms = now_ms + 4500
+    kinds = {
+        "due": ("wanted", now_ms - 1000, None),
+        "due too": ("wanted-too", now_ms - 1000, None),
+        "early": ("wanted", early_due_ms, None),
+        "expired": ("wanted", now_ms - 1000, now_ms - 500),
+        "unwanted": ("unwanted", now_ms - 1000, None),
+    }
+    names = [*kinds, "junk"]
+    for number in range(total):
+        kind = names[number % len(names)]
+        headers: dict[str, Any] = {}
+        if kind != "junk":
+            queue, due_ms, expires_ms = kinds[kind]
+            eta = datetime.fromtimestamp(due_ms / 1000).astimezone().isoformat()
+            envelope = model.properties["application_headers"][HEADER] | {
+                "id": f"delivery-{number}",
+                "due": due_ms,
+                "rk": queue,
+            }
+            if expires_ms is not None:
+                envelope["expires"] = expires_ms
+            headers = {"eta": eta, HEADER: envelope}
+        properties = model.properties | {"application_headers": headers}
+        message = amqp.Message(f"{kind} {number}".encode(), **properties)
+        channel.basic_publish(message, "", TOPOLOGY.parking_queue)
+    channel.close()
+    wait_parked(connection, total)
+
+    expected = Counter(names[number % len(names)] for number in range(total))
+    declare_queue(connection, "wanted")
+    declare_queue(connection, "wanted-too")
+    outcome = rescued(connection)
+    assert outcome.expired == expected["expired"]
+    assert outcome.still_parked == expected["unwanted"] + expected["junk"]
+    # On a busy machine some of the early ones may have become due.
+    assert outcome.rescued == total - outcome.still_parked
+    assert outcome.delivered >= expected["due"] + expected["due too"]
+
+    letters = Inbox(connection).consume(["wanted", "wanted-too"])
+    letters.receive_until(
+        lambda: len(letters.arrivals) >= outcome.delivered + outcome.waiting_again
+    )
+    declare_queue(connection, "unwanted")
+    letters.consume(["unwanted"])
+    assert rescued(connection) == Rescue(
+        delivered=expected["unwanted"], still_parked=expected["junk"]
+    )
+    due = expected["due"] + expected["due too"] + expected["early"] + expected["unwanted"]
+    letters.receive_until(lambda: len(letters.arrivals) >= due)
+    came = Counter(str(arrival.body) for arrival in letters.arrivals)
+    assert came == Counter(
+        f"{names[number % len(names)]} {number}"
+        for number in range(total)
+        if names[number % len(names)] not in ("expired", "junk")
+    )
+    for arrival in letters.arrivals:
+        if str(arrival.body).startswith("early"):
+            assert arrival.at * 1000 >= early_due_ms
+    wait_parked(connection, expected["junk"])
+    connection.default_channel.queue_purge(TOPOLOGY.parking_queue)
+    assert_nothing_held(rabbitmq, vhost)
