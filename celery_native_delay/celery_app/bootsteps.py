@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import celery.worker.consumer.delayed_delivery
-from amqp.exceptions import AMQPError
+from amqp.exceptions import ChannelError
 from celery import bootsteps, signals
 from celery.worker.consumer.tasks import Tasks
 
@@ -48,7 +48,7 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         where = c.connection.as_uri()
         try:
             prepared = delays.prepare(consuming=True)
-        except (NativeDelayError, AMQPError) as exc:
+        except (NativeDelayError, ChannelError) as exc:
             logger.critical(
                 "native delay is OFF in this worker, immediate tasks run as ever: %s (%s)",
                 exc,

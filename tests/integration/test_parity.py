@@ -199,7 +199,8 @@ names = limited(
     st.one_of(
         st.lists(word, min_size=1, max_size=4).map(".".join),
         any_text,
-        st.sampled_from(["n" * 200, "%" * 80, "é.*" * 60]),
+        # Not longer in unicode: RabbitMQ 4.3 crashes where it has to cut an error's text amid it.
+        st.sampled_from(["n" * 200, "%" * 80, "n.*" * 80, "é.*" * 25]),
     ),
     max_bytes=240,
 )
