@@ -244,9 +244,10 @@ def test_a_level_queue_deleted_before_the_task_is_sent(fleet: Fleet) -> None:
 def test_a_level_queue_deleted_while_the_task_waits(fleet: Fleet) -> None:
     """It parks when it comes there, and waits again for the rest once a worker looks."""
     app = fleet.app()
-    send(app, 0.3)
-    task_id, due = send(app, 12)  # 1100000 in units of 125 ms: 8 s, then 4 s
-    delete_queue(fleet, LEVEL.format(5))
+    send(app, 3600)  # declares
+    task_id, due = send(app, 12)  # 8 s in level 6, then 4 s in lower ones
+    for level in range(6):
+        delete_queue(fleet, LEVEL.format(level))
 
     def parked() -> bool:
         return depth(fleet.broker_url, PARKED) == 1

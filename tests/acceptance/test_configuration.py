@@ -1,0 +1,438 @@
+"""Every way to configure an app and its broker: the promise holds, or one sentence says why not."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Callable
+from time import time
+from typing import Any
+
+import celery.app.base
+import pytest
+from celery import Celery
+from kombu import Connection
+
+from celery_native_delay import (
+    DelayTooLong,
+    InvalidDueTime,
+    NotPermitted,
+    SettingsError,
+    TopologyMismatch,
+    install,
+)
+from celery_native_delay.testing import PrivateRabbitMQ, private_rabbitmq
+from tests.acceptance.apps.tasks import define_tasks, new_app
+from tests.acceptance.worker import Fleet, Worker, fleet_on
+from tests.waiting import wait_until
+
+OUR_NAMES = "celery_delay."
+
+
+def send_and_wait(
+    fleet: Fleet,
+    app: Celery,
+    *,
+    countdown: float = 1,
+    timeout_seconds: float = 30,
+    late_seconds: float | None = None,
+    **options: Any,
+) -> None:
+    """A delayed task runs once and on time."""
+    before = time()
+    result = app.send_task("note", ("x",), countdown=countdown, **options)
+    after = time()
+    (run,) = fleet.record.wait_for(task_id=result.id, timeout_seconds=timeout_seconds)
+    late = {} if late_seconds is None else {"late_seconds": late_seconds}
+    run.assert_on_time(before + countdown, after + countdown, **late)
+
+
+def run_now(fleet: Fleet, app: Celery) -> None:
+    """An immediate task runs."""
+    fleet.record.wait_for(task_id=app.send_task("note", ("now",)).id)
+
+
+def depth(fleet: Fleet, queue: str) -> int:
+    """How many messages wait in a queue, as AMQP tells; 0 if there is no such queue."""
+    with Connection(fleet.broker_url) as connection:
+        try:
+            return int(connection.default_channel.queue_declare(queue, passive=True).message_count)
+        except connection.channel_errors:
+            return 0
+
+
+def levels(rabbitmq: PrivateRabbitMQ, vhost: str, namespace: str = OUR_NAMES) -> int:
+    """How many messages wait in delay levels, a moment ago."""
+    queues = rabbitmq.queues(vhost)
+    return sum(q.get("messages", 0) for q in queues if q["name"].startswith(namespace))
+
+
+# ---- several apps ---------------------------------------------------------------------------
+
+
+def test_two_apps_in_one_process(fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost: str) -> None:
+    """One is installed, the other still delays Celery's own way: in its workers."""
+    installed, plain = fleet.app(), fleet.app(installed=False)
+    for app in (plain, installed):
+        app.tasks["note"].apply_async(("x",), countdown=600)
+
+    def one_each() -> bool:
+        return depth(fleet, "default") == 1 and levels(rabbitmq, vhost) == 1
+
+    wait_until(one_each, timeout_seconds=10)
+
+
+def test_the_other_app_keeps_celerys_own_delayed_delivery(fleet: Fleet) -> None:
+    installed = fleet.app(queue_type="quorum")
+    plain = fleet.app(queue_type="quorum", installed=False)
+    assert celery.app.base.detect_quorum_queues(installed, "amqp") == (False, "")
+    assert celery.app.base.detect_quorum_queues(plain, "amqp")[0] is True
+
+
+def test_two_namespaces_on_one_vhost(fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost: str) -> None:
+    """Each waits in its own levels; a worker of either runs both."""
+    red, blue = (fleet.app(native_delay_namespace=name) for name in ("red", "blue"))
+    fleet.worker(native_delay_namespace="blue")
+    red.send_task("note", ("x",), countdown=600)
+
+    def red_waits() -> bool:
+        return levels(rabbitmq, vhost, "red.") == 1 and levels(rabbitmq, vhost, "blue.") == 0
+
+    wait_until(red_waits, timeout_seconds=10)
+    for app in (red, blue):
+        send_and_wait(fleet, app)
+        send_and_wait(fleet, app, queue="side")
+
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "base 4": {"native_delay_base": 4},
+    "base 16": {"native_delay_base": 16},
+    "chain": {"native_delay_routing": "chain"},
+    "classic": {"native_delay_queue_type": "classic"},
+    "whole seconds": {"native_delay_resolution": 1, "native_delay_levels": 28},
+    "no confirms": {"native_delay_confirm_publish": "off"},
+    "a landing exchange": {"native_delay_landing_exchanges": ["shop"]},
+}
+
+
+def test_any_settings_on_the_producers_side(fleet: Fleet) -> None:
+    """One worker serves all: the sets of levels lie side by side."""
+    fleet.worker()
+    sent = {}
+    for name, conf in SETTINGS.items():
+        app = fleet.app(**conf)
+        for route in ({}, {"exchange": "shop", "routing_key": "orders.new"}):
+            before = time()
+            result = app.send_task("note", (name,), countdown=1.5, **route)
+            sent[result.id] = name, before, time()
+    runs = fleet.record.wait_for_ids(list(sent))
+    for task_id, (name, before, after) in sent.items():
+        (run,) = runs[task_id]
+        extra = 1 if name == "whole seconds" else 0
+        run.assert_on_time(before + 1.5, after + 1.5 + extra)
+
+
+# ---- connections ----------------------------------------------------------------------------
+
+
+def test_one_url_to_read_and_one_to_write(
+    fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost: str
+) -> None:
+    """Two users of one broker; each may do what its name says, and the worker may adopt."""
+    read = rabbitmq.add_user("reader", "r", vhost=vhost)
+    write = rabbitmq.add_user("writer", "w", vhost=vhost)
+    fleet.conf |= {"broker_read_url": read, "broker_write_url": write}
+    fleet.broker_url = "amqp://nobody:nothing@127.0.0.1:1//"
+    fleet.worker()
+    app = fleet.app()
+    send_and_wait(fleet, app)
+    send_and_wait(fleet, app, queue="side")
+    result = app.send_task("again", (2, 0.3), countdown=0.3)
+    assert len(fleet.record.wait_for(3, task_id=result.id)) == 3
+    early = fleet.produce("print(app.tasks['note'].apply_async(('x',), countdown=3).id)").strip()
+    (run,) = fleet.record.wait_for(task_id=early)
+    assert run.due is not None
+    run.assert_on_time(run.due)
+
+
+def test_a_failover_to_another_broker(
+    rabbitmq: PrivateRabbitMQ, rabbitmq_version: str, vhost_url: str, tmp_path: Any
+) -> None:
+    """Producer and worker switch to the second URL of the list and prepare that broker."""
+    with private_rabbitmq(version=rabbitmq_version, management=False) as first:
+        with fleet_on(f"{first.url};{vhost_url}", tmp_path) as fleet:
+            worker = fleet.worker(broker_connection_timeout=2)
+            app = fleet.app(broker_connection_timeout=2)
+            send_and_wait(fleet, app)
+            first.kill()
+            # The worker may need a while to come over; the task waits for it.
+            send_and_wait(fleet, app, timeout_seconds=80, late_seconds=80)
+            worker.wait_for_log("native delay:", "declared in")
+            send_and_wait(fleet, app, queue="side", late_seconds=5)
+
+
+def test_confirmed_publishing(fleet: Fleet) -> None:
+    """py-amqp replaces basic_publish on the instance for it."""
+    fleet.conf["broker_transport_options"] = {"confirm_publish": True}
+    fleet.worker()
+    app = fleet.app()
+    send_and_wait(fleet, app)
+    send_and_wait(fleet, app, exchange="shop", routing_key="orders.new")
+    result = app.send_task("again", (2, 0.3), countdown=0.3)
+    assert len(fleet.record.wait_for(3, task_id=result.id)) == 3
+
+
+def test_a_connection_of_the_users_own(fleet: Fleet) -> None:
+    """`apply_async(connection=…)` and `producer=…` of the app's own making."""
+    fleet.worker()
+    app = fleet.app()
+    with app.connection_for_write() as connection:
+        send_and_wait(fleet, app, connection=connection)
+        with app.amqp.Producer(connection) as producer:
+            send_and_wait(fleet, app, producer=producer)
+
+
+# ---- the moment of install ------------------------------------------------------------------
+
+
+def used_before_install(fleet: Fleet) -> Celery:
+    """Its pools hold connections that cannot delay."""
+    app = fleet.app(installed=False)
+    run_now(fleet, app)
+    return install(app)
+
+
+def configured_late(fleet: Fleet) -> Celery:
+    app = install(Celery("late", set_as_current=False))
+    app.config_from_object(
+        {"broker_url": fleet.broker_url, "task_default_queue": "default", "result_backend": None}
+    )
+    return app
+
+
+def configured_late_with_namespace(fleet: Fleet) -> Celery:
+    """As Django projects do; the broker's options replaced as a whole, after install."""
+    app = install(Celery("late", set_as_current=False))
+    app.config_from_object(
+        {
+            "CELERY_BROKER_URL": fleet.broker_url,
+            "CELERY_TASK_DEFAULT_QUEUE": "default",
+            "CELERY_BROKER_TRANSPORT_OPTIONS": {"client_properties": {"shop": "7"}},
+            "CELERY_NATIVE_DELAY_RESOLUTION": 0.25,
+        },
+        namespace="CELERY",
+    )
+    return app
+
+
+def pickled(fleet: Fleet) -> Celery:
+    copy: Celery = pickle.loads(pickle.dumps(fleet.app()))
+    return copy
+
+
+def installed_twice(fleet: Fleet) -> Celery:
+    return install(install(fleet.app(), resolution=0.25), levels=20)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        used_before_install,
+        configured_late,
+        configured_late_with_namespace,
+        pickled,
+        installed_twice,
+    ],
+)
+def test_an_app(
+    fleet: Fleet,
+    rabbitmq: PrivateRabbitMQ,
+    vhost: str,
+    make: Callable[[Fleet], Celery],
+) -> None:
+    worker = fleet.worker()
+    app = make(fleet)
+    try:
+        app.send_task("note", ("far",), countdown=600)
+        send_and_wait(fleet, app)
+    finally:
+        app.close()
+
+    def waits_in_the_levels() -> bool:
+        return levels(rabbitmq, vhost) == 1
+
+    wait_until(waits_in_the_levels, timeout_seconds=10)
+    # By the producer, not put there by the worker.
+    assert worker.log_lines("put", "early task") == []
+
+
+def test_switched_off(fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost: str) -> None:
+    """As if it were not installed: the worker holds the task, and nothing of ours is declared."""
+    worker = fleet.worker(native_delay_enabled=False)
+    app = fleet.app(native_delay_enabled=False)
+    result = app.send_task("note", ("x",), countdown=6)
+    inspect = app.control.inspect(destination=[worker.name], timeout=10)
+
+    def held() -> bool:
+        return bool((inspect.scheduled() or {}).get(worker.name))
+
+    wait_until(held, timeout_seconds=6)
+    fleet.record.wait_for(task_id=result.id)
+    assert [q for q in rabbitmq.queues(vhost) if q["name"].startswith(OUR_NAMES)] == []
+
+
+# ---- queues and policies --------------------------------------------------------------------
+
+
+def test_quorum_task_queues_on_a_topic_exchange(
+    fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost: str
+) -> None:
+    """They switch Celery's own delayed delivery on, but not for an installed app."""
+    fleet.conf["queue_type"] = "quorum"
+    worker = fleet.worker()
+    app = fleet.app()
+    for route in ({}, {"exchange": "shop", "routing_key": "orders.new"}, {"queue": "side"}):
+        send_and_wait(fleet, app, **route)
+    result = app.send_task("again", (3, 0.3), countdown=0.3, queue="orders")
+    assert len(fleet.record.wait_for(4, task_id=result.id)) == 4
+    names = [q["name"] for q in rabbitmq.queues(vhost)]
+    names += [e["name"] for e in rabbitmq.api("GET", f"/exchanges/{vhost}")]
+    assert [name for name in names if "celery_delayed" in name] == []
+    assert worker.log_lines("CRITICAL") == []
+
+
+def test_a_policy_that_overrides_the_levels_is_named_at_boot(
+    fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost: str
+) -> None:
+    rabbitmq.set_policy(vhost, "short-lived", ".*", {"message-ttl": 500})
+    credentials = rabbitmq.management_url.replace("://", "://guest:guest@")
+    worker = fleet.worker(native_delay_management_url=credentials)
+    worker.wait_for_log("WARNING", "short-lived", "message-ttl")
+    assert len(worker.log_lines("WARNING", "short-lived")) == 1
+    assert "guest:guest" not in worker.log
+
+
+def test_classic_levels_say_so_at_boot(fleet: Fleet) -> None:
+    worker = fleet.worker(native_delay_queue_type="classic")
+    assert worker.log_lines("classic levels may lose")
+    send_and_wait(fleet, fleet.app(native_delay_queue_type="classic"))
+
+
+# ---- errors ---------------------------------------------------------------------------------
+
+
+def worker_without_delay(fleet: Fleet, *reason: str, **conf: Any) -> Worker:
+    """A worker that cannot delay: it says so once, and runs immediate tasks."""
+    worker = fleet.worker(**conf)
+    assert len(worker.log_lines("CRITICAL")) == 1
+    assert worker.log_lines("CRITICAL", "native delay is OFF", *reason)
+    return worker
+
+
+@pytest.mark.parametrize(
+    ("conf", "reason"),
+    [
+        ({"native_delay_levels": 0}, "expected native_delay_levels to be a whole number"),
+        ({"native_delay_level": 3}, "unknown setting native_delay_level; did you mean"),
+        ({"native_delay_queue_type": "stream"}, 'to be "quorum" or "classic", got \'stream\''),
+    ],
+)
+def test_a_wrong_setting_in_the_configuration(
+    fleet: Fleet, conf: dict[str, Any], reason: str
+) -> None:
+    worker = worker_without_delay(fleet, reason, **conf)
+    app = fleet.app(**conf)
+    run_now(fleet, app)
+    with pytest.raises(SettingsError) as caught:
+        app.send_task("note", ("x",), countdown=1)
+    assert reason in str(caught.value)
+    run_now(fleet, app)
+    assert len(worker.log_lines("CRITICAL")) == 1
+
+
+def test_a_wrong_setting_as_a_keyword(fleet: Fleet) -> None:
+    with pytest.raises(SettingsError, match="expected native_delay_levels to be"):
+        install(fleet.app(installed=False), levels=0)
+
+
+def test_a_user_who_may_not_configure_our_names(
+    fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost: str
+) -> None:
+    """Refused in one sentence; once somebody who may has declared the levels, it works."""
+    may_all = fleet.app()
+    limited = rabbitmq.add_user("limited", "l", configure=r"^(?!celery_delay\.).*", vhost=vhost)
+    fleet.broker_url = limited
+    worker = worker_without_delay(fleet, "celery -A PROJ delay declare", "access to")
+    app = fleet.app()
+    run_now(fleet, app)
+    with pytest.raises(NotPermitted, match=r"configure, write and read on \^celery_delay"):
+        app.send_task("note", ("x",), countdown=1)
+    run_now(fleet, app)
+    worker.stop()
+
+    may_all.send_task("note", ("declares",), countdown=600)
+    worker = fleet.worker()
+    assert worker.log_lines("CRITICAL") == []
+    send_and_wait(fleet, fleet.app())
+    send_and_wait(fleet, fleet.app(), exchange="shop", routing_key="orders.new")
+
+
+def test_a_queue_of_our_name_with_other_arguments(fleet: Fleet) -> None:
+    with Connection(fleet.broker_url) as connection:
+        connection.default_channel.queue_declare(
+            f"{OUR_NAMES}v1.31x125ms.quorum.level-03", durable=True, auto_delete=False
+        )
+    worker_without_delay(fleet, "celery -A PROJ delay verify", "level-03")
+    app = fleet.app()
+    run_now(fleet, app)
+    with pytest.raises(TopologyMismatch, match="level-03"):
+        app.send_task("note", ("x",), countdown=1)
+    run_now(fleet, app)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "sentence"),
+    [
+        ({"countdown": 10**10}, DelayTooLong, r"10,000,000,000.*268,435,455.*native_delay_levels"),
+        ({"countdown": math.nan}, InvalidDueTime, "expected a countdown of 0 to .* got nan"),
+        ({"countdown": math.inf}, InvalidDueTime, "expected a countdown of 0 to .* got inf"),
+        ({"eta": "tomorrow"}, InvalidDueTime, "ISO 8601 .* got 'tomorrow'"),
+    ],
+)
+def test_a_due_time_that_is_none(
+    fleet: Fleet, options: dict[str, Any], error: type[Exception], sentence: str
+) -> None:
+    app = fleet.app()
+    with pytest.raises(error, match=sentence):
+        app.send_task("note", ("x",), **options)
+    app.send_task("note", ("now",))
+    assert depth(fleet, "default") == 1
+
+
+# ---- beat -----------------------------------------------------------------------------------
+
+
+def test_a_beat_entry_with_a_countdown(fleet: Fleet) -> None:
+    """Beat sends through the app: its delayed entries wait in the broker too."""
+    entry = {"task": "note", "args": ["beat"], "schedule": 1.0, "options": {"countdown": 1.5}}
+    worker = fleet.worker(
+        more=("--beat", f"--schedule={fleet.folder}/beat"), beat_schedule={"every-second": entry}
+    )
+    inspect = fleet.app().control.inspect(destination=[worker.name], timeout=10)
+    for run in fleet.record.wait_for(3, name="note"):
+        assert run.due is not None
+        run.assert_on_time(run.due)
+        assert inspect.scheduled() == {worker.name: []}
+
+
+def test_define_tasks_is_what_a_copy_lacks(fleet: Fleet) -> None:
+    """A pickled app has no tasks, but its signatures delay once it has them again."""
+    copy = pickled(fleet)
+    define_tasks(copy)
+    fleet.worker()
+    before = time()
+    result = copy.tasks["note"].apply_async(("x",), countdown=1)
+    (run,) = fleet.record.wait_for(task_id=result.id)
+    run.assert_on_time(before + 1)
+    copy.close()
+    assert new_app().main == "acceptance"

@@ -1,0 +1,67 @@
+"""All four pools: delayed tasks, retries, and early tasks put back, all without holding one."""
+
+from __future__ import annotations
+
+import json
+from time import time
+from typing import Literal
+
+import pytest
+
+from tests.acceptance.worker import Fleet
+from tests.waiting import wait_until
+
+EARLY_TASKS = 100
+
+SEND_EARLY = f"""
+import json
+from datetime import UTC, datetime, timedelta
+eta = datetime.now(UTC) + timedelta(seconds=5)
+print(json.dumps([
+    app.tasks["note"].apply_async(("early",), eta=eta).id for _ in range({EARLY_TASKS})
+]))
+"""
+
+
+@pytest.mark.parametrize("pool", ["prefork", "threads", "solo", "gevent"])
+def test_a_pool(fleet: Fleet, pool: Literal["prefork", "threads", "solo", "gevent"]) -> None:
+    # Celery's loop for gevent takes ten messages a second while broker heartbeats are on
+    # (celery.worker.loops.synloop, _quick_drain).
+    worker = fleet.worker(pool=pool, concurrency=3, broker_heartbeat=0)
+    app = fleet.app()
+    inspect = app.control.inspect(destination=[worker.name], timeout=10)
+
+    early = json.loads(fleet.produce(SEND_EARLY))
+    before = time()
+    delayed = app.tasks["note"].apply_async(("x",), countdown=1)
+    after = time()
+    retried = {
+        name: app.tasks[name].apply_async(args, countdown=0.3, queue="side")
+        for name, args in {"again": (5, 0.3), "busy": (3,)}.items()
+    }
+
+    def holds_nothing() -> bool:
+        return inspect.scheduled() == {worker.name: []}
+
+    wait_until(holds_nothing, timeout_seconds=4)
+    (run,) = fleet.record.wait_for(task_id=delayed.id)
+    run.assert_on_time(before + 1, after + 1)
+    for name, times in (("again", 5), ("busy", 3)):
+        runs = fleet.record.wait_for(times + 1, task_id=retried[name].id)
+        assert [run.retries for run in runs] == list(range(times + 1))
+        for run in runs:
+            assert run.delivery_info == runs[0].delivery_info
+            if run.due is not None:
+                run.assert_on_time(run.due)
+
+    found = fleet.record.wait_for_ids(early)
+    for task_id in early:
+        (run,) = found[task_id]
+        assert run.due is not None
+        run.assert_on_time(run.due, late_seconds=5)
+
+    worker.stop()  # in good order: nothing comes back
+    attempts = [(run.id, run.retries) for run in fleet.record.runs()]
+    assert len(attempts) == len(set(attempts))
+    assert worker.log_lines("ERROR") == []
+    assert worker.log_lines("Traceback") == []

@@ -1,0 +1,523 @@
+"""Delayed publishing through plain kombu: what declares itself, what heals, what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Any
+
+import pytest
+from amqp.exceptions import AccessRefused, NotFound, RecoverableConnectionError
+from kombu import Connection, Producer, Queue
+from kombu.transport import pyamqp
+
+from celery_native_delay import (
+    CannotDelay,
+    DelayTooLong,
+    NotPermitted,
+    SettingsError,
+    TopologyMismatch,
+)
+from celery_native_delay.core import topology
+from celery_native_delay.testing import PrivateRabbitMQ, private_rabbitmq, vhost_name
+from celery_native_delay.transports.rabbitmq.own_channel import OwnChannel
+from celery_native_delay.transports.rabbitmq.parking import rescue
+from tests.integration.traffic import (
+    TOPOLOGY,
+    Arrival,
+    Inbox,
+    bind,
+    bodies,
+    declare_exchange,
+    declare_queue,
+    delaying,
+    delays_of,
+    depth,
+    eta_in,
+    inbox,
+    parked_count,
+    publish,
+)
+from tests.waiting import wait_until
+
+PATIENCE_SECONDS = 60
+
+
+@pytest.fixture
+def connection(vhost_url: str) -> Iterator[Any]:
+    """A delaying connection; the levels are there, so that declaring eats up no delay."""
+    with delaying(vhost_url) as connection:
+        delays_of(connection).prepare()
+        yield connection
+
+
+def arrives(url: str, queue: str, count: int = 1) -> list[Arrival]:
+    with inbox(url, queue) as letters:
+        return letters.wait_for(count)
+
+
+def assert_on_time(arrival: Arrival) -> None:
+    """It waited in the broker, and not too short."""
+    assert arrival.waited
+    assert arrival.at >= datetime.fromisoformat(arrival.message.headers["eta"]).timestamp()
+
+
+# ---- declaring -------------------------------------------------------------------------------
+
+
+def test_a_producer_declares_all_it_needs_on_an_empty_vhost(vhost_url: str) -> None:
+    with delaying(vhost_url) as connection:
+        declare_queue(connection, "orders")
+        publish(connection, "hello", "orders", delay=3)
+        assert_on_time(Inbox(connection).consume(["orders"]).wait_for(1)[0])
+
+
+def test_a_message_to_a_queue_nobody_has_declared_yet_waits_for_it(
+    connection: Any, vhost_url: str
+) -> None:
+    publish(connection, "hello", "orders", delay=0.1)
+    wait_until(lambda: parked_count(connection) == 1, timeout_seconds=PATIENCE_SECONDS)
+    rescued = rescue(delays_of(connection))
+    assert rescued is not None
+    assert (rescued.delivered, rescued.still_parked) == (0, 1)
+
+    with Connection(vhost_url) as consumer:
+        declare_queue(consumer, "orders")
+        rescued = rescue(delays_of(connection))
+        assert rescued is not None
+        assert (rescued.delivered, rescued.still_parked) == (1, 0)
+    (arrival,) = arrives(vhost_url, "orders")
+    assert arrival.body == "hello"
+    assert_on_time(arrival)
+    assert parked_count(connection) == 0
+
+
+@pytest.mark.parametrize("confirm", [True, False])
+def test_a_connection_keeps_its_own_confirm_mode(vhost_url: str, confirm: bool) -> None:
+    options = {"confirm_publish": confirm}
+    with delaying(vhost_url, transport_options=options) as connection:
+        delays_of(connection).prepare()
+        declare_queue(connection, "orders")
+        publish(connection, "later", "orders", delay=0.5)
+        publish(connection, "now", "orders")
+        letters = Inbox(connection).consume(["orders"])
+        assert bodies(letters.wait_for(2)) == ["now", "later"]
+
+
+def test_the_option_takes_settings_in_every_form(vhost_url: str) -> None:
+    with Connection(vhost_url, transport_options={"native_delay": True}) as connection:
+        assert delays_of(connection).topology.name == "celery_delay.v1.31x125ms.quorum"
+    with Connection(vhost_url, transport_options={"native_delay": {"levels": 0}}) as connection:
+        declare_queue(connection, "orders")
+        with pytest.raises(SettingsError, match="native_delay_levels"):
+            publish(connection, "later", "orders", delay=1)
+        publish(connection, "now", "orders")
+        Inbox(connection).consume(["orders"]).wait_for(1)
+
+
+@pytest.mark.parametrize("options", [{}, {"native_delay": False}, {"native_delay": None}])
+def test_without_the_option_it_is_kombus_own(vhost_url: str, options: dict[str, Any]) -> None:
+    with Connection(vhost_url, transport_options=options) as connection:
+        assert type(connection.connection) is pyamqp.Connection
+        assert type(connection.default_channel) is pyamqp.Channel
+        declare_queue(connection, "orders")
+        publish(connection, "at once", "orders", delay=60)
+        message = connection.default_channel.basic_get("orders", no_ack=True)
+        assert type(connection.default_channel.message_to_python(message)) is pyamqp.Message
+        with connection.channel() as channel, pytest.raises(NotFound):
+            channel.exchange_declare(TOPOLOGY.ready_exchange, "fanout", passive=True)
+
+
+# ---- retries and lost brokers ----------------------------------------------------------------
+
+
+def test_a_publish_that_kombu_repeats_keeps_its_delivery_id(
+    connection: Any, vhost_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The confirm is lost on the way: a worker can tell that the second copy is one."""
+    declare_queue(connection, "orders")
+    wait_confirmed = OwnChannel.wait_confirmed
+    lost: list[int] = []
+
+    def lose_the_first(self: Any, tag: int, **options: Any) -> None:
+        wait_confirmed(self, tag, **options)
+        if not lost:
+            lost.append(tag)
+            raise RecoverableConnectionError("connection lost")
+
+    monkeypatch.setattr(OwnChannel, "wait_confirmed", lose_the_first)
+    publish(connection, "hello", "orders", delay=0.5, retry=True)
+    publish(connection, "another", "orders", delay=0.5, retry=True)
+
+    came = arrives(vhost_url, "orders", 3)
+    assert sorted(bodies(came)) == ["another", "hello", "hello"]
+    ids = {(a.body, a.message.native_delay.delivery_id) for a in came}
+    assert len(ids) == 2
+
+
+def test_the_vhost_is_deleted_and_made_again_under_a_producer(
+    rabbitmq: PrivateRabbitMQ,
+) -> None:
+    url = rabbitmq.new_vhost()
+    name = vhost_name(url)
+    orders = Queue("orders", durable=True)
+    patience = {"max_retries": 100, "interval_start": 0.05, "interval_max": 0.2}
+    try:
+        with delaying(url) as connection:
+            producer = Producer(connection)
+
+            def send(body: str) -> None:
+                producer.publish(
+                    body,
+                    routing_key="orders",
+                    declare=[orders],
+                    headers={"eta": eta_in(0.3)},
+                    retry=True,
+                    retry_policy=patience,
+                )
+
+            send("before")
+            assert bodies(arrives(url, "orders")) == ["before"]
+            rabbitmq.delete_vhost(name)
+            rabbitmq.api("PUT", f"/vhosts/{name}")
+            everything = dict.fromkeys(("configure", "write", "read"), ".*")
+            rabbitmq.api("PUT", f"/permissions/{name}/guest", everything)
+            send("after")
+            (arrival,) = arrives(url, "orders")
+            assert arrival.body == "after"
+            assert_on_time(arrival)
+    finally:
+        rabbitmq.delete_vhost(name)
+
+
+def test_the_levels_are_deleted_by_hand_under_a_producer(
+    connection: Any, vhost_url: str, vhost: str, rabbitmq: PrivateRabbitMQ
+) -> None:
+    """The next delayed publish declares them again, and binds what it knows."""
+    declare_exchange(connection, "shop", "topic")
+    declare_queue(connection, "orders")
+    bind(connection, "orders", "shop", "order.#")
+    publish(connection, "before", "order.new", exchange="shop", delay=0.1)
+    assert bodies(arrives(vhost_url, "orders")) == ["before"]
+
+    with Connection(vhost_url) as admin:
+        for queue in rabbitmq.api("GET", f"/queues/{vhost}"):
+            if queue["name"].startswith(f"{TOPOLOGY.space}."):
+                admin.default_channel.queue_delete(queue["name"])
+        for exchange in rabbitmq.api("GET", f"/exchanges/{vhost}"):
+            if exchange["name"].startswith(f"{TOPOLOGY.space}."):
+                admin.default_channel.exchange_delete(exchange["name"])
+    publish(connection, "after", "order.new", exchange="shop", delay=0.5)
+    publish(connection, "by name", "orders", delay=0.5)
+    came = arrives(vhost_url, "orders", 2)
+    assert sorted(bodies(came)) == ["after", "by name"]
+    for arrival in came:
+        assert_on_time(arrival)
+
+
+def test_the_connection_fails_over_to_another_broker(rabbitmq_version: str) -> None:
+    """Both brokers are private and empty; the first one is killed in mid-life."""
+    version = ".".join(rabbitmq_version.split(".")[:2])
+    with (
+        private_rabbitmq(version=version, management=False) as first,
+        private_rabbitmq(version=version, management=False) as second,
+        delaying(f"{first.url};{second.url}") as connection,
+    ):
+        producer = Producer(connection)
+        orders = Queue("orders", durable=True)
+
+        def send(body: str) -> None:
+            producer.publish(
+                body,
+                routing_key="orders",
+                declare=[orders],
+                headers={"eta": eta_in(0.5)},
+                retry=True,
+                retry_policy={"max_retries": 20, "interval_start": 0.05},
+            )
+
+        send("first")
+        assert bodies(arrives(first.url, "orders")) == ["first"]
+        first.kill()
+        send("second")
+        (arrival,) = arrives(second.url, "orders")
+        assert arrival.body == "second"
+        assert_on_time(arrival)
+
+
+# ---- refusals --------------------------------------------------------------------------------
+
+
+def refused(connection: Any, error: type[Exception], match: str, **options: Any) -> None:
+    """A delayed publish raises *error*; the user's channel goes on as if nothing had been."""
+    if connection.default_channel.connection is None:
+        connection.ensure_connection()
+    channel = connection.default_channel
+    options = {"routing_key": "orders", "delay": 1} | options
+    with pytest.raises(error, match=match):
+        publish(connection, "refused", **options)
+    assert connection.default_channel is channel
+    assert channel.is_open
+    publish(connection, "immediate", "orders")
+    wait_until(lambda: depth(connection, "orders") == 1, timeout_seconds=PATIENCE_SECONDS)
+    channel.queue_purge("orders")
+
+
+def test_refusals_leave_the_channel_and_immediate_messages_alone(connection: Any) -> None:
+    declare_queue(connection, "orders")
+    refused(connection, NotFound, "nowhere", exchange="nowhere")
+    refused(connection, CannotDelay, "CC or BCC", headers={"CC": ["other"]})
+    refused(connection, CannotDelay, "CC or BCC", headers={"BCC": ["other"]})
+    refused(connection, DelayTooLong, r"longest delay of 5\.100 s.*native_delay_levels", delay=10)
+    # CC is the user's own affair where nothing is delayed.
+    publish(connection, "copied", "nobody", headers={"CC": ["orders"]})
+    publish(connection, "later", "orders", delay=0.1)
+    letters = Inbox(connection).consume(["orders"])
+    assert bodies(letters.wait_for(2)) == ["copied", "later"]
+
+
+def level_arguments(name: str) -> dict[str, Any]:
+    queues = (d for d in TOPOLOGY.plan() if isinstance(d, topology.Queue))
+    return next(queue.arguments for queue in queues if queue.name == name)
+
+
+def test_a_level_queue_with_another_ttl_is_named(vhost_url: str) -> None:
+    wrong = TOPOLOGY.level_queue(3)
+    with Connection(vhost_url) as admin:
+        declare_queue(admin, wrong, **(level_arguments(wrong) | {"x-message-ttl": 161}))
+    connection = delaying(vhost_url)
+    declare_queue(connection, "orders")
+    refused(connection, TopologyMismatch, rf"x-message-ttl.*{wrong}.*verify")
+    refused(connection, TopologyMismatch, wrong)  # and again
+
+    with Connection(vhost_url) as admin:
+        admin.default_channel.queue_delete(wrong)
+    publish(connection, "later", "orders", delay=0.1)
+    assert bodies(Inbox(connection).consume(["orders"]).wait_for(1)) == ["later"]
+    connection.release()
+
+
+def test_a_user_who_may_not_configure(
+    rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str
+) -> None:
+    """Delayed messages are refused until somebody else declares the levels."""
+    limited_url = rabbitmq.add_user(f"limited-{vhost}", "secret", configure="^q.*", vhost=vhost)
+    with delaying(limited_url) as connection:
+        connection.default_channel.queue_declare("q.orders", durable=True, auto_delete=False)
+        with pytest.raises(NotPermitted, match=r"configure.*delay declare"):
+            publish(connection, "refused", "q.orders", delay=1)
+        with pytest.raises(AccessRefused), connection.channel() as channel:
+            channel.queue_declare("other", durable=True, auto_delete=False)
+        publish(connection, "immediate", "q.orders")
+        with delaying(vhost_url) as admin:
+            delays_of(admin).prepare()
+        publish(connection, "later", "q.orders", delay=0.5)
+        came = arrives(vhost_url, "q.orders", 2)
+        assert bodies(came) == ["immediate", "later"]
+        assert_on_time(came[1])
+
+
+# ---- where it goes ---------------------------------------------------------------------------
+
+LONG_KEYS = {
+    "200 bytes": "k" * 200,
+    "255 bytes": "k" * 255,
+    "255 bytes of unicode": "é" * 127 + "k",
+    "grows by escaping": "%" * 100,
+    "many words": ".".join("k" * 120),
+}
+
+
+@pytest.mark.parametrize("key", LONG_KEYS.values(), ids=LONG_KEYS)
+@pytest.mark.parametrize("kind", ["direct", "topic"])
+def test_a_long_routing_key(connection: Any, vhost_url: str, kind: str, key: str) -> None:
+    """A hash stands for it, or the landing queue of a topic exchange leaves it as it is."""
+    declare_exchange(connection, "shop", kind)
+    declare_queue(connection, "right")
+    declare_queue(connection, "wrong")
+    bind(connection, "right", "shop", key)
+    bind(connection, "wrong", "shop", key[:-1])
+    with delaying(vhost_url) as producer:
+        publish(producer, "one", key, exchange="shop", delay=0.5)
+    publish(connection, "two", key, exchange="shop", delay=0.5)
+
+    letters = Inbox(connection).consume(["right", "wrong"])
+    came = letters.wait_for(2)
+    assert {(a.queue, a.body) for a in came} == {("right", "one"), ("right", "two")}
+    assert {a.message.delivery_info["routing_key"] for a in came} == {key}
+
+
+def test_a_queue_with_the_longest_name(connection: Any) -> None:
+    name = declare_queue(connection, "é" * 127)
+    publish(connection, "hello", name, delay=0.5)
+    assert_on_time(Inbox(connection).consume([name]).wait_for(1)[0])
+
+
+@pytest.mark.parametrize("kind", ["direct", "topic", "fanout", "headers"])
+def test_an_exchange_with_a_long_unicode_name(vhost_url: str, connection: Any, kind: str) -> None:
+    """RabbitMQ 4.3 closes the connection if it has to cut an error's text amid such a name."""
+    name = "xé" * 80
+    with Connection(vhost_url) as stranger:
+        declare_exchange(stranger, name, kind)
+        declare_queue(stranger, "orders")
+        bind(stranger, "orders", name, "new")
+        publish(connection, "hello", "new", exchange=name, delay=1)
+        assert_on_time(arrives(vhost_url, "orders")[0])
+
+
+@pytest.mark.parametrize("kind", ["direct", "topic", "fanout", "headers"])
+@pytest.mark.parametrize("overflow", ["drop-head", "reject-publish"])
+def test_unbinding_holds_for_delayed_messages_too(
+    connection: Any, vhost_url: str, kind: str, overflow: str
+) -> None:
+    declare_exchange(connection, "shop", kind)
+    for queue in ("stays", "leaves"):
+        declare_queue(connection, queue, **{"x-overflow": overflow})
+        bind(connection, queue, "shop", "new", **{"x-match": "all"})
+        bind(connection, queue, "shop", "old", **{"x-match": "any", "h": 1})
+    letters = Inbox(connection).consume(["stays", "leaves"])
+    publish(connection, "before", "new", exchange="shop", delay=0.1)
+    letters.wait_for(2)
+    letters.take()
+
+    for arguments in ({"x-match": "all"}, {"x-match": "any", "h": 1}):
+        key = "old" if "h" in arguments else "new"
+        connection.default_channel.queue_unbind("leaves", "shop", key, arguments=arguments)
+    with delaying(vhost_url) as stranger:
+        for producer in (connection, stranger):
+            publish(producer, "after", "new", exchange="shop", delay=0.1)
+    publish(connection, "by name", "leaves", delay=0.2)
+    came = letters.wait_for(3)
+    assert sorted((a.queue, a.body) for a in came) == [
+        ("leaves", "by name"),
+        ("stays", "after"),
+        ("stays", "after"),
+    ]
+    assert parked_count(connection) == 0
+
+
+@pytest.mark.parametrize("by_hand", [True, False], ids=["by hand", "through us"])
+def test_messages_of_a_deleted_queue_park_until_it_is_back(
+    connection: Any, vhost_url: str, by_hand: bool
+) -> None:
+    declare_queue(connection, "orders")
+    publish(connection, "one", "orders", delay=0.5)
+    with Connection(vhost_url) as admin:
+        (admin if by_hand else connection).default_channel.queue_delete("orders")
+    publish(connection, "two", "orders", delay=0.1)
+    wait_until(lambda: parked_count(connection) == 2, timeout_seconds=PATIENCE_SECONDS)
+
+    declare_queue(connection, "orders")
+    rescued = rescue(delays_of(connection))
+    assert rescued is not None
+    assert rescued.delivered == 2
+    assert sorted(bodies(arrives(vhost_url, "orders", 2))) == ["one", "two"]
+
+
+@pytest.mark.parametrize("known_by", ["arguments", "passive", "nothing"])
+def test_a_rejecting_queue_gets_each_message_once_whoever_knows_it(
+    connection: Any, vhost_url: str, known_by: str
+) -> None:
+    """Of its `x-overflow` only the connection knows that declared it."""
+    arguments = {"x-overflow": "reject-publish"}
+    declare_queue(connection, "small", **arguments)
+    publish(connection, "one", "small", delay=0.1)
+    with delaying(vhost_url) as other:
+        if known_by == "arguments":
+            declare_queue(other, "small", **arguments)
+        elif known_by == "passive":
+            other.default_channel.queue_declare("small", passive=True, auto_delete=False)
+        bind(other, "small", "amq.topic", "small.#")
+        letters = Inbox(other).consume(["small"])
+        publish(other, "two", "small", delay=0.1)
+        publish(other, "three", "small.one", exchange="amq.topic", delay=0.1)
+        publish(connection, "four", "small.two", exchange="amq.topic", delay=0.1)
+        publish(other, "last", "small", delay=1)
+        came = bodies(letters.wait_for(5))
+    assert sorted(came) == ["four", "last", "one", "three", "two"]
+    assert came[-1] == "last"
+
+
+@pytest.mark.parametrize("delete", ["by hand", "through us"])
+def test_a_queue_that_no_longer_rejects_gets_each_message_once(
+    connection: Any, vhost_url: str, delete: str
+) -> None:
+    declare_queue(connection, "small", **{"x-overflow": "reject-publish"})
+    publish(connection, "one", "small", delay=0.1)
+    assert bodies(arrives(vhost_url, "small")) == ["one"]
+    with Connection(vhost_url) as admin:
+        (admin if delete == "by hand" else connection).default_channel.queue_delete("small")
+    with delaying(vhost_url) as other:
+        declare_queue(other, "small")
+        publish(other, "two", "small", delay=0.1)
+        publish(other, "last", "small", delay=1)
+        letters = Inbox(other).consume(["small"])
+        assert bodies(letters.wait_for(2)) == ["two", "last"]
+        assert rescue(delays_of(other)) is not None
+        publish(other, "the end", "small", delay=1)
+        assert bodies(letters.wait_for(3)) == ["two", "last", "the end"]
+
+
+# ---- as what it arrives ----------------------------------------------------------------------
+
+
+def test_priorities_and_expirations_are_those_of_the_publisher(connection: Any) -> None:
+    declare_queue(connection, "orders", **{"x-max-priority": 10})
+    for priority in range(10):
+        publish(connection, priority, "orders", delay=0.5, priority=priority, expiration=600)
+    came = Inbox(connection).consume(["orders"]).wait_for(10)
+    for arrival in came:
+        assert_on_time(arrival)
+        assert arrival.message.properties["priority"] == arrival.body
+        assert arrival.message.properties["expiration"] == "600000"
+        assert arrival.message.native_delay.expires_ms is not None
+
+
+def test_a_short_expiration_does_not_cut_the_wait_short(connection: Any) -> None:
+    """It is over before the message is due; whoever receives it sees that, and never early."""
+    declare_queue(connection, "orders")
+    publish(connection, "hello", "orders", delay=0.5, expiration=0.05)
+    (arrival,) = Inbox(connection).consume(["orders"]).wait_for(1)
+    assert_on_time(arrival)
+    assert arrival.message.native_delay.expires_ms < arrival.at * 1000
+
+
+def dead_letter(connection: Any) -> Any:
+    """A message that has died in somebody else's queue, as received from `dead`."""
+    declare_queue(connection, "dead")
+    declare_queue(
+        connection,
+        "short",
+        **{"x-dead-letter-exchange": "", "x-dead-letter-routing-key": "dead", "x-message-ttl": 1},
+    )
+    publish(connection, "hello", "short", headers={"x-mine": 1})
+    (arrival,) = Inbox(connection).consume(["dead"]).wait_for(1)
+    return arrival.message
+
+
+def test_other_peoples_death_records_stay(connection: Any) -> None:
+    """Published again with its headers, and delayed: what our levels add is taken off."""
+    died = dead_letter(connection)
+    assert died.headers["x-death"][0]["queue"] == "short"
+    declare_queue(connection, "orders")
+    publish(connection, "hello", "orders", delay=0.5, headers=died.headers)
+    (arrival,) = Inbox(connection).consume(["orders"]).wait_for(1)
+    assert_on_time(arrival)
+    headers = {key: value for key, value in arrival.message.headers.items() if key != "eta"}
+    assert headers == died.headers
+
+
+def test_ten_times_delayed_with_the_headers_of_the_last_time(connection: Any) -> None:
+    """As `retry` and `headers=self.request.headers` do."""
+    declare_queue(connection, "orders")
+    letters = Inbox(connection).consume(["orders"])
+    headers: dict[str, Any] = {"x-mine": 1}
+    ids = set()
+    for turn in range(10):
+        publish(connection, turn, "orders", delay=0.05, headers=headers)
+        arrival = letters.wait_for(turn + 1)[-1]
+        assert_on_time(arrival)
+        headers = dict(arrival.message.headers)
+        assert headers.keys() == {"x-mine", "eta"}
+        ids.add(arrival.message.native_delay.delivery_id)
+    assert len(ids) == 10
