@@ -62,7 +62,17 @@ class Binding:
     to_exchange: bool = False
 
 
+@dataclass(frozen=True)
+class Unbinding:
+    """A binding of a queue that must not be there; it need not ever have been."""
+
+    source: str
+    destination: str
+    routing_key: str
+
+
 Declaration = Exchange | Queue | Binding
+Change = Declaration | Unbinding
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 
 from celery_native_delay import DelaySettings
-from celery_native_delay.core.topology import Binding, Declaration, Exchange, Queue, Topology
+from celery_native_delay.core.topology import (
+    Binding,
+    Change,
+    Exchange,
+    Queue,
+    Topology,
+    Unbinding,
+)
 from celery_native_delay.transports.rabbitmq.mirror import (
     Mirror,
     Mirrored,
@@ -31,11 +38,20 @@ def pending_landings(mirror: Mirror) -> list[str]:
     return mirror.take_pending()[1]
 
 
-def mirrored(mirror: Mirror, queue: str, exchange: str, key: str) -> list[Declaration]:
-    return list(mirror.declarations(Mirrored(queue, exchange, key)))
+def mirrored(mirror: Mirror, queue: str, exchange: str, key: str) -> list[Change]:
+    """What is declared for one binding; see below for what is taken back before it."""
+    changes = mirror.declarations(Mirrored(queue, exchange, key))
+    return [change for change in changes if not isinstance(change, Unbinding)]
 
 
 # ---- what becomes of a binding -------------------------------------------------------------
+
+
+def test_a_landing_queue_that_is_needed_no_more_gets_no_copies(mirror: Mirror) -> None:
+    """The queue may have rejected before somebody deleted it by hand and declared it anew."""
+    unbinding, binding = mirror.declarations(Mirrored("q", "", "q"))
+    assert unbinding == Unbinding(DELIVERY, TOPOLOGY.queue_landing_queue("q"), "*.*.%.q")
+    assert binding == Binding(DELIVERY, "q", "*.*.%.q")
 
 
 @pytest.mark.parametrize(

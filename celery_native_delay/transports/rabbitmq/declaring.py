@@ -6,16 +6,17 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from amqp import spec
 from amqp.exceptions import AccessRefused, PreconditionFailed
 
 from ...core.errors import NotPermitted, TopologyMismatch, UnsupportedBroker
-from ...core.topology import Binding, Declaration, Exchange, Queue, Topology
+from ...core.topology import Binding, Change, Exchange, Queue, Topology, Unbinding
 
 #: At-least-once dead-lettering came with 3.10. https://www.rabbitmq.com/docs/quorum-queues
 OLDEST_RABBITMQ = (3, 10)
 
 
-def apply(channel: Any, declarations: Iterable[Declaration]) -> None:
+def apply(channel: Any, declarations: Iterable[Change]) -> None:
     """Declare everything without waiting for each reply, then wait once.
 
     Raises:
@@ -27,7 +28,7 @@ def apply(channel: Any, declarations: Iterable[Declaration]) -> None:
     channel.basic_qos(0, 0, False)
 
 
-def _declare(channel: Any, declaration: Declaration) -> None:
+def _declare(channel: Any, declaration: Change) -> None:
     durable = {"durable": True, "auto_delete": False, "nowait": True}
     match declaration:
         case Exchange(name, kind, arguments):
@@ -38,6 +39,11 @@ def _declare(channel: Any, declaration: Declaration) -> None:
             channel.exchange_bind(destination, source, routing_key, nowait=True)
         case Binding(source, destination, routing_key):
             channel.queue_bind(destination, source, routing_key, nowait=True)
+        case Unbinding(source, destination, routing_key):
+            # AMQP knows no nowait here; the reply goes by unread. RabbitMQ accepts it for queues
+            # and bindings that are not there.
+            method: tuple[Any, ...] = (0, destination, source, routing_key, {})
+            channel.send_method(spec.Queue.Unbind, "BsssF", method)
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from ...core.address import (
     queue_address,
     topic_binding_address,
 )
-from ...core.topology import Binding, Declaration, Exchange, Topology
+from ...core.topology import Binding, Change, Declaration, Exchange, Topology, Unbinding
 from ...core.walk import topic_matches
 
 #: Exchanges that every RabbitMQ vhost has.
@@ -167,7 +167,7 @@ class Mirror:
         """The broker lost our bindings: all that is known is pending again."""
         self._pending, self._pending_landings = dict(self._known), dict(self._landings)
 
-    def declarations(self, mirrored: Mirrored) -> Iterator[Declaration]:
+    def declarations(self, mirrored: Mirrored) -> Iterator[Change]:
         """What mirrors one binding, in an order the broker accepts; none for other types.
 
         The type of the binding's exchange must be in :attr:`types`.
@@ -180,6 +180,10 @@ class Mirror:
             return
         if self.rejects(mirrored.queue):
             yield from self._behind_landing(mirrored.queue)
+        else:
+            # It may have rejected before it was deleted by hand and declared anew.
+            stale = self._topology.queue_landing_queue(mirrored.queue)
+            yield Unbinding(binding.source, stale, binding.routing_key)
         yield binding
 
     def binding_of(self, mirrored: Mirrored) -> Binding | None:
