@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from base64 import b64encode
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from urllib.error import URLError
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
@@ -59,17 +60,17 @@ class ManagementAPI:
         """Exchanges whose name begins with *prefix*."""
         return self._named("exchanges", prefix)
 
-    def policies(self, kind: str) -> dict[str, dict[str, Any]]:
-        """Definitions of the vhost's policies by name; *kind* is a key of POLICY_KINDS.
+    def policies(self, kind: str) -> list[dict[str, Any]] | None:
+        """The vhost's policies; *kind* is a key of POLICY_KINDS.
 
-        Empty for a user who may not read them.
+        None for a user who may not read them.
         """
         path = kind.replace("policy", "policies").replace(" ", "-")
         try:
-            found = self._get(f"{path}/{quote(self.vhost, safe='')}")
+            found: list[dict[str, Any]] = self._get(f"{path}/{quote(self.vhost, safe='')}")
         except ManagementUnavailable:
-            found = []
-        return {item["name"]: item["definition"] for item in found}
+            return None
+        return found
 
     def bindings_from(self, exchange: str) -> list[dict[str, Any]]:
         """All bindings whose source is *exchange*."""
@@ -129,26 +130,56 @@ def management_of(connection: Any, settings: DelaySettings) -> ManagementAPI:
 def overriding_policies(api: ManagementAPI, topology: Topology) -> list[str]:
     """One sentence for each policy that changes what our queues do.
 
+    By the patterns of the policies, because a queue's own description names its policy only some
+    seconds after it was declared; by that for a user who may not read policies.
+
     Raises:
         ManagementUnavailable
     """
-    definitions = {kind: api.policies(kind) for kind in POLICY_KINDS}
+    queues = {hop.queue: topology.settings.queue_type for hop in topology.level_queues}
+    queues[topology.parking_queue] = "quorum"
     touched: dict[tuple[str, str], list[str]] = {}
-    for queue in api.queues(f"{topology.space}."):
-        for kind, key in POLICY_KINDS.items():
-            name = queue.get(key)
-            # A user without the right to read them is told by the merged definition.
-            merged = queue.get("effective_policy_definition") or {}
-            keys = _overriding(definitions[kind].get(name, merged)) if name else []
-            if keys:
-                says = f"{kind} {name!r}", ", ".join(keys)
-                touched.setdefault(says, []).append(queue["name"])
+    for kind, key in POLICY_KINDS.items():
+        policies = api.policies(kind)
+        described = {} if policies is not None else _described(api, topology, key)
+        for queue, queue_type in queues.items():
+            name, definition = described.get(queue) or applied_policy(policies, queue, queue_type)
+            if keys := [key for key in OVERRIDING_KEYS if key in definition]:
+                touched.setdefault((f"{kind} {name!r}", ", ".join(keys)), []).append(queue)
     return [
-        f"{policy} sets {keys} on {len(queues)} delay queue(s) such as {queues[0]}: delayed "
+        f"{policy} sets {keys} on {len(found)} delay queue(s) such as {found[0]}: delayed "
         f"messages may come early or get lost; narrow the pattern of the policy"
-        for (policy, keys), queues in touched.items()
+        for (policy, keys), found in touched.items()
     ]
 
 
-def _overriding(definition: Mapping[str, Any]) -> list[str]:
-    return [key for key in OVERRIDING_KEYS if key in definition]
+def applied_policy(
+    policies: Sequence[Mapping[str, Any]] | None, queue: str, queue_type: str
+) -> tuple[str, Mapping[str, Any]]:
+    """Name and definition of the policy in force for a queue: of those that match, the one of
+    highest priority. https://www.rabbitmq.com/docs/policies"""
+    matching = [
+        policy
+        for policy in policies or []
+        if policy.get("apply-to", "all") in ("all", "queues", f"{queue_type}_queues")
+        and _matches(policy["pattern"], queue)
+    ]
+    best = max(matching, key=lambda policy: policy.get("priority", 0), default=None)
+    return (best["name"], best["definition"]) if best else ("", {})
+
+
+def _matches(pattern: str, name: str) -> bool:
+    try:
+        return re.search(pattern, name) is not None
+    except re.error:  # one of the few things PCRE knows and Python does not
+        return False
+
+
+def _described(
+    api: ManagementAPI, topology: Topology, key: str
+) -> dict[str, tuple[str, Mapping[str, Any]]]:
+    return {
+        queue["name"]: (queue[key], queue.get("effective_policy_definition") or {})
+        for queue in api.queues(f"{topology.space}.")
+        if queue.get(key)
+    }
