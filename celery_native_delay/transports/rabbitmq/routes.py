@@ -30,6 +30,10 @@ _HASHING_TYPES = ("x-consistent-hash", "x-modulus-hash")
 #: asked for: where the plugin is off, that closes the connection.
 ASKED_TYPES = ("direct", "topic", "fanout", "headers")
 
+#: RabbitMQ 4.3 closes the connection (541) when its refusal, cut at 255 bytes, ends inside a
+#: character; a longer name that is not ASCII is not asked for.
+LONGEST_ASKED_BYTES = 60
+
 
 @dataclass(frozen=True)
 class _Known:
@@ -192,6 +196,8 @@ class Routes:
         return True
 
     def _ask_type(self, exchange: str) -> str:
+        if not exchange.isascii() and len(exchange.encode()) > LONGEST_ASKED_BYTES:
+            return ""
         try:
             # Passive first: asking must not declare what is not there.
             self._declarer().exchange_declare(exchange, "direct", passive=True)
