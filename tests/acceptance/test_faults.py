@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -13,7 +14,7 @@ from celery import Celery
 from kombu import Connection
 
 from celery_native_delay.testing import PrivateRabbitMQ, private_rabbitmq, vhost_name
-from tests.acceptance.worker import Fleet, Run, fleet_on
+from tests.acceptance.worker import Fleet, Run, Worker, fleet_on
 from tests.waiting import wait_until
 
 PARKED = "celery_delay.v1.parked"
@@ -103,7 +104,7 @@ def test_the_vhost_is_deleted_and_recreated_under_producer_and_worker(
     task_id, _ = send(app, 0.3)
     fleet.record.wait_for(task_id=task_id)
 
-    recreate_vhost(rabbitmq, fleet.broker_url)
+    recreate_vhost(rabbitmq, fleet.broker_url, worker)
     # The producer finds the levels gone before the worker, which waits before it reconnects.
     sent = dict(
         send(app, 1, **options)
@@ -121,12 +122,15 @@ def test_the_vhost_is_deleted_and_recreated_under_producer_and_worker(
     worker.wait_for_log("native delay:", "declared in", count=2)
 
 
-def recreate_vhost(rabbitmq: PrivateRabbitMQ, url: str) -> None:
+def recreate_vhost(rabbitmq: PrivateRabbitMQ, url: str, worker: Worker) -> None:
+    """The worker is asleep meanwhile: Celery gives up where it has no permissions yet."""
     name = vhost_name(url)
+    worker.process.send_signal(signal.SIGSTOP)
     rabbitmq.delete_vhost(name)
     rabbitmq.api("PUT", f"/vhosts/{name}")
     everything = dict.fromkeys(("configure", "write", "read"), ".*")
     rabbitmq.api("PUT", f"/permissions/{name}/guest", everything)
+    worker.process.send_signal(signal.SIGCONT)
 
 
 def wait_for_exchange(url: str, exchange: str | None) -> bool:
@@ -272,7 +276,7 @@ def test_a_reconnect_to_a_wiped_broker_declares_anew(
     """An idle worker prepares the new broker by itself, before any producer comes."""
     worker = fleet.worker()
     worker.wait_for_log("native delay:", "declared in")
-    recreate_vhost(rabbitmq, fleet.broker_url)
+    recreate_vhost(rabbitmq, fleet.broker_url, worker)
     worker.wait_for_log("native delay:", "declared in", count=2)
     code = "print(app.tasks['note'].apply_async(('x',), countdown=1).id)"
     task_id = fleet.produce(code, installed=True).strip()
