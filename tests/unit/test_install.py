@@ -247,7 +247,7 @@ def test_a_countdown_that_celery_cannot_compute_is_refused_in_plain_words(
     with pytest.raises(error, match=r"268,435,45[56]"):
         app.send_task("t", countdown=countdown)
 
-    @app.task(name="t")
+    @app.task(name="t", shared=False)  # else every later app of this process gets it
     def task() -> None: ...
 
     with pytest.raises(error, match=r"268,435,45[56]"):
