@@ -79,6 +79,9 @@ class Delays(Preparation):
         """
         if not self._units(due_us, time_ns() // 1000):
             return publish_now()
+        if not exchange:
+            # Reached by its name, whoever declared it.
+            self.mirror.queue_bound_once(routing_key)
         self.prepare()
         lands = self._routes.lands(exchange, routing_key)
         # Only now: declaring may have taken a second.
