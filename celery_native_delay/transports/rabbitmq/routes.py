@@ -144,12 +144,7 @@ class Routes:
 
     def queue_lands(self, queue: str) -> bool:
         """Whether somebody who knows the arguments of *queue* gave it a landing queue."""
-        try:
-            name = self._topology.queue_landing_queue(queue)
-            self._declarer().queue_declare(name, passive=True)
-        except (NotFound, AccessRefused):
-            return False
-        return True
+        return self._sees_queue(self._topology.queue_landing_queue(queue))
 
     def _is_there(self, marker: str, *, if_refused: bool) -> bool:
         """RabbitMQ 4.3 wants the configure permission even for asking."""
@@ -183,15 +178,21 @@ class Routes:
         return self._landings[exchange]
 
     def _sees_landing(self, exchange: str) -> bool:
-        """For a user who may not declare: somebody else did. RabbitMQ 4.3 refuses even this."""
-        try:
-            self._declarer().queue_declare(self._topology.landing_queue(exchange), passive=True)
-        except (NotFound, AccessRefused):
+        """For a user who may not declare: somebody else did."""
+        seen = self._sees_queue(self._topology.landing_queue(exchange))
+        if not seen:
             logger.warning(
                 "native delay: no permission to declare the landing queue of exchange %r: its "
                 "delayed messages go by mirrored bindings, others park",
                 exchange,
             )
+        return seen
+
+    def _sees_queue(self, name: str) -> bool:
+        """Whether a queue is there; RabbitMQ 4.3 refuses even this without configure."""
+        try:
+            self._declarer().queue_declare(name, passive=True)
+        except (NotFound, AccessRefused):
             return False
         return True
 
