@@ -237,34 +237,36 @@ def test_two_namespaces_on_one_vhost_never_meet(
                     exchange="shop",
                     delay=0.5,
                 )
-            # Nobody on this side knows that queue.
-            publish(connections[side], f"{side} astray", other, delay=0.5)
+            # The default exchange knows no namespaces.
+            publish(connections[side], f"{side} to {other}", other, delay=0.5)
+            publish(connections[side], f"{side} astray", "nowhere", delay=0.5)
 
         def all_came() -> bool:
             return all(
-                len(each.arrivals) >= 20
+                len(each.arrivals) >= 21
                 and parked_count(each.connection, topology_of(namespace=side)) == 1
                 for side, each in zip(sides, letters, strict=True)
                 if each.receive_until(lambda: True)
             )
 
         wait_until(all_came, timeout_seconds=PATIENCE_SECONDS)
-        for side, each in zip(sides, letters, strict=True):
+        for side, other, each in zip(sides, reversed(sides), letters, strict=True):
             expected = [f"{side} {n}" for n in range(10)] + [f"{side} order {n}" for n in range(10)]
-            assert Counter(bodies(each.arrivals)) == Counter(expected)
+            assert Counter(bodies(each.arrivals)) == Counter([*expected, f"{other} to {side}"])
 
         # What is thrown away or rescued on one side leaves the other as it is.
         assert right.default_channel.queue_purge(topology_of(namespace="right").parking_queue) == 1
         assert parked_count(left, topology_of(namespace="left")) == 1
+        declare_queue(left, "nowhere")
+        found = Inbox(left).consume(["nowhere"])
         outcome = rescue(delays_of(left))
         assert outcome is not None
         assert outcome.delivered == 1
-        letters[1].wait_for(21)
-        assert bodies(letters[1].arrivals)[-1] == "left astray"
+        assert bodies(found.wait_for(1)) == ["left astray"]
     spaces = [f"{side}.v1" for side in sides]
     for space in spaces:
         assert_nothing_held(rabbitmq, vhost, space=space)
-    names = {queue["name"] for queue in rabbitmq.queues(vhost)} - {*sides}
+    names = {queue["name"] for queue in rabbitmq.queues(vhost)} - {*sides, "nowhere"}
     by_side = [{name for name in names if name.startswith(f"{space}.")} for space in spaces]
     assert by_side[0] | by_side[1] == names
     assert len(by_side[0]) == len(by_side[1]) == SETTINGS["levels"] + 1

@@ -24,6 +24,7 @@ from kombu import Connection
 
 from celery_native_delay import CannotDelay
 from celery_native_delay.core.address import landing_address, message_address, topic_binding_address
+from celery_native_delay.core.topology import is_delay_name
 from celery_native_delay.core.walk import topic_matches
 from celery_native_delay.testing import PrivateRabbitMQ
 from celery_native_delay.transports.rabbitmq.envelope import DEATH_HEADERS, HEADER, Delayed
@@ -468,9 +469,13 @@ def as_seen(arrival: Arrival, *, foreign: bool) -> dict[str, Any]:
     """Everything that a consumer can see of a message, but its due time.
 
     A foreign one cannot know that a message waited: it sees our header and the broker's record of
-    the wait, and no expiration any more.
+    the wait, and no expiration any more. Behind a landing exchange its message comes from where
+    it was published to; sent straight to its queue, from an exchange of ours.
     """
     message = arrival.message
+    came_from = (message.delivery_info["exchange"], message.delivery_info["routing_key"])
+    if foreign and (not came_from[0] or is_delay_name(came_from[0])):
+        came_from = ("", arrival.queue)
     properties = dict(message.properties)
     headers = properties.pop("application_headers")
     unseen = {"eta"}
@@ -483,8 +488,7 @@ def as_seen(arrival: Arrival, *, foreign: bool) -> dict[str, Any]:
         "headers": {key: value for key, value in headers.items() if key not in unseen},
         "properties": properties,
         "content": (message.content_type, message.content_encoding),
-        "exchange": message.delivery_info["exchange"],
-        "routing_key": message.delivery_info["routing_key"],
+        "came from": came_from,
         "redelivered": message.delivery_info["redelivered"],
     }
 
@@ -525,9 +529,6 @@ def check(site: Site) -> None:
         sent[message.number] = eta
         if was_early:
             assert not graph.is_refused(message), message
-        if not message.exchange and message.key in foreign:
-            # Nobody has told us of that queue: parked, until a worker sends it on.
-            reached[message.number].clear()
         if not reached[message.number]:
             park[message.number] = was_early
     assert refused <= {m.number for m in graph.messages if graph.is_refused(m)}
