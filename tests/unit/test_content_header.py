@@ -1,0 +1,108 @@
+"""The record of a wait is cut out of a frame exactly where decoding would find it."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from decimal import Decimal
+from struct import pack
+from typing import Any
+
+import amqp
+import pytest
+from amqp.serialization import decode_properties_basic
+from hypothesis import given
+from hypothesis import strategies as st
+
+from celery_native_delay.transports.rabbitmq.content_header import without_own_deaths
+
+LEVEL = "celery_delay.v1.31x125ms.quorum.level-07"
+CLASS_AND_SIZE = pack(">HHQ", 60, 0, 4)
+
+texts = st.one_of(
+    st.text(max_size=60), st.sampled_from(["x-death", "\x07x-deathA", "\x05queueS", LEVEL])
+)
+values = st.recursive(
+    st.one_of(
+        st.none(),
+        st.booleans(),
+        st.integers(-(2**63), 2**63 - 1),
+        st.floats(allow_nan=False),
+        texts,
+        st.builds(Decimal, st.integers(-(2**31), 2**31 - 1)),
+        st.just(datetime(2026, 11, 20, tzinfo=UTC)),
+    ),
+    lambda inner: st.lists(inner) | st.dictionaries(texts, inner),
+    max_leaves=5,
+)
+others = st.dictionaries(texts.filter(lambda key: key != "x-death"), values, max_size=5)
+
+
+def death(queue: str, **more: Any) -> dict[str, Any]:
+    """An entry with its fields in RabbitMQ's order (rabbit_dead_letter.erl, mc_amqpl.erl)."""
+    return {
+        "count": 1,
+        "reason": "expired",
+        "queue": queue,
+        "time": datetime(2026, 11, 20, tzinfo=UTC),
+        "exchange": LEVEL,
+        "routing-keys": ["0.0.1.%.celery"],
+        **more,
+    }
+
+
+def frame(headers: dict[str, Any] | None, **properties: Any) -> bytes:
+    message = amqp.Message("body", application_headers=headers, **properties)
+    return CLASS_AND_SIZE + bytes(message._serialize_properties())
+
+
+def decoded(header: bytes) -> dict[str, Any]:
+    properties, end = decode_properties_basic(header, len(CLASS_AND_SIZE))
+    assert end == len(header)
+    return dict(properties)
+
+
+@given(before=others, after=others, content=st.booleans())
+def test_own_deaths_are_cut_and_nothing_else(
+    before: dict[str, Any], after: dict[str, Any], content: bool
+) -> None:
+    properties = {"content_type": "application/json", "content_encoding": "utf-8"}
+    properties |= {"priority": 3, "reply_to": "x-death"}
+    if not content:
+        del properties["content_type"], properties["content_encoding"]
+    deaths = [death(f"{LEVEL}-f"), death(LEVEL, **{"original-expiration": "20"})]
+    whole = frame({**before, "x-death": deaths, **after}, **properties)
+    expected = decoded(whole)
+    del expected["application_headers"]["x-death"]
+    assert decoded(without_own_deaths(whole)) == expected
+
+
+@pytest.mark.parametrize(
+    "deaths",
+    [
+        pytest.param([death(LEVEL), death("theirs")], id="theirs too"),
+        pytest.param([death("theirs")], id="theirs"),
+        pytest.param([death("theirs", exchange=f"\x05queueS\0\0\0\x28{LEVEL}")], id="ours in it"),
+        pytest.param([{"count": 1}], id="no queue"),
+        pytest.param(["text"], id="no table"),
+        pytest.param("text", id="no array"),
+    ],
+)
+def test_other_peoples_deaths_stay(deaths: Any) -> None:
+    whole = frame({"x-death": deaths, "task": "shop.remind"})
+    assert without_own_deaths(whole) == whole
+
+
+@given(others)
+def test_a_message_without_deaths_stays_as_it_is(headers: dict[str, Any]) -> None:
+    whole = frame({"argsrepr": "\x07x-deathA", **headers})
+    assert without_own_deaths(whole) == whole
+    assert without_own_deaths(frame(None)) == frame(None)
+
+
+@given(st.data())
+def test_what_no_broker_writes_stays_for_py_amqp_to_complain(data: st.DataObject) -> None:
+    whole = frame({"x-death": [death(LEVEL)], "task": "shop.remind"})
+    cut = whole[: data.draw(st.integers(0, len(whole) - 1))]
+    without_own_deaths(cut)
+    at = data.draw(st.integers(len(CLASS_AND_SIZE), len(whole) - 1))
+    without_own_deaths(whole[:at] + bytes([data.draw(st.integers(0, 255))]) + whole[at + 1 :])
