@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
+from secrets import token_hex
 from threading import local
 from time import time_ns
 from typing import Any
-from uuid import uuid4
 
 import amqp
 from amqp.exceptions import NotFound
@@ -130,7 +130,7 @@ class Delays(Preparation):
         lands = queue is None and self._routes.lands(exchange, routing_key)
         now_us = time_ns() // 1000
         units = max(self._units(due_us, now_us), 1)
-        delivery_id = delivery_id or uuid4().hex
+        delivery_id = delivery_id or token_hex(16)
         sealed = self._sealed(
             message, exchange, routing_key, due_us, now_us, units, delivery_id, queue
         )
@@ -192,7 +192,7 @@ class Delays(Preparation):
         failed = getattr(_failed, "publish", None)
         if failed and headers is not None and failed[0] is headers:
             return str(failed[1])
-        return uuid4().hex
+        return token_hex(16)
 
     def _route(
         self, sealed: amqp.Message, units: int, exchange: str, routing_key: str, *, lands: bool

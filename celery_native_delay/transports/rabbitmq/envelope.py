@@ -185,6 +185,8 @@ def _without_ours(headers: dict[str, Any], earlier: Mapping[str, Any]) -> dict[s
 
 def _other_deaths(headers: Mapping[str, Any]) -> dict[str, Any]:
     """The death headers that other people's queues wrote."""
+    if headers.keys().isdisjoint(DEATH_HEADERS):
+        return {}
     deaths = headers.get("x-death")
     kept: dict[str, Any] = {}
     if isinstance(deaths, list):
