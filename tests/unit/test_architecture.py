@@ -14,10 +14,6 @@ PACKAGE = Path(celery_native_delay.__file__).parent
 
 MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 
-LONGER_FOR_NOW = {
-    "testing.py": "a private broker in one file that imports nothing but the standard library",
-}
-
 
 def test_the_public_names() -> None:
     assert sorted(celery_native_delay.__all__) == [
@@ -38,15 +34,7 @@ def test_the_public_names() -> None:
         assert hasattr(celery_native_delay, name)
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        pytest.param(module, marks=pytest.mark.xfail(reason=LONGER_FOR_NOW[module]))
-        if module in LONGER_FOR_NOW
-        else module
-        for module in MODULES
-    ],
-)
+@pytest.mark.parametrize("module", MODULES)
 def test_a_module_is_read_in_one_sitting(module: str) -> None:
     assert len((PACKAGE / module).read_text().splitlines()) < 400
 

@@ -4,14 +4,12 @@
         app = Celery(broker=rabbitmq.new_vhost())
 
 The node has its own name, ports, data, log, home and Erlang cookie, listens on 127.0.0.1 only,
-and never meets a RabbitMQ that runs on the same machine. Only the standard library is imported.
+and never meets a RabbitMQ that runs on the same machine.
 """
 
 from __future__ import annotations
 
 import json
-import os
-import re
 import secrets
 import shlex
 import signal
@@ -22,28 +20,15 @@ import urllib.error
 import urllib.request
 from base64 import b64encode
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import contextmanager
 from pathlib import Path
-from time import monotonic, sleep
-from typing import IO, Any, Literal
+from typing import Any, Literal
 from urllib.parse import quote, unquote, urlsplit
 
-__all__ = [
-    "BrokerFailed",
-    "BrokerMissing",
-    "PrivateRabbitMQ",
-    "RabbitMQInstallation",
-    "find_rabbitmq",
-    "private_rabbitmq",
-    "require_rabbitmq",
-    "vhost_name",
-]
-
-ROOT_VARIABLE = "NATIVE_DELAY_RABBITMQ_43_ROOT"
-"""Environment variable: the folder that holds Debian testing with RabbitMQ 4.3."""
-
-_DEFAULT_ROOT = "~/.cache/celery_native_delay/rabbitmq-4.3"
+from .errors import BrokerFailed
+from .ports import claim_ports, port_of
+from .processes import KeptServer
+from .rabbitmq_installation import RabbitMQInstallation, require_rabbitmq
 
 _BOOT_SECONDS = 90
 """A cold start takes 3-8 s; a busy machine may need several times that."""
@@ -70,100 +55,10 @@ _ERLANG_ARGUMENTS = (
     " [{global,[{60,1}]},{basic,[{60,1}]},{detailed,[{10,1}]}]"
 )
 
-# Holds what must not outlive this process: it runs epmd, and when our end of its stdin closes,
-# however this process ended, it kills the node, epmd and the folder. Lines on stdin are the
-# process group of the running node, empty for none; "end" ends it by request, because a forked
-# child may hold our end open.
-_KEEPER = """
-folder=$1; shift
-"$@" & epmd=$!
-while read -r line && [ "$line" != end ]; do node=$line; done
-if [ -n "$node" ]; then
-    kill -KILL "-$node"
-    tries=100
-    while kill -0 "-$node" && [ $((tries -= 1)) -gt 0 ]; do sleep 0.1; done
-fi
-kill -KILL "$epmd"
-rm -rf -- "$folder"
-"""
-
 # Mounts live in a mount namespace of the node's own, so none is ever left behind.
 _ENTER_ROOT = (
     'mount --rbind /proc "$0/proc" && mount --rbind /dev "$0/dev" && exec chroot "$0" "$@"'
 )
-
-
-class BrokerMissing(Exception):
-    """The RabbitMQ that was asked for is not installed; the message says what to install."""
-
-
-class BrokerFailed(Exception):
-    """RabbitMQ did not start or refused a request; the message holds its own words."""
-
-
-@dataclass(frozen=True)
-class RabbitMQInstallation:
-    """A RabbitMQ on this machine: its server script, its version and the root it lives in."""
-
-    server: Path
-    """The script as seen from *root*; not the wrapper on the PATH, which switches users."""
-    version: str
-    root: Path | None = None
-    """Folder to chroot into; None for the system itself."""
-
-
-def find_rabbitmq(version: str | None = None) -> RabbitMQInstallation | None:
-    """The installed RabbitMQ whose version starts with *version*; for None, the system's."""
-    for installation in _installations():
-        if version is None and installation.root is None:
-            return installation
-        if version is not None and f"{installation.version}.".startswith(f"{version}."):
-            return installation
-    return None
-
-
-def _installations() -> Iterator[RabbitMQInstallation]:
-    servers = [
-        Path("/usr/lib/rabbitmq/bin/rabbitmq-server"),
-        Path("/opt/homebrew/opt/rabbitmq/sbin/rabbitmq-server"),
-        Path("/usr/local/opt/rabbitmq/sbin/rabbitmq-server"),
-    ]
-    for server in servers:
-        if version := _version_of(server):
-            yield RabbitMQInstallation(server, version)
-            break
-    root = _rabbitmq_43_root()
-    may_enter = os.geteuid() == 0
-    if may_enter and (version := _version_of(root / servers[0].relative_to("/"))):
-        yield RabbitMQInstallation(servers[0], version, root)
-
-
-def _version_of(server: Path) -> str | None:
-    """Version of the release *server* belongs to, read from its folder of plugins."""
-    for plugin in server.resolve().parent.parent.glob("plugins/rabbit-*"):
-        if match := re.fullmatch(r"rabbit-(\d+\.\d+\.\d+.*?)(\.ez)?", plugin.name):
-            return match[1]
-    return None
-
-
-def _rabbitmq_43_root() -> Path:
-    return Path(os.environ.get(ROOT_VARIABLE) or _DEFAULT_ROOT).expanduser()
-
-
-def require_rabbitmq(version: str | None = None) -> RabbitMQInstallation:
-    """What find_rabbitmq() finds; raises BrokerMissing, which says what to install, for nothing."""
-    if installation := find_rabbitmq(version):
-        return installation
-    if version == "4.3":
-        raise BrokerMissing(
-            f"RabbitMQ 4.3 is not in {_rabbitmq_43_root()}, or only root may enter it (chroot): as "
-            f"root, run `scripts/setup_brokers.sh --with-4.3`, or name the folder that has it in "
-            f"{ROOT_VARIABLE}"
-        )
-    raise BrokerMissing(
-        f"RabbitMQ{f' {version}' if version else ''} is not installed: run "
-        f"`scripts/setup_brokers.sh`, `apt install rabbitmq-server` or `brew install rabbitmq`"
-    )
 
 
 def vhost_name(url: str) -> str:
@@ -219,8 +114,10 @@ class PrivateRabbitMQ:
         self.installation = installation
         self.version = installation.version
         self.management = management
-        self.port, self._management_port, self._distribution_port, self._epmd_port = _free_ports(4)
-        self._node: subprocess.Popen[bytes] | None = None
+        self._claims = claim_ports(4)
+        self.port, self._management_port, self._distribution_port, self._epmd_port = map(
+            port_of, self._claims
+        )
         self._root = installation.root or Path("/")
         self._home = Path(tempfile.mkdtemp(prefix="private-rabbitmq-", dir=self._temporary_folder))
         (self._home / "rabbitmq.conf").write_text(
@@ -232,13 +129,13 @@ class PrivateRabbitMQ:
         )
         self._environment = self._server_environment()
         epmd = self._inside("epmd", "-address", "127.0.0.1", "-port", str(self._epmd_port))
-        self._keeper = subprocess.Popen(
-            ["sh", "-c", _KEEPER, "private-rabbitmq", str(self._home), *epmd],
-            env=self._environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
+        self._node = KeptServer(
+            f"RabbitMQ {self.version}",
+            self._inside(str(self.installation.server)),
+            home=self._home,
+            environment=self._environment,
+            logs=["log/node.log"],
+            companion=epmd,
         )
 
     @property
@@ -259,7 +156,7 @@ class PrivateRabbitMQ:
     @property
     def pid(self) -> int | None:
         """Process id of the running node, which is also its process group; None when it is down."""
-        return self._node.pid if self._node else None
+        return self._node.pid
 
     # ---- life ------------------------------------------------------------------------------
 
@@ -268,57 +165,25 @@ class PrivateRabbitMQ:
 
         Raises BrokerFailed with the end of the node's log when it does not within 90 s.
         """
-        if self._node is not None:
-            return
-        with (self._home / "console.log").open("ab") as console:
-            self._node = subprocess.Popen(
-                self._inside(str(self.installation.server)),
-                env=self._environment,
-                cwd=self._home,
-                stdin=subprocess.DEVNULL,
-                stdout=console,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
-        self._tell_keeper(str(self._node.pid))
-        deadline = monotonic() + _BOOT_SECONDS
-        while not self._serves():
-            if (code := self._node.poll()) is not None:
-                reason = f"ended with code {code} while starting"
-            elif monotonic() > deadline:
-                reason = f"did not start within {_BOOT_SECONDS} s"
-            else:
-                sleep(0.05)
-                continue
-            log = self.log_tail(100)
-            self.kill()
-            raise BrokerFailed(f"RabbitMQ {self.version} {reason}; its last words:\n{log}")
+        self._node.start(self._serves, within_seconds=_BOOT_SECONDS)
 
     def stop(self) -> None:
         """Stop the node in good order, as an administrator would; data and ports stay."""
-        self._end_node(signal.SIGTERM, timeout_seconds=60)
+        self._node.end(signal.SIGTERM, within_seconds=60)
 
     def kill(self) -> None:
         """SIGKILL the node, as a power cut would; data and ports stay."""
-        self._end_node(signal.SIGKILL, timeout_seconds=30)
+        self._node.end(signal.SIGKILL)
 
     def close(self) -> None:
         """Kill the node and remove all it had. Not needed at exit: that ends it as well."""
-        self.kill()
-        with suppress(OSError):
-            self._tell_keeper("end")
-        self._keeper.wait(30)
-        if self._keeper.stdin is not None:
-            with suppress(OSError):
-                self._keeper.stdin.close()
+        self._node.close()
+        for claim in self._claims:
+            claim.close()
 
     def log_tail(self, lines: int = 30) -> str:
         """The last *lines* of what the node wrote to its console and to its log."""
-        text = ""
-        for name in ("console.log", "log/node.log"):
-            with suppress(FileNotFoundError):
-                text += (self._home / name).read_text(errors="replace")
-        return "\n".join(text.splitlines()[-lines:])
+        return self._node.log_tail(lines)
 
     # ---- administration --------------------------------------------------------------------
 
@@ -457,26 +322,6 @@ class PrivateRabbitMQ:
             return list(command)
         return ["unshare", "--mount", "sh", "-c", _ENTER_ROOT, str(self._root), *command]
 
-    def _tell_keeper(self, line: str) -> None:
-        keeper_stdin: IO[bytes] | None = self._keeper.stdin
-        assert keeper_stdin is not None
-        keeper_stdin.write(f"{line}\n".encode())
-        keeper_stdin.flush()
-
-    def _end_node(self, how: signal.Signals, *, timeout_seconds: float) -> None:
-        if self._node is None:
-            return
-        with suppress(ProcessLookupError):
-            os.killpg(self._node.pid, how)
-        try:
-            self._node.wait(timeout_seconds)
-        except subprocess.TimeoutExpired:
-            os.killpg(self._node.pid, signal.SIGKILL)
-            self._node.wait()
-        self._node = None
-        with suppress(OSError):
-            self._tell_keeper("")
-
     def _serves(self) -> bool:
         """Whether AMQP and, if enabled, the HTTP API answer; the node's real version is kept."""
         try:
@@ -501,19 +346,3 @@ _PERMISSIONS = ("configure", "write", "read")
 
 _LOCAL = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Never through a proxy: the node is on this machine."""
-
-
-def _free_ports(count: int) -> list[int]:
-    """Free ports of 127.0.0.1 that no client will be given while the node is down.
-
-    They lie below the ranges that Linux (32768) and macOS (49152) take client ports from: a
-    client that reconnects to a dead node could otherwise be given the very port it connects to.
-    """
-    ports: list[int] = []
-    while len(ports) < count:
-        port = 20_000 + secrets.randbelow(12_768)
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            if port not in ports:
-                ports.append(port)
-    return ports
