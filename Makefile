@@ -4,6 +4,9 @@ PYTHON3 ?= python3
 VENV    := .venv
 PYTHON  := $(VENV)/bin/python
 
+# Most tests wait: the RabbitMQ versions are tested side by side, each in a process of its own.
+TEST_PROCESSES ?= 2
+
 .DEFAULT_GOAL := help
 .PHONY: help venv brokers test check bench demo public-suites clean
 
@@ -24,7 +27,8 @@ brokers: ## install RabbitMQ for the tests; with NATIVE_DELAY_TEST_43=1 or CI=tr
 # At home a broker that cannot be installed is a reason to skip its tests, in CI to fail.
 test: venv ## run all tests on private brokers, after installing what they need
 	@scripts/setup_brokers.sh || [ "$$CI" != true ]
-	$(PYTHON) -m pytest $(wildcard tests/unit tests/integration tests/acceptance)
+	$(PYTHON) -m pytest --numprocesses=$(TEST_PROCESSES) \
+		$(wildcard tests/unit tests/integration tests/acceptance)
 
 check: venv ## lint, format, types and the direction of imports
 	$(PYTHON) -m ruff check .

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -17,6 +19,23 @@ from celery_native_delay.testing import (
 
 IN_CI = os.environ.get("CI") == "true"
 TEST_43 = IN_CI or os.environ.get("NATIVE_DELAY_TEST_43") == "1"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Keep the tests of one RabbitMQ version in one process, on one private broker.
+
+    Not `--dist=loadgroup`, which pytest 9.2 made useless:
+    https://github.com/pytest-dev/pytest-xdist/issues/1386
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByVersion(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            version = re.search(r"[\[-](3\.10|4\.3)[\]-]", nodeid)
+            return f"RabbitMQ {version[1]}" if version else nodeid
+
+    return ByVersion(config, log)
 
 
 @pytest.fixture(
