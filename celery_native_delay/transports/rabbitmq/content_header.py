@@ -1,8 +1,7 @@
 """The broker's record of a message's wait, cut out before py-amqp decodes it.
 
-RabbitMQ adds an ``x-death`` entry for every level that a message waited in. py-amqp decodes one
-in about 8 µs, which is most of what a matured task costs a worker more than an immediate one; an
-installed consumer never sees them (:func:`.envelope.unseal`).
+RabbitMQ adds an ``x-death`` entry for every level that a message waited in, and py-amqp decodes
+one in about 8 µs; an installed consumer never sees them (:func:`.envelope.unseal`).
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from typing import Any
 from amqp.method_framing import frame_handler
 
 from ...core.topology import is_delay_name
+from .envelope import DEATH_HEADERS
 
 _HEADER_FRAME = 2
 
@@ -25,11 +25,7 @@ _CONTENT_TYPE, _CONTENT_ENCODING, _HEADERS = 0x8000, 0x4000, 0x2000
 _SHORT = struct.Struct(">H")
 _LONG = struct.Struct(">I")
 
-_X_DEATH = b"\x07x-deathA"
-#: The first text that follows a death's count and reason; nobody's own text comes before it.
-_QUEUE = b"\x05queueS"
-
-#: Bytes of a field's value by its type, as RabbitMQ writes them.
+#: Bytes of a field's value by its type, as RabbitMQ writes them; S, x, F and A begin with theirs.
 #: https://www.rabbitmq.com/amqp-0-9-1-errata#section_3
 _SIZES = {
     **dict.fromkeys(b"tbB", 1),
@@ -39,7 +35,15 @@ _SIZES = {
     ord("D"): 5,
     ord("V"): 0,
 }
-_SIZED_BY_THEMSELVES = frozenset(b"SxFA")
+
+_X = ord("x")
+_X_DEATH = b"\x07x-death"
+_KEYS = tuple(bytes((len(name),)) + name.encode() for name in DEATH_HEADERS)
+
+_QUEUE = b"\x05queueS"
+#: What may come before the name of an entry's queue: 3.10 sorts the fields, 4.x does not
+#: (rabbit_dead_letter.erl, mc_amqpl.erl).
+_BEFORE_QUEUE = (b"\x05count", b"\x06reason", b"\x08exchange", b"\x13original-expiration")
 
 
 def handler_without_own_deaths(connection: Any, callback: Callable[..., Any]) -> Any:
@@ -55,7 +59,7 @@ def handler_without_own_deaths(connection: Any, callback: Callable[..., Any]) ->
 
 
 def without_own_deaths(header: bytes) -> bytes:
-    """The payload of a content header frame without ``x-death`` if all its entries are ours.
+    """The payload of a content header frame without its death headers, if all deaths are ours.
 
     Unchanged where others have an entry, and where anything is not as RabbitMQ writes it.
     """
@@ -73,37 +77,43 @@ def _cut(header: bytes) -> bytes:
             table_at += 1 + header[table_at]
     if not flags & _HEADERS:
         return header
-    size = _long_at(header, table_at)
-    at = table_at + 4
-    while at < table_at + 4 + size:
-        value_at = at + 1 + header[at] + 1
-        after = value_at + _value_size(header, value_at)
-        if header.startswith(_X_DEATH, at):
-            if not _all_ours(header, value_at + 4, after):
+    (size,) = _LONG.unpack_from(header, table_at)
+    at = kept_to = table_at + 4
+    end = at + size
+    kept = []
+    while at < end:
+        field_at = at
+        value_at = at + header[at] + 2
+        at = _behind(header, value_at)
+        if header[field_at + 1] == _X and header.startswith(_KEYS, field_at):
+            if header.startswith(_X_DEATH, field_at) and not _all_ours(header, value_at, at):
                 return header
-            left = _LONG.pack(size - (after - at))
-            return b"".join((header[:table_at], left, header[table_at + 4 : at], header[after:]))
-        at = after
-    return header
+            kept.append(header[kept_to:field_at])
+            kept_to = at
+    kept.append(header[kept_to:end])
+    table = b"".join(kept)
+    return b"".join((header[:table_at], _LONG.pack(len(table)), table, header[end:]))
 
 
-def _value_size(header: bytes, value_at: int) -> int:
-    kind = header[value_at - 1]
-    if kind in _SIZED_BY_THEMSELVES:
-        return 4 + _long_at(header, value_at)
-    return _SIZES[kind]
+def _behind(header: bytes, value_at: int) -> int:
+    """Where the value that begins at *value_at* ends; its type is in the byte before."""
+    size = _SIZES.get(header[value_at - 1])
+    if size is None:
+        return value_at + 4 + int(_LONG.unpack_from(header, value_at)[0])
+    return value_at + size
 
 
 def _all_ours(header: bytes, at: int, end: int) -> bool:
+    if header[at - 1] != ord("A"):
+        return False
+    at += 4
     while at < end:
-        after = at + 1 + _value_size(header, at + 1)
-        queue_at = header.index(_QUEUE, at, after) + len(_QUEUE)
-        name = header[queue_at + 4 : queue_at + 4 + _long_at(header, queue_at)]
-        if not is_delay_name(name.decode()):
+        field_at, at = at + 5, _behind(header, at + 1)
+        while header.startswith(_BEFORE_QUEUE, field_at):
+            field_at = _behind(header, field_at + header[field_at] + 2)
+        if not header.startswith(_QUEUE, field_at):
             return False
-        at = after
+        name_at = field_at + len(_QUEUE)
+        if not is_delay_name(header[name_at + 4 : _behind(header, name_at)].decode()):
+            return False
     return True
-
-
-def _long_at(header: bytes, at: int) -> int:
-    return int(_LONG.unpack_from(header, at)[0])
