@@ -10,6 +10,7 @@ set ``transport_options={"native_delay": True}`` and publish with :func:`delay_h
 
 from .celery_app.install import install
 from .core.errors import (
+    BrokerFull,
     CannotDelay,
     DelayTooLong,
     InvalidDueTime,
@@ -26,6 +27,7 @@ from .kombu_hook import delay_headers, register_transports
 __version__ = "0.1.0"
 
 __all__ = (
+    "BrokerFull",
     "CannotDelay",
     "DelaySettings",
     "DelayTooLong",

@@ -23,12 +23,16 @@ from .core.settings import DelaySettings
 OPTION = "native_delay"
 
 _RABBITMQ = "celery_native_delay.transports.rabbitmq"
+_REDIS = "celery_native_delay.transports.redis"
 
 #: kombu's aliases and what they lead to from now on; modules are imported when first used.
 ALIASES = {
     "amqp": f"{_RABBITMQ}:Transport",
     "pyamqp": f"{_RABBITMQ}:Transport",
     "amqps": f"{_RABBITMQ}:SSLTransport",
+    "redis": f"{_REDIS}:Transport",
+    "rediss": f"{_REDIS}:Transport",
+    "sentinel": f"{_REDIS}:SentinelTransport",
 }
 
 

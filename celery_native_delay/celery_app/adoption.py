@@ -16,9 +16,9 @@ from typing import Any
 from celery.utils.log import get_logger
 from celery.worker import state
 
+from ..core.delayed import Delayed
 from ..core.due_time import due_us
 from ..core.errors import InvalidDueTime
-from ..transports.rabbitmq.envelope import Delayed
 
 logger = get_logger(__name__)
 
@@ -127,7 +127,11 @@ class AdoptingStrategies(dict[str, Any]):
         )
 
     def _queue_of(self, message: Any) -> str:
-        """The queue a message was consumed from; AMQP only tells the consumer tag."""
+        """The queue a message was consumed from, "" for none that it can be put back to."""
+        known: str | None = getattr(message, "consumed_from", None)
+        if known is not None:
+            return known
+        # AMQP only tells the consumer tag.
         tag = message.delivery_info.get("consumer_tag")
         tags = self._consumer.task_consumer._active_tags
         return next((queue for queue, active in tags.items() if active == tag), "")
@@ -168,7 +172,7 @@ def is_due(message: Any, eta: datetime, now: datetime) -> bool:
 
 
 def waited(message: Any) -> bool:
-    """Whether *message* came through the delay levels."""
+    """Whether *message* waited in the broker."""
     return getattr(message, "native_delay", None) is not None
 
 

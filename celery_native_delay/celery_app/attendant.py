@@ -15,19 +15,17 @@ from threading import Event, Thread
 from time import monotonic
 from typing import Any
 
-import amqp
-from amqp.exceptions import AccessRefused, AMQPError
+from amqp.exceptions import AMQPError
 from celery.utils.log import get_logger
 
-from ..core.errors import ManagementUnavailable, NativeDelayError
+from ..core.errors import ManagementUnavailable, NativeDelayError, NotPermitted
 from ..core.settings import DelaySettings
-from ..transports.rabbitmq.management import management_of, overriding_policies
-from ..transports.rabbitmq.parking import rescue
+from ..transports.contract import WorkerPart
 from .adoption import EarlyTask
 
 logger = get_logger(__name__)
 
-#: Seconds between looks into the parking queue: after a success, and at most.
+#: Seconds between looks at what is parked: after a success, and at most.
 SHORTEST_LOOK_SECONDS = 1.0
 LONGEST_LOOK_SECONDS = 30.0
 
@@ -38,6 +36,9 @@ BATCH = 32
 _RETRY_SECONDS = 1.0
 _TRIES = 3
 
+#: py-amqp raises AttributeError where a connection went away under it.
+_ERRORS = (AMQPError, OSError, AttributeError)
+
 
 class Attendant(Thread):
     """See the module's docstring."""
@@ -47,6 +48,7 @@ class Attendant(Thread):
         self.settings = settings
         self._app = app
         self._connection: Any = None
+        self._errors: tuple[type[BaseException], ...] = _ERRORS
         self._tasks: SimpleQueue[EarlyTask | None] = SimpleQueue()
         self._stopping = Event()
         self._look_seconds = SHORTEST_LOOK_SECONDS
@@ -63,7 +65,7 @@ class Attendant(Thread):
         return True
 
     def look_for_parked(self) -> None:
-        """Look into the parking queue now: new bindings may have come."""
+        """Look at what is parked now: new bindings may have come."""
         self._next_look = monotonic()
         self._tasks.put(None)
 
@@ -76,7 +78,7 @@ class Attendant(Thread):
     # --- the thread ----------------------------------------------------------------------
 
     def run(self) -> None:
-        self._guarded(self._name_overriding_policies)
+        self._guarded(self._name_dangers)
         while not self._stopping.is_set():
             batch = self._take_batch()
             if batch:
@@ -86,7 +88,7 @@ class Attendant(Thread):
         self._disconnect()
 
     def _take_batch(self) -> list[EarlyTask]:
-        """Early tasks, or none when it is time to look into the parking queue."""
+        """Early tasks, or none when it is time to look at what is parked."""
         batch: list[EarlyTask] = []
         timeout: float = max(self._next_look - monotonic(), 0.0)
         while len(batch) < BATCH:
@@ -112,41 +114,23 @@ class Attendant(Thread):
             task.hold()
 
     def _put_back(self, batch: list[EarlyTask]) -> None:
-        delays = self._delays()
-        done = []
-        with delays.one_confirm():
-            for task in batch:
-                message = task.message
-                try:
-                    delays.put_back(
-                        amqp.Message(message.raw_body, **message.properties),
-                        message.delivery_info["exchange"],
-                        message.delivery_info["routing_key"],
-                        queue=task.queue,
-                        due_us=task.due_us,
-                    )
-                except NativeDelayError as exc:
-                    logger.warning("native delay: the worker holds a task: %s", exc)
-                    task.hold()
-                else:
-                    done.append(task)
+        refused = self._part().put_back(batch)
+        for task, exc in refused:
+            logger.warning("native delay: the worker holds a task: %s", exc)
+            task.hold()
+        held = [task for task, _ in refused]
+        done = [task for task in batch if task not in held]
         for task in done:
             task.ack()
         logger.debug("native delay: put %d early task(s) back", len(done))
 
     def _rescue(self) -> None:
         try:
-            outcome = rescue(self._delays())
-        except AccessRefused as exc:
+            outcome = self._part().rescue()
+        except NotPermitted as exc:
             level = logging.DEBUG if self._told else logging.WARNING
             self._told = True
-            logger.log(
-                level,
-                "native delay: this worker rescues nothing that is parked: %s; grant its user "
-                "configure on ^%s\\.",
-                exc.reply_text,
-                self.settings.namespace,
-            )
+            logger.log(level, "native delay: this worker rescues nothing that is parked: %s", exc)
             outcome = None
         if outcome is None:
             self._look_seconds = LONGEST_LOOK_SECONDS / 2
@@ -159,11 +143,9 @@ class Attendant(Thread):
             self._look_seconds = LONGEST_LOOK_SECONDS
         self._next_look = monotonic() + self._look_seconds
 
-    def _name_overriding_policies(self) -> None:
-        connection = self._connect()
-        delays = self._delays()
+    def _name_dangers(self) -> None:
         try:
-            found = overriding_policies(management_of(connection, self.settings), delays.topology)
+            found = self._part().dangers()
         except ManagementUnavailable as exc:
             logger.info("native delay: policies not checked: %s", exc)
             return
@@ -175,8 +157,7 @@ class Attendant(Thread):
         try:
             step()
         except Exception as exc:  # the thread must outlive whatever a message brings
-            # py-amqp raises AttributeError where a connection went away under it.
-            expected = isinstance(exc, NativeDelayError | AMQPError | OSError | AttributeError)
+            expected = isinstance(exc, (NativeDelayError, *self._errors))
             if not self._stopping.is_set():
                 logger.warning(
                     "native delay: %s: %s", type(exc).__name__, exc, exc_info=not expected
@@ -186,8 +167,10 @@ class Attendant(Thread):
             return False
         return True
 
-    def _delays(self) -> Any:
-        return self._connect().default_channel.delays
+    def _part(self) -> WorkerPart:
+        channel = self._connect().default_channel
+        part: WorkerPart = channel.worker_part(self.settings)
+        return part
 
     def _connect(self) -> Any:
         if self._connection is None:
@@ -195,11 +178,13 @@ class Attendant(Thread):
             self._connection = self._app.connection_for_write(
                 transport_options={"confirm_publish": True}
             )
+            transport = self._connection.transport
+            self._errors = (*_ERRORS, *transport.connection_errors, *transport.channel_errors)
         self._connection.ensure_connection(max_retries=1)
         return self._connection
 
     def _disconnect(self) -> None:
         connection, self._connection = self._connection, None
         if connection is not None:
-            with suppress(AMQPError, OSError, AttributeError):
+            with suppress(*self._errors):
                 connection.close()

@@ -1,17 +1,18 @@
-"""The worker's part: declare and bind on boot and reconnect, adopt, rescue."""
+"""The worker's part: prepare the broker on boot and reconnect, adopt, rescue, promote."""
 
 from __future__ import annotations
 
 import logging
 from datetime import UTC, datetime
+from threading import Thread
 from typing import Any
 
 import celery.worker.consumer.delayed_delivery
-from amqp.exceptions import ChannelError
 from celery import bootsteps, signals
 from celery.worker.consumer.tasks import Tasks
 
 from ..core.errors import NativeDelayError
+from ..transports.contract import Promoter, Promotes, WorkerPart
 from .adoption import AdoptingStrategies, EarlyTask, Waker, is_due
 from .attendant import Attendant
 from .install import installation_of, keep_celerys_own_off
@@ -24,7 +25,7 @@ keep_celerys_own_off(celery.worker.consumer.delayed_delivery)
 
 
 class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
-    """Declares the delay levels, binds the worker's queues, takes in what comes too early."""
+    """Prepares the worker's broker, takes in what comes too early, promotes where it must."""
 
     label = "NativeDelay"
     requires = (Tasks,)
@@ -32,6 +33,8 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
     def __init__(self, c: Any, **kwargs: Any) -> None:
         super().__init__(c, **kwargs)
         self._attendant: Attendant | None = None
+        self._promoter: Promoter | None = None
+        self._promoting: Thread | None = None
         self._waker: Waker | None = None
         if self.include_if(c):
             c.strategies = AdoptingStrategies(c, self._adopt)
@@ -42,42 +45,33 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
 
     def start(self, c: Any) -> None:
         """Prepare the consumer's broker; a failure is named and leaves immediate tasks alone."""
-        delays = getattr(c.connection.default_channel, "delays", None)
-        if delays is None:
+        channel = c.connection.default_channel
+        installation = installation_of(c.app)
+        if installation is None or not hasattr(channel, "worker_part"):
             return
         where = c.connection.as_uri()
         try:
-            prepared = delays.prepare(consuming=True)
-        except (NativeDelayError, ChannelError) as exc:
+            settings = installation.settings()
+            part: WorkerPart = channel.worker_part(settings)
+            prepared = part.prepare(where)
+        except (NativeDelayError, *c.connection.channel_errors) as exc:
             logger.critical(
                 "native delay is OFF in this worker, immediate tasks run as ever: %s (%s)",
                 exc,
                 where,
             )
             return
-        settings = delays.settings
-        logger.info(
-            "native delay: %d %s levels of %g s on %s, %s in %.0f ms; %d bindings; "
-            "longest delay %.0f days; adopting %s%s",
-            settings.levels,
-            settings.queue_type,
-            settings.resolution,
-            where,
-            "declared" if prepared.declared else "found declared",
-            prepared.seconds * 1000,
-            delays.mirror.known_count,
-            settings.longest_delay_seconds / 86400,
-            "on" if settings.adopt else "off",
-            "; classic levels may lose what hops while the broker crashes"
-            if settings.queue_type == "classic"
-            else "",
-        )
+        logger.info("native delay: %s", prepared)
         if self._attendant is None:
-            installation = installation_of(c.app)
-            assert installation is not None
-            self._attendant = Attendant(c.app, installation.settings())
+            self._attendant = Attendant(c.app, settings)
             self._attendant.start()
         self._attendant.look_for_parked()
+        if self._promoter is None and isinstance(part, Promotes):
+            self._promoter = part.promoter(c.app.connection_for_write)
+            self._promoting = Thread(
+                target=self._promoter.run, name="native-delay-promoter", daemon=True
+            )
+            self._promoting.start()
 
     def register_with_event_loop(self, c: Any, hub: Any) -> None:
         """Called for every new connection, after the hub forgot the readers of the last."""
@@ -98,6 +92,10 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         if self._attendant is not None:
             self._attendant.stop()
             self._attendant = None
+        if self._promoter is not None and self._promoting is not None:
+            self._promoter.stop()
+            self._promoting.join(5.0)
+            self._promoter = self._promoting = None
 
 
 @signals.task_received.connect(weak=False)  # type: ignore[untyped-decorator]

@@ -26,6 +26,12 @@ PREFIX = "native_delay_"
 #: Roughly thirty years in seconds; from here on a countdown is checked before Celery computes.
 LONGEST_CELERY_SECONDS = 1e9
 
+#: Which URLs lead to our transports, by the driver type of the foreign one that a connection has.
+EXPECTED_URLS = {
+    "amqp": "amqp:// or amqps:// (py-amqp)",
+    "redis": "redis://, rediss://, redis+socket:// or sentinel://",
+}
+
 #: The consumer bootstep by name: only a worker loads it.
 BOOTSTEP = "celery_native_delay.celery_app.bootsteps:NativeDelay"
 
@@ -104,15 +110,16 @@ class Installation:
         """Whether a transport of ours serves *connection*.
 
         Raises:
-            UnsupportedBroker: it speaks AMQP through somebody else's transport class.
+            UnsupportedBroker: it reaches such a broker through somebody else's transport class.
         """
         name = connection.transport_cls
         if name in ALIASES:
             return True
         transport = connection.get_transport_cls()
-        if getattr(transport, "driver_type", None) == "amqp":
+        expected = EXPECTED_URLS.get(getattr(transport, "driver_type", ""))
+        if expected is not None:
             raise UnsupportedBroker(
-                f"expected a broker URL that starts with amqp:// or amqps:// (py-amqp), got the "
+                f"expected a broker URL that starts with {expected}, got the "
                 f"transport {name!r}, which cannot delay: use pyamqp:// to avoid librabbitmq, "
                 f"remove broker_transport, or set native_delay_enabled = False"
             )

@@ -1,4 +1,4 @@
-"""``delay declare | verify | status | purge``: the delay levels on the broker."""
+"""``delay declare | verify | status | purge | promote``: what waits on the broker."""
 
 from __future__ import annotations
 
@@ -6,37 +6,25 @@ from dataclasses import asdict
 
 import click
 
-from .group import as_json_option, broker, command, print_json, settings, table, yes_option
+from .group import as_json_option, broker, command, print_json, show, yes_option
 
 
 @command(name="declare")
 @as_json_option
 def declare(ctx: click.Context, as_json: bool) -> None:
-    """Declare the delay levels, and bind the app's queues."""
-    with broker(ctx) as (delays, connection):
-        for queue in ctx.obj.app.amqp.queues.values():
-            queue(connection.default_channel).declare()
-        prepared = delays.prepare(redeclare=True, consuming=True)
-        if as_json:
-            print_json({"name": delays.topology.name} | asdict(prepared))
-        else:
-            click.echo(
-                f"declared {delays.topology.name} and {prepared.mirrored} binding(s) "
-                f"in {prepared.seconds * 1000:.0f} ms"
-            )
+    """Declare what delays need, and bind the app's queues."""
+    with broker(ctx) as part:
+        show(part.declare(list(ctx.obj.app.amqp.queues.values())), as_json)
 
 
 @command(name="verify")
 @as_json_option
 def verify(ctx: click.Context, as_json: bool) -> None:
     """Compare the broker with the plan; exit 1 on any difference."""
-    from ..transports.rabbitmq.inspection import verify as compare
-    from ..transports.rabbitmq.management import management_of
-
-    with broker(ctx) as (delays, connection):
-        found = compare(delays, management_of(connection, settings(ctx)))
+    with broker(ctx) as part:
+        found = part.verify()
         if as_json:
-            print_json({"name": delays.topology.name} | asdict(found))
+            print_json({"name": part.name} | asdict(found))
         else:
             for difference in found.differences:
                 click.echo(difference)
@@ -45,69 +33,32 @@ def verify(ctx: click.Context, as_json: bool) -> None:
             for sentence in found.advice:
                 click.echo(f"advice: {sentence}", err=True)
             if not found.differences:
-                click.echo(f"{delays.topology.name}: as planned")
+                click.echo(f"{part.name}: as planned")
         ctx.exit(1 if found.differences else 0)
 
 
 @command(name="status")
 @as_json_option
 def status(ctx: click.Context, as_json: bool) -> None:
-    """Show what waits: levels, depth, next due, parked, stuck in dead-lettering."""
-    from ..transports.rabbitmq.inspection import status as count
-    from ..transports.rabbitmq.management import management_of
-
-    with broker(ctx) as (delays, connection):
-        found = count(delays, management_of(connection, settings(ctx)))
-    if as_json:
-        print_json(found.as_json())
-        return
-    missing = [level.queue for level in found.levels if level.waiting is None]
-    if missing:
-        click.echo(f"{len(missing)} level queue(s) are not declared, such as {missing[0]}")
-    table(
-        ("level queue", "ttl s", "waiting", "stuck"),
-        [
-            (
-                level.queue,
-                level.ttl_seconds,
-                level.waiting,
-                "?" if level.stuck is None else level.stuck,
-            )
-            for level in found.levels
-            if level.waiting or level.stuck
-        ],
-    )
-    for landing in found.landings:
-        click.echo(f"{landing.queue} holds {landing.held}: its destination takes none of them")
-    due = found.next_due_within_seconds
-    click.echo(f"waiting   {found.waiting}")
-    click.echo(f"next due  {'-' if due is None else f'within {due:g} s'}")
-    click.echo(f"parked    {found.parked}")
-    stuck = found.stuck
-    click.echo(f"stuck     {'unknown (management API not reachable)' if stuck is None else stuck}")
+    """Show what waits, when the next is due, what is parked, what is stuck."""
+    with broker(ctx) as part:
+        found = part.status()
+    show(found, as_json)
 
 
 @command(name="purge")
 @yes_option
 @as_json_option
 def purge(ctx: click.Context, force: bool, as_json: bool) -> None:
-    """Throw away what waits in this app's delay levels. Cannot be undone.
+    """Throw away what waits for this app. Cannot be undone.
 
     What is parked, or held by a landing queue, stays.
     """
-    from amqp.exceptions import NotFound
-
-    with broker(ctx) as (delays, _):
-        name = delays.topology.name
+    with broker(ctx) as part:
         if not force:
-            click.confirm(f"Throw away all that waits in {name}?", abort=True)
-        purged = 0
-        for hop in delays.topology.level_queues:
-            try:
-                purged += delays.declarer.queue_purge(hop.queue)
-            except NotFound:
-                continue
+            click.confirm(f"Throw away all that waits in {part.name}?", abort=True)
+        purged = part.purge()
         if as_json:
-            print_json({"name": name, "purged": purged})
+            print_json({"name": part.name, "purged": purged})
         else:
             click.echo(f"{purged} delayed message(s) thrown away")

@@ -15,7 +15,8 @@ import click
 from celery.bin.base import CeleryCommand, handle_preload_options
 
 if TYPE_CHECKING:
-    from ..transports.rabbitmq.delays import Delays
+    from ..core.settings import DelaySettings
+    from ..transports.contract import AdminPart, Report
 
 as_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts.")
 yes_option = click.option("-f", "--force", is_flag=True, help="Do not ask for confirmation.")
@@ -64,10 +65,26 @@ def _errors_explained() -> Iterator[None]:
 
 
 @contextmanager
-def broker(ctx: click.Context) -> Iterator[tuple[Delays, Any]]:
-    """The app's delayed delivery on a fresh connection, and that kombu connection."""
+def broker(ctx: click.Context) -> Iterator[AdminPart]:
+    """What can be done on the app's broker, on a fresh connection."""
+    from kombu.exceptions import OperationalError
+
+    app = ctx.obj.app
+    chosen = installed_settings(ctx)
+    with app.connection_for_write() as connection:
+        connection.ensure_connection(max_retries=1)
+        channel = connection.default_channel
+        if not hasattr(channel, "admin_part"):
+            raise click.UsageError(f"{connection.as_uri()} has no delay levels")
+        try:
+            yield channel.admin_part(chosen)
+        except (*connection.connection_errors, *connection.channel_errors) as exc:
+            raise OperationalError(str(exc)) from exc
+
+
+def installed_settings(ctx: click.Context) -> DelaySettings:
+    """The app's settings; it must have delayed delivery."""
     from ..celery_app.install import installation_of
-    from ..transports.rabbitmq.declaring import permissions_explained
 
     app = ctx.obj.app
     installation = installation_of(app)
@@ -76,15 +93,10 @@ def broker(ctx: click.Context) -> Iterator[tuple[Delays, Any]]:
             f"native delay is not installed in {app!r}: "
             f"add `from celery_native_delay import install; install(app)` to its module"
         )
-    if not installation.settings().enabled:
+    chosen = installation.settings()
+    if not chosen.enabled:
         raise click.UsageError("native_delay_enabled is off in this app")
-    with app.connection_for_write() as connection:
-        connection.ensure_connection(max_retries=1)
-        delays = getattr(connection.default_channel, "delays", None)
-        if delays is None:
-            raise click.UsageError(f"{connection.as_uri()} has no delay levels")
-        with permissions_explained(delays.topology):
-            yield delays, connection
+    return chosen
 
 
 def settings(ctx: click.Context) -> Any:
@@ -99,10 +111,19 @@ def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2))
 
 
-def table(headings: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
+def show(report: Report, as_json: bool) -> None:
+    """*report* for people, or for scripts."""
+    if as_json:
+        print_json(report.as_json())
+    else:
+        click.echo("\n".join(report.lines(table)))
+
+
+def table(headings: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
     """Columns as wide as they need to be; numbers to the right."""
     cells = [headings, *(tuple("" if cell is None else str(cell) for cell in row) for row in rows)]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = []
     for index, line in enumerate(cells):
         right = [
             index > 0 and not isinstance(cell, str) for cell in (rows[index - 1] if index else line)
@@ -111,4 +132,5 @@ def table(headings: tuple[str, ...], rows: list[tuple[Any, ...]]) -> None:
             cell.rjust(width) if to_right else cell.ljust(width)
             for cell, width, to_right in zip(line, widths, right, strict=True)
         )
-        click.echo("  ".join(padded).rstrip())
+        lines.append("  ".join(padded).rstrip())
+    return "\n".join(lines)

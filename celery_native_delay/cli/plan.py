@@ -37,9 +37,7 @@ def plan(ctx: click.Context, seconds: float, queue: str, as_json: bool) -> None:
         )
         return
     click.echo(f"{seconds:g} s waits {waits:g} s in {len(hops)} hop(s), then goes to {queue!r}")
-    table(
-        ("level queue", "waits s"),
-        [(hop.queue, hop.ttl_ms / 1000) for hop in hops],
-    )
+    rows = [(hop.queue, hop.ttl_ms / 1000) for hop in hops]
+    click.echo(table(("level queue", "waits s"), rows))
     click.echo(f"published to  {entry or '(default exchange)'}")
     click.echo(f"routing key   {key}")

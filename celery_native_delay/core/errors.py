@@ -10,6 +10,7 @@
     ├── TopologyMismatch         the broker holds one of our names with other arguments
     ├── NotPermitted             the broker user may not declare or bind what is needed
     ├── UnsupportedBroker        no transport of ours fits, or the broker is too old
+    ├── BrokerFull               the broker takes no more messages that wait
     └── ManagementUnavailable    RabbitMQ's management API cannot be read
 """
 
@@ -46,6 +47,10 @@ class NotPermitted(NativeDelayError):
 
 class UnsupportedBroker(NativeDelayError):
     """No transport of ours fits this connection, or the broker is too old."""
+
+
+class BrokerFull(NativeDelayError):
+    """The broker takes no more messages that wait; nothing was sent."""
 
 
 class ManagementUnavailable(NativeDelayError):

@@ -13,9 +13,9 @@ import pytest
 from amqp.exceptions import ResourceLocked
 from kombu import Connection, Producer
 
+from celery_native_delay.core.delayed import HEADER
 from celery_native_delay.core.due_time import due_us
 from celery_native_delay.testing import PrivateRabbitMQ
-from celery_native_delay.transports.rabbitmq.envelope import HEADER
 from celery_native_delay.transports.rabbitmq.parking import BATCH, Rescue, count, peek, rescue
 from tests.integration.traffic import (
     PATIENCE_SECONDS,

@@ -19,8 +19,8 @@ from celery_native_delay.celery_app.adoption import (
     microseconds,
     waited,
 )
+from celery_native_delay.core.delayed import Delayed
 from celery_native_delay.core.due_time import due_us
-from celery_native_delay.transports.rabbitmq.envelope import Delayed
 
 NOON = datetime(2026, 11, 20, 12, 0, tzinfo=UTC)
 NEVER_WAITED = SimpleNamespace(native_delay=None)

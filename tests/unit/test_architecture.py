@@ -17,6 +17,7 @@ MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob(
 
 def test_the_public_names() -> None:
     assert sorted(celery_native_delay.__all__) == [
+        "BrokerFull",
         "CannotDelay",
         "DelaySettings",
         "DelayTooLong",

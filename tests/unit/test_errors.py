@@ -29,6 +29,7 @@ def test_every_error_belongs_to_the_tree_and_can_be_imported(kind: type) -> None
         (errors.TopologyMismatch, errors.NativeDelayError),
         (errors.NotPermitted, errors.NativeDelayError),
         (errors.UnsupportedBroker, errors.NativeDelayError),
+        (errors.BrokerFull, errors.NativeDelayError),
         (errors.ManagementUnavailable, errors.NativeDelayError),
     ],
 )

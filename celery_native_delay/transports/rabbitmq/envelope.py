@@ -6,15 +6,12 @@ Pure: properties and headers in, new ones out; the caller's dicts are never chan
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
-from ...core.due_time import due_us
+from ...core.delayed import HEADER, Delayed, due_of
 from ...core.errors import CannotDelay, InvalidDueTime
 from ...core.topology import is_delay_name
 
-#: The one header we add: what the worker must see again, and when.
-HEADER = "native_delay"
 VERSION = 1
 _REQUIRED = {"id", "due", "exchange", "rk"}
 
@@ -33,39 +30,6 @@ DEATH_HEADERS = (
 #: Quorum queues of RabbitMQ 4.0 to 4.2 keep priorities above 4 apart and look for expired
 #: messages only at the next one to serve: one of high priority would hold up all others.
 HIGHEST_SAFE_PRIORITY = 4
-
-
-@dataclass(frozen=True)
-class Delayed:
-    """What a message that waited carries about its wait.
-
-    *delivery_id* is equal only for copies of one delivery; *due_ms* and *expires_ms* are
-    milliseconds since the epoch.
-    """
-
-    delivery_id: str
-    due_ms: int
-    exchange: str
-    routing_key: str
-    expires_ms: int | None = None
-
-
-def due_of(headers: Mapping[str, Any] | None) -> int | None:
-    """The due time in a message's ``eta`` header, microseconds since the epoch, or None.
-
-    Raises:
-        InvalidDueTime: a Celery task with an ETA that is not ISO 8601. In other messages an
-            ``eta`` that is no date means nothing to us.
-    """
-    eta = headers.get("eta") if headers else None
-    if not eta:
-        return None
-    try:
-        return due_us(eta)
-    except InvalidDueTime:
-        if headers and "task" in headers:
-            raise
-        return None
 
 
 def seal(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -10,18 +10,10 @@ from amqp.exceptions import AccessRefused, NotFound, PreconditionFailed
 
 from ...core.errors import ManagementUnavailable
 from ...core.topology import Binding, Exchange, Queue, Topology
+from ..contract import Verification
 from .delays import Delays
 from .management import ManagementAPI, overriding_policies
 from .parking import count
-
-
-@dataclass(frozen=True)
-class Verification:
-    """Differences between broker and plan, and what could not be looked at."""
-
-    differences: list[str]
-    unchecked: list[str]
-    advice: list[str]
 
 
 @dataclass(frozen=True)
@@ -66,6 +58,37 @@ class Status:
     def as_json(self) -> dict[str, Any]:
         """For ``--json``."""
         return asdict(self) | {"waiting": self.waiting, "stuck": self.stuck}
+
+    def lines(self, table: Callable[[tuple[str, ...], list[tuple[Any, ...]]], str]) -> list[str]:
+        """For people."""
+        lines = []
+        missing = [level.queue for level in self.levels if level.waiting is None]
+        if missing:
+            lines.append(f"{len(missing)} level queue(s) are not declared, such as {missing[0]}")
+        rows = [
+            (
+                level.queue,
+                level.ttl_seconds,
+                level.waiting,
+                "?" if level.stuck is None else level.stuck,
+            )
+            for level in self.levels
+            if level.waiting or level.stuck
+        ]
+        lines.append(table(("level queue", "ttl s", "waiting", "stuck"), rows))
+        lines += [
+            f"{landing.queue} holds {landing.held}: its destination takes none of them"
+            for landing in self.landings
+        ]
+        due, stuck = self.next_due_within_seconds, self.stuck
+        unknown = "unknown (management API not reachable)"
+        return [
+            *lines,
+            f"waiting   {self.waiting}",
+            f"next due  {'-' if due is None else f'within {due:g} s'}",
+            f"parked    {self.parked}",
+            f"stuck     {unknown if stuck is None else stuck}",
+        ]
 
 
 def verify(delays: Delays, api: ManagementAPI) -> Verification:

@@ -19,9 +19,11 @@ import amqp
 from amqp.exceptions import AccessRefused, NotFound, ResourceLocked
 
 from ...core.address import queue_of_address
+from ...core.delayed import HEADER, Delayed
 from ...core.topology import Topology
+from ..contract import Rescue
 from .delays import Delays
-from .envelope import HEADER, Delayed, unseal
+from .envelope import unseal
 from .own_channel import OwnChannel
 
 logger = logging.getLogger(__name__)
@@ -38,27 +40,6 @@ ROUND = 10_000
 
 #: What a quorum queue adds to a message that was returned to it: ours, not the destination's.
 _COUNTED_BY_THE_QUEUE = ("x-delivery-count", "x-acquired-count")
-
-
-@dataclass
-class Rescue:
-    """What one round did, as numbers of messages."""
-
-    delivered: int = 0
-    waiting_again: int = 0
-    expired: int = 0
-    still_parked: int = 0
-
-    @property
-    def rescued(self) -> int:
-        """Messages that left the parking queue."""
-        return self.delivered + self.waiting_again + self.expired
-
-    def __str__(self) -> str:
-        return (
-            f"{self.delivered} parked message(s) delivered, {self.waiting_again} waiting again, "
-            f"{self.expired} expired, {self.still_parked} still parked"
-        )
 
 
 @dataclass(frozen=True)

@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import socket
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kombu.transport import pyamqp
 
+from ...core.delayed import Delayed, due_of
 from ...core.errors import SettingsError
 from ...core.settings import DelaySettings
 from ...kombu_hook import OPTION, asks_for_delays, settings_from_option
 from .content_header import handler_without_own_deaths
 from .delays import Delays
-from .envelope import Delayed, due_of, unseal
+from .envelope import unseal
 from .mirror import is_internal
+
+if TYPE_CHECKING:
+    from .admin_part import RabbitMQAdminPart
+    from .worker_part import RabbitMQWorkerPart
 
 #: Milliseconds until the kernel gives up on unacknowledged data. py-amqp's default of 1 s turns
 #: a broker that pauses (memory alarm, failover) into silent loss.
@@ -50,6 +55,18 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
         """Delayed delivery on this channel's connection."""
         delays: Delays = self.connection.delays
         return delays
+
+    def worker_part(self, settings: DelaySettings) -> RabbitMQWorkerPart:
+        """What a worker does for this broker."""
+        from .worker_part import RabbitMQWorkerPart
+
+        return RabbitMQWorkerPart(self, settings)
+
+    def admin_part(self, settings: DelaySettings) -> RabbitMQAdminPart:
+        """What the command line does on this broker."""
+        from .admin_part import RabbitMQAdminPart
+
+        return RabbitMQAdminPart(self, settings)
 
     def basic_publish(
         self,

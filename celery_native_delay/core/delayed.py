@@ -1,0 +1,46 @@
+"""What every transport's messages have in common: the ETA they carry, and the trace of a wait."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .due_time import due_us
+from .errors import InvalidDueTime
+
+#: The one header we add: what the worker must see again, and when.
+HEADER = "native_delay"
+
+
+@dataclass(frozen=True)
+class Delayed:
+    """What a message that waited carries about its wait.
+
+    *delivery_id* is equal only for copies of one delivery; *due_ms* and *expires_ms* are
+    milliseconds since the epoch.
+    """
+
+    delivery_id: str
+    due_ms: int
+    exchange: str
+    routing_key: str
+    expires_ms: int | None = None
+
+
+def due_of(headers: Mapping[str, Any] | None) -> int | None:
+    """The due time in a message's ``eta`` header, microseconds since the epoch, or None.
+
+    Raises:
+        InvalidDueTime: a Celery task with an ETA that is not ISO 8601. In other messages an
+            ``eta`` that is no date means nothing to us.
+    """
+    eta = headers.get("eta") if headers else None
+    if not eta:
+        return None
+    try:
+        return due_us(eta)
+    except InvalidDueTime:
+        if headers and "task" in headers:
+            raise
+        return None

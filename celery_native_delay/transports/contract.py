@@ -1,0 +1,168 @@
+"""What workers and the command line ask of any transport.
+
+A channel that can delay has ``worker_part(settings)`` and ``admin_part(settings)``; its own class
+decides what lies behind, so that nobody above has to know which broker it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from ..core.errors import NativeDelayError
+from ..core.settings import DelaySettings
+
+
+class EarlyMessage(Protocol):
+    """A message that reached a worker with its ETA ahead."""
+
+    @property
+    def message(self) -> Any:
+        """As kombu received it."""
+
+    @property
+    def due_us(self) -> int:
+        """Microseconds since the epoch."""
+
+    @property
+    def queue(self) -> str:
+        """Where it was consumed from, and is to come back to alone."""
+
+
+Early = TypeVar("Early", bound=EarlyMessage)
+
+
+@dataclass
+class Rescue:
+    """What one round over the parked messages did, as numbers of messages."""
+
+    delivered: int = 0
+    waiting_again: int = 0
+    expired: int = 0
+    still_parked: int = 0
+
+    @property
+    def rescued(self) -> int:
+        """Messages that are no longer parked."""
+        return self.delivered + self.waiting_again + self.expired
+
+    def __str__(self) -> str:
+        return (
+            f"{self.delivered} parked message(s) delivered, {self.waiting_again} waiting again, "
+            f"{self.expired} expired, {self.still_parked} still parked"
+        )
+
+
+class WorkerPart(Protocol):
+    """What a worker does for its broker besides consuming; lives as long as its connection."""
+
+    settings: DelaySettings
+
+    def prepare(self, where: str) -> str:
+        """Make the broker ready for consuming; the sentence that the worker logs.
+
+        Args:
+            where: the broker's URL without its password.
+
+        Raises:
+            NativeDelayError: delayed messages cannot wait there; saying the way out.
+        """
+
+    def dangers(self) -> list[str]:
+        """What somebody has set up on the broker that may lose or bend delays, a sentence each.
+
+        Raises:
+            ManagementUnavailable: nobody can tell.
+        """
+
+    def put_back(self, early: Sequence[Early]) -> list[tuple[Early, NativeDelayError]]:
+        """Let messages wait in the broker again; returns once it has them.
+
+        Returns:
+            those that cannot, and why.
+        """
+
+    def rescue(self) -> Rescue | None:
+        """Try every parked message once; None if another process is at it.
+
+        Raises:
+            NotPermitted: this broker user may not.
+        """
+
+
+class Promoter(Protocol):
+    """Hands over what is due, until it is told to stop."""
+
+    def run(self) -> None: ...
+
+    def stop(self) -> None:
+        """Have :meth:`run` return soon; from any thread or signal handler."""
+
+
+@runtime_checkable
+class Promotes(Protocol):
+    """A worker's part on a broker that does not move messages by itself."""
+
+    def promoter(self, connect: Callable[..., Any]) -> Promoter:
+        """A promoter; *connect* makes kombu connections, given their ``transport_options``."""
+
+
+@dataclass(frozen=True)
+class Verification:
+    """Differences between broker and plan, and what could not be looked at."""
+
+    differences: list[str]
+    unchecked: list[str]
+    advice: list[str]
+
+
+@dataclass(frozen=True)
+class ParkedTask:
+    """A parked message, as far as it can tell who it is; *due* is ISO 8601."""
+
+    task: str | None
+    id: str | None
+    exchange: str | None
+    routing_key: str | None
+    due: str | None
+
+
+class Report(Protocol):
+    """Something the command line shows."""
+
+    def as_json(self) -> dict[str, Any]:
+        """For ``--json``."""
+
+    def lines(self, table: Callable[[tuple[str, ...], list[tuple[Any, ...]]], str]) -> list[str]:
+        """For people; *table* aligns columns under headings."""
+
+
+class AdminPart(Protocol):
+    """What the command line does on a broker."""
+
+    name: str
+    """What all of it belongs to, such as ``celery_delay.v1.31x125ms.quorum``."""
+    parking: str
+    """Where parked messages lie."""
+
+    def declare(self, queues: Sequence[Any]) -> Report:
+        """Set up whatever delayed messages need; *queues* are the app's."""
+
+    def verify(self) -> Verification:
+        """Compare the broker with the plan."""
+
+    def status(self) -> Report:
+        """Count what waits and what is parked."""
+
+    def purge(self) -> int:
+        """Throw away all that waits; how many."""
+
+    def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]] | None:
+        """How many are parked, and the first *limit* of them; None while a worker rescues."""
+
+    def requeue(self) -> Rescue | None:
+        """:meth:`WorkerPart.rescue`, here and now; None while a worker rescues."""
+
+    def purge_parked(self) -> int:
+        """Throw away all that is parked; how many."""

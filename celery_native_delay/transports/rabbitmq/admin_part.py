@@ -1,0 +1,113 @@
+"""What the command line does on RabbitMQ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from amqp.exceptions import NotFound, ResourceLocked
+
+from ...core.settings import DelaySettings
+from ..contract import ParkedTask, Rescue, Verification
+from .declaring import permissions_explained
+from .inspection import Status, status, verify
+from .management import ManagementAPI, management_of
+from .parking import Parked, count, peek, rescue
+from .preparation import Prepared
+
+
+@dataclass(frozen=True)
+class Declared:
+    """The delay levels are there, and the app's queues bound."""
+
+    name: str
+    prepared: Prepared
+
+    def as_json(self) -> dict[str, Any]:
+        """For ``--json``."""
+        return {"name": self.name} | asdict(self.prepared)
+
+    def lines(self, table: Callable[..., str]) -> list[str]:
+        """For people."""
+        bindings, milliseconds = self.prepared.mirrored, self.prepared.seconds * 1000
+        return [f"declared {self.name} and {bindings} binding(s) in {milliseconds:.0f} ms"]
+
+
+class RabbitMQAdminPart:
+    """On one channel; see :class:`~celery_native_delay.transports.contract.AdminPart`."""
+
+    def __init__(self, channel: Any, settings: DelaySettings) -> None:
+        self._channel = channel
+        self._delays = channel.delays
+        self._settings = settings
+        self._topology = self._delays.topology
+        self.name: str = self._topology.name
+        self.parking: str = self._topology.parking_queue
+
+    def declare(self, queues: Sequence[Any]) -> Declared:
+        """Declare the levels even where they seem complete, and *queues*, to bind them."""
+        with permissions_explained(self._topology):
+            for queue in queues:
+                queue(self._channel).declare()
+            return Declared(self.name, self._delays.prepare(redeclare=True, consuming=True))
+
+    def verify(self) -> Verification:
+        """Compare the broker with the plan."""
+        with permissions_explained(self._topology):
+            return verify(self._delays, self._api())
+
+    def status(self) -> Status:
+        """Count what waits in the levels and in the parking queue."""
+        with permissions_explained(self._topology):
+            return status(self._delays, self._api())
+
+    def purge(self) -> int:
+        """Empty every level queue; what landing queues hold stays."""
+        with permissions_explained(self._topology):
+            return sum(self._purged(hop.queue) for hop in self._topology.level_queues)
+
+    def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]] | None:
+        """How many are parked and the first of them; None while a worker rescues."""
+        with permissions_explained(self._topology):
+            total = count(self._delays)
+            try:
+                found = peek(self._delays, limit=limit)
+            except ResourceLocked:
+                return None
+        return total, [_parked_task(item) for item in found]
+
+    def requeue(self) -> Rescue | None:
+        """Send parked messages to where they belong; None while a worker does."""
+        with permissions_explained(self._topology):
+            return rescue(self._delays)
+
+    def purge_parked(self) -> int:
+        """Empty the parking queue."""
+        with permissions_explained(self._topology):
+            return self._purged(self.parking)
+
+    def _purged(self, queue: str) -> int:
+        try:
+            return int(self._delays.declarer.queue_purge(queue))
+        except NotFound:
+            return 0
+
+    def _api(self) -> ManagementAPI:
+        return management_of(self._delays.connection.client, self._settings)
+
+
+def _parked_task(item: Parked) -> ParkedTask:
+    headers = item.message.headers or {}
+    delayed = item.delayed
+    due = None
+    if delayed is not None:
+        due = datetime.fromtimestamp(delayed.due_ms / 1000, UTC).isoformat(timespec="milliseconds")
+    return ParkedTask(
+        task=headers.get("task"),
+        id=headers.get("id"),
+        exchange=delayed.exchange if delayed else None,
+        routing_key=delayed.routing_key if delayed else None,
+        due=due,
+    )

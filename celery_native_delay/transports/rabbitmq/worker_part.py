@@ -1,0 +1,72 @@
+"""What a worker does for RabbitMQ: declare, put early tasks back, rescue parked ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import amqp
+from amqp.exceptions import AccessRefused
+
+from ...core.errors import NativeDelayError, NotPermitted
+from ...core.settings import DelaySettings
+from ..contract import Early, Rescue
+from .management import management_of, overriding_policies
+from .parking import rescue
+
+
+class RabbitMQWorkerPart:
+    """On one channel; see :class:`~celery_native_delay.transports.contract.WorkerPart`."""
+
+    def __init__(self, channel: Any, settings: DelaySettings) -> None:
+        self.settings = settings
+        self._delays = channel.delays
+
+    def prepare(self, where: str) -> str:
+        """Declare the delay levels and bind the queues of this connection's consumers."""
+        prepared = self._delays.prepare(consuming=True)
+        settings = self.settings
+        return (
+            f"{settings.levels} {settings.queue_type} levels of {settings.resolution:g} s on "
+            f"{where}, {'declared' if prepared.declared else 'found declared'} in "
+            f"{prepared.seconds * 1000:.0f} ms; {self._delays.mirror.known_count} bindings; "
+            f"longest delay {settings.longest_delay_seconds / 86400:.0f} days; adopting "
+            f"{'on' if settings.adopt else 'off'}"
+            + (
+                "; classic levels may lose what hops while the broker crashes"
+                if settings.queue_type == "classic"
+                else ""
+            )
+        )
+
+    def dangers(self) -> list[str]:
+        """Policies that override the arguments of our queues."""
+        api = management_of(self._delays.connection.client, self.settings)
+        return overriding_policies(api, self._delays.topology)
+
+    def put_back(self, early: Sequence[Early]) -> list[tuple[Early, NativeDelayError]]:
+        """Put messages into the levels, with one wait for the broker."""
+        refused = []
+        with self._delays.one_confirm():
+            for task in early:
+                message = task.message
+                try:
+                    self._delays.put_back(
+                        amqp.Message(message.raw_body, **message.properties),
+                        message.delivery_info["exchange"],
+                        message.delivery_info["routing_key"],
+                        queue=task.queue,
+                        due_us=task.due_us,
+                    )
+                except NativeDelayError as exc:
+                    refused.append((task, exc))
+        return refused
+
+    def rescue(self) -> Rescue | None:
+        """Send parked messages to where they belong."""
+        try:
+            return rescue(self._delays)
+        except AccessRefused as exc:
+            raise NotPermitted(
+                f"{exc.reply_text}; grant its user configure on ^{self.settings.namespace}\\."
+            ) from exc

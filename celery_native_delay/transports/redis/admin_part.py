@@ -1,0 +1,148 @@
+"""What the command line does on Redis."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from ..contract import ParkedTask, Rescue, Verification
+from .envelope import opened_entry, unsealed
+from .server import advice, dangers
+from .store import Census, Store
+from .worker_part import rescue
+
+#: Longer overdue, in seconds, and nobody seems to promote.
+_PATIENCE_SECONDS = 15.0
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Redis needs no declarations; this says so."""
+
+    name: str
+    server: str
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def lines(self, table: Callable[..., str]) -> list[str]:
+        return [f"{self.name}: nothing to declare, {self.server} can hold delayed messages"]
+
+
+@dataclass(frozen=True)
+class Status:
+    """What waits in Redis; times in seconds."""
+
+    name: str
+    waiting: int
+    next_due_within_seconds: float | None
+    overdue: int
+    overdue_seconds: float
+    parked: int
+
+    @classmethod
+    def of(cls, name: str, census: Census) -> Status:
+        next_ms = census.next_due_ms
+        return cls(
+            name,
+            census.waiting,
+            None if next_ms is None else next_ms / 1000,
+            census.overdue,
+            census.overdue_ms / 1000,
+            census.parked,
+        )
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def lines(self, table: Callable[..., str]) -> list[str]:
+        due = self.next_due_within_seconds
+        late = f", the first for {self.overdue_seconds:g} s" if self.overdue else ""
+        return [
+            f"waiting   {self.waiting}",
+            f"next due  {'-' if due is None else f'within {due:g} s'}",
+            f"overdue   {self.overdue}{late}",
+            f"parked    {self.parked}",
+        ]
+
+
+class RedisAdminPart:
+    """On one channel; see :class:`~celery_native_delay.transports.contract.AdminPart`."""
+
+    def __init__(self, channel: Any) -> None:
+        self._delays = channel.delays
+        self._store: Store = self._delays.store
+        self.name = self._delays.keys.space
+        self.parking = self._delays.keys.parked
+
+    def declare(self, queues: Sequence[Any]) -> Ready:
+        """Check the server; there is nothing to declare."""
+        return Ready(self.name, str(self._delays.prepare()))
+
+    def verify(self) -> Verification:
+        """Check the server, our keys, and that somebody promotes."""
+        self._delays.prepare()
+        server = self._delays.look()
+        keys = self._delays.keys
+        expected = {keys.due: "zset", keys.messages: "hash", keys.wake: "zset", keys.parked: "zset"}
+        differences = [
+            f"{key}: is a {kind}, expected a {expected[key]}"
+            for key, kind in self._store.kinds().items()
+            if kind != expected[key]
+        ]
+        if not differences:
+            differences += _compare(self.name, self._store.census())
+        differences += dangers(server)
+        unchecked = []
+        if server.policy is None or server.aof is None:
+            unchecked.append("maxmemory-policy and persistence: INFO does not tell them")
+        return Verification(differences, unchecked, list(advice(server)))
+
+    def status(self) -> Status:
+        """Count what waits and what is parked."""
+        return Status.of(self.name, self._store.census())
+
+    def purge(self) -> int:
+        return self._store.purge()
+
+    def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]]:
+        entries = self._store.peek_parked(limit=limit)
+        return self._store.census().parked, [_parked_task(entry) for entry in entries]
+
+    def requeue(self) -> Rescue:
+        return rescue(self._delays)
+
+    def purge_parked(self) -> int:
+        return self._store.purge_parked()
+
+
+def _compare(name: str, census: Census) -> list[str]:
+    differences = []
+    surplus = census.entries - census.waiting - census.parked
+    if surplus:
+        differences.append(
+            f"{name}: {abs(surplus)} message(s) {'without a due time' if surplus > 0 else 'lost'}"
+        )
+    if census.overdue_ms > _PATIENCE_SECONDS * 1000:
+        differences.append(
+            f"{name}: {census.overdue} message(s) overdue, the first for "
+            f"{census.overdue_ms / 1000:.0f} s: no installed worker and no "
+            f"`celery -A PROJ delay promote` is running"
+        )
+    return differences
+
+
+def _parked_task(entry: bytes) -> ParkedTask:
+    _, envelope = opened_entry(entry)
+    message = json.loads(envelope)
+    headers, delayed = unsealed(message.get("headers"), message["properties"])
+    info = message["properties"].get("delivery_info") or {}
+    due = None
+    if delayed is not None:
+        due = datetime.fromtimestamp(delayed.due_ms / 1000, UTC).isoformat(timespec="milliseconds")
+    return ParkedTask(
+        headers.get("task"), headers.get("id"), info.get("exchange"), info.get("routing_key"), due
+    )

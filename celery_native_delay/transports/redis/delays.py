@@ -1,0 +1,126 @@
+"""Delayed publishing on one channel: check the server once, then one atomic script a message."""
+
+from __future__ import annotations
+
+from time import time_ns
+from typing import Any
+from uuid import uuid4
+
+import redis
+from kombu.utils.json import dumps
+from redis.exceptions import ResponseError
+
+from ...core.due_time import check_reach
+from ...core.errors import NativeDelayError
+from ...core.settings import DelaySettings
+from .envelope import Destination, entry_of, milliseconds_up, sealed
+from .keys import Keys, member_of
+from .server import Server, check_server
+from .store import Store
+
+
+class Delays:
+    """Everything delayed delivery does on one Redis channel.
+
+    With a *refusal* nothing is delayed: whoever asks for it is told why.
+    """
+
+    def __init__(
+        self, channel: Any, settings: DelaySettings, *, refusal: NativeDelayError | None = None
+    ) -> None:
+        self.settings = settings
+        self.keys = Keys(channel.global_keyprefix or "", settings.namespace)
+        self._channel = channel
+        self._refusal = refusal
+        self._store: Store | None = None
+        self._server: Server | None = None
+
+    @property
+    def store(self) -> Store:
+        """The waiting messages, through the channel's own pool; kombu makes a new one on fork."""
+        pool = self._channel.pool
+        if self._store is None or self._store.client.connection_pool is not pool:
+            self._store = Store(redis.Redis(connection_pool=pool), self.keys)
+        return self._store
+
+    @property
+    def version(self) -> tuple[int, ...]:
+        """The server's version, () where it tells none."""
+        return self.prepare().version
+
+    def prepare(self) -> Server:
+        """Make sure that the server can hold delayed messages; asked once a channel.
+
+        Raises:
+            SettingsError, UnsupportedBroker: saying the way out.
+        """
+        if self._refusal is not None:
+            raise self._refusal
+        if self._server is None:
+            server = self.look()
+            check_server(server, prefix=self.keys.prefix)
+            self._server = server
+        return self._server
+
+    def look(self) -> Server:
+        """What the server says of itself now; little, where ``INFO`` is not allowed."""
+        try:
+            return Server.from_info(self.store.client.info())
+        except ResponseError:
+            return Server()
+
+    @staticmethod
+    def is_ahead(due_us: int) -> bool:
+        """Whether *due_us*, microseconds since the epoch, is still to come."""
+        return due_us > time_ns() // 1000
+
+    def publish(
+        self, message: dict[str, Any], destination: Destination, *, due_us: int, batch: Any = None
+    ) -> None:
+        """Store kombu's *message* for *destination*.
+
+        Args:
+            due_us: microseconds since the epoch.
+            batch: kombu's publish batch that is to send it with others, or None.
+
+        Raises:
+            DelayTooLong, UnsupportedBroker, SettingsError, BrokerFull, NotPermitted: nothing was
+                stored; the text says why and the way out.
+        """
+        self.prepare()
+        self._check_reach(due_us)
+        self._add(member_of(message, destination.keys[0]), message, destination, due_us, batch)
+
+    def put_back(self, message: dict[str, Any], destination: Destination, *, due_us: int) -> None:
+        """Let a received message, as it lay in its queue, wait (again) for *destination* alone.
+
+        It gets a new delivery tag: its present one is about to be acknowledged. It waits under
+        the present one, so that a second attempt changes nothing.
+        """
+        member = member_of(message, destination.keys[0])
+        properties = {**message["properties"], "delivery_tag": str(uuid4())}
+        self._check_reach(due_us)
+        self._add(member, {**message, "properties": properties}, destination, due_us)
+
+    def _add(
+        self,
+        member: str,
+        message: dict[str, Any],
+        destination: Destination,
+        due_us: int,
+        batch: Any = None,
+    ) -> None:
+        due_ms = milliseconds_up(due_us)
+        entry = entry_of(destination, dumps(sealed(message, due_ms=due_ms)))
+        if batch is None:
+            self.store.add(member, due_ms, entry)
+        else:
+            name, arguments = self.store.add_command(member, due_ms, entry)
+            batch.add(name, *arguments)
+
+    def _check_reach(self, due_us: int) -> None:
+        check_reach(
+            milliseconds_up(due_us - time_ns() // 1000),
+            max_units=round(self.settings.longest_delay_seconds * 1000),
+            resolution_ms=1,
+        )

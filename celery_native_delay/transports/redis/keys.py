@@ -1,0 +1,70 @@
+"""Every name that this package uses in Redis, and which entry is whose.
+
+Rule 1: all names are decided here. Rule 2: no I/O. Rule 3: a change in what the keys hold is a
+new VERSION beside the old one, never an edit: messages in production wait under the old names.
+"""
+
+from __future__ import annotations
+
+from base64 import urlsafe_b64encode
+from collections.abc import Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+VERSION = 1
+
+#: Bytes of the digest that tells messages of one task id apart: collisions stay out of reach,
+#: and a member with a UUID stays within 52 characters, the memory class that Redis rounds it to.
+_DIGEST_BYTES = 9
+
+
+@dataclass(frozen=True)
+class Keys:
+    """The keys of one namespace behind kombu's ``global_keyprefix``.
+
+    The prefix comes first, so that a hash tag in it (``{queue}:``) puts them into the slot of the
+    queues themselves.
+    """
+
+    prefix: str
+    namespace: str
+
+    @property
+    def space(self) -> str:
+        """What all keys begin with, without the last dot."""
+        return f"{self.prefix}{self.namespace}.v{VERSION}"
+
+    @property
+    def due(self) -> str:
+        """Sorted set: member → due time in milliseconds since the epoch."""
+        return f"{self.space}.due"
+
+    @property
+    def messages(self) -> str:
+        """Hash: member → destination and envelope, of what is due, waits or is parked."""
+        return f"{self.space}.messages"
+
+    @property
+    def wake(self) -> str:
+        """Sorted set with one member at most: something came that is due before all others."""
+        return f"{self.space}.wake"
+
+    @property
+    def parked(self) -> str:
+        """Sorted set: member → when its destination refused it, in milliseconds."""
+        return f"{self.space}.parked"
+
+
+def member_of(message: Mapping[str, Any], destination: str) -> str:
+    """The member under which *message* waits for *destination*: ``<task id>:<12 characters>``.
+
+    Not the task id alone, which a retry shares with the attempt before it; nor with the delivery
+    tag alone, which copies for several queues share. The same message has the same one again.
+    """
+    properties = message["properties"]
+    tag = str(properties["delivery_tag"])
+    headers = message.get("headers") or {}
+    name = headers.get("id") or properties.get("correlation_id") or tag
+    digest = blake2b(f"{tag}\n{destination}".encode(), digest_size=_DIGEST_BYTES).digest()
+    return f"{name}:{urlsafe_b64encode(digest).decode()}"

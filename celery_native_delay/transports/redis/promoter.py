@@ -1,0 +1,176 @@
+"""Hands over what is due: in every worker, or in a process of its own. No leader, no lock.
+
+A timer here leads to the next due time, because Redis itself looks for blocked clients that time
+out only every 100 ms. What comes meanwhile and is due sooner wakes one promoter up through an
+outstanding BZPOPMIN. If that one dies with its knowledge, the others look in time: nobody sleeps
+longer than :data:`LONGEST_SLEEP_SECONDS`.
+"""
+
+from __future__ import annotations
+
+import logging
+import selectors
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from socket import socketpair
+from threading import Event
+from time import monotonic
+from typing import Any
+
+from kombu.exceptions import KombuError
+from redis.exceptions import RedisError, TimeoutError
+
+from ...core.errors import NativeDelayError
+from .store import BATCH, Moved
+
+logger = logging.getLogger(__name__)
+
+LONGEST_SLEEP_SECONDS = 10.0
+
+#: A promoter that came too late to find anything comes this much later next time, doubled up to
+#: the longest, so that of many one does the work and the others stand by.
+FIRST_LAG_SECONDS = 0.001
+LONGEST_LAG_SECONDS = 0.05
+
+#: Seconds between attempts to reach the broker.
+FIRST_PAUSE_SECONDS = 0.1
+LONGEST_PAUSE_SECONDS = 5.0
+
+#: The promoter's own connection gives up on a server that answers nothing; kombu's never does.
+CONNECTION_OPTIONS = {
+    "socket_timeout": 10.0,
+    "socket_connect_timeout": 10.0,
+    "socket_keepalive": True,
+}
+
+#: Seconds that the server holds a BZPOPMIN; a later reply means that the connection is dead.
+_BLOCK_SECONDS = 30
+_GRACE_SECONDS = 15.0
+
+
+class Promoter:
+    """See the module's docstring. *promoted* and *parked* count messages so far."""
+
+    def __init__(self, connect: Callable[..., Any]) -> None:
+        """*connect* makes a kombu connection, given its ``transport_options``."""
+        self.promoted = 0
+        self.parked = 0
+        self._connect = connect
+        self._stopping = Event()
+        self._stop_reader, self._stop_writer = socketpair()
+        self._stop_writer.setblocking(False)
+        self._pause_seconds = FIRST_PAUSE_SECONDS
+
+    def run(self) -> None:
+        """Promote until :meth:`stop`; a lost connection is made again, however long it takes."""
+        while not self._stopping.is_set():
+            try:
+                with self._connected() as (channel, alarm):
+                    self._promote(channel, alarm)
+            except Exception as exc:  # the loop must outlive whatever the network brings
+                expected = isinstance(exc, NativeDelayError | RedisError | KombuError | OSError)
+                logger.warning(
+                    "native delay: promoting stopped, next attempt in %.1f s: %s: %s",
+                    self._pause_seconds,
+                    type(exc).__name__,
+                    exc,
+                    exc_info=not expected,
+                )
+                self._stopping.wait(self._pause_seconds)
+                self._pause_seconds = min(self._pause_seconds * 2, LONGEST_PAUSE_SECONDS)
+        self._stop_reader.close()
+
+    def stop(self) -> None:
+        """Have :meth:`run` return soon; from any thread or signal handler."""
+        self._stopping.set()
+        with suppress(OSError):
+            self._stop_writer.send(b"\0")
+
+    @contextmanager
+    def _connected(self) -> Iterator[tuple[Any, _Alarm]]:
+        with self._connect(transport_options=CONNECTION_OPTIONS) as connection:
+            connection.ensure_connection(max_retries=1)
+            channel = connection.default_channel
+            channel.delays.prepare()
+            alarm = _Alarm(channel.pool.make_connection(), channel.delays.keys.wake)
+            try:
+                alarm.arm(self._stop_reader)
+                yield channel, alarm
+            finally:
+                alarm.close()
+
+    def _promote(self, channel: Any, alarm: _Alarm) -> None:
+        store, version = channel.delays.store, channel.delays.version
+        lag_seconds = 0.0
+        expecting = False
+        while not self._stopping.is_set():
+            moved = store.promote(version=version)
+            self._count(moved)
+            if moved.taken:
+                lag_seconds = 0.0
+            elif expecting:
+                lag_seconds = min(max(lag_seconds * 2, FIRST_LAG_SECONDS), LONGEST_LAG_SECONDS)
+            if moved.taken == BATCH:
+                continue
+            due_seconds = None if moved.wait_ms is None else moved.wait_ms / 1000 + lag_seconds
+            expecting = due_seconds is not None and due_seconds < LONGEST_SLEEP_SECONDS
+            woken = alarm.wait(due_seconds if expecting else LONGEST_SLEEP_SECONDS)
+            if woken:
+                # Nobody else knows of what has come.
+                lag_seconds = 0.0
+                expecting = False
+
+    def _count(self, moved: Moved) -> None:
+        if self._pause_seconds > FIRST_PAUSE_SECONDS:
+            logger.info("native delay: promoting again")
+            self._pause_seconds = FIRST_PAUSE_SECONDS
+        self.promoted += moved.delivered
+        self.parked += moved.parked
+        if moved.parked:
+            logger.error(
+                "native delay: parked %d message(s), their destination refused them: %s; see "
+                "`celery -A PROJ delay parked list`",
+                moved.parked,
+                moved.refusal,
+            )
+
+
+class _Alarm:
+    """A connection with an outstanding BZPOPMIN on the wake-up marker."""
+
+    def __init__(self, connection: Any, key: str) -> None:
+        self._connection = connection
+        self._key = key
+        self._asked_at = 0.0
+        self._selector = selectors.DefaultSelector()
+
+    def arm(self, stop_reader: Any) -> None:
+        """Connect and ask; *stop_reader* ends a wait as well."""
+        self._connection.connect()
+        self._selector.register(self._connection._sock, selectors.EVENT_READ, self)
+        self._selector.register(stop_reader, selectors.EVENT_READ)
+        self._ask()
+
+    def wait(self, seconds: float | None) -> bool:
+        """Wait at most *seconds*; True if something came that may be due sooner.
+
+        Raises:
+            TimeoutError: the server owes an answer for too long.
+        """
+        events = self._selector.select(seconds)
+        # TLS may have had something to read that is no reply.
+        if any(key.data is self for key, _ in events) and self._connection.can_read(timeout=0):
+            reply = self._connection.read_response()
+            self._ask()
+            return reply is not None
+        if monotonic() - self._asked_at > _BLOCK_SECONDS + _GRACE_SECONDS:
+            raise TimeoutError("no answer to BZPOPMIN")
+        return False
+
+    def close(self) -> None:
+        self._selector.close()
+        self._connection.disconnect()
+
+    def _ask(self) -> None:
+        self._connection.send_command("BZPOPMIN", self._key, _BLOCK_SECONDS)
+        self._asked_at = monotonic()

@@ -1,0 +1,74 @@
+"""What a worker does for Redis: promote, take in what came too early, try what is parked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ...core.errors import NativeDelayError
+from ...core.settings import DelaySettings
+from ..contract import Early, Rescue
+from .promoter import Promoter
+from .server import dangers
+from .store import BATCH
+
+#: At most this many scripts per round, so that a dead destination costs little.
+_ROUND = 100
+
+
+class RedisWorkerPart:
+    """On one channel; see :class:`~celery_native_delay.transports.contract.WorkerPart`."""
+
+    def __init__(self, channel: Any, settings: DelaySettings) -> None:
+        self.settings = settings
+        self._channel = channel
+        self._delays = channel.delays
+
+    def prepare(self, where: str) -> str:
+        """Make sure that the server can hold delayed messages; nothing has to be declared."""
+        server = self._delays.prepare()
+        census = self._delays.store.census()
+        return (
+            f"{where} ({server}) holds delayed tasks under {self._delays.keys.space}: "
+            f"{census.waiting} waiting, {census.parked} parked; promoting in this worker; longest "
+            f"delay {self.settings.longest_delay_seconds / 86400:.0f} days; adopting "
+            f"{'on' if self.settings.adopt else 'off'}"
+        )
+
+    def dangers(self) -> list[str]:
+        """An eviction policy that may drop keys; no append-only file."""
+        return list(dangers(self._delays.look()))
+
+    def put_back(self, early: Sequence[Early]) -> list[tuple[Early, NativeDelayError]]:
+        """Store messages again for the queues they came from."""
+        refused = []
+        for task in early:
+            message = task.message._raw
+            destination = self._channel.destination(task.queue, message)
+            try:
+                self._delays.put_back(message, destination, due_us=task.due_us)
+            except NativeDelayError as exc:
+                refused.append((task, exc))
+        return refused
+
+    def rescue(self) -> Rescue:
+        """Push every parked message once more; several processes may be at it."""
+        return rescue(self._delays)
+
+    def promoter(self, connect: Callable[..., Any]) -> Promoter:
+        """Hands over what is due, on a connection of its own."""
+        return Promoter(connect)
+
+
+def rescue(delays: Any) -> Rescue:
+    """Try what is parked now; what is refused again stays parked."""
+    store, version = delays.store, delays.version
+    outcome = Rescue()
+    before_ms = store.now_ms()
+    for _ in range(_ROUND):
+        moved = store.rescue(version=version, before_ms=before_ms)
+        outcome.delivered += moved.delivered
+        outcome.still_parked += moved.parked
+        if moved.taken < BATCH:
+            break
+    return outcome
