@@ -16,6 +16,7 @@ from celery_native_delay.testing import (
     require_rabbitmq,
     vhost_name,
 )
+from tests.private_redis import PrivateRedis, private_redis, require_redis
 
 IN_CI = os.environ.get("CI") == "true"
 TEST_43 = IN_CI or os.environ.get("NATIVE_DELAY_TEST_43") == "1"
@@ -79,3 +80,26 @@ def vhost_url(rabbitmq: PrivateRabbitMQ) -> Iterator[str]:
 def vhost(vhost_url: str) -> str:
     """The name of this test's virtual host, as the management API wants it."""
     return vhost_name(vhost_url)
+
+
+@pytest.fixture(scope="session")
+def shared_redis() -> Iterator[PrivateRedis]:
+    """The Redis that all tests share; do not stop it."""
+    require_redis()
+    with private_redis() as server:
+        yield server
+
+
+@pytest.fixture
+def redis_server(shared_redis: PrivateRedis) -> PrivateRedis:
+    """The shared Redis, emptied for this test."""
+    shared_redis.client.flushall()
+    return shared_redis
+
+
+@pytest.fixture
+def own_redis() -> Iterator[PrivateRedis]:
+    """A Redis that this test may stop, fill or configure."""
+    require_redis()
+    with private_redis() as server:
+        yield server

@@ -79,6 +79,7 @@ class Promoter:
                 self._stopping.wait(self._pause_seconds)
                 self._pause_seconds = min(self._pause_seconds * 2, LONGEST_PAUSE_SECONDS)
         self._stop_reader.close()
+        self._stop_writer.close()
 
     def stop(self) -> None:
         """Have :meth:`run` return soon; from any thread or signal handler."""

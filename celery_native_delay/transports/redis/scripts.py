@@ -20,8 +20,8 @@ end
 #: KEYS source (due, or parked), messages, parked. ARGV limit, highest score or '' for now.
 #: Returns taken, delivered, parked, ms until the source's next one (-1: none), the last refusal.
 #:
-#: ZREM is the first write because it needs no memory: a script that has written once may go on
-#: writing although maxmemory is reached, on servers that do not know allow-oom, too.
+#: ZREMRANGEBYRANK is the first write because it needs no memory: a script that has written once may
+#: go on writing although maxmemory is reached, on servers that do not know allow-oom, too.
 MOVE_ON = """
 local source, messages, parking = KEYS[1], KEYS[2], KEYS[3]
 local time = redis.call('TIME')
@@ -87,7 +87,7 @@ local function finish(run)
 end
 
 if #members > 0 then
-    redis.call('ZREM', source, unpack(members))
+    redis.call('ZREMRANGEBYRANK', source, 0, #members - 1)
     local entries = redis.call('HMGET', messages, unpack(members))
     local run
     for index, member in ipairs(members) do
@@ -121,6 +121,22 @@ return {#members, delivered, parked, wait, refusal}
 #: In front of MOVE_ON where the server knows script flags (Redis 7): what waits must drain while
 #: maxmemory keeps everybody else from writing.
 ALLOW_OOM = "#!lua flags=allow-oom\n"
+
+#: KEYS due, messages, parked. Returns waiting, parked, entries, overdue, ms until the next is due
+#: (below 0: since it was; '' if nothing waits). A script, because a transaction is refused while
+#: maxmemory is reached, reading ones too.
+CENSUS = """
+local time = redis.call('TIME')
+local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+local first = redis.call('ZRANGE', KEYS[1], 0, 0, 'WITHSCORES')
+return {
+    redis.call('ZCARD', KEYS[1]),
+    redis.call('ZCARD', KEYS[3]),
+    redis.call('HLEN', KEYS[2]),
+    redis.call('ZCOUNT', KEYS[1], '-inf', now),
+    first[2] and tonumber(first[2]) - now or '',
+}
+"""
 
 #: KEYS sorted set, messages. ARGV limit. Returns how many entries it threw away.
 DISCARD = """

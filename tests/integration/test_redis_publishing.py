@@ -1,0 +1,421 @@
+"""Delayed publishing through plain kombu over Redis: as undelayed, only later."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from kombu import Connection, Exchange, Queue
+from kombu.transport import redis as kombu_redis
+
+from celery_native_delay import (
+    BrokerFull,
+    DelayTooLong,
+    InvalidDueTime,
+    SettingsError,
+    UnsupportedBroker,
+    delay_headers,
+)
+from celery_native_delay.core.delayed import HEADER
+from celery_native_delay.transports.redis.server import Server
+from tests.integration.redis_traffic import (
+    NEW,
+    PATIENCE_SECONDS,
+    connector,
+    delaying,
+    delays_of,
+    eta_in,
+    inbox,
+    promoting,
+    publish,
+    store_of,
+)
+from tests.private_redis import PrivateRedis
+from tests.waiting import wait_until
+
+WITH_BATCH = hasattr(kombu_redis, "PublishBatch")  # kombu 5.7
+
+
+def promote_all(connection: Any) -> int:
+    """Hand over what is due now; how many."""
+    return store_of(connection).promote(version=NEW).delivered
+
+
+def make_due(connection: Any) -> None:
+    """Let time pass for all that waits."""
+    store = store_of(connection)
+    for member in store.client.zrange(store.keys.due, 0, -1):
+        store.client.zadd(store.keys.due, {member: 0})
+
+
+def lists(server: PrivateRedis) -> dict[str, list[Any]]:
+    """Every list on the server, its envelopes decoded but for what differs by nature."""
+    found = {}
+    for key in server.client.scan_iter():
+        if server.client.type(key) == b"list":
+            envelopes = [json.loads(raw) for raw in server.client.lrange(key, 0, -1)]
+            for envelope in envelopes:
+                envelope["properties"].pop("delivery_tag")
+                envelope["headers"].pop("eta", None)
+                envelope["headers"].pop(HEADER, None)
+            found[key.decode()] = envelopes
+    return found
+
+
+# ---- parity ------------------------------------------------------------------------------------
+
+TOPIC = Exchange("shop", type="topic")
+DIRECT = Exchange("billing", type="direct")
+QUEUES = [
+    Queue("default"),
+    Queue("orders", TOPIC, routing_key="orders.#"),
+    Queue("news", TOPIC, routing_key="*.new"),
+    Queue("invoices", DIRECT, routing_key="invoice"),
+    Queue("copies", DIRECT, routing_key="invoice"),
+]
+
+ROUTES: dict[str, dict[str, Any]] = {
+    "default exchange": {"routing_key": "default"},
+    "a queue nobody declared": {"routing_key": "nobody"},
+    "topic": {"exchange": TOPIC, "routing_key": "orders.today.late"},
+    "topic, two queues": {"exchange": TOPIC, "routing_key": "orders.new"},
+    "topic, no queue": {"exchange": TOPIC, "routing_key": "parcels"},
+    "direct, two queues": {"exchange": DIRECT, "routing_key": "invoice"},
+}
+
+
+@pytest.mark.parametrize("prefix", ["", "pfx:", "{queue}:"])
+@pytest.mark.parametrize("priority", [None, 0, 3, 5, 6, 9])
+@pytest.mark.parametrize("route", ROUTES)
+def test_a_delayed_message_goes_where_the_immediate_one_goes(
+    redis_server: PrivateRedis, route: str, priority: int | None, prefix: str
+) -> None:
+    found = []
+    for delayed in (False, True):
+        redis_server.client.flushall()
+        options = {"global_keyprefix": prefix} if prefix else {}
+        with delaying(redis_server.url, transport_options=options) as connection:
+            for queue in QUEUES:
+                queue(connection.default_channel).declare()
+            body = {"text": "äöü", "empty": [], "big": 12345678901234567}
+            headers = {"id": "task-1", "customer": {"n": 1.0}}
+            connection.Producer().publish(
+                body,
+                headers=headers | ({"eta": eta_in(60)} if delayed else {}),
+                priority=priority,
+                correlation_id="c-1",
+                **ROUTES[route],
+            )
+            if delayed:
+                assert lists(redis_server) == {}
+                make_due(connection)
+                promote_all(connection)
+                assert store_of(connection).census().entries == 0
+            found.append(lists(redis_server))
+    assert found[0] == found[1]
+
+
+def test_a_received_message_looks_as_if_it_had_not_waited(redis_server: PrivateRedis) -> None:
+    headers = {"customer": 7, **delay_headers(countdown=0.2)}
+    with (
+        promoting(connector(redis_server.url)),
+        delaying(redis_server.url) as connection,
+        inbox(connection, "jobs") as received,
+    ):
+        connection.Producer().publish("hello", routing_key="jobs", headers=headers)
+        (arrival,) = received.wait_for(1)
+        assert arrival.body == "hello"
+        assert arrival.message.headers == headers
+        assert arrival.message.delivery_info == {"exchange": "", "routing_key": "jobs"}
+        delayed = arrival.message.native_delay
+        assert delayed.due_ms == pytest.approx(arrival.at * 1000, abs=5000)
+        assert (delayed.exchange, delayed.routing_key) == ("", "jobs")
+        assert arrival.message.consumed_from == "jobs"
+        assert arrival.lateness_seconds + 0.001 >= 0
+        connection.Producer().publish("undelayed", routing_key="jobs")
+        received.arrivals.clear()
+        assert received.wait_for(1)[0].message.native_delay is None
+
+
+def test_retries_of_one_task_wait_side_by_side(redis_server: PrivateRedis) -> None:
+    """They share the task id."""
+    with delaying(redis_server.url) as connection:
+        for attempt in range(3):
+            publish(connection, attempt, "jobs", delay=60, headers={"id": "task-1"})
+        store = store_of(connection)
+        assert store.census().waiting == 3
+        members = [member.decode() for member in store.client.zrange(store.keys.due, 0, -1)]
+        assert all(member.startswith("task-1:") for member in members)
+
+
+def test_a_plain_consumer_gets_what_was_promoted(redis_server: PrivateRedis) -> None:
+    with (
+        promoting(connector(redis_server.url)),
+        delaying(redis_server.url) as connection,
+        Connection(redis_server.url) as plain,
+        inbox(plain, "jobs") as received,
+    ):
+        publish(connection, "hello", "jobs", delay=0.2)
+        (arrival,) = received.wait_for(1)
+        assert arrival.body == "hello"
+
+
+def test_what_is_returned_unacknowledged_does_not_wait_again(redis_server: PrivateRedis) -> None:
+    with delaying(redis_server.url) as connection:
+        channel = connection.default_channel
+        publish(connection, "hello", "jobs", delay=60)
+        make_due(connection)
+        promote_all(connection)
+        message = channel.basic_get("jobs")
+        assert message.headers["eta"] > datetime.now(UTC).isoformat()
+        message.requeue()
+        again = channel.basic_get("jobs")
+        assert again.native_delay == message.native_delay, "and still tells of its wait"
+        assert again.headers["redelivered"] is True
+        assert store_of(connection).census().waiting == 0
+
+
+def test_a_trace_that_somebody_took_along_is_none(redis_server: PrivateRedis) -> None:
+    """A plain worker sends unknown headers again with a retry."""
+    with delaying(redis_server.url) as connection, Connection(redis_server.url) as plain:
+        trace = {HEADER: {"v": 1, "due": 1}}
+        publish(plain, "hello", "jobs", headers=trace | {"eta": eta_in(60)})
+        message = connection.default_channel.basic_get("jobs")
+        assert message.native_delay is None
+        assert HEADER not in message.headers
+        publish(connection, "hello", "jobs", headers=trace, delay=60)
+        make_due(connection)
+        promote_all(connection)
+        assert connection.default_channel.basic_get("jobs").native_delay is not None
+
+
+def test_a_broadcast_reaches_those_who_listen_when_it_is_due(redis_server: PrivateRedis) -> None:
+    news = Exchange("news", type="fanout")
+    with (
+        promoting(connector(redis_server.url)),
+        delaying(redis_server.url) as connection,
+        delaying(redis_server.url) as other,
+        inbox(connection, Queue("news-1", news)) as one,
+        inbox(other, Queue("news-2", news)) as two,
+    ):
+        # Subscribing happens while draining.
+        for receiver in (one, two):
+            receiver.receive_until(lambda: False, timeout_seconds=0.3)
+        publish(connection, "hello", "", exchange=news, delay=0.5)
+        assert not one.arrivals
+        (arrival,) = one.wait_for(1)
+        assert arrival.body == "hello"
+        assert arrival.lateness_seconds >= -0.001
+        assert arrival.message.consumed_from == ""
+        two.wait_for(1)
+
+
+# ---- never early -------------------------------------------------------------------------------
+
+
+def test_never_early_and_hardly_late(redis_server: PrivateRedis) -> None:
+    with (
+        promoting(connector(redis_server.url)) as promoter,
+        delaying(redis_server.url) as connection,
+        inbox(connection, "jobs") as received,
+    ):
+        for number in range(200):
+            publish(connection, number, "jobs", delay=0.3 + number * 0.0037)
+        arrivals = received.wait_for(200)
+        assert min(arrival.lateness_seconds for arrival in arrivals) >= -0.001
+        assert sorted(arrival.body for arrival in arrivals) == list(range(200))
+        assert promoter.promoted == 200
+
+
+@pytest.mark.parametrize("eta", [datetime(2020, 1, 1, tzinfo=UTC).isoformat(), None, "no date"])
+def test_what_is_due_already_or_never_is_published_at_once(
+    redis_server: PrivateRedis, eta: str | None
+) -> None:
+    with delaying(redis_server.url) as connection:
+        publish(connection, "hello", "jobs", headers={"eta": eta})
+        assert connection.default_channel.basic_get("jobs") is not None
+
+
+# ---- kombu's own options -----------------------------------------------------------------------
+
+
+def test_a_queue_that_expires_lives_as_long_after_a_delayed_message(
+    redis_server: PrivateRedis,
+) -> None:
+    if not WITH_BATCH:
+        pytest.skip("kombu 5.7 brought x-expires to Redis")
+    queue = Queue("short", expires=50)
+    with delaying(redis_server.url) as connection:
+        queue(connection.default_channel).declare()
+        publish(connection, "hello", "short", delay=60, priority=9)
+        make_due(connection)
+        promote_all(connection)
+        (key,) = redis_server.client.keys("short*")
+        assert 40_000 < redis_server.client.pttl(key) <= 50_000
+
+
+@pytest.mark.skipif(not WITH_BATCH, reason="kombu 5.7 brought batches")
+@pytest.mark.parametrize("prefix", ["", "pfx:"])
+def test_a_batch_delays_what_is_to_be_delayed(redis_server: PrivateRedis, prefix: str) -> None:
+    options = {"global_keyprefix": prefix} if prefix else {}
+    with delaying(redis_server.url, transport_options=options) as connection:
+        producer = connection.Producer()
+        with producer.batch():
+            for number in range(10):
+                producer.publish(number, routing_key="jobs")
+                producer.publish(number, routing_key="jobs", headers={"eta": eta_in(60)})
+            assert store_of(connection).census().waiting == 0, "sent with the batch"
+        assert store_of(connection).census().waiting == 10
+        assert redis_server.client.llen(f"{prefix}jobs") == 10
+        make_due(connection)
+        assert promote_all(connection) == 10
+        assert redis_server.client.llen(f"{prefix}jobs") == 20
+
+
+@pytest.mark.skipif(not WITH_BATCH, reason="kombu 5.7 brought batches")
+def test_a_batch_that_is_given_up_delays_nothing(redis_server: PrivateRedis) -> None:
+    with delaying(redis_server.url) as connection:
+        producer = connection.Producer()
+
+        def change_ones_mind() -> None:
+            with producer.batch():
+                producer.publish(1, routing_key="jobs", headers={"eta": eta_in(60)})
+                raise LookupError
+
+        with pytest.raises(LookupError):
+            change_ones_mind()
+        assert store_of(connection).census().entries == 0
+
+
+def test_over_a_unix_socket(redis_server: PrivateRedis) -> None:
+    with (
+        promoting(connector(redis_server.socket_url)),
+        delaying(redis_server.socket_url) as connection,
+        inbox(connection, "jobs") as received,
+    ):
+        publish(connection, "hello", "jobs", delay=0.2)
+        received.wait_for(1)
+
+
+def test_two_databases_and_two_namespaces_never_meet(redis_server: PrivateRedis) -> None:
+    with (
+        delaying(redis_server.url) as zero,
+        delaying(redis_server.url[:-1] + "1") as one,
+        delaying(redis_server.url, namespace="other") as other,
+    ):
+        publish(zero, "hello", "jobs", delay=60)
+        assert [store_of(each).census().waiting for each in (zero, one, other)] == [1, 0, 0]
+
+
+def test_without_the_option_it_is_kombus_own(redis_server: PrivateRedis) -> None:
+    for options in ({}, {"native_delay": False}, {"native_delay": {"enabled": False}}):
+        with Connection(redis_server.url, transport_options=options) as connection:
+            assert type(connection.default_channel) is kombu_redis.Channel
+            publish(connection, "hello", "jobs", delay=60)
+            message = connection.default_channel.basic_get("jobs", no_ack=True)
+            assert message.headers.keys() == {"eta"}
+
+
+# ---- refusals ----------------------------------------------------------------------------------
+
+
+def assert_nothing_sent(server: PrivateRedis) -> None:
+    assert server.client.keys() == []
+
+
+def test_beyond_the_longest_delay(redis_server: PrivateRedis) -> None:
+    with delaying(redis_server.url, levels=4, resolution=1) as connection:
+        with pytest.raises(DelayTooLong, match=r"exceeds the longest delay of 15\.000 s"):
+            publish(connection, "hello", "jobs", delay=20)
+        assert_nothing_sent(redis_server)
+        publish(connection, "hello", "jobs", delay=14)
+
+
+def test_an_eta_that_is_no_date(redis_server: PrivateRedis) -> None:
+    with delaying(redis_server.url) as connection:
+        with pytest.raises(InvalidDueTime):
+            publish(connection, "hello", "jobs", headers={"task": "t", "eta": "soon"})
+        assert_nothing_sent(redis_server)
+
+
+def test_a_misconfigured_connection_sends_what_is_immediate_and_says_why_not_the_rest(
+    redis_server: PrivateRedis,
+) -> None:
+    with delaying(redis_server.url, levels=0) as connection:
+        publish(connection, "hello", "jobs")
+        assert connection.default_channel.basic_get("jobs", no_ack=True) is not None
+        with pytest.raises(SettingsError, match="native_delay_levels"):
+            publish(connection, "hello", "jobs", delay=1)
+        assert_nothing_sent(redis_server)
+
+
+@pytest.mark.parametrize(
+    "server",
+    [Server(version=(6, 0, 16)), Server(version=(7, 0, 15), cluster=True)],
+    ids=["old", "cluster"],
+)
+def test_a_server_that_cannot_hold_messages_is_refused_on_every_publish(
+    redis_server: PrivateRedis, monkeypatch: pytest.MonkeyPatch, server: Server
+) -> None:
+    with delaying(redis_server.url) as connection:
+        monkeypatch.setattr(type(delays_of(connection)), "look", lambda self: server)
+        for _ in range(2):
+            with pytest.raises(UnsupportedBroker):
+                publish(connection, "hello", "jobs", delay=60)
+        assert_nothing_sent(redis_server)
+
+
+def test_a_full_server_refuses_and_hands_over(own_redis: PrivateRedis) -> None:
+    """The whole way: publishing raises, what waits arrives, and then there is room again."""
+    with delaying(own_redis.url) as connection:
+        for number in range(20):
+            publish(connection, number, "jobs", delay=0.5)
+        own_redis.client.config_set("maxmemory", 1)
+        with pytest.raises(BrokerFull, match="nothing was sent"):
+            publish(connection, "one more", "jobs", delay=0.5)
+        with promoting(connector(own_redis.url)) as promoter:
+            wait_until(lambda: promoter.promoted == 20, timeout_seconds=PATIENCE_SECONDS)
+            own_redis.client.config_set("maxmemory", 0)
+            publish(connection, "again", "jobs", delay=0.1)
+            # kombu's own consumers write as well, and cannot before there is room.
+            with inbox(connection, "jobs") as received:
+                received.wait_for(21)
+
+
+def test_without_info_it_goes_on(redis_server: PrivateRedis) -> None:
+    """Proxies and strict ACLs do not tell; the script for old servers works everywhere."""
+    client = redis_server.client
+    client.execute_command(*["ACL", "SETUSER", "shy", "on", ">shy", "~*", "&*", "+@all", "-info"])
+    url = redis_server.url.replace("//", "//shy:shy@")
+    with (
+        promoting(connector(url)),
+        delaying(url) as connection,
+        inbox(connection, "jobs") as received,
+    ):
+        publish(connection, "hello", "jobs", delay=0.2)
+        received.wait_for(1)
+        assert delays_of(connection).version == ()
+    client.execute_command("ACL", "DELUSER", "shy")
+
+
+def test_put_back_waits_once_however_often_it_is_put_back(redis_server: PrivateRedis) -> None:
+    due = datetime.now(UTC) + timedelta(seconds=60)
+    due_us = int(due.timestamp() * 1_000_000)
+    with delaying(redis_server.url) as connection, Connection(redis_server.url) as plain:
+        publish(plain, "hello", "jobs", headers={"id": "1", "eta": due.isoformat()}, priority=9)
+        channel = connection.default_channel
+        message = channel.basic_get("jobs")
+        for _ in range(2):
+            destination = channel.destination("jobs", message._raw)
+            delays_of(connection).put_back(message._raw, destination, due_us=due_us)
+        assert store_of(connection).census().waiting == 1
+        message.ack()
+        make_due(connection)
+        promote_all(connection)
+        again = channel.basic_get("jobs")
+        assert again.delivery_tag != message.delivery_tag, "acknowledging one is not the other"
+        assert again.decode() == "hello"
+        assert again.properties["priority"] == 9
+        assert again.native_delay is not None

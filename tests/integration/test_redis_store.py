@@ -1,0 +1,265 @@
+"""What waits in Redis: stored whole, handed over when due, never lost to a destination gone bad."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from celery_native_delay import BrokerFull, NotPermitted
+from celery_native_delay.transports.redis.envelope import Destination, entry_of
+from celery_native_delay.transports.redis.keys import Keys
+from celery_native_delay.transports.redis.store import BATCH, Store
+from tests.integration.redis_traffic import NEW, OLD
+from tests.private_redis import PrivateRedis
+
+KEYS = Keys("", "tests")
+
+#: What cjson would not bring back as it was.
+ENVELOPE = json.dumps({"a": [], "f": 1.0, "big": 12345678901234567, "text": "äöü\n\x00"})
+
+
+@pytest.fixture
+def store(redis_server: PrivateRedis) -> Store:
+    return Store(redis_server.client, KEYS)
+
+
+@pytest.fixture(params=[NEW, OLD], ids=["with script flags", "without"])
+def version(request: pytest.FixtureRequest) -> tuple[int, ...]:
+    """Which script promotes; that for Redis 6.2 runs on newer ones, too."""
+    found: tuple[int, ...] = request.param
+    return found
+
+
+def add(store: Store, name: str, *, to: str = "jobs", in_ms: int = 0, **more: Any) -> None:
+    """Store an envelope that is its name."""
+    store.add(name, store.now_ms() + in_ms, entry_of(Destination((to,), **more), name))
+
+
+def queue(store: Store, name: str = "jobs") -> list[str]:
+    """A queue's envelopes in the order in which a consumer would get them."""
+    return [envelope.decode() for envelope in reversed(store.client.lrange(name, 0, -1))]
+
+
+def test_a_due_message_is_handed_over_byte_for_byte(store: Store, version: tuple[int, ...]) -> None:
+    store.add("one", store.now_ms(), entry_of(Destination(("jobs",)), ENVELOPE))
+    moved = store.promote(version=version)
+    assert (moved.taken, moved.delivered, moved.parked, moved.wait_ms) == (1, 1, 0, None)
+    assert queue(store) == [ENVELOPE]
+    assert store.client.keys("tests.*") == [b"tests.v1.wake"]
+
+
+def test_what_is_not_due_stays_and_says_how_long(store: Store, version: tuple[int, ...]) -> None:
+    add(store, "late", in_ms=60_000)
+    moved = store.promote(version=version)
+    assert moved.taken == 0
+    assert moved.wait_ms is not None
+    assert 50_000 < moved.wait_ms <= 60_000
+    assert queue(store) == []
+
+
+def test_messages_come_in_the_order_of_their_due_times(store: Store) -> None:
+    for name, past_ms in (("third", 1000), ("first", 3000), ("second", 2000)):
+        add(store, name, in_ms=-past_ms)
+    store.promote(version=NEW)
+    assert queue(store) == ["first", "second", "third"]
+
+
+def test_a_batch_is_full_until_the_last(store: Store) -> None:
+    for number in range(BATCH + 1):
+        add(store, f"{number:03}")
+    assert [store.promote(version=NEW).taken for _ in range(3)] == [BATCH, 1, 0]
+    assert len(queue(store)) == BATCH + 1
+
+
+@pytest.mark.parametrize("key", ["with space", "line\nbreak", "jobs\x06\x163", "ünïcode", "{x}:y"])
+def test_a_queue_may_have_any_name(store: Store, key: str) -> None:
+    add(store, "one", to=key)
+    add(store, "two", to="jobs")
+    store.promote(version=NEW)
+    assert queue(store, key) == ["one"]
+    assert queue(store) == ["two"]
+
+
+def test_adding_again_is_the_same_as_adding_once(store: Store) -> None:
+    """A client that lost the answer asks again."""
+    due_ms = store.now_ms()
+    for _ in range(2):
+        store.add("one", due_ms, entry_of(Destination(("jobs",)), "one"))
+    assert store.promote(version=NEW).delivered == 1
+
+
+def test_a_due_time_without_its_entry_is_passed_over(store: Store) -> None:
+    add(store, "one")
+    store.client.zadd(KEYS.due, {"nobody": 0})
+    moved = store.promote(version=NEW)
+    assert (moved.taken, moved.delivered, moved.parked) == (2, 1, 0)
+    assert store.census().waiting == 0
+
+
+# ---- the wake-up marker ------------------------------------------------------------------------
+
+
+def test_only_what_comes_first_of_all_touches_the_marker(store: Store) -> None:
+    def marked() -> bool:
+        return bool(store.client.zpopmin(KEYS.wake))
+
+    add(store, "first", in_ms=1000)
+    assert marked()
+    add(store, "later", in_ms=2000)
+    assert not marked()
+    add(store, "sooner", in_ms=500)
+    assert marked()
+
+
+# ---- destinations that refuse ------------------------------------------------------------------
+
+
+def test_a_destination_of_the_wrong_type_is_parked_and_the_rest_goes_on(
+    store: Store, version: tuple[int, ...]
+) -> None:
+    store.client.set("poison", "no list")
+    for number in range(10):
+        add(store, f"bad {number}", to="poison")
+        add(store, f"good {number}")
+    moved = store.promote(version=version)
+    assert (moved.taken, moved.delivered, moved.parked) == (20, 10, 10)
+    assert "WRONGTYPE" in moved.refusal
+    assert queue(store) == [f"good {number}" for number in range(10)]
+    assert store.census().parked == 10
+    assert store.promote(version=version).taken == 0, "nothing is tried again and again"
+
+
+def test_parked_messages_are_rescued_when_their_destination_is_back(
+    store: Store, version: tuple[int, ...]
+) -> None:
+    store.client.set("poison", "no list")
+    add(store, "one", to="poison")
+    store.promote(version=version)
+    before_ms = store.now_ms() + 1
+    moved = store.rescue(version=version, before_ms=before_ms)
+    assert (moved.taken, moved.delivered, moved.parked) == (1, 0, 1)
+    store.client.delete("poison")
+    moved = store.rescue(version=version, before_ms=store.now_ms() + 1)
+    assert moved.delivered == 1
+    assert queue(store, "poison") == ["one"]
+    assert store.census().entries == 0
+
+
+def test_a_broadcast_reaches_whoever_listens_when_it_is_due(store: Store) -> None:
+    pubsub = store.client.pubsub()
+    pubsub.subscribe("/0.news", "/{db}.news")
+    for _ in range(2):
+        assert pubsub.get_message(timeout=5)["type"] == "subscribe"
+    destination = Destination(("/0.news", "/{db}.news"), broadcast=True)
+    store.add("one", store.now_ms(), entry_of(destination, "hello"))
+    assert store.promote(version=NEW).delivered == 1
+    heard = [pubsub.get_message(timeout=5) for _ in range(2)]
+    assert [(item["channel"], item["data"]) for item in heard] == [
+        (b"/0.news", b"hello"),
+        (b"/{db}.news", b"hello"),
+    ]
+    pubsub.close()
+
+
+def test_a_queue_with_a_ttl_is_prolonged_with_all_its_steps(store: Store) -> None:
+    store.client.lpush("jobs:9", "another")
+    store.client.lpush("other", "not ours")
+    destination = Destination(("jobs", "jobs:3", "jobs:9"), ttl_ms=50_000)
+    store.add("one", store.now_ms(), entry_of(destination, "one"))
+    store.promote(version=NEW)
+    assert 40_000 < store.client.pttl("jobs") <= 50_000
+    assert 40_000 < store.client.pttl("jobs:9") <= 50_000
+    assert store.client.pttl("other") == -1
+
+
+# ---- maxmemory ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def full(store: Store) -> Iterator[Store]:
+    """A store with 500 due messages, on a server without memory for one more."""
+    for number in range(500):
+        add(store, f"{number:03}")
+    store.client.config_set("maxmemory-policy", "noeviction")
+    store.client.config_set("maxmemory", 1)
+    yield store
+    store.client.config_set("maxmemory", 0)
+
+
+def test_a_full_server_takes_nothing_new_but_hands_over_what_waits(
+    full: Store, version: tuple[int, ...]
+) -> None:
+    with pytest.raises(BrokerFull, match="reached maxmemory"):
+        add(full, "one more")
+    assert full.census().waiting == 500, "nothing was stored"
+    while full.promote(version=version).taken:
+        pass
+    assert len(queue(full)) == 500
+    assert full.census().entries == 0
+
+
+def test_a_full_server_parks_as_well(full: Store, version: tuple[int, ...]) -> None:
+    full.client.config_set("maxmemory", 0)
+    full.client.set("poison", "no list")
+    add(full, "bad", to="poison", in_ms=-60_000)
+    full.client.config_set("maxmemory", 1)
+    moved = full.promote(version=version)
+    assert (moved.delivered, moved.parked) == (BATCH - 1, 1)
+
+
+# ---- permissions -------------------------------------------------------------------------------
+
+
+def test_a_user_without_permission_is_told_what_to_grant(
+    store: Store, redis_server: PrivateRedis
+) -> None:
+    client = redis_server.client
+    client.execute_command(*["ACL", "SETUSER", "guest", "on", "nopass", "~jobs", "+@all"])
+    guest = type(client)(
+        unix_socket_path=str(redis_server.folder / "redis.sock"), username="guest", password="x"
+    )
+    with pytest.raises(NotPermitted, match=r"~tests\.v1\.\*"):
+        Store(guest, KEYS).add("one", 0, b"push 0 4\njobsx")
+    client.execute_command("ACL", "DELUSER", "guest")
+
+
+# ---- looking and throwing away -----------------------------------------------------------------
+
+
+def test_the_census_counts(store: Store) -> None:
+    store.client.set("poison", "no list")
+    add(store, "bad", to="poison")
+    store.promote(version=NEW)
+    add(store, "late", in_ms=-2000)
+    add(store, "soon", in_ms=60_000)
+    census = store.census()
+    assert (census.waiting, census.parked, census.entries, census.overdue) == (2, 1, 3, 1)
+    assert 2000 <= census.overdue_ms < 12_000
+    assert census.next_due_ms == 0
+    store.promote(version=NEW)
+    due_ms = store.census().next_due_ms
+    assert due_ms is not None
+    assert 40_000 < due_ms <= 60_000
+
+
+def test_purge_throws_away_what_waits_and_leaves_what_is_parked(store: Store) -> None:
+    store.client.set("poison", "no list")
+    add(store, "bad", to="poison")
+    store.promote(version=NEW)
+    for number in range(1500):
+        add(store, f"{number}", in_ms=60_000)
+    assert store.purge() == 1500
+    assert store.census().entries == store.census().parked == 1
+    assert store.purge_parked() == 1
+    assert store.census().entries == 0
+
+
+def test_scripts_come_back_after_a_flush(store: Store) -> None:
+    add(store, "one")
+    store.client.script_flush()
+    add(store, "two")
+    store.client.script_flush()
+    assert store.promote(version=NEW).delivered == 2
