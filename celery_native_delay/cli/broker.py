@@ -1,4 +1,4 @@
-"""``delay declare | verify | status | purge | promote``: what waits on the broker."""
+"""``delay declare | verify | status | purge``: what waits on the broker."""
 
 from __future__ import annotations
 

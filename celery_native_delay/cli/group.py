@@ -16,7 +16,7 @@ from celery.bin.base import CeleryCommand, handle_preload_options
 
 if TYPE_CHECKING:
     from ..core.settings import DelaySettings
-    from ..transports.contract import AdminPart, Report
+    from ..transports.contract import AdminPart, Report, WorkerPart
 
 as_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts.")
 yes_option = click.option("-f", "--force", is_flag=True, help="Do not ask for confirmation.")
@@ -67,17 +67,30 @@ def _errors_explained() -> Iterator[None]:
 @contextmanager
 def broker(ctx: click.Context) -> Iterator[AdminPart]:
     """What can be done on the app's broker, on a fresh connection."""
+    chosen = installed_settings(ctx)
+    with _channel(ctx) as channel:
+        yield channel.admin_part(chosen)
+
+
+@contextmanager
+def worker_part(ctx: click.Context) -> Iterator[tuple[WorkerPart, str]]:
+    """What a worker does for the app's broker, on a fresh connection, and the broker's URL."""
+    chosen = installed_settings(ctx)
+    with _channel(ctx) as channel:
+        yield channel.worker_part(chosen), ctx.obj.app.connection_for_write().as_uri()
+
+
+@contextmanager
+def _channel(ctx: click.Context) -> Iterator[Any]:
     from kombu.exceptions import OperationalError
 
-    app = ctx.obj.app
-    chosen = installed_settings(ctx)
-    with app.connection_for_write() as connection:
+    with ctx.obj.app.connection_for_write() as connection:
         connection.ensure_connection(max_retries=1)
         channel = connection.default_channel
         if not hasattr(channel, "admin_part"):
             raise click.UsageError(f"{connection.as_uri()} has no delay levels")
         try:
-            yield channel.admin_part(chosen)
+            yield channel
         except (*connection.connection_errors, *connection.channel_errors) as exc:
             raise OperationalError(str(exc)) from exc
 

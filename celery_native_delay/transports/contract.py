@@ -92,7 +92,10 @@ class WorkerPart(Protocol):
 
 
 class Promoter(Protocol):
-    """Hands over what is due, until it is told to stop."""
+    """Hands over what is due, until it is told to stop; *promoted* and *parked* count messages."""
+
+    promoted: int
+    parked: int
 
     def run(self) -> None: ...
 

@@ -13,6 +13,7 @@ import pytest
 from kombu import Connection
 from kombu import transport as kombu_transport
 from kombu.transport import pyamqp, resolve_transport
+from kombu.transport import redis as kombu_redis
 
 from celery_native_delay import (
     DelaySettings,
@@ -23,7 +24,7 @@ from celery_native_delay import (
     register_transports,
 )
 from celery_native_delay.kombu_hook import ALIASES, option_of, settings_from_option
-from celery_native_delay.transports import rabbitmq
+from celery_native_delay.transports import rabbitmq, redis
 
 NOON = datetime(2026, 11, 20, 12, 0, tzinfo=UTC)
 
@@ -37,6 +38,9 @@ NOON = datetime(2026, 11, 20, 12, 0, tzinfo=UTC)
         ("amqp", rabbitmq.Transport, pyamqp.Transport),
         ("pyamqp", rabbitmq.Transport, pyamqp.Transport),
         ("amqps", rabbitmq.SSLTransport, pyamqp.SSLTransport),
+        ("redis", redis.Transport, kombu_redis.Transport),
+        ("rediss", redis.Transport, kombu_redis.Transport),
+        ("sentinel", redis.SentinelTransport, kombu_redis.SentinelTransport),
     ],
 )
 def test_an_alias_leads_to_our_transport_which_is_kombus(

@@ -6,14 +6,16 @@ back unacknowledged is pushed to its queue by kombu without passing here.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from kombu.transport import redis, virtual
+from redis.exceptions import RedisError
 
 from ...core.delayed import Delayed, due_of
-from ...core.errors import SettingsError
+from ...core.errors import SettingsError, UnsupportedBroker
 from ...core.settings import DelaySettings
 from ...kombu_hook import OPTION, asks_for_delays, settings_from_option
 from .delays import Delays
@@ -22,6 +24,9 @@ from .envelope import Destination, unsealed
 if TYPE_CHECKING:
     from .admin_part import RedisAdminPart
     from .worker_part import RedisWorkerPart
+
+
+logger = logging.getLogger(__name__)
 
 
 class Message(virtual.Message):  # type: ignore[misc]
@@ -156,7 +161,29 @@ class Transport(redis.Transport):  # type: ignore[misc]
     def establish_connection(self) -> Any:
         if asks_for_delays((self.client.transport_options or {}).get(OPTION)):
             self.Channel = self.delaying_channel
-        return super().establish_connection()
+        established = super().establish_connection()
+        if self.Channel is self.delaying_channel:
+            _say_once(self._avail_channels[-1].delays, self.client.as_uri())
+        return established
+
+
+#: Servers that cannot hold delayed messages and of which this process has said so.
+_said: set[str] = set()
+
+
+def _say_once(delays: Delays, where: str) -> None:
+    """Name a server that will refuse every delayed message, before anybody has sent one."""
+    if where in _said:
+        return
+    _said.add(where)
+    try:
+        delays.prepare()
+    except UnsupportedBroker as exc:
+        logger.critical(
+            "native delay: immediate tasks run as ever, delayed ones are refused: %s", exc
+        )
+    except (SettingsError, RedisError):
+        return  # told to whoever delays a message, or to kombu itself
 
 
 class SentinelTransport(Transport, redis.SentinelTransport):  # type: ignore[misc]

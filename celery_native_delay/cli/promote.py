@@ -1,0 +1,40 @@
+"""``delay promote``: hand over what is due, outside the workers."""
+
+from __future__ import annotations
+
+import click
+
+from .group import command, installed_settings, worker_part
+
+
+@command(name="promote")
+@click.option(
+    "-l",
+    "--loglevel",
+    default="WARNING",
+    show_default=True,
+    help="How much to log on standard error.",
+)
+def promote(ctx: click.Context, loglevel: str) -> None:
+    """Promote messages that are due, until Ctrl-C.
+
+    Installed workers do it by themselves; run this where all workers are plain ones. Any number
+    may run at once.
+    """
+    import signal
+
+    from ..transports.contract import Promotes
+
+    app = ctx.obj.app
+    installed_settings(ctx)
+    app.log.setup_logging_subsystem(loglevel=loglevel.upper())
+    with worker_part(ctx) as (part, where):
+        prepared = part.prepare(where)
+        if not isinstance(part, Promotes):
+            raise click.UsageError(f"{where} delivers what is due by itself: nothing to promote")
+        promoter = part.promoter(app.connection_for_write)
+    click.echo(f"promoting: {prepared}")
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: promoter.stop())
+    promoter.run()
+    click.echo(f"{promoter.promoted} message(s) promoted, {promoter.parked} parked")

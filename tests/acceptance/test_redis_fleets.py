@@ -1,0 +1,197 @@
+"""Redis as the broker of real workers, whatever dies, and whoever else is in the fleet."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from time import time
+from typing import Any
+
+import pytest
+
+from tests.acceptance.worker import REPOSITORY, Fleet, fleet_on
+from tests.private_redis import PrivateRedis, private_redis, require_redis
+from tests.waiting import wait_until
+
+
+@pytest.fixture
+def fleet(redis_server: PrivateRedis, tmp_path: Path) -> Iterator[Fleet]:
+    """Workers and producers on an empty Redis, behind a prefix."""
+    options = {"global_keyprefix": "shop:"}
+    with fleet_on(redis_server.url, tmp_path, broker_transport_options=options) as fleet:
+        yield fleet
+
+
+# ---- what Redis alone gets wrong ---------------------------------------------------------------
+
+
+def test_a_countdown_longer_than_the_visibility_timeout_runs_once(fleet: Fleet) -> None:
+    """Worker-held, such a task is delivered again after each timeout, to each worker.
+
+    The case is countdown=30 with visibility_timeout=5; here 6 s and 1 s, the same ratio.
+    """
+    fleet.conf["broker_transport_options"] |= {
+        "visibility_timeout": 1,
+        "unacked_restore_interval": 0.2,
+        "unacked_restore_throttle": 1,
+    }
+    workers = [fleet.worker(concurrency=1, wait=False) for _ in range(3)]
+    for worker in workers:
+        worker.wait_ready()
+    note = fleet.app().tasks["note"]
+    before = time()
+    sent = [note.apply_async((number,), countdown=6).id for number in range(10)]
+    runs = fleet.record.wait_for_ids(sent)
+    marker = note.apply_async(("after",), countdown=2)
+    fleet.record.wait_for(task_id=marker.id)
+    runs = {task_id: fleet.record.runs(task_id=task_id) for task_id in sent}
+    assert {len(found) for found in runs.values()} == {1}
+    for (run,) in runs.values():
+        run.assert_on_time(before + 6, time())
+
+
+def test_a_worker_that_is_killed_changes_nothing_for_those_that_wait(fleet: Fleet) -> None:
+    first = fleet.worker()
+    note = fleet.app().tasks["note"]
+    before = time()
+    sent = [note.apply_async((number,), countdown=4).id for number in range(30)]
+    first.kill()
+    fleet.worker()
+    by_id = fleet.record.wait_for_ids(sent)
+    for runs in by_id.values():
+        (run,) = runs
+        # The second worker may have needed longer to start than the tasks to fall due.
+        run.assert_on_time(before + 4, time())
+
+
+def test_a_redis_that_was_stopped_runs_all_after_its_start(tmp_path: Path) -> None:
+    require_redis()
+    with private_redis() as server, fleet_on(server.url, tmp_path) as fleet:
+        worker = fleet.worker()
+        note = fleet.app().tasks["note"]
+        before = time()
+        sent = [note.apply_async((number,), countdown=3).id for number in range(20)]
+        server.stop()
+        worker.wait_for_log("native delay: promoting stopped")
+        server.start()
+        by_id = fleet.record.wait_for_ids(sent, timeout_seconds=60)
+        for runs in by_id.values():
+            (run,) = runs
+            run.assert_on_time(before + 3, time())
+
+
+# ---- mixed fleets ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def promote(fleet: Fleet) -> Iterator[subprocess.Popen[str]]:
+    """``celery delay promote`` as a process of its own."""
+    process = subprocess.Popen(
+        [
+            *f"{sys.executable} -m celery -A tests.acceptance.apps.installed".split(),
+            *("delay", "promote"),
+        ],
+        cwd=REPOSITORY,
+        env=fleet._environment({}),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert "promoting" in process.stdout.readline()
+    yield process
+    process.kill()
+    process.wait(30)
+    process.stdout.close()
+
+
+def test_a_plain_worker_runs_what_was_promoted_outside(
+    fleet: Fleet, promote: subprocess.Popen[str]
+) -> None:
+    fleet.worker(installed=False)
+    before = time()
+    result = fleet.app().tasks["again"].apply_async((1, 0.3), countdown=1.5)
+    runs = fleet.record.wait_for(2, task_id=result.id)
+    runs[0].assert_on_time(before + 1.5, time())
+    promote.send_signal(signal.SIGINT)
+    assert promote.wait(20) == 0
+    assert promote.stdout is not None
+    assert promote.stdout.read().splitlines()[-1] == "1 message(s) promoted, 0 parked"
+
+
+def test_an_installed_worker_puts_back_what_a_plain_producer_sent(fleet: Fleet) -> None:
+    worker = fleet.worker(concurrency=1)
+    inspect = fleet.app().control.inspect(destination=[worker.name], timeout=10)
+    code = (
+        "import json, time\n"
+        "before = time.time()\n"
+        "note = app.tasks['note']\n"
+        "ids = [note.apply_async((n,), countdown=4, priority=n % 10).id for n in range(300)]\n"
+        "print(json.dumps([before, time.time(), ids]))"
+    )
+    before, after, ids = json.loads(fleet.produce(code))
+
+    def holds_nothing() -> bool:
+        return inspect.scheduled() == {worker.name: []} and worker.log.count("unacked") == 0
+
+    wait_until(holds_nothing, timeout_seconds=3)
+    by_id = fleet.record.wait_for_ids(ids)
+    for runs in by_id.values():
+        (run,) = runs
+        run.assert_on_time(before + 4, after + 4, late_seconds=5)
+
+
+@pytest.mark.parametrize("installed", [False, True])
+def test_task_protocol_1(fleet: Fleet, installed: bool) -> None:
+    fleet.worker()
+    code = (
+        "import time\n"
+        "before = time.time()\n"
+        "result = app.tasks['note'].apply_async(('one',), countdown=2)\n"
+        "print(result.id, before, time.time())"
+    )
+    task_id, before, after = fleet.produce(code, installed=installed, task_protocol=1).split()
+    (run,) = fleet.record.wait_for(task_id=task_id)
+    run.assert_on_time(float(before) + 2, float(after) + 2)
+
+
+# ---- what a worker says at its start -----------------------------------------------------------
+
+
+def test_a_worker_says_what_it_does_and_what_may_lose_messages(tmp_path: Path) -> None:
+    require_redis()
+    config = "appendonly no\nmaxmemory 100mb\nmaxmemory-policy allkeys-lru"
+    with private_redis(config=config) as server, fleet_on(server.url, tmp_path) as fleet:
+        worker = fleet.worker()
+        (line,) = worker.log_lines("native delay:", "holds delayed tasks")
+        assert "under celery_delay.v1: 0 waiting, 0 parked; promoting in this worker" in line
+        worker.wait_for_log("native delay: maxmemory-policy is allkeys-lru: Redis may drop")
+        worker.wait_for_log("native delay: appendonly is no: what was delayed since")
+
+
+def test_a_worker_on_a_cluster_says_that_delays_are_off(tmp_path: Path) -> None:
+    """Before kombu gives up on it."""
+    require_redis()
+    with (
+        private_redis(config="cluster-enabled yes") as server,
+        fleet_on(server.url, tmp_path) as fleet,
+    ):
+        worker = fleet.worker(wait=False)
+        worker.wait_for_log("native delay:", "runs in cluster mode, which kombu does not support")
+
+
+def test_any_pool(fleet: Fleet) -> None:
+    note = fleet.app().tasks["note"]
+    for pool in ("threads", "solo", "gevent"):
+        worker = fleet.worker(pool=pool, concurrency=1)
+        sent: Any = note.apply_async((pool,), countdown=1)
+        before = time()
+        (run,) = fleet.record.wait_for(task_id=sent.id)
+        run.assert_on_time(before + 0.9, time())
+        assert run.worker == worker.name
+        worker.stop()

@@ -1,0 +1,150 @@
+"""Everything Celery can delay over Redis, on prefork workers; the twin of test_tasks.
+
+All tasks are sent before the first test looks, so that their waits overlap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise
+from time import time
+
+import pytest
+
+from tests.acceptance.test_tasks import (
+    DELAYS,
+    RETRIES,
+    ROUTES,
+    WORKER_OF,
+    Everything,
+    assert_same_way,
+    due,
+    same_delivery,
+)
+from tests.acceptance.worker import LATE_SECONDS, Fleet, Worker, fleet_on
+from tests.private_redis import private_redis, require_redis
+from tests.waiting import wait_until
+
+#: kombu's Redis transport takes an exchange that this process has not declared for a direct one:
+#: by the mere name of a topic exchange nothing arrives, delayed or not.
+BY_NAME = [route for route in ROUTES if not route.startswith("topic")]
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    require_redis()
+    folder = tmp_path_factory.mktemp("redis-tasks")
+    (folder / "results").mkdir()
+    with private_redis() as server:
+        conf = {"result_backend": f"file://{folder}/results"}
+        with fleet_on(server.socket_url, folder, **conf) as fleet:
+            yield fleet
+
+
+@pytest.fixture(scope="module")
+def workers(fleet: Fleet) -> list[Worker]:
+    found = [
+        fleet.worker(
+            name="first", queues="default,orders,invoices,news", concurrency=3, wait=False
+        ),
+        fleet.worker(name="second", queues="side,parcels", concurrency=2, wait=False),
+    ]
+    for worker in found:
+        worker.wait_ready()
+    return found
+
+
+@pytest.fixture(scope="module")
+def everything(fleet: Fleet, workers: list[Worker]) -> Everything:
+    return Everything(fleet, fleet.app())
+
+
+def test_the_worker_holds_nothing_while_tasks_wait(
+    everything: Everything, workers: list[Worker]
+) -> None:
+    names = [worker.name for worker in workers]
+    inspect = everything.app.control.inspect(destination=names, timeout=5)
+    until = everything.started + 5  # the longest countdown
+    answers = 0
+    while time() < until or not answers:
+        replies = inspect.scheduled() or {}
+        answers += len(replies)
+        assert [held for held in replies.values() if held] == []
+
+
+@pytest.mark.parametrize("name", DELAYS)
+def test_a_delay(everything: Everything, name: str) -> None:
+    sent, delay = everything.delays[name], DELAYS[name]
+    run = everything.run_once(sent)
+    by_eta = delay.seconds and "eta" in sent.options
+    earliest = due(sent) if by_eta else sent.before + delay.seconds
+    # 7 is a low priority in Redis: it stands behind everything else that is due.
+    late = 20 if name == "priority" else LATE_SECONDS
+    run.assert_on_time(earliest, sent.after + delay.seconds, late_seconds=late)
+    assert same_delivery(run, everything.run_once(everything.undelayed["no route"]))
+    assert run.eta is not None
+
+
+def test_the_task_sees_the_original_eta_and_its_own_headers(everything: Everything) -> None:
+    for name in ("aware eta", "aware eta elsewhere", "naive eta", "eta in the past"):
+        sent = everything.delays[name]
+        assert everything.run_once(sent).eta == sent.options["eta"].isoformat()
+    run = everything.run_once(everything.delays["headers of one's own"])
+    assert run.headers == {"customer": 7}
+    assert everything.run_once(everything.delays["countdown=1"]).headers is None
+
+
+@pytest.mark.parametrize("route", BY_NAME)
+def test_a_route(everything: Everything, route: str) -> None:
+    sent = everything.routes[route]
+    run = everything.run_once(sent)
+    run.assert_on_time(sent.before + 1, sent.after + 1)
+    undelayed = everything.run_once(everything.undelayed[route])
+    assert run.delivery_info == undelayed.delivery_info
+    assert run.worker == undelayed.worker
+    assert run.worker.startswith(WORKER_OF[route])
+
+
+@pytest.mark.parametrize("route", BY_NAME)
+def test_a_retry_comes_back_to_its_queue(everything: Everything, route: str) -> None:
+    sent = everything.retries[route]
+    runs = everything.fleet.record.wait_for(RETRIES + 1, task_id=sent.id, timeout_seconds=60)
+    assert [run.retries for run in runs] == list(range(RETRIES + 1))
+    runs[0].assert_on_time(sent.before + 0.5, sent.after + 0.5)
+    assert_same_way(runs, everything.run_once(everything.undelayed[route]))
+    for before, run in pairwise(runs):
+        assert run.due is not None
+        assert run.due >= before.started + 0.3
+        run.assert_on_time(run.due)
+
+
+def test_canvas(everything: Everything) -> None:
+    sent = everything.chain
+    first, second, third = (everything.noted(f"link {number}") for number in (1, 2, 3))
+    first.assert_on_time(sent.before + 1, sent.after + 1)
+    second.assert_on_time(first.started + 1)
+    third.assert_on_time(second.started + 1)
+    sent = everything.group
+    for number in (1, 2, 3):
+        run = everything.noted(f"member {number}")
+        run.assert_on_time(sent.before + 1, sent.after + 1)
+    (body,) = everything.fleet.record.wait_for(name="gather")
+    assert sorted(body.args[0]) == ["part 1", "part 2", "part 3"]
+
+
+def test_a_task_that_expires_before_it_is_due_is_revoked(everything: Everything) -> None:
+    result = everything.expired.result
+    wait_until(lambda: result.state == "REVOKED", timeout_seconds=30)
+    assert everything.fleet.record.runs(task_id=result.id) == []
+
+
+def test_what_does_not_arrive_undelayed_does_not_arrive_delayed(everything: Everything) -> None:
+    sent = {**everything.undelayed, **{f"{k}, delayed": v for k, v in everything.routes.items()}}
+    record = everything.fleet.record
+    arrived = {name for name, each in sent.items() if record.runs(task_id=each.id)}
+    assert arrived == {*BY_NAME, *(f"{route}, delayed" for route in BY_NAME)}
+
+
+def test_nothing_ran_twice(everything: Everything) -> None:
+    attempts = [(run.id, run.retries) for run in everything.fleet.record.runs()]
+    assert len(attempts) == len(set(attempts))

@@ -1,0 +1,279 @@
+"""The promoting loop: in time, whatever happens to connections, scripts, servers and processes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import pytest
+
+from celery_native_delay.transports.redis import promoter as module
+from celery_native_delay.transports.redis.envelope import Destination, entry_of
+from celery_native_delay.transports.redis.promoter import Promoter
+from tests.integration.redis_traffic import (
+    PATIENCE_SECONDS,
+    connector,
+    delaying,
+    inbox,
+    promoting,
+    publish,
+    store_of,
+)
+from tests.private_redis import (
+    PrivateRedis,
+    PrivateSentinel,
+    private_redis,
+    private_sentinel,
+    require_redis,
+    self_signed_certificate,
+)
+from tests.waiting import wait_until
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def blocked_clients(server: PrivateRedis) -> int:
+    """Promoters that wait for the marker; kombu's consumers block only while they drain."""
+    return int(server.client.info("clients")["blocked_clients"])
+
+
+def test_an_earlier_arrival_wakes_the_promoter_up(redis_server: PrivateRedis) -> None:
+    """It sleeps until a due time far away when something comes that is due at once."""
+    with (
+        delaying(redis_server.url) as connection,
+        promoting(connector(redis_server.url)),
+        inbox(connection, "jobs") as received,
+    ):
+        publish(connection, "far", "jobs", delay=3600)
+        wait_until(lambda: blocked_clients(redis_server) == 1, timeout_seconds=PATIENCE_SECONDS)
+        publish(connection, "near", "jobs", delay=0.3)
+        (arrival,) = received.wait_for(1, timeout_seconds=module.LONGEST_SLEEP_SECONDS / 2)
+        assert arrival.body == "near"
+        assert arrival.lateness_seconds >= -0.001
+
+
+def test_another_promoter_takes_over_from_one_that_died_with_its_knowledge(
+    redis_server: PrivateRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The marker is gone and nobody knows of the message; all look within their longest sleep."""
+    monkeypatch.setattr(module, "LONGEST_SLEEP_SECONDS", 0.5)
+    with (
+        delaying(redis_server.url) as connection,
+        promoting(connector(redis_server.url)),
+        inbox(connection, "jobs") as received,
+    ):
+        wait_until(lambda: blocked_clients(redis_server) == 1, timeout_seconds=PATIENCE_SECONDS)
+        store = store_of(connection)
+        entry = entry_of(Destination(("other",)), "{}")
+        store.client.hset(store.keys.messages, "unknown", entry)
+        store.client.zadd(store.keys.due, {"unknown": store.now_ms()})
+        wait_until(lambda: store.census().waiting == 0, timeout_seconds=5)
+        assert not received.arrivals
+
+
+def test_scripts_that_the_server_forgot_are_loaded_again(redis_server: PrivateRedis) -> None:
+    with (
+        delaying(redis_server.url) as connection,
+        promoting(connector(redis_server.url)) as promoter,
+    ):
+        for number in range(3):
+            redis_server.client.script_flush()
+            publish(connection, number, "jobs", delay=0.2)
+            redis_server.client.script_flush()
+            wait_until(lambda n=number: promoter.promoted > n, timeout_seconds=PATIENCE_SECONDS)
+
+
+def test_poison_is_parked_and_said(
+    redis_server: PrivateRedis, caplog: pytest.LogCaptureFixture
+) -> None:
+    redis_server.client.set("poison", "no list")
+    with (
+        delaying(redis_server.url) as connection,
+        promoting(connector(redis_server.url)) as promoter,
+    ):
+        publish(connection, "bad", "poison", delay=0.2)
+        publish(connection, "good", "jobs", delay=0.3)
+        wait_until(lambda: promoter.promoted == 1, timeout_seconds=PATIENCE_SECONDS)
+        assert promoter.parked == 1
+    assert "parked 1 message(s), their destination refused them: WRONGTYPE" in caplog.text
+
+
+def test_a_promoter_stops_at_once(redis_server: PrivateRedis) -> None:
+    with (
+        delaying(redis_server.url) as connection,
+        promoting(connector(redis_server.url)),
+    ):
+        publish(connection, "far", "jobs", delay=3600)
+        wait_until(lambda: blocked_clients(redis_server) == 1, timeout_seconds=PATIENCE_SECONDS)
+        stopping = monotonic()
+    assert monotonic() - stopping < 2
+
+
+def test_connections_that_are_killed_are_made_again(redis_server: PrivateRedis) -> None:
+    with promoting(connector(redis_server.url)) as promoter:
+        for number in range(3):
+            wait_until(lambda: blocked_clients(redis_server) == 1, timeout_seconds=PATIENCE_SECONDS)
+            redis_server.client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+            with delaying(redis_server.url) as connection:
+                publish(connection, number, "jobs", delay=0.2)
+            wait_until(lambda n=number: promoter.promoted > n, timeout_seconds=PATIENCE_SECONDS)
+
+
+@pytest.mark.parametrize("how", ["stop", "kill"])
+def test_a_server_that_was_away_finds_its_messages_and_its_promoter(
+    own_redis: PrivateRedis, how: str
+) -> None:
+    """It has an append-only file, written before every answer: nothing is lost to a SIGKILL."""
+    own_redis.client.config_set("appendfsync", "always")
+    with promoting(connector(own_redis.url)) as promoter:
+        with delaying(own_redis.url) as connection:
+            for number in range(20):
+                publish(connection, number, "jobs", delay=2)
+        getattr(own_redis, how)()
+        own_redis.start()
+        wait_until(lambda: promoter.promoted == 20, timeout_seconds=PATIENCE_SECONDS)
+    assert own_redis.client.llen("jobs") == 20
+
+
+def test_a_server_that_comes_late(own_redis: PrivateRedis) -> None:
+    own_redis.stop()
+    with promoting(connector(own_redis.url)) as promoter:
+        own_redis.start()
+        with delaying(own_redis.url) as connection:
+            publish(connection, "hello", "jobs", delay=0.2)
+        wait_until(lambda: promoter.promoted == 1, timeout_seconds=PATIENCE_SECONDS)
+
+
+# ---- many at once ------------------------------------------------------------------------------
+
+MESSAGES = 40_000
+DUE_WITHIN_MS = 5_000
+
+
+def start_promoter(url: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "tests.integration.redis_promoter_process", url],
+        cwd=REPOSITORY,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    process.kill()
+    process.wait(30)
+    assert process.stdout is not None
+    process.stdout.close()
+
+
+@pytest.fixture
+def store(own_redis: PrivateRedis) -> Iterator[Any]:
+    with delaying(own_redis.url) as connection:
+        yield store_of(connection)
+
+
+def test_three_promoters_of_which_one_is_killed_again_and_again(
+    own_redis: PrivateRedis, store: Any
+) -> None:
+    """40,000 messages due within 5 s: each delivered once, none left."""
+    with ExitStack() as stack:
+        for _ in range(2):
+            stack.callback(end, start_promoter(own_redis.url))
+        begin_ms = store.now_ms() + 3_000
+        add(store, begin_ms)
+        kills = 0
+        while store.census().waiting:
+            victim = start_promoter(own_redis.url)
+            try:
+                assert victim.stdout is not None
+                assert victim.stdout.readline() == "promoting\n"
+                promoted = store.client.llen("jobs")
+                wait_until(
+                    lambda p=promoted: store.client.llen("jobs") > p or not store.census().waiting,
+                    timeout_seconds=PATIENCE_SECONDS,
+                )
+            finally:
+                end(victim)
+                kills += 1
+        lateness_ms = store.now_ms() - begin_ms - DUE_WITHIN_MS
+    delivered = Counter(store.client.lrange("jobs", 0, -1))
+    assert len(delivered) == MESSAGES
+    assert set(delivered.values()) == {1}
+    assert store.census().entries == 0
+    assert kills >= 3
+    assert lateness_ms < 5_000, "a busy machine is given as long again"
+
+
+def add(store: Any, begin_ms: int) -> None:
+    with store.client.pipeline(transaction=False) as pipe:
+        for number in range(MESSAGES):
+            due_ms = begin_ms + number * 7919 % DUE_WITHIN_MS
+            entry = entry_of(Destination(("jobs",)), str(number))
+            name, arguments = store.add_command(f"task-{number}", due_ms, entry)
+            getattr(pipe, name)(*arguments)
+            if number % 1000 == 999:
+                pipe.execute()
+
+
+# ---- Sentinel and TLS --------------------------------------------------------------------------
+
+
+@pytest.fixture
+def sentinel() -> Iterator[PrivateSentinel]:
+    require_redis()
+    with private_sentinel() as running:
+        yield running
+
+
+def test_messages_wait_through_a_failover(sentinel: PrivateSentinel) -> None:
+    master = {"master_name": sentinel.master_name}
+    with promoting(connector(sentinel.url, **master)) as promoter:
+        with delaying(sentinel.url, transport_options=master) as connection:
+            publish(connection, "before", "jobs", delay=0.2)
+            wait_until(lambda: promoter.promoted == 1, timeout_seconds=PATIENCE_SECONDS)
+            for number in range(20):
+                publish(connection, number, "jobs", delay=5)
+            # Replication is asynchronous: wait for it, as WAIT does.
+            assert store_of(connection).client.wait(1, 10_000) == 1
+        sentinel.failover()
+        wait_until(lambda: promoter.promoted == 21, timeout_seconds=PATIENCE_SECONDS)
+        assert sentinel.master.client.llen("jobs") == 21
+        with delaying(sentinel.url, transport_options=master) as connection:
+            publish(connection, "after", "jobs", delay=0.2)
+            wait_until(lambda: promoter.promoted == 22, timeout_seconds=PATIENCE_SECONDS)
+
+
+def test_over_tls(tmp_path: Path) -> None:
+    require_redis()
+    with private_redis(tls=self_signed_certificate(tmp_path)) as server:
+        assert server.url.startswith("rediss://")
+        with (
+            promoting(connector(server.url)),
+            delaying(server.url) as connection,
+            inbox(connection, "jobs") as received,
+        ):
+            publish(connection, "far", "jobs", delay=3600)
+            publish(connection, "near", "jobs", delay=0.5)
+            (arrival,) = received.wait_for(1, timeout_seconds=module.LONGEST_SLEEP_SECONDS / 2)
+            assert arrival.body == "near"
+
+
+def test_a_promoter_says_why_it_cannot_and_tries_on(
+    redis_server: PrivateRedis, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refusing(**_: Any) -> Any:
+        raise ConnectionRefusedError("nobody there")
+
+    promoter = Promoter(refusing)
+    with promoting(refusing):
+        wait_until(lambda: "nobody there" in caplog.text, timeout_seconds=PATIENCE_SECONDS)
+    assert "promoting stopped, next attempt in 0.1 s: ConnectionRefusedError" in caplog.text
+    promoter.stop()
+    promoter.run()
