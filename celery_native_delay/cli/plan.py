@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
 
 from .group import as_json_option, command, print_json, settings, table
@@ -19,6 +21,9 @@ def plan(ctx: click.Context, seconds: float, queue: str, as_json: bool) -> None:
 
     chosen = settings(ctx)
     check_countdown(seconds, longest_delay_seconds=chosen.longest_delay_seconds)
+    if getattr(ctx.obj.app.connection_for_write().transport, "driver_type", "") == "redis":
+        _plan_without_levels(chosen, seconds, queue, as_json)
+        return
     topology = Topology(chosen)
     units = units_until(round(seconds * 1_000_000), now_us=0, resolution_ms=chosen.resolution_ms)
     hops = topology.path(units)
@@ -41,3 +46,13 @@ def plan(ctx: click.Context, seconds: float, queue: str, as_json: bool) -> None:
     click.echo(table(("level queue", "waits s"), rows))
     click.echo(f"published to  {entry or '(default exchange)'}")
     click.echo(f"routing key   {key}")
+
+
+def _plan_without_levels(chosen: Any, seconds: float, queue: str, as_json: bool) -> None:
+    """Redis keeps a message in one place until it is due, to the millisecond."""
+    waits = max(-(-round(seconds * 1_000_000) // 1000), 0) / 1000
+    key = f"{chosen.namespace}.v1.due"
+    if as_json:
+        print_json({"delay_seconds": seconds, "waits_seconds": waits, "key": key, "hops": []})
+    else:
+        click.echo(f"{seconds:g} s waits {waits:g} s in {key}, then goes to {queue!r}")

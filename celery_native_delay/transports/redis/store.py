@@ -127,7 +127,8 @@ class Store:
     def census(self) -> Census:
         """Count what waits and what is parked."""
         keys = [self.keys.due, self.keys.messages, self.keys.parked]
-        waiting, parked, entries, overdue, first = self._census(keys=keys)
+        with refusals_explained(self.keys):
+            waiting, parked, entries, overdue, first = self._census(keys=keys)
         wait_ms = first if isinstance(first, int) else None
         return Census(
             waiting,
@@ -163,7 +164,8 @@ class Store:
     def _discard_all(self, source: str) -> int:
         thrown = 0
         while True:
-            taken = int(self._discard(keys=[source, self.keys.messages], args=[1000]))
+            with refusals_explained(self.keys):
+                taken = int(self._discard(keys=[source, self.keys.messages], args=[1000]))
             thrown += taken
             if taken < 1000:
                 return thrown

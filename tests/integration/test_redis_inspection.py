@@ -1,0 +1,240 @@
+"""``celery delay …`` on Redis: what it shows, what it finds, what it changes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from celery_native_delay import UnsupportedBroker
+from celery_native_delay.transports.redis.admin_part import RedisAdminPart
+from celery_native_delay.transports.redis.server import Server
+from tests.integration.redis_traffic import NEW, PATIENCE_SECONDS, delaying, publish, store_of
+from tests.private_redis import PrivateRedis
+
+NAME = "celery_delay.v1"
+
+APP = """
+from celery import Celery
+from celery_native_delay import install
+
+app = Celery("shop", broker={url!r}, set_as_current=False)
+install(app)
+"""
+
+
+@dataclass(frozen=True)
+class Shop:
+    """A folder with a small Celery app, and its command line."""
+
+    folder: Path
+
+    def delay(self, *arguments: str, answer: str = "") -> subprocess.CompletedProcess[str]:
+        """Run ``celery -A shop delay …``; never with a traceback."""
+        done = subprocess.run(
+            [sys.executable, "-m", "celery", "-A", "shop", "delay", *arguments],
+            cwd=self.folder,
+            input=answer,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_SECONDS,
+        )
+        assert "Traceback" not in done.stdout + done.stderr, done.stderr
+        return done
+
+    def told(self, *arguments: str, status: int = 0) -> Any:
+        """What it prints with ``--json``."""
+        done = self.delay(*arguments, "--json")
+        assert (done.returncode, done.stderr) == (status, "")
+        return json.loads(done.stdout)
+
+
+def new_shop(folder: Path, url: str) -> Shop:
+    (folder / "shop.py").write_text(APP.format(url=url))
+    return Shop(folder)
+
+
+@pytest.fixture
+def shop(tmp_path: Path, redis_server: PrivateRedis) -> Shop:
+    return new_shop(tmp_path, redis_server.url)
+
+
+@pytest.fixture
+def connection(redis_server: PrivateRedis) -> Iterator[Any]:
+    with delaying(redis_server.url) as connection:
+        yield connection
+
+
+def park(connection: Any, server: PrivateRedis) -> None:
+    """One message whose destination is no list."""
+    server.client.set("poison", "no list")
+    headers = {"task": "shop.remind", "id": "task-1"}
+    publish(connection, "bad", "poison", delay=60, headers=headers)
+    store = store_of(connection)
+    store.client.zadd(store.keys.due, {store.client.zrange(store.keys.due, 0, 0)[0]: 0})
+    assert store.promote(version=NEW).parked == 1
+
+
+def test_declare_checks_the_server(shop: Shop) -> None:
+    done = shop.delay("declare")
+    assert done.stdout.startswith(f"{NAME}: nothing to declare, Redis ")
+    assert shop.told("declare")["name"] == NAME
+
+
+def test_verify_finds_nothing_on_a_server_as_it_should_be(shop: Shop) -> None:
+    done = shop.delay("verify")
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{NAME}: as planned\n", "")
+
+
+def test_verify_names_what_may_lose_messages(shop: Shop, redis_server: PrivateRedis) -> None:
+    client = redis_server.client
+    client.config_set("maxmemory-policy", "allkeys-lru")
+    client.config_set("appendonly", "no")
+    try:
+        found = shop.told("verify", status=1)
+        done = shop.delay("verify")
+    finally:
+        client.config_set("maxmemory-policy", "noeviction")
+        client.config_set("appendonly", "yes")
+    assert [sentence.split(":")[0] for sentence in found["differences"]] == [
+        "maxmemory-policy is allkeys-lru",
+        "appendonly is no",
+    ]
+    assert done.returncode == 1
+    assert done.stdout.splitlines() == found["differences"]
+
+
+def test_verify_names_keys_of_another_kind(connection: Any, redis_server: PrivateRedis) -> None:
+    redis_server.client.set(f"{NAME}.due", "not ours")
+    found = RedisAdminPart(connection.default_channel).verify()
+    assert found.differences == [f"{NAME}.due: is a string, expected a zset"]
+
+
+def test_verify_names_what_nobody_promotes(connection: Any, redis_server: PrivateRedis) -> None:
+    publish(connection, "late", "jobs", delay=60)
+    store = store_of(connection)
+    store.client.zadd(store.keys.due, {"gone": 0}, nx=True)
+    found = RedisAdminPart(connection.default_channel).verify()
+    lost, overdue = found.differences
+    assert lost == f"{NAME}: 1 message(s) lost"
+    assert overdue.startswith(f"{NAME}: 1 message(s) overdue, the first for ")
+    assert overdue.endswith("`celery -A PROJ delay promote` is running")
+
+
+def test_verify_says_what_it_could_not_look_at(
+    connection: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    part = RedisAdminPart(connection.default_channel)
+    monkeypatch.setattr(type(connection.default_channel.delays), "look", lambda self: Server())
+    found = part.verify()
+    assert (found.differences, len(found.unchecked)) == ([], 1)
+    old = Server(version=(6, 0, 0))
+    monkeypatch.setattr(type(connection.default_channel.delays), "look", lambda self: old)
+    connection.default_channel.delays._server = None
+    with pytest.raises(UnsupportedBroker):
+        part.verify()
+
+
+def test_status_counts(shop: Shop, connection: Any, redis_server: PrivateRedis) -> None:
+    assert shop.delay("status").stdout.splitlines() == [
+        "waiting   0",
+        "next due  -",
+        "overdue   0",
+        "parked    0",
+    ]
+    park(connection, redis_server)
+    for seconds in (90, 200):
+        publish(connection, "later", "jobs", delay=seconds)
+    found = shop.told("status")
+    within = found.pop("next_due_within_seconds")
+    assert 30 < within <= 90
+    assert found == {
+        "name": NAME,
+        "waiting": 2,
+        "overdue": 0,
+        "overdue_seconds": 0,
+        "parked": 1,
+    }
+
+
+def test_parked_list_requeue_and_purge(
+    shop: Shop, connection: Any, redis_server: PrivateRedis
+) -> None:
+    assert shop.delay("parked", "list").stdout == "0 parked message(s)\n"
+    park(connection, redis_server)
+    listed = shop.told("parked", "list")
+    assert listed["parked"] == 1
+    (message,) = listed["messages"]
+    assert message.pop("due") is not None
+    assert message == {
+        "task": "shop.remind",
+        "id": "task-1",
+        "exchange": "",
+        "routing_key": "poison",
+    }
+    assert "shop.remind" in shop.delay("parked", "list").stdout
+
+    outcome = shop.told("parked", "requeue")
+    assert (outcome["delivered"], outcome["still_parked"]) == (0, 1)
+    redis_server.client.delete("poison")
+    done = shop.delay("parked", "requeue")
+    assert done.stdout.startswith("1 parked message(s) delivered")
+    assert redis_server.client.llen("poison") == 1
+
+    redis_server.client.delete("poison")
+    park(connection, redis_server)
+    assert shop.delay("parked", "purge", answer="n\n").returncode == 1
+    assert shop.told("parked", "purge", "--force") == {"purged": 1}
+    assert shop.told("parked", "purge", "--force") == {"purged": 0}
+
+
+def test_purge_asks_first(shop: Shop, connection: Any, redis_server: PrivateRedis) -> None:
+    park(connection, redis_server)
+    publish(connection, "later", "jobs", delay=60)
+    assert shop.delay("purge", answer="n\n").returncode == 1
+    assert store_of(connection).census().waiting == 1
+    assert shop.told("purge", "--force") == {"name": NAME, "purged": 1}
+    census = store_of(connection).census()
+    assert (census.waiting, census.parked) == (0, 1)
+
+
+def test_plan_needs_no_levels(shop: Shop) -> None:
+    done = shop.delay("plan", "90")
+    assert done.stdout == "90 s waits 90 s in celery_delay.v1.due, then goes to 'celery'\n"
+    assert shop.told("plan", "0.0015") == {
+        "delay_seconds": 0.0015,
+        "waits_seconds": 0.002,
+        "key": "celery_delay.v1.due",
+        "hops": [],
+    }
+
+
+def test_a_broker_that_is_not_there_is_one_sentence(
+    tmp_path: Path, own_redis: PrivateRedis
+) -> None:
+    shop = new_shop(tmp_path, own_redis.url)
+    own_redis.stop()
+    for command in (("status",), ("verify",), ("parked", "list"), ("promote",)):
+        done = shop.delay(*command)
+        assert done.returncode == 1
+        assert done.stderr.startswith("Error: the broker cannot be used: ")
+
+
+def test_a_user_without_permission_is_one_sentence(
+    tmp_path: Path, redis_server: PrivateRedis
+) -> None:
+    client = redis_server.client
+    client.execute_command(
+        *["ACL", "SETUSER", "guest", "on", ">guest", "~celery*", "&*", "+@all", "-evalsha"]
+    )
+    shop = new_shop(tmp_path, redis_server.url.replace("//", "//guest:guest@"))
+    done = shop.delay("status")
+    client.execute_command("ACL", "DELUSER", "guest")
+    assert done.returncode == 1
+    assert "Delayed delivery needs" in done.stderr
