@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from .group import command, installed_settings, worker_part
+from .group import as_json_option, command, installed_settings, print_json, worker_part
 
 
 @command(name="promote")
@@ -15,7 +15,8 @@ from .group import command, installed_settings, worker_part
     show_default=True,
     help="How much to log on standard error.",
 )
-def promote(ctx: click.Context, loglevel: str) -> None:
+@as_json_option
+def promote(ctx: click.Context, loglevel: str, as_json: bool) -> None:
     """Promote messages that are due, until Ctrl-C.
 
     Installed workers do it by themselves; run this where all workers are plain ones. Any number
@@ -33,8 +34,12 @@ def promote(ctx: click.Context, loglevel: str) -> None:
         if not isinstance(part, Promotes):
             raise click.UsageError(f"{where} delivers what is due by itself: nothing to promote")
         promoter = part.promoter(app.connection_for_write)
-    click.echo(f"promoting: {prepared}")
+    if not as_json:
+        click.echo(f"promoting: {prepared}")
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: promoter.stop())
     promoter.run()
-    click.echo(f"{promoter.promoted} message(s) promoted, {promoter.parked} parked")
+    if as_json:
+        print_json({"promoted": promoter.promoted, "parked": promoter.parked})
+    else:
+        click.echo(f"{promoter.promoted} message(s) promoted, {promoter.parked} parked")

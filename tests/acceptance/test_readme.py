@@ -13,6 +13,7 @@ import pytest
 from kombu import Connection
 
 from celery_native_delay import DelaySettings
+from tests.private_redis import PrivateRedis
 from tests.waiting import wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -53,6 +54,15 @@ def test_the_kombu_example_publishes_a_message_that_waits(vhost_url: str) -> Non
         assert channel.basic_get("emails") is None
         message = wait_until(lambda: channel.basic_get("emails", no_ack=True), timeout_seconds=20)
     assert b"ada@example.com" in bytes(message.body, "utf-8")
+
+
+def test_the_redis_example_is_an_app_whose_delayed_tasks_wait(redis_server: PrivateRedis) -> None:
+    block = next(block for block in PYTHON_BLOCKS if "redis://" in block)
+    names: dict[str, object] = {}
+    exec(block.replace("redis://", redis_server.url), names)
+    names["app"].send_task("shop.remind", countdown=60)  # type: ignore[attr-defined]
+    assert redis_server.client.zcard("celery_delay.v1.due") == 1
+    assert redis_server.client.llen("celery") == 0
 
 
 @pytest.mark.parametrize("line", DELAY_COMMANDS)

@@ -14,15 +14,11 @@ from kombu import Connection, Queue
 
 from celery_native_delay.transports.redis.delays import Delays
 from celery_native_delay.transports.redis.promoter import Promoter
-from celery_native_delay.transports.redis.store import Store
+from celery_native_delay.transports.redis.server import Server
+from celery_native_delay.transports.redis.store import Moved, Store
 
 #: Nothing takes this long, even while other tests use the machine.
 PATIENCE_SECONDS = 60.0
-
-NEW = (7, 0)
-"""A version that knows script flags; the tests run on one."""
-OLD = (6, 2)
-"""One that does not: what is done for it works everywhere."""
 
 
 def delaying(url: str, *, transport_options: dict[str, Any] | None = None, **settings: Any) -> Any:
@@ -39,6 +35,11 @@ def delays_of(connection: Any) -> Delays:
 
 def store_of(connection: Any) -> Store:
     return delays_of(connection).store
+
+
+def promote(store: Store) -> Moved:
+    """Hand over what is due now, as the server's version wants it."""
+    return store.promote(version=Server.from_info(store.client.info()).version)
 
 
 def eta_in(seconds: float) -> str:

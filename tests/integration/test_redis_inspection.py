@@ -15,7 +15,7 @@ import pytest
 from celery_native_delay import UnsupportedBroker
 from celery_native_delay.transports.redis.admin_part import RedisAdminPart
 from celery_native_delay.transports.redis.server import Server
-from tests.integration.redis_traffic import NEW, PATIENCE_SECONDS, delaying, publish, store_of
+from tests.integration.redis_traffic import PATIENCE_SECONDS, delaying, promote, publish, store_of
 from tests.private_redis import PrivateRedis
 
 NAME = "celery_delay.v1"
@@ -78,7 +78,7 @@ def park(connection: Any, server: PrivateRedis) -> None:
     publish(connection, "bad", "poison", delay=60, headers=headers)
     store = store_of(connection)
     store.client.zadd(store.keys.due, {store.client.zrange(store.keys.due, 0, 0)[0]: 0})
-    assert store.promote(version=NEW).parked == 1
+    assert promote(store).parked == 1
 
 
 def test_declare_checks_the_server(shop: Shop) -> None:

@@ -21,13 +21,13 @@ from celery_native_delay import (
 from celery_native_delay.core.delayed import HEADER
 from celery_native_delay.transports.redis.server import Server
 from tests.integration.redis_traffic import (
-    NEW,
     PATIENCE_SECONDS,
     connector,
     delaying,
     delays_of,
     eta_in,
     inbox,
+    promote,
     promoting,
     publish,
     store_of,
@@ -40,7 +40,7 @@ WITH_BATCH = hasattr(kombu_redis, "PublishBatch")  # kombu 5.7
 
 def promote_all(connection: Any) -> int:
     """Hand over what is due now; how many."""
-    return store_of(connection).promote(version=NEW).delivered
+    return promote(store_of(connection)).delivered
 
 
 def make_due(connection: Any) -> None:

@@ -410,3 +410,17 @@ def test_somebody_elses_amqp_transport_is_refused_with_the_way_out(transport: st
         assert said in str(refused.value)
     app.conf.native_delay_enabled = False
     assert asked_by(app) is None
+
+
+def test_redis_is_asked_for_delays_without_a_warning(caplog: pytest.LogCaptureFixture) -> None:
+    for url in ("redis://nowhere", "rediss://nowhere", "redis+socket:///x", "sentinel://nowhere"):
+        app = install(Celery("proj", broker=url, set_as_current=False))
+        assert asked_by(app) == DelaySettings()
+    assert "native delay" not in caplog.text
+
+
+def test_redis_through_a_foreign_transport_class_is_refused() -> None:
+    app = install(Celery("proj", broker="redis://nowhere", set_as_current=False))
+    app.conf.broker_transport = "kombu.transport.redis:Transport"
+    with pytest.raises(UnsupportedBroker, match="starts with redis://, rediss://"):
+        app.connection_for_write()

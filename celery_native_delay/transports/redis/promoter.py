@@ -68,6 +68,8 @@ class Promoter:
                 with self._connected() as (channel, alarm):
                     self._promote(channel, alarm)
             except Exception as exc:  # the loop must outlive whatever the network brings
+                if self._stopping.is_set():
+                    break
                 expected = isinstance(exc, NativeDelayError | RedisError | KombuError | OSError)
                 logger.warning(
                     "native delay: promoting stopped, next attempt in %.1f s: %s: %s",
