@@ -195,6 +195,15 @@ def test_a_task_of_an_unknown_queue_is_held_by_celery() -> None:
     assert Worker().receives(message) == "ran"
 
 
+@pytest.mark.parametrize(("queue", "outcome"), [("side", "adopted"), ("", "ran")])
+def test_a_message_that_knows_its_queue_is_believed(queue: str, outcome: str) -> None:
+    """Redis has no consumer tags; a broadcast comes from no queue, and is held by each worker."""
+    worker, message = Worker(), Message({"id": "1", "eta": in_seconds(60)}, delivery_info={})
+    message.consumed_from = queue  # type: ignore[attr-defined]
+    assert worker.receives(message) == outcome
+    assert [task.queue for task in worker.adopted] == [queue] * (outcome == "adopted")
+
+
 def test_a_task_that_is_due_reaches_celery_unchanged() -> None:
     worker = Worker()
     message = Message({"id": "1"})
