@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from datetime import UTC, datetime, timedelta
+from time import time_ns
 from typing import Any
 
 import pytest
@@ -19,6 +20,8 @@ from celery_native_delay import (
     delay_headers,
 )
 from celery_native_delay.core.delayed import HEADER
+from celery_native_delay.transports.redis import delays as module
+from celery_native_delay.transports.redis.envelope import Destination
 from celery_native_delay.transports.redis.server import Server
 from tests.integration.redis_traffic import (
     PATIENCE_SECONDS,
@@ -398,6 +401,26 @@ def test_without_info_it_goes_on(redis_server: PrivateRedis) -> None:
         received.wait_for(1)
         assert delays_of(connection).version == ()
     client.execute_command("ACL", "DELUSER", "shy")
+
+
+def test_what_is_put_back_waits_for_the_rest_by_the_servers_clock(
+    redis_server: PrivateRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ours is 20 s behind: the server took for due what is 10 s away, and must not again."""
+    with delaying(redis_server.url) as connection:
+        delays, store = delays_of(connection), store_of(connection)
+        assert abs(delays.clock_ahead_seconds()) < 1
+        publish(connection, "hello", "jobs", delay=60, headers={"id": "1"})
+        make_due(connection)
+        promote(store)
+        message = connection.default_channel.basic_get("jobs")
+        monkeypatch.setattr(module, "time_ns", lambda: time_ns() - 20_000_000_000)
+        assert delays.clock_ahead_seconds() == pytest.approx(20, abs=1)
+        due_us = module.time_ns() // 1000 + 10_000_000
+        delays.put_back(message._raw, Destination(("jobs",)), due_us=due_us)
+        within_ms = store.census().next_due_ms
+        assert within_ms is not None
+        assert 5_000 < within_ms <= 10_001
 
 
 def test_put_back_waits_once_however_often_it_is_put_back(redis_server: PrivateRedis) -> None:

@@ -11,6 +11,7 @@ from celery_native_delay.transports.redis.server import (
     Server,
     advice,
     check_server,
+    clock_danger,
     dangers,
 )
 
@@ -87,3 +88,15 @@ def test_what_may_lose_messages_is_said(
     ):
         for sentence, beginning in zip(found, expected, strict=True):
             assert sentence.startswith(beginning)
+
+
+@pytest.mark.parametrize(
+    ("ahead_seconds", "said"),
+    [(0, None), (-1, None), (1, None), (1.5, "1.5 s ahead of"), (-7.25, "7.2 s behind")],
+)
+def test_clocks_that_differ_are_said_when_it_matters(
+    ahead_seconds: float, said: str | None
+) -> None:
+    sentences = list(clock_danger(ahead_seconds))
+    assert len(sentences) == (said is not None)
+    assert all(f"the Redis server's clock is {said} this machine's" in each for each in sentences)

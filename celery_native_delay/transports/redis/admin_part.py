@@ -10,7 +10,7 @@ from typing import Any
 
 from ..contract import ParkedTask, Rescue, Verification
 from .envelope import opened_entry, unsealed
-from .server import advice, dangers
+from .server import advice, clock_danger, dangers
 from .store import Census, Store
 from .worker_part import rescue
 
@@ -96,6 +96,7 @@ class RedisAdminPart:
         if not differences:
             differences += _compare(self.name, self._store.census())
         differences += dangers(server)
+        differences += clock_danger(self._delays.clock_ahead_seconds())
         unchecked = []
         if server.policy is None or server.aof is None:
             unchecked.append("maxmemory-policy and persistence: INFO does not tell them")

@@ -89,34 +89,39 @@ class Delays:
         """
         self.prepare()
         self._check_reach(due_us)
-        self._add(member_of(message, destination.keys[0]), message, destination, due_us, batch)
-
-    def put_back(self, message: dict[str, Any], destination: Destination, *, due_us: int) -> None:
-        """Let a received message, as it lay in its queue, wait (again) for *destination* alone.
-
-        It gets a new delivery tag: its present one is about to be acknowledged. It waits under
-        the present one, so that a second attempt changes nothing.
-        """
         member = member_of(message, destination.keys[0])
-        properties = {**message["properties"], "delivery_tag": str(uuid4())}
-        self._check_reach(due_us)
-        self._add(member, {**message, "properties": properties}, destination, due_us)
-
-    def _add(
-        self,
-        member: str,
-        message: dict[str, Any],
-        destination: Destination,
-        due_us: int,
-        batch: Any = None,
-    ) -> None:
-        due_ms = milliseconds_up(due_us)
-        entry = entry_of(destination, dumps(sealed(message, due_ms=due_ms)))
+        due_ms, entry = milliseconds_up(due_us), self._entry(message, destination, due_us)
         if batch is None:
             self.store.add(member, due_ms, entry)
         else:
             name, arguments = self.store.add_command(member, due_ms, entry)
             batch.add(name, *arguments)
+
+    def put_back(self, message: dict[str, Any], destination: Destination, *, due_us: int) -> None:
+        """Let a received message, as it lay in its queue, wait (again) for *destination* alone.
+
+        It gets a new delivery tag: its present one is about to be acknowledged. It waits under
+        the present one, so that a second attempt changes nothing. What is left of its wait is
+        counted from the server's present time: where the clocks differ, it may be here because
+        the server took it for due.
+        """
+        member = member_of(message, destination.keys[0])
+        properties = {**message["properties"], "delivery_tag": str(uuid4())}
+        self._check_reach(due_us)
+        wait_ms = milliseconds_up(due_us - time_ns() // 1000)
+        entry = self._entry({**message, "properties": properties}, destination, due_us)
+        self.store.add(member, self.store.now_ms() + wait_ms, entry)
+
+    def clock_ahead_seconds(self) -> float:
+        """How far the server's clock is ahead of ours; negative if it is behind."""
+        before_us = time_ns() // 1000
+        server_ms = self.store.now_ms()
+        return server_ms / 1000 - (before_us + time_ns() // 1000) / 2_000_000
+
+    @staticmethod
+    def _entry(message: dict[str, Any], destination: Destination, due_us: int) -> bytes:
+        envelope = sealed(message, due_ms=milliseconds_up(due_us))
+        return entry_of(destination, dumps(envelope))
 
     def _check_reach(self, due_us: int) -> None:
         check_reach(

@@ -92,7 +92,9 @@ class Promoter:
     @contextmanager
     def _connected(self) -> Iterator[tuple[Any, _Alarm]]:
         with self._connect(transport_options=CONNECTION_OPTIONS) as connection:
-            connection.ensure_connection(max_retries=1)
+            # Once for each URL; the pauses between attempts are ours.
+            tries = len(connection.alt) or 1
+            connection.ensure_connection(max_retries=tries, interval_start=0, interval_step=0)
             channel = connection.default_channel
             channel.delays.prepare()
             alarm = _Alarm(channel.pool.make_connection(), channel.delays.keys.wake)

@@ -79,6 +79,21 @@ def dangers(server: Server) -> Iterator[str]:
         )
 
 
+#: Workers take a message that waited for due up to a second early.
+_CLOCKS_MAY_DIFFER_SECONDS = 1.0
+
+
+def clock_danger(ahead_seconds: float) -> Iterator[str]:
+    """What the difference between the server's clock and this machine's does, if it matters."""
+    if abs(ahead_seconds) > _CLOCKS_MAY_DIFFER_SECONDS:
+        side = "ahead of" if ahead_seconds > 0 else "behind"
+        effect = "are put back once" if ahead_seconds > 0 else "come that much later"
+        yield (
+            f"the Redis server's clock is {abs(ahead_seconds):.1f} s {side} this machine's: "
+            f"delayed tasks {effect}; expected both to follow one time server"
+        )
+
+
 def advice(server: Server) -> Iterator[str]:
     """What could be better, a sentence each."""
     if server.policy is not None and server.policy.startswith("volatile-"):

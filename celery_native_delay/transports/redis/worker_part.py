@@ -9,7 +9,7 @@ from ...core.errors import NativeDelayError
 from ...core.settings import DelaySettings
 from ..contract import Early, Rescue
 from .promoter import Promoter
-from .server import dangers
+from .server import clock_danger, dangers
 from .store import BATCH
 
 #: At most this many scripts per round, so that a dead destination costs little.
@@ -36,8 +36,9 @@ class RedisWorkerPart:
         )
 
     def dangers(self) -> list[str]:
-        """An eviction policy that may drop keys; no append-only file."""
-        return list(dangers(self._delays.look()))
+        """An eviction policy that may drop keys; no append-only file; a clock that is off."""
+        ahead_seconds = self._delays.clock_ahead_seconds()
+        return [*dangers(self._delays.look()), *clock_danger(ahead_seconds)]
 
     def put_back(self, early: Sequence[Early]) -> list[tuple[Early, NativeDelayError]]:
         """Store messages again for the queues they came from."""
