@@ -177,5 +177,6 @@ class _Alarm:
         self._connection.disconnect()
 
     def _ask(self) -> None:
-        self._connection.send_command("BZPOPMIN", self._key, _BLOCK_SECONDS)
+        # A health check could connect anew, to a socket that nobody watches.
+        self._connection.send_command("BZPOPMIN", self._key, _BLOCK_SECONDS, check_health=False)
         self._asked_at = monotonic()
