@@ -91,7 +91,7 @@ def shared_redis() -> Iterator[PrivateRedis]:
 
 
 @pytest.fixture
-def redis_server(shared_redis: PrivateRedis) -> PrivateRedis:
+def empty_redis(shared_redis: PrivateRedis) -> PrivateRedis:
     """The shared Redis, emptied for this test."""
     shared_redis.client.flushall()
     return shared_redis

@@ -56,13 +56,13 @@ def test_the_kombu_example_publishes_a_message_that_waits(vhost_url: str) -> Non
     assert b"ada@example.com" in bytes(message.body, "utf-8")
 
 
-def test_the_redis_example_is_an_app_whose_delayed_tasks_wait(redis_server: PrivateRedis) -> None:
+def test_the_redis_example_is_an_app_whose_delayed_tasks_wait(empty_redis: PrivateRedis) -> None:
     block = next(block for block in PYTHON_BLOCKS if "redis://" in block)
     names: dict[str, object] = {}
-    exec(block.replace("redis://", redis_server.url), names)
+    exec(block.replace("redis://", empty_redis.url), names)
     names["app"].send_task("shop.remind", countdown=60)  # type: ignore[attr-defined]
-    assert redis_server.client.zcard("celery_delay.v1.due") == 1
-    assert redis_server.client.llen("celery") == 0
+    assert empty_redis.client.zcard("celery_delay.v1.due") == 1
+    assert empty_redis.client.llen("celery") == 0
 
 
 @pytest.mark.parametrize("line", DELAY_COMMANDS)

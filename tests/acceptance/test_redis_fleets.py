@@ -19,10 +19,10 @@ from tests.waiting import wait_until
 
 
 @pytest.fixture
-def fleet(redis_server: PrivateRedis, tmp_path: Path) -> Iterator[Fleet]:
+def fleet(empty_redis: PrivateRedis, tmp_path: Path) -> Iterator[Fleet]:
     """Workers and producers on an empty Redis, behind a prefix."""
     options = {"global_keyprefix": "shop:"}
-    with fleet_on(redis_server.url, tmp_path, broker_transport_options=options) as fleet:
+    with fleet_on(empty_redis.url, tmp_path, broker_transport_options=options) as fleet:
         yield fleet
 
 

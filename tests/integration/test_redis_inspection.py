@@ -61,13 +61,13 @@ def new_shop(folder: Path, url: str) -> Shop:
 
 
 @pytest.fixture
-def shop(tmp_path: Path, redis_server: PrivateRedis) -> Shop:
-    return new_shop(tmp_path, redis_server.url)
+def shop(tmp_path: Path, empty_redis: PrivateRedis) -> Shop:
+    return new_shop(tmp_path, empty_redis.url)
 
 
 @pytest.fixture
-def connection(redis_server: PrivateRedis) -> Iterator[Any]:
-    with delaying(redis_server.url) as connection:
+def connection(empty_redis: PrivateRedis) -> Iterator[Any]:
+    with delaying(empty_redis.url) as connection:
         yield connection
 
 
@@ -92,8 +92,8 @@ def test_verify_finds_nothing_on_a_server_as_it_should_be(shop: Shop) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{NAME}: as planned\n", "")
 
 
-def test_verify_names_what_may_lose_messages(shop: Shop, redis_server: PrivateRedis) -> None:
-    client = redis_server.client
+def test_verify_names_what_may_lose_messages(shop: Shop, empty_redis: PrivateRedis) -> None:
+    client = empty_redis.client
     client.config_set("maxmemory-policy", "allkeys-lru")
     client.config_set("appendonly", "no")
     try:
@@ -110,13 +110,13 @@ def test_verify_names_what_may_lose_messages(shop: Shop, redis_server: PrivateRe
     assert done.stdout.splitlines() == found["differences"]
 
 
-def test_verify_names_keys_of_another_kind(connection: Any, redis_server: PrivateRedis) -> None:
-    redis_server.client.set(f"{NAME}.due", "not ours")
+def test_verify_names_keys_of_another_kind(connection: Any, empty_redis: PrivateRedis) -> None:
+    empty_redis.client.set(f"{NAME}.due", "not ours")
     found = RedisAdminPart(connection.default_channel).verify()
     assert found.differences == [f"{NAME}.due: is a string, expected a zset"]
 
 
-def test_verify_names_what_nobody_promotes(connection: Any, redis_server: PrivateRedis) -> None:
+def test_verify_names_what_nobody_promotes(connection: Any, empty_redis: PrivateRedis) -> None:
     publish(connection, "late", "jobs", delay=60)
     store = store_of(connection)
     store.client.zadd(store.keys.due, {"gone": 0}, nx=True)
@@ -141,14 +141,14 @@ def test_verify_says_what_it_could_not_look_at(
         part.verify()
 
 
-def test_status_counts(shop: Shop, connection: Any, redis_server: PrivateRedis) -> None:
+def test_status_counts(shop: Shop, connection: Any, empty_redis: PrivateRedis) -> None:
     assert shop.delay("status").stdout.splitlines() == [
         "waiting   0",
         "next due  -",
         "overdue   0",
         "parked    0",
     ]
-    park(connection, redis_server)
+    park(connection, empty_redis)
     for seconds in (90, 200):
         publish(connection, "later", "jobs", delay=seconds)
     found = shop.told("status")
@@ -164,10 +164,10 @@ def test_status_counts(shop: Shop, connection: Any, redis_server: PrivateRedis) 
 
 
 def test_parked_list_requeue_and_purge(
-    shop: Shop, connection: Any, redis_server: PrivateRedis
+    shop: Shop, connection: Any, empty_redis: PrivateRedis
 ) -> None:
     assert shop.delay("parked", "list").stdout == "0 parked message(s)\n"
-    park(connection, redis_server)
+    park(connection, empty_redis)
     listed = shop.told("parked", "list")
     assert listed["parked"] == 1
     (message,) = listed["messages"]
@@ -182,20 +182,20 @@ def test_parked_list_requeue_and_purge(
 
     outcome = shop.told("parked", "requeue")
     assert (outcome["delivered"], outcome["still_parked"]) == (0, 1)
-    redis_server.client.delete("poison")
+    empty_redis.client.delete("poison")
     done = shop.delay("parked", "requeue")
     assert done.stdout.startswith("1 parked message(s) delivered")
-    assert redis_server.client.llen("poison") == 1
+    assert empty_redis.client.llen("poison") == 1
 
-    redis_server.client.delete("poison")
-    park(connection, redis_server)
+    empty_redis.client.delete("poison")
+    park(connection, empty_redis)
     assert shop.delay("parked", "purge", answer="n\n").returncode == 1
     assert shop.told("parked", "purge", "--force") == {"purged": 1}
     assert shop.told("parked", "purge", "--force") == {"purged": 0}
 
 
-def test_purge_asks_first(shop: Shop, connection: Any, redis_server: PrivateRedis) -> None:
-    park(connection, redis_server)
+def test_purge_asks_first(shop: Shop, connection: Any, empty_redis: PrivateRedis) -> None:
+    park(connection, empty_redis)
     publish(connection, "later", "jobs", delay=60)
     assert shop.delay("purge", answer="n\n").returncode == 1
     assert store_of(connection).census().waiting == 1
@@ -227,13 +227,13 @@ def test_a_broker_that_is_not_there_is_one_sentence(
 
 
 def test_a_user_without_permission_is_one_sentence(
-    tmp_path: Path, redis_server: PrivateRedis
+    tmp_path: Path, empty_redis: PrivateRedis
 ) -> None:
-    client = redis_server.client
+    client = empty_redis.client
     client.execute_command(
         *["ACL", "SETUSER", "guest", "on", ">guest", "~celery*", "&*", "+@all", "-evalsha"]
     )
-    shop = new_shop(tmp_path, redis_server.url.replace("//", "//guest:guest@"))
+    shop = new_shop(tmp_path, empty_redis.url.replace("//", "//guest:guest@"))
     done = shop.delay("status")
     client.execute_command("ACL", "DELUSER", "guest")
     assert done.returncode == 1

@@ -43,15 +43,15 @@ def blocked_clients(server: PrivateRedis) -> int:
     return int(server.client.info("clients")["blocked_clients"])
 
 
-def test_an_earlier_arrival_wakes_the_promoter_up(redis_server: PrivateRedis) -> None:
+def test_an_earlier_arrival_wakes_the_promoter_up(empty_redis: PrivateRedis) -> None:
     """It sleeps until a due time far away when something comes that is due at once."""
     with (
-        delaying(redis_server.url) as connection,
-        promoting(connector(redis_server.url)),
+        delaying(empty_redis.url) as connection,
+        promoting(connector(empty_redis.url)),
         inbox(connection, "jobs") as received,
     ):
         publish(connection, "far", "jobs", delay=3600)
-        wait_until(lambda: blocked_clients(redis_server) == 1, timeout_seconds=PATIENCE_SECONDS)
+        wait_until(lambda: blocked_clients(empty_redis) == 1, timeout_seconds=PATIENCE_SECONDS)
         publish(connection, "near", "jobs", delay=0.3)
         (arrival,) = received.wait_for(1, timeout_seconds=module.LONGEST_SLEEP_SECONDS / 2)
         assert arrival.body == "near"
@@ -59,16 +59,16 @@ def test_an_earlier_arrival_wakes_the_promoter_up(redis_server: PrivateRedis) ->
 
 
 def test_another_promoter_takes_over_from_one_that_died_with_its_knowledge(
-    redis_server: PrivateRedis, monkeypatch: pytest.MonkeyPatch
+    empty_redis: PrivateRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The marker is gone and nobody knows of the message; all look within their longest sleep."""
     monkeypatch.setattr(module, "LONGEST_SLEEP_SECONDS", 0.5)
     with (
-        delaying(redis_server.url) as connection,
-        promoting(connector(redis_server.url)),
+        delaying(empty_redis.url) as connection,
+        promoting(connector(empty_redis.url)),
         inbox(connection, "jobs") as received,
     ):
-        wait_until(lambda: blocked_clients(redis_server) == 1, timeout_seconds=PATIENCE_SECONDS)
+        wait_until(lambda: blocked_clients(empty_redis) == 1, timeout_seconds=PATIENCE_SECONDS)
         store = store_of(connection)
         entry = entry_of(Destination(("other",)), "{}")
         store.client.hset(store.keys.messages, "unknown", entry)
@@ -77,25 +77,25 @@ def test_another_promoter_takes_over_from_one_that_died_with_its_knowledge(
         assert not received.arrivals
 
 
-def test_scripts_that_the_server_forgot_are_loaded_again(redis_server: PrivateRedis) -> None:
+def test_scripts_that_the_server_forgot_are_loaded_again(empty_redis: PrivateRedis) -> None:
     with (
-        delaying(redis_server.url) as connection,
-        promoting(connector(redis_server.url)) as promoter,
+        delaying(empty_redis.url) as connection,
+        promoting(connector(empty_redis.url)) as promoter,
     ):
         for number in range(3):
-            redis_server.client.script_flush()
+            empty_redis.client.script_flush()
             publish(connection, number, "jobs", delay=0.2)
-            redis_server.client.script_flush()
+            empty_redis.client.script_flush()
             wait_until(lambda n=number: promoter.promoted > n, timeout_seconds=PATIENCE_SECONDS)
 
 
 def test_poison_is_parked_and_said(
-    redis_server: PrivateRedis, caplog: pytest.LogCaptureFixture
+    empty_redis: PrivateRedis, caplog: pytest.LogCaptureFixture
 ) -> None:
-    redis_server.client.set("poison", "no list")
+    empty_redis.client.set("poison", "no list")
     with (
-        delaying(redis_server.url) as connection,
-        promoting(connector(redis_server.url)) as promoter,
+        delaying(empty_redis.url) as connection,
+        promoting(connector(empty_redis.url)) as promoter,
     ):
         publish(connection, "bad", "poison", delay=0.2)
         publish(connection, "good", "jobs", delay=0.3)
@@ -104,23 +104,23 @@ def test_poison_is_parked_and_said(
     assert "parked 1 message(s), their destination refused them: WRONGTYPE" in caplog.text
 
 
-def test_a_promoter_stops_at_once(redis_server: PrivateRedis) -> None:
+def test_a_promoter_stops_at_once(empty_redis: PrivateRedis) -> None:
     with (
-        delaying(redis_server.url) as connection,
-        promoting(connector(redis_server.url)),
+        delaying(empty_redis.url) as connection,
+        promoting(connector(empty_redis.url)),
     ):
         publish(connection, "far", "jobs", delay=3600)
-        wait_until(lambda: blocked_clients(redis_server) == 1, timeout_seconds=PATIENCE_SECONDS)
+        wait_until(lambda: blocked_clients(empty_redis) == 1, timeout_seconds=PATIENCE_SECONDS)
         stopping = monotonic()
     assert monotonic() - stopping < 2
 
 
-def test_connections_that_are_killed_are_made_again(redis_server: PrivateRedis) -> None:
-    with promoting(connector(redis_server.url)) as promoter:
+def test_connections_that_are_killed_are_made_again(empty_redis: PrivateRedis) -> None:
+    with promoting(connector(empty_redis.url)) as promoter:
         for number in range(3):
-            wait_until(lambda: blocked_clients(redis_server) == 1, timeout_seconds=PATIENCE_SECONDS)
-            redis_server.client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
-            with delaying(redis_server.url) as connection:
+            wait_until(lambda: blocked_clients(empty_redis) == 1, timeout_seconds=PATIENCE_SECONDS)
+            empty_redis.client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+            with delaying(empty_redis.url) as connection:
                 publish(connection, number, "jobs", delay=0.2)
             wait_until(lambda n=number: promoter.promoted > n, timeout_seconds=PATIENCE_SECONDS)
 
@@ -150,21 +150,21 @@ def test_a_server_that_comes_late(own_redis: PrivateRedis) -> None:
         wait_until(lambda: promoter.promoted == 1, timeout_seconds=PATIENCE_SECONDS)
 
 
-def test_of_many_promoters_one_does_the_work(redis_server: PrivateRedis) -> None:
+def test_of_many_promoters_one_does_the_work(empty_redis: PrivateRedis) -> None:
     """The others come a little later each time they find nothing, and cost Redis little."""
-    with delaying(redis_server.url) as connection, ExitStack() as stack:
-        promoters = [stack.enter_context(promoting(connector(redis_server.url))) for _ in range(4)]
+    with delaying(empty_redis.url) as connection, ExitStack() as stack:
+        promoters = [stack.enter_context(promoting(connector(empty_redis.url))) for _ in range(4)]
         store = store_of(connection)
         begin_ms = store.now_ms() + 2_000
         for number in range(300):
             entry = entry_of(Destination(("jobs",)), str(number))
             store.add(f"task-{number}", begin_ms + number * 5, entry)
-        redis_server.client.config_resetstat()
+        empty_redis.client.config_resetstat()
         wait_until(
             lambda: sum(promoter.promoted for promoter in promoters) == 300,
             timeout_seconds=PATIENCE_SECONDS,
         )
-        looks = redis_server.client.info("commandstats")["cmdstat_evalsha"]["calls"]
+        looks = empty_redis.client.info("commandstats")["cmdstat_evalsha"]["calls"]
     assert looks < 2 * 300, "four that all come for each message would look 1200 times"
 
 
@@ -299,7 +299,7 @@ def test_over_tls(tmp_path: Path) -> None:
 
 
 def test_a_promoter_says_why_it_cannot_and_tries_on(
-    redis_server: PrivateRedis, caplog: pytest.LogCaptureFixture
+    empty_redis: PrivateRedis, caplog: pytest.LogCaptureFixture
 ) -> None:
     def refusing(**_: Any) -> Any:
         raise ConnectionRefusedError("nobody there")

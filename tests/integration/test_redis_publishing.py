@@ -93,13 +93,13 @@ ROUTES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("priority", [None, 0, 3, 5, 6, 9])
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_delayed_message_goes_where_the_immediate_one_goes(
-    redis_server: PrivateRedis, route: str, priority: int | None, prefix: str
+    empty_redis: PrivateRedis, route: str, priority: int | None, prefix: str
 ) -> None:
     found = []
     for delayed in (False, True):
-        redis_server.client.flushall()
+        empty_redis.client.flushall()
         options = {"global_keyprefix": prefix} if prefix else {}
-        with delaying(redis_server.url, transport_options=options) as connection:
+        with delaying(empty_redis.url, transport_options=options) as connection:
             for queue in QUEUES:
                 queue(connection.default_channel).declare()
             body = {"text": "äöü", "empty": [], "big": 12345678901234567}
@@ -112,19 +112,19 @@ def test_a_delayed_message_goes_where_the_immediate_one_goes(
                 **ROUTES[route],
             )
             if delayed:
-                assert lists(redis_server) == {}
+                assert lists(empty_redis) == {}
                 make_due(connection)
                 promote_all(connection)
                 assert store_of(connection).census().entries == 0
-            found.append(lists(redis_server))
+            found.append(lists(empty_redis))
     assert found[0] == found[1]
 
 
-def test_a_received_message_looks_as_if_it_had_not_waited(redis_server: PrivateRedis) -> None:
+def test_a_received_message_looks_as_if_it_had_not_waited(empty_redis: PrivateRedis) -> None:
     headers = {"customer": 7, **delay_headers(countdown=0.2)}
     with (
-        promoting(connector(redis_server.url)),
-        delaying(redis_server.url) as connection,
+        promoting(connector(empty_redis.url)),
+        delaying(empty_redis.url) as connection,
         inbox(connection, "jobs") as received,
     ):
         connection.Producer().publish("hello", routing_key="jobs", headers=headers)
@@ -142,9 +142,9 @@ def test_a_received_message_looks_as_if_it_had_not_waited(redis_server: PrivateR
         assert received.wait_for(1)[0].message.native_delay is None
 
 
-def test_retries_of_one_task_wait_side_by_side(redis_server: PrivateRedis) -> None:
+def test_retries_of_one_task_wait_side_by_side(empty_redis: PrivateRedis) -> None:
     """They share the task id."""
-    with delaying(redis_server.url) as connection:
+    with delaying(empty_redis.url) as connection:
         for attempt in range(3):
             publish(connection, attempt, "jobs", delay=60, headers={"id": "task-1"})
         store = store_of(connection)
@@ -153,11 +153,11 @@ def test_retries_of_one_task_wait_side_by_side(redis_server: PrivateRedis) -> No
         assert all(member.startswith("task-1:") for member in members)
 
 
-def test_a_plain_consumer_gets_what_was_promoted(redis_server: PrivateRedis) -> None:
+def test_a_plain_consumer_gets_what_was_promoted(empty_redis: PrivateRedis) -> None:
     with (
-        promoting(connector(redis_server.url)),
-        delaying(redis_server.url) as connection,
-        Connection(redis_server.url) as plain,
+        promoting(connector(empty_redis.url)),
+        delaying(empty_redis.url) as connection,
+        Connection(empty_redis.url) as plain,
         inbox(plain, "jobs") as received,
     ):
         publish(connection, "hello", "jobs", delay=0.2)
@@ -165,8 +165,8 @@ def test_a_plain_consumer_gets_what_was_promoted(redis_server: PrivateRedis) -> 
         assert arrival.body == "hello"
 
 
-def test_what_is_returned_unacknowledged_does_not_wait_again(redis_server: PrivateRedis) -> None:
-    with delaying(redis_server.url) as connection:
+def test_what_is_returned_unacknowledged_does_not_wait_again(empty_redis: PrivateRedis) -> None:
+    with delaying(empty_redis.url) as connection:
         channel = connection.default_channel
         publish(connection, "hello", "jobs", delay=60)
         make_due(connection)
@@ -180,9 +180,9 @@ def test_what_is_returned_unacknowledged_does_not_wait_again(redis_server: Priva
         assert store_of(connection).census().waiting == 0
 
 
-def test_a_trace_that_somebody_took_along_is_none(redis_server: PrivateRedis) -> None:
+def test_a_trace_that_somebody_took_along_is_none(empty_redis: PrivateRedis) -> None:
     """A plain worker sends unknown headers again with a retry."""
-    with delaying(redis_server.url) as connection, Connection(redis_server.url) as plain:
+    with delaying(empty_redis.url) as connection, Connection(empty_redis.url) as plain:
         trace = {HEADER: {"v": 1, "due": 1}}
         publish(plain, "hello", "jobs", headers=trace | {"eta": eta_in(60)})
         message = connection.default_channel.basic_get("jobs")
@@ -194,12 +194,12 @@ def test_a_trace_that_somebody_took_along_is_none(redis_server: PrivateRedis) ->
         assert connection.default_channel.basic_get("jobs").native_delay is not None
 
 
-def test_a_broadcast_reaches_those_who_listen_when_it_is_due(redis_server: PrivateRedis) -> None:
+def test_a_broadcast_reaches_those_who_listen_when_it_is_due(empty_redis: PrivateRedis) -> None:
     news = Exchange("news", type="fanout")
     with (
-        promoting(connector(redis_server.url)),
-        delaying(redis_server.url) as connection,
-        delaying(redis_server.url) as other,
+        promoting(connector(empty_redis.url)),
+        delaying(empty_redis.url) as connection,
+        delaying(empty_redis.url) as other,
         inbox(connection, Queue("news-1", news)) as one,
         inbox(other, Queue("news-2", news)) as two,
     ):
@@ -218,10 +218,10 @@ def test_a_broadcast_reaches_those_who_listen_when_it_is_due(redis_server: Priva
 # ---- never early -------------------------------------------------------------------------------
 
 
-def test_never_early_and_hardly_late(redis_server: PrivateRedis) -> None:
+def test_never_early_and_hardly_late(empty_redis: PrivateRedis) -> None:
     with (
-        promoting(connector(redis_server.url)) as promoter,
-        delaying(redis_server.url) as connection,
+        promoting(connector(empty_redis.url)) as promoter,
+        delaying(empty_redis.url) as connection,
         inbox(connection, "jobs") as received,
     ):
         for number in range(200):
@@ -234,9 +234,9 @@ def test_never_early_and_hardly_late(redis_server: PrivateRedis) -> None:
 
 @pytest.mark.parametrize("eta", [datetime(2020, 1, 1, tzinfo=UTC).isoformat(), None, "no date"])
 def test_what_is_due_already_or_never_is_published_at_once(
-    redis_server: PrivateRedis, eta: str | None
+    empty_redis: PrivateRedis, eta: str | None
 ) -> None:
-    with delaying(redis_server.url) as connection:
+    with delaying(empty_redis.url) as connection:
         publish(connection, "hello", "jobs", headers={"eta": eta})
         assert connection.default_channel.basic_get("jobs") is not None
 
@@ -245,25 +245,25 @@ def test_what_is_due_already_or_never_is_published_at_once(
 
 
 def test_a_queue_that_expires_lives_as_long_after_a_delayed_message(
-    redis_server: PrivateRedis,
+    empty_redis: PrivateRedis,
 ) -> None:
     if not WITH_BATCH:
         pytest.skip("kombu 5.7 brought x-expires to Redis")
     queue = Queue("short", expires=50)
-    with delaying(redis_server.url) as connection:
+    with delaying(empty_redis.url) as connection:
         queue(connection.default_channel).declare()
         publish(connection, "hello", "short", delay=60, priority=9)
         make_due(connection)
         promote_all(connection)
-        (key,) = redis_server.client.keys("short*")
-        assert 40_000 < redis_server.client.pttl(key) <= 50_000
+        (key,) = empty_redis.client.keys("short*")
+        assert 40_000 < empty_redis.client.pttl(key) <= 50_000
 
 
 @pytest.mark.skipif(not WITH_BATCH, reason="kombu 5.7 brought batches")
 @pytest.mark.parametrize("prefix", ["", "pfx:"])
-def test_a_batch_delays_what_is_to_be_delayed(redis_server: PrivateRedis, prefix: str) -> None:
+def test_a_batch_delays_what_is_to_be_delayed(empty_redis: PrivateRedis, prefix: str) -> None:
     options = {"global_keyprefix": prefix} if prefix else {}
-    with delaying(redis_server.url, transport_options=options) as connection:
+    with delaying(empty_redis.url, transport_options=options) as connection:
         producer = connection.Producer()
         with producer.batch():
             for number in range(10):
@@ -271,15 +271,15 @@ def test_a_batch_delays_what_is_to_be_delayed(redis_server: PrivateRedis, prefix
                 producer.publish(number, routing_key="jobs", headers={"eta": eta_in(60)})
             assert store_of(connection).census().waiting == 0, "sent with the batch"
         assert store_of(connection).census().waiting == 10
-        assert redis_server.client.llen(f"{prefix}jobs") == 10
+        assert empty_redis.client.llen(f"{prefix}jobs") == 10
         make_due(connection)
         assert promote_all(connection) == 10
-        assert redis_server.client.llen(f"{prefix}jobs") == 20
+        assert empty_redis.client.llen(f"{prefix}jobs") == 20
 
 
 @pytest.mark.skipif(not WITH_BATCH, reason="kombu 5.7 brought batches")
-def test_a_batch_that_is_given_up_delays_nothing(redis_server: PrivateRedis) -> None:
-    with delaying(redis_server.url) as connection:
+def test_a_batch_that_is_given_up_delays_nothing(empty_redis: PrivateRedis) -> None:
+    with delaying(empty_redis.url) as connection:
         producer = connection.Producer()
 
         def change_ones_mind() -> None:
@@ -292,29 +292,29 @@ def test_a_batch_that_is_given_up_delays_nothing(redis_server: PrivateRedis) -> 
         assert store_of(connection).census().entries == 0
 
 
-def test_over_a_unix_socket(redis_server: PrivateRedis) -> None:
+def test_over_a_unix_socket(empty_redis: PrivateRedis) -> None:
     with (
-        promoting(connector(redis_server.socket_url)),
-        delaying(redis_server.socket_url) as connection,
+        promoting(connector(empty_redis.socket_url)),
+        delaying(empty_redis.socket_url) as connection,
         inbox(connection, "jobs") as received,
     ):
         publish(connection, "hello", "jobs", delay=0.2)
         received.wait_for(1)
 
 
-def test_two_databases_and_two_namespaces_never_meet(redis_server: PrivateRedis) -> None:
+def test_two_databases_and_two_namespaces_never_meet(empty_redis: PrivateRedis) -> None:
     with (
-        delaying(redis_server.url) as zero,
-        delaying(redis_server.url[:-1] + "1") as one,
-        delaying(redis_server.url, namespace="other") as other,
+        delaying(empty_redis.url) as zero,
+        delaying(empty_redis.url[:-1] + "1") as one,
+        delaying(empty_redis.url, namespace="other") as other,
     ):
         publish(zero, "hello", "jobs", delay=60)
         assert [store_of(each).census().waiting for each in (zero, one, other)] == [1, 0, 0]
 
 
-def test_without_the_option_it_is_kombus_own(redis_server: PrivateRedis) -> None:
+def test_without_the_option_it_is_kombus_own(empty_redis: PrivateRedis) -> None:
     for options in ({}, {"native_delay": False}, {"native_delay": {"enabled": False}}):
-        with Connection(redis_server.url, transport_options=options) as connection:
+        with Connection(empty_redis.url, transport_options=options) as connection:
             assert type(connection.default_channel) is kombu_redis.Channel
             publish(connection, "hello", "jobs", delay=60)
             message = connection.default_channel.basic_get("jobs", no_ack=True)
@@ -328,30 +328,30 @@ def assert_nothing_sent(server: PrivateRedis) -> None:
     assert server.client.keys() == []
 
 
-def test_beyond_the_longest_delay(redis_server: PrivateRedis) -> None:
-    with delaying(redis_server.url, levels=4, resolution=1) as connection:
+def test_beyond_the_longest_delay(empty_redis: PrivateRedis) -> None:
+    with delaying(empty_redis.url, levels=4, resolution=1) as connection:
         with pytest.raises(DelayTooLong, match=r"exceeds the longest delay of 15\.000 s"):
             publish(connection, "hello", "jobs", delay=20)
-        assert_nothing_sent(redis_server)
+        assert_nothing_sent(empty_redis)
         publish(connection, "hello", "jobs", delay=14)
 
 
-def test_an_eta_that_is_no_date(redis_server: PrivateRedis) -> None:
-    with delaying(redis_server.url) as connection:
+def test_an_eta_that_is_no_date(empty_redis: PrivateRedis) -> None:
+    with delaying(empty_redis.url) as connection:
         with pytest.raises(InvalidDueTime):
             publish(connection, "hello", "jobs", headers={"task": "t", "eta": "soon"})
-        assert_nothing_sent(redis_server)
+        assert_nothing_sent(empty_redis)
 
 
 def test_a_misconfigured_connection_sends_what_is_immediate_and_says_why_not_the_rest(
-    redis_server: PrivateRedis,
+    empty_redis: PrivateRedis,
 ) -> None:
-    with delaying(redis_server.url, levels=0) as connection:
+    with delaying(empty_redis.url, levels=0) as connection:
         publish(connection, "hello", "jobs")
         assert connection.default_channel.basic_get("jobs", no_ack=True) is not None
         with pytest.raises(SettingsError, match="native_delay_levels"):
             publish(connection, "hello", "jobs", delay=1)
-        assert_nothing_sent(redis_server)
+        assert_nothing_sent(empty_redis)
 
 
 @pytest.mark.parametrize(
@@ -360,14 +360,14 @@ def test_a_misconfigured_connection_sends_what_is_immediate_and_says_why_not_the
     ids=["old", "cluster"],
 )
 def test_a_server_that_cannot_hold_messages_is_refused_on_every_publish(
-    redis_server: PrivateRedis, monkeypatch: pytest.MonkeyPatch, server: Server
+    empty_redis: PrivateRedis, monkeypatch: pytest.MonkeyPatch, server: Server
 ) -> None:
-    with delaying(redis_server.url) as connection:
+    with delaying(empty_redis.url) as connection:
         monkeypatch.setattr(type(delays_of(connection)), "look", lambda self: server)
         for _ in range(2):
             with pytest.raises(UnsupportedBroker):
                 publish(connection, "hello", "jobs", delay=60)
-        assert_nothing_sent(redis_server)
+        assert_nothing_sent(empty_redis)
 
 
 def test_a_full_server_refuses_and_hands_over(own_redis: PrivateRedis) -> None:
@@ -387,11 +387,11 @@ def test_a_full_server_refuses_and_hands_over(own_redis: PrivateRedis) -> None:
                 received.wait_for(21)
 
 
-def test_without_info_it_goes_on(redis_server: PrivateRedis) -> None:
+def test_without_info_it_goes_on(empty_redis: PrivateRedis) -> None:
     """Proxies and strict ACLs do not tell; the script for old servers works everywhere."""
-    client = redis_server.client
+    client = empty_redis.client
     client.execute_command(*["ACL", "SETUSER", "shy", "on", ">shy", "~*", "&*", "+@all", "-info"])
-    url = redis_server.url.replace("//", "//shy:shy@")
+    url = empty_redis.url.replace("//", "//shy:shy@")
     with (
         promoting(connector(url)),
         delaying(url) as connection,
@@ -404,10 +404,10 @@ def test_without_info_it_goes_on(redis_server: PrivateRedis) -> None:
 
 
 def test_what_is_put_back_waits_for_the_rest_by_the_servers_clock(
-    redis_server: PrivateRedis, monkeypatch: pytest.MonkeyPatch
+    empty_redis: PrivateRedis, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Ours is 20 s behind: the server took for due what is 10 s away, and must not again."""
-    with delaying(redis_server.url) as connection:
+    with delaying(empty_redis.url) as connection:
         delays, store = delays_of(connection), store_of(connection)
         assert abs(delays.clock_ahead_seconds()) < 1
         publish(connection, "hello", "jobs", delay=60, headers={"id": "1"})
@@ -423,10 +423,10 @@ def test_what_is_put_back_waits_for_the_rest_by_the_servers_clock(
         assert 5_000 < within_ms <= 10_001
 
 
-def test_put_back_waits_once_however_often_it_is_put_back(redis_server: PrivateRedis) -> None:
+def test_put_back_waits_once_however_often_it_is_put_back(empty_redis: PrivateRedis) -> None:
     due = datetime.now(UTC) + timedelta(seconds=60)
     due_us = int(due.timestamp() * 1_000_000)
-    with delaying(redis_server.url) as connection, Connection(redis_server.url) as plain:
+    with delaying(empty_redis.url) as connection, Connection(empty_redis.url) as plain:
         publish(plain, "hello", "jobs", headers={"id": "1", "eta": due.isoformat()}, priority=9)
         channel = connection.default_channel
         message = channel.basic_get("jobs")

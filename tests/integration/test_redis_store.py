@@ -23,8 +23,8 @@ ENVELOPE = json.dumps({"a": [], "f": 1.0, "big": 12345678901234567, "text": "Ã¤Ã
 
 
 @pytest.fixture
-def store(redis_server: PrivateRedis) -> Store:
-    return Store(redis_server.client, KEYS)
+def store(empty_redis: PrivateRedis) -> Store:
+    return Store(empty_redis.client, KEYS)
 
 
 @pytest.fixture(params=[(7, 0), (6, 2)], ids=["with script flags", "without"])
@@ -49,7 +49,7 @@ def queue(store: Store, name: str = "jobs") -> list[str]:
 def test_a_due_message_is_handed_over_byte_for_byte(store: Store, version: tuple[int, ...]) -> None:
     store.add("one", store.now_ms(), entry_of(Destination(("jobs",)), ENVELOPE))
     moved = store.promote(version=version)
-    assert (moved.taken, moved.delivered, moved.parked, moved.wait_ms) == (1, 1, 0, None)
+    assert (moved.taken, moved.delivered, moved.parked, moved.wait_us) == (1, 1, 0, None)
     assert queue(store) == [ENVELOPE]
     assert store.client.keys("tests.*") == [b"tests.v1.wake"]
 
@@ -58,8 +58,8 @@ def test_what_is_not_due_stays_and_says_how_long(store: Store, version: tuple[in
     add(store, "late", in_ms=60_000)
     moved = store.promote(version=version)
     assert moved.taken == 0
-    assert moved.wait_ms is not None
-    assert 50_000 < moved.wait_ms <= 60_000
+    assert moved.wait_us is not None
+    assert 50_000_000 < moved.wait_us <= 60_000_000
     assert queue(store) == []
 
 
@@ -217,12 +217,12 @@ def test_a_full_server_parks_as_well(full: Store, version: tuple[int, ...]) -> N
 
 
 def test_a_user_without_permission_is_told_what_to_grant(
-    store: Store, redis_server: PrivateRedis
+    store: Store, empty_redis: PrivateRedis
 ) -> None:
-    client = redis_server.client
+    client = empty_redis.client
     client.execute_command(*["ACL", "SETUSER", "guest", "on", "nopass", "~jobs", "+@all"])
     guest = type(client)(
-        unix_socket_path=str(redis_server.folder / "redis.sock"), username="guest", password="x"
+        unix_socket_path=str(empty_redis.folder / "redis.sock"), username="guest", password="x"
     )
     with pytest.raises(NotPermitted, match=r"~tests\.v1\.\*"):
         Store(guest, KEYS).add("one", 0, b"push 0 4\njobsx")

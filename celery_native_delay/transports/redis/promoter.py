@@ -9,6 +9,7 @@ longer than :data:`LONGEST_SLEEP_SECONDS`.
 from __future__ import annotations
 
 import logging
+import select
 import selectors
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -46,6 +47,9 @@ CONNECTION_OPTIONS = {
 #: Seconds that the server holds a BZPOPMIN; a later reply means that the connection is dead.
 _BLOCK_SECONDS = 30
 _GRACE_SECONDS = 15.0
+
+#: FD_SETSIZE of Linux and macOS.
+_SELECTABLE = 1024
 
 
 class Promoter:
@@ -117,9 +121,12 @@ class Promoter:
                 lag_seconds = min(max(lag_seconds * 2, FIRST_LAG_SECONDS), LONGEST_LAG_SECONDS)
             if moved.taken == BATCH:
                 continue
-            due_seconds = None if moved.wait_ms is None else moved.wait_ms / 1000 + lag_seconds
-            expecting = due_seconds is not None and due_seconds < LONGEST_SLEEP_SECONDS
-            woken = alarm.wait(due_seconds if expecting else LONGEST_SLEEP_SECONDS)
+            due_seconds = None if moved.wait_us is None else moved.wait_us / 1e6 + lag_seconds
+            sleep_seconds = LONGEST_SLEEP_SECONDS
+            expecting = due_seconds is not None and due_seconds < sleep_seconds
+            if due_seconds is not None:
+                sleep_seconds = min(due_seconds, sleep_seconds)
+            woken = alarm.wait(sleep_seconds)
             if woken:
                 # Nobody else knows of what has come.
                 lag_seconds = 0.0
@@ -147,30 +154,39 @@ class _Alarm:
         self._connection = connection
         self._key = key
         self._asked_at = 0.0
+        self._watched: list[Any] = []
         self._selector = selectors.DefaultSelector()
 
     def arm(self, stop_reader: Any) -> None:
         """Connect and ask; *stop_reader* ends a wait as well."""
         self._connection.connect()
-        self._selector.register(self._connection._sock, selectors.EVENT_READ, self)
-        self._selector.register(stop_reader, selectors.EVENT_READ)
+        self._watched = [self._connection._sock, stop_reader]
+        for readable in self._watched:
+            self._selector.register(readable, selectors.EVENT_READ)
         self._ask()
 
-    def wait(self, seconds: float | None) -> bool:
+    def wait(self, seconds: float) -> bool:
         """Wait at most *seconds*; True if something came that may be due sooner.
 
         Raises:
             TimeoutError: the server owes an answer for too long.
         """
-        events = self._selector.select(seconds)
         # TLS may have had something to read that is no reply.
-        if any(key.data is self for key, _ in events) and self._connection.can_read(timeout=0):
+        if self._connection._sock in self._readable(seconds) and self._connection.can_read(
+            timeout=0
+        ):
             reply = self._connection.read_response()
             self._ask()
             return reply is not None
         if monotonic() - self._asked_at > _BLOCK_SECONDS + _GRACE_SECONDS:
             raise TimeoutError("no answer to BZPOPMIN")
         return False
+
+    def _readable(self, seconds: float) -> list[Any]:
+        # select() is exact, and takes low descriptors only; epoll rounds up to a millisecond.
+        if max(each.fileno() for each in self._watched) < _SELECTABLE:
+            return select.select(self._watched, [], [], seconds)[0]
+        return [key.fileobj for key, _ in self._selector.select(seconds)]
 
     def close(self) -> None:
         self._selector.close()

@@ -18,7 +18,7 @@ end
 """
 
 #: KEYS source (due, or parked), messages, parked. ARGV limit, highest score or '' for now.
-#: Returns taken, delivered, parked, ms until the source's next one (-1: none), the last refusal.
+#: Returns taken, delivered, parked, µs until the source's next one (-1: none), the last refusal.
 #:
 #: ZREMRANGEBYRANK is the first write because it needs no memory: a script that has written once may
 #: go on writing although maxmemory is reached, on servers that do not know allow-oom, too.
@@ -114,7 +114,10 @@ end
 
 local first = redis.call('ZRANGE', source, 0, 0, 'WITHSCORES')
 local wait = -1
-if first[2] then wait = math.max(tonumber(first[2]) - now, 0) end
+if first[2] then
+    local now_us = tonumber(time[1]) * 1000000 + tonumber(time[2])
+    wait = math.max(tonumber(first[2]) * 1000 - now_us, 0)
+end
 return {#members, delivered, parked, wait, refusal}
 """
 

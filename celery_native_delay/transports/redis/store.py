@@ -30,13 +30,13 @@ class Moved:
     """What one script run did, as numbers of messages.
 
     *taken* left the sorted set: *delivered*, *parked* with *refusal* as Redis' last word, or they
-    had lost their entry. *wait_ms* is the time until the next one, None if there is none.
+    had lost their entry. *wait_us* are microseconds until the next one, None if there is none.
     """
 
     taken: int
     delivered: int
     parked: int
-    wait_ms: int | None
+    wait_us: int | None
     refusal: str
 
 
@@ -108,12 +108,12 @@ class Store:
         script = self._move_on[version >= _FLAGS_SINCE]
         keys = [source, self.keys.messages, self.keys.parked]
         with refusals_explained(self.keys):
-            taken, delivered, parked, wait_ms, refusal = script(keys=keys, args=[limit, highest])
+            taken, delivered, parked, wait_us, refusal = script(keys=keys, args=[limit, highest])
         return Moved(
             taken,
             delivered,
             parked,
-            None if wait_ms < 0 else wait_ms,
+            None if wait_us < 0 else wait_us,
             refusal.decode("utf-8", "replace"),
         )
 
