@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import os
 import re
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from celery_native_delay.testing import (
-    BrokerMissing,
     PrivateRabbitMQ,
     private_rabbitmq,
     require_rabbitmq,
+    require_redis,
     vhost_name,
 )
+from celery_native_delay.testing.redis_installation import ServerName
+from pytest_celery_native_delay import IN_CI
+from tests.brokers import installed
 
-IN_CI = os.environ.get("CI") == "true"
 TEST_43 = IN_CI or os.environ.get("NATIVE_DELAY_TEST_43") == "1"
 
 
@@ -52,12 +56,8 @@ def rabbitmq_version(request: pytest.FixtureRequest) -> str:
     """
     if request.param == "4.3" and not TEST_43:
         pytest.skip("RabbitMQ 4.3 is tested on request: set NATIVE_DELAY_TEST_43=1")
-    try:
-        return require_rabbitmq(None if request.param == "3.10" else request.param).version
-    except BrokerMissing as exc:
-        if IN_CI:
-            pytest.fail(str(exc))
-        pytest.skip(str(exc))
+    version = None if request.param == "3.10" else request.param
+    return installed(require_rabbitmq, version).version
 
 
 @pytest.fixture(scope="session")
@@ -79,3 +79,16 @@ def vhost_url(rabbitmq: PrivateRabbitMQ) -> Iterator[str]:
 def vhost(vhost_url: str) -> str:
     """The name of this test's virtual host, as the management API wants it."""
     return vhost_name(vhost_url)
+
+
+@pytest.fixture(scope="session", params=["redis", "valkey"])
+def redis_server(request: pytest.FixtureRequest) -> ServerName:
+    """A server that private_redis() can start: the system's Redis, the Valkey of the wheel."""
+    return installed(require_redis, request.param).name
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """An empty folder whose path leaves room for a unix socket; pytest's own may be too long."""
+    with tempfile.TemporaryDirectory(prefix="native-delay-") as folder:
+        yield Path(folder)
