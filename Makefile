@@ -40,9 +40,10 @@ bench: venv ## compare with worker-held ETA and Celery's own delayed delivery
 	@scripts/setup_brokers.sh
 	$(PYTHON) -m benchmarks
 
-demo: venv ## show delayed tasks wait in the broker and run on time
-	@scripts/setup_brokers.sh || true
-	$(PYTHON) -m example_project.demo
+# BROKER is rabbitmq, embedded or a url; see example_project/demo_broker.py.
+demo: venv ## show delayed tasks wait in the broker and run on time; BROKER=embedded without RabbitMQ
+	@case '$(BROKER)' in ''|rabbitmq) scripts/setup_brokers.sh --rabbitmq || true ;; esac
+	$(PYTHON) -m example_project.demo '$(BROKER)'
 
 public-suites: venv ## run kombu's and Celery's own tests with our transport
 	@scripts/setup_brokers.sh --rabbitmq
