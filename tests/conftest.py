@@ -82,7 +82,7 @@ def vhost(vhost_url: str) -> str:
 
 
 @pytest.fixture(scope="session", params=["redis", "valkey"])
-def redis_server(request: pytest.FixtureRequest) -> ServerName:
+def server_name(request: pytest.FixtureRequest) -> ServerName:
     """A server that private_redis() can start: the system's Redis, the Valkey of the wheel."""
     return installed(require_redis, request.param).name
 

@@ -9,7 +9,7 @@
         app = Celery(broker=redis.url)
 
 They listen on 127.0.0.1 only, never meet another broker of the same machine, and end with this
-process, even if it is killed. Only the standard library is imported.
+process, even if it is killed. Importing this imports nothing but the standard library.
 """
 
 from .errors import BrokerFailed, BrokerMissing

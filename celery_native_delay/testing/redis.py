@@ -220,6 +220,13 @@ class PrivateRedis:
         """
         return ask(self.socket, *words, password=self.password)
 
+    @property
+    def client(self) -> Any:
+        """A new client of redis-py over the unix socket; the only thing here that needs it."""
+        from redis import Redis
+
+        return Redis(unix_socket_path=str(self.socket), password=self.password)
+
     def info(self, section: str) -> dict[str, str]:
         """One section of INFO, such as "persistence"."""
         lines = self.command("INFO", section).splitlines()

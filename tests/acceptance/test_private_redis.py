@@ -21,7 +21,7 @@ from celery_native_delay.testing import (
     require_redis,
 )
 from celery_native_delay.testing.redis_installation import ServerName
-from tests.brokers import installed
+from tests.brokers import installed, self_signed_certificate
 from tests.processes import processes_of
 from tests.waiting import wait_until
 
@@ -40,16 +40,16 @@ def receive(url: str, **options: str) -> str:
             return str(message.payload)
 
 
-def test_it_is_the_server_that_was_asked_for(redis_server: ServerName) -> None:
-    with private_redis(server=redis_server) as redis:
-        assert redis.installation.name == redis_server
+def test_it_is_the_server_that_was_asked_for(server_name: ServerName) -> None:
+    with private_redis(server=server_name) as redis:
+        assert redis.installation.name == server_name
         assert redis.info("server")["redis_version"]
         assert redis.info("server")["tcp_port"] == str(redis.port)
         assert redis.info("persistence")["aof_enabled"] == "1"
 
 
-def test_celery_takes_its_urls(redis_server: ServerName) -> None:
-    with private_redis(server=redis_server, password="p/w d@home") as redis:
+def test_celery_takes_its_urls(server_name: ServerName) -> None:
+    with private_redis(server=server_name, password="p/w d@home") as redis:
         assert redis.url.startswith("redis://")
         assert redis.socket_url.startswith("redis+socket://")
         for there, back in ((redis.url, redis.socket_url), (redis.socket_url, redis.url)):
@@ -57,8 +57,8 @@ def test_celery_takes_its_urls(redis_server: ServerName) -> None:
             assert receive(back) == "hello"
 
 
-def test_without_a_port_it_is_only_on_its_socket(redis_server: ServerName) -> None:
-    with private_redis(server=redis_server, tcp=False) as redis:
+def test_without_a_port_it_is_only_on_its_socket(server_name: ServerName) -> None:
+    with private_redis(server=server_name, tcp=False) as redis:
         assert redis.port is None
         assert redis.url == redis.socket_url
         assert redis.info("server")["tcp_port"] == "0"
@@ -66,8 +66,8 @@ def test_without_a_port_it_is_only_on_its_socket(redis_server: ServerName) -> No
         assert receive(redis.url) == "hello"
 
 
-def test_what_it_holds_survives_kill_and_stop(redis_server: ServerName) -> None:
-    with private_redis(server=redis_server) as redis:
+def test_what_it_holds_survives_kill_and_stop(server_name: ServerName) -> None:
+    with private_redis(server=server_name) as redis:
         port = redis.port
         send(redis.url, "kept")
         for end in (redis.kill, redis.stop):
@@ -80,28 +80,21 @@ def test_what_it_holds_survives_kill_and_stop(redis_server: ServerName) -> None:
         assert receive(redis.url) == "kept"
 
 
-def test_commands_come_back_as_python(redis_server: ServerName) -> None:
-    with private_redis(server=redis_server) as redis:
+def test_commands_come_back_as_python(server_name: ServerName) -> None:
+    with private_redis(server=server_name) as redis:
         assert redis.command("SET", "name", "Zoë\r\n") == "OK"
         assert redis.command("GET", "name") == "Zoë\r\n"
         assert redis.command("GET", "nothing") is None
         assert redis.command("ZADD", "due", 1.5, "a", 2, "b") == 2
         assert redis.command("ZRANGE", "due", 0, -1) == ["a", "b"]
+        assert redis.client.zscore("due", "a") == 1.5
         with pytest.raises(BrokerFailed, match="GET: WRONGTYPE"):
             redis.command("GET", "due")
 
 
 def test_tls_needs_the_certificate(tmp_path: Path) -> None:
     installed(require_redis, "redis")
-    certificate, key = tmp_path / "certificate.pem", tmp_path / "key.pem"
-    options = ["-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=127.0.0.1"]
-    options += ["-addext", "subjectAltName=IP:127.0.0.1"]
-    subprocess.run(
-        ["openssl", "req", *options, "-keyout", key, "-out", certificate],
-        check=True,
-        capture_output=True,
-    )
-    with private_redis(server="redis", tls=(certificate, key)) as redis:
+    with private_redis(server="redis", tls=self_signed_certificate(tmp_path)) as redis:
         assert redis.url.startswith("rediss://")
         send(redis.url, "secret")
         assert receive(redis.url) == "secret"
@@ -109,30 +102,30 @@ def test_tls_needs_the_certificate(tmp_path: Path) -> None:
             send(redis.url.split("?")[0] + "?ssl_cert_reqs=required", "secret")
 
 
-def test_configuration_is_passed_on(redis_server: ServerName) -> None:
-    with private_redis(server=redis_server, config="maxmemory 3mb") as redis:
+def test_configuration_is_passed_on(server_name: ServerName) -> None:
+    with private_redis(server=server_name, config="maxmemory 3mb") as redis:
         assert redis.command("CONFIG", "GET", "maxmemory") == ["maxmemory", "3145728"]
 
 
-def test_one_that_cannot_start_says_why(redis_server: ServerName) -> None:
+def test_one_that_cannot_start_says_why(server_name: ServerName) -> None:
     with (
         pytest.raises(BrokerFailed, match=r"(?s)(Redis|Valkey) \d.* ended with.*no-such-setting"),
-        private_redis(server=redis_server, config="no-such-setting 1"),
+        private_redis(server=server_name, config="no-such-setting 1"),
     ):
         pass
 
 
 def test_a_given_folder_is_kept_and_used_by_one_at_a_time(
-    redis_server: ServerName, short_path: Path
+    server_name: ServerName, short_path: Path
 ) -> None:
-    with private_redis(server=redis_server, folder=short_path) as redis:
+    with private_redis(server=server_name, folder=short_path) as redis:
         send(redis.url, "kept")
         with (
             pytest.raises(BrokerFailed, match=f"another Redis or Valkey runs in {short_path}"),
-            private_redis(server=redis_server, folder=short_path),
+            private_redis(server=server_name, folder=short_path),
         ):
             pass
-    with private_redis(server=redis_server, folder=short_path) as redis:
+    with private_redis(server=server_name, folder=short_path) as redis:
         assert receive(redis.url) == "kept"
 
 
@@ -145,15 +138,15 @@ def test_a_folder_too_deep_for_a_socket_is_refused(tmp_path: Path) -> None:
         pass
 
 
-def test_nothing_is_left_after_the_block(redis_server: ServerName) -> None:
-    with private_redis(server=redis_server) as redis:
+def test_nothing_is_left_after_the_block(server_name: ServerName) -> None:
+    with private_redis(server=server_name) as redis:
         folder = redis.folder
         assert any("-server" in command for command in processes_of(folder.name))
     assert not folder.exists()
     wait_until(lambda: processes_of(folder.name) == [], timeout_seconds=5)
 
 
-def test_nothing_is_left_when_the_process_is_killed(redis_server: ServerName) -> None:
+def test_nothing_is_left_when_the_process_is_killed(server_name: ServerName) -> None:
     program = (
         "import sys\n"
         "from celery_native_delay.testing import private_redis\n"
@@ -162,7 +155,7 @@ def test_nothing_is_left_when_the_process_is_killed(redis_server: ServerName) ->
         "    sys.stdin.read()\n"
     )
     with subprocess.Popen(
-        [sys.executable, "-c", program, redis_server],
+        [sys.executable, "-c", program, server_name],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -210,9 +203,9 @@ class TestEmbedded:
         assert not folder.exists()
 
 
-def test_a_failover_keeps_the_messages(redis_server: ServerName) -> None:
+def test_a_failover_keeps_the_messages(server_name: ServerName) -> None:
     """Killed and in good order, there and back, with a password."""
-    with private_sentinel(server=redis_server, password="p/w d") as sentinel:
+    with private_sentinel(server=server_name, password="p/w d") as sentinel:
         options = {"master_name": sentinel.master_name}
         first = sentinel.master
         send(sentinel.url, "killed", **options)
@@ -230,8 +223,8 @@ def test_a_failover_keeps_the_messages(redis_server: ServerName) -> None:
         assert receive(sentinel.url, **options) == "orderly"
 
 
-def test_three_sentinels_agree(redis_server: ServerName) -> None:
-    with private_sentinel(server=redis_server, replicas=2, sentinels=3) as sentinel:
+def test_three_sentinels_agree(server_name: ServerName) -> None:
+    with private_sentinel(server=server_name, replicas=2, sentinels=3) as sentinel:
         assert len(sentinel.addresses) == sentinel.url.count("sentinel://") == 3
         options = {"master_name": sentinel.master_name}
         send(sentinel.url, "before", **options)
