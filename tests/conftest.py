@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,25 +20,25 @@ from celery_native_delay.testing import (
 from celery_native_delay.testing.redis_installation import ServerName
 from pytest_celery_native_delay import IN_CI
 from tests.brokers import installed
+from tests.scheduling import scope_of
 
 TEST_43 = IN_CI or os.environ.get("NATIVE_DELAY_TEST_43") == "1"
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keep the tests of one RabbitMQ version in one process, on one private broker.
+    """Let scope_of() say which tests pytest-xdist keeps in one process.
 
     Not `--dist=loadgroup`, which pytest 9.2 made useless:
     https://github.com/pytest-dev/pytest-xdist/issues/1386
     """
     from xdist.scheduler import LoadScopeScheduling
 
-    class ByVersion(LoadScopeScheduling):
+    class ByScope(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            version = re.search(r"[\[-](3\.10|4\.3)[\]-]", nodeid)
-            return f"RabbitMQ {version[1]}" if version else nodeid
+            return scope_of(nodeid)
 
-    return ByVersion(config, log)
+    return ByScope(config, log)
 
 
 @pytest.fixture(
