@@ -21,7 +21,7 @@ $(VENV)/.complete: pyproject.toml constraints.txt
 	$(PYTHON) -m pip install --quiet --editable '.[dev]' --constraint constraints.txt
 	@touch $@
 
-brokers: ## install RabbitMQ for the tests; with NATIVE_DELAY_TEST_43=1 or CI=true also 4.3
+brokers: ## install RabbitMQ and Redis for the tests; for 4.3, too: NATIVE_DELAY_TEST_43=1
 	scripts/setup_brokers.sh
 
 # At home a broker that cannot be installed is a reason to skip its tests, in CI to fail.
@@ -33,19 +33,20 @@ test: venv ## run all tests on private brokers, after installing what they need
 check: venv ## lint, format, types and the direction of imports
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
-	$(PYTHON) -m mypy --strict celery_native_delay
+	$(PYTHON) -m mypy --strict celery_native_delay pytest_celery_native_delay.py
 	$(VENV)/bin/lint-imports
 
 bench: venv ## compare with worker-held ETA and Celery's own delayed delivery
 	@scripts/setup_brokers.sh
 	$(PYTHON) -m benchmarks
 
-demo: venv ## show delayed tasks wait in the broker and run on time
-	@scripts/setup_brokers.sh || true
-	$(PYTHON) -m example_project.demo
+# BROKER is rabbitmq, embedded or a url; see example_project/demo_broker.py.
+demo: venv ## show delayed tasks wait in the broker and run on time; BROKER=embedded without RabbitMQ
+	@case '$(BROKER)' in ''|rabbitmq) scripts/setup_brokers.sh --rabbitmq || true ;; esac
+	$(PYTHON) -m example_project.demo '$(BROKER)'
 
 public-suites: venv ## run kombu's and Celery's own tests with our transport
-	@scripts/setup_brokers.sh
+	@scripts/setup_brokers.sh --rabbitmq
 	$(PYTHON) scripts/public_suites.py
 
 clean: ## remove .venv, builds and caches

@@ -28,8 +28,17 @@ app.conf.update(
     ],
     task_default_queue="default",
     task_routes={
-        "example_project.tasks.remind": {"exchange": "shop", "routing_key": "reminders.order"},
-        "example_project.tasks.send_email": {"exchange": "shop", "routing_key": "emails.customer"},
+        # With the queue named, producers declare it: only RabbitMQ knows exchanges by itself.
+        "example_project.tasks.remind": {
+            "queue": "reminders",
+            "exchange": "shop",
+            "routing_key": "reminders.order",
+        },
+        "example_project.tasks.send_email": {
+            "queue": "emails",
+            "exchange": "shop",
+            "routing_key": "emails.customer",
+        },
     },
     beat_schedule={
         # Sent at midnight, runs at a quarter past, when the day's last orders are booked.

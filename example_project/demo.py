@@ -1,21 +1,19 @@
-"""Send a mix of delayed tasks to a private RabbitMQ and watch them run.
+"""Send a mix of delayed tasks to a private broker and watch them run.
 
-`make demo` or `python -m example_project.demo`. This process is the producer; the worker is a
-process of its own. Exit status: 0 if every task ran once and on time and the worker never held
-one, 1 if not, 2 without a RabbitMQ.
+`make demo` or `python -m example_project.demo [BROKER]`; see `demo_broker` for the choice. This
+process is the producer; the worker is a process of its own. Exit status: 0 if every task ran once
+and on time and the worker never held one, 1 if not, 2 without a broker.
 """
 
 import json
 import os
-import shutil
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -27,18 +25,12 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from celery_native_delay.core.due_time import units_until
-from celery_native_delay.core.settings import DelaySettings
-from celery_native_delay.core.topology import Topology
-from celery_native_delay.testing import BrokerFailed, BrokerMissing, find_rabbitmq, private_rabbitmq
+from celery_native_delay.testing import BrokerFailed, BrokerMissing
 from example_project.app import app
+from example_project.demo_broker import REPOSITORY, SETTINGS, DemoBroker, demo_broker
 from example_project.tasks import charge, collect, remind, send_email
 
-REPOSITORY = Path(__file__).resolve().parent.parent
 WORKER_NAME = "demo@localhost"
-
-SETTINGS = DelaySettings()
-TOPOLOGY = Topology(SETTINGS)
 
 LATE_LIMIT_MS = SETTINGS.resolution_ms + 250  # the promise, and an allowance for a busy laptop
 BOOT_LIMIT_SECONDS = 30
@@ -86,15 +78,6 @@ class Run:
         if self.late_ms < 0:
             return "early"
         return "on time" if self.late_ms <= LATE_LIMIT_MS else "late"
-
-    @property
-    def path(self) -> str:
-        """The delay levels on its way, each by the time it takes."""
-        if self.asked_seconds is None:
-            return ""
-        asked_us = round(self.asked_seconds * 1_000_000)
-        units = units_until(asked_us, now_us=0, resolution_ms=SETTINGS.resolution_ms)
-        return " → ".join(f"{hop.ttl_ms / 1000:g} s" for hop in TOPOLOGY.path(units))
 
 
 def send_mix() -> list[Run]:
@@ -171,7 +154,7 @@ def held_by_worker() -> int | None:
     return len(replies[WORKER_NAME]) if replies else None
 
 
-def table_of(runs: list[Run], held: list[int]) -> Table:
+def table_of(runs: list[Run], held: list[int], broker: DemoBroker) -> Table:
     table = Table(
         title=f"tasks held by the worker: {held[-1]} now, {max(held)} at most" if held else "",
         title_justify="left",
@@ -182,7 +165,7 @@ def table_of(runs: list[Run], held: list[int]) -> Table:
     table.add_column("task")
     for number in ("asked\nfor (s)", "ran\nafter (s)", "late by\n(ms)"):
         table.add_column(number, justify="right")
-    table.add_column("path through\nthe levels")
+    table.add_column(broker.waits_in)
     table.add_column("state")
     colours = {"waiting": "dim", "on time": "green"}
     for run in runs:
@@ -191,7 +174,7 @@ def table_of(runs: list[Run], held: list[int]) -> Table:
             "back-off" if run.asked_seconds is None else f"{run.asked_seconds:.1f}",
             "" if run.waited_seconds is None else f"{run.waited_seconds:.3f}",
             "" if run.late_ms is None else f"{run.late_ms:.0f}",
-            run.path,
+            "" if run.asked_seconds is None else broker.way_of(run.asked_seconds),
             run.state,
             style=colours.get(run.state, "red"),
         )
@@ -199,19 +182,23 @@ def table_of(runs: list[Run], held: list[int]) -> Table:
 
 
 def watch(
-    runs: list[Run], record: Path, worker: subprocess.Popen[bytes], console: Console
+    runs: list[Run],
+    record: Path,
+    worker: subprocess.Popen[bytes],
+    broker: DemoBroker,
+    console: Console,
 ) -> tuple[list[int], list[str]]:
     """Show the runs until all have started; returns what the worker held, and unexpected starts."""
     held: list[int] = []
     unexpected: list[str] = []
     deadline = time.time() + RUN_LIMIT_SECONDS
     next_line = 0.0
-    with Live(table_of(runs, held), console=console, auto_refresh=False) as live:
+    with Live(table_of(runs, held, broker), console=console, auto_refresh=False) as live:
         while time.time() < deadline and worker.poll() is None:
             if (count := held_by_worker()) is not None:
                 held.append(count)
             unexpected = note_starts(runs, record)
-            live.update(table_of(runs, held), refresh=True)
+            live.update(table_of(runs, held, broker), refresh=True)
             started = [run for run in runs if run.starts]
             if not console.is_terminal and time.time() > next_line:
                 console.print(f"{len(started)} of {len(runs)} ran, the worker holds {count}")
@@ -277,60 +264,6 @@ def running_worker(log: Path) -> Iterator[subprocess.Popen[bytes]]:
             worker.wait()
 
 
-@contextmanager
-def private_broker() -> Iterator[str]:
-    """A RabbitMQ that nobody else uses, from this machine or else from docker compose."""
-    if find_rabbitmq():
-        with private_rabbitmq(management=False) as rabbitmq:
-            yield rabbitmq.url
-    elif docker_runs():
-        with composed_rabbitmq() as url:
-            yield url
-    else:
-        raise BrokerMissing(
-            "The demo needs RabbitMQ: install it (apt install rabbitmq-server, "
-            "brew install rabbitmq) or start Docker, then run it again."
-        )
-
-
-def docker_runs() -> bool:
-    """Whether docker compose is installed and its engine answers."""
-    commands = (["docker", "compose", "version"], ["docker", "info"])
-    return bool(shutil.which("docker")) and all(
-        subprocess.run(command, capture_output=True, check=False).returncode == 0
-        for command in commands
-    )
-
-
-@contextmanager
-def composed_rabbitmq() -> Iterator[str]:
-    """The rabbitmq of docker-compose.yml, in a compose project and on ports of its own."""
-    ports = dict(zip(("RABBITMQ_PORT", "RABBITMQ_MANAGEMENT_PORT"), free_ports(2), strict=True))
-
-    def compose(*arguments: str) -> None:
-        subprocess.run(
-            ["docker", "compose", "--project-name", f"native-delay-demo-{os.getpid()}", *arguments],
-            cwd=REPOSITORY,
-            env=os.environ | {name: str(port) for name, port in ports.items()},
-            check=True,
-        )
-
-    try:
-        compose("up", "--detach", "--wait", "--quiet-pull", "rabbitmq")
-        yield f"amqp://guest:guest@127.0.0.1:{ports['RABBITMQ_PORT']}//"
-    finally:
-        compose("down", "--volumes")
-
-
-def free_ports(count: int) -> list[int]:
-    """TCP ports that nobody listens on, at least a moment ago."""
-    with ExitStack() as stack:
-        sockets = [
-            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
-        ]
-        return [listener.getsockname()[1] for listener in sockets]
-
-
 def stop(signal_number: int, _: object) -> NoReturn:
     """Unwind every `with`, so that nothing is left running, and exit as a shell expects."""
     for number in STOP_SIGNALS:
@@ -338,18 +271,18 @@ def stop(signal_number: int, _: object) -> NoReturn:
     raise SystemExit(128 + signal_number)
 
 
-def demonstrate(folder: Path, console: Console) -> bool:
+def demonstrate(asked: str | None, folder: Path, console: Console) -> bool:
     """Run it all; returns whether all went as promised."""
     record, log = folder / "record.jsonl", folder / "worker.log"
     record.touch()
-    console.print("starting a private RabbitMQ …")
-    with private_broker() as url:
+    console.print("starting the broker …")
+    with demo_broker(asked) as broker:
         # This name outranks every other setting of the broker, here and in the worker.
-        os.environ |= {"CELERY_BROKER_URL": url, "EXAMPLE_RECORD": str(record)}
-        console.print("starting a worker with two processes …")
+        os.environ |= {"CELERY_BROKER_URL": broker.url, "EXAMPLE_RECORD": str(record)}
+        console.print(f"starting a worker with two processes on {broker.name} …")
         with running_worker(log) as worker:
             runs = send_mix()
-            held, unexpected = watch(runs, record, worker, console)
+            held, unexpected = watch(runs, record, worker, broker, console)
     wrong = list(problems(runs, held, unexpected))
     console.print()
     if wrong:
@@ -366,7 +299,8 @@ def main() -> int:
     console = Console(highlight=False, markup=False)
     try:
         with tempfile.TemporaryDirectory(prefix="native-delay-demo-") as folder:
-            return 0 if demonstrate(Path(folder), console) else 1
+            asked = sys.argv[1] if len(sys.argv) > 1 else None
+            return 0 if demonstrate(asked, Path(folder), console) else 1
     except BrokerMissing as exc:
         console.print(str(exc), soft_wrap=True)
         return 2

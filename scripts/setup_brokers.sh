@@ -1,7 +1,8 @@
 #!/bin/sh
-# Install the RabbitMQ that the tests start private nodes of. Quick when it is there already.
+# Install the brokers that the tests start private nodes of. Quick when they are there already.
 #
-#     scripts/setup_brokers.sh               the system's own package
+#     scripts/setup_brokers.sh               RabbitMQ and Redis, the system's own packages
+#     scripts/setup_brokers.sh --rabbitmq    RabbitMQ alone
 #     scripts/setup_brokers.sh --with-4.3    also RabbitMQ 4.3, from Debian testing in a folder of
 #                                            its own; implied by CI=true or NATIVE_DELAY_TEST_43=1
 #
@@ -12,10 +13,13 @@ SUITE=forky     # the Debian release that has RabbitMQ 4.3
 SERVER=usr/lib/rabbitmq/bin/rabbitmq-server
 here=$(dirname "$0")
 
+with_43=no
+with_redis=yes
 case "${1-}" in
-    "") with_43=no ;;
+    "") ;;
+    --rabbitmq) with_redis=no ;;
     --with-4.3) with_43=yes ;;
-    *) echo "usage: $0 [--with-4.3]" >&2; exit 2 ;;
+    *) echo "usage: $0 [--rabbitmq | --with-4.3]" >&2; exit 2 ;;
 esac
 if [ "${CI-}" = true ] || [ "${NATIVE_DELAY_TEST_43-}" = 1 ]; then with_43=yes; fi
 
@@ -30,10 +34,27 @@ install_system_rabbitmq() {
     fi
     echo "Installing RabbitMQ from this system's packages."
     "$here/install_packages.sh" rabbitmq-server
-    # Not at the next boot either: the tests start nodes of their own.
+    not_at_boot rabbitmq-server
+}
+
+install_system_redis() {
+    for server in /usr/bin/redis-server /opt/homebrew/bin/redis-server /usr/local/bin/redis-server; do
+        if [ -x "$server" ]; then return; fi
+    done
+    if [ "$(uname)" = Darwin ]; then
+        echo "Redis is missing: run \`brew install redis\`." >&2
+        return 1
+    fi
+    echo "Installing Redis from this system's packages."
+    "$here/install_packages.sh" redis-server
+    not_at_boot redis-server
+}
+
+# The service of a package just installed never starts: the tests start nodes of their own.
+not_at_boot() {
     if [ -d /run/systemd/system ]; then
         if [ "$(id -u)" = 0 ]; then as_root=; else as_root="sudo -n"; fi
-        $as_root systemctl disable --quiet rabbitmq-server
+        $as_root systemctl disable --quiet "$1"
     fi
 }
 
@@ -85,4 +106,5 @@ chroot "$0" apt-get clean
 '
 
 install_system_rabbitmq
+if [ "$with_redis" = yes ]; then install_system_redis; fi
 if [ "$with_43" = yes ]; then install_rabbitmq_43; fi

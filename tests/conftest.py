@@ -3,40 +3,43 @@
 from __future__ import annotations
 
 import os
-import re
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from celery_native_delay.testing import (
-    BrokerMissing,
     PrivateRabbitMQ,
     private_rabbitmq,
     require_rabbitmq,
+    require_redis,
     vhost_name,
 )
-from tests.private_redis import PrivateRedis, private_redis, require_redis
+from celery_native_delay.testing.redis_installation import ServerName
+from pytest_celery_native_delay import IN_CI
+from tests.brokers import installed
+from tests.private_redis import PrivateRedis, private_redis, require_redis_server
+from tests.scheduling import scope_of
 
-IN_CI = os.environ.get("CI") == "true"
 TEST_43 = IN_CI or os.environ.get("NATIVE_DELAY_TEST_43") == "1"
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Keep the tests of one RabbitMQ version in one process, on one private broker.
+    """Let scope_of() say which tests pytest-xdist keeps in one process.
 
     Not `--dist=loadgroup`, which pytest 9.2 made useless:
     https://github.com/pytest-dev/pytest-xdist/issues/1386
     """
     from xdist.scheduler import LoadScopeScheduling
 
-    class ByVersion(LoadScopeScheduling):
+    class ByScope(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            version = re.search(r"[\[-](3\.10|4\.3)[\]-]", nodeid)
-            return f"RabbitMQ {version[1]}" if version else nodeid
+            return scope_of(nodeid)
 
-    return ByVersion(config, log)
+    return ByScope(config, log)
 
 
 @pytest.fixture(
@@ -53,12 +56,8 @@ def rabbitmq_version(request: pytest.FixtureRequest) -> str:
     """
     if request.param == "4.3" and not TEST_43:
         pytest.skip("RabbitMQ 4.3 is tested on request: set NATIVE_DELAY_TEST_43=1")
-    try:
-        return require_rabbitmq(None if request.param == "3.10" else request.param).version
-    except BrokerMissing as exc:
-        if IN_CI:
-            pytest.fail(str(exc))
-        pytest.skip(str(exc))
+    version = None if request.param == "3.10" else request.param
+    return installed(require_rabbitmq, version).version
 
 
 @pytest.fixture(scope="session")
@@ -82,10 +81,23 @@ def vhost(vhost_url: str) -> str:
     return vhost_name(vhost_url)
 
 
+@pytest.fixture(scope="session", params=["redis", "valkey"])
+def server_name(request: pytest.FixtureRequest) -> ServerName:
+    """A server that private_redis() can start: the system's Redis, the Valkey of the wheel."""
+    return installed(require_redis, request.param).name
+
+
+@pytest.fixture
+def short_path() -> Iterator[Path]:
+    """An empty folder whose path leaves room for a unix socket; pytest's own may be too long."""
+    with tempfile.TemporaryDirectory(prefix="native-delay-") as folder:
+        yield Path(folder)
+
+
 @pytest.fixture(scope="session")
 def shared_redis() -> Iterator[PrivateRedis]:
     """The Redis that all tests share; do not stop it."""
-    require_redis()
+    require_redis_server()
     with private_redis() as server:
         yield server
 
@@ -100,6 +112,6 @@ def empty_redis(shared_redis: PrivateRedis) -> PrivateRedis:
 @pytest.fixture
 def own_redis() -> Iterator[PrivateRedis]:
     """A Redis that this test may stop, fill or configure."""
-    require_redis()
+    require_redis_server()
     with private_redis() as server:
         yield server

@@ -210,7 +210,7 @@ def self_signed_certificate(folder: Path) -> tuple[Path, Path]:
     return certificate, key
 
 
-def require_redis() -> None:
+def require_redis_server() -> None:
     """Without a redis-server skip at home, fail in CI."""
     if shutil.which("redis-server") is None:
         reason = "redis-server is not installed: apt install redis-server"

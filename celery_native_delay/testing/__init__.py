@@ -1,25 +1,39 @@
 """Private brokers for tests: started in seconds, gone without a trace.
 
-    from celery_native_delay.testing import private_rabbitmq
+    from celery_native_delay.testing import private_rabbitmq, private_redis
 
     with private_rabbitmq() as rabbitmq:
         app = Celery(broker=rabbitmq.new_vhost())
 
+    with private_redis() as redis:
+        app = Celery(broker=redis.url)
+
 They listen on 127.0.0.1 only, never meet another broker of the same machine, and end with this
-process, even if it is killed. Only the standard library is imported.
+process, even if it is killed. Importing this imports nothing but the standard library.
 """
 
 from .errors import BrokerFailed, BrokerMissing
 from .rabbitmq import PrivateRabbitMQ, private_rabbitmq, vhost_name
 from .rabbitmq_installation import RabbitMQInstallation, find_rabbitmq, require_rabbitmq
+from .redis import PrivateRedis, embedded_broker, private_redis
+from .redis_installation import RedisInstallation, find_redis, require_redis
+from .sentinel import PrivateSentinel, private_sentinel
 
 __all__ = [
     "BrokerFailed",
     "BrokerMissing",
     "PrivateRabbitMQ",
+    "PrivateRedis",
+    "PrivateSentinel",
     "RabbitMQInstallation",
+    "RedisInstallation",
+    "embedded_broker",
     "find_rabbitmq",
+    "find_redis",
     "private_rabbitmq",
+    "private_redis",
+    "private_sentinel",
     "require_rabbitmq",
+    "require_redis",
     "vhost_name",
 ]

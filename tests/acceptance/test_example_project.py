@@ -15,6 +15,9 @@ from uuid import uuid4
 
 import pytest
 
+from celery_native_delay.kombu_hook import ALIASES
+from celery_native_delay.testing import require_rabbitmq, require_redis
+from tests.brokers import installed
 from tests.waiting import wait_until
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
@@ -122,22 +125,38 @@ def test_a_retry_returns_to_its_queue(shop: Shop, queue: str, call: str) -> None
             assert 0 <= seconds_late(start) <= LATE_LIMIT_SECONDS
 
 
-@pytest.mark.parametrize("rabbitmq_version", ["3.10"], indirect=True)
-@pytest.mark.usefixtures("rabbitmq_version")
-class TestDemo:
-    """`make demo`, which brings a broker of its own: the system's RabbitMQ, whichever it is."""
+@pytest.fixture(
+    params=[
+        "rabbitmq",
+        pytest.param(
+            "embedded",
+            marks=pytest.mark.skipif("redis" not in ALIASES, reason="no Redis transport yet"),
+        ),
+    ]
+)
+def demo_on(request: pytest.FixtureRequest) -> str:
+    """A broker that `make demo BROKER=…` brings itself."""
+    if request.param == "rabbitmq":
+        installed(require_rabbitmq)
+    else:
+        installed(require_redis, embedded=True)
+    return str(request.param)
 
-    def test_succeeds_and_leaves_nothing_running(self) -> None:
+
+class TestDemo:
+    """`make demo`, which brings a broker of its own."""
+
+    def test_succeeds_and_leaves_nothing_running(self, demo_on: str) -> None:
         mark = uuid4().hex
-        demo = start_demo(mark)
+        demo = start_demo(mark, demo_on)
         output, _ = demo.communicate(timeout=120)
         assert demo.returncode == 0, output
         assert output.splitlines()[-1].startswith("15 tasks in 19 runs: 19 on time, 0 early")
         assert processes_with(mark) == []
 
-    def test_leaves_nothing_running_after_ctrl_c(self) -> None:
+    def test_leaves_nothing_running_after_ctrl_c(self, demo_on: str) -> None:
         mark = uuid4().hex
-        demo = start_demo(mark)
+        demo = start_demo(mark, demo_on)
         assert demo.stdout is not None
         for line in demo.stdout:
             if " ran, the worker holds" in line:  # broker, worker and producer are at work
@@ -147,10 +166,16 @@ class TestDemo:
         assert demo.returncode == 128 + signal.SIGINT
         assert processes_with(mark) == []
 
+    def test_says_what_it_knows_when_asked_for_something_else(self) -> None:
+        demo = start_demo(uuid4().hex, "kafka")
+        output, _ = demo.communicate(timeout=30)
+        assert demo.returncode == 2
+        assert "rabbitmq, embedded or a url, got 'kafka'" in output
 
-def start_demo(mark: str) -> subprocess.Popen[str]:
+
+def start_demo(mark: str, broker: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-u", "-m", "example_project.demo"],
+        [sys.executable, "-u", "-m", "example_project.demo", broker],
         cwd=REPOSITORY,
         env=os.environ | {"MARK": mark},
         stdout=subprocess.PIPE,

@@ -16,21 +16,8 @@ from celery_native_delay.testing import (
     private_rabbitmq,
     vhost_name,
 )
+from tests.processes import processes_of
 from tests.waiting import wait_until
-
-
-def processes_of(folder: str) -> list[str]:
-    """Command lines of the running processes that were started for *folder*."""
-    found = []
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            environment = (process / "environ").read_bytes()
-            command = (process / "cmdline").read_bytes()
-        except OSError:
-            continue
-        if folder.encode() in environment + command:
-            found.append(command.replace(b"\0", b" ").decode())
-    return found
 
 
 def test_it_starts_and_says_who_it_is(rabbitmq: PrivateRabbitMQ, rabbitmq_version: str) -> None:

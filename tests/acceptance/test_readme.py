@@ -13,8 +13,12 @@ import pytest
 from kombu import Connection
 
 from celery_native_delay import DelaySettings
+from celery_native_delay.testing import require_rabbitmq, require_redis
+from tests.brokers import installed
 from tests.private_redis import PrivateRedis
 from tests.waiting import wait_until
+
+pytest_plugins = ["pytester"]
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
@@ -56,8 +60,28 @@ def test_the_kombu_example_publishes_a_message_that_waits(vhost_url: str) -> Non
     assert b"ada@example.com" in bytes(message.body, "utf-8")
 
 
+def test_the_example_of_a_test_passes(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed(require_rabbitmq)
+    for name in ("PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER"):
+        monkeypatch.delenv(name, raising=False)
+    pytester.makepyfile(next(block for block in PYTHON_BLOCKS if "def test_" in block))
+    pytester.runpytest_subprocess("-Werror").assert_outcomes(passed=1)
+
+
+def test_the_private_brokers_are_as_shown(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    installed(require_redis)
+    installed(require_redis, embedded=True)
+    monkeypatch.chdir(short_path)
+    exec(next(block for block in PYTHON_BLOCKS if "embedded_broker" in block), {})
+    assert capsys.readouterr().out == f"redis+socket://{short_path}/var/broker/redis.sock\n"
+
+
 def test_the_redis_example_is_an_app_whose_delayed_tasks_wait(empty_redis: PrivateRedis) -> None:
-    block = next(block for block in PYTHON_BLOCKS if "redis://" in block)
+    block = next(block for block in PYTHON_BLOCKS if 'broker="redis://"' in block)
     names: dict[str, object] = {}
     exec(block.replace("redis://", empty_redis.url), names)
     names["app"].send_task("shop.remind", countdown=60)  # type: ignore[attr-defined]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.acceptance.worker import REPOSITORY, Fleet, fleet_on
-from tests.private_redis import PrivateRedis, private_redis, require_redis
+from tests.private_redis import PrivateRedis, private_redis, require_redis_server
 from tests.waiting import wait_until
 
 
@@ -69,7 +69,7 @@ def test_a_worker_that_is_killed_changes_nothing_for_those_that_wait(fleet: Flee
 
 
 def test_a_redis_that_was_stopped_runs_all_after_its_start(tmp_path: Path) -> None:
-    require_redis()
+    require_redis_server()
     with private_redis() as server, fleet_on(server.url, tmp_path) as fleet:
         worker = fleet.worker()
         note = fleet.app().tasks["note"]
@@ -164,7 +164,7 @@ def test_task_protocol_1(fleet: Fleet, installed: bool) -> None:
 
 
 def test_a_worker_says_what_it_does_and_what_may_lose_messages(tmp_path: Path) -> None:
-    require_redis()
+    require_redis_server()
     config = "appendonly no\nmaxmemory 100mb\nmaxmemory-policy allkeys-lru"
     with private_redis(config=config) as server, fleet_on(server.url, tmp_path) as fleet:
         worker = fleet.worker()
@@ -176,7 +176,7 @@ def test_a_worker_says_what_it_does_and_what_may_lose_messages(tmp_path: Path) -
 
 def test_a_worker_on_a_cluster_says_that_delays_are_off(tmp_path: Path) -> None:
     """Before kombu gives up on it."""
-    require_redis()
+    require_redis_server()
     with (
         private_redis(config="cluster-enabled yes") as server,
         fleet_on(server.url, tmp_path) as fleet,

@@ -22,7 +22,7 @@ from tests.acceptance.test_tasks import (
     same_delivery,
 )
 from tests.acceptance.worker import LATE_SECONDS, Fleet, Worker, fleet_on
-from tests.private_redis import private_redis, require_redis
+from tests.private_redis import private_redis, require_redis_server
 from tests.waiting import wait_until
 
 #: kombu's Redis transport takes an exchange that this process has not declared for a direct one:
@@ -32,7 +32,7 @@ BY_NAME = [route for route in ROUTES if not route.startswith("topic")]
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    require_redis()
+    require_redis_server()
     folder = tmp_path_factory.mktemp("redis-tasks")
     (folder / "results").mkdir()
     with private_redis() as server:

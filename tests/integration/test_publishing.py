@@ -171,7 +171,7 @@ def test_the_vhost_is_deleted_and_made_again_under_a_producer(
                     body,
                     routing_key="orders",
                     declare=[orders],
-                    headers={"eta": eta_in(0.3)},
+                    headers={"eta": eta_in(3)},  # time to reconnect and declare, on a busy machine
                     retry=True,
                     retry_policy=patience,
                 )
@@ -207,8 +207,8 @@ def test_the_levels_are_deleted_by_hand_under_a_producer(
         for exchange in rabbitmq.api("GET", f"/exchanges/{vhost}"):
             if exchange["name"].startswith(f"{TOPOLOGY.space}."):
                 admin.default_channel.exchange_delete(exchange["name"])
-    publish(connection, "after", "order.new", exchange="shop", delay=0.5)
-    publish(connection, "by name", "orders", delay=0.5)
+    publish(connection, "after", "order.new", exchange="shop", delay=3)
+    publish(connection, "by name", "orders", delay=3)
     came = arrives(vhost_url, "orders", 2)
     assert sorted(bodies(came)) == ["after", "by name"]
     for arrival in came:
@@ -231,7 +231,7 @@ def test_the_connection_fails_over_to_another_broker(rabbitmq_version: str) -> N
                 body,
                 routing_key="orders",
                 declare=[orders],
-                headers={"eta": eta_in(0.5)},
+                headers={"eta": eta_in(3)},
                 retry=True,
                 retry_policy={"max_retries": 20, "interval_start": 0.05},
             )
@@ -349,7 +349,7 @@ def test_a_long_routing_key(connection: Any, vhost_url: str, kind: str, key: str
 
 def test_a_queue_with_the_longest_name(connection: Any) -> None:
     name = declare_queue(connection, "é" * 127)
-    publish(connection, "hello", name, delay=0.5)
+    publish(connection, "hello", name, delay=2)
     assert_on_time(Inbox(connection).consume([name]).wait_for(1)[0])
 
 

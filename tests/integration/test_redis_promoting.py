@@ -30,7 +30,7 @@ from tests.private_redis import (
     PrivateSentinel,
     private_redis,
     private_sentinel,
-    require_redis,
+    require_redis_server,
     self_signed_certificate,
 )
 from tests.waiting import wait_until
@@ -260,7 +260,7 @@ def add(store: Any, begin_ms: int) -> None:
 
 @pytest.fixture
 def sentinel() -> Iterator[PrivateSentinel]:
-    require_redis()
+    require_redis_server()
     with private_sentinel() as running:
         yield running
 
@@ -284,7 +284,7 @@ def test_messages_wait_through_a_failover(sentinel: PrivateSentinel) -> None:
 
 
 def test_over_tls(tmp_path: Path) -> None:
-    require_redis()
+    require_redis_server()
     with private_redis(tls=self_signed_certificate(tmp_path)) as server:
         assert server.url.startswith("rediss://")
         with (

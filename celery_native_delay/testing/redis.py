@@ -1,0 +1,261 @@
+"""A private Redis or Valkey for tests and for development: there in milliseconds.
+
+    with private_redis() as redis:
+        app = Celery(broker=redis.url)
+
+It has its own unix socket, port and folder, keeps what it holds in an append-only file, and never
+meets another one of the same machine.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, urlencode
+
+from .errors import BrokerFailed
+from .ports import claim_ports, port_of
+from .processes import KeptServer
+from .redis_installation import RedisInstallation, ServerName, require_redis
+from .resp import ask
+
+_BOOT_SECONDS = 60
+"""It takes 10-50 ms; loading a large append-only file, or a busy machine, takes longer."""
+
+_LONGEST_SOCKET_PATH = 103
+"""Bytes: the limit of macOS. Linux takes four more."""
+
+_CONFIG = """\
+bind 127.0.0.1
+protected-mode yes
+dir "{folder}"
+unixsocket "{folder}/redis.sock"
+unixsocketperm 700
+appendonly yes
+save ""
+set-proc-title no
+# A new replica is served at once; 5 s by default, to serve several together.
+repl-diskless-sync-delay 0
+"""
+
+
+@contextmanager
+def private_redis(
+    *,
+    server: ServerName | None = None,
+    folder: Path | str | None = None,
+    tcp: bool = True,
+    password: str | None = None,
+    tls: tuple[Path, Path] | None = None,
+    replica_of: PrivateRedis | None = None,
+    config: str = "",
+) -> Iterator[PrivateRedis]:
+    """Run a Redis or Valkey of our own until the block ends.
+
+    Args:
+        server: "redis", "valkey", or None for whichever is installed.
+        folder: where it keeps what it holds, and finds it the next time; None: a temporary one.
+        tcp: whether it listens on a free port of 127.0.0.1 as well as on its unix socket.
+        password: what clients have to give; None: nothing.
+        tls: certificate and key, files in PEM; the port then speaks TLS only, and `url` trusts
+            that certificate. Valkeys from the wheel are built without TLS.
+        replica_of: the server it copies, with the same password.
+        config: more lines of redis.conf.
+
+    Raises:
+        BrokerMissing: that server is not installed; the message says how to get it.
+        BrokerFailed: it does not start, or another one runs in *folder*.
+    """
+    redis = PrivateRedis(
+        require_redis(server),
+        folder=folder,
+        tcp=tcp,
+        password=password,
+        tls=tls,
+        replica_of=replica_of,
+        config=config,
+    )
+    try:
+        redis.start()
+        yield redis
+    finally:
+        redis.close()
+
+
+@contextmanager
+def embedded_broker(folder: Path | str | None = None) -> Iterator[PrivateRedis]:
+    """Run the Valkey that comes with the extra `embedded`, for development without any server.
+
+    It listens on a unix socket in *folder* and nowhere else. What waits there when the block ends
+    goes on waiting, and is served the next time; with None it is gone.
+
+    Raises BrokerMissing without the extra, BrokerFailed when another one runs in *folder*.
+    """
+    redis = PrivateRedis(require_redis("valkey", embedded=True), folder=folder, tcp=False)
+    try:
+        redis.start()
+        yield redis
+        redis.stop()
+    finally:
+        redis.close()
+
+
+class PrivateRedis:
+    """A Redis or Valkey that belongs to this process; made by private_redis()."""
+
+    port: int | None
+    """TCP port on 127.0.0.1, the same after kill() and start(); None without one."""
+
+    def __init__(
+        self,
+        installation: RedisInstallation,
+        *,
+        folder: Path | str | None = None,
+        tcp: bool = True,
+        password: str | None = None,
+        tls: tuple[Path, Path] | None = None,
+        replica_of: PrivateRedis | None = None,
+        config: str = "",
+    ) -> None:
+        self.installation = installation
+        self.password = password
+        self._certificate = tls[0].absolute() if tls else None
+        temporary = folder is None
+        self.folder = Path(folder or tempfile.mkdtemp(prefix="private-redis-")).absolute()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if len(os.fsencode(self.socket)) > _LONGEST_SOCKET_PATH:
+            raise BrokerFailed(
+                f"{self.socket}: the path of a unix socket may have {_LONGEST_SOCKET_PATH} bytes; "
+                f"choose a folder with a shorter path"
+            )
+        self._lock = _lock(self.folder)
+        self._claims = claim_ports(1) if tcp else []
+        self.port = port_of(self._claims[0]) if self._claims else None
+        lines = [_CONFIG.format(folder=self.folder)]
+        if tls:
+            certificate, key = (file.absolute() for file in tls)
+            lines += [
+                f'port 0\ntls-port {self.port or 0}\ntls-cert-file "{certificate}"',
+                f'tls-key-file "{key}"\ntls-ca-cert-file "{certificate}"\ntls-auth-clients no',
+            ]
+        else:
+            lines += [f"port {self.port or 0}"]
+        if password is not None:
+            lines += [f'requirepass "{password}"\nmasterauth "{password}"']
+        if replica_of is not None:
+            lines += [f"replicaof 127.0.0.1 {replica_of.port}"]
+        configuration = self.folder / "redis.conf"
+        configuration.write_text("\n".join([*lines, config, ""]))
+        self._server = KeptServer(
+            str(installation),
+            [str(installation.server), str(configuration)],
+            home=self.folder,
+            temporary=temporary,
+            pass_fds=[self._lock],
+        )
+
+    @property
+    def socket(self) -> Path:
+        """The unix socket."""
+        return self.folder / "redis.sock"
+
+    @property
+    def url(self) -> str:
+        """Url of database 0, as Celery takes it: over TCP if there is a port, else socket_url."""
+        if self.port is None:
+            return self.socket_url
+        if self._certificate is None:
+            return f"redis://{self._credentials}127.0.0.1:{self.port}/0"
+        query = urlencode({"ssl_cert_reqs": "required", "ssl_ca_certs": self._certificate})
+        return f"rediss://{self._credentials}127.0.0.1:{self.port}/0?{query}"
+
+    @property
+    def socket_url(self) -> str:
+        """Url of database 0 over the unix socket, as Celery takes it."""
+        return f"redis+socket://{self._credentials}{quote(str(self.socket))}"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the server; None when it is down."""
+        return self._server.pid
+
+    def start(self) -> None:
+        """Start the server, again on the same port and data, and wait until it has loaded them.
+
+        Raises BrokerFailed with the end of its log when it does not within 60 s.
+        """
+        self._server.start(self._serves, within_seconds=_BOOT_SECONDS)
+
+    def stop(self) -> None:
+        """Stop the server in good order; data and port stay."""
+        self._server.end(signal.SIGTERM, within_seconds=60)
+
+    def kill(self) -> None:
+        """SIGKILL the server; data and port stay."""
+        self._server.end(signal.SIGKILL)
+
+    def close(self) -> None:
+        """Kill the server and remove its folder if it is temporary. Not needed at exit."""
+        self._server.close()
+        for claim in self._claims:
+            claim.close()
+        os.close(self._lock)
+
+    def log_tail(self, lines: int = 30) -> str:
+        """The last *lines* that the server logged."""
+        return self._server.log_tail(lines)
+
+    def command(self, *words: str | float) -> Any:
+        """Send one command, as in `command("CONFIG", "SET", "maxmemory", 1)`; return the reply.
+
+        Texts come as str, numbers as int, lists as list, "nothing there" as None.
+
+        Raises BrokerFailed with the server's words when it refuses, OSError when it is down.
+        """
+        return ask(self.socket, *words, password=self.password)
+
+    @property
+    def client(self) -> Any:
+        """A new client of redis-py over the unix socket; the only thing here that needs it."""
+        from redis import Redis
+
+        return Redis(unix_socket_path=str(self.socket), password=self.password)
+
+    def info(self, section: str) -> dict[str, str]:
+        """One section of INFO, such as "persistence"."""
+        lines = self.command("INFO", section).splitlines()
+        return dict(line.split(":", 1) for line in lines if ":" in line)
+
+    # ---- inside ----------------------------------------------------------------------------
+
+    @property
+    def _credentials(self) -> str:
+        return "" if self.password is None else f":{quote(self.password, safe='')}@"
+
+    def _serves(self) -> bool:
+        """Whether it answers; while it loads its data it refuses."""
+        try:
+            return bool(self.command("PING") == "PONG")
+        except (OSError, BrokerFailed):
+            return False
+
+
+def _lock(folder: Path) -> int:
+    """An open file descriptor whose lock says that somebody uses *folder*.
+
+    The server inherits it: the lock lasts as long as the last of the two, this process and it.
+    Two servers that append to the same file destroy it.
+    """
+    descriptor = os.open(folder / "redis.lock", os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as exc:
+        os.close(descriptor)
+        raise BrokerFailed(f"another Redis or Valkey runs in {folder}") from exc
+    return descriptor

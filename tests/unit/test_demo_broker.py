@@ -1,0 +1,60 @@
+"""Which broker the demo runs on, by what is asked for and what there is."""
+
+from __future__ import annotations
+
+import pytest
+
+from celery_native_delay.testing import BrokerMissing
+from example_project.demo_broker import DemoBroker, choose
+
+
+@pytest.mark.parametrize(
+    ("asked", "there", "chosen"),
+    [
+        ("", "rabbitmq embedded docker", "rabbitmq"),
+        ("", "embedded docker", "embedded"),
+        ("", "docker", "docker"),
+        (None, "rabbitmq", "rabbitmq"),
+        ("rabbitmq", "rabbitmq embedded docker", "rabbitmq"),
+        ("rabbitmq", "embedded docker", "docker"),
+        ("embedded", "rabbitmq embedded docker", "embedded"),
+        ("redis://shop:6379/1", "", "redis://shop:6379/1"),
+        ("amqp://", "embedded", "amqp://"),
+    ],
+)
+def test_what_was_asked_for_else_the_best_there_is(
+    asked: str | None, there: str, chosen: str
+) -> None:
+    assert choice(asked, there) == chosen
+
+
+@pytest.mark.parametrize(
+    ("asked", "there", "said"),
+    [
+        ("", "", "apt install rabbitmq-server"),
+        ("rabbitmq", "embedded", "make demo BROKER=embedded"),
+        ("embedded", "rabbitmq docker", r"pip install 'celery_native_delay\[embedded\]'"),
+        ("redis", "rabbitmq", "expected BROKER to be rabbitmq, embedded or a url, got 'redis'"),
+    ],
+)
+def test_what_is_not_there_says_what_to_do(asked: str, there: str, said: str) -> None:
+    with pytest.raises(BrokerMissing, match=said):
+        choice(asked, there)
+
+
+def choice(asked: str | None, there: str) -> str:
+    return choose(
+        asked,
+        rabbitmq="rabbitmq" in there,
+        embedded="embedded" in there,
+        docker=lambda: "docker" in there,
+    )
+
+
+def test_the_way_of_a_delay_is_that_of_the_broker() -> None:
+    rabbitmq = DemoBroker("a broker", "amqps://localhost")
+    assert rabbitmq.way_of(5) == "4 s → 1 s"
+    redis = DemoBroker("a broker", "redis+socket:///tmp/redis.sock")
+    assert redis.way_of(5) == "sorted set"
+    assert rabbitmq.way_of(0) == redis.way_of(0) == ""
+    assert rabbitmq.waits_in != redis.waits_in
