@@ -11,7 +11,7 @@ from time import time_ns
 from typing import Any
 
 import amqp
-from amqp.exceptions import NotFound
+from amqp.exceptions import NotFound, RecoverableConnectionError
 
 from ...core.address import landing_address, message_address
 from ...core.due_time import check_reach, units_until
@@ -19,8 +19,10 @@ from ...core.errors import CannotDelay, NativeDelayError, TopologyMismatch
 from ...core.settings import DelaySettings
 from .declaring import broker_version, permissions_explained
 from .envelope import seal
+from .outbox import Outbox, outbox_key, outbox_of
 from .own_channel import OwnChannel
 from .preparation import Preparation
+from .window import Publication
 
 #: The headers dict and delivery id of a publish that failed in this thread: kombu's retry passes
 #: the very same dict, and a resent message must keep its id.
@@ -37,6 +39,7 @@ class Delays(Preparation):
         self._publisher: OwnChannel | None = None
         self._confirmer: OwnChannel | None = None
         self._in_batch = False
+        self._outbox_connects = 0
 
     @property
     def publisher(self) -> OwnChannel:
@@ -53,6 +56,18 @@ class Delays(Preparation):
         if self._confirmer is None or self._confirmer.connection is None:
             self._confirmer = OwnChannel(self.connection)
         return self._confirmer
+
+    @property
+    def outbox(self) -> Outbox:
+        """What keeps the delayed messages of this process until they are confirmed."""
+        client = self.connection.client
+        if client is None:
+            raise RecoverableConnectionError("connection already closed")
+        return outbox_of(self._outbox_key, client, self.settings)
+
+    @cached_property
+    def _outbox_key(self) -> Any:
+        return outbox_key(self.connection.client, self.settings)
 
     @cached_property
     def _limits_priority(self) -> bool:
@@ -76,12 +91,15 @@ class Delays(Preparation):
                 was sent; the text says why and the way out.
             amqp.exceptions.NotFound: there is no such exchange.
             amqp.exceptions.MessageNacked: the broker did not accept it.
+            PublishRefused: it did not accept earlier ones, with "window"; nothing was sent.
         """
         if not self._units(due_us, time_ns() // 1000):
             return publish_now()
         if not exchange:
             # Reached by its name, whoever declared it.
             self.mirror.queue_bound_once(routing_key)
+        if self.settings.confirm_publish == "window":
+            self._follow_outbox()
         self.prepare()
         lands = self._routes.lands(exchange, routing_key)
         # Only now: declaring may have taken a second.
@@ -94,16 +112,32 @@ class Delays(Preparation):
         sealed = self._sealed(message, exchange, routing_key, due_us, now_us, units, delivery_id)
         key = self._route(sealed, units, exchange, routing_key, lands=lands)
         _failed.publish = (headers, delivery_id)
-        self._send(
-            sealed,
-            units,
-            key,
-            confirmed=self.settings.confirm_publish == "wait",
-            timeout_seconds=timeout_seconds,
-            confirm_timeout_seconds=confirm_timeout_seconds,
-        )
+        if self.settings.confirm_publish == "window":
+            publication = Publication(sealed, self.topology.entry_exchange(units), key)
+            self.outbox.publish(
+                publication, timeout_seconds=confirm_timeout_seconds or timeout_seconds
+            )
+        else:
+            self._send(
+                sealed,
+                units,
+                key,
+                confirmed=self.settings.confirm_publish == "wait",
+                timeout_seconds=timeout_seconds,
+                confirm_timeout_seconds=confirm_timeout_seconds,
+            )
         _failed.publish = None
         return None
+
+    def _follow_outbox(self) -> None:
+        """The outbox had to connect again: what this connection relies on may be gone too.
+
+        Raises:
+            OSError, amqp.exceptions.AMQPError: this connection is.
+        """
+        connects, self._outbox_connects = self._outbox_connects, self.outbox.connects
+        if connects and connects != self._outbox_connects:
+            self.look_again()
 
     def put_back(
         self,

@@ -1,0 +1,387 @@
+"""Delayed messages on their way to one broker, kept until it has confirmed them.
+
+With ``native_delay_confirm_publish = "window"`` all threads of a process publish through one
+outbox for each broker URL. It has a connection of its own, so that reading confirms meets nobody
+else's conversation, and a lock. What is unconfirmed when that connection dies goes out again on
+the next, under the same delivery id. A thread looks after what no further publish comes for, and
+ends when nothing has come for a while.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+from collections import deque
+from contextlib import suppress
+from threading import Event, Lock, RLock, Thread
+from time import monotonic
+from typing import Any
+
+from amqp.exceptions import AMQPError, ChannelError, NotFound
+from kombu import Connection
+
+from ...core.errors import NativeDelayError, PublishRefused
+from ...core.refusal import RefusedMessage
+from ...core.settings import DelaySettings
+from ...kombu_hook import flushes
+from .window import NotConfirmedInTime, Publication, WindowChannel
+
+logger = logging.getLogger(__name__)
+
+#: Confirms are looked for at every so many publishes.
+LOOK_EVERY = 32
+
+#: Seconds between two looks at what no further publish comes for.
+SETTLE_SECONDS = 0.5
+
+#: Seconds without a publish after which the connection is given up.
+IDLE_SECONDS = 30.0
+
+#: Seconds that the end of the process is put off for what is not confirmed.
+EXIT_SECONDS = 30.0
+
+NACKED = "the broker refused it (basic.nack)"
+
+_LONGEST_RETRY_SECONDS = 5.0
+
+#: py-amqp raises AttributeError where a connection went away under it.
+_LOST = (AMQPError, OSError, AttributeError)
+
+
+class Outbox:
+    """See the module's docstring."""
+
+    def __init__(self, client: Any, window: int) -> None:
+        """*client* is a kombu connection to the same broker, which is not touched."""
+        # Nobody would send heartbeats; TCP_USER_TIMEOUT finds out about a dead peer.
+        self._client = Connection(**dict(client._info(resolve=False), heartbeat=0))
+        self._window = window
+        self._lock = RLock()
+        self._channel: WindowChannel | None = None
+        self._unsent: deque[Publication] = deque()
+        self._refused: list[RefusedMessage] = []
+        self._published_at = monotonic()
+        self._settler: Thread | None = None
+        self._wake = Event()
+        #: How often it has connected: whoever relies on what the broker held before looks again.
+        self.connects = 0
+
+    def publish(self, publication: Publication, *, timeout_seconds: float | None = None) -> None:
+        """Send without waiting, unless the window is full.
+
+        Raises:
+            PublishRefused: the broker did not take earlier ones; this one was not sent.
+            TimeoutError: the window stayed full for *timeout_seconds*; not sent.
+            OSError, amqp.exceptions.AMQPError: there is no connection; not sent, while what was
+                published before stays kept.
+        """
+        with self._lock:
+            lost = False
+            while True:
+                try:
+                    channel = self._ready_channel()
+                    self._make_room(channel, timeout_seconds)
+                    self._report_refused("this message was not sent")
+                    channel.send(publication, timeout_seconds=timeout_seconds)
+                    break
+                except NotConfirmedInTime:
+                    raise
+                except ChannelError as exc:
+                    self._after_refusal(exc)
+                except _LOST:
+                    self._lost()
+                    if lost:
+                        raise
+                    lost = True
+            self._published_at = monotonic()
+            self._start_settler()
+
+    def flush(self, *, timeout_seconds: float | None) -> None:
+        """Return when the broker has confirmed everything.
+
+        Raises:
+            PublishRefused: it did not take some.
+            TimeoutError: it has not after *timeout_seconds*; they stay kept.
+        """
+        deadline = None if timeout_seconds is None else monotonic() + timeout_seconds
+        retry_seconds = 0.05
+        while not self._settle_all(deadline):
+            left = None if deadline is None else deadline - monotonic()
+            if left is not None and left <= 0:
+                raise TimeoutError(
+                    f"{self.unconfirmed_count} delayed message(s) not confirmed within "
+                    f"{timeout_seconds} s; they are kept and will be sent again"
+                )
+            self._wake.wait(min(retry_seconds, left or retry_seconds))
+            retry_seconds = min(retry_seconds * 2, _LONGEST_RETRY_SECONDS)
+
+    @property
+    def unconfirmed_count(self) -> int:
+        """How many messages are in doubt."""
+        channel = self._channel
+        return len(self._unsent) + (channel.unconfirmed_count if channel is not None else 0)
+
+    def abandon(self) -> None:
+        """Close our end of the socket without a word: in a forked child it is the parent's."""
+        channel = self._channel
+        transport = getattr(channel and channel.connection, "_transport", None)
+        if transport is not None and transport.sock is not None:
+            transport.sock.close()
+
+    # --- under the lock ------------------------------------------------------------------
+
+    def _ready_channel(self) -> WindowChannel:
+        """A channel in which everything kept has been sent."""
+        if self._channel is None or not self._channel.is_usable:
+            self._lost()
+            self._client.connect()
+            self._channel = WindowChannel(self._client.connection)
+            self.connects += 1
+        while self._unsent:
+            self._channel.send(self._unsent[0])
+            self._unsent.popleft()
+        return self._channel
+
+    def _make_room(self, channel: WindowChannel, timeout_seconds: float | None) -> None:
+        if channel.unconfirmed_count % LOOK_EVERY == LOOK_EVERY - 1:
+            channel.read_ready()
+        if channel.unconfirmed_count >= self._window:
+            deadline = None if timeout_seconds is None else monotonic() + timeout_seconds
+            channel.read_until(lambda: channel.unconfirmed_count < self._window, deadline=deadline)
+        self._look_at_answers(channel)
+
+    def _look_at_answers(self, channel: WindowChannel) -> None:
+        self._refuse_nacked(channel)
+        if returned := channel.take_returned():
+            # Somebody deleted the queues that they were to wait in.
+            self._unsent.extendleft(reversed(returned))
+            self._delays().declare_again()
+            self._send_one_by_one(len(returned))
+
+    def _settle_all(self, deadline: float | None) -> bool:
+        """Whether nothing is in doubt any more; False where the connection is lost.
+
+        Raises:
+            PublishRefused: something was refused.
+        """
+        with self._lock:
+            try:
+                while self.unconfirmed_count:
+                    try:
+                        channel = self._ready_channel()
+                        channel.read_all(deadline=deadline)
+                        self._look_at_answers(channel)
+                    except ChannelError as exc:
+                        self._after_refusal(exc)
+            except NotConfirmedInTime:
+                return False
+            except _LOST as exc:
+                self._lost()
+                logger.debug("native delay: %s: %s", type(exc).__name__, exc)
+                return False
+            self._report_refused("all others are confirmed")
+            return True
+
+    def _after_refusal(self, exc: ChannelError) -> None:
+        """The broker closed the channel for one of the messages: find out which it does not take.
+
+        Raises:
+            NativeDelayError: the levels are gone and cannot be declared again.
+        """
+        if self._channel is None or self._channel.closed_with is None:
+            raise exc  # while connecting or declaring
+        self._keep_unconfirmed()
+        if isinstance(exc, NotFound):
+            self._delays().declare_again()
+        self._send_one_by_one(len(self._unsent))
+
+    def _send_one_by_one(self, count: int) -> None:
+        """The next *count*, each confirmed or refused before the next goes out."""
+        connection = self._client.connection
+        probe = WindowChannel(connection)
+        for _ in range(count):
+            publication = self._unsent[0]
+            reason = ""
+            try:
+                probe.send(publication)
+                probe.read_all()
+            except ChannelError as exc:
+                reason = str(exc.reply_text)
+                probe = WindowChannel(connection)
+            if probe.take_nacked():
+                reason = NACKED
+            if probe.take_returned():
+                reason = f"{publication.exchange} leads nowhere although it was declared"
+            self._unsent.popleft()
+            if reason:
+                self._refuse([publication], reason)
+        probe.close()
+
+    def _refuse_nacked(self, channel: WindowChannel) -> None:
+        self._refuse(channel.take_nacked(), NACKED)
+
+    def _refuse(self, publications: list[Publication], reason: str) -> None:
+        if publications:
+            refused = [publication.refused(reason) for publication in publications]
+            logger.error(
+                "native delay: %d message(s) not published, the first being %s; ids: %s",
+                len(refused),
+                refused[0],
+                ", ".join(str(message.task_id or message.delivery_id) for message in refused),
+            )
+            self._refused += refused
+
+    def _report_refused(self, others: str) -> None:
+        if self._refused:
+            refused, self._refused = tuple(self._refused), []
+            raise PublishRefused(
+                f"the broker did not take {len(refused)} delayed message(s) published earlier, "
+                f"the first being {refused[0]}; {others}",
+                refused,
+            )
+
+    def _delays(self) -> Any:
+        return self._client.connection.delays
+
+    def _keep_unconfirmed(self) -> None:
+        channel, self._channel = self._channel, None
+        if channel is not None:
+            self._refuse_nacked(channel)
+            in_doubt = channel.take_returned() + channel.unconfirmed
+            self._unsent.extendleft(reversed(in_doubt))
+
+    def _lost(self) -> None:
+        """Keep what is unconfirmed for the next connection."""
+        self._keep_unconfirmed()
+        connection = self._client._connection
+        if connection is not None:
+            with suppress(*_LOST):
+                connection.collect()
+        with suppress(*_LOST):
+            self._client.close()
+
+    # --- the thread ----------------------------------------------------------------------
+
+    def _start_settler(self) -> None:
+        if self._settler is None:
+            self._settler = Thread(target=self._settle, name="native-delay-outbox", daemon=True)
+            try:
+                self._settler.start()
+            except RuntimeError:  # the interpreter is ending; flushing at exit comes next
+                self._settler = None
+
+    def _settle(self) -> None:
+        pause = SETTLE_SECONDS
+        while True:
+            self._wake.wait(pause)
+            with self._lock:
+                pause = SETTLE_SECONDS
+                idle_seconds = monotonic() - self._published_at
+                if idle_seconds < SETTLE_SECONDS:
+                    continue
+                if not self.unconfirmed_count:
+                    if idle_seconds > IDLE_SECONDS:
+                        self._lost()
+                        self._settler = None
+                        return
+                    continue
+                try:
+                    channel = self._ready_channel()
+                    channel.read_ready()
+                    self._look_at_answers(channel)
+                except Exception as exc:  # the thread must outlive whatever the broker says
+                    pause = self._settle_after(exc)
+
+    def _settle_after(self, exc: Exception) -> float:
+        """See to an error; returns the seconds until the next look."""
+        try:
+            if isinstance(exc, ChannelError):
+                self._after_refusal(exc)
+                return SETTLE_SECONDS
+        except Exception as other:
+            exc = other
+        expected = isinstance(exc, (*_LOST, NativeDelayError))
+        logger.warning(
+            "native delay: %d message(s) unconfirmed, trying on: %s: %s",
+            self.unconfirmed_count,
+            type(exc).__name__,
+            exc,
+            exc_info=not expected,
+        )
+        self._lost()
+        return _LONGEST_RETRY_SECONDS
+
+
+# ---- the outboxes of this process ------------------------------------------------------------
+
+_outboxes: dict[Any, Outbox] = {}
+_registering = Lock()
+
+
+def outbox_key(client: Any, settings: DelaySettings) -> Any:
+    """Equal for kombu connections that lead to the same broker, wherever failover has brought them.
+
+    The pool's own key would change with the retry policy, which kombu writes into the transport
+    options.
+    """
+    broker = tuple(sorted(client.alt)) or (
+        client.transport_cls,
+        client.hostname,
+        client.port,
+        client.userid,
+        str(client.password),
+        client.virtual_host,
+    )
+    return broker, settings
+
+
+def outbox_of(key: Any, client: Any, settings: DelaySettings) -> Outbox:
+    """The process's outbox for *key*, made with *client* if there is none."""
+    outbox = _outboxes.get(key)
+    if outbox is None:
+        with _registering:
+            outbox = _outboxes.get(key)
+            if outbox is None:
+                outbox = _outboxes[key] = Outbox(client, settings.confirm_window)
+    return outbox
+
+
+def flush_all(timeout_seconds: float | None) -> None:
+    """:meth:`Outbox.flush` for every outbox, each within what is left of *timeout_seconds*.
+
+    Raises:
+        PublishRefused, TimeoutError: the first; all have been tried.
+    """
+    deadline = None if timeout_seconds is None else monotonic() + timeout_seconds
+    first: Exception | None = None
+    for outbox in list(_outboxes.values()):
+        try:
+            outbox.flush(
+                timeout_seconds=None if deadline is None else max(deadline - monotonic(), 0)
+            )
+        except (PublishRefused, TimeoutError) as exc:
+            first = first or exc
+    if first is not None:
+        raise first
+
+
+def _flush_at_exit() -> None:
+    try:
+        flush_all(EXIT_SECONDS)
+    except Exception as exc:
+        logger.critical("native delay: this process ends with delayed messages lost: %s", exc)
+
+
+def _leave_to_parent() -> None:
+    """A forked child has nothing to do with what its parent has published."""
+    global _registering
+    _registering = Lock()
+    for outbox in _outboxes.values():
+        outbox.abandon()
+    _outboxes.clear()
+
+
+flushes.append(flush_all)
+atexit.register(_flush_at_exit)
+os.register_at_fork(after_in_child=_leave_to_parent)

@@ -1,0 +1,222 @@
+"""A channel that publishes without waiting: what the broker has not confirmed yet is kept.
+
+Confirms are read as they come, many with one look at the socket; py-amqp reads three times for
+each of them.
+"""
+
+from __future__ import annotations
+
+import select
+from collections.abc import Callable
+from struct import Struct
+from time import monotonic
+from typing import Any, NamedTuple
+
+import amqp
+from amqp import spec
+from amqp.exceptions import ChannelError, RecoverableConnectionError, UnexpectedFrame
+
+from ...core.refusal import RefusedMessage
+from .envelope import HEADER
+from .own_channel import OwnChannel
+
+READ_BYTES = 65_536
+
+_METHOD_FRAME = 1
+_FRAME_END = 0xCE
+_FRAME_HEADER = Struct(">BHI")
+_ACK = Struct(">QB")
+_ACK_METHOD = b"".join(number.to_bytes(2, "big") for number in spec.Basic.Ack)
+_ACK_BYTES = len(_ACK_METHOD) + _ACK.size
+
+
+class NotConfirmedInTime(TimeoutError):
+    """The broker is slow; unlike other timeouts, the connection is as it was."""
+
+
+class Publication(NamedTuple):
+    """A message on its way, and with what it is published."""
+
+    message: amqp.Message
+    exchange: str
+    routing_key: str
+    mandatory: bool = True
+
+    @property
+    def id(self) -> str:
+        """What the message is known by when the broker returns it."""
+        return _id_of(self.message.properties)
+
+    def refused(self, reason: str) -> RefusedMessage:
+        """What is reported if the broker does not take it."""
+        headers = dict(self.message.properties.get("application_headers") or {})
+        envelope = headers.pop(HEADER, None)
+        if envelope is None:
+            to = (self.exchange, self.routing_key)
+            return RefusedMessage(reason, *to, headers, self.message.body)
+        headers.pop("BCC", None)
+        to = (envelope["exchange"], envelope["rk"])
+        return RefusedMessage(reason, *to, headers, self.message.body, envelope["id"])
+
+
+class WindowChannel(OwnChannel):
+    """See the module's docstring."""
+
+    def __init__(self, connection: Any) -> None:
+        super().__init__(connection)
+        self._returned_ids: set[str] = set()
+        self._came_back: list[Publication] = []
+        self._nacked: list[Publication] = []
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether neither this channel nor its connection is known to be closed."""
+        return self.connection is not None and bool(self.connection.connected)
+
+    @property
+    def unconfirmed_count(self) -> int:
+        """How many messages the broker has yet to confirm."""
+        return len(self._unconfirmed)
+
+    @property
+    def unconfirmed(self) -> list[Publication]:
+        """The messages that the broker has yet to confirm, oldest first."""
+        return list(self._unconfirmed.values())
+
+    def send(self, publication: Publication, *, timeout_seconds: float | None = None) -> None:
+        """Publish without waiting; kept from here on unless this raises."""
+        if self.connection is None:
+            raise RecoverableConnectionError("connection already closed")
+        publication_args = (0, *publication[1:], False)
+        try:
+            with self.connection.transport.having_timeout(timeout_seconds):
+                self.send_method(spec.Basic.Publish, "Bssbb", publication_args, publication.message)
+        except TimeoutError as exc:
+            # Half of it may be on its way: the connection is of no more use.
+            self.connection.transport.connected = False
+            raise RecoverableConnectionError("publishing timed out") from exc
+        self._published += 1
+        self._unconfirmed[self._published] = publication
+
+    def take_returned(self) -> list[Publication]:  # type: ignore[override]
+        """Messages that came back because nobody is bound where they were to go."""
+        back, self._came_back = self._came_back, []
+        return back
+
+    def take_nacked(self) -> list[Publication]:
+        """Messages that the broker refused."""
+        nacked, self._nacked = self._nacked, []
+        return nacked
+
+    # --- reading -------------------------------------------------------------------------
+
+    def read_ready(self) -> None:
+        """Take in what the broker has sent, without waiting for more.
+
+        Raises:
+            amqp.exceptions.ChannelError: the broker closed this channel.
+            OSError, amqp.exceptions.AMQPError: the connection is gone.
+        """
+        while self._is_readable(0):
+            self._read()
+
+    def read_until(self, condition: Callable[[], bool], *, deadline: float | None = None) -> None:
+        """Take in what the broker sends until *condition* holds.
+
+        Raises:
+            NotConfirmedInTime: it does not by *deadline*, in seconds of the monotonic clock.
+            Others as :meth:`read_ready`.
+        """
+        while not condition():
+            left = None if deadline is None else max(deadline - monotonic(), 0)
+            if not self._is_readable(left):
+                raise NotConfirmedInTime(
+                    f"{len(self._unconfirmed)} message(s) not confirmed in time"
+                )
+            self._read()
+
+    def read_all(self, *, deadline: float | None = None) -> None:
+        """Take in what the broker sends until nothing is unconfirmed; raises likewise."""
+        self.read_until(lambda: not self._unconfirmed, deadline=deadline)
+
+    def _is_readable(self, timeout_seconds: float | None) -> bool:
+        socket = self._transport.sock
+        if socket is None:
+            raise RecoverableConnectionError("connection already closed")
+        if hasattr(socket, "pending") and socket.pending():
+            return True
+        poll = select.poll()
+        poll.register(socket, select.POLLIN)
+        return bool(poll.poll(None if timeout_seconds is None else timeout_seconds * 1000))
+
+    @property
+    def _transport(self) -> Any:
+        if self.connection is None or self.connection._transport is None:
+            raise RecoverableConnectionError("connection already closed")
+        return self.connection._transport
+
+    def _read(self) -> None:
+        transport = self._transport
+        data = transport.sock.recv(READ_BYTES)
+        if not data:
+            transport.connected = False
+            raise RecoverableConnectionError("the broker closed the connection")
+        # py-amqp reads on from here, so what is incomplete is left to it.
+        buffer = transport._read_buffer + data
+        at = 0
+        while len(buffer) - at >= _FRAME_HEADER.size + 1:
+            kind, channel_id, size = _FRAME_HEADER.unpack_from(buffer, at)
+            payload_at = at + _FRAME_HEADER.size
+            end = payload_at + size
+            if len(buffer) <= end:
+                break
+            if buffer[end] != _FRAME_END:
+                raise UnexpectedFrame(f"expected the end of a frame, got {buffer[end]:#04x}")
+            at = end + 1
+            if (
+                kind == _METHOD_FRAME
+                and size == _ACK_BYTES
+                and channel_id == self.channel_id
+                and buffer.startswith(_ACK_METHOD, payload_at)
+            ):
+                tag, multiple = _ACK.unpack_from(buffer, payload_at + len(_ACK_METHOD))
+                self.connection.bytes_recv += 1
+                self._on_basic_ack(tag, bool(multiple & 1))
+                continue
+            # It may raise, and it may read by itself.
+            transport._read_buffer = buffer[at:]
+            self._dispatch((kind, channel_id, buffer[payload_at:end]))
+            if self.connection is None:
+                return
+            buffer, at = transport._read_buffer, 0
+        transport._read_buffer = buffer[at:]
+
+    def _dispatch(self, frame: tuple[int, int, bytes]) -> None:
+        try:
+            self.connection.on_inbound_frame(frame)
+        except ChannelError:
+            if self.closed_with is not None:
+                raise
+            # Another channel of this connection: none of ours.
+
+    # --- what the broker says ------------------------------------------------------------
+
+    def _on_basic_ack(self, delivery_tag: int, multiple: bool) -> None:
+        for _, publication in self._settle(delivery_tag, multiple):
+            if self._returned_ids and publication.id in self._returned_ids:
+                self._returned_ids.discard(publication.id)
+                self._came_back.append(publication)
+
+    def _on_basic_nack(self, delivery_tag: int, multiple: bool) -> None:
+        self._nacked += [publication for _, publication in self._settle(delivery_tag, multiple)]
+
+    def _on_basic_return(
+        self, reply_code: int, reply_text: str, exchange: str, routing_key: str, message: Any
+    ) -> None:
+        # Its confirm follows. https://www.rabbitmq.com/docs/confirms#when-publishes-are-confirmed
+        self._returned_ids.add(_id_of(message.properties))
+
+
+def _id_of(properties: Any) -> str:
+    envelope = (properties.get("application_headers") or {}).get(HEADER)
+    return str(envelope["id"] if envelope else properties.get("correlation_id"))
