@@ -93,41 +93,50 @@ class Delays(Preparation):
             amqp.exceptions.MessageNacked: the broker did not accept it.
             PublishRefused: it did not accept earlier ones, with "window"; nothing was sent.
         """
-        if not self._units(due_us, time_ns() // 1000):
-            return publish_now()
-        if not exchange:
-            # Reached by its name, whoever declared it.
-            self.mirror.queue_bound_once(routing_key)
         if self.settings.confirm_publish == "window":
             self._follow_outbox()
-        self.prepare()
-        lands = self._routes.lands(exchange, routing_key)
-        # Only now: declaring may have taken a second.
-        now_us = time_ns() // 1000
-        units = self._units(due_us, now_us)
-        if not units:
+        publication = self.publication(message, exchange, routing_key, due_us=due_us)
+        if publication is None:
             return publish_now()
-        headers = message.properties.get("application_headers")
-        delivery_id = self._delivery_id(headers)
-        sealed = self._sealed(message, exchange, routing_key, due_us, now_us, units, delivery_id)
-        key = self._route(sealed, units, exchange, routing_key, lands=lands)
-        _failed.publish = (headers, delivery_id)
+        _failed.publish = (message.properties.get("application_headers"), publication.id)
         if self.settings.confirm_publish == "window":
-            publication = Publication(sealed, self.topology.entry_exchange(units), key)
             self.outbox.publish(
                 publication, timeout_seconds=confirm_timeout_seconds or timeout_seconds
             )
         else:
             self._send(
-                sealed,
-                units,
-                key,
+                publication,
                 confirmed=self.settings.confirm_publish == "wait",
                 timeout_seconds=timeout_seconds,
                 confirm_timeout_seconds=confirm_timeout_seconds,
             )
         _failed.publish = None
         return None
+
+    def publication(
+        self, message: amqp.Message, exchange: str, routing_key: str, *, due_us: int
+    ) -> Publication | None:
+        """*message* as it enters the delay levels, which are there then; None if it is due.
+
+        Raises:
+            DelayTooLong, CannotDelay, NotPermitted, TopologyMismatch, UnsupportedBroker,
+            amqp.exceptions.NotFound: as :meth:`publish`.
+        """
+        if not self.is_ahead(due_us, now_us=time_ns() // 1000):
+            return None
+        if not exchange:
+            # Reached by its name, whoever declared it.
+            self.mirror.queue_bound_once(routing_key)
+        self.prepare()
+        lands = self._routes.lands(exchange, routing_key)
+        # Only now: declaring may have taken a second.
+        now_us = time_ns() // 1000
+        units = self._units(due_us, now_us)
+        if not units:
+            return None
+        delivery_id = self._delivery_id(message.properties.get("application_headers"))
+        sealed = self._sealed(message, exchange, routing_key, due_us, now_us, units, delivery_id)
+        return self._routed(sealed, units, exchange, routing_key, lands=lands)
 
     def _follow_outbox(self) -> None:
         """The outbox had to connect again: what this connection relies on may be gone too.
@@ -169,7 +178,7 @@ class Delays(Preparation):
             message, exchange, routing_key, due_us, now_us, units, delivery_id, queue
         )
         to = (exchange, routing_key) if queue is None else ("", queue)
-        self._send(sealed, units, self._route(sealed, units, *to, lands=lands), confirmed=True)
+        self._send(self._routed(sealed, units, *to, lands=lands), confirmed=True)
 
     @contextmanager
     def one_confirm(self) -> Iterator[None]:
@@ -215,6 +224,14 @@ class Delays(Preparation):
             properties["expiration"] = str(first_ttl_ms)
         return amqp.Message(message.body, **properties)
 
+    def is_ahead(self, due_us: int, *, now_us: int) -> bool:
+        """Whether there is anything to wait for.
+
+        Raises:
+            DelayTooLong: more than the levels hold.
+        """
+        return self._units(due_us, now_us) > 0
+
     def _units(self, due_us: int, now_us: int) -> int:
         resolution_ms = self.topology.resolution_ms
         units = units_until(due_us, now_us=now_us, resolution_ms=resolution_ms)
@@ -227,6 +244,12 @@ class Delays(Preparation):
         if failed and headers is not None and failed[0] is headers:
             return str(failed[1])
         return token_hex(16)
+
+    def _routed(
+        self, sealed: amqp.Message, units: int, exchange: str, routing_key: str, *, lands: bool
+    ) -> Publication:
+        key = self._route(sealed, units, exchange, routing_key, lands=lands)
+        return Publication(sealed, self.topology.entry_exchange(units), key)
 
     def _route(
         self, sealed: amqp.Message, units: int, exchange: str, routing_key: str, *, lands: bool
@@ -250,24 +273,18 @@ class Delays(Preparation):
 
     def _send(
         self,
-        sealed: amqp.Message,
-        units: int,
-        routing_key: str,
+        publication: Publication,
         *,
         confirmed: bool,
         timeout_seconds: float | None = None,
         confirm_timeout_seconds: float | None = None,
     ) -> None:
-        entry = self.topology.entry_exchange(units)
         for last_try in (False, True):
             try:
                 with permissions_explained(self.topology):
                     channel = self.confirmer if confirmed else self.publisher
                     tag = channel.publish(
-                        sealed,
-                        entry,
-                        routing_key,
-                        mandatory=True,
+                        *publication,
                         timeout_seconds=timeout_seconds,
                     )
                     if confirmed and not self._in_batch:

@@ -18,19 +18,17 @@ from threading import Event, Lock, RLock, Thread
 from time import monotonic
 from typing import Any
 
-from amqp.exceptions import AMQPError, ChannelError, NotFound
+from amqp.exceptions import AMQPError
 from kombu import Connection
 
 from ...core.errors import NativeDelayError, PublishRefused
 from ...core.refusal import RefusedMessage
 from ...core.settings import DelaySettings
 from ...kombu_hook import flushes
-from .window import NotConfirmedInTime, Publication, WindowChannel
+from .sending import Sender
+from .window import NotConfirmedInTime, Publication, Sendable
 
 logger = logging.getLogger(__name__)
-
-#: Confirms are looked for at every so many publishes.
-LOOK_EVERY = 32
 
 #: Seconds between two looks at what no further publish comes for.
 SETTLE_SECONDS = 0.5
@@ -40,8 +38,6 @@ IDLE_SECONDS = 30.0
 
 #: Seconds that the end of the process is put off for what is not confirmed.
 EXIT_SECONDS = 30.0
-
-NACKED = "the broker refused it (basic.nack)"
 
 _LONGEST_RETRY_SECONDS = 5.0
 
@@ -58,8 +54,8 @@ class Outbox:
         self._client = Connection(**dict(client._info(resolve=False), heartbeat=0))
         self._window = window
         self._lock = RLock()
-        self._channel: WindowChannel | None = None
-        self._unsent: deque[Publication] = deque()
+        self._sender: Sender | None = None
+        self._unsent: deque[Sendable] = deque()
         self._refused: list[RefusedMessage] = []
         self._published_at = monotonic()
         self._settler: Thread | None = None
@@ -80,15 +76,12 @@ class Outbox:
             lost = False
             while True:
                 try:
-                    channel = self._ready_channel()
-                    self._make_room(channel, timeout_seconds)
+                    sender = self._ready_sender()
                     self._report_refused("this message was not sent")
-                    channel.send(publication, timeout_seconds=timeout_seconds)
+                    sender.send(publication, timeout_seconds=timeout_seconds)
                     break
                 except NotConfirmedInTime:
                     raise
-                except ChannelError as exc:
-                    self._after_refusal(exc)
                 except _LOST:
                     self._lost()
                     if lost:
@@ -119,45 +112,28 @@ class Outbox:
     @property
     def unconfirmed_count(self) -> int:
         """How many messages are in doubt."""
-        channel = self._channel
-        return len(self._unsent) + (channel.unconfirmed_count if channel is not None else 0)
+        sender = self._sender
+        return len(self._unsent) + (0 if sender is None else sender.in_doubt_count)
 
     def abandon(self) -> None:
         """Close our end of the socket without a word: in a forked child it is the parent's."""
-        channel = self._channel
-        transport = getattr(channel and channel.connection, "_transport", None)
+        transport = getattr(self._client._connection, "_transport", None)
         if transport is not None and transport.sock is not None:
             transport.sock.close()
 
     # --- under the lock ------------------------------------------------------------------
 
-    def _ready_channel(self) -> WindowChannel:
-        """A channel in which everything kept has been sent."""
-        if self._channel is None or not self._channel.is_usable:
+    def _ready_sender(self) -> Sender:
+        """A sender that has sent everything kept."""
+        if self._sender is None or not self._sender.is_usable:
             self._lost()
             self._client.connect()
-            self._channel = WindowChannel(self._client.connection)
+            self._sender = Sender(self._client.connection.delays, self._window)
             self.connects += 1
         while self._unsent:
-            self._channel.send(self._unsent[0])
+            self._sender.send(self._unsent[0])
             self._unsent.popleft()
-        return self._channel
-
-    def _make_room(self, channel: WindowChannel, timeout_seconds: float | None) -> None:
-        if channel.unconfirmed_count % LOOK_EVERY == LOOK_EVERY - 1:
-            channel.read_ready()
-        if channel.unconfirmed_count >= self._window:
-            deadline = None if timeout_seconds is None else monotonic() + timeout_seconds
-            channel.read_until(lambda: channel.unconfirmed_count < self._window, deadline=deadline)
-        self._look_at_answers(channel)
-
-    def _look_at_answers(self, channel: WindowChannel) -> None:
-        self._refuse_nacked(channel)
-        if returned := channel.take_returned():
-            # Somebody deleted the queues that they were to wait in.
-            self._unsent.extendleft(reversed(returned))
-            self._delays().declare_again()
-            self._send_one_by_one(len(returned))
+        return self._sender
 
     def _settle_all(self, deadline: float | None) -> bool:
         """Whether nothing is in doubt any more; False where the connection is lost.
@@ -167,13 +143,8 @@ class Outbox:
         """
         with self._lock:
             try:
-                while self.unconfirmed_count:
-                    try:
-                        channel = self._ready_channel()
-                        channel.read_all(deadline=deadline)
-                        self._look_at_answers(channel)
-                    except ChannelError as exc:
-                        self._after_refusal(exc)
+                if self.unconfirmed_count:
+                    self._ready_sender().settle(deadline=deadline)
             except NotConfirmedInTime:
                 return False
             except _LOST as exc:
@@ -183,56 +154,9 @@ class Outbox:
             self._report_refused("all others are confirmed")
             return True
 
-    def _after_refusal(self, exc: ChannelError) -> None:
-        """The broker closed the channel for one of the messages: find out which it does not take.
-
-        Raises:
-            NativeDelayError: the levels are gone and cannot be declared again.
-        """
-        if self._channel is None or self._channel.closed_with is None:
-            raise exc  # while connecting or declaring
-        self._keep_unconfirmed()
-        if isinstance(exc, NotFound):
-            self._delays().declare_again()
-        self._send_one_by_one(len(self._unsent))
-
-    def _send_one_by_one(self, count: int) -> None:
-        """The next *count*, each confirmed or refused before the next goes out."""
-        connection = self._client.connection
-        probe = WindowChannel(connection)
-        for _ in range(count):
-            publication = self._unsent[0]
-            reason = ""
-            try:
-                probe.send(publication)
-                probe.read_all()
-            except ChannelError as exc:
-                reason = str(exc.reply_text)
-                probe = WindowChannel(connection)
-            if probe.take_nacked():
-                reason = NACKED
-            if probe.take_returned():
-                reason = f"{publication.exchange} leads nowhere although it was declared"
-            self._unsent.popleft()
-            if reason:
-                self._refuse([publication], reason)
-        probe.close()
-
-    def _refuse_nacked(self, channel: WindowChannel) -> None:
-        self._refuse(channel.take_nacked(), NACKED)
-
-    def _refuse(self, publications: list[Publication], reason: str) -> None:
-        if publications:
-            refused = [publication.refused(reason) for publication in publications]
-            logger.error(
-                "native delay: %d message(s) not published, the first being %s; ids: %s",
-                len(refused),
-                refused[0],
-                ", ".join(str(message.task_id or message.delivery_id) for message in refused),
-            )
-            self._refused += refused
-
     def _report_refused(self, others: str) -> None:
+        if self._sender is not None:
+            self._refused += self._sender.take_refused()
         if self._refused:
             refused, self._refused = tuple(self._refused), []
             raise PublishRefused(
@@ -241,19 +165,12 @@ class Outbox:
                 refused,
             )
 
-    def _delays(self) -> Any:
-        return self._client.connection.delays
-
-    def _keep_unconfirmed(self) -> None:
-        channel, self._channel = self._channel, None
-        if channel is not None:
-            self._refuse_nacked(channel)
-            in_doubt = channel.take_returned() + channel.unconfirmed
-            self._unsent.extendleft(reversed(in_doubt))
-
     def _lost(self) -> None:
         """Keep what is unconfirmed for the next connection."""
-        self._keep_unconfirmed()
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            self._unsent.extendleft(reversed(sender.take_in_doubt()))
+            self._refused += sender.take_refused()
         connection = self._client._connection
         if connection is not None:
             with suppress(*_LOST):
@@ -287,30 +204,18 @@ class Outbox:
                         return
                     continue
                 try:
-                    channel = self._ready_channel()
-                    channel.read_ready()
-                    self._look_at_answers(channel)
+                    self._ready_sender().look()
                 except Exception as exc:  # the thread must outlive whatever the broker says
-                    pause = self._settle_after(exc)
-
-    def _settle_after(self, exc: Exception) -> float:
-        """See to an error; returns the seconds until the next look."""
-        try:
-            if isinstance(exc, ChannelError):
-                self._after_refusal(exc)
-                return SETTLE_SECONDS
-        except Exception as other:
-            exc = other
-        expected = isinstance(exc, (*_LOST, NativeDelayError))
-        logger.warning(
-            "native delay: %d message(s) unconfirmed, trying on: %s: %s",
-            self.unconfirmed_count,
-            type(exc).__name__,
-            exc,
-            exc_info=not expected,
-        )
-        self._lost()
-        return _LONGEST_RETRY_SECONDS
+                    expected = isinstance(exc, (*_LOST, NativeDelayError))
+                    logger.warning(
+                        "native delay: %d message(s) unconfirmed, trying on: %s: %s",
+                        self.unconfirmed_count,
+                        type(exc).__name__,
+                        exc,
+                        exc_info=not expected,
+                    )
+                    self._lost()
+                    pause = _LONGEST_RETRY_SECONDS
 
 
 # ---- the outboxes of this process ------------------------------------------------------------

@@ -56,8 +56,8 @@ class OwnChannel(amqp.Channel):  # type: ignore[misc]
         message: amqp.Message,
         exchange: str,
         routing_key: str,
-        *,
         mandatory: bool = False,
+        *,
         timeout_seconds: float | None = None,
     ) -> int:
         """Publish and return the delivery tag that :meth:`wait` takes."""

@@ -7,10 +7,11 @@ each of them.
 from __future__ import annotations
 
 import select
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Hashable
 from struct import Struct
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import amqp
 from amqp import spec
@@ -34,6 +35,24 @@ class NotConfirmedInTime(TimeoutError):
     """The broker is slow; unlike other timeouts, the connection is as it was."""
 
 
+class Sendable(Protocol):
+    """What can be sent, kept until it is confirmed, and sent again."""
+
+    @property
+    def exchange(self) -> str:
+        """The exchange it is published to."""
+
+    @property
+    def id(self) -> Hashable:
+        """What the message is known by when the broker returns it."""
+
+    def write(self, channel: Any) -> None:
+        """Write its frames for *channel* to the socket."""
+
+    def refused(self, reason: str) -> RefusedMessage:
+        """What is reported if the broker does not take it."""
+
+
 class Publication(NamedTuple):
     """A message on its way, and with what it is published."""
 
@@ -43,12 +62,18 @@ class Publication(NamedTuple):
     mandatory: bool = True
 
     @property
-    def id(self) -> str:
-        """What the message is known by when the broker returns it."""
-        return _id_of(self.message.properties)
+    def id(self) -> Hashable:
+        """See :class:`Sendable`."""
+        message = self.message
+        return _id_of(self.exchange, self.routing_key, message.properties, message.body)
+
+    def write(self, channel: Any) -> None:
+        """See :class:`Sendable`."""
+        arguments = (0, self.exchange, self.routing_key, self.mandatory, False)
+        channel.send_method(spec.Basic.Publish, "Bssbb", arguments, self.message)
 
     def refused(self, reason: str) -> RefusedMessage:
-        """What is reported if the broker does not take it."""
+        """See :class:`Sendable`."""
         headers = dict(self.message.properties.get("application_headers") or {})
         envelope = headers.pop(HEADER, None)
         if envelope is None:
@@ -64,9 +89,10 @@ class WindowChannel(OwnChannel):
 
     def __init__(self, connection: Any) -> None:
         super().__init__(connection)
-        self._returned_ids: set[str] = set()
-        self._came_back: list[Publication] = []
-        self._nacked: list[Publication] = []
+        self.auto_decode = False
+        self._returned: Counter[Hashable] = Counter()  # type: ignore[assignment]
+        self._came_back: list[Sendable] = []
+        self._nacked: list[Sendable] = []
 
     @property
     def is_usable(self) -> bool:
@@ -74,36 +100,40 @@ class WindowChannel(OwnChannel):
         return self.connection is not None and bool(self.connection.connected)
 
     @property
+    def published_count(self) -> int:
+        """How many messages went out on this channel."""
+        return self._published
+
+    @property
     def unconfirmed_count(self) -> int:
         """How many messages the broker has yet to confirm."""
         return len(self._unconfirmed)
 
     @property
-    def unconfirmed(self) -> list[Publication]:
+    def unconfirmed(self) -> list[Sendable]:
         """The messages that the broker has yet to confirm, oldest first."""
         return list(self._unconfirmed.values())
 
-    def send(self, publication: Publication, *, timeout_seconds: float | None = None) -> None:
+    def send(self, message: Sendable, *, timeout_seconds: float | None = None) -> None:
         """Publish without waiting; kept from here on unless this raises."""
         if self.connection is None:
             raise RecoverableConnectionError("connection already closed")
-        publication_args = (0, *publication[1:], False)
         try:
             with self.connection.transport.having_timeout(timeout_seconds):
-                self.send_method(spec.Basic.Publish, "Bssbb", publication_args, publication.message)
+                message.write(self)
         except TimeoutError as exc:
             # Half of it may be on its way: the connection is of no more use.
             self.connection.transport.connected = False
             raise RecoverableConnectionError("publishing timed out") from exc
         self._published += 1
-        self._unconfirmed[self._published] = publication
+        self._unconfirmed[self._published] = message
 
-    def take_returned(self) -> list[Publication]:  # type: ignore[override]
+    def take_returned(self) -> list[Sendable]:  # type: ignore[override]
         """Messages that came back because nobody is bound where they were to go."""
         back, self._came_back = self._came_back, []
         return back
 
-    def take_nacked(self) -> list[Publication]:
+    def take_nacked(self) -> list[Sendable]:
         """Messages that the broker refused."""
         nacked, self._nacked = self._nacked, []
         return nacked
@@ -202,21 +232,26 @@ class WindowChannel(OwnChannel):
     # --- what the broker says ------------------------------------------------------------
 
     def _on_basic_ack(self, delivery_tag: int, multiple: bool) -> None:
-        for _, publication in self._settle(delivery_tag, multiple):
-            if self._returned_ids and publication.id in self._returned_ids:
-                self._returned_ids.discard(publication.id)
-                self._came_back.append(publication)
+        settled = self._settle(delivery_tag, multiple)
+        if self._returned:
+            for _, message in settled:
+                if self._returned[message.id] > 0:
+                    self._returned -= Counter([message.id])
+                    self._came_back.append(message)
 
     def _on_basic_nack(self, delivery_tag: int, multiple: bool) -> None:
-        self._nacked += [publication for _, publication in self._settle(delivery_tag, multiple)]
+        self._nacked += [message for _, message in self._settle(delivery_tag, multiple)]
 
     def _on_basic_return(
         self, reply_code: int, reply_text: str, exchange: str, routing_key: str, message: Any
     ) -> None:
         # Its confirm follows. https://www.rabbitmq.com/docs/confirms#when-publishes-are-confirmed
-        self._returned_ids.add(_id_of(message.properties))
+        self._returned[_id_of(exchange, routing_key, message.properties, message.body)] += 1
 
 
-def _id_of(properties: Any) -> str:
+def _id_of(exchange: str, routing_key: str, properties: Any, body: bytes | str) -> Hashable:
     envelope = (properties.get("application_headers") or {}).get(HEADER)
-    return str(envelope["id"] if envelope else properties.get("correlation_id"))
+    if envelope:
+        return str(envelope["id"])
+    known_by = properties.get("correlation_id") or body
+    return exchange, routing_key, known_by.encode() if isinstance(known_by, str) else known_by
