@@ -12,7 +12,7 @@ class RefusedMessage:
     """A message that the broker did not take: all that is needed to send it again.
 
     *exchange* and *routing_key* are what it was published with, *delivery_id* is None if it had
-    no wait ahead.
+    no wait ahead; *returned* is True if it led nowhere.
     """
 
     reason: str
@@ -21,6 +21,7 @@ class RefusedMessage:
     headers: Mapping[str, Any]
     body: bytes | str
     delivery_id: str | None = None
+    returned: bool = False
 
     @property
     def task_id(self) -> str | None:

@@ -131,7 +131,7 @@ class Delays(Preparation):
         lands = self._routes.lands(exchange, routing_key)
         # Only now: declaring may have taken a second.
         now_us = time_ns() // 1000
-        units = self._units(due_us, now_us)
+        units = self.units(due_us, now_us)
         if not units:
             return None
         delivery_id = self._delivery_id(message.properties.get("application_headers"))
@@ -172,7 +172,7 @@ class Delays(Preparation):
         self.prepare()
         lands = queue is None and self._routes.lands(exchange, routing_key)
         now_us = time_ns() // 1000
-        units = max(self._units(due_us, now_us), 1)
+        units = max(self.units(due_us, now_us), 1)
         delivery_id = delivery_id or token_hex(16)
         sealed = self._sealed(
             message, exchange, routing_key, due_us, now_us, units, delivery_id, queue
@@ -230,9 +230,14 @@ class Delays(Preparation):
         Raises:
             DelayTooLong: more than the levels hold.
         """
-        return self._units(due_us, now_us) > 0
+        return self.units(due_us, now_us) > 0
 
-    def _units(self, due_us: int, now_us: int) -> int:
+    def units(self, due_us: int, now_us: int) -> int:
+        """Units of the resolution to wait.
+
+        Raises:
+            DelayTooLong: more than the levels hold.
+        """
         resolution_ms = self.topology.resolution_ms
         units = units_until(due_us, now_us=now_us, resolution_ms=resolution_ms)
         check_reach(units, max_units=self.topology.max_units, resolution_ms=resolution_ms)

@@ -42,7 +42,9 @@ EXIT_SECONDS = 30.0
 _LONGEST_RETRY_SECONDS = 5.0
 
 #: py-amqp raises AttributeError where a connection went away under it.
-_LOST = (AMQPError, OSError, AttributeError)
+IN_DOUBT = "the connection was lost before the broker had confirmed it; it may have arrived"
+
+LOST = (AMQPError, OSError, AttributeError)
 
 
 class Outbox:
@@ -53,7 +55,8 @@ class Outbox:
         # Nobody would send heartbeats; TCP_USER_TIMEOUT finds out about a dead peer.
         self._client = Connection(**dict(client._info(resolve=False), heartbeat=0))
         self._window = window
-        self._lock = RLock()
+        #: Held by whoever uses the connection.
+        self.lock = RLock()
         self._sender: Sender | None = None
         self._unsent: deque[Sendable] = deque()
         self._refused: list[RefusedMessage] = []
@@ -72,23 +75,31 @@ class Outbox:
             OSError, amqp.exceptions.AMQPError: there is no connection; not sent, while what was
                 published before stays kept.
         """
-        with self._lock:
+        with self.lock:
+            self._report_refused("this message was not sent")
+            self.send(publication, timeout_seconds=timeout_seconds)
+
+    def send(self, message: Sendable, *, timeout_seconds: float | None = None) -> None:
+        """:meth:`publish` that leaves what was refused to :meth:`take_refused`."""
+        with self.lock:
             lost = False
             while True:
                 try:
-                    sender = self._ready_sender()
-                    self._report_refused("this message was not sent")
-                    sender.send(publication, timeout_seconds=timeout_seconds)
+                    sender = self._sender
+                    if sender is None or self._unsent:
+                        sender = self._ready_sender()
+                    sender.send(message, timeout_seconds=timeout_seconds)
                     break
                 except NotConfirmedInTime:
                     raise
-                except _LOST:
-                    self._lost()
+                except LOST:
+                    self.lose()
                     if lost:
                         raise
                     lost = True
             self._published_at = monotonic()
-            self._start_settler()
+            if self._settler is None:
+                self._start_settler()
 
     def flush(self, *, timeout_seconds: float | None) -> None:
         """Return when the broker has confirmed everything.
@@ -97,6 +108,12 @@ class Outbox:
             PublishRefused: it did not take some.
             TimeoutError: it has not after *timeout_seconds*; they stay kept.
         """
+        self.settle(timeout_seconds=timeout_seconds)
+        with self.lock:
+            self._report_refused("all others are confirmed")
+
+    def settle(self, *, timeout_seconds: float | None) -> None:
+        """:meth:`flush` that leaves what was refused to :meth:`take_refused`."""
         deadline = None if timeout_seconds is None else monotonic() + timeout_seconds
         retry_seconds = 0.05
         while not self._settle_all(deadline):
@@ -108,6 +125,36 @@ class Outbox:
                 )
             self._wake.wait(min(retry_seconds, left or retry_seconds))
             retry_seconds = min(retry_seconds * 2, _LONGEST_RETRY_SECONDS)
+
+    def take_refused(self) -> list[RefusedMessage]:
+        """What the broker did not take since the last time; it has been logged."""
+        with self.lock:
+            if self._sender is not None:
+                self._refused += self._sender.take_refused()
+            refused, self._refused = self._refused, []
+            return refused
+
+    def give_up(self) -> list[RefusedMessage]:
+        """Send nothing again: what is in doubt, each of which may have arrived."""
+        with self.lock:
+            self.lose()
+            in_doubt = [message.refused(IN_DOUBT) for message in self._unsent]
+            self._unsent.clear()
+            return in_doubt
+
+    def close(self) -> None:
+        """Give up the connection; what is in doubt is forgotten."""
+        with self.lock:
+            self.give_up()
+            self._published_at = -IDLE_SECONDS  # nothing is to come: the thread ends
+            self._wake.set()
+
+    @property
+    def connection(self) -> Any:
+        """The AMQP connection, made anew if it is lost."""
+        with self.lock:
+            self._ready_sender()
+            return self._client.connection
 
     @property
     def unconfirmed_count(self) -> int:
@@ -126,7 +173,7 @@ class Outbox:
     def _ready_sender(self) -> Sender:
         """A sender that has sent everything kept."""
         if self._sender is None or not self._sender.is_usable:
-            self._lost()
+            self.lose()
             self._client.connect()
             self._sender = Sender(self._client.connection.delays, self._window)
             self.connects += 1
@@ -136,46 +183,38 @@ class Outbox:
         return self._sender
 
     def _settle_all(self, deadline: float | None) -> bool:
-        """Whether nothing is in doubt any more; False where the connection is lost.
-
-        Raises:
-            PublishRefused: something was refused.
-        """
-        with self._lock:
+        """Whether nothing is in doubt any more; False where the connection is lost."""
+        with self.lock:
             try:
                 if self.unconfirmed_count:
                     self._ready_sender().settle(deadline=deadline)
             except NotConfirmedInTime:
                 return False
-            except _LOST as exc:
-                self._lost()
+            except LOST as exc:
+                self.lose()
                 logger.debug("native delay: %s: %s", type(exc).__name__, exc)
                 return False
-            self._report_refused("all others are confirmed")
             return True
 
     def _report_refused(self, others: str) -> None:
-        if self._sender is not None:
-            self._refused += self._sender.take_refused()
-        if self._refused:
-            refused, self._refused = tuple(self._refused), []
+        if refused := tuple(self.take_refused()):
             raise PublishRefused(
                 f"the broker did not take {len(refused)} delayed message(s) published earlier, "
                 f"the first being {refused[0]}; {others}",
                 refused,
             )
 
-    def _lost(self) -> None:
-        """Keep what is unconfirmed for the next connection."""
+    def lose(self) -> None:
+        """Close the connection; keep what is unconfirmed for the next one."""
         sender, self._sender = self._sender, None
         if sender is not None:
             self._unsent.extendleft(reversed(sender.take_in_doubt()))
             self._refused += sender.take_refused()
         connection = self._client._connection
         if connection is not None:
-            with suppress(*_LOST):
+            with suppress(*LOST):
                 connection.collect()
-        with suppress(*_LOST):
+        with suppress(*LOST):
             self._client.close()
 
     # --- the thread ----------------------------------------------------------------------
@@ -192,21 +231,21 @@ class Outbox:
         pause = SETTLE_SECONDS
         while True:
             self._wake.wait(pause)
-            with self._lock:
+            with self.lock:
                 pause = SETTLE_SECONDS
                 idle_seconds = monotonic() - self._published_at
                 if idle_seconds < SETTLE_SECONDS:
                     continue
                 if not self.unconfirmed_count:
                     if idle_seconds > IDLE_SECONDS:
-                        self._lost()
+                        self.lose()
                         self._settler = None
                         return
                     continue
                 try:
                     self._ready_sender().look()
                 except Exception as exc:  # the thread must outlive whatever the broker says
-                    expected = isinstance(exc, (*_LOST, NativeDelayError))
+                    expected = isinstance(exc, (*LOST, NativeDelayError))
                     logger.warning(
                         "native delay: %d message(s) unconfirmed, trying on: %s: %s",
                         self.unconfirmed_count,
@@ -214,7 +253,7 @@ class Outbox:
                         exc,
                         exc_info=not expected,
                     )
-                    self._lost()
+                    self.lose()
                     pause = _LONGEST_RETRY_SECONDS
 
 

@@ -10,16 +10,12 @@ from time import time_ns
 from typing import Any
 
 import amqp
-from amqp.exceptions import AMQPError
 
 from ...core.errors import PublishRefused
 from .envelope import due_of, refuse_copies
+from .outbox import IN_DOUBT, LOST
 from .sending import Sender
 from .window import Publication
-
-_LOST = (AMQPError, OSError, AttributeError)
-
-IN_DOUBT = "the connection was lost before the broker had confirmed it; it may have arrived"
 
 
 class PublishBatch:
@@ -74,7 +70,7 @@ class PublishBatch:
                 )
                 sent += 1
             self._sender.settle()
-        except _LOST as exc:
+        except LOST as exc:
             refused = [
                 *self._sender.take_refused(),
                 *(message.refused(IN_DOUBT) for message in self._sender.take_in_doubt()),

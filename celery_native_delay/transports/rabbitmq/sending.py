@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable
+from dataclasses import replace
 from time import monotonic
 
 from amqp.exceptions import ChannelError, NotFound
@@ -17,7 +18,7 @@ from .window import Sendable, WindowChannel
 logger = logging.getLogger(__name__)
 
 #: Confirms are looked for at every so many messages.
-LOOK_EVERY = 32
+LOOK_EVERY = 64
 
 NACKED = "the broker refused it (basic.nack)"
 
@@ -56,6 +57,16 @@ class Sender:
             NativeDelayError: the levels are gone and cannot be declared again; not sent.
             OSError, amqp.exceptions.AMQPError: the connection is gone; not sent.
         """
+        channel = self._channel
+        if (
+            channel is not None
+            and channel.connection is not None
+            and not self._again
+            and channel.unconfirmed_count < self._window
+            and channel.published_count % LOOK_EVERY
+        ):
+            channel.send(message, timeout_seconds=timeout_seconds)
+            return
         while True:
             try:
                 channel = self._open_channel()
@@ -133,7 +144,7 @@ class Sender:
         others: list[Sendable] = []
         for message in channel.take_returned():
             (ours if is_delay_name(message.exchange) else others).append(message)
-        self._refuse(others, "nobody is bound there (NO_ROUTE)")
+        self._refuse(others, "nobody is bound there (NO_ROUTE)", returned=True)
         if ours:
             # Somebody deleted the queues that they were to wait in.
             self._again.extend(ours)
@@ -166,15 +177,16 @@ class Sender:
                 probe = WindowChannel(self._delays.connection)
             if probe.take_nacked():
                 reason = NACKED
-            if probe.take_returned():
+            returned = probe.take_returned()
+            if returned:
                 reason = f"{message.exchange} leads nowhere although it was declared"
             self._again.popleft()
             if reason:
-                self._refuse([message], reason)
+                self._refuse([message], reason, returned=bool(returned))
         probe.close()
 
-    def _refuse(self, messages: Iterable[Sendable], reason: str) -> None:
-        refused = [message.refused(reason) for message in messages]
+    def _refuse(self, messages: Iterable[Sendable], reason: str, *, returned: bool = False) -> None:
+        refused = [replace(message.refused(reason), returned=returned) for message in messages]
         if refused:
             logger.error(
                 "native delay: %d message(s) not published, the first being %s; ids: %s",

@@ -23,6 +23,10 @@ from .own_channel import OwnChannel
 
 READ_BYTES = 65_536
 
+#: Frames that come ready-made are written so many at a time.
+WRITE_MESSAGES = 64
+WRITE_BYTES = 65_536
+
 _METHOD_FRAME = 1
 _FRAME_END = 0xCE
 _FRAME_HEADER = Struct(">BHI")
@@ -69,6 +73,7 @@ class Publication(NamedTuple):
 
     def write(self, channel: Any) -> None:
         """See :class:`Sendable`."""
+        channel.write_now()
         arguments = (0, self.exchange, self.routing_key, self.mandatory, False)
         channel.send_method(spec.Basic.Publish, "Bssbb", arguments, self.message)
 
@@ -91,6 +96,8 @@ class WindowChannel(OwnChannel):
         super().__init__(connection)
         self.auto_decode = False
         self._returned: Counter[Hashable] = Counter()  # type: ignore[assignment]
+        self._unwritten: list[bytes] = []
+        self._unwritten_bytes = 0
         self._came_back: list[Sendable] = []
         self._nacked: list[Sendable] = []
 
@@ -119,14 +126,31 @@ class WindowChannel(OwnChannel):
         if self.connection is None:
             raise RecoverableConnectionError("connection already closed")
         try:
-            with self.connection.transport.having_timeout(timeout_seconds):
+            if timeout_seconds is None:
                 message.write(self)
+            else:
+                with self.connection.transport.having_timeout(timeout_seconds):
+                    message.write(self)
         except TimeoutError as exc:
             # Half of it may be on its way: the connection is of no more use.
             self.connection.transport.connected = False
             raise RecoverableConnectionError("publishing timed out") from exc
         self._published += 1
         self._unconfirmed[self._published] = message
+
+    def write_soon(self, frames: bytes) -> None:
+        """Write together with those that follow, before anything is waited for."""
+        self._unwritten.append(frames)
+        self._unwritten_bytes += len(frames)
+        if len(self._unwritten) >= WRITE_MESSAGES or self._unwritten_bytes >= WRITE_BYTES:
+            self.write_now()
+
+    def write_now(self) -> None:
+        """Write what :meth:`write_soon` has collected."""
+        if self._unwritten:
+            frames, self._unwritten, self._unwritten_bytes = self._unwritten, [], 0
+            self._transport.write(b"".join(frames))
+            self.connection.bytes_sent += len(frames)
 
     def take_returned(self) -> list[Sendable]:  # type: ignore[override]
         """Messages that came back because nobody is bound where they were to go."""
@@ -170,6 +194,7 @@ class WindowChannel(OwnChannel):
         self.read_until(lambda: not self._unconfirmed, deadline=deadline)
 
     def _is_readable(self, timeout_seconds: float | None) -> bool:
+        self.write_now()
         socket = self._transport.sock
         if socket is None:
             raise RecoverableConnectionError("connection already closed")
