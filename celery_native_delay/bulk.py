@@ -113,6 +113,8 @@ class Bulk:
         self._kinds: dict[Any, Kind | None] = {}
         self._line: Any = None
         self._generation = 0
+        self._second = -1
+        self._iso_parts = ("", "")
         self._started = 0.0
 
     def __enter__(self) -> Self:
@@ -220,17 +222,15 @@ class Bulk:
             return False
         if countdown:
             due_us = time_ns() // 1000 + round(countdown * 1_000_000)
-            eta = _EPOCH + timedelta(microseconds=due_us)
-            if self._timezone is not UTC:
-                eta = eta.astimezone(self._timezone)
+            text = self._iso(due_us)
         elif eta:
             due_us = due_us_of(eta)
+            text = eta if isinstance(eta, str) else eta.isoformat()
         else:
             return False
         task = self._tasks.get(name)
         if task is not None and getattr(task, "typing", False):
             task.__header__(*args, **kwargs)
-        text = eta if isinstance(eta, str) else eta.isoformat()
         body = _ENCODER.encode((args, kwargs))[:-1] + _NO_CANVAS
         self.result.by_template += (
             sent := self._line.send(
@@ -244,6 +244,15 @@ class Bulk:
             )
         )
         return bool(sent)
+
+    def _iso(self, due_us: int) -> str:
+        """ISO 8601 text in the app's time zone; within one second only the fraction changes."""
+        second, us = divmod(due_us, 1_000_000)
+        if second != self._second:
+            whole = (_EPOCH + timedelta(seconds=second)).astimezone(self._timezone).isoformat()
+            self._second, self._iso_parts = second, (whole[:19], whole[19:])
+        start, zone = self._iso_parts
+        return f"{start}.{us:06}{zone}" if us else f"{start}{zone}"
 
     def _repr(self, arguments: Any, max_size: int) -> str:
         return short_repr(arguments, max_size) or saferepr(

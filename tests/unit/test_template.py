@@ -33,6 +33,7 @@ def kinds(draw: st.DrawFn) -> dict[str, Any]:
     """What tasks of one kind have in common."""
     return {
         "task": draw(names),
+        "is_root": draw(st.booleans()),
         "extra": draw(extras),
         "priority": draw(st.none() | st.integers(0, 9)),
         "content_type": draw(st.sampled_from(["application/json", "text/plain"])),
@@ -44,12 +45,13 @@ def kinds(draw: st.DrawFn) -> dict[str, Any]:
 
 def publication(draw: Any, kind: dict[str, Any]) -> Publication:
     task_id = draw(ids)
+    roots = kind["is_root"]
     headers = {
         "lang": "py",
         "task": kind["task"],
         "id": task_id,
         "eta": draw(st.sampled_from(["2026-11-20T12:00:00+00:00", "2026-11-20T12:00:00.5"])),
-        "root_id": task_id,
+        "root_id": task_id if roots else "root",
         "parent_id": None,
         "timelimit": [None, None],
         "argsrepr": draw(texts),
@@ -107,11 +109,11 @@ def test_a_refused_task_looks_as_if_it_had_gone_the_long_way(
     [
         {},
         {"application_headers": {"id": "a", "eta": "b"}, "correlation_id": "other"},
-        {"application_headers": {"id": "a", "eta": None}, "correlation_id": "a"},
+        {"application_headers": {"id": "a", "eta": "b"}, "correlation_id": "a"},
     ],
 )
 def test_what_is_no_delayed_task_is_refused(properties: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="expected a Celery task"):
+    with pytest.raises(ValueError, match="expected a delayed Celery task"):
         Template(properties)
 
 

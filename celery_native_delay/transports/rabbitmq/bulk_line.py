@@ -16,7 +16,7 @@ from ...core.due_time import check_reach, units_until
 from ...core.errors import NativeDelayError
 from ...core.random_ids import RandomIds
 from ...core.refusal import RefusedMessage
-from ...core.topology import Topology, is_delay_name
+from ...core.topology import Topology
 from .envelope import HEADER, due_of
 from .outbox import LOST, Outbox
 from .template import FramedTask, TaskFields, Template
@@ -231,7 +231,7 @@ def fields_of(publication: Publication) -> TaskFields:
     message = publication.message
     headers = message.properties["application_headers"]
     body = message.body
-    envelope = headers.get(HEADER)
+    envelope = headers[HEADER]
     return TaskFields(
         publication.exchange,
         publication.routing_key,
@@ -240,9 +240,9 @@ def fields_of(publication: Publication) -> TaskFields:
         headers["argsrepr"],
         headers["kwargsrepr"],
         body.encode() if isinstance(body, str) else body,
-        envelope["id"] if envelope else "",
-        envelope["due"] if envelope else None,
-        message.properties.get("expiration", "") if is_delay_name(publication.exchange) else "",
+        envelope["id"],
+        envelope["due"],
+        message.properties.get("expiration", ""),
     )
 
 

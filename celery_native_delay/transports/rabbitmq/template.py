@@ -21,28 +21,29 @@ _METHOD = Struct(">BHIHHH")
 _HEADER_FRAME = Struct(">BHIHHQ")
 _FRAME = Struct(">BHI")
 _LONG = Struct(">I")
-_LONG_STRING = Struct(">cI")
-_DUE = Struct(">cq")
+_DUE = Struct(">q")
 _END = b"\xce"
 
 #: What each frame takes beside its payload; the payload of one is at most frame_max less this.
 FRAME_BYTES = 8
 
-_MARKS = {
-    b"id": "\0task id\0",
-    b"eta": "\0eta\0",
-    b"args": "\0argsrepr\0",
-    b"kwargs": "\0kwargsrepr\0",
-    b"delivery": "\0delivery id\0",
-}
-_MARKED_DUE = 0x7EED_0DE1_0DE1_0DE1
-_MARKED_EXPIRATION = "\0expiration\0"
+_DELIVERY_ID_BYTES = 32
+
+#: Packing a number takes longer than finding it.
+_LONGS = [_LONG.pack(number) for number in range(1024)]
+_BYTES = [bytes((number,)) for number in range(256)]
+
+#: What stands in for the fields that differ, in the order in which Celery's headers have them.
+_ID, _ETA, _ARGS, _KWARGS = "\0task id\0", "\0eta\0", "\0argsrepr\0", "\0kwargsrepr\0"
+_DELIVERY, _DUE_MS = "\0" * _DELIVERY_ID_BYTES, 0x7EED_0DE1_0DE1_0DE1
+_EXPIRATION = "\0expiration\0"
+
+#: Method frames that a template remembers.
+_MOST_METHODS = 4096
 
 
 class TaskFields(NamedTuple):
-    """What differs between two tasks of one kind. *body* is encoded; *due_ms* is None, and
-    *delivery_id* and *expiration* are empty, for a task that is due already.
-    """
+    """What differs between two tasks of one kind; *body* is encoded, *expiration* may be empty."""
 
     exchange: str
     routing_key: str
@@ -51,92 +52,104 @@ class TaskFields(NamedTuple):
     argsrepr: str
     kwargsrepr: str
     body: bytes
-    delivery_id: str = ""
-    due_ms: int | None = None
-    expiration: str = ""
+    delivery_id: str
+    due_ms: int
+    expiration: str
 
 
 class Template:
-    """Frames for tasks like *properties*, those of one that was published the long way.
+    """Frames for tasks like *properties*, those of one that was sealed the long way.
 
     Raises:
-        ValueError: they are not a task's, so that nothing is known about what differs.
+        ValueError: they are not a delayed task's, so that nothing is known about what differs.
     """
 
     def __init__(self, properties: Mapping[str, Any]) -> None:
         headers = dict(properties.get("application_headers") or {})
         task_id = headers.get("id")
-        if not task_id or properties.get("correlation_id") != task_id or not headers.get("eta"):
-            raise ValueError("expected a Celery task of protocol 2 with an ETA")
-        self.user_headers = dict(headers)
-        self.envelope = dict(self.user_headers.pop(HEADER, {}))
-        marked = {**headers, "id": _MARKS[b"id"], "eta": _MARKS[b"eta"]}
-        marked |= {"argsrepr": _MARKS[b"args"], "kwargsrepr": _MARKS[b"kwargs"]}
-        if headers.get("root_id") == task_id:
-            marked["root_id"] = _MARKS[b"id"]
-        if self.envelope:
-            envelope = {**self.envelope, "id": _MARKS[b"delivery"], "due": _MARKED_DUE}
-            marked[HEADER] = envelope
-        self._table = _format_of(marked, nested=bool(self.envelope))
-        self._plain = _frame_parts({**properties, "expiration": None})
-        self._expiring = _frame_parts({**properties, "expiration": _MARKED_EXPIRATION})
+        if HEADER not in headers or not task_id or properties.get("correlation_id") != task_id:
+            raise ValueError("expected a delayed Celery task of protocol 2")
+        self.user_headers = {name: headers[name] for name in headers if name != HEADER}
+        self._has_root = headers.get("root_id") == task_id
+        marked = {**headers, "id": _ID, "eta": _ETA, "argsrepr": _ARGS, "kwargsrepr": _KWARGS}
+        if self._has_root:
+            marked["root_id"] = _ID
+        marked[HEADER] = {**headers[HEADER], "id": _DELIVERY, "due": _DUE_MS}
+        marks = [_ID, _ETA, *([_ID] if self._has_root else []), _ARGS, _KWARGS]
+        table: bytes = dumps("F", [marked])[_LONG.size :]
+        self._table_bytes = len(table) - sum(map(len, marks))
+        table = _with_holes(table, [*map(_long_string, marks), _DELIVERY.encode(), _due(_DUE_MS)])
+        self._plain, self._plain_bytes = _frame(table, properties, [_ID])
+        self._expiring, self._expiring_bytes = _frame(
+            table, {**properties, "expiration": _EXPIRATION}, [_ID, _EXPIRATION]
+        )
+        self._methods: dict[tuple[int, str, str], bytes] = {}
 
     def frames(self, fields: TaskFields, *, channel_id: int, frame_max: int) -> bytes:
         """The bytes that publish *fields* on a channel, as py-amqp writes them."""
-        task_id = fields.task_id.encode()
-        values = {
-            b"id": _long_string(task_id),
-            b"eta": _long_string(fields.eta.encode()),
-            b"args": _long_string(fields.argsrepr.encode("utf-8", "surrogatepass")),
-            b"kwargs": _long_string(fields.kwargsrepr.encode("utf-8", "surrogatepass")),
-        }
-        if fields.due_ms is not None:
-            values[b"delivery"] = _long_string(fields.delivery_id.encode())
-            values[b"due"] = _DUE.pack(b"L", fields.due_ms)
-        table = self._table % values
-        head, tail = self._plain
-        correlation = _short_string(task_id)
-        if fields.expiration:
-            head, tail = self._expiring
-            tail = tail % (correlation, _short_string(fields.expiration.encode()))
+        exchange, key, task_id, eta, argsrepr, kwargsrepr, body, delivery, due_ms, expires = fields
+        method = self._methods.get((channel_id, exchange, key))
+        if method is None:
+            method = self._method(channel_id, exchange, key)
+        id_ = task_id.encode()
+        eta_ = eta.encode()
+        args = argsrepr.encode("utf-8", "surrogatepass")
+        kwargs = kwargsrepr.encode("utf-8", "surrogatepass")
+        id_field = _long(len(id_)), id_
+        root = id_field if self._has_root else ()
+        table_bytes = self._table_bytes + len(id_) + len(eta_) + len(args) + len(kwargs)
+        if root:
+            table_bytes += len(id_)
+        short_id = _BYTES[len(id_)], id_
+        tail: tuple[bytes, ...]
+        if expires:
+            expires_ = expires.encode()
+            form, size = self._expiring, self._expiring_bytes + len(expires_)
+            tail = (*short_id, _BYTES[len(expires_)], expires_)
         else:
-            tail = tail % correlation
-        exchange, key = fields.exchange.encode(), fields.routing_key.encode()
-        body = fields.body
-        parts = [
-            _METHOD.pack(1, channel_id, 9 + len(exchange) + len(key), *spec.Basic.Publish, 0),
-            _short_string(exchange),
-            _short_string(key),
-            b"\x01" + _END if fields.due_ms is not None else b"\x00" + _END,
-            _HEADER_FRAME.pack(
-                2, channel_id, 16 + len(head) + len(table) + len(tail), 60, 0, len(body)
-            ),
-            head,
-            _LONG.pack(len(table)),
-            table,
-            tail,
-            _END,
-        ]
-        most = frame_max - FRAME_BYTES
-        if 0 < len(body) <= most:
-            parts += (_FRAME.pack(3, channel_id, len(body)), body, _END)
-        else:
-            for at in range(0, len(body), most):
-                chunk = body[at : at + most]
-                parts += (_FRAME.pack(3, channel_id, len(chunk)), chunk, _END)
-        return b"".join(parts)
+            form, size, tail = self._plain, self._plain_bytes, short_id
+        size += table_bytes + len(id_)
+        return method + form % (
+            _HEADER_FRAME.pack(2, channel_id, size, 60, 0, len(body)),
+            _long(table_bytes),
+            *id_field,
+            _long(len(eta_)),
+            eta_,
+            *root,
+            _long(len(args)),
+            args,
+            _long(len(kwargs)),
+            kwargs,
+            delivery.encode(),
+            _DUE.pack(due_ms),
+            *tail,
+            _body_frames(body, channel_id, frame_max - FRAME_BYTES),
+        )
 
     def headers(self, fields: TaskFields) -> dict[str, Any]:
         """The user's headers of a task, as they would be without the template."""
-        headers = dict(self.user_headers)
-        if headers.get("root_id") == headers["id"]:
-            headers["root_id"] = fields.task_id
-        return headers | {
+        headers = self.user_headers | {
             "id": fields.task_id,
             "eta": fields.eta,
             "argsrepr": fields.argsrepr,
             "kwargsrepr": fields.kwargsrepr,
         }
+        return headers | ({"root_id": fields.task_id} if self._has_root else {})
+
+    def _method(self, channel_id: int, exchange: str, routing_key: str) -> bytes:
+        if len(self._methods) >= _MOST_METHODS:
+            self._methods.clear()
+        to, key = exchange.encode(), routing_key.encode()
+        frame = b"".join(
+            (
+                _METHOD.pack(1, channel_id, 9 + len(to) + len(key), *spec.Basic.Publish, 0),
+                _short_string(to),
+                _short_string(key),
+                b"\x01" + _END,  # mandatory
+            )
+        )
+        self._methods[channel_id, exchange, routing_key] = frame
+        return frame
 
 
 class FramedTask:
@@ -158,8 +171,7 @@ class FramedTask:
     @property
     def id(self) -> Hashable:
         """What the message is known by when the broker returns it."""
-        fields = self.fields
-        return fields.delivery_id or (fields.exchange, fields.routing_key, fields.task_id.encode())
+        return self.fields.delivery_id
 
     def write(self, channel: Any) -> None:
         """Hand its frames to *channel*, which sends many at a time."""
@@ -171,45 +183,61 @@ class FramedTask:
     def refused(self, reason: str) -> RefusedMessage:
         """What is reported if the broker does not take it."""
         headers = self.template.headers(self.fields)
-        delivery_id = self.fields.delivery_id or None
-        return RefusedMessage(reason, *self.to, headers, self.fields.body, delivery_id)
+        fields = self.fields
+        return RefusedMessage(reason, *self.to, headers, fields.body, fields.delivery_id)
 
 
-def _format_of(marked: dict[str, Any], *, nested: bool) -> bytes:
-    """The table as a format in which the marked values stand as names."""
-    table: bytes = dumps("F", [marked])[_LONG.size :]
-    table = table.replace(b"%", b"%%")
-    for name, mark in _MARKS.items():
-        table = table.replace(_long_string(mark.encode()), b"%(" + name + b")b")
-    table = table.replace(_DUE.pack(b"L", _MARKED_DUE), b"%(due)b")
-    if not nested:
-        return table
-    # The envelope is a table in the table, with a length of its own; delivery ids have one length.
-    excess = len(_MARKS[b"delivery"]) - _DELIVERY_ID_BYTES
-    name_at = table.index(bytes([len(HEADER)]) + HEADER.encode() + b"F") + 2 + len(HEADER)
-    (size,) = _LONG.unpack_from(table, name_at)
-    return table[:name_at] + _LONG.pack(size - excess) + table[name_at + _LONG.size :]
+def _with_holes(table: bytes, marks: list[bytes]) -> bytes:
+    """*table* as a format that takes one value, or two for a string, where each mark stands.
+
+    Raises:
+        ValueError: they do not stand in this order.
+    """
+    parts = []
+    at = 0
+    for mark in marks:
+        found = table.index(mark, at)
+        is_text = mark.startswith(b"S")
+        parts.append(table[at:found].replace(b"%", b"%%") + (b"S%b%b" if is_text else b"%b"))
+        at = found + len(mark)
+    return b"".join(parts) + table[at:].replace(b"%", b"%%")
 
 
-_DELIVERY_ID_BYTES = 32
-
-
-def _frame_parts(properties: Mapping[str, Any]) -> tuple[bytes, bytes]:
-    """What stands before and after the headers; the latter is a format."""
-    mark = _MARKS[b"id"]
-    marked = {**properties, "application_headers": {}, "correlation_id": mark}
-    whole = bytes(amqp.Message("", **marked)._serialize_properties()).replace(b"%", b"%%")
+def _frame(table: bytes, properties: Mapping[str, Any], marks: list[str]) -> tuple[bytes, int]:
+    """The header frame and what follows as a format, and its size without what fills it."""
+    marked = {**properties, "application_headers": {}, "correlation_id": _ID}
+    if len(marks) == 1:
+        marked.pop("expiration", None)
+    whole = bytes(amqp.Message("", **marked)._serialize_properties())
     at = 2
     for name in ("content_type", "content_encoding"):
         if properties.get(name) is not None:
             at += 1 + len(properties[name].encode())
-    tail = whole[at + _LONG.size :].replace(_short_string(mark.encode()), b"%b")
-    tail = tail.replace(_short_string(_MARKED_EXPIRATION.encode()), b"%b")
-    return whole[:at].replace(b"%%", b"%"), tail
+    size = len(whole) + _HEADER_FRAME.size - _FRAME.size - sum(map(len, marks))
+    tail = whole[at + _LONG.size :].replace(b"%", b"%%")
+    for mark in marks:
+        tail = tail.replace(_short_string(mark.encode()), b"%b%b")
+    head = whole[:at].replace(b"%", b"%%")
+    return b"%b" + head + b"%b" + table + tail + _END + b"%b", size
 
 
-def _long_string(text: bytes) -> bytes:
-    return _LONG_STRING.pack(b"S", len(text)) + text
+def _body_frames(body: bytes, channel_id: int, most: int) -> bytes:
+    if 0 < len(body) <= most:
+        return b"%b%b\xce" % (_FRAME.pack(3, channel_id, len(body)), body)
+    chunks = [body[at : at + most] for at in range(0, len(body), most)]
+    return b"".join(_FRAME.pack(3, channel_id, len(chunk)) + chunk + _END for chunk in chunks)
+
+
+def _long(number: int) -> bytes:
+    return _LONGS[number] if number < 1024 else _LONG.pack(number)
+
+
+def _due(due_ms: int) -> bytes:
+    return _DUE.pack(due_ms)
+
+
+def _long_string(text: str) -> bytes:
+    return b"S" + _LONG.pack(len(text)) + text.encode()
 
 
 def _short_string(text: bytes) -> bytes:
