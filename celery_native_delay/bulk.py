@@ -330,9 +330,9 @@ def short_repr(arguments: Any, max_size: int) -> str | None:
 
     Celery's takes ten times as long for the same text.
     """
-    for value in arguments.values() if type(arguments) is dict else arguments:
-        if type(value) not in _SIMPLE:
-            return None
+    values = arguments.values() if type(arguments) is dict else arguments
+    if not _SIMPLE.issuperset(map(type, values)):
+        return None
     text = repr(arguments)
     # Celery's escapes nothing, and shortens.
     plain = "\\" not in text and '"' not in text and len(text) < min(max_size, 128)

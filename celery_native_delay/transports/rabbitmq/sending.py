@@ -36,6 +36,8 @@ class Sender:
         #: What the broker has to be asked again.
         self._again: deque[Sendable] = deque()
         self._refused: list[RefusedMessage] = []
+        #: How many more may be sent before looking for answers; the window has room for them.
+        self._unseen = 0
 
     @property
     def is_usable(self) -> bool:
@@ -57,15 +59,9 @@ class Sender:
             NativeDelayError: the levels are gone and cannot be declared again; not sent.
             OSError, amqp.exceptions.AMQPError: the connection is gone; not sent.
         """
-        channel = self._channel
-        if (
-            channel is not None
-            and channel.connection is not None
-            and not self._again
-            and channel.unconfirmed_count < self._window
-            and channel.published_count % LOOK_EVERY
-        ):
-            channel.send(message, timeout_seconds=timeout_seconds)
+        if self._unseen and self._channel is not None and self._channel.connection is not None:
+            self._unseen -= 1
+            self._channel.send(message, timeout_seconds=timeout_seconds)
             return
         while True:
             try:
@@ -128,15 +124,12 @@ class Sender:
         return self._channel
 
     def _make_room(self, channel: WindowChannel, timeout_seconds: float | None) -> None:
-        count = channel.unconfirmed_count
-        if count >= self._window:
+        channel.read_ready()
+        if channel.unconfirmed_count >= self._window:
             deadline = None if timeout_seconds is None else monotonic() + timeout_seconds
             channel.read_until(lambda: channel.unconfirmed_count < self._window, deadline=deadline)
-        elif channel.published_count % LOOK_EVERY == 0:
-            channel.read_ready()
-        else:
-            return
         self._see_to_answers(channel)
+        self._unseen = min(LOOK_EVERY, self._window - channel.unconfirmed_count) - 1
 
     def _see_to_answers(self, channel: WindowChannel) -> None:
         self._refuse(channel.take_nacked(), NACKED)
@@ -199,6 +192,7 @@ class Sender:
     def _recall(self) -> None:
         """What the channel left unconfirmed is to be sent again."""
         channel, self._channel = self._channel, None
+        self._unseen = 0
         if channel is not None:
             self._refuse(channel.take_nacked(), NACKED)
             in_doubt = channel.take_returned() + channel.unconfirmed
