@@ -27,7 +27,7 @@ from celery.utils.saferepr import saferepr
 from kombu import serialization
 from kombu.utils import json
 
-from .celery_app.install import installation_of
+from .celery_app.install import LONGEST_CELERY_SECONDS, installation_of
 from .core.due_time import due_us as due_us_of
 from .core.errors import PublishRefused, UnsupportedBroker
 from .core.random_ids import RandomIds
@@ -185,9 +185,8 @@ class Bulk:
         task_id = task_id or self._ids.uuid()
         name = task if isinstance(task, str) else task.name
         key: Any = (name, *sorted(options.items())) if options else name
-        fits = self._templates_fit and _nobody_listens()
-        sent = False
-        fits = fits and (not options or _hashable(key))
+        fits = self._templates_fit and _nobody_listens() and (not options or _hashable(key))
+        sent, kind = False, None
         if fits:
             if self._line.generation != self._generation:
                 self._kinds.clear()
@@ -197,7 +196,7 @@ class Bulk:
         if not sent:
             self._send_the_long_way(task, args, kwargs, eta, countdown, task_id, options)
             self._generation = self._line.generation
-            if fits and key not in self._kinds:
+            if fits and (kind is not None or key not in self._kinds):
                 self._learn(key, name, options)
         result = self.result
         result.sent += 1
@@ -221,6 +220,8 @@ class Bulk:
         if type(args) not in (list, tuple) or type(kwargs) is not dict:
             return False
         if countdown:
+            if type(countdown) not in (int, float) or not countdown < LONGEST_CELERY_SECONDS:
+                return False
             due_us = time_ns() // 1000 + round(countdown * 1_000_000)
             text = self._iso(due_us)
         elif eta:

@@ -10,7 +10,13 @@ import pytest
 from celery import Celery, signals
 from kombu import Exchange, Queue
 
-from celery_native_delay import DelayTooLong, PublishRefused, UnsupportedBroker, install
+from celery_native_delay import (
+    DelayTooLong,
+    InvalidDueTime,
+    PublishRefused,
+    UnsupportedBroker,
+    install,
+)
 from celery_native_delay.bulk import BulkResult, bulk
 from celery_native_delay.testing import private_rabbitmq
 from tests.integration.traffic import SETTINGS, Arrival, Inbox, bodies, eta_in, inbox
@@ -162,6 +168,8 @@ def test_what_cannot_wait_is_refused_and_the_rest_goes_on(app: Celery, vhost_url
             batch.send("shop.remind", countdown=1)
             with pytest.raises(DelayTooLong):
                 batch.send("shop.remind", countdown=3600)
+            with pytest.raises(InvalidDueTime):
+                batch.send("shop.remind", countdown=float("nan"))
             with pytest.raises(TypeError):
                 batch.send("shop.remind", (1, "two", 3), countdown=1)
             with pytest.raises(TypeError):

@@ -19,6 +19,7 @@ from ...core.refusal import RefusedMessage
 from ...core.topology import Topology
 from .envelope import HEADER, due_of
 from .outbox import LOST, Outbox
+from .routes import ROUTE_SECONDS
 from .template import FramedTask, TaskFields, Template
 from .transport import Channel
 from .window import NotConfirmedInTime, Publication
@@ -63,6 +64,8 @@ class Kind:
         self.template = template
         self.to = to
         self.topology = topology
+        #: Until then the exchange is taken to lead where it did.
+        self.valid_until_us = time_ns() // 1000 + round(ROUTE_SECONDS * 1_000_000)
         self._address = topology.address_or_hash(message_address(*to), *to)
         #: Entry exchange and routing key by the units of delay.
         self.ways: dict[int, tuple[str, str]] = {}
@@ -133,7 +136,9 @@ class BulkLine:
         kwargsrepr: str,
         body: bytes,
     ) -> bool:
-        """Send a task by its template; False if only the long way will do: it is due already.
+        """Send a task by its template; False if only the long way will do.
+
+        That is for a task that is due already, and when what was learnt is too old.
 
         Raises:
             DelayTooLong: not sent.
@@ -144,7 +149,7 @@ class BulkLine:
         now_us = time_ns() // 1000
         resolution_ms = topology.resolution_ms
         units = units_until(due_us, now_us=now_us, resolution_ms=resolution_ms)
-        if not units:
+        if not units or now_us > kind.valid_until_us:
             return False
         way = kind.ways.get(units)
         if way is None:
