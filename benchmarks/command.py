@@ -11,12 +11,13 @@ from time import monotonic
 from types import ModuleType
 from typing import NoReturn
 
-from benchmarks import declare, lateness, pending, publish, report, steady, throughput
+from benchmarks import bulk, declare, lateness, pending, publish, report, steady, throughput
 from benchmarks.measuring import Bench, Result, load_average, log, machine
 from celery_native_delay.testing import BrokerFailed, BrokerMissing, private_rabbitmq
 
 SCENARIOS: dict[str, ModuleType] = {
     "publish": publish,
+    "bulk": bulk,
     "lateness": lateness,
     "pending": pending,
     "throughput": throughput,

@@ -17,12 +17,14 @@ from .core.errors import (
     ManagementUnavailable,
     NativeDelayError,
     NotPermitted,
+    PublishRefused,
     SettingsError,
     TopologyMismatch,
     UnsupportedBroker,
 )
+from .core.refusal import RefusedMessage
 from .core.settings import DelaySettings
-from .kombu_hook import delay_headers, register_transports
+from .kombu_hook import delay_headers, flush_delayed, register_transports
 
 __version__ = "0.1.0"
 
@@ -35,10 +37,13 @@ __all__ = (
     "ManagementUnavailable",
     "NativeDelayError",
     "NotPermitted",
+    "PublishRefused",
+    "RefusedMessage",
     "SettingsError",
     "TopologyMismatch",
     "UnsupportedBroker",
     "delay_headers",
+    "flush_delayed",
     "install",
 )
 

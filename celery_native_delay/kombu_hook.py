@@ -8,7 +8,7 @@ pickling and failover.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import fields
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -42,6 +42,29 @@ def register_transports() -> None:
         if transport.TRANSPORT_ALIASES.get(alias) != path:
             transport.TRANSPORT_ALIASES[alias] = path
             transport._transport_cache.pop(alias, None)
+
+
+#: What sends off everything that publishing keeps in memory, given the time for it in seconds;
+#: a transport that keeps anything adds its own.
+flushes: list[Callable[[float | None], None]] = []
+
+
+def flush_delayed(*, timeout_seconds: float | None = 60.0) -> None:
+    """Return when the broker holds every delayed message that this process has published.
+
+    Only ``native_delay_confirm_publish = "window"`` leaves any in doubt. It is also done when the
+    process or a worker's child ends.
+
+    Args:
+        timeout_seconds: how long to try; None for as long as it takes.
+
+    Raises:
+        PublishRefused: the broker did not take some of them; its *refused* tells which.
+        TimeoutError: some are not confirmed yet; they stay with this process, which goes on
+            trying.
+    """
+    for flush in flushes:
+        flush(timeout_seconds)
 
 
 def option_of(settings: DelaySettings | SettingsError) -> dict[str, Any] | bool:

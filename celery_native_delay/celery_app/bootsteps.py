@@ -12,12 +12,16 @@ from celery import bootsteps, signals
 from celery.worker.consumer.tasks import Tasks
 
 from ..core.errors import NativeDelayError
+from ..kombu_hook import flush_delayed
 from ..transports.contract import Promoter, Promotes, WorkerPart
 from .adoption import AdoptingStrategies, EarlyTask, Waker, is_due
 from .attendant import Attendant
 from .install import installation_of, keep_celerys_own_off
 
 logger = logging.getLogger(__name__)
+
+#: Seconds that the end of a pool process is put off for what is not confirmed; Celery waits longer.
+CHILD_FLUSH_SECONDS = 5.0
 
 # The other place where Celery asks; ``worker.consumer.tasks`` asks the same function for the QoS
 # mode and keeps it.
@@ -109,3 +113,12 @@ def forget_eta_when_due(sender: Any = None, request: Any = None, **_: Any) -> No
         return
     if is_due(request.message, eta, datetime.now(UTC)):
         request._eta = None
+
+
+@signals.worker_process_shutdown.connect(weak=False)  # type: ignore[untyped-decorator]
+def flush_at_the_end_of_a_child(**_: Any) -> None:
+    """Pool processes end without what Python does at exit."""
+    try:
+        flush_delayed(timeout_seconds=CHILD_FLUSH_SECONDS)
+    except (NativeDelayError, TimeoutError) as exc:
+        logger.critical("native delay: a pool process ends with delayed messages lost: %s", exc)

@@ -7,6 +7,7 @@
     ├── InvalidDueTime           a countdown or ETA that is no point in time
     │   └── DelayTooLong         further away than the delay levels reach
     ├── CannotDelay              this message cannot wait in the broker exactly
+    ├── PublishRefused           the broker did not take messages that were sent earlier
     ├── TopologyMismatch         the broker holds one of our names with other arguments
     ├── NotPermitted             the broker user may not declare or bind what is needed
     ├── UnsupportedBroker        no transport of ours fits, or the broker is too old
@@ -15,6 +16,8 @@
 """
 
 from __future__ import annotations
+
+from .refusal import RefusedMessage
 
 
 class NativeDelayError(Exception):
@@ -35,6 +38,20 @@ class DelayTooLong(InvalidDueTime):
 
 class CannotDelay(NativeDelayError):
     """This message cannot wait in the broker and arrive exactly as without the delay."""
+
+
+class PublishRefused(NativeDelayError):
+    """The broker did not take messages whose publish had already returned.
+
+    *refused* holds every one of them; none is reported twice.
+    """
+
+    def __init__(self, text: str, refused: tuple[RefusedMessage, ...] = ()) -> None:
+        super().__init__(text, refused)
+        self.refused = refused
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class TopologyMismatch(NativeDelayError):

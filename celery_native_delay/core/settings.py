@@ -18,6 +18,9 @@ from .errors import SettingsError
 #: RabbitMQ refuses a longer ``x-message-ttl``: rabbit_misc.erl, check_expiry/1.
 MAX_TTL_MS = 315_360_000_000
 
+#: A million messages of 1 kB kept are a gigabyte; beyond some thousands none goes out faster.
+MAX_CONFIRM_WINDOW = 1_000_000
+
 _NAMESPACE = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 _NAMESPACE_BYTES = 64
 
@@ -47,7 +50,11 @@ class DelaySettings:
     routing: str = "skip"
     """"skip": from a level straight to the next one that waits; "chain": through every level."""
     confirm_publish: str = "wait"
-    """"wait": each delayed publish waits for the broker's confirm; "off": as Celery."""
+    """"wait": each delayed publish waits for the broker's confirm; "window": the confirms of the
+    last ones may be outstanding, and those are sent again if the connection dies; "off": as
+    Celery."""
+    confirm_window: int = 1000
+    """Delayed messages that may be unconfirmed at a time with "window", and in bulk."""
     landing_exchanges: tuple[str, ...] = ()
     """Exchanges that foreign consumers bind to: their delayed messages pass a landing queue."""
     adopt: bool = True
@@ -160,7 +167,10 @@ def _expected(name: str, value: Any) -> str:
         case "routing":
             return "" if value in ("skip", "chain") else '"skip" or "chain"'
         case "confirm_publish":
-            return "" if value in ("wait", "off") else '"wait" or "off"'
+            return "" if value in ("wait", "window", "off") else '"wait", "window" or "off"'
+        case "confirm_window":
+            fits = _is_int(value) and 1 <= value <= MAX_CONFIRM_WINDOW
+            return "" if fits else f"a whole number from 1 to {MAX_CONFIRM_WINDOW}"
         case "landing_exchanges":
             fits = isinstance(value, tuple) and all(isinstance(v, str) and v for v in value)
             return "" if fits else "a list of exchange names"

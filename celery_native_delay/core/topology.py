@@ -96,6 +96,7 @@ class Topology:
         self.base = settings.base
         self.resolution_ms = settings.resolution_ms
         self.max_units = (1 << settings.levels) - 1
+        self._hops: dict[tuple[int, int], Hop] = {}
         self._bits = settings.base.bit_length() - 1
         self.digit_count = -(-settings.levels // self._bits)
         base_word = "" if settings.base == 2 else f"b{settings.base}."
@@ -290,8 +291,12 @@ class Topology:
         return range(1, min(self.base - 1, self.max_units >> self._bits * place) + 1)
 
     def _hop(self, place: int, digit: int) -> Hop:
-        units = digit << self._bits * place
-        return Hop(self.level_queue(place, digit), self.resolution_ms * units)
+        hop = self._hops.get((place, digit))
+        if hop is None:
+            units = digit << self._bits * place
+            hop = Hop(self.level_queue(place, digit), self.resolution_ms * units)
+            self._hops[place, digit] = hop
+        return hop
 
     @property
     def _places_below_top(self) -> range:
@@ -299,7 +304,7 @@ class Topology:
         return range(self.digit_count - 1)
 
     def _entry(self, place: int, digit: int) -> str:
-        return f"{self.level_queue(place, digit)}.entry"
+        return f"{self._hop(place, digit).queue}.entry"
 
     def _below(self, place: int) -> str:
         return self.level_exchange(place - 1) if place else self.delivery_exchange

@@ -111,6 +111,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "classic": {"native_delay_queue_type": "classic"},
     "whole seconds": {"native_delay_resolution": 1, "native_delay_levels": 28},
     "no confirms": {"native_delay_confirm_publish": "off"},
+    "a window": {"native_delay_confirm_publish": "window"},
     "a landing exchange": {"native_delay_landing_exchanges": ["shop"]},
 }
 

@@ -89,6 +89,24 @@ def test_the_redis_example_is_an_app_whose_delayed_tasks_wait(empty_redis: Priva
     assert empty_redis.client.llen("celery") == 0
 
 
+def test_the_bulk_example_sends_tasks_that_wait(
+    vhost_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    install_block = next(block for block in PYTHON_BLOCKS if "install(app)" in block)
+    block = next(block for block in PYTHON_BLOCKS if "bulk(app)" in block)
+    names: dict[str, object] = {}
+    exec(install_block.replace("amqp://", vhost_url), names)
+    exec(block, names)
+    shown = re.findall(r"print\(batch.result\)  # (.+ in) ", README)[0]
+    assert capsys.readouterr().out.startswith(shown)
+    with Connection(vhost_url) as connection:
+        assert connection.default_channel.basic_get("reminders") is None
+
+
+def test_the_flush_example_runs() -> None:
+    exec(next(block for block in PYTHON_BLOCKS if "flush_delayed" in block), {})
+
+
 @pytest.mark.parametrize("line", DELAY_COMMANDS)
 def test_every_delay_command_exists(line: str, shop: Path) -> None:
     words = [CELERY, *shlex.split(line)[1:]]

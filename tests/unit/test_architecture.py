@@ -25,10 +25,13 @@ def test_the_public_names() -> None:
         "ManagementUnavailable",
         "NativeDelayError",
         "NotPermitted",
+        "PublishRefused",
+        "RefusedMessage",
         "SettingsError",
         "TopologyMismatch",
         "UnsupportedBroker",
         "delay_headers",
+        "flush_delayed",
         "install",
     ]
     for name in celery_native_delay.__all__:

@@ -10,7 +10,11 @@ import pytest
 import celery_native_delay
 from celery_native_delay.core import errors
 
-ALL = [kind for kind in vars(errors).values() if isinstance(kind, type)]
+ALL = [
+    kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and kind.__module__ == errors.__name__
+]
 
 
 @pytest.mark.parametrize("kind", ALL)
@@ -26,6 +30,7 @@ def test_every_error_belongs_to_the_tree_and_can_be_imported(kind: type) -> None
         (errors.InvalidDueTime, errors.NativeDelayError),
         (errors.DelayTooLong, errors.InvalidDueTime),
         (errors.CannotDelay, errors.NativeDelayError),
+        (errors.PublishRefused, errors.NativeDelayError),
         (errors.TopologyMismatch, errors.NativeDelayError),
         (errors.NotPermitted, errors.NativeDelayError),
         (errors.UnsupportedBroker, errors.NativeDelayError),

@@ -23,6 +23,7 @@ def test_defaults() -> None:
         "queue_type": "quorum",
         "routing": "skip",
         "confirm_publish": "wait",
+        "confirm_window": 1000,
         "landing_exchanges": (),
         "adopt": True,
         "management_url": None,
@@ -51,6 +52,9 @@ def test_the_default_levels_reach_eight_and_a_half_years() -> None:
         ("queue_type", "classic"),
         ("routing", "chain"),
         ("confirm_publish", "off"),
+        ("confirm_publish", "window"),
+        ("confirm_window", 1),
+        ("confirm_window", 1_000_000),
         ("landing_exchanges", ["news"]),
         ("landing_exchanges", ("news", "a.b")),
         ("adopt", False),
@@ -64,6 +68,7 @@ def test_values_that_are_accepted(name: str, value: Any) -> None:
 
 NAMESPACE = "1 to 64 letters, digits, _, - or inner dots"
 LEVELS = "a whole number from 1 to 60"
+CONFIRM = '"wait", "window" or "off"'
 RESOLUTION = "seconds from 0.001 to 3600, a whole number of milliseconds"
 
 
@@ -106,8 +111,11 @@ RESOLUTION = "seconds from 0.001 to 3600, a whole number of milliseconds"
         ("queue_type", "stream", '"quorum" or "classic"'),
         ("queue_type", ["quorum"], '"quorum" or "classic"'),
         ("routing", "direct", '"skip" or "chain"'),
-        ("confirm_publish", True, '"wait" or "off"'),
-        ("confirm_publish", "always", '"wait" or "off"'),
+        ("confirm_publish", True, CONFIRM),
+        ("confirm_publish", "always", CONFIRM),
+        ("confirm_window", 0, "a whole number from 1 to 1000000"),
+        ("confirm_window", 1_000_001, "a whole number from 1 to 1000000"),
+        ("confirm_window", True, "a whole number from 1 to 1000000"),
         ("landing_exchanges", "news", "a list of exchange names"),
         ("landing_exchanges", [1], "a list of exchange names"),
         ("landing_exchanges", [""], "a list of exchange names"),
@@ -138,7 +146,7 @@ def test_a_bad_value_is_refused_with_what_was_expected_and_what_came(
         ("levles", "levels"),
         ("Levels", "levels"),
         ("queuetype", "queue_type"),
-        ("confirm", "confirm_publish"),
+        ("confirm_publich", "confirm_publish"),
         ("landing_exchange", "landing_exchanges"),
     ],
 )

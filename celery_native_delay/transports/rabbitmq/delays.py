@@ -11,7 +11,7 @@ from time import time_ns
 from typing import Any
 
 import amqp
-from amqp.exceptions import NotFound
+from amqp.exceptions import NotFound, RecoverableConnectionError
 
 from ...core.address import landing_address, message_address
 from ...core.due_time import check_reach, units_until
@@ -19,8 +19,10 @@ from ...core.errors import CannotDelay, NativeDelayError, TopologyMismatch
 from ...core.settings import DelaySettings
 from .declaring import broker_version, permissions_explained
 from .envelope import seal
+from .outbox import Outbox, outbox_key, outbox_of
 from .own_channel import OwnChannel
 from .preparation import Preparation
+from .window import Publication
 
 #: The headers dict and delivery id of a publish that failed in this thread: kombu's retry passes
 #: the very same dict, and a resent message must keep its id.
@@ -37,6 +39,7 @@ class Delays(Preparation):
         self._publisher: OwnChannel | None = None
         self._confirmer: OwnChannel | None = None
         self._in_batch = False
+        self._outbox_connects = 0
 
     @property
     def publisher(self) -> OwnChannel:
@@ -53,6 +56,18 @@ class Delays(Preparation):
         if self._confirmer is None or self._confirmer.connection is None:
             self._confirmer = OwnChannel(self.connection)
         return self._confirmer
+
+    @property
+    def outbox(self) -> Outbox:
+        """What keeps the delayed messages of this process until they are confirmed."""
+        client = self.connection.client
+        if client is None:
+            raise RecoverableConnectionError("connection already closed")
+        return outbox_of(self._outbox_key, client, self.settings)
+
+    @cached_property
+    def _outbox_key(self) -> Any:
+        return outbox_key(self.connection.client, self.settings)
 
     @cached_property
     def _limits_priority(self) -> bool:
@@ -76,9 +91,39 @@ class Delays(Preparation):
                 was sent; the text says why and the way out.
             amqp.exceptions.NotFound: there is no such exchange.
             amqp.exceptions.MessageNacked: the broker did not accept it.
+            PublishRefused: it did not accept earlier ones, with "window"; nothing was sent.
         """
-        if not self._units(due_us, time_ns() // 1000):
+        if self.settings.confirm_publish == "window":
+            self._follow_outbox()
+        publication = self.publication(message, exchange, routing_key, due_us=due_us)
+        if publication is None:
             return publish_now()
+        _failed.publish = (message.properties.get("application_headers"), publication.id)
+        if self.settings.confirm_publish == "window":
+            self.outbox.publish(
+                publication, timeout_seconds=confirm_timeout_seconds or timeout_seconds
+            )
+        else:
+            self._send(
+                publication,
+                confirmed=self.settings.confirm_publish == "wait",
+                timeout_seconds=timeout_seconds,
+                confirm_timeout_seconds=confirm_timeout_seconds,
+            )
+        _failed.publish = None
+        return None
+
+    def publication(
+        self, message: amqp.Message, exchange: str, routing_key: str, *, due_us: int
+    ) -> Publication | None:
+        """*message* as it enters the delay levels, which are there then; None if it is due.
+
+        Raises:
+            DelayTooLong, CannotDelay, NotPermitted, TopologyMismatch, UnsupportedBroker,
+            amqp.exceptions.NotFound: as :meth:`publish`.
+        """
+        if not self.is_ahead(due_us, now_us=time_ns() // 1000):
+            return None
         if not exchange:
             # Reached by its name, whoever declared it.
             self.mirror.queue_bound_once(routing_key)
@@ -86,24 +131,22 @@ class Delays(Preparation):
         lands = self._routes.lands(exchange, routing_key)
         # Only now: declaring may have taken a second.
         now_us = time_ns() // 1000
-        units = self._units(due_us, now_us)
+        units = self.units(due_us, now_us)
         if not units:
-            return publish_now()
-        headers = message.properties.get("application_headers")
-        delivery_id = self._delivery_id(headers)
+            return None
+        delivery_id = self._delivery_id(message.properties.get("application_headers"))
         sealed = self._sealed(message, exchange, routing_key, due_us, now_us, units, delivery_id)
-        key = self._route(sealed, units, exchange, routing_key, lands=lands)
-        _failed.publish = (headers, delivery_id)
-        self._send(
-            sealed,
-            units,
-            key,
-            confirmed=self.settings.confirm_publish == "wait",
-            timeout_seconds=timeout_seconds,
-            confirm_timeout_seconds=confirm_timeout_seconds,
-        )
-        _failed.publish = None
-        return None
+        return self._routed(sealed, units, exchange, routing_key, lands=lands)
+
+    def _follow_outbox(self) -> None:
+        """The outbox had to connect again: what this connection relies on may be gone too.
+
+        Raises:
+            OSError, amqp.exceptions.AMQPError: this connection is.
+        """
+        connects, self._outbox_connects = self._outbox_connects, self.outbox.connects
+        if connects and connects != self._outbox_connects:
+            self.look_again()
 
     def put_back(
         self,
@@ -129,13 +172,13 @@ class Delays(Preparation):
         self.prepare()
         lands = queue is None and self._routes.lands(exchange, routing_key)
         now_us = time_ns() // 1000
-        units = max(self._units(due_us, now_us), 1)
+        units = max(self.units(due_us, now_us), 1)
         delivery_id = delivery_id or token_hex(16)
         sealed = self._sealed(
             message, exchange, routing_key, due_us, now_us, units, delivery_id, queue
         )
         to = (exchange, routing_key) if queue is None else ("", queue)
-        self._send(sealed, units, self._route(sealed, units, *to, lands=lands), confirmed=True)
+        self._send(self._routed(sealed, units, *to, lands=lands), confirmed=True)
 
     @contextmanager
     def one_confirm(self) -> Iterator[None]:
@@ -181,7 +224,20 @@ class Delays(Preparation):
             properties["expiration"] = str(first_ttl_ms)
         return amqp.Message(message.body, **properties)
 
-    def _units(self, due_us: int, now_us: int) -> int:
+    def is_ahead(self, due_us: int, *, now_us: int) -> bool:
+        """Whether there is anything to wait for.
+
+        Raises:
+            DelayTooLong: more than the levels hold.
+        """
+        return self.units(due_us, now_us) > 0
+
+    def units(self, due_us: int, now_us: int) -> int:
+        """Units of the resolution to wait.
+
+        Raises:
+            DelayTooLong: more than the levels hold.
+        """
         resolution_ms = self.topology.resolution_ms
         units = units_until(due_us, now_us=now_us, resolution_ms=resolution_ms)
         check_reach(units, max_units=self.topology.max_units, resolution_ms=resolution_ms)
@@ -193,6 +249,12 @@ class Delays(Preparation):
         if failed and headers is not None and failed[0] is headers:
             return str(failed[1])
         return token_hex(16)
+
+    def _routed(
+        self, sealed: amqp.Message, units: int, exchange: str, routing_key: str, *, lands: bool
+    ) -> Publication:
+        key = self._route(sealed, units, exchange, routing_key, lands=lands)
+        return Publication(sealed, self.topology.entry_exchange(units), key)
 
     def _route(
         self, sealed: amqp.Message, units: int, exchange: str, routing_key: str, *, lands: bool
@@ -216,24 +278,18 @@ class Delays(Preparation):
 
     def _send(
         self,
-        sealed: amqp.Message,
-        units: int,
-        routing_key: str,
+        publication: Publication,
         *,
         confirmed: bool,
         timeout_seconds: float | None = None,
         confirm_timeout_seconds: float | None = None,
     ) -> None:
-        entry = self.topology.entry_exchange(units)
         for last_try in (False, True):
             try:
                 with permissions_explained(self.topology):
                     channel = self.confirmer if confirmed else self.publisher
                     tag = channel.publish(
-                        sealed,
-                        entry,
-                        routing_key,
-                        mandatory=True,
+                        *publication,
                         timeout_seconds=timeout_seconds,
                     )
                     if confirmed and not self._in_batch:

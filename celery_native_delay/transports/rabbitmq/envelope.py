@@ -52,12 +52,7 @@ def seal(
             expiration is no number.
     """
     headers = dict(properties.get("application_headers") or {})
-    if "CC" in headers or "BCC" in headers:
-        raise CannotDelay(
-            f"a message to exchange {exchange!r} with CC or BCC headers cannot wait in the delay "
-            f"levels: every level would route a copy for each of them; send one delayed message "
-            f"per routing key"
-        )
+    refuse_copies(headers, exchange)
     envelope: dict[str, Any] = {
         "v": VERSION,
         "id": delivery_id,
@@ -88,6 +83,20 @@ def seal(
     headers[HEADER] = envelope
     sealed["application_headers"] = headers
     return sealed
+
+
+def refuse_copies(headers: Mapping[str, Any], exchange: str) -> None:
+    """Refuse a message that names further routing keys of its own.
+
+    Raises:
+        CannotDelay: it has a CC or BCC header.
+    """
+    if "CC" in headers or "BCC" in headers:
+        raise CannotDelay(
+            f"a message to exchange {exchange!r} with CC or BCC headers cannot wait in the delay "
+            f"levels: every level would route a copy for each of them; send one delayed message "
+            f"per routing key"
+        )
 
 
 def unseal(

@@ -43,7 +43,8 @@ class OwnChannel(amqp.Channel):  # type: ignore[misc]
         super().__init__(connection)
         self._confirms = confirm
         self._published = 0
-        self._unconfirmed: OrderedDict[int, None] = OrderedDict()
+        #: By delivery tag; the values are for subclasses.
+        self._unconfirmed: OrderedDict[int, Any] = OrderedDict()
         self._refused: set[int] = set()
         self._returned: list[Returned] = []
         self.open()
@@ -55,8 +56,8 @@ class OwnChannel(amqp.Channel):  # type: ignore[misc]
         message: amqp.Message,
         exchange: str,
         routing_key: str,
-        *,
         mandatory: bool = False,
+        *,
         timeout_seconds: float | None = None,
     ) -> int:
         """Publish and return the delivery tag that :meth:`wait` takes."""
@@ -105,14 +106,16 @@ class OwnChannel(amqp.Channel):  # type: ignore[misc]
         self._settle(delivery_tag, multiple)
 
     def _on_basic_nack(self, delivery_tag: int, multiple: bool) -> None:
-        self._refused.update(self._settle(delivery_tag, multiple))
+        self._refused.update(tag for tag, _ in self._settle(delivery_tag, multiple))
 
-    def _settle(self, delivery_tag: int, multiple: bool) -> list[int]:
-        settled = [delivery_tag]
-        if multiple:
-            settled = [tag for tag in self._unconfirmed if tag <= delivery_tag]
-        for tag in settled:
-            self._unconfirmed.pop(tag, None)
+    def _settle(self, delivery_tag: int, multiple: bool) -> list[tuple[int, Any]]:
+        """Take what the broker has decided on out of the unconfirmed."""
+        unconfirmed = self._unconfirmed
+        settled = []
+        while multiple and unconfirmed and next(iter(unconfirmed)) <= delivery_tag:
+            settled.append(unconfirmed.popitem(last=False))
+        if delivery_tag in unconfirmed:
+            settled.append((delivery_tag, unconfirmed.pop(delivery_tag)))
         return settled
 
     def _on_basic_return(

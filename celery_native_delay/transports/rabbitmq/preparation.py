@@ -152,9 +152,14 @@ class Preparation:
 
     def declare_again(self) -> None:
         """The broker lost what this connection relied on."""
+        self.look_again()
+        self.prepare(redeclare=True)
+
+    def look_again(self) -> None:
+        """The broker may have lost what this connection relied on."""
+        self._ready = False
         self.mirror.forget_mirrored()
         self._routes.forget()
-        self.prepare(redeclare=True)
 
     def queue_deleted(self, queue: str) -> None:
         """The user deleted *queue*: nothing may be left that takes copies for it."""

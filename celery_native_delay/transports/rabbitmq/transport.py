@@ -19,6 +19,7 @@ from .content_header import handler_without_own_deaths
 from .delays import Delays
 from .envelope import unseal
 from .mirror import is_internal
+from .publish_batch import PublishBatch
 
 if TYPE_CHECKING:
     from .admin_part import RabbitMQAdminPart
@@ -107,6 +108,10 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
             timeout_seconds=timeout,
             confirm_timeout_seconds=confirm_timeout,
         )
+
+    def create_publish_batch(self, max_size: int) -> PublishBatch:
+        """What ``Producer.batch()`` of kombu 5.7 publishes through."""
+        return PublishBatch(self, max_size=max_size)
 
     def _publish_now(self, *args: Any, **kwargs: Any) -> Any:
         if self.connection is not None and self.connection.confirm_publish:
@@ -221,8 +226,20 @@ class Connection(pyamqp.Connection):  # type: ignore[misc]
 class Transport(pyamqp.Transport):  # type: ignore[misc]
     """kombu's pyamqp transport; with the ``native_delay`` option, messages wait in the broker."""
 
+    implements: Any
+
+    def __init__(self, client: Any, **kwargs: Any) -> None:
+        super().__init__(client, **kwargs)
+        if self._delays:
+            self.implements = self.implements.extend(batch_publish=True)
+
+    @property
+    def _delays(self) -> bool:
+        options = getattr(self.client, "transport_options", None) or {}
+        return asks_for_delays(options.get(OPTION))
+
     def establish_connection(self) -> Any:
-        if asks_for_delays((self.client.transport_options or {}).get(OPTION)):
+        if self._delays:
             self.Connection = Connection
         return super().establish_connection()
 

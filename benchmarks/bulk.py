@@ -1,0 +1,158 @@
+"""Many delayed tasks at once: a plain loop with confirms in a window, and ``bulk(app)``."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from time import perf_counter, process_time, time_ns
+from typing import Any
+
+import amqp
+from matplotlib.figure import Figure
+
+from benchmarks.apps import QUEUE, TASK, declare_for, make_app
+from benchmarks.charts import bars
+from benchmarks.measuring import Bench, Result, Target, median, percentile
+from celery_native_delay import delay_headers, flush_delayed
+from celery_native_delay.bulk import bulk
+from celery_native_delay.transports.rabbitmq.window import WindowChannel
+
+ROUNDS = 10
+LOOP = 1_000
+"""Tasks of one variant in a row, in a loop of apply_async()."""
+MANY = 10_000
+"""The same for the variants that are made for many."""
+WINDOW = 1_000
+COUNTDOWN_SECONDS = 600
+
+
+@dataclass
+class Variant:
+    """One way to send many tasks, and what a task took in each round, in seconds."""
+
+    label: str
+    count: int
+    send: Callable[[int], object]
+    seconds: list[float] = field(default_factory=list)
+    cpu_seconds: list[float] = field(default_factory=list)
+
+    def measure(self) -> None:
+        cpu, started = process_time(), perf_counter()
+        self.send(self.count)
+        self.seconds.append((perf_counter() - started) / self.count)
+        self.cpu_seconds.append((process_time() - cpu) / self.count)
+
+
+def run(bench: Bench) -> Result:
+    rounds = bench.count(ROUNDS, at_least=2)
+    loop, many = bench.count(LOOP, at_least=50), bench.count(MANY, at_least=200)
+    with ExitStack() as stack:
+
+        def app_with(**settings: Any) -> Any:
+            app = make_app("ours", stack.enter_context(bench.vhost()), **settings)
+            stack.callback(app.close)
+            declare_for("ours", app)
+            return app
+
+        ways = {
+            "off": Variant("apply_async loop, unconfirmed", loop, _loop(app_with, "off")),
+            "window": Variant("apply_async loop, window", loop, _loop(app_with, "window")),
+            "wait": Variant("apply_async loop, each waits", loop, _loop(app_with, "wait")),
+            "bulk": Variant("bulk(app)", many, _bulk(app_with())),
+            "bare": Variant("bare py-amqp, same window", many, _bare(app_with(), stack)),
+        }
+        order = random.Random(1)
+        with bench.progress("bulk", rounds) as done:
+            for number in range(rounds):
+                for way in order.sample(list(ways.values()), len(ways)):
+                    way.measure()
+                done(number + 1)
+    return conclude(ways, rounds)
+
+
+def _loop(app_with: Callable[..., Any], confirm_publish: str) -> Callable[[int], None]:
+    send_one = app_with(confirm_publish=confirm_publish, confirm_window=WINDOW).tasks[TASK]
+
+    def send(count: int) -> None:
+        for index in range(count):
+            send_one.apply_async((index,), countdown=COUNTDOWN_SECONDS)
+        flush_delayed()
+
+    send(50)
+    return send
+
+
+def _bulk(app: Any) -> Callable[[int], None]:
+    def send(count: int) -> None:
+        with bulk(app, window=WINDOW) as batch:
+            for index in range(count):
+                batch.send(TASK, (index,), countdown=COUNTDOWN_SECONDS)
+
+    send(50)
+    return send
+
+
+def _bare(app: Any, stack: ExitStack) -> Callable[[int], None]:
+    """One message that is sealed already, again and again: what py-amqp and the broker take."""
+    connection = stack.enter_context(app.connection_for_write())
+    delays = connection.default_channel.delays
+    headers = {"task": TASK, "id": "0" * 36, **delay_headers(countdown=COUNTDOWN_SECONDS)}
+    message = amqp.Message(b"[[0], {}, {}]", application_headers=headers, delivery_mode=2)
+    due_us = time_ns() // 1000 + COUNTDOWN_SECONDS * 1_000_000
+    publication = delays.publication(message, "", QUEUE, due_us=due_us)
+
+    def send(count: int) -> None:
+        channel = WindowChannel(connection.connection)
+        for _ in range(count):
+            if channel.unconfirmed_count >= WINDOW:
+                channel.read_until(lambda: channel.unconfirmed_count < WINDOW)
+            channel.send(publication)
+        channel.read_all()
+        channel.close()
+
+    send(50)
+    return send
+
+
+def conclude(ways: dict[str, Variant], rounds: int) -> Result:
+    result = Result(
+        "Many delayed tasks at once",
+        f"{rounds} rounds; in each every variant sends its tasks, in random order, and all but "
+        f"the unconfirmed loop end when the broker has confirmed the last one. Window of "
+        f"{WINDOW:,}. CPU is the client's. The broker shares the machine's processors.",
+    )
+    for way in ways.values():
+        result.rows.append(
+            {
+                "variant": way.label,
+                "tasks/s": 1 / median(way.seconds),
+                "p25": 1 / percentile(way.seconds, 75),
+                "p75": 1 / percentile(way.seconds, 25),
+                "CPU µs/task": median(way.cpu_seconds) * 1e6,
+            }
+        )
+        result.series[way.label] = {
+            "rate": 1 / median(way.seconds),
+            "low": 1 / percentile(way.seconds, 75),
+            "high": 1 / percentile(way.seconds, 25),
+        }
+    rate = {key: 1 / median(way.seconds) for key, way in ways.items()}
+    result.targets += [
+        Target("loop with a window : unconfirmed loop", rate["window"] / rate["off"], "≥", 0.9),
+        Target("bulk(app) : bare py-amqp", rate["bulk"] / rate["bare"], "≥", 0.8),
+        Target("bulk(app), client CPU", median(ways["bulk"].cpu_seconds) * 1e6, "≤", 10, "µs"),
+    ]
+    return result
+
+
+def draw(result: Result) -> Figure:
+    return bars(
+        "Many delayed tasks at once: median, with the middle half",
+        "tasks per second",
+        [
+            (label, one["rate"], (one["low"], one["high"]), "window" in label or "bulk" in label)
+            for label, one in result.series.items()
+        ],
+    )

@@ -1,0 +1,273 @@
+"""A line of its own for many messages: one connection, confirms in a window, frames by template."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import monotonic, sleep, time_ns
+from typing import Any, TypeVar
+
+import amqp
+from amqp.exceptions import ChannelError
+from amqp.method_framing import frame_writer
+from kombu import Producer
+
+from ...core.address import message_address
+from ...core.delayed import HEADER, due_of
+from ...core.due_time import check_reach, units_until
+from ...core.errors import NativeDelayError
+from ...core.random_ids import RandomIds
+from ...core.refusal import RefusedMessage
+from ...core.topology import Topology
+from .outbox import LOST, Outbox
+from .routes import ROUTE_SECONDS
+from .template import FramedTask, TaskFields, Template
+from .transport import Channel
+from .window import NotConfirmedInTime, Publication
+
+T = TypeVar("T")
+
+#: Seconds to try on while there is no connection.
+PATIENCE_SECONDS = 60.0
+
+#: Ways that a kind remembers: as many as there are due times close to each other.
+_MOST_WAYS = 4096
+
+
+class BulkChannel(Channel):
+    """A channel whose publishes go through an outbox, and are remembered for a template."""
+
+    outbox: Outbox
+    last: tuple[Publication, tuple[str, str]] | None = None
+
+    def basic_publish(
+        self,
+        msg: Any,
+        exchange: str = "",
+        routing_key: str = "",
+        mandatory: bool = False,
+        *_: Any,
+        **__: Any,
+    ) -> None:
+        due_us = due_of(msg.properties.get("application_headers"))
+        publication = None
+        if due_us is not None:
+            publication = self.delays.publication(msg, exchange, routing_key, due_us=due_us)
+        publication = publication or Publication(msg, exchange, routing_key, mandatory)
+        self.last = publication, (exchange, routing_key)
+        self.outbox.send(publication)
+
+
+class Kind:
+    """How tasks of one kind are sent without the long way; valid while the connection lives."""
+
+    def __init__(self, template: Template, to: tuple[str, str], topology: Topology) -> None:
+        self.template = template
+        self.to = to
+        self.topology = topology
+        #: Until then the exchange is taken to lead where it did.
+        self.valid_until_us = time_ns() // 1000 + round(ROUTE_SECONDS * 1_000_000)
+        self._address = topology.address_or_hash(message_address(*to), *to)
+        #: Entry exchange and routing key by the units of delay.
+        self.ways: dict[int, tuple[str, str]] = {}
+
+    def way(self, units: int) -> tuple[str, str]:
+        """Entry exchange and routing key of a message that waits *units*, noted in :attr:`ways`."""
+        if len(self.ways) >= _MOST_WAYS:
+            self.ways.clear()
+        topology = self.topology
+        way = topology.entry_exchange(units), topology.routing_key(units, self._address)
+        self.ways[units] = way
+        return way
+
+
+class BulkLine:
+    """See the module's docstring. For one thread."""
+
+    def __init__(self, client: Any, *, window: int) -> None:
+        """*client* is a kombu connection to the same broker, which is not touched."""
+        self._outbox = Outbox(client, window)
+        self._channel: BulkChannel | None = None
+        self._ids = RandomIds()
+
+    def publish(self, publish: Callable[[Any], object]) -> None:
+        """Send one message the long way: *publish* gets a kombu producer.
+
+        Raises:
+            Whatever *publish* does; OSError, amqp.exceptions.AMQPError: there has been no
+                connection for :data:`PATIENCE_SECONDS`.
+        """
+
+        def attempt() -> None:
+            with self._outbox.lock:
+                publish(Producer(self._ready_channel(), auto_declare=False))
+
+        self._patiently(attempt)
+
+    def learn(self) -> Kind | None:
+        """What the last message teaches about others of its kind; None if it does not.
+
+        A template is only used if it makes the very bytes that py-amqp does.
+        """
+        channel = self._channel
+        if channel is None or channel.last is None:
+            return None
+        publication, (exchange, routing_key) = channel.last
+        headers = publication.message.properties.get("application_headers") or {}
+        if HEADER not in headers or "BCC" in headers or "expires" in headers[HEADER]:
+            return None
+        try:
+            template = Template(publication.message.properties)
+            same = template.frames(
+                fields_of(publication), channel_id=7, frame_max=channel.connection.frame_max
+            ) == frames_of(publication, channel_id=7, frame_max=channel.connection.frame_max)
+        except ValueError:
+            return None
+        if not same:
+            return None
+        return Kind(template, (exchange, routing_key), channel.delays.topology)
+
+    def send(
+        self,
+        kind: Kind,
+        due_us: int,
+        task_id: str,
+        eta: str,
+        argsrepr: str,
+        kwargsrepr: str,
+        body: bytes,
+    ) -> bool:
+        """Send a task by its template; False if only the long way will do.
+
+        That is for a task that is due already, and when what was learnt is too old.
+
+        Raises:
+            DelayTooLong: not sent.
+            OSError, amqp.exceptions.AMQPError: there has been no connection for
+                :data:`PATIENCE_SECONDS`; not sent.
+        """
+        topology = kind.topology
+        now_us = time_ns() // 1000
+        resolution_ms = topology.resolution_ms
+        units = units_until(due_us, now_us=now_us, resolution_ms=resolution_ms)
+        if not units or now_us > kind.valid_until_us:
+            return False
+        way = kind.ways.get(units)
+        if way is None:
+            check_reach(units, max_units=topology.max_units, resolution_ms=resolution_ms)
+            way = kind.way(units)
+        ttl_ms = topology.first_ttl_ms(units, remaining_us=due_us - now_us)
+        fields = TaskFields(
+            *way,
+            task_id,
+            eta,
+            argsrepr,
+            kwargsrepr,
+            body,
+            self._ids.hex(),
+            -(-due_us // 1000),
+            "" if ttl_ms is None else str(ttl_ms),
+        )
+        framed = FramedTask(kind.template, fields, kind.to)
+        try:
+            self._outbox.send(framed)
+        except LOST:
+            self._patiently(lambda: self._outbox.send(framed))
+        return True
+
+    def settle(self, *, timeout_seconds: float | None) -> None:
+        """Return when the broker has answered for everything.
+
+        Raises:
+            TimeoutError: it has not after *timeout_seconds*.
+        """
+        self._outbox.settle(timeout_seconds=timeout_seconds)
+
+    def take_refused(self) -> list[RefusedMessage]:
+        """What the broker did not take since the last time."""
+        return self._outbox.take_refused()
+
+    @property
+    def in_doubt_count(self) -> int:
+        """How many messages the broker has yet to answer for."""
+        return self._outbox.unconfirmed_count
+
+    @property
+    def in_doubt(self) -> list[RefusedMessage]:
+        """The messages that the broker has yet to answer for; they are given up."""
+        return self._outbox.give_up()
+
+    @property
+    def generation(self) -> int:
+        """Changes with every new connection: what was learnt on the last is not valid any more."""
+        return self._outbox.connects
+
+    def close(self) -> None:
+        """Close the connection; what is in doubt is given up."""
+        self._outbox.close()
+
+    # --- private -------------------------------------------------------------------------
+
+    def _ready_channel(self) -> BulkChannel:
+        connection = self._outbox.connection
+        channel = self._channel
+        if channel is None or channel.connection is not connection:
+            channel = self._channel = BulkChannel(connection)
+            channel.open()
+            channel.outbox = self._outbox
+        return channel
+
+    def _patiently(self, attempt: Callable[[], T]) -> T:
+        deadline = monotonic() + PATIENCE_SECONDS
+        while True:
+            try:
+                return attempt()
+            except (NotConfirmedInTime, ChannelError, NativeDelayError):
+                self._channel = None  # it may be closed
+                raise
+            except LOST:
+                if monotonic() > deadline:
+                    raise
+                self._outbox.lose()
+                sleep(0.2)
+
+
+def fields_of(publication: Publication) -> TaskFields:
+    """What a template has to be filled with to make *publication* again."""
+    message = publication.message
+    headers = message.properties["application_headers"]
+    body = message.body
+    envelope = headers[HEADER]
+    return TaskFields(
+        publication.exchange,
+        publication.routing_key,
+        headers["id"],
+        headers["eta"],
+        headers["argsrepr"],
+        headers["kwargsrepr"],
+        body.encode() if isinstance(body, str) else body,
+        envelope["id"],
+        envelope["due"],
+        message.properties.get("expiration", ""),
+    )
+
+
+class _Recorder:
+    """A connection and its transport, as far as py-amqp's frame writer looks at them."""
+
+    def __init__(self, frame_max: int) -> None:
+        self.frame_max = frame_max
+        self.bytes_sent = 0
+        self.written: list[bytes] = []
+
+    def write(self, data: Any) -> None:
+        self.written.append(bytes(data))
+
+
+def frames_of(publication: Publication, *, channel_id: int, frame_max: int) -> bytes:
+    """The bytes that py-amqp writes for *publication*."""
+    recorder = _Recorder(frame_max)
+    write = frame_writer(recorder, recorder)
+    exchange, key, mandatory = publication[1:]
+    args = amqp.serialization.dumps("Bssbb", (0, exchange, key, mandatory, False))
+    write(1, channel_id, amqp.spec.Basic.Publish, args, publication.message)
+    return b"".join(recorder.written)

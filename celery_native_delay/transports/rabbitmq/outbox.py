@@ -1,0 +1,331 @@
+"""Delayed messages on their way to one broker, kept until it has confirmed them.
+
+With ``native_delay_confirm_publish = "window"`` all threads of a process publish through one
+outbox for each broker URL. It has a connection of its own, so that reading confirms meets nobody
+else's conversation, and a lock. What is unconfirmed when that connection dies goes out again on
+the next, under the same delivery id. A thread looks after what no further publish comes for, and
+ends when nothing has come for a while.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+from collections import deque
+from contextlib import suppress
+from threading import Event, Lock, RLock, Thread
+from time import monotonic
+from typing import Any
+
+from amqp.exceptions import AMQPError
+from kombu import Connection
+
+from ...core.errors import NativeDelayError, PublishRefused
+from ...core.refusal import RefusedMessage
+from ...core.settings import DelaySettings
+from ...kombu_hook import flushes
+from .sending import Sender
+from .window import NotConfirmedInTime, Publication, Sendable
+
+logger = logging.getLogger(__name__)
+
+#: Seconds between two looks at what no further publish comes for.
+SETTLE_SECONDS = 0.5
+
+#: Seconds without a publish after which the connection is given up.
+IDLE_SECONDS = 30.0
+
+#: Seconds that the end of the process is put off for what is not confirmed.
+EXIT_SECONDS = 30.0
+
+_LONGEST_RETRY_SECONDS = 5.0
+
+#: py-amqp raises AttributeError where a connection went away under it.
+IN_DOUBT = "the connection was lost before the broker had confirmed it; it may have arrived"
+
+LOST = (AMQPError, OSError, AttributeError)
+
+
+class Outbox:
+    """See the module's docstring."""
+
+    def __init__(self, client: Any, window: int) -> None:
+        """*client* is a kombu connection to the same broker, which is not touched."""
+        # Nobody would send heartbeats; TCP_USER_TIMEOUT finds out about a dead peer.
+        self._client = Connection(**dict(client._info(resolve=False), heartbeat=0))
+        self._window = window
+        #: Held by whoever uses the connection.
+        self.lock = RLock()
+        self._sender: Sender | None = None
+        self._unsent: deque[Sendable] = deque()
+        self._refused: list[RefusedMessage] = []
+        self._published_at = monotonic()
+        self._settler: Thread | None = None
+        self._wake = Event()
+        #: How often it has connected: whoever relies on what the broker held before looks again.
+        self.connects = 0
+
+    def publish(self, publication: Publication, *, timeout_seconds: float | None = None) -> None:
+        """Send without waiting, unless the window is full.
+
+        Raises:
+            PublishRefused: the broker did not take earlier ones; this one was not sent.
+            TimeoutError: the window stayed full for *timeout_seconds*; not sent.
+            OSError, amqp.exceptions.AMQPError: there is no connection; not sent, while what was
+                published before stays kept.
+        """
+        with self.lock:
+            self._report_refused("this message was not sent")
+            self.send(publication, timeout_seconds=timeout_seconds)
+
+    def send(self, message: Sendable, *, timeout_seconds: float | None = None) -> None:
+        """:meth:`publish` that leaves what was refused to :meth:`take_refused`."""
+        with self.lock:
+            lost = False
+            while True:
+                try:
+                    sender = self._sender
+                    if sender is None or self._unsent:
+                        sender = self._ready_sender()
+                    sender.send(message, timeout_seconds=timeout_seconds)
+                    break
+                except NotConfirmedInTime:
+                    raise
+                except LOST:
+                    self.lose()
+                    if lost:
+                        raise
+                    lost = True
+            self._published_at = monotonic()
+            if self._settler is None:
+                self._start_settler()
+
+    def flush(self, *, timeout_seconds: float | None) -> None:
+        """Return when the broker has confirmed everything.
+
+        Raises:
+            PublishRefused: it did not take some.
+            TimeoutError: it has not after *timeout_seconds*; they stay kept.
+        """
+        self.settle(timeout_seconds=timeout_seconds)
+        with self.lock:
+            self._report_refused("all others are confirmed")
+
+    def settle(self, *, timeout_seconds: float | None) -> None:
+        """:meth:`flush` that leaves what was refused to :meth:`take_refused`."""
+        deadline = None if timeout_seconds is None else monotonic() + timeout_seconds
+        retry_seconds = 0.05
+        while not self._settle_all(deadline):
+            left = None if deadline is None else deadline - monotonic()
+            if left is not None and left <= 0:
+                raise TimeoutError(
+                    f"{self.unconfirmed_count} delayed message(s) not confirmed within "
+                    f"{timeout_seconds} s; they are kept and will be sent again"
+                )
+            self._wake.wait(min(retry_seconds, left or retry_seconds))
+            retry_seconds = min(retry_seconds * 2, _LONGEST_RETRY_SECONDS)
+
+    def take_refused(self) -> list[RefusedMessage]:
+        """What the broker did not take since the last time; it has been logged."""
+        with self.lock:
+            if self._sender is not None:
+                self._refused += self._sender.take_refused()
+            refused, self._refused = self._refused, []
+            return refused
+
+    def give_up(self) -> list[RefusedMessage]:
+        """Send nothing again: what is in doubt, each of which may have arrived."""
+        with self.lock:
+            self.lose()
+            in_doubt = [message.refused(IN_DOUBT) for message in self._unsent]
+            self._unsent.clear()
+            return in_doubt
+
+    def close(self) -> None:
+        """Give up the connection; what is in doubt is forgotten."""
+        with self.lock:
+            self.give_up()
+            self._published_at = -IDLE_SECONDS  # nothing is to come: the thread ends
+            self._wake.set()
+
+    @property
+    def connection(self) -> Any:
+        """The AMQP connection, made anew if it is lost."""
+        with self.lock:
+            self._ready_sender()
+            return self._client.connection
+
+    @property
+    def unconfirmed_count(self) -> int:
+        """How many messages are in doubt."""
+        sender = self._sender
+        return len(self._unsent) + (0 if sender is None else sender.in_doubt_count)
+
+    def abandon(self) -> None:
+        """Close our end of the socket without a word: in a forked child it is the parent's."""
+        transport = getattr(self._client._connection, "_transport", None)
+        if transport is not None and transport.sock is not None:
+            transport.sock.close()
+
+    # --- under the lock ------------------------------------------------------------------
+
+    def _ready_sender(self) -> Sender:
+        """A sender that has sent everything kept."""
+        if self._sender is None or not self._sender.is_usable:
+            self.lose()
+            self._client.connect()
+            self._sender = Sender(self._client.connection.delays, self._window)
+            self.connects += 1
+        while self._unsent:
+            self._sender.send(self._unsent[0])
+            self._unsent.popleft()
+        return self._sender
+
+    def _settle_all(self, deadline: float | None) -> bool:
+        """Whether nothing is in doubt any more; False where the connection is lost."""
+        with self.lock:
+            try:
+                if self.unconfirmed_count:
+                    self._ready_sender().settle(deadline=deadline)
+            except NotConfirmedInTime:
+                return False
+            except LOST as exc:
+                self.lose()
+                logger.debug("native delay: %s: %s", type(exc).__name__, exc)
+                return False
+            return True
+
+    def _report_refused(self, others: str) -> None:
+        if refused := tuple(self.take_refused()):
+            raise PublishRefused(
+                f"the broker did not take {len(refused)} delayed message(s) published earlier, "
+                f"the first being {refused[0]}; {others}",
+                refused,
+            )
+
+    def lose(self) -> None:
+        """Close the connection; keep what is unconfirmed for the next one."""
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            self._unsent.extendleft(reversed(sender.take_in_doubt()))
+            self._refused += sender.take_refused()
+        connection = self._client._connection
+        if connection is not None:
+            with suppress(*LOST):
+                connection.collect()
+        with suppress(*LOST):
+            self._client.close()
+
+    # --- the thread ----------------------------------------------------------------------
+
+    def _start_settler(self) -> None:
+        if self._settler is None:
+            self._settler = Thread(target=self._settle, name="native-delay-outbox", daemon=True)
+            try:
+                self._settler.start()
+            except RuntimeError:  # the interpreter is ending; flushing at exit comes next
+                self._settler = None
+
+    def _settle(self) -> None:
+        pause = SETTLE_SECONDS
+        while True:
+            self._wake.wait(pause)
+            with self.lock:
+                pause = SETTLE_SECONDS
+                idle_seconds = monotonic() - self._published_at
+                if idle_seconds < SETTLE_SECONDS:
+                    continue
+                if not self.unconfirmed_count:
+                    if idle_seconds > IDLE_SECONDS:
+                        self.lose()
+                        self._settler = None
+                        return
+                    continue
+                try:
+                    self._ready_sender().look()
+                except Exception as exc:  # the thread must outlive whatever the broker says
+                    expected = isinstance(exc, (*LOST, NativeDelayError))
+                    logger.warning(
+                        "native delay: %d message(s) unconfirmed, trying on: %s: %s",
+                        self.unconfirmed_count,
+                        type(exc).__name__,
+                        exc,
+                        exc_info=not expected,
+                    )
+                    self.lose()
+                    pause = _LONGEST_RETRY_SECONDS
+
+
+# ---- the outboxes of this process ------------------------------------------------------------
+
+_outboxes: dict[Any, Outbox] = {}
+_registering = Lock()
+
+
+def outbox_key(client: Any, settings: DelaySettings) -> Any:
+    """Equal for kombu connections that lead to the same broker, wherever failover has brought them.
+
+    The pool's own key would change with the retry policy, which kombu writes into the transport
+    options.
+    """
+    broker = tuple(sorted(client.alt)) or (
+        client.transport_cls,
+        client.hostname,
+        client.port,
+        client.userid,
+        str(client.password),
+        client.virtual_host,
+    )
+    return broker, settings
+
+
+def outbox_of(key: Any, client: Any, settings: DelaySettings) -> Outbox:
+    """The process's outbox for *key*, made with *client* if there is none."""
+    outbox = _outboxes.get(key)
+    if outbox is None:
+        with _registering:
+            outbox = _outboxes.get(key)
+            if outbox is None:
+                outbox = _outboxes[key] = Outbox(client, settings.confirm_window)
+    return outbox
+
+
+def flush_all(timeout_seconds: float | None) -> None:
+    """:meth:`Outbox.flush` for every outbox, each within what is left of *timeout_seconds*.
+
+    Raises:
+        PublishRefused, TimeoutError: the first; all have been tried.
+    """
+    deadline = None if timeout_seconds is None else monotonic() + timeout_seconds
+    first: Exception | None = None
+    for outbox in list(_outboxes.values()):
+        try:
+            outbox.flush(
+                timeout_seconds=None if deadline is None else max(deadline - monotonic(), 0)
+            )
+        except (PublishRefused, TimeoutError) as exc:
+            first = first or exc
+    if first is not None:
+        raise first
+
+
+def _flush_at_exit() -> None:
+    try:
+        flush_all(EXIT_SECONDS)
+    except Exception as exc:
+        logger.critical("native delay: this process ends with delayed messages lost: %s", exc)
+
+
+def _leave_to_parent() -> None:
+    """A forked child has nothing to do with what its parent has published."""
+    global _registering
+    _registering = Lock()
+    for outbox in _outboxes.values():
+        outbox.abandon()
+    _outboxes.clear()
+
+
+flushes.append(flush_all)
+atexit.register(_flush_at_exit)
+os.register_at_fork(after_in_child=_leave_to_parent)

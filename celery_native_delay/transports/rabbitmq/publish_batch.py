@@ -1,0 +1,99 @@
+"""What kombu's ``Producer.batch()`` (5.7) needs from a channel.
+
+Messages are held back until the batch is flushed, then all sent with confirms in a window; those
+with an ETA ahead go into the delay levels as ever.
+"""
+
+from __future__ import annotations
+
+from time import time_ns
+from typing import Any
+
+import amqp
+
+from ...core.delayed import due_of
+from ...core.errors import PublishRefused
+from .envelope import refuse_copies
+from .outbox import IN_DOUBT, LOST
+from .sending import Sender
+from .window import Publication
+
+
+class PublishBatch:
+    """The session that kombu publishes a batch through; *channel* is the user's."""
+
+    def __init__(self, channel: Any, *, max_size: int) -> None:
+        self.channel = channel
+        self._max_size = max_size
+        self._delays = channel.delays
+        self._sender = Sender(self._delays, self._delays.settings.confirm_window)
+        self._held: list[tuple[amqp.Message, str, str, bool, int | None]] = []
+
+    def publish(
+        self,
+        message: amqp.Message,
+        exchange: str = "",
+        routing_key: str = "",
+        mandatory: bool = False,
+        **_: Any,
+    ) -> None:
+        """Hold *message* back; a full batch is flushed.
+
+        Raises:
+            DelayTooLong, CannotDelay, InvalidDueTime: it cannot wait; the others are not affected.
+        """
+        headers = message.properties.get("application_headers")
+        due_us = due_of(headers)
+        if due_us is not None and self._delays.is_ahead(due_us, now_us=time_ns() // 1000):
+            refuse_copies(headers or {}, exchange)
+        self._held.append((message, exchange, routing_key, mandatory, due_us))
+        if len(self._held) >= self._max_size:
+            self.flush()
+
+    def flush(self) -> None:
+        """Send what is held back, and return when the broker has confirmed all of it.
+
+        Raises:
+            PublishRefused: the broker did not take some of them, or the connection was lost; it
+                names each, the unsent ones too.
+        """
+        held, self._held = self._held, []
+        sent = 0
+        try:
+            for message, exchange, routing_key, mandatory, due_us in held:
+                publication = None
+                if due_us is not None:
+                    publication = self._delays.publication(
+                        message, exchange, routing_key, due_us=due_us
+                    )
+                self._sender.send(
+                    publication or Publication(message, exchange, routing_key, mandatory)
+                )
+                sent += 1
+            self._sender.settle()
+        except LOST as exc:
+            refused = [
+                *self._sender.take_refused(),
+                *(message.refused(IN_DOUBT) for message in self._sender.take_in_doubt()),
+                *(Publication(*unsent[:4]).refused("not sent") for unsent in held[sent:]),
+            ]
+            raise PublishRefused(
+                f"{type(exc).__name__}: {exc}; {len(refused)} message(s) of the batch refused, "
+                f"unsent or in doubt",
+                tuple(refused),
+            ) from exc
+        if refused := self._sender.take_refused():
+            raise PublishRefused(
+                f"the broker did not take {len(refused)} message(s) of the batch, the first being "
+                f"{refused[0]}; all others are confirmed",
+                tuple(refused),
+            )
+
+    def discard(self) -> None:
+        """Forget what is held back."""
+        self._held.clear()
+
+    def close(self) -> None:
+        """The batch is over."""
+        self._held.clear()
+        self._sender.close()

@@ -1,0 +1,199 @@
+"""Sending with confirms in a window on one connection, and seeing to what the broker answers."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import replace
+from time import monotonic
+
+from amqp.exceptions import ChannelError, NotFound
+
+from ...core.refusal import RefusedMessage
+from ...core.topology import is_delay_name
+from .preparation import Preparation
+from .window import Sendable, WindowChannel
+
+logger = logging.getLogger(__name__)
+
+#: Confirms are looked for at every so many messages.
+LOOK_EVERY = 64
+
+NACKED = "the broker refused it (basic.nack)"
+
+
+class Sender:
+    """Sends on one connection; every message ends up confirmed, refused or still in doubt.
+
+    What raises a connection error leaves everything unconfirmed to :meth:`take_in_doubt`.
+    """
+
+    def __init__(self, delays: Preparation, window: int) -> None:
+        self._delays = delays
+        self._window = window
+        self._channel: WindowChannel | None = None
+        #: What the broker has to be asked again.
+        self._again: deque[Sendable] = deque()
+        self._refused: list[RefusedMessage] = []
+        #: How many more may be sent before looking for answers; the window has room for them.
+        self._unseen = 0
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether the connection is not known to be dead."""
+        connection = self._delays.connection
+        return bool(connection.channels is not None and connection.connected)
+
+    @property
+    def in_doubt_count(self) -> int:
+        """How many messages are neither confirmed nor refused."""
+        unconfirmed = 0 if self._channel is None else self._channel.unconfirmed_count
+        return len(self._again) + unconfirmed
+
+    def send(self, message: Sendable, *, timeout_seconds: float | None = None) -> None:
+        """Send without waiting, unless the window is full; in doubt from here on.
+
+        Raises:
+            NotConfirmedInTime: the window stayed full for *timeout_seconds*; not sent.
+            NativeDelayError: the levels are gone and cannot be declared again; not sent.
+            OSError, amqp.exceptions.AMQPError: the connection is gone; not sent.
+        """
+        if self._unseen and self._channel is not None and self._channel.connection is not None:
+            self._unseen -= 1
+            self._channel.send(message, timeout_seconds=timeout_seconds)
+            return
+        while True:
+            try:
+                channel = self._open_channel()
+                self._make_room(channel, timeout_seconds)
+                channel.send(message, timeout_seconds=timeout_seconds)
+                return
+            except ChannelError as exc:
+                self._after_refusal(exc)
+
+    def look(self) -> None:
+        """Take in what the broker has answered, without waiting; raises as :meth:`send`."""
+        try:
+            channel = self._open_channel()
+            channel.read_ready()
+            self._see_to_answers(channel)
+        except ChannelError as exc:
+            self._after_refusal(exc)
+
+    def settle(self, *, deadline: float | None = None) -> None:
+        """Return when nothing is in doubt; raises as :meth:`send`.
+
+        *deadline* is in seconds of the monotonic clock.
+        """
+        while self.in_doubt_count:
+            try:
+                channel = self._open_channel()
+                channel.read_all(deadline=deadline)
+                self._see_to_answers(channel)
+            except ChannelError as exc:
+                self._after_refusal(exc)
+
+    def take_refused(self) -> list[RefusedMessage]:
+        """What the broker did not take; each is told once, and has been logged."""
+        refused, self._refused = self._refused, []
+        return refused
+
+    def take_in_doubt(self) -> list[Sendable]:
+        """What is neither confirmed nor refused, oldest first; none of it is kept here."""
+        self._recall()
+        in_doubt = list(self._again)
+        self._again.clear()
+        return in_doubt
+
+    def close(self) -> None:
+        """Close the channel if it is open; nothing must be in doubt."""
+        channel, self._channel = self._channel, None
+        if channel is not None and channel.is_usable:
+            channel.close()
+
+    # --- private -------------------------------------------------------------------------
+
+    def _open_channel(self) -> WindowChannel:
+        if self._channel is None or self._channel.connection is None:
+            self._recall()
+            self._channel = WindowChannel(self._delays.connection)
+        while self._again:
+            self._channel.send(self._again[0])
+            self._again.popleft()
+        return self._channel
+
+    def _make_room(self, channel: WindowChannel, timeout_seconds: float | None) -> None:
+        channel.read_ready()
+        if channel.unconfirmed_count >= self._window:
+            deadline = None if timeout_seconds is None else monotonic() + timeout_seconds
+            channel.read_until(lambda: channel.unconfirmed_count < self._window, deadline=deadline)
+        self._see_to_answers(channel)
+        self._unseen = min(LOOK_EVERY, self._window - channel.unconfirmed_count) - 1
+
+    def _see_to_answers(self, channel: WindowChannel) -> None:
+        self._refuse(channel.take_nacked(), NACKED)
+        ours: list[Sendable] = []
+        others: list[Sendable] = []
+        for message in channel.take_returned():
+            (ours if is_delay_name(message.exchange) else others).append(message)
+        self._refuse(others, "nobody is bound there (NO_ROUTE)", returned=True)
+        if ours:
+            # Somebody deleted the queues that they were to wait in.
+            self._again.extend(ours)
+            self._delays.declare_again()
+            self._send_one_by_one(len(ours))
+
+    def _after_refusal(self, exc: ChannelError) -> None:
+        """The broker closed the channel for one of the messages: find out which it does not take.
+
+        RabbitMQ forgets the confirms of a channel that it closes, so some may arrive twice.
+        """
+        if self._channel is None or self._channel.closed_with is None:
+            raise exc  # another channel: while declaring, say
+        self._recall()
+        if isinstance(exc, NotFound):
+            self._delays.declare_again()
+        self._send_one_by_one(len(self._again))
+
+    def _send_one_by_one(self, count: int) -> None:
+        """The first *count* of those to be sent again, each decided on before the next."""
+        probe = WindowChannel(self._delays.connection)
+        for _ in range(count):
+            message = self._again[0]
+            reason = ""
+            try:
+                probe.send(message)
+                probe.read_all()
+            except ChannelError as exc:
+                reason = str(exc.reply_text)
+                probe = WindowChannel(self._delays.connection)
+            if probe.take_nacked():
+                reason = NACKED
+            returned = probe.take_returned()
+            if returned:
+                reason = f"{message.exchange} leads nowhere although it was declared"
+            self._again.popleft()
+            if reason:
+                self._refuse([message], reason, returned=bool(returned))
+        probe.close()
+
+    def _refuse(self, messages: Iterable[Sendable], reason: str, *, returned: bool = False) -> None:
+        refused = [replace(message.refused(reason), returned=returned) for message in messages]
+        if refused:
+            logger.error(
+                "native delay: %d message(s) not published, the first being %s; ids: %s",
+                len(refused),
+                refused[0],
+                ", ".join(str(message.task_id or message.delivery_id) for message in refused),
+            )
+            self._refused += refused
+
+    def _recall(self) -> None:
+        """What the channel left unconfirmed is to be sent again."""
+        channel, self._channel = self._channel, None
+        self._unseen = 0
+        if channel is not None:
+            self._refuse(channel.take_nacked(), NACKED)
+            in_doubt = channel.take_returned() + channel.unconfirmed
+            self._again.extendleft(reversed(in_doubt))

@@ -1,0 +1,282 @@
+"""A channel that publishes without waiting: what the broker has not confirmed yet is kept.
+
+Confirms are read as they come, many with one look at the socket; py-amqp reads three times for
+each of them.
+"""
+
+from __future__ import annotations
+
+import select
+from collections import Counter
+from collections.abc import Callable, Hashable
+from struct import Struct
+from time import monotonic
+from typing import Any, NamedTuple, Protocol
+
+import amqp
+from amqp import spec
+from amqp.exceptions import ChannelError, RecoverableConnectionError, UnexpectedFrame
+
+from ...core.delayed import HEADER
+from ...core.refusal import RefusedMessage
+from .own_channel import OwnChannel
+
+READ_BYTES = 65_536
+
+#: Frames that come ready-made are written so many at a time.
+WRITE_MESSAGES = 64
+WRITE_BYTES = 65_536
+
+_METHOD_FRAME = 1
+_FRAME_END = 0xCE
+_FRAME_HEADER = Struct(">BHI")
+_ACK = Struct(">QB")
+_ACK_METHOD = b"".join(number.to_bytes(2, "big") for number in spec.Basic.Ack)
+_ACK_BYTES = len(_ACK_METHOD) + _ACK.size
+
+
+class NotConfirmedInTime(TimeoutError):
+    """The broker is slow; unlike other timeouts, the connection is as it was."""
+
+
+class Sendable(Protocol):
+    """What can be sent, kept until it is confirmed, and sent again."""
+
+    @property
+    def exchange(self) -> str:
+        """The exchange it is published to."""
+
+    @property
+    def id(self) -> Hashable:
+        """What the message is known by when the broker returns it."""
+
+    def write(self, channel: Any) -> None:
+        """Write its frames for *channel* to the socket."""
+
+    def refused(self, reason: str) -> RefusedMessage:
+        """What is reported if the broker does not take it."""
+
+
+class Publication(NamedTuple):
+    """A message on its way, and with what it is published."""
+
+    message: amqp.Message
+    exchange: str
+    routing_key: str
+    mandatory: bool = True
+
+    @property
+    def id(self) -> Hashable:
+        """See :class:`Sendable`."""
+        message = self.message
+        return _id_of(self.exchange, self.routing_key, message.properties, message.body)
+
+    def write(self, channel: Any) -> None:
+        """See :class:`Sendable`."""
+        channel.write_now()
+        arguments = (0, self.exchange, self.routing_key, self.mandatory, False)
+        channel.send_method(spec.Basic.Publish, "Bssbb", arguments, self.message)
+
+    def refused(self, reason: str) -> RefusedMessage:
+        """See :class:`Sendable`."""
+        headers = dict(self.message.properties.get("application_headers") or {})
+        envelope = headers.pop(HEADER, None)
+        if envelope is None:
+            to = (self.exchange, self.routing_key)
+            return RefusedMessage(reason, *to, headers, self.message.body)
+        headers.pop("BCC", None)
+        to = (envelope["exchange"], envelope["rk"])
+        return RefusedMessage(reason, *to, headers, self.message.body, envelope["id"])
+
+
+class WindowChannel(OwnChannel):
+    """See the module's docstring."""
+
+    def __init__(self, connection: Any) -> None:
+        super().__init__(connection)
+        self.auto_decode = False
+        self._returned: Counter[Hashable] = Counter()  # type: ignore[assignment]
+        self._unwritten: list[bytes] = []
+        self._unwritten_bytes = 0
+        self._came_back: list[Sendable] = []
+        self._nacked: list[Sendable] = []
+
+    @property
+    def is_usable(self) -> bool:
+        """Whether neither this channel nor its connection is known to be closed."""
+        return self.connection is not None and bool(self.connection.connected)
+
+    @property
+    def published_count(self) -> int:
+        """How many messages went out on this channel."""
+        return self._published
+
+    @property
+    def unconfirmed_count(self) -> int:
+        """How many messages the broker has yet to confirm."""
+        return len(self._unconfirmed)
+
+    @property
+    def unconfirmed(self) -> list[Sendable]:
+        """The messages that the broker has yet to confirm, oldest first."""
+        return list(self._unconfirmed.values())
+
+    def send(self, message: Sendable, *, timeout_seconds: float | None = None) -> None:
+        """Publish without waiting; kept from here on unless this raises."""
+        if self.connection is None:
+            raise RecoverableConnectionError("connection already closed")
+        try:
+            if timeout_seconds is None:
+                message.write(self)
+            else:
+                with self.connection.transport.having_timeout(timeout_seconds):
+                    message.write(self)
+        except TimeoutError as exc:
+            # Half of it may be on its way: the connection is of no more use.
+            self.connection.transport.connected = False
+            raise RecoverableConnectionError("publishing timed out") from exc
+        self._published += 1
+        self._unconfirmed[self._published] = message
+
+    def write_soon(self, frames: bytes) -> None:
+        """Write together with those that follow, before anything is waited for."""
+        self._unwritten.append(frames)
+        self._unwritten_bytes += len(frames)
+        if len(self._unwritten) >= WRITE_MESSAGES or self._unwritten_bytes >= WRITE_BYTES:
+            self.write_now()
+
+    def write_now(self) -> None:
+        """Write what :meth:`write_soon` has collected."""
+        if self._unwritten:
+            frames, self._unwritten, self._unwritten_bytes = self._unwritten, [], 0
+            self._transport.write(b"".join(frames))
+            self.connection.bytes_sent += len(frames)
+
+    def take_returned(self) -> list[Sendable]:  # type: ignore[override]
+        """Messages that came back because nobody is bound where they were to go."""
+        back, self._came_back = self._came_back, []
+        return back
+
+    def take_nacked(self) -> list[Sendable]:
+        """Messages that the broker refused."""
+        nacked, self._nacked = self._nacked, []
+        return nacked
+
+    # --- reading -------------------------------------------------------------------------
+
+    def read_ready(self) -> None:
+        """Take in what the broker has sent, without waiting for more.
+
+        Raises:
+            amqp.exceptions.ChannelError: the broker closed this channel.
+            OSError, amqp.exceptions.AMQPError: the connection is gone.
+        """
+        while self._is_readable(0):
+            self._read()
+
+    def read_until(self, condition: Callable[[], bool], *, deadline: float | None = None) -> None:
+        """Take in what the broker sends until *condition* holds.
+
+        Raises:
+            NotConfirmedInTime: it does not by *deadline*, in seconds of the monotonic clock.
+            Others as :meth:`read_ready`.
+        """
+        while not condition():
+            left = None if deadline is None else max(deadline - monotonic(), 0)
+            if not self._is_readable(left):
+                raise NotConfirmedInTime(
+                    f"{len(self._unconfirmed)} message(s) not confirmed in time"
+                )
+            self._read()
+
+    def read_all(self, *, deadline: float | None = None) -> None:
+        """Take in what the broker sends until nothing is unconfirmed; raises likewise."""
+        self.read_until(lambda: not self._unconfirmed, deadline=deadline)
+
+    def _is_readable(self, timeout_seconds: float | None) -> bool:
+        self.write_now()
+        socket = self._transport.sock
+        if socket is None:
+            raise RecoverableConnectionError("connection already closed")
+        if hasattr(socket, "pending") and socket.pending():
+            return True
+        poll = select.poll()
+        poll.register(socket, select.POLLIN)
+        return bool(poll.poll(None if timeout_seconds is None else timeout_seconds * 1000))
+
+    @property
+    def _transport(self) -> Any:
+        if self.connection is None or self.connection._transport is None:
+            raise RecoverableConnectionError("connection already closed")
+        return self.connection._transport
+
+    def _read(self) -> None:
+        transport = self._transport
+        data = transport.sock.recv(READ_BYTES)
+        if not data:
+            transport.connected = False
+            raise RecoverableConnectionError("the broker closed the connection")
+        # py-amqp reads on from here, so what is incomplete is left to it.
+        buffer = transport._read_buffer + data
+        at = 0
+        while len(buffer) - at >= _FRAME_HEADER.size + 1:
+            kind, channel_id, size = _FRAME_HEADER.unpack_from(buffer, at)
+            payload_at = at + _FRAME_HEADER.size
+            end = payload_at + size
+            if len(buffer) <= end:
+                break
+            if buffer[end] != _FRAME_END:
+                raise UnexpectedFrame(f"expected the end of a frame, got {buffer[end]:#04x}")
+            at = end + 1
+            if (
+                kind == _METHOD_FRAME
+                and size == _ACK_BYTES
+                and channel_id == self.channel_id
+                and buffer.startswith(_ACK_METHOD, payload_at)
+            ):
+                tag, multiple = _ACK.unpack_from(buffer, payload_at + len(_ACK_METHOD))
+                self.connection.bytes_recv += 1
+                self._on_basic_ack(tag, bool(multiple & 1))
+                continue
+            # It may raise, and it may read by itself.
+            transport._read_buffer = buffer[at:]
+            self._dispatch((kind, channel_id, buffer[payload_at:end]))
+            if self.connection is None:
+                return
+            buffer, at = transport._read_buffer, 0
+        transport._read_buffer = buffer[at:]
+
+    def _dispatch(self, frame: tuple[int, int, bytes]) -> None:
+        try:
+            self.connection.on_inbound_frame(frame)
+        except ChannelError:
+            if self.closed_with is not None:
+                raise
+            # Another channel of this connection: none of ours.
+
+    # --- what the broker says ------------------------------------------------------------
+
+    def _on_basic_ack(self, delivery_tag: int, multiple: bool) -> None:
+        settled = self._settle(delivery_tag, multiple)
+        if self._returned:
+            for _, message in settled:
+                if self._returned[message.id] > 0:
+                    self._returned -= Counter([message.id])
+                    self._came_back.append(message)
+
+    def _on_basic_nack(self, delivery_tag: int, multiple: bool) -> None:
+        self._nacked += [message for _, message in self._settle(delivery_tag, multiple)]
+
+    def _on_basic_return(
+        self, reply_code: int, reply_text: str, exchange: str, routing_key: str, message: Any
+    ) -> None:
+        # Its confirm follows. https://www.rabbitmq.com/docs/confirms#when-publishes-are-confirmed
+        self._returned[_id_of(exchange, routing_key, message.properties, message.body)] += 1
+
+
+def _id_of(exchange: str, routing_key: str, properties: Any, body: bytes | str) -> Hashable:
+    envelope = (properties.get("application_headers") or {}).get(HEADER)
+    if envelope:
+        return str(envelope["id"])
+    known_by = properties.get("correlation_id") or body
+    return exchange, routing_key, known_by.encode() if isinstance(known_by, str) else known_by
