@@ -260,7 +260,7 @@ def test_peek_leaves_everything_in_its_place(
     connection: Any, rabbitmq: PrivateRabbitMQ, vhost: str
 ) -> None:
     for number in range(5):
-        park(connection, number, f"nobody-{number}", delay=0.02 + 0.2 * number)
+        park(connection, number, f"nobody-{number}", delay=1 + 0.2 * number)
     Producer(connection).publish("junk", routing_key=TOPOLOGY.parking_queue)
     wait_parked(connection, 6)
     looks = []
