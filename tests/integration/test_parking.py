@@ -57,7 +57,7 @@ def rescued(connection: Any, **options: Any) -> Rescue:
 
 def park(connection: Any, body: Any, routing_key: str, **options: Any) -> None:
     """A delayed message that is parked when it is due; wait for it with wait_parked()."""
-    publish(connection, body, routing_key, **({"delay": 0.1} | options))
+    publish(connection, body, routing_key, **({"delay": 0.4} | options))
 
 
 def park_early(connection: Any, body: Any, *, queue: str, delay: float) -> str:
