@@ -1,4 +1,4 @@
-"""One private broker per RabbitMQ version and session, one virtual host per test."""
+"""One private broker per kind, version and session; one virtual host or empty Redis per test."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import pytest
 
 from celery_native_delay.testing import (
     PrivateRabbitMQ,
+    PrivateRedis,
     private_rabbitmq,
+    private_redis,
     require_rabbitmq,
     require_redis,
     vhost_name,
@@ -20,7 +22,6 @@ from celery_native_delay.testing import (
 from celery_native_delay.testing.redis_installation import ServerName
 from pytest_celery_native_delay import IN_CI
 from tests.brokers import installed
-from tests.private_redis import PrivateRedis, private_redis, require_redis_server
 from tests.scheduling import scope_of
 
 TEST_43 = IN_CI or os.environ.get("NATIVE_DELAY_TEST_43") == "1"
@@ -95,23 +96,21 @@ def short_path() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def shared_redis() -> Iterator[PrivateRedis]:
-    """The Redis that all tests share; do not stop it."""
-    require_redis_server()
-    with private_redis() as server:
+def shared_redis(server_name: ServerName) -> Iterator[PrivateRedis]:
+    """The Redis or Valkey that all tests share; do not stop it."""
+    with private_redis(server=server_name) as server:
         yield server
 
 
 @pytest.fixture
 def empty_redis(shared_redis: PrivateRedis) -> PrivateRedis:
-    """The shared Redis, emptied for this test."""
-    shared_redis.client.flushall()
+    """The shared Redis or Valkey, emptied for this test."""
+    shared_redis.command("FLUSHALL")
     return shared_redis
 
 
 @pytest.fixture
-def own_redis() -> Iterator[PrivateRedis]:
-    """A Redis that this test may stop, fill or configure."""
-    require_redis_server()
-    with private_redis() as server:
+def own_redis(server_name: ServerName) -> Iterator[PrivateRedis]:
+    """A Redis or Valkey that this test may stop, fill or configure."""
+    with private_redis(server=server_name) as server:
         yield server
