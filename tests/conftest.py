@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,16 +14,12 @@ from celery_native_delay.testing import (
     PrivateRedis,
     private_rabbitmq,
     private_redis,
-    require_rabbitmq,
     require_redis,
     vhost_name,
 )
 from celery_native_delay.testing.redis_installation import ServerName
-from pytest_celery_native_delay import IN_CI
-from tests.brokers import installed
+from tests.brokers import installed, installed_rabbitmq
 from tests.scheduling import scope_of
-
-TEST_43 = IN_CI or os.environ.get("NATIVE_DELAY_TEST_43") == "1"
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -51,14 +46,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     ],
 )
 def rabbitmq_version(request: pytest.FixtureRequest) -> str:
-    """A version that private_rabbitmq() can start; for tests that need a broker of their own.
-
-    "3.10" stands for the system's RabbitMQ, whichever it is: 3.10 on Debian 12.
-    """
-    if request.param == "4.3" and not TEST_43:
-        pytest.skip("RabbitMQ 4.3 is tested on request: set NATIVE_DELAY_TEST_43=1")
-    version = None if request.param == "3.10" else request.param
-    return installed(require_rabbitmq, version).version
+    """A version that private_rabbitmq() can start; for tests that need a broker of their own."""
+    return installed_rabbitmq(request.param)
 
 
 @pytest.fixture(scope="session")
