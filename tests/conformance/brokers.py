@@ -44,7 +44,9 @@ def running_broker(name: str) -> Iterator[Broker]:
     """The broker of that id until the block ends; where it is not installed, skip or fail."""
     match name.split("-"):
         case ["rabbitmq", "3.10" | "4.3" as version]:
-            with private_rabbitmq(version=installed_rabbitmq(version)) as rabbitmq:
+            with private_rabbitmq(
+                version=installed_rabbitmq(version), advanced_config=RabbitMQ.CONFIG
+            ) as rabbitmq:
                 yield RabbitMQ(rabbitmq)
         case ["redis" | "valkey" as server]:
             with private_redis(server=redis_server(server), config=Redis.CONFIG) as redis:
@@ -59,6 +61,10 @@ def redis_server(name: ServerName) -> ServerName:
 
 class RabbitMQ:
     """A space is a virtual host."""
+
+    #: Milliseconds. After a restart a level may hand a message to the next one before that has a
+    #: leader, on 3.10; it tries again after this, by default in three minutes.
+    CONFIG = "[{rabbit, [{dead_letter_worker_publisher_confirm_timeout, 5000}]}].\n"
 
     def __init__(self, server: PrivateRabbitMQ) -> None:
         self._server = server
