@@ -36,7 +36,7 @@ check: venv ## lint, format, types and the direction of imports
 	$(PYTHON) -m mypy --strict celery_native_delay pytest_celery_native_delay.py
 	$(VENV)/bin/lint-imports
 
-bench: venv ## compare with worker-held ETA and Celery's own delayed delivery
+bench: venv ## compare with worker-held ETA, Celery's own delayed delivery and BullMQ
 	@scripts/setup_brokers.sh
 	$(PYTHON) -m benchmarks
 
