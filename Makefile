@@ -28,7 +28,7 @@ brokers: ## install RabbitMQ and Redis for the tests; for 4.3, too: NATIVE_DELAY
 test: venv ## run all tests on private brokers, after installing what they need
 	@scripts/setup_brokers.sh || [ "$$CI" != true ]
 	$(PYTHON) -m pytest --numprocesses=$(TEST_PROCESSES) \
-		$(wildcard tests/unit tests/integration tests/acceptance)
+		$(wildcard tests/unit tests/conformance tests/integration tests/acceptance)
 
 check: venv ## lint, format, types and the direction of imports
 	$(PYTHON) -m ruff check .
@@ -36,7 +36,7 @@ check: venv ## lint, format, types and the direction of imports
 	$(PYTHON) -m mypy --strict celery_native_delay pytest_celery_native_delay.py
 	$(VENV)/bin/lint-imports
 
-bench: venv ## compare with worker-held ETA and Celery's own delayed delivery
+bench: venv ## compare with worker-held ETA, Celery's own delayed delivery and BullMQ
 	@scripts/setup_brokers.sh
 	$(PYTHON) -m benchmarks
 

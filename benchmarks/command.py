@@ -1,4 +1,4 @@
-"""``python -m benchmarks``: run the scenarios on one private broker and write down the figures."""
+"""``python -m benchmarks``: run the scenarios on private brokers and write down the figures."""
 
 from __future__ import annotations
 
@@ -11,7 +11,18 @@ from time import monotonic
 from types import ModuleType
 from typing import NoReturn
 
-from benchmarks import bulk, declare, lateness, pending, publish, report, steady, throughput
+from benchmarks import (
+    bulk,
+    declare,
+    lateness,
+    pending,
+    publish,
+    redis_lateness,
+    redis_store,
+    report,
+    steady,
+    throughput,
+)
 from benchmarks.measuring import Bench, Result, load_average, log, machine
 from celery_native_delay.testing import BrokerFailed, BrokerMissing, private_rabbitmq
 
@@ -23,6 +34,8 @@ SCENARIOS: dict[str, ModuleType] = {
     "throughput": throughput,
     "declare": declare,
     "steady": steady,
+    "redis-lateness": redis_lateness,
+    "redis-store": redis_store,
 }
 
 FOLDER = Path(__file__).resolve().parent

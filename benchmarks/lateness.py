@@ -110,7 +110,15 @@ def at_the_queue(bench: Bench, method: str, countdowns: list[float], what: str) 
 
 
 def at_the_task(bench: Bench, method: str, countdowns: list[float], what: str) -> list[float]:
-    with bench.vhost() as url, running_worker(method, url, bench.folder) as worker:
+    with bench.vhost() as url:
+        return starts_on(url, bench, method, countdowns, what)
+
+
+def starts_on(
+    url: str, bench: Bench, method: str, countdowns: list[float], what: str
+) -> list[float]:
+    """How late each task starts in a worker on that broker, in milliseconds."""
+    with running_worker(method, url, bench.folder) as worker:
         app = make_app(method, url, confirm=True)
         warm = len(countdowns)
         for index in range(warm, warm + WARM_UP):

@@ -13,7 +13,7 @@ from benchmarks.apps import TASK, declare_for, make_app, running_worker, waiting
 from benchmarks.charts import bars
 from benchmarks.measuring import Bench, Result, Target, median
 
-TASKS = 10_000
+TASKS = 6_000
 ROUNDS = 3
 COUNTDOWN_SECONDS = 12
 """Longer than it takes to publish all, so that those of one moment are due after the last."""

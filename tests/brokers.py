@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import Literal, ParamSpec, TypeVar
 
-from celery_native_delay.testing import BrokerMissing
-from pytest_celery_native_delay import skip_or_fail
+import pytest
+
+from celery_native_delay.testing import BrokerMissing, require_rabbitmq
+from pytest_celery_native_delay import IN_CI, skip_or_fail
+
+TEST_43 = IN_CI or os.environ.get("NATIVE_DELAY_TEST_43") == "1"
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -20,6 +25,16 @@ def installed(require: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         return require(*args, **kwargs)
     except BrokerMissing as exc:
         skip_or_fail(exc)
+
+
+def installed_rabbitmq(name: Literal["3.10", "4.3"]) -> str:
+    """The version behind a test's parameter; where it is not there or not asked for, skip.
+
+    "3.10" stands for the system's RabbitMQ, whichever it is: 3.10 on Debian 12.
+    """
+    if name == "4.3" and not TEST_43:
+        pytest.skip("RabbitMQ 4.3 is tested on request: set NATIVE_DELAY_TEST_43=1")
+    return installed(require_rabbitmq, None if name == "3.10" else name).version
 
 
 def self_signed_certificate(folder: Path) -> tuple[Path, Path]:

@@ -1,8 +1,7 @@
-"""One private broker per RabbitMQ version and session, one virtual host per test."""
+"""One private broker per kind, version and session; one virtual host or empty Redis per test."""
 
 from __future__ import annotations
 
-import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,18 +11,15 @@ import pytest
 
 from celery_native_delay.testing import (
     PrivateRabbitMQ,
+    PrivateRedis,
     private_rabbitmq,
-    require_rabbitmq,
+    private_redis,
     require_redis,
     vhost_name,
 )
 from celery_native_delay.testing.redis_installation import ServerName
-from pytest_celery_native_delay import IN_CI
-from tests.brokers import installed
-from tests.private_redis import PrivateRedis, private_redis, require_redis_server
+from tests.brokers import installed, installed_rabbitmq
 from tests.scheduling import scope_of
-
-TEST_43 = IN_CI or os.environ.get("NATIVE_DELAY_TEST_43") == "1"
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -50,14 +46,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     ],
 )
 def rabbitmq_version(request: pytest.FixtureRequest) -> str:
-    """A version that private_rabbitmq() can start; for tests that need a broker of their own.
-
-    "3.10" stands for the system's RabbitMQ, whichever it is: 3.10 on Debian 12.
-    """
-    if request.param == "4.3" and not TEST_43:
-        pytest.skip("RabbitMQ 4.3 is tested on request: set NATIVE_DELAY_TEST_43=1")
-    version = None if request.param == "3.10" else request.param
-    return installed(require_rabbitmq, version).version
+    """A version that private_rabbitmq() can start; for tests that need a broker of their own."""
+    return installed_rabbitmq(request.param)
 
 
 @pytest.fixture(scope="session")
@@ -95,23 +85,21 @@ def short_path() -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def shared_redis() -> Iterator[PrivateRedis]:
-    """The Redis that all tests share; do not stop it."""
-    require_redis_server()
-    with private_redis() as server:
+def shared_redis(server_name: ServerName) -> Iterator[PrivateRedis]:
+    """The Redis or Valkey that all tests share; do not stop it."""
+    with private_redis(server=server_name) as server:
         yield server
 
 
 @pytest.fixture
 def empty_redis(shared_redis: PrivateRedis) -> PrivateRedis:
-    """The shared Redis, emptied for this test."""
-    shared_redis.client.flushall()
+    """The shared Redis or Valkey, emptied for this test."""
+    shared_redis.command("FLUSHALL")
     return shared_redis
 
 
 @pytest.fixture
-def own_redis() -> Iterator[PrivateRedis]:
-    """A Redis that this test may stop, fill or configure."""
-    require_redis_server()
-    with private_redis() as server:
+def own_redis(server_name: ServerName) -> Iterator[PrivateRedis]:
+    """A Redis or Valkey that this test may stop, fill or configure."""
+    with private_redis(server=server_name) as server:
         yield server

@@ -9,15 +9,20 @@ from pathlib import Path
 
 import pytest
 
+from celery_native_delay.testing import require_redis
+from tests.brokers import installed
+
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
 
 @pytest.mark.parametrize("rabbitmq_version", ["3.10"], indirect=True)
 @pytest.mark.usefixtures("rabbitmq_version")
-def test_two_scenarios_write_tables_and_pictures(tmp_path: Path) -> None:
-    options = ["--only", "declare", "--only", "publish", "--scale", "0.02"]
+def test_scenarios_write_tables_and_pictures(tmp_path: Path) -> None:
+    installed(require_redis)
+    names = ["declare", "publish", "redis-store"]
+    options = [f"--only={name}" for name in names]
     run = subprocess.run(
-        [sys.executable, "-m", "benchmarks", *options, "--out", str(tmp_path)],
+        [sys.executable, "-m", "benchmarks", *options, "--scale=0.02", "--out", str(tmp_path)],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
@@ -25,7 +30,7 @@ def test_two_scenarios_write_tables_and_pictures(tmp_path: Path) -> None:
     )
     assert run.returncode == 0, run.stderr
     written = json.loads((tmp_path / "results.json").read_text())
-    assert set(written["scenarios"]) == {"declare", "publish"}
+    assert set(written["scenarios"]) == set(names)
     for name, scenario in written["scenarios"].items():
         assert scenario["rows"]
         assert all(target["measured"] > 0 for target in scenario["targets"])

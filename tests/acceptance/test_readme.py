@@ -13,9 +13,8 @@ import pytest
 from kombu import Connection
 
 from celery_native_delay import DelaySettings
-from celery_native_delay.testing import require_rabbitmq, require_redis
+from celery_native_delay.testing import PrivateRedis, require_rabbitmq, require_redis
 from tests.brokers import installed
-from tests.private_redis import PrivateRedis
 from tests.waiting import wait_until
 
 pytest_plugins = ["pytester"]
@@ -80,6 +79,7 @@ def test_the_private_brokers_are_as_shown(
     assert capsys.readouterr().out == f"redis+socket://{short_path}/var/broker/redis.sock\n"
 
 
+@pytest.mark.parametrize("server_name", ["redis"], indirect=True)
 def test_the_redis_example_is_an_app_whose_delayed_tasks_wait(empty_redis: PrivateRedis) -> None:
     block = next(block for block in PYTHON_BLOCKS if 'broker="redis://"' in block)
     names: dict[str, object] = {}

@@ -13,16 +13,21 @@ from typing import Any
 
 import pytest
 
+from celery_native_delay.testing import private_redis, require_redis
 from tests.acceptance.worker import REPOSITORY, Fleet, fleet_on
-from tests.private_redis import PrivateRedis, private_redis, require_redis_server
+from tests.brokers import installed
 from tests.waiting import wait_until
 
 
 @pytest.fixture
-def fleet(empty_redis: PrivateRedis, tmp_path: Path) -> Iterator[Fleet]:
-    """Workers and producers on an empty Redis, behind a prefix."""
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    """Workers and producers on a Redis of this test's own, behind a prefix."""
+    installed(require_redis, "redis")
     options = {"global_keyprefix": "shop:"}
-    with fleet_on(empty_redis.url, tmp_path, broker_transport_options=options) as fleet:
+    with (
+        private_redis(server="redis") as server,
+        fleet_on(server.url, tmp_path, broker_transport_options=options) as fleet,
+    ):
         yield fleet
 
 
@@ -69,8 +74,8 @@ def test_a_worker_that_is_killed_changes_nothing_for_those_that_wait(fleet: Flee
 
 
 def test_a_redis_that_was_stopped_runs_all_after_its_start(tmp_path: Path) -> None:
-    require_redis_server()
-    with private_redis() as server, fleet_on(server.url, tmp_path) as fleet:
+    installed(require_redis, "redis")
+    with private_redis(server="redis") as server, fleet_on(server.url, tmp_path) as fleet:
         worker = fleet.worker()
         note = fleet.app().tasks["note"]
         before = time()
@@ -164,9 +169,12 @@ def test_task_protocol_1(fleet: Fleet, installed: bool) -> None:
 
 
 def test_a_worker_says_what_it_does_and_what_may_lose_messages(tmp_path: Path) -> None:
-    require_redis_server()
+    installed(require_redis, "redis")
     config = "appendonly no\nmaxmemory 100mb\nmaxmemory-policy allkeys-lru"
-    with private_redis(config=config) as server, fleet_on(server.url, tmp_path) as fleet:
+    with (
+        private_redis(server="redis", config=config) as server,
+        fleet_on(server.url, tmp_path) as fleet,
+    ):
         worker = fleet.worker()
         (line,) = worker.log_lines("native delay:", "holds delayed tasks")
         assert "under celery_delay.v1: 0 waiting, 0 parked; promoting in this worker" in line
@@ -176,9 +184,9 @@ def test_a_worker_says_what_it_does_and_what_may_lose_messages(tmp_path: Path) -
 
 def test_a_worker_on_a_cluster_says_that_delays_are_off(tmp_path: Path) -> None:
     """Before kombu gives up on it."""
-    require_redis_server()
+    installed(require_redis, "redis")
     with (
-        private_redis(config="cluster-enabled yes") as server,
+        private_redis(server="redis", config="cluster-enabled yes") as server,
         fleet_on(server.url, tmp_path) as fleet,
     ):
         worker = fleet.worker(wait=False)

@@ -11,6 +11,7 @@ from time import time
 
 import pytest
 
+from celery_native_delay.testing import private_redis, require_redis
 from tests.acceptance.test_tasks import (
     DELAYS,
     RETRIES,
@@ -22,7 +23,7 @@ from tests.acceptance.test_tasks import (
     same_delivery,
 )
 from tests.acceptance.worker import LATE_SECONDS, Fleet, Worker, fleet_on
-from tests.private_redis import private_redis, require_redis_server
+from tests.brokers import installed
 from tests.waiting import wait_until
 
 #: kombu's Redis transport takes an exchange that this process has not declared for a direct one:
@@ -32,10 +33,10 @@ BY_NAME = [route for route in ROUTES if not route.startswith("topic")]
 
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    require_redis_server()
+    installed(require_redis, "redis")
     folder = tmp_path_factory.mktemp("redis-tasks")
     (folder / "results").mkdir()
-    with private_redis() as server:
+    with private_redis(server="redis") as server:
         conf = {"result_backend": f"file://{folder}/results"}
         with fleet_on(server.socket_url, folder, **conf) as fleet:
             yield fleet

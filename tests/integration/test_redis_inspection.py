@@ -13,10 +13,12 @@ from typing import Any
 import pytest
 
 from celery_native_delay import UnsupportedBroker
+from celery_native_delay.testing import PrivateRedis
 from celery_native_delay.transports.redis.admin_part import RedisAdminPart
 from celery_native_delay.transports.redis.server import Server
 from tests.integration.redis_traffic import PATIENCE_SECONDS, delaying, promote, publish, store_of
-from tests.private_redis import PrivateRedis
+
+pytestmark = pytest.mark.parametrize("server_name", ["redis"], indirect=True)
 
 NAME = "celery_delay.v1"
 

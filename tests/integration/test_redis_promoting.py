@@ -13,9 +13,18 @@ from typing import Any
 
 import pytest
 
+from celery_native_delay.testing import (
+    PrivateRedis,
+    PrivateSentinel,
+    private_redis,
+    private_sentinel,
+    require_redis,
+)
+from celery_native_delay.testing.redis_installation import ServerName
 from celery_native_delay.transports.redis import promoter as module
 from celery_native_delay.transports.redis.envelope import Destination, entry_of
 from celery_native_delay.transports.redis.promoter import Promoter
+from tests.brokers import installed, self_signed_certificate
 from tests.integration.redis_traffic import (
     PATIENCE_SECONDS,
     connector,
@@ -24,14 +33,6 @@ from tests.integration.redis_traffic import (
     promoting,
     publish,
     store_of,
-)
-from tests.private_redis import (
-    PrivateRedis,
-    PrivateSentinel,
-    private_redis,
-    private_sentinel,
-    require_redis_server,
-    self_signed_certificate,
 )
 from tests.waiting import wait_until
 
@@ -259,9 +260,8 @@ def add(store: Any, begin_ms: int) -> None:
 
 
 @pytest.fixture
-def sentinel() -> Iterator[PrivateSentinel]:
-    require_redis_server()
-    with private_sentinel() as running:
+def sentinel(server_name: ServerName) -> Iterator[PrivateSentinel]:
+    with private_sentinel(server=server_name) as running:
         yield running
 
 
@@ -284,8 +284,9 @@ def test_messages_wait_through_a_failover(sentinel: PrivateSentinel) -> None:
 
 
 def test_over_tls(tmp_path: Path) -> None:
-    require_redis_server()
-    with private_redis(tls=self_signed_certificate(tmp_path)) as server:
+    """Not on Valkey: that of the wheel is built without TLS."""
+    installed(require_redis, "redis")
+    with private_redis(server="redis", tls=self_signed_certificate(tmp_path)) as server:
         assert server.url.startswith("rediss://")
         with (
             promoting(connector(server.url)),

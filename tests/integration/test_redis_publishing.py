@@ -20,6 +20,7 @@ from celery_native_delay import (
     delay_headers,
 )
 from celery_native_delay.core.delayed import HEADER
+from celery_native_delay.testing import PrivateRedis
 from celery_native_delay.transports.redis import delays as module
 from celery_native_delay.transports.redis.envelope import Destination
 from celery_native_delay.transports.redis.server import Server
@@ -35,7 +36,6 @@ from tests.integration.redis_traffic import (
     publish,
     store_of,
 )
-from tests.private_redis import PrivateRedis
 from tests.waiting import wait_until
 
 WITH_BATCH = hasattr(kombu_redis, "PublishBatch")  # kombu 5.7

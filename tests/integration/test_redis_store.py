@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from celery_native_delay import BrokerFull, NotPermitted
+from celery_native_delay.testing import PrivateRedis
 from celery_native_delay.transports.redis.envelope import Destination, entry_of
 from celery_native_delay.transports.redis.keys import Keys
 from celery_native_delay.transports.redis.server import Server
 from celery_native_delay.transports.redis.store import BATCH, Store
 from tests.integration.redis_traffic import promote
-from tests.private_redis import PrivateRedis
 
 KEYS = Keys("", "tests")
 
@@ -221,9 +221,7 @@ def test_a_user_without_permission_is_told_what_to_grant(
 ) -> None:
     client = empty_redis.client
     client.execute_command(*["ACL", "SETUSER", "guest", "on", "nopass", "~jobs", "+@all"])
-    guest = type(client)(
-        unix_socket_path=str(empty_redis.folder / "redis.sock"), username="guest", password="x"
-    )
+    guest = type(client)(unix_socket_path=str(empty_redis.socket), username="guest", password="x")
     with pytest.raises(NotPermitted, match=r"~tests\.v1\.\*"):
         Store(guest, KEYS).add("one", 0, b"push 0 4\njobsx")
     client.execute_command("ACL", "DELUSER", "guest")

@@ -15,6 +15,8 @@ FOLDER = "tests/acceptance"
         (f"{FOLDER}/test_tasks.py::test_a_retry[3.10]", "RabbitMQ 3.10"),
         (f"{FOLDER}/test_pools.py::test_a_pool[4.3-gevent]", "RabbitMQ 4.3"),
         (f"{FOLDER}/test_pools.py::test_a_pool[gevent-4.3]", "RabbitMQ 4.3"),
+        ("tests/conformance/test_conformance.py::test_it[rabbitmq-4.3-topic]", "RabbitMQ 4.3"),
+        ("tests/conformance/test_conformance.py::test_it[valkey-topic]", "conformance of valkey"),
         (f"{FOLDER}/test_versions.py::test_tasks[5.5.3-5.5.4]", "other releases of Celery"),
         (f"{FOLDER}/test_versions.py::test_tasks[5.6.3-5.6.2]", "other releases of Celery"),
     ],

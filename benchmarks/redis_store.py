@@ -1,0 +1,275 @@
+"""Redis: what it costs to let a message wait, to hand it over, and to hold a million of them."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from time import perf_counter
+from typing import Any
+
+import kombu
+from matplotlib.figure import Figure
+
+from benchmarks.charts import bars_on, figure
+from benchmarks.measuring import Bench, Result, Target, median, percentile
+from celery_native_delay.testing import PrivateRedis, private_redis
+from celery_native_delay.transports.redis.envelope import Destination, entry_of
+from celery_native_delay.transports.redis.store import BATCH, Store
+
+FEW, MANY = 1_000, 1_000_000
+ROUNDS = 60
+BLOCK = 50
+"""Publishes or adds of one variant in a row; then comes the next variant."""
+PROMOTED = 2_000
+"""Messages that one round promotes."""
+WINDOW = 1_000
+FAR_MS = 3_600_000
+
+ENVELOPE = "e" * 700
+"""About as long as that of a task with one argument."""
+QUEUE = "bench"
+
+
+@dataclass
+class Pending:
+    """A Redis in which *count* messages wait that are due in an hour."""
+
+    count: int
+    redis: PrivateRedis
+    store: Store
+    version: tuple[int, ...]
+    bytes_each: float = 0.0
+    """Of Redis' memory over the envelope."""
+    add_seconds: list[float] = field(default_factory=list)
+    """Of one add, the median of each round."""
+    promote_seconds: list[float] = field(default_factory=list)
+    """Of a full batch, with its way to Redis and back."""
+    script_us: float = 0.0
+    """Of a full batch, in Redis."""
+
+    @property
+    def per_second(self) -> float:
+        return BATCH / median(self.promote_seconds)
+
+
+def run(bench: Bench) -> Result:
+    rounds = bench.count(ROUNDS, at_least=5)
+    few, many = bench.count(FEW, at_least=100), bench.count(MANY, at_least=2_000)
+    with pending(bench, few) as small, pending(bench, many) as large:
+        order = random.Random(4)
+        with quiet(), bench.progress("redis-store, add and promote", rounds) as done:
+            for number in range(rounds):
+                for one in order.sample([small, large], 2):
+                    gc.collect()
+                    add_some(one, number)
+                    promote_some(one, number)
+                done(number + 1)
+        for one in (small, large):
+            one.script_us = script_us(one)
+    pushed, delayed, server = publish_costs(bench, rounds)
+    result = Result(
+        "Redis: cost of waiting",
+        f"{server}, with an append-only file. Add: one message through the store, {BLOCK} in a "
+        f"row, in turn with {few:,} and with {many:,} messages pending, {rounds} rounds. Promote: "
+        f"{PROMOTED:,} due messages in batches of {BATCH}, by one client that does nothing else. "
+        f"Memory: what Redis' used_memory grew by per message, without the envelope of "
+        f"{len(ENVELOPE)} bytes. Publish: kombu's Producer.publish() of the same message, delayed "
+        f"and not, {BLOCK} in a row and in turn.",
+        rows=[
+            {
+                "pending": one.count,
+                "add p50 µs": median(one.add_seconds) * 1e6,
+                "promote, messages/s": one.per_second,
+                "batch p50 ms": median(one.promote_seconds) * 1e3,
+                "batch p99 ms": percentile(one.promote_seconds, 99) * 1e3,
+                "script ms": one.script_us / 1e3,
+                "bytes over the envelope": one.bytes_each,
+            }
+            for one in (small, large)
+        ],
+        targets=[
+            Target("promoted in a second", large.per_second, "≥", 100_000, "messages"),
+            Target(f"the script, for {BATCH} messages", large.script_us / 1e3, "≤", 1, "ms"),
+            Target(
+                f"add, {many:,} : {few:,} pending",
+                median(large.add_seconds) / median(small.add_seconds),
+                "≤",
+                1.3,
+            ),
+            Target(
+                f"promote, {many:,} : {few:,} pending",
+                median(large.promote_seconds) / median(small.promote_seconds),
+                "≤",
+                1.3,
+            ),
+            Target(f"over the envelope, {many:,} pending", large.bytes_each, "≤", 500, "bytes"),
+            Target("publish, delayed : immediate", median(delayed) / median(pushed), "≤", 2.5),
+        ],
+    )
+    result.notes.append(
+        f"kombu's publish: p50 {median(pushed) * 1e6:.0f} µs for an immediate message (a LPUSH), "
+        f"{median(delayed) * 1e6:.0f} µs for a delayed one."
+    )
+    for label, seconds in (
+        ("publish, immediate", pushed),
+        ("publish, delayed", delayed),
+        (f"add, {few:,} pending", small.add_seconds),
+        (f"add, {many:,} pending", large.add_seconds),
+    ):
+        result.series[label] = [percentile(seconds, percent) * 1e6 for percent in (25, 50, 75)]
+    for one in (small, large):
+        batches = [percentile(one.promote_seconds, percent) for percent in (75, 50, 25)]
+        result.series[f"promote, {one.count:,} pending"] = [BATCH / each for each in batches]
+    return result
+
+
+# ---- many that wait --------------------------------------------------------------------------
+
+
+@contextmanager
+def pending(bench: Bench, count: int) -> Iterator[Pending]:
+    """A Redis of its own with *count* messages; no snapshot or rewrite forks in between."""
+    with private_redis(config="auto-aof-rewrite-percentage 0") as redis, delaying(redis) as client:
+        channel = client.default_channel
+        one = Pending(count, redis, channel.delays.store, channel.delays.version)
+        before = used_bytes(one)
+        begin_ms = one.store.now_ms() + FAR_MS
+        fill(bench, one, f"redis-store: {count:,} pending", count, lambda index: begin_ms + index)
+        one.bytes_each = (used_bytes(one) - before) / count - len(ENVELOPE)
+        yield one
+
+
+def fill(bench: Bench, one: Pending, what: str, count: int, due_ms: Callable[[int], int]) -> None:
+    with bench.progress(what, count) as done:
+        for first in range(0, count, WINDOW):
+            store_all(one, what, range(first, min(first + WINDOW, count)), due_ms)
+            done(first)
+
+
+def store_all(one: Pending, name: str, numbers: range, due_ms: Callable[[int], int]) -> None:
+    with one.store.client.pipeline(transaction=False) as pipe:
+        for number in numbers:
+            method, arguments = one.store.add_command(member(name, number), due_ms(number), ENTRY)
+            getattr(pipe, method)(*arguments)
+        pipe.execute()
+
+
+ENTRY = entry_of(Destination((QUEUE,)), ENVELOPE)
+
+
+def member(name: str, number: int) -> str:
+    """As long as a real one: a UUID, a colon and twelve characters."""
+    return f"{name[-20:]:_>24}{number:012}:{number % 10**12:012}"
+
+
+def used_bytes(one: Pending) -> int:
+    return int(one.redis.info("memory")["used_memory"])
+
+
+def add_some(one: Pending, number: int) -> None:
+    """Messages that are due after all others, so that the count grows by next to nothing."""
+    due_ms = one.store.now_ms() + 2 * FAR_MS
+    block = []
+    for index in range(BLOCK):
+        name = member("added", number * BLOCK + index)
+        started = perf_counter()
+        one.store.add(name, due_ms, ENTRY)
+        block.append(perf_counter() - started)
+    one.add_seconds.append(median(block))
+
+
+def promote_some(one: Pending, number: int) -> None:
+    """Messages that are due already; only full batches count."""
+    now_ms = one.store.now_ms()
+    numbers = range(number * PROMOTED, (number + 1) * PROMOTED)
+    store_all(one, "promoted", numbers, lambda index: now_ms - 1 - index % 100)
+    while True:
+        started = perf_counter()
+        moved = one.store.promote(version=one.version)
+        seconds = perf_counter() - started
+        if moved.taken < BATCH:
+            break
+        one.promote_seconds.append(seconds)
+    one.redis.command("DEL", QUEUE)
+
+
+def script_us(one: Pending) -> float:
+    """Microseconds of one full batch by Redis' own account, the median."""
+    now_ms = one.store.now_ms()
+    store_all(one, "script", range(PROMOTED), lambda index: now_ms - 1)
+    for name, value in (("slowlog-max-len", 1_000), ("slowlog-log-slower-than", 0)):
+        one.redis.command("CONFIG", "SET", name, value)
+    one.redis.command("SLOWLOG", "RESET")
+    for _ in range(PROMOTED // BATCH):
+        one.store.promote(version=one.version)
+    entries = one.redis.command("SLOWLOG", "GET", -1)
+    return median(us for _, _, us, words, *_ in entries if words[0].upper() == "EVALSHA")
+
+
+# ---- kombu's own publish ---------------------------------------------------------------------
+
+
+def publish_costs(bench: Bench, rounds: int) -> tuple[list[float], list[float], str]:
+    """Seconds of each immediate and of each delayed publish, and the server."""
+    pushed: list[float] = []
+    delayed: list[float] = []
+    with private_redis() as redis, delaying(redis) as connection:
+        send = connection.Producer().publish
+        order = random.Random(5)
+        for _ in range(2 * BLOCK):  # warm up
+            timed(send, headers_in(3600))
+            timed(send, {})
+        with quiet(), bench.progress("redis-store, publish", rounds) as done:
+            for number in range(rounds):
+                for seconds, hours in order.sample([(pushed, 0), (delayed, 1)], 2):
+                    gc.collect()
+                    for _ in range(BLOCK):
+                        seconds.append(timed(send, headers_in(3600 * hours) if hours else {}))
+                done(number + 1)
+        waiting = redis.command("ZCARD", connection.default_channel.delays.keys.due)
+        assert waiting == len(delayed) + 2 * BLOCK, waiting
+        return pushed, delayed, str(redis.installation)
+
+
+def timed(send: Callable[..., object], headers: dict[str, Any]) -> float:
+    started = perf_counter()
+    send(ENVELOPE, routing_key=QUEUE, headers={"id": "task-1", **headers})
+    return perf_counter() - started
+
+
+def headers_in(seconds: float) -> dict[str, str]:
+    return {"eta": (datetime.now(UTC) + timedelta(seconds=seconds)).isoformat()}
+
+
+def delaying(redis: PrivateRedis) -> Any:
+    return kombu.Connection(redis.url, transport_options={"native_delay": True})
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No garbage collection but by hand."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def draw(result: Result) -> Figure:
+    picture, (cost, rate) = figure("Redis: cost of waiting, and of its end", height=4.6, rows=2)
+    for axes, unit, title, wanted in (
+        (cost, "microseconds", "one message in: median, with the middle half", True),
+        (rate, "messages per second", f"promoted in batches of {BATCH}", False),
+    ):
+        axes.set_title(title, fontsize=10, loc="left")
+        rows = [
+            (label, middle, (low, high), label != "publish, immediate")
+            for label, (low, middle, high) in result.series.items()
+            if wanted is not label.startswith("promote")
+        ]
+        bars_on(axes, unit, rows)
+    return picture

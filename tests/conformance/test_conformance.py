@@ -1,0 +1,307 @@
+"""The promises of delayed delivery, the same on every broker; later transports start here.
+
+What only one of them has (levels, bindings and parking, or sorted sets, promoters and maxmemory)
+is tested in tests/integration.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from itertools import pairwise
+from statistics import median
+from time import time
+from typing import Any
+
+import pytest
+from kombu import Connection, Exchange, Queue
+
+from celery_native_delay import DelayTooLong
+from tests.acceptance.worker import EARLY_SECONDS, LATE_SECONDS, Fleet, Worker, fleet_on
+from tests.conformance.brokers import Broker
+from tests.conformance.traffic import attended, delaying, waiting_count
+from tests.integration.redis_traffic import PATIENCE_SECONDS, Inbox, inbox, publish
+from tests.waiting import wait_until
+
+TOPIC = Exchange("shop", type="topic")
+DIRECT = Exchange("billing", type="direct")
+FANOUT = Exchange("news", type="fanout")
+
+QUEUES = [
+    Queue("default"),
+    Queue("orders", TOPIC, routing_key="orders.#"),
+    Queue("urgent", TOPIC, routing_key="*.urgent"),
+    Queue("invoices", DIRECT, routing_key="invoice"),
+    Queue("copies", DIRECT, routing_key="invoice"),
+    Queue("headlines", FANOUT),
+]
+
+ROUTES: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "default": ({"routing_key": "default"}, {"default"}),
+    "direct": ({"exchange": DIRECT, "routing_key": "invoice"}, {"invoices", "copies"}),
+    "topic": ({"exchange": TOPIC, "routing_key": "orders.today.late"}, {"orders"}),
+    "topic-twice": ({"exchange": TOPIC, "routing_key": "orders.urgent"}, {"orders", "urgent"}),
+    "fanout": ({"exchange": FANOUT, "routing_key": ""}, {"headlines"}),
+}
+
+KNOCK = "Is anybody listening?"
+
+#: What differs from one message to the next, delayed or not.
+OWN = {"delivery_tag", "delivery_info"}
+
+
+def as_seen(message: Any) -> dict[str, Any]:
+    """All that a consumer sees of a message, but for its ETA."""
+    info = message.delivery_info
+    return {
+        "body": message.decode(),
+        "headers": {k: v for k, v in message.headers.items() if k != "eta"},
+        "properties": {k: v for k, v in message.properties.items() if k not in OWN}
+        | {"application_headers": None},
+        "delivery": {key: info[key] for key in ("exchange", "routing_key")},
+        "content": (message.content_type, message.content_encoding),
+    }
+
+
+def everything(boxes: dict[str, Inbox]) -> dict[tuple[str, str], Any]:
+    """All that has arrived but for knocks, by queue and route; nothing came twice."""
+    found = [
+        ((queue, arrival.body["route"]), arrival.message)
+        for queue, box in boxes.items()
+        for arrival in box.arrivals
+        if arrival.body != KNOCK
+    ]
+    assert len(dict(found)) == len(found)
+    return dict(found)
+
+
+# ---- where, as what, when ----------------------------------------------------------------------
+
+
+def test_it_arrives_exactly_where_and_as_the_undelayed_one(url: str) -> None:
+    headers = {"id": "task-1", "customer": {"n": 1.0}}
+    boxes: dict[str, Inbox] = {}
+    with attended(url), delaying(url) as connection:
+        for queue in QUEUES:
+            boxes[queue.name] = Inbox(connection)
+            connection.Consumer([queue], callbacks=[boxes[queue.name].receive]).consume()
+        receiver = boxes["default"]
+
+        def heard() -> bool:
+            # Redis subscribes to broadcasts while it is drained.
+            publish(connection, KNOCK, "", exchange=FANOUT)
+            return receiver.receive_until(lambda: boxes["headlines"].arrivals, timeout_seconds=0.5)
+
+        wait_until(heard, timeout_seconds=PATIENCE_SECONDS)
+        expected = sorted((name, route) for route in ROUTES for name in ROUTES[route][1])
+        seen = []
+        for delay in (None, 1):
+            for route, (options, _) in ROUTES.items():
+                content = {"route": route, "text": "äöü", "empty": [], "big": 12345678901234567}
+                more = {"correlation_id": "c-1", "priority": 3, **options}
+                publish(connection, content, headers=headers, delay=delay, **more)
+            assert receiver.receive_until(lambda: len(everything(boxes)) >= len(expected))
+            arrived = everything(boxes)
+            assert sorted(arrived) == expected
+            waited = {getattr(each, "native_delay", None) is not None for each in arrived.values()}
+            assert waited == {delay is not None}
+            seen.append({where: as_seen(message) for where, message in arrived.items()})
+            for box in boxes.values():
+                box.arrivals.clear()
+    assert seen[1] == seen[0]
+
+
+def test_never_early_and_little_late(url: str) -> None:
+    with (
+        attended(url),
+        delaying(url) as connection,
+        inbox(connection, "jobs") as received,
+    ):
+        for number in range(100):
+            publish(connection, number, "jobs", delay=0.5 + number * 0.0077)
+        arrivals = received.wait_for(100)
+    late = [arrival.lateness_seconds for arrival in arrivals]
+    assert min(late) >= -EARLY_SECONDS
+    assert median(late) <= LATE_SECONDS
+    assert sorted(arrival.body for arrival in arrivals) == list(range(100))
+
+
+def test_what_is_due_already_is_published_at_once(url: str) -> None:
+    """Without anybody who attends to what waits."""
+    with delaying(url) as connection, inbox(connection, "jobs") as received:
+        publish(connection, "hello", "jobs", delay=-60)
+        (arrival,) = received.wait_for(1)
+        assert arrival.message.native_delay is None
+
+
+def test_it_waits_for_a_queue_that_nobody_has_declared_yet(url: str) -> None:
+    with attended(url), delaying(url) as producer, delaying(url) as connection:
+        publish(producer, "hello", "jobs", delay=0.3)
+        due = time() + 0.3
+        wait_until(lambda: time() > due + 0.5, timeout_seconds=PATIENCE_SECONDS)
+        with inbox(connection, "jobs") as received:
+            assert received.wait_for(1)[0].body == "hello"
+
+
+# ---- who is who --------------------------------------------------------------------------------
+
+
+def test_messages_of_one_task_id_wait_side_by_side(url: str) -> None:
+    """A retry shares its id with the attempt before it; a delivery is told by another one."""
+    with (
+        attended(url),
+        delaying(url) as connection,
+        inbox(connection, "jobs") as received,
+    ):
+        for attempt in range(3):
+            publish(connection, attempt, "jobs", delay=0.5, headers={"id": "task-1"})
+        arrivals = received.wait_for(3)
+        # As a worker sends it again: with the headers that it received.
+        headers = arrivals[0].message.headers
+        publish(connection, 3, "jobs", headers=headers, delay=0.5)
+        arrivals = received.wait_for(4)
+    assert sorted(arrival.body for arrival in arrivals) == [0, 1, 2, 3]
+    deliveries = {arrival.message.native_delay.delivery_id for arrival in arrivals}
+    assert len(deliveries) == 4
+
+
+def test_a_longer_delay_than_any_is_refused_and_nothing_sent(url: str) -> None:
+    with delaying(url) as connection:
+        for headers in ({}, {"task": "shop.remind", "id": "task-1"}):
+            with pytest.raises(DelayTooLong, match=r"exceeds the longest delay of 163\.8"):
+                publish(connection, "hello", "jobs", delay=170, headers=headers)
+        assert waiting_count(connection) == 0
+        publish(connection, "hello", "jobs", delay=160)
+        assert waiting_count(connection) == 1
+
+
+def test_who_has_not_installed_it_is_untouched(url: str) -> None:
+    with delaying(url) as connection:
+        publish(connection, "hello", "other", delay=60)
+        for options in ({}, {"native_delay": False}, {"native_delay": {"enabled": False}}):
+            with (
+                Connection(url, transport_options=options) as plain,
+                inbox(plain, "jobs") as received,
+            ):
+                assert type(plain.default_channel).__module__.startswith("kombu.")
+                publish(plain, "hello", "jobs", delay=60)
+                (arrival,) = received.wait_for(1)
+                assert type(arrival.message).__module__.startswith("kombu.")
+                assert arrival.message.headers.keys() == {"eta"}
+        assert waiting_count(connection) == 1
+
+
+# ---- mixed fleets ------------------------------------------------------------------------------
+
+
+def test_a_plain_consumer_gets_what_waited(url: str) -> None:
+    with (
+        attended(url),
+        delaying(url) as connection,
+        Connection(url) as plain,
+        inbox(plain, Queue("jobs")) as received,
+    ):
+        Queue("jobs")(connection.default_channel).declare()
+        publish(connection, "hello", "jobs", delay=0.5, headers={"customer": 7})
+        (arrival,) = received.wait_for(1)
+    assert arrival.body == "hello"
+    assert arrival.lateness_seconds >= -EARLY_SECONDS
+    assert arrival.message.headers["customer"] == 7
+
+
+@pytest.fixture(scope="module")
+def fleet(broker: Broker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    with fleet_on(broker.new_space(), tmp_path_factory.mktemp("fleet")) as fleet:
+        yield fleet
+
+
+@pytest.fixture(scope="module")
+def worker(fleet: Fleet) -> Worker:
+    return fleet.worker()
+
+
+@pytest.mark.usefixtures("worker")
+def test_a_task_that_retries_comes_back_to_its_queue(fleet: Fleet) -> None:
+    app = fleet.app()
+    routes = {
+        "no route": {},
+        "queue": {"queue": "side"},
+        "topic": {"queue": "orders"},
+        "direct": {"queue": "invoices"},
+    }
+    before = time()
+    sent = {
+        route: app.tasks["again"].apply_async((3, 0.3), countdown=1, **options).id
+        for route, options in routes.items()
+    }
+    after = time()
+    for route, task_id in sent.items():
+        runs = fleet.record.wait_for(4, task_id=task_id)
+        assert [run.retries for run in runs] == [0, 1, 2, 3], route
+        assert len({run.delivery_info["routing_key"] for run in runs}) == 1, route
+        runs[0].assert_on_time(before + 1, after + 1)
+        for earlier, run in pairwise(runs):
+            assert run.due is not None
+            assert run.due >= earlier.started + 0.3
+            run.assert_on_time(run.due)
+
+
+def test_an_installed_worker_puts_back_what_a_plain_producer_sent(
+    fleet: Fleet, worker: Worker
+) -> None:
+    inspect = fleet.app().control.inspect(destination=[worker.name], timeout=10)
+    code = (
+        "import json, time\n"
+        "before = time.time()\n"
+        "ids = [app.tasks['note'].apply_async((n,), countdown=5).id for n in range(50)]\n"
+        "print(json.dumps([before, time.time(), ids]))"
+    )
+    before, after, ids = json.loads(fleet.produce(code))
+    wait_until(lambda: inspect.scheduled() == {worker.name: []}, timeout_seconds=4)
+    assert time() < before + 5, "it held nothing before anything was due"
+    by_id = fleet.record.wait_for_ids(ids)
+    for task_id in ids:
+        (run,) = by_id[task_id]
+        run.assert_on_time(before + 5, after + 5)
+
+
+# ---- what happens to brokers -------------------------------------------------------------------
+
+
+def test_a_producer_goes_on_after_its_broker_was_wiped(broker: Broker, url: str) -> None:
+    with delaying(url) as producer:
+        publish(producer, "lost", "jobs", delay=60)
+        broker.wipe(url)
+        publish(producer, "hello", "jobs", delay=0.5)
+        publish(producer, "again", "jobs", delay=0.5)
+        with (
+            attended(url),
+            delaying(url) as connection,
+            inbox(connection, "jobs") as received,
+        ):
+            arrivals = received.wait_for(2)
+    assert {arrival.body for arrival in arrivals} == {"hello", "again"}
+    assert min(arrival.lateness_seconds for arrival in arrivals) >= -EARLY_SECONDS
+
+
+def test_messages_wait_through_a_restart(broker: Broker, url: str) -> None:
+    with delaying(url) as producer:
+        Queue("jobs")(producer.default_channel).declare()
+        for number in range(40):
+            publish(producer, number, "jobs", delay=2 if number < 20 else 5)
+    broker.restart()
+    with (
+        attended(url),
+        delaying(url) as connection,
+        inbox(connection, "jobs") as received,
+    ):
+        # A broker may double what it was moving: it is the same delivery then.
+        assert received.receive_until(lambda: len(deliveries_of(received)) >= 40)
+    deliveries = deliveries_of(received)
+    assert sorted(deliveries.values()) == list(range(40))
+    assert min(arrival.lateness_seconds for arrival in received.arrivals) >= -EARLY_SECONDS
+
+
+def deliveries_of(received: Inbox) -> dict[str, Any]:
+    """Bodies by delivery id."""
+    return {arrival.message.native_delay.delivery_id: arrival.body for arrival in received.arrivals}

@@ -1,0 +1,63 @@
+"""Plain kombu traffic over any broker, with what a worker does for it beside consuming."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from threading import Event, Thread
+from typing import Any
+
+from kombu import Connection
+
+from celery_native_delay import DelaySettings
+from celery_native_delay.transports.contract import Promotes, WorkerPart
+
+#: On RabbitMQ few and short levels, which are quick to declare; the longest delay is 163.84 s.
+SETTINGS = {"namespace": "tests", "levels": 13, "resolution": 0.02}
+
+_LOOK_SECONDS = 0.2
+_END_SECONDS = 30.0
+
+
+def delaying(url: str, *, transport_options: dict[str, Any] | None = None) -> Any:
+    """A kombu connection whose messages with an ETA ahead wait in the broker."""
+    option = {"native_delay": SETTINGS}
+    return Connection(url, transport_options=option | (transport_options or {}))
+
+
+@contextmanager
+def attended(url: str) -> Iterator[None]:
+    """A worker that consumes nothing: it prepares the broker, promotes and rescues."""
+    settings = DelaySettings.from_mapping(SETTINGS)
+    with ExitStack() as stack:
+        connection = stack.enter_context(delaying(url))
+        part: WorkerPart = connection.default_channel.worker_part(settings)
+        part.prepare(url)
+        if isinstance(part, Promotes):
+            promoter = part.promoter(lambda **options: delaying(url, **options))
+            stack.enter_context(_beside(promoter.run, stop=promoter.stop))
+        ended = Event()
+
+        def rescue() -> None:
+            while not ended.wait(_LOOK_SECONDS):
+                part.rescue()
+
+        stack.enter_context(_beside(rescue, stop=ended.set))
+        yield
+
+
+@contextmanager
+def _beside(run: Callable[[], None], *, stop: Callable[[], None]) -> Iterator[None]:
+    thread = Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop()
+        thread.join(_END_SECONDS)
+        assert not thread.is_alive()
+
+
+def waiting_count(connection: Any) -> int:
+    """How many messages wait; they are thrown away."""
+    return int(connection.default_channel.admin_part(DelaySettings.from_mapping(SETTINGS)).purge())
