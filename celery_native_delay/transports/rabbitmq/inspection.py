@@ -217,8 +217,8 @@ def _advice(delays: Delays) -> list[str]:
     if not version.startswith("3."):
         return []
     sentence = (
-        f"RabbitMQ {version}: on a cluster set dead_letter_worker_publisher_confirm_timeout to "
-        f"10000-30000 ms (advanced.config, rabbit); with the default of 180 s messages hang that "
-        f"long when a node dies"
+        f"RabbitMQ {version}: set dead_letter_worker_publisher_confirm_timeout to 10000-30000 ms "
+        f"(advanced.config, rabbit); with the default of 180 s messages that were between two "
+        f"levels when a node died or restarted hang that long"
     )
     return [sentence]
