@@ -90,14 +90,14 @@ def main() -> int:
             for name in names:
                 results[name] = _run(name, bench)
                 log(f"{name}: {results[name].seconds:.0f} s")
+                # What took half an hour must not be lost to what comes after it.
+                report.write(folder, about, results)
+                SCENARIOS[name].draw(results[name]).savefig(folder / f"{name}.png")
     except (BrokerMissing, BrokerFailed) as exc:
         log(str(exc))
         return 2
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    report.write(folder, about, results)
-    for name, result in results.items():
-        SCENARIOS[name].draw(result).savefig(folder / f"{name}.png")
     if options.json:
         print(report.as_json(about, results))
     else:
