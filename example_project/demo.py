@@ -32,7 +32,9 @@ from example_project.tasks import charge, collect, remind, send_email
 
 WORKER_NAME = "demo@localhost"
 
-LATE_LIMIT_MS = SETTINGS.resolution_ms + 250  # the promise, and an allowance for a busy laptop
+#: An allowance for a busy laptop; a machine that does much else at the same time needs more.
+BUSY_MS = int(os.environ.get("DEMO_BUSY_MS", "250"))
+LATE_LIMIT_MS = SETTINGS.resolution_ms + BUSY_MS
 BOOT_LIMIT_SECONDS = 30
 RUN_LIMIT_SECONDS = 25
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
