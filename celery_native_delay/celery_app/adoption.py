@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from functools import partial
 from socket import socketpair
+from time import time_ns
 from typing import Any
 
 from celery.utils.log import get_logger
@@ -30,7 +31,8 @@ CLOCK_SKEW_US = 1_000_000
 #: has gone to the broker and back.
 SHORTEST_WAIT_US = 100_000
 
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+_CLOCK_SKEW = timedelta(microseconds=CLOCK_SKEW_US)
+_NONE = timedelta()
 
 
 @dataclass(frozen=True)
@@ -70,12 +72,15 @@ class AdoptingStrategies(dict[str, Any]):
             message: Any, payload: Any, ack: Any, reject: Any, callbacks: Any, **kwargs: Any
         ) -> Any:
             fields = payload if isinstance(payload, dict) else message.headers
-            now = datetime.now(UTC)
-            if _expired(message, fields, now):
+            delayed: Delayed | None = getattr(message, "native_delay", None)
+            now_us = time_ns() // 1000
+            if delayed is not None and _expired(delayed, fields, now_us):
                 logger.info("discarding expired task %s", fields.get("id"))
                 return ack(logger, self._consumer.connection_errors)
             eta = fields.get("eta")
-            if eta and self._is_early(message, fields, now):
+            if not eta:
+                return strategy(message, payload, ack, reject, callbacks, **kwargs)
+            if self._is_early(delayed, fields, now_us):
                 task = EarlyTask(
                     message,
                     due_us(eta),
@@ -85,6 +90,13 @@ class AdoptingStrategies(dict[str, Any]):
                 )
                 if task.queue and self._adopt(task):
                     return None
+            elif delayed is not None and fields is message.headers:
+                # Celery would parse it, in 20 µs, for a timer that is not to run.
+                message.kept_eta = fields.pop("eta")
+                try:
+                    return strategy(message, payload, ack, reject, callbacks, **kwargs)
+                finally:
+                    fields["eta"] = eta
             return strategy(message, payload, ack, reject, callbacks, **kwargs)
 
         return on_task
@@ -113,17 +125,17 @@ class AdoptingStrategies(dict[str, Any]):
 
         return call_and_wake
 
-    def _is_early(self, message: Any, fields: dict[str, Any], now: datetime) -> bool:
+    def _is_early(self, delayed: Delayed | None, fields: dict[str, Any], now_us: int) -> bool:
         """Whether the task is worth another wait; revoked and expired ones are Celery's."""
         try:
-            wait_us = due_us(fields["eta"]) - microseconds(now)
+            wait_us = due_us(fields["eta"]) - now_us
         except (InvalidDueTime, TypeError):
             return False  # Celery rejects it, with its own words
-        enough = CLOCK_SKEW_US if waited(message) else SHORTEST_WAIT_US
+        enough = SHORTEST_WAIT_US if delayed is None else CLOCK_SKEW_US
         return bool(
             wait_us > enough
             and fields.get("id") not in state.revoked
-            and not _past(fields.get("expires"), now)
+            and not _past(fields.get("expires"), now_us)
         )
 
     def _queue_of(self, message: Any) -> str:
@@ -165,40 +177,38 @@ class Waker:
             self._reader.recv(4096)
 
 
-def is_due(message: Any, eta: datetime, now: datetime) -> bool:
-    """Whether a worker need not wait for *eta*: it has come, or the message did its waiting."""
-    tolerated = timedelta(microseconds=CLOCK_SKEW_US if waited(message) else 0)
-    return eta <= now + tolerated
+def forget_eta(request: Any, now: datetime) -> None:
+    """Keep a request that is due out of the worker's ETA timer.
 
-
-def waited(message: Any) -> bool:
-    """Whether *message* waited in the broker."""
-    return getattr(message, "native_delay", None) is not None
-
-
-def microseconds(moment: datetime) -> int:
-    """An aware datetime in microseconds since the epoch."""
-    return (moment - _EPOCH) // timedelta(microseconds=1)
+    It need not wait if its ETA has come or its message did its waiting. ``task.request.eta`` still
+    tells the user's code the original.
+    """
+    kept: str | None = getattr(request.message, "kept_eta", None)
+    if kept is not None:
+        request.request_dict["eta"] = kept
+    elif request.eta is not None:
+        waited = getattr(request.message, "native_delay", None) is not None
+        if request.eta <= now + (_CLOCK_SKEW if waited else _NONE):
+            request._eta = None
 
 
 def _call_now(call: Callable[..., Any], *args: Any) -> None:
     call(*args)
 
 
-def _expired(message: Any, fields: dict[str, Any], now: datetime) -> bool:
+def _expired(delayed: Delayed, fields: dict[str, Any], now_us: int) -> bool:
     """Whether a per-message ``expiration`` ran out while the message waited.
 
     RabbitMQ forgets it when dead-lettering, so it is kept here. A task's own ``expires`` is
     Celery's: it tells the result backend.
     """
-    delayed: Delayed | None = getattr(message, "native_delay", None)
-    if delayed is None or delayed.expires_ms is None or fields.get("expires"):
+    if delayed.expires_ms is None or fields.get("expires"):
         return False
-    return microseconds(now) > delayed.expires_ms * 1000
+    return now_us > delayed.expires_ms * 1000
 
 
-def _past(expires: Any, now: datetime) -> bool:
+def _past(expires: Any, now_us: int) -> bool:
     try:
-        return bool(expires) and due_us(expires) < microseconds(now)
+        return bool(expires) and due_us(expires) < now_us
     except (InvalidDueTime, TypeError):
         return False

@@ -14,7 +14,7 @@ from celery.worker.consumer.tasks import Tasks
 from ..core.errors import NativeDelayError
 from ..kombu_hook import flush_delayed
 from ..transports.contract import Promoter, Promotes, WorkerPart
-from .adoption import AdoptingStrategies, EarlyTask, Waker, is_due
+from .adoption import AdoptingStrategies, EarlyTask, Waker, forget_eta
 from .attendant import Attendant
 from .install import installation_of, keep_celerys_own_off
 
@@ -104,15 +104,9 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
 
 @signals.task_received.connect(weak=False)  # type: ignore[untyped-decorator]
 def forget_eta_when_due(sender: Any = None, request: Any = None, **_: Any) -> None:
-    """Keep a due task out of the worker's ETA timer, which costs prefetch and throughput.
-
-    ``task.request.eta`` still tells the user's code the original.
-    """
-    eta = request.eta
-    if eta is None or installation_of(sender.app) is None:
-        return
-    if is_due(request.message, eta, datetime.now(UTC)):
-        request._eta = None
+    """Keep a due task out of the worker's ETA timer, which costs prefetch and throughput."""
+    if installation_of(sender.app) is not None:
+        forget_eta(request, datetime.now(UTC))
 
 
 @signals.worker_process_shutdown.connect(weak=False)  # type: ignore[untyped-decorator]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from .due_time import due_us
 from .errors import InvalidDueTime
@@ -13,8 +12,7 @@ from .errors import InvalidDueTime
 HEADER = "native_delay"
 
 
-@dataclass(frozen=True)
-class Delayed:
+class Delayed(NamedTuple):
     """What a message that waited carries about its wait.
 
     *delivery_id* is equal only for copies of one delivery; *due_ms* and *expires_ms* are

@@ -15,37 +15,31 @@ from celery.worker import state
 from celery_native_delay.celery_app.adoption import (
     AdoptingStrategies,
     EarlyTask,
-    is_due,
-    microseconds,
-    waited,
+    forget_eta,
 )
 from celery_native_delay.core.delayed import Delayed
 from celery_native_delay.core.due_time import due_us
 
 NOON = datetime(2026, 11, 20, 12, 0, tzinfo=UTC)
-NEVER_WAITED = SimpleNamespace(native_delay=None)
 
 
 def delayed(expires_ms: int | None = None) -> Delayed:
     return Delayed("id-1", due_ms=0, exchange="", routing_key="celery", expires_ms=expires_ms)
 
 
-WAITED = SimpleNamespace(native_delay=delayed())
-
-
-# ---- is_due ------------------------------------------------------------------------------
+# ---- a request's ETA ---------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
     ("message", "early_seconds", "due"),
     [
-        (NEVER_WAITED, 0, True),
-        (NEVER_WAITED, -60, True),
-        (NEVER_WAITED, 0.001, False),
-        (WAITED, 0, True),
-        (WAITED, 0.5, True),
-        (WAITED, 1, True),
-        (WAITED, 1.001, False),
+        (SimpleNamespace(native_delay=None), 0, True),
+        (SimpleNamespace(native_delay=None), -60, True),
+        (SimpleNamespace(native_delay=None), 0.001, False),
+        (SimpleNamespace(native_delay=delayed()), 0, True),
+        (SimpleNamespace(native_delay=delayed()), 0.5, True),
+        (SimpleNamespace(native_delay=delayed()), 1, True),
+        (SimpleNamespace(native_delay=delayed()), 1.001, False),
         (SimpleNamespace(), 0.5, False),  # another transport's message
     ],
 )
@@ -53,18 +47,29 @@ def test_a_message_that_waited_is_due_up_to_a_second_early(
     message: Any, early_seconds: float, due: bool
 ) -> None:
     """The clocks of producer and worker differ; whoever did not wait is due when it is due."""
-    assert is_due(message, NOON + timedelta(seconds=early_seconds), NOON) is due
+    eta = NOON + timedelta(seconds=early_seconds)
+    request = SimpleNamespace(message=message, eta=eta, _eta=eta)
+    forget_eta(request, NOON)
+    assert request._eta == (None if due else eta)
 
 
-def test_only_what_came_through_the_levels_has_waited() -> None:
-    assert waited(WAITED)
-    assert not waited(NEVER_WAITED)
-    assert not waited(SimpleNamespace())
+def test_a_task_that_waited_reaches_celery_without_its_eta_and_gets_it_back() -> None:
+    """Celery would parse it for a timer; the user's code still sees it."""
+    eta = in_seconds(-0.1)
+    message = Message({"id": "1", "eta": eta}, delayed())
+    seen: list[Any] = []
 
+    def strategy(*_: Any) -> None:
+        request = SimpleNamespace(message=message, request_dict=dict(message.headers), eta=None)
+        seen.append(dict(request.request_dict))
+        forget_eta(request, NOON)
+        seen.append(request.request_dict)
 
-def test_microseconds_are_those_of_due_times() -> None:
-    moment = NOON.replace(microsecond=123456)
-    assert microseconds(moment) == due_us(moment) == 1_795_176_000_123_456
+    strategies = AdoptingStrategies(Consumer(), lambda task: False)
+    strategies["t"] = strategy
+    strategies["t"](message, None, None, None, None)
+    assert seen == [{"id": "1"}, {"id": "1", "eta": eta}]
+    assert message.headers == {"id": "1", "eta": eta}
 
 
 # ---- strategies --------------------------------------------------------------------------
@@ -94,6 +99,7 @@ class Message:
     delivery_info: dict[str, Any] = field(default_factory=lambda: {"consumer_tag": "2"})
     channel: Any = field(default_factory=lambda: SimpleNamespace(connection=object()))
     acked: list[tuple[Any, ...]] = field(default_factory=list)
+    kept_eta: str | None = None
 
     def ack_log_error(self, *args: Any) -> None:
         self.acked.append(args)

@@ -148,6 +148,8 @@ def _due_ms(headers: Mapping[str, Any]) -> int | None:
 
 def _without_ours(headers: dict[str, Any], earlier: Mapping[str, Any]) -> dict[str, Any]:
     """*headers* with the deaths in other people's queues only: later ones, then *earlier*."""
+    if not earlier and headers.keys().isdisjoint(DEATH_HEADERS):
+        return headers
     later = _other_deaths(headers)
     kept = {key: value for key, value in headers.items() if key not in DEATH_HEADERS}
     kept |= later | dict(earlier)

@@ -15,7 +15,7 @@ from ...core.delayed import Delayed, due_of
 from ...core.errors import SettingsError
 from ...core.settings import DelaySettings
 from ...kombu_hook import OPTION, asks_for_delays, settings_from_option
-from .content_header import handler_without_own_deaths
+from .content_header import handler_of_read_headers
 from .delays import Delays
 from .envelope import unseal
 from .mirror import is_internal
@@ -214,7 +214,7 @@ class Connection(pyamqp.Connection):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         option = kwargs.pop(OPTION)
         kwargs["socket_settings"] = _patient(kwargs.get("socket_settings"))
-        kwargs.setdefault("frame_handler", handler_without_own_deaths)
+        kwargs.setdefault("frame_handler", handler_of_read_headers)
         super().__init__(*args, **kwargs)
         try:
             self.delays = Delays(self, settings_from_option(option))
