@@ -45,6 +45,7 @@ class Installation:
         self._connect = app._connection
         self._send_task = app.send_task
         self._amqp: Any = None
+        self._connected_enabled: bool | None = None
         self._warned_of: set[str] = set()
 
     def settings(self) -> DelaySettings:
@@ -64,12 +65,24 @@ class Installation:
         value = self.keywords.get("enabled", self.app.conf.get(f"{PREFIX}enabled", True))
         return value is not False
 
+    @property
+    def keeps_celerys_off(self) -> bool:
+        """Whether Celery's own delayed delivery is to stay out of the way.
+
+        Asked with every delayed publish, where looking up a setting costs as much as all that we
+        do to the message: as enabled as the connections that publish.
+        """
+        if self._connected_enabled is None:
+            return self.enabled
+        return self._connected_enabled
+
     # --- what replaces the app's own ----------------------------------------------------
 
     def connection(self, *args: Any, **kwargs: Any) -> Connection:
         """``app._connection``, with delayed delivery asked for in its transport options."""
         connection = self._connect(*args, **kwargs)
-        if self.enabled and self._fits(connection):
+        self._connected_enabled = self.enabled
+        if self._connected_enabled and self._fits(connection):
             options = {OPTION: self._option()} | (connection.transport_options or {})
             connection.transport_options = options
         return connection
@@ -227,7 +240,7 @@ def keep_celerys_own_off(module: ModuleType) -> None:
 def _unless_installed(original: Any) -> Any:
     def detect_quorum_queues(app: Any, driver_type: str) -> tuple[bool, str]:
         installation = installation_of(app)
-        if installation is not None and installation.enabled:
+        if installation is not None and installation.keeps_celerys_off:
             return False, ""
         result: tuple[bool, str] = original(app, driver_type)
         return result
