@@ -5,32 +5,33 @@ from __future__ import annotations
 import random
 from array import array
 from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection as Pipe
-from struct import Struct
 from time import monotonic, sleep, time, time_ns
-from typing import Any, NoReturn
+from typing import Any
 
-import amqp
 import kombu
 from matplotlib.figure import Figure
 
-from benchmarks.apps import QUEUE
+from benchmarks.apps import QUEUE, declare_for, make_app
 from benchmarks.charts import GREY, OTHERS, OURS, curves_on, figure
 from benchmarks.measuring import Bench, Result, Target, curve, lateness_columns, percentile
+from celery_native_delay.bulk import bulk
 
 BASES = (2, 4, 16)
 PER_SECOND = 3_000
 SECONDS = 60
 DELAY_SECONDS = (16, 63)
 TICK_SECONDS = 0.02
-"""A tick's messages are published, then their confirms awaited together."""
-BODY_BYTES = 500
+"""A tick's tasks are sent at once."""
+ARGUMENT_BYTES = 200
 GRACE_SECONDS = 20
 KEEPS_RATE = 0.98
 
-BODY = Struct("<Iq")
-"""Begins each body: its number, and its due time in microseconds since the epoch."""
+BODY_BEGINS = b"[["
+"""Then the task's number, and its due time in microseconds since the epoch."""
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 def run(bench: Bench) -> Result:
@@ -38,10 +39,11 @@ def run(bench: Bench) -> Result:
     shortest, longest = DELAY_SECONDS if bench.scale >= 0.5 else (2, 7)
     result = Result(
         "Steady load",
-        f"{PER_SECOND:,} messages a second for {seconds} s, {BODY_BYTES}-byte bodies, delays of "
-        f"{shortest}-{longest} whole seconds, quorum levels, skip routing. One process publishes "
-        f"through the package's own path and awaits the confirms of every {TICK_SECONDS * 1000:g} "
-        f"ms together; another reads the quorum destination queue without acknowledgements.",
+        f"{PER_SECOND:,} tasks a second for {seconds} s, each with an argument of "
+        f"{ARGUMENT_BYTES} bytes, delays of {shortest}-{longest} whole seconds, quorum levels, "
+        f"skip routing. One process sends them through bulk(app), every "
+        f"{TICK_SECONDS * 1000:g} ms what is to be sent by then; another reads the "
+        f"quorum destination queue without acknowledgements.",
     )
     late: dict[int, list[float]] = {}
     for base in BASES:
@@ -128,40 +130,30 @@ class SteadyRun:
 
 
 def _publish(pipe: Pipe, url: str, base: int, total: int, delay_seconds: tuple[int, int]) -> None:
-    """Publish *total* messages at PER_SECOND, as a plain kombu user's channel does."""
+    """Send *total* tasks at PER_SECOND through :func:`celery_native_delay.bulk.bulk`."""
     delay = random.Random(base).randint
-    padding = b"." * (BODY_BYTES - BODY.size)
-    settings = {"native_delay": {"base": base}}
-    with kombu.Connection(url, transport_options=settings) as connection:
-        channel = connection.default_channel
-        channel.queue_declare(
-            QUEUE, durable=True, auto_delete=False, arguments={"x-queue-type": "quorum"}
-        )
-        delays = channel.delays
-        delays.prepare()
-        pipe.send("ready")
-        pipe.recv()
-        per_tick = round(PER_SECOND * TICK_SECONDS)
-        started = monotonic()
-        behind = 0.0
+    padding = "." * ARGUMENT_BYTES
+    app = make_app("ours", url, base=base)
+    declare_for("ours", app)
+    pipe.send("ready")
+    pipe.recv()
+    per_tick = round(PER_SECOND * TICK_SECONDS)
+    started = monotonic()
+    behind = 0.0
+    with bulk(app) as batch:
         for first in range(0, total, per_tick):
             ahead = started + first / PER_SECOND - monotonic()
             behind = max(behind, -ahead)
             sleep(max(0.0, ahead))
-            with delays.one_confirm():
-                for number in range(first, min(first + per_tick, total)):
-                    due_us = time_ns() // 1000 + delay(*delay_seconds) * 1_000_000
-                    message = amqp.Message(BODY.pack(number, due_us) + padding, delivery_mode=2)
-                    delays.publish(message, "", QUEUE, due_us=due_us, publish_now=_already_due)
+            for number in range(first, min(first + per_tick, total)):
+                due_us = time_ns() // 1000 + delay(*delay_seconds) * 1_000_000
+                due = EPOCH + timedelta(microseconds=due_us)
+                batch.send("bench.steady", (number, due_us, padding), eta=due)
             if first % PER_SECOND < per_tick:
                 pipe.send(first)
-        pipe.send(None)
-        pipe.send((total / (monotonic() - started), behind * 1000))
-        pipe.recv()
-
-
-def _already_due() -> NoReturn:
-    raise RuntimeError("this machine took more than the whole delay to publish one message")
+    pipe.send(None)
+    pipe.send((total / (monotonic() - started), behind * 1000))
+    pipe.recv()
 
 
 def _consume(pipe: Pipe, url: str, total: int) -> None:
@@ -198,9 +190,9 @@ def _take_bodies(data: bytes, now_us: int, numbers: array[int], late_us: array[i
         if end > len(data):
             break
         if data[begin] == 3:
-            number, due_us = BODY.unpack_from(data, begin + 7)
-            numbers.append(number)
-            late_us.append(now_us - due_us)
+            number, due_us, _ = data[begin + len(BODY_BEGINS) + 7 : end].split(b",", 2)
+            numbers.append(int(number))
+            late_us.append(now_us - int(due_us))
         begin = end
     return begin
 
