@@ -226,6 +226,8 @@ def test_a_broker_that_is_not_there_is_one_sentence(
         done = shop.delay(*command)
         assert done.returncode == 1
         assert done.stderr.startswith("Error: the broker cannot be used: ")
+        assert "; is it running, " in done.stderr
+        assert ".;" not in done.stderr
 
 
 def test_a_user_without_permission_is_one_sentence(
