@@ -20,7 +20,7 @@ from celery_native_delay import DelayTooLong
 from tests.acceptance.worker import EARLY_SECONDS, LATE_SECONDS, Fleet, Worker, fleet_on
 from tests.conformance.brokers import Broker
 from tests.conformance.traffic import attended, delaying, waiting_count
-from tests.integration.redis_traffic import PATIENCE_SECONDS, Inbox, inbox, publish
+from tests.traffic import PATIENCE_SECONDS, Inbox, inbox, publish
 from tests.waiting import wait_until
 
 TOPIC = Exchange("shop", type="topic")

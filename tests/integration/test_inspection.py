@@ -23,7 +23,6 @@ from celery_native_delay.transports.rabbitmq.inspection import Status, Verificat
 from celery_native_delay.transports.rabbitmq.management import ManagementAPI, management_of
 from tests.integration.project import Project
 from tests.integration.traffic import (
-    PATIENCE_SECONDS,
     SETTINGS,
     TOPOLOGY,
     bind,
@@ -34,8 +33,8 @@ from tests.integration.traffic import (
     depth,
     inbox,
     parked_count,
-    publish,
 )
+from tests.traffic import PATIENCE_SECONDS, publish
 from tests.waiting import wait_until
 
 LEVEL = TOPOLOGY.level_queue(3)

@@ -13,7 +13,8 @@ from celery_native_delay.testing import PrivateRedis
 from celery_native_delay.transports.redis.admin_part import RedisAdminPart
 from celery_native_delay.transports.redis.server import Server
 from tests.integration.project import Project
-from tests.integration.redis_traffic import delaying, promote, publish, store_of
+from tests.integration.redis_traffic import delaying, promote, store_of
+from tests.traffic import publish
 
 pytestmark = pytest.mark.parametrize("server_name", ["redis"], indirect=True)
 

@@ -25,17 +25,14 @@ from celery_native_delay.transports.redis import delays as module
 from celery_native_delay.transports.redis.envelope import Destination
 from celery_native_delay.transports.redis.server import Server
 from tests.integration.redis_traffic import (
-    PATIENCE_SECONDS,
     connector,
     delaying,
     delays_of,
-    eta_in,
-    inbox,
     promote,
     promoting,
-    publish,
     store_of,
 )
+from tests.traffic import PATIENCE_SECONDS, eta_in, inbox, publish
 from tests.waiting import wait_until
 
 WITH_BATCH = hasattr(kombu_redis, "PublishBatch")  # kombu 5.7
