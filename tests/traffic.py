@@ -10,10 +10,21 @@ from threading import Thread
 from time import monotonic, time
 from typing import Any
 
-from kombu import Producer, Queue
+from kombu import Exchange, Producer, Queue
 
 #: Nothing takes this long, even while other tests use the machine.
 PATIENCE_SECONDS = 60.0
+
+TOPIC = Exchange("shop", type="topic")
+DIRECT = Exchange("billing", type="direct")
+
+QUEUES = [
+    Queue("default"),
+    Queue("orders", TOPIC, routing_key="orders.#"),
+    Queue("urgent", TOPIC, routing_key="*.urgent"),
+    Queue("invoices", DIRECT, routing_key="invoice"),
+    Queue("copies", DIRECT, routing_key="invoice"),
+]
 
 
 def eta_in(seconds: float) -> str:
