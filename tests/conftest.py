@@ -21,6 +21,11 @@ from celery_native_delay.testing.redis_installation import ServerName
 from tests.brokers import installed, installed_rabbitmq
 from tests.scheduling import scope_of
 
+# A failed assertion tells its values there as well, not in test modules alone.
+pytest.register_assert_rewrite(
+    "tests.acceptance", "tests.conformance", "tests.integration", "tests.processes", "tests.traffic"
+)
+
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
