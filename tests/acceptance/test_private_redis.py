@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from celery_native_delay.testing import (
 )
 from celery_native_delay.testing.redis_installation import ServerName
 from tests.brokers import installed, self_signed_certificate
-from tests.processes import processes_of
+from tests.processes import assert_nothing_left_when_killed, processes_of
 from tests.waiting import wait_until
 
 
@@ -147,25 +146,7 @@ def test_nothing_is_left_after_the_block(server_name: ServerName) -> None:
 
 
 def test_nothing_is_left_when_the_process_is_killed(server_name: ServerName) -> None:
-    program = (
-        "import sys\n"
-        "from celery_native_delay.testing import private_redis\n"
-        "with private_redis(server=sys.argv[1]) as redis:\n"
-        "    print(redis.folder, flush=True)\n"
-        "    sys.stdin.read()\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", program, server_name],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        folder = Path(process.stdout.readline().strip())
-        assert folder.is_dir()
-        process.kill()
-    wait_until(lambda: not folder.exists(), timeout_seconds=10)
-    wait_until(lambda: processes_of(folder.name) == [], timeout_seconds=5)
+    assert_nothing_left_when_killed(f"private_redis(server={server_name!r})", "broker.folder")
 
 
 @pytest.mark.parametrize("server", ["redis", "valkey"])
