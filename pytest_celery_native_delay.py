@@ -75,6 +75,6 @@ def native_delay_redis() -> Iterator[PrivateRedis]:
 @pytest.fixture
 def native_delay_redis_url(native_delay_redis: PrivateRedis) -> Iterator[str]:
     """The url of an empty Redis; it is emptied again afterwards."""
-    native_delay_redis.command("FLUSHALL")
+    native_delay_redis.client.flushall()
     yield native_delay_redis.url
-    native_delay_redis.command("FLUSHALL")
+    native_delay_redis.client.flushall()

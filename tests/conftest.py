@@ -99,7 +99,7 @@ def shared_redis(server_name: ServerName) -> Iterator[PrivateRedis]:
 @pytest.fixture
 def empty_redis(shared_redis: PrivateRedis) -> PrivateRedis:
     """The shared Redis or Valkey, emptied for this test."""
-    shared_redis.command("FLUSHALL")
+    shared_redis.client.flushall()
     return shared_redis
 
 

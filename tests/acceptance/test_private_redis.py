@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from kombu import Connection
 from kombu.exceptions import OperationalError
+from redis.exceptions import ConnectionError as NotThere
 
 from celery_native_delay.testing import (
     BrokerFailed,
@@ -42,9 +43,9 @@ def receive(url: str, **options: str) -> str:
 def test_it_is_the_server_that_was_asked_for(server_name: ServerName) -> None:
     with private_redis(server=server_name) as redis:
         assert redis.installation.name == server_name
-        assert redis.info("server")["redis_version"]
-        assert redis.info("server")["tcp_port"] == str(redis.port)
-        assert redis.info("persistence")["aof_enabled"] == "1"
+        assert redis.client.info("server")["redis_version"]
+        assert redis.client.info("server")["tcp_port"] == redis.port
+        assert redis.client.info("persistence")["aof_enabled"] == 1
 
 
 def test_celery_takes_its_urls(server_name: ServerName) -> None:
@@ -60,7 +61,7 @@ def test_without_a_port_it_is_only_on_its_socket(server_name: ServerName) -> Non
     with private_redis(server=server_name, tcp=False) as redis:
         assert redis.port is None
         assert redis.url == redis.socket_url
-        assert redis.info("server")["tcp_port"] == "0"
+        assert redis.client.info("server")["tcp_port"] == 0
         send(redis.url, "hello")
         assert receive(redis.url) == "hello"
 
@@ -72,23 +73,11 @@ def test_what_it_holds_survives_kill_and_stop(server_name: ServerName) -> None:
         for end in (redis.kill, redis.stop):
             end()
             assert redis.pid is None
-            with pytest.raises(OSError, match=r"refused|No such file"):
-                redis.command("PING")
+            with pytest.raises(NotThere, match=r"refused|No such file"):
+                redis.client.ping()
             redis.start()
             assert redis.port == port
         assert receive(redis.url) == "kept"
-
-
-def test_commands_come_back_as_python(server_name: ServerName) -> None:
-    with private_redis(server=server_name) as redis:
-        assert redis.command("SET", "name", "Zoë\r\n") == "OK"
-        assert redis.command("GET", "name") == "Zoë\r\n"
-        assert redis.command("GET", "nothing") is None
-        assert redis.command("ZADD", "due", 1.5, "a", 2, "b") == 2
-        assert redis.command("ZRANGE", "due", 0, -1) == ["a", "b"]
-        assert redis.client.zscore("due", "a") == 1.5
-        with pytest.raises(BrokerFailed, match="GET: WRONGTYPE"):
-            redis.command("GET", "due")
 
 
 def test_tls_needs_the_certificate(tmp_path: Path) -> None:
@@ -103,7 +92,7 @@ def test_tls_needs_the_certificate(tmp_path: Path) -> None:
 
 def test_configuration_is_passed_on(server_name: ServerName) -> None:
     with private_redis(server=server_name, config="maxmemory 3mb") as redis:
-        assert redis.command("CONFIG", "GET", "maxmemory") == ["maxmemory", "3145728"]
+        assert redis.client.config_get("maxmemory") == {"maxmemory": "3145728"}
 
 
 def test_one_that_cannot_start_says_why(server_name: ServerName) -> None:
@@ -163,6 +152,17 @@ def test_one_that_is_not_installed_says_what_to_install(
         require_redis(embedded=True)
 
 
+def test_without_redis_py_it_says_so(
+    server_name: ServerName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "redis", None)
+    with (
+        pytest.raises(BrokerMissing, match=r"redis-py .*'celery_native_delay\[redis\]'"),
+        private_redis(server=server_name),
+    ):
+        pass
+
+
 class TestEmbedded:
     @pytest.fixture(autouse=True)
     def wheel(self) -> None:
@@ -198,7 +198,7 @@ def test_a_failover_keeps_the_messages(server_name: ServerName) -> None:
         assert receive(sentinel.url, **options) == "killed"
 
         sentinel.heal()
-        assert first.info("replication")["role"] == "slave"
+        assert first.client.info("replication")["role"] == "slave"
         send(sentinel.url, "orderly", **options)
         assert sentinel.failover(kill=False) is first
         assert receive(sentinel.url, **options) == "orderly"
@@ -218,17 +218,18 @@ def replicate(master: PrivateRedis, replicas: int = 1) -> None:
     """Wait until *replicas* hold all that *master* was sent; replication is asynchronous."""
     wait_until(
         lambda: (
-            replicated_offsets(master).count(master.info("replication")["master_repl_offset"])
+            replicated_offsets(master).count(
+                master.client.info("replication")["master_repl_offset"]
+            )
             == replicas
         ),
         timeout_seconds=10,
     )
 
 
-def replicated_offsets(master: PrivateRedis) -> list[str]:
+def replicated_offsets(master: PrivateRedis) -> list[int]:
     """How far each replica has come, as the master was last told."""
-    replication = master.info("replication")
+    replication = master.client.info("replication")
     return [
-        dict(pair.split("=") for pair in replication[f"slave{n}"].split(","))["offset"]
-        for n in range(int(replication["connected_slaves"]))
+        replication[f"slave{number}"]["offset"] for number in range(replication["connected_slaves"])
     ]

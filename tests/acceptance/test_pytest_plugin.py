@@ -104,8 +104,8 @@ def test_every_test_finds_the_private_redis_empty(project: pytest.Pytester) -> N
         @pytest.mark.parametrize("attempt", [1, 2])
         def test_it_is_empty(native_delay_redis, native_delay_redis_url, attempt):
             assert native_delay_redis_url == native_delay_redis.url
-            assert native_delay_redis.command("DBSIZE") == 0
-            native_delay_redis.command("SET", "left behind", attempt)
+            assert native_delay_redis.client.dbsize() == 0
+            native_delay_redis.client.set("left behind", attempt)
         """
     )
     project.runpytest_subprocess(*STRICT).assert_outcomes(passed=2)
