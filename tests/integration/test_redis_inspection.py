@@ -184,6 +184,13 @@ def test_plan_needs_no_levels(shop: Project) -> None:
     }
 
 
+def test_plan_names_the_key_behind_the_prefix(shop: Project) -> None:
+    """Without a broker."""
+    app = APP + 'app.conf.broker_transport_options = {{"global_keyprefix": "shop:"}}\n'
+    shop.write(app, "redis://127.0.0.1:9")
+    assert shop.told("plan", "1")["key"] == "shop:celery_delay.v1.due"
+
+
 def test_a_broker_that_is_not_there_is_one_sentence(
     tmp_path: Path, own_redis: PrivateRedis
 ) -> None:
