@@ -18,7 +18,8 @@ from celery_native_delay.testing import (
     vhost_name,
 )
 from celery_native_delay.testing.redis_installation import ServerName
-from tests.brokers import installed, installed_rabbitmq
+from pytest_celery_native_delay import installed
+from tests.brokers import installed_rabbitmq
 from tests.scheduling import scope_of
 
 # A failed assertion tells its values there as well, not in test modules alone.

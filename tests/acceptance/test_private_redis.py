@@ -21,7 +21,8 @@ from celery_native_delay.testing import (
     require_redis,
 )
 from celery_native_delay.testing.redis_installation import ServerName
-from tests.brokers import installed, self_signed_certificate
+from pytest_celery_native_delay import installed
+from tests.brokers import self_signed_certificate
 from tests.processes import assert_nothing_left_when_killed, processes_of
 from tests.waiting import wait_until
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from celery_native_delay.testing import private_redis, require_redis
+from pytest_celery_native_delay import installed
 from tests.acceptance.everything import (
     DELAYS,
     ROUTES,
@@ -19,7 +20,6 @@ from tests.acceptance.everything import (
     started_workers,
 )
 from tests.acceptance.worker import LATE_SECONDS, Fleet, Worker, fleet_on
-from tests.brokers import installed
 from tests.waiting import wait_until
 
 #: kombu's Redis transport takes an exchange that this process has not declared for a direct one:
