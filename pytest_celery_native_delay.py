@@ -12,69 +12,78 @@ else: neither Celery, nor kombu, nor the package is imported before a test asks 
 | `native_delay_redis_url` | test | url of its database 0, emptied before and afterwards |
 
 Where the broker is not installed the test is skipped, and says what to install; in CI (the
-environment variable `CI` is `true` or `1`) it fails. With pytest-xdist every process has its own.
+environment variable `CI` is `true` or `1`) it fails. A server that a test killed is up again for
+the next. With pytest-xdist every process has its own.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, NoReturn
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 import pytest
 
 if TYPE_CHECKING:
-    from celery_native_delay.testing import BrokerMissing, PrivateRabbitMQ, PrivateRedis
+    from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis
 
 IN_CI = os.environ.get("CI", "").lower() in ("1", "true")
 
 
-def skip_or_fail(missing: BrokerMissing) -> NoReturn:
-    """End a test whose broker is not installed: at home it is skipped, in CI it fails."""
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def installed(require: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """What *require* finds; where it raises BrokerMissing the test is skipped, in CI it fails."""
+    from celery_native_delay.testing import BrokerMissing
+
+    try:
+        return require(*args, **kwargs)
+    except BrokerMissing as exc:
+        missing = str(exc)
     if IN_CI:
-        pytest.fail(str(missing), pytrace=False)
-    pytest.skip(str(missing))
+        pytest.fail(missing, pytrace=False)
+    pytest.skip(missing)
 
 
 @pytest.fixture(scope="session")
 def native_delay_rabbitmq() -> Iterator[PrivateRabbitMQ]:
     """The system's RabbitMQ, on a private node that all tests of the session share."""
-    from celery_native_delay.testing import BrokerMissing, private_rabbitmq, require_rabbitmq
+    from celery_native_delay.testing import private_rabbitmq, require_rabbitmq
 
-    try:
-        require_rabbitmq()
-    except BrokerMissing as exc:
-        skip_or_fail(exc)
+    installed(require_rabbitmq)
     with private_rabbitmq() as rabbitmq:
         yield rabbitmq
 
 
 @pytest.fixture
 def native_delay_rabbitmq_url(native_delay_rabbitmq: PrivateRabbitMQ) -> Iterator[str]:
-    """The url of an empty virtual host that belongs to this test."""
+    """The url of an empty virtual host that belongs to this test, on a node that is up."""
     from celery_native_delay.testing import vhost_name
 
+    native_delay_rabbitmq.start()
     url = native_delay_rabbitmq.new_vhost()
     yield url
+    native_delay_rabbitmq.start()
     native_delay_rabbitmq.delete_vhost(vhost_name(url))
 
 
 @pytest.fixture(scope="session")
 def native_delay_redis() -> Iterator[PrivateRedis]:
     """The system's Redis or any Valkey, on a private server that all tests of the session share."""
-    from celery_native_delay.testing import BrokerMissing, private_redis, require_redis
+    from celery_native_delay.testing import private_redis, require_redis
 
-    try:
-        require_redis()
-    except BrokerMissing as exc:
-        skip_or_fail(exc)
+    installed(require_redis)
     with private_redis() as redis:
         yield redis
 
 
 @pytest.fixture
 def native_delay_redis_url(native_delay_redis: PrivateRedis) -> Iterator[str]:
-    """The url of an empty Redis; it is emptied again afterwards."""
-    native_delay_redis.command("FLUSHALL")
+    """The url of an empty Redis that is up; it is emptied again afterwards."""
+    native_delay_redis.start()
+    native_delay_redis.client.flushall()
     yield native_delay_redis.url
-    native_delay_redis.command("FLUSHALL")
+    native_delay_redis.start()
+    native_delay_redis.client.flushall()

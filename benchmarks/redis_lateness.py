@@ -174,14 +174,14 @@ def delaying(url: str, **options: Any) -> Any:
 
 def stopped(bench: Bench, redis: PrivateRedis, popped: Pipe, count: int) -> list[tuple[str, float]]:
     """ETA and time of all arrivals, once nothing waits and the list is empty."""
+    client = redis.client
 
     def gone() -> int:
-        waiting = redis.command("ZCARD", "celery_delay.v1.due")
-        return count - int(waiting) - int(redis.command("LLEN", QUEUE))
+        return count - int(client.zcard("celery_delay.v1.due")) - int(client.llen(QUEUE))
 
     longest = max(LONGEST_SECONDS, BURST_SECONDS) + GRACE_SECONDS
     bench.wait_for("redis-lateness, ours: arrive", gone, count, timeout_seconds=longest)
-    redis.command("LPUSH", QUEUE, STOP.decode())
+    client.lpush(QUEUE, STOP)
     arrivals: list[tuple[str, float]] = popped.recv()
     return arrivals
 

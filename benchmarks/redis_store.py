@@ -167,7 +167,7 @@ def member(name: str, number: int) -> str:
 
 
 def used_bytes(one: Pending) -> int:
-    return int(one.redis.info("memory")["used_memory"])
+    return int(one.redis.client.info("memory")["used_memory"])
 
 
 def add_some(one: Pending, number: int) -> None:
@@ -194,20 +194,21 @@ def promote_some(one: Pending, number: int) -> None:
         if moved.taken < BATCH:
             break
         one.promote_seconds.append(seconds)
-    one.redis.command("DEL", QUEUE)
+    one.redis.client.delete(QUEUE)
 
 
 def script_us(one: Pending) -> float:
     """Microseconds of one full batch by Redis' own account, the median."""
     now_ms = one.store.now_ms()
     store_all(one, "script", range(PROMOTED), lambda index: now_ms - 1)
+    client = one.redis.client
     for name, value in (("slowlog-max-len", 1_000), ("slowlog-log-slower-than", 0)):
-        one.redis.command("CONFIG", "SET", name, value)
-    one.redis.command("SLOWLOG", "RESET")
+        client.config_set(name, value)
+    client.slowlog_reset()
     for _ in range(PROMOTED // BATCH):
         one.store.promote(version=one.version)
-    entries = one.redis.command("SLOWLOG", "GET", -1)
-    return median(us for _, _, us, words, *_ in entries if words[0].upper() == "EVALSHA")
+    entries = client.slowlog_get(-1)
+    return median(e["duration"] for e in entries if e["command"].upper().startswith(b"EVALSHA "))
 
 
 # ---- kombu's own publish ---------------------------------------------------------------------
@@ -230,7 +231,7 @@ def publish_costs(bench: Bench, rounds: int) -> tuple[list[float], list[float], 
                     for _ in range(BLOCK):
                         seconds.append(timed(send, headers_in(3600 * hours) if hours else {}))
                 done(number + 1)
-        waiting = redis.command("ZCARD", connection.default_channel.delays.keys.due)
+        waiting = redis.client.zcard(connection.default_channel.delays.keys.due)
         assert waiting == len(delayed) + 2 * BLOCK, waiting
         return pushed, delayed, str(redis.installation)
 

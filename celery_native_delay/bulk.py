@@ -143,7 +143,7 @@ class Bulk:
         try:
             self._line.settle(timeout_seconds=self._timeout_seconds)
         except TimeoutError:
-            result.in_doubt += self._line.in_doubt
+            result.in_doubt += self._line.give_up()
         finally:
             result.refused += self._line.take_refused()
             result.seconds = monotonic() - self._started

@@ -23,31 +23,19 @@ case "${1-}" in
 esac
 if [ "${CI-}" = true ] || [ "${NATIVE_DELAY_TEST_43-}" = 1 ]; then with_43=yes; fi
 
-install_system_rabbitmq() {
-    for server in "/$SERVER" /opt/homebrew/opt/rabbitmq/sbin/rabbitmq-server \
-        /usr/local/opt/rabbitmq/sbin/rabbitmq-server; do
+# install_system NAME PACKAGE SERVER...: nothing to do where one of these servers is there.
+install_system() {
+    name=$1 package=$2; shift 2
+    for server; do
         if [ -x "$server" ]; then return; fi
     done
     if [ "$(uname)" = Darwin ]; then
-        echo "RabbitMQ is missing: run \`brew install rabbitmq\`." >&2
+        echo "$name is missing: run \`brew install ${package%-server}\`." >&2
         return 1
     fi
-    echo "Installing RabbitMQ from this system's packages."
-    "$here/install_packages.sh" rabbitmq-server
-    not_at_boot rabbitmq-server
-}
-
-install_system_redis() {
-    for server in /usr/bin/redis-server /opt/homebrew/bin/redis-server /usr/local/bin/redis-server; do
-        if [ -x "$server" ]; then return; fi
-    done
-    if [ "$(uname)" = Darwin ]; then
-        echo "Redis is missing: run \`brew install redis\`." >&2
-        return 1
-    fi
-    echo "Installing Redis from this system's packages."
-    "$here/install_packages.sh" redis-server
-    not_at_boot redis-server
+    echo "Installing $name from this system's packages."
+    "$here/install_packages.sh" "$package"
+    not_at_boot "$package"
 }
 
 # The service of a package just installed never starts: the tests start nodes of their own.
@@ -105,6 +93,10 @@ chroot "$0" apt-get install -qq -y --no-install-recommends rabbitmq-server
 chroot "$0" apt-get clean
 '
 
-install_system_rabbitmq
-if [ "$with_redis" = yes ]; then install_system_redis; fi
+install_system RabbitMQ rabbitmq-server "/$SERVER" \
+    /opt/homebrew/opt/rabbitmq/sbin/rabbitmq-server /usr/local/opt/rabbitmq/sbin/rabbitmq-server
+if [ "$with_redis" = yes ]; then
+    install_system Redis redis-server \
+        /usr/bin/redis-server /opt/homebrew/bin/redis-server /usr/local/bin/redis-server
+fi
 if [ "$with_43" = yes ]; then install_rabbitmq_43; fi

@@ -4,27 +4,15 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
-from typing import Literal, ParamSpec, TypeVar
+from typing import Literal
 
 import pytest
 
-from celery_native_delay.testing import BrokerMissing, require_rabbitmq
-from pytest_celery_native_delay import IN_CI, skip_or_fail
+from celery_native_delay.testing import require_rabbitmq
+from pytest_celery_native_delay import IN_CI, installed
 
 TEST_43 = IN_CI or os.environ.get("NATIVE_DELAY_TEST_43") == "1"
-
-P = ParamSpec("P")
-T = TypeVar("T")
-
-
-def installed(require: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
-    """What *require* finds; where it raises BrokerMissing, skip the test, and fail it in CI."""
-    try:
-        return require(*args, **kwargs)
-    except BrokerMissing as exc:
-        skip_or_fail(exc)
 
 
 def installed_rabbitmq(name: Literal["3.10", "4.3"]) -> str:

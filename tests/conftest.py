@@ -18,8 +18,14 @@ from celery_native_delay.testing import (
     vhost_name,
 )
 from celery_native_delay.testing.redis_installation import ServerName
-from tests.brokers import installed, installed_rabbitmq
+from pytest_celery_native_delay import installed
+from tests.brokers import installed_rabbitmq
 from tests.scheduling import scope_of
+
+# A failed assertion tells its values there as well, not in test modules alone.
+pytest.register_assert_rewrite(
+    "tests.acceptance", "tests.conformance", "tests.integration", "tests.processes", "tests.traffic"
+)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -94,7 +100,7 @@ def shared_redis(server_name: ServerName) -> Iterator[PrivateRedis]:
 @pytest.fixture
 def empty_redis(shared_redis: PrivateRedis) -> PrivateRedis:
     """The shared Redis or Valkey, emptied for this test."""
-    shared_redis.command("FLUSHALL")
+    shared_redis.client.flushall()
     return shared_redis
 
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
+
+from tests.waiting import wait_until
 
 
 def processes_of(folder: str) -> list[str]:
@@ -17,3 +21,26 @@ def processes_of(folder: str) -> list[str]:
         if folder.encode() in environment + command:
             found.append(command.replace(b"\0", b" ").decode())
     return found
+
+
+def assert_nothing_left_when_killed(broker: str, folder: str) -> None:
+    """A process that runs *broker* is killed: the folder and whoever was started for it are gone.
+
+    *broker* is how celery_native_delay.testing makes it, *folder* an expression of it.
+    """
+    program = (
+        "import sys\n"
+        "from celery_native_delay.testing import *\n"
+        f"with {broker} as broker:\n"
+        f"    print({folder}, flush=True)\n"
+        "    sys.stdin.read()\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        found = Path(process.stdout.readline().strip())
+        assert found.is_dir()
+        process.kill()
+    wait_until(lambda: not found.exists(), timeout_seconds=10)
+    wait_until(lambda: processes_of(found.name) == [], timeout_seconds=5)

@@ -59,8 +59,9 @@ def _errors_explained() -> Iterator[None]:
     except NativeDelayError as exc:
         raise click.ClickException(str(exc)) from exc
     except (OperationalError, AMQPError, OSError) as exc:
+        said = str(exc).rstrip(".")  # redis-py ends its sentences
         raise click.ClickException(
-            f"the broker cannot be used: {exc}; is it running, and is the URL right (celery -b)?"
+            f"the broker cannot be used: {said}; is it running, and is the URL right (celery -b)?"
         ) from exc
 
 

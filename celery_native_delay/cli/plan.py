@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import click
 
 from .group import as_json_option, command, print_json, settings, table
@@ -21,8 +19,9 @@ def plan(ctx: click.Context, seconds: float, queue: str, as_json: bool) -> None:
 
     chosen = settings(ctx)
     check_countdown(seconds, longest_delay_seconds=chosen.longest_delay_seconds)
-    if getattr(ctx.obj.app.connection_for_write().transport, "driver_type", "") == "redis":
-        _plan_without_levels(chosen, seconds, queue, as_json)
+    transport = ctx.obj.app.connection_for_write().transport
+    if hasattr(transport, "waits_in"):
+        _plan_without_levels(transport.waits_in(chosen), seconds, queue, as_json)
         return
     topology = Topology(chosen)
     units = units_until(round(seconds * 1_000_000), now_us=0, resolution_ms=chosen.resolution_ms)
@@ -48,10 +47,9 @@ def plan(ctx: click.Context, seconds: float, queue: str, as_json: bool) -> None:
     click.echo(f"routing key   {key}")
 
 
-def _plan_without_levels(chosen: Any, seconds: float, queue: str, as_json: bool) -> None:
+def _plan_without_levels(key: str, seconds: float, queue: str, as_json: bool) -> None:
     """Redis keeps a message in one place until it is due, to the millisecond."""
     waits = max(-(-round(seconds * 1_000_000) // 1000), 0) / 1000
-    key = f"{chosen.namespace}.v1.due"
     if as_json:
         print_json({"delay_seconds": seconds, "waits_seconds": waits, "key": key, "hops": []})
     else:

@@ -75,7 +75,9 @@ def require_rabbitmq(version: str | None = None) -> RabbitMQInstallation:
             f"root, run `scripts/setup_brokers.sh --with-4.3`, or name the folder that has it in "
             f"{ROOT_VARIABLE}"
         )
+    other = find_rabbitmq() if version else None
     raise BrokerMissing(
         f"RabbitMQ{f' {version}' if version else ''} is not installed: run "
         f"`scripts/setup_brokers.sh`, `apt install rabbitmq-server` or `brew install rabbitmq`"
+        f"{f'; this machine has {other.version}' if other else ''}"
     )

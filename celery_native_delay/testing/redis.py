@@ -22,8 +22,8 @@ from urllib.parse import quote, urlencode
 from .errors import BrokerFailed
 from .ports import claim_ports, port_of
 from .processes import KeptServer
+from .redis_client import answers, client_of
 from .redis_installation import RedisInstallation, ServerName, require_redis
-from .resp import ask
 
 _BOOT_SECONDS = 60
 """It takes 10-50 ms; loading a large append-only file, or a busy machine, takes longer."""
@@ -69,7 +69,7 @@ def private_redis(
         config: more lines of redis.conf.
 
     Raises:
-        BrokerMissing: that server is not installed; the message says how to get it.
+        BrokerMissing: that server or redis-py is not installed; the message says how to get it.
         BrokerFailed: it does not start, or another one runs in *folder*.
     """
     redis = PrivateRedis(
@@ -123,6 +123,8 @@ class PrivateRedis:
         replica_of: PrivateRedis | None = None,
         config: str = "",
     ) -> None:
+        if replica_of is not None and replica_of.port is None:
+            raise BrokerFailed("a replica copies over TCP: expected its master to have a port")
         self.installation = installation
         self.password = password
         self._certificate = tls[0].absolute() if tls else None
@@ -147,7 +149,7 @@ class PrivateRedis:
         else:
             lines += [f"port {self.port or 0}"]
         if password is not None:
-            lines += [f'requirepass "{password}"\nmasterauth "{password}"']
+            lines += [f"requirepass {quoted(password)}\nmasterauth {quoted(password)}"]
         if replica_of is not None:
             lines += [f"replicaof 127.0.0.1 {replica_of.port}"]
         configuration = self.folder / "redis.conf"
@@ -211,26 +213,10 @@ class PrivateRedis:
         """The last *lines* that the server logged."""
         return self._server.log_tail(lines)
 
-    def command(self, *words: str | float) -> Any:
-        """Send one command, as in `command("CONFIG", "SET", "maxmemory", 1)`; return the reply.
-
-        Texts come as str, numbers as int, lists as list, "nothing there" as None.
-
-        Raises BrokerFailed with the server's words when it refuses, OSError when it is down.
-        """
-        return ask(self.socket, *words, password=self.password)
-
     @property
     def client(self) -> Any:
-        """A new client of redis-py over the unix socket; the only thing here that needs it."""
-        from redis import Redis
-
-        return Redis(unix_socket_path=str(self.socket), password=self.password)
-
-    def info(self, section: str) -> dict[str, str]:
-        """One section of INFO, such as "persistence"."""
-        lines = self.command("INFO", section).splitlines()
-        return dict(line.split(":", 1) for line in lines if ":" in line)
+        """A new `redis.Redis` of redis-py, over the unix socket."""
+        return client_of(unix_socket_path=str(self.socket), password=self.password)
 
     # ---- inside ----------------------------------------------------------------------------
 
@@ -239,11 +225,13 @@ class PrivateRedis:
         return "" if self.password is None else f":{quote(self.password, safe='')}@"
 
     def _serves(self) -> bool:
-        """Whether it answers; while it loads its data it refuses."""
-        try:
-            return bool(self.command("PING") == "PONG")
-        except (OSError, BrokerFailed):
-            return False
+        return answers(self.client)
+
+
+def quoted(text: str) -> str:
+    """*text* as one word of redis.conf."""
+    escaped = text.replace("\\", "\\\\").replace('"', '\\"')
+    return f'"{escaped}"'
 
 
 def _lock(folder: Path) -> int:

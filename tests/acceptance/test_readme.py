@@ -14,7 +14,7 @@ from kombu import Connection
 
 from celery_native_delay import DelaySettings
 from celery_native_delay.testing import PrivateRedis, require_rabbitmq, require_redis
-from tests.brokers import installed
+from pytest_celery_native_delay import installed
 from tests.waiting import wait_until
 
 pytest_plugins = ["pytester"]

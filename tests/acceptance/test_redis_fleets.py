@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from celery_native_delay.testing import private_redis, require_redis
+from pytest_celery_native_delay import installed
 from tests.acceptance.worker import REPOSITORY, Fleet, fleet_on
-from tests.brokers import installed
 from tests.waiting import wait_until
 
 

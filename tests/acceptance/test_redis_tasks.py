@@ -6,24 +6,20 @@ All tasks are sent before the first test looks, so that their waits overlap.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import pairwise
-from time import time
 
 import pytest
 
 from celery_native_delay.testing import private_redis, require_redis
-from tests.acceptance.test_tasks import (
+from pytest_celery_native_delay import installed
+from tests.acceptance.everything import (
     DELAYS,
-    RETRIES,
     ROUTES,
-    WORKER_OF,
     Everything,
-    assert_same_way,
     due,
     same_delivery,
+    started_workers,
 )
 from tests.acceptance.worker import LATE_SECONDS, Fleet, Worker, fleet_on
-from tests.brokers import installed
 from tests.waiting import wait_until
 
 #: kombu's Redis transport takes an exchange that this process has not declared for a direct one:
@@ -44,15 +40,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
 
 @pytest.fixture(scope="module")
 def workers(fleet: Fleet) -> list[Worker]:
-    found = [
-        fleet.worker(
-            name="first", queues="default,orders,invoices,news", concurrency=3, wait=False
-        ),
-        fleet.worker(name="second", queues="side,parcels", concurrency=2, wait=False),
-    ]
-    for worker in found:
-        worker.wait_ready()
-    return found
+    return started_workers(fleet)
 
 
 @pytest.fixture(scope="module")
@@ -63,14 +51,7 @@ def everything(fleet: Fleet, workers: list[Worker]) -> Everything:
 def test_the_worker_holds_nothing_while_tasks_wait(
     everything: Everything, workers: list[Worker]
 ) -> None:
-    names = [worker.name for worker in workers]
-    inspect = everything.app.control.inspect(destination=names, timeout=5)
-    until = everything.started + 5  # the longest countdown
-    answers = 0
-    while time() < until or not answers:
-        replies = inspect.scheduled() or {}
-        answers += len(replies)
-        assert [held for held in replies.values() if held] == []
+    everything.assert_none_held_by(workers)
 
 
 @pytest.mark.parametrize("name", DELAYS)
@@ -97,26 +78,12 @@ def test_the_task_sees_the_original_eta_and_its_own_headers(everything: Everythi
 
 @pytest.mark.parametrize("route", BY_NAME)
 def test_a_route(everything: Everything, route: str) -> None:
-    sent = everything.routes[route]
-    run = everything.run_once(sent)
-    run.assert_on_time(sent.before + 1, sent.after + 1)
-    undelayed = everything.run_once(everything.undelayed[route])
-    assert run.delivery_info == undelayed.delivery_info
-    assert run.worker == undelayed.worker
-    assert run.worker.startswith(WORKER_OF[route])
+    everything.assert_arrived_as_undelayed(route)
 
 
 @pytest.mark.parametrize("route", BY_NAME)
 def test_a_retry_comes_back_to_its_queue(everything: Everything, route: str) -> None:
-    sent = everything.retries[route]
-    runs = everything.fleet.record.wait_for(RETRIES + 1, task_id=sent.id, timeout_seconds=60)
-    assert [run.retries for run in runs] == list(range(RETRIES + 1))
-    runs[0].assert_on_time(sent.before + 0.5, sent.after + 0.5)
-    assert_same_way(runs, everything.run_once(everything.undelayed[route]))
-    for before, run in pairwise(runs):
-        assert run.due is not None
-        assert run.due >= before.started + 0.3
-        run.assert_on_time(run.due)
+    everything.assert_retried(route)
 
 
 def test_canvas(everything: Everything) -> None:

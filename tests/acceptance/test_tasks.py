@@ -5,149 +5,26 @@ All tasks are sent before the first test looks, so that their waits overlap.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from collections.abc import Iterator
+from datetime import datetime
 from itertools import pairwise
-from time import time
-from typing import Any
 
 import pytest
-from celery import Celery, chain, chord, group
 from celery.result import AsyncResult, GroupResult
 
 from celery_native_delay.testing import PrivateRabbitMQ
+from tests.acceptance.everything import (
+    DELAYS,
+    RETRIES,
+    ROUTES,
+    Everything,
+    assert_same_way,
+    due,
+    same_delivery,
+    started_workers,
+)
 from tests.acceptance.worker import Fleet, Run, Worker, fleet_on
 from tests.waiting import wait_until
-
-RETRIES = 10
-
-ROUTES: dict[str, dict[str, Any]] = {
-    "no route": {},
-    "queue": {"queue": "side"},
-    "topic exchange": {"exchange": "shop", "routing_key": "orders.new.today"},
-    "topic exchange, wildcard": {"exchange": "shop", "routing_key": "big.parcel"},
-    "direct exchange": {"exchange": "billing", "routing_key": "invoice.new"},
-    "fanout exchange": {"exchange": "broadcast", "routing_key": ""},
-}
-
-#: Who consumes the only queue that a route leads to.
-WORKER_OF = dict.fromkeys(ROUTES, "first") | {
-    "queue": "second",
-    "topic exchange, wildcard": "second",
-}
-
-
-@dataclass(frozen=True)
-class Delay:
-    """Options that delay a task, given the time, and by how many seconds."""
-
-    options: Callable[[datetime], dict[str, Any]]
-    seconds: float
-
-
-def countdown(seconds: float, **more: Any) -> Delay:
-    return Delay(lambda now: {"countdown": seconds} | more, max(seconds, 0))
-
-
-DELAYS: dict[str, Delay] = {
-    "countdown=0.3": countdown(0.3),
-    "countdown=1": countdown(1),
-    "countdown=1.5": countdown(1.5),
-    "countdown=5": countdown(5),
-    "negative countdown": countdown(-10),
-    "aware eta": Delay(lambda now: {"eta": now + timedelta(seconds=2)}, 2),
-    "aware eta elsewhere": Delay(lambda now: {"eta": (now + timedelta(seconds=2)).astimezone()}, 2),
-    "naive eta": Delay(lambda now: {"eta": now.replace(tzinfo=None) + timedelta(seconds=2)}, 2),
-    "eta in the past": Delay(lambda now: {"eta": now - timedelta(hours=1)}, 0),
-    "expires after the delay": countdown(1, expires=60),
-    "priority": countdown(1, priority=7),
-    "headers of one's own": countdown(1, headers={"customer": 7}),
-}
-
-
-@dataclass(frozen=True)
-class Sent:
-    """A task, its options, and the Unix times between which it was sent."""
-
-    id: str
-    result: Any
-    options: dict[str, Any]
-    before: float
-    after: float
-
-
-def send(signature: Any, **options: Any) -> Sent:
-    before = time()
-    result = signature.apply_async(**options)
-    return Sent(result.id, result, options, before, time())
-
-
-class Everything:
-    """All tasks of this module, sent in one go."""
-
-    def __init__(self, fleet: Fleet, app: Celery) -> None:
-        self.fleet = fleet
-        self.app = app
-        self.started = time()
-        task = app.tasks
-        note = task["note"]
-
-        def noted(*names: str) -> list[Any]:
-            return [note.si(name) for name in names]
-
-        self.undelayed = {
-            route: send(note.si(f"undelayed, {route}"), **options)
-            for route, options in ROUTES.items()
-        }
-        self.priority = send(note.si("undelayed, priority"), priority=7)
-        self.expired = send(note.si("expired"), countdown=2, expires=1)
-        self.delays = {
-            name: send(note.si(name), **delay.options(datetime.now(UTC)))
-            for name, delay in DELAYS.items()
-        }
-        self.routes = {
-            route: send(note.si(route), countdown=1, **options) for route, options in ROUTES.items()
-        }
-        self.retries = {
-            route: send(task["again"].si(RETRIES, 0.3), countdown=0.5, **options)
-            for route, options in ROUTES.items()
-        }
-        self.autoretries = {
-            route: send(task["busy"].si(RETRIES), countdown=0.5, **options)
-            for route, options in ROUTES.items()
-        }
-        self.resent = {
-            route: send(task["resend"].si(5, 0.3, options), headers={"customer": route}, **options)
-            for route, options in ROUTES.items()
-        }
-        self.link = send(note.si("linking"), countdown=1, link=note.si("linked").set(countdown=1))
-        self.chain = send(
-            chain(*[step.set(countdown=1) for step in noted("link 1", "link 2", "link 3")])
-        )
-        self.group = send(group(noted("member 1", "member 2", "member 3")), countdown=1)
-        self.chord = send(
-            chord(
-                [part.set(countdown=1) for part in noted("part 1", "part 2", "part 3")],
-                task["gather"].s("gathered").set(countdown=0.5),
-            )
-        )
-        self.skewed = send(group(noted("skew 1", "skew 2", "skew 3")).skew(step=0.5))
-
-    def run_once(self, sent: Sent, *, timeout_seconds: float = 40) -> Run:
-        """The only run of a task."""
-        (run,) = self.fleet.record.wait_for(task_id=sent.id, timeout_seconds=timeout_seconds)
-        return run
-
-    def noted(self, text: str) -> Run:
-        """The only run of "note" with this argument."""
-
-        def noted() -> list[Run] | None:
-            found = [run for run in self.fleet.record.runs(name="note") if run.args == [text]]
-            return found or None
-
-        (run,) = wait_until(noted, timeout_seconds=40)
-        return run
 
 
 @pytest.fixture(scope="module")
@@ -160,43 +37,19 @@ def fleet(rabbitmq: PrivateRabbitMQ, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="module")
-def workers(fleet: Fleet) -> dict[str, Worker]:
-    """Two, so that a run tells by its worker from which queues it came."""
-    found = {
-        "first": fleet.worker(
-            name="first", queues="default,orders,invoices,news", concurrency=3, wait=False
-        ),
-        "second": fleet.worker(name="second", queues="side,parcels", concurrency=2, wait=False),
-    }
-    for worker in found.values():
-        worker.wait_ready()
-    return found
+def workers(fleet: Fleet) -> list[Worker]:
+    return started_workers(fleet)
 
 
 @pytest.fixture(scope="module")
-def everything(fleet: Fleet, workers: dict[str, Worker]) -> Everything:
+def everything(fleet: Fleet, workers: list[Worker]) -> Everything:
     return Everything(fleet, fleet.app())
 
 
-def same_delivery(run: Run, undelayed: Run) -> bool:
-    """Whether a task sees the same delivery, but for its priority."""
-    ignored = {"redelivered", "priority"}
-    return {k: v for k, v in run.delivery_info.items() if k not in ignored} == {
-        k: v for k, v in undelayed.delivery_info.items() if k not in ignored
-    }
-
-
 def test_the_worker_holds_nothing_while_tasks_wait(
-    everything: Everything, workers: dict[str, Worker]
+    everything: Everything, workers: list[Worker]
 ) -> None:
-    names = [worker.name for worker in workers.values()]
-    inspect = everything.app.control.inspect(destination=names, timeout=5)
-    until = everything.started + 5  # the longest countdown
-    answers = 0
-    while time() < until or not answers:
-        replies = inspect.scheduled() or {}
-        answers += len(replies)
-        assert [held for held in replies.values() if held] == []
+    everything.assert_none_held_by(workers)
 
 
 @pytest.mark.parametrize("name", DELAYS)
@@ -208,12 +61,6 @@ def test_a_delay(everything: Everything, name: str) -> None:
     undelayed = everything.run_once(everything.undelayed["no route"])
     assert same_delivery(run, undelayed)
     assert run.eta is not None
-
-
-def due(sent: Sent) -> float:
-    """Unix time of an eta; a naive one is UTC, whatever the app's time zone."""
-    eta: datetime = sent.options["eta"]
-    return (eta if eta.tzinfo else eta.replace(tzinfo=UTC)).timestamp()
 
 
 def test_the_task_sees_the_original_eta(everything: Everything) -> None:
@@ -251,26 +98,12 @@ def test_a_task_that_expires_before_it_is_due_is_revoked(everything: Everything)
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_route(everything: Everything, route: str) -> None:
-    sent = everything.routes[route]
-    run = everything.run_once(sent)
-    run.assert_on_time(sent.before + 1, sent.after + 1)
-    undelayed = everything.run_once(everything.undelayed[route])
-    assert run.delivery_info == undelayed.delivery_info
-    assert run.worker == undelayed.worker
-    assert run.worker.startswith(WORKER_OF[route])
+    everything.assert_arrived_as_undelayed(route)
 
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_a_retry_comes_back_to_its_queue(everything: Everything, route: str) -> None:
-    sent = everything.retries[route]
-    runs = everything.fleet.record.wait_for(RETRIES + 1, task_id=sent.id, timeout_seconds=60)
-    assert [run.retries for run in runs] == list(range(RETRIES + 1))
-    runs[0].assert_on_time(sent.before + 0.5, sent.after + 0.5)
-    assert_same_way(runs, everything.run_once(everything.undelayed[route]))
-    for before, run in pairwise(runs):
-        assert run.due is not None
-        assert run.due >= before.started + 0.3
-        run.assert_on_time(run.due)
+    everything.assert_retried(route)
 
 
 @pytest.mark.parametrize("route", ROUTES)
@@ -305,12 +138,6 @@ def test_a_task_resent_with_its_own_headers(everything: Everything, route: str) 
         assert run.due is not None
         assert run.due >= before.started + 0.3
         run.assert_on_time(run.due)
-
-
-def assert_same_way(runs: list[Run], undelayed: Run) -> None:
-    for run in runs:
-        assert run.worker == undelayed.worker
-        assert same_delivery(run, undelayed)
 
 
 def test_a_link_follows(everything: Everything) -> None:

@@ -20,7 +20,8 @@ from celery_native_delay.testing import (
     vhost_name,
 )
 from celery_native_delay.testing.redis_installation import ServerName
-from tests.brokers import installed, installed_rabbitmq
+from pytest_celery_native_delay import installed
+from tests.brokers import installed_rabbitmq
 
 
 class Broker(Protocol):

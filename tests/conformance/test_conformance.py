@@ -20,21 +20,12 @@ from celery_native_delay import DelayTooLong
 from tests.acceptance.worker import EARLY_SECONDS, LATE_SECONDS, Fleet, Worker, fleet_on
 from tests.conformance.brokers import Broker
 from tests.conformance.traffic import attended, delaying, waiting_count
-from tests.integration.redis_traffic import PATIENCE_SECONDS, Inbox, inbox, publish
+from tests.traffic import DIRECT, PATIENCE_SECONDS, QUEUES, TOPIC, Inbox, inbox, publish
 from tests.waiting import wait_until
 
-TOPIC = Exchange("shop", type="topic")
-DIRECT = Exchange("billing", type="direct")
 FANOUT = Exchange("news", type="fanout")
 
-QUEUES = [
-    Queue("default"),
-    Queue("orders", TOPIC, routing_key="orders.#"),
-    Queue("urgent", TOPIC, routing_key="*.urgent"),
-    Queue("invoices", DIRECT, routing_key="invoice"),
-    Queue("copies", DIRECT, routing_key="invoice"),
-    Queue("headlines", FANOUT),
-]
+EVERY_QUEUE = [*QUEUES, Queue("headlines", FANOUT)]
 
 ROUTES: dict[str, tuple[dict[str, Any], set[str]]] = {
     "default": ({"routing_key": "default"}, {"default"}),
@@ -82,7 +73,7 @@ def test_it_arrives_exactly_where_and_as_the_undelayed_one(url: str) -> None:
     headers = {"id": "task-1", "customer": {"n": 1.0}}
     boxes: dict[str, Inbox] = {}
     with attended(url), delaying(url) as connection:
-        for queue in QUEUES:
+        for queue in EVERY_QUEUE:
             boxes[queue.name] = Inbox(connection)
             connection.Consumer([queue], callbacks=[boxes[queue.name].receive]).consume()
         receiver = boxes["default"]

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from threading import Event, Thread
+from threading import Event
 from typing import Any
 
 from kombu import Connection
 
 from celery_native_delay import DelaySettings
 from celery_native_delay.transports.contract import Promotes, WorkerPart
+from tests.traffic import beside
 
 #: On RabbitMQ few and short levels, which are quick to declare; the longest delay is 163.84 s.
 SETTINGS = {"namespace": "tests", "levels": 13, "resolution": 0.02}
 
 _LOOK_SECONDS = 0.2
-_END_SECONDS = 30.0
 
 
 def delaying(url: str, *, transport_options: dict[str, Any] | None = None) -> Any:
@@ -35,27 +35,15 @@ def attended(url: str) -> Iterator[None]:
         part.prepare(url)
         if isinstance(part, Promotes):
             promoter = part.promoter(lambda **options: delaying(url, **options))
-            stack.enter_context(_beside(promoter.run, stop=promoter.stop))
+            stack.enter_context(beside(promoter.run, stop=promoter.stop))
         ended = Event()
 
         def rescue() -> None:
             while not ended.wait(_LOOK_SECONDS):
                 part.rescue()
 
-        stack.enter_context(_beside(rescue, stop=ended.set))
+        stack.enter_context(beside(rescue, stop=ended.set))
         yield
-
-
-@contextmanager
-def _beside(run: Callable[[], None], *, stop: Callable[[], None]) -> Iterator[None]:
-    thread = Thread(target=run, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        stop()
-        thread.join(_END_SECONDS)
-        assert not thread.is_alive()
 
 
 def waiting_count(connection: Any) -> int:

@@ -19,7 +19,8 @@ from celery_native_delay import (
 )
 from celery_native_delay.bulk import BulkResult, bulk
 from celery_native_delay.testing import private_rabbitmq
-from tests.integration.traffic import SETTINGS, Arrival, Inbox, bodies, eta_in, inbox
+from tests.integration.traffic import SETTINGS, Arrival, Inbox, bodies, inbox
+from tests.traffic import eta_in
 from tests.waiting import wait_until
 
 ORDERS = Queue("orders", Exchange("shop", type="topic"), routing_key="order.#")

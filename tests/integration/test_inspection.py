@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,8 +21,8 @@ from celery_native_delay.testing import PrivateRabbitMQ, private_rabbitmq
 from celery_native_delay.transports.rabbitmq.declaring import apply
 from celery_native_delay.transports.rabbitmq.inspection import Status, Verification, status, verify
 from celery_native_delay.transports.rabbitmq.management import ManagementAPI, management_of
+from tests.integration.project import Project
 from tests.integration.traffic import (
-    PATIENCE_SECONDS,
     SETTINGS,
     TOPOLOGY,
     bind,
@@ -34,8 +33,8 @@ from tests.integration.traffic import (
     depth,
     inbox,
     parked_count,
-    publish,
 )
+from tests.traffic import PATIENCE_SECONDS, publish
 from tests.waiting import wait_until
 
 LEVEL = TOPOLOGY.level_queue(3)
@@ -478,45 +477,9 @@ app = Celery("shop", broker={url!r}, set_as_current=False)
 """
 
 
-@dataclass(frozen=True)
-class Project:
-    """A folder with a small Celery app, and its command line."""
-
-    folder: Path
-
-    def write(self, source: str, url: str, **settings: Any) -> Project:
-        (self.folder / "shop.py").write_text(source.format(url=url, settings=SETTINGS | settings))
-        return self
-
-    def delay(self, *arguments: str, answer: str = "") -> subprocess.CompletedProcess[str]:
-        """Run ``celery -A shop delay …``; never with a traceback."""
-        done = subprocess.run(
-            [sys.executable, "-m", "celery", "-A", "shop", "delay", *arguments],
-            cwd=self.folder,
-            input=answer,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_SECONDS,
-        )
-        assert "Traceback" not in done.stdout + done.stderr, done.stderr
-        return done
-
-    def told(self, *arguments: str) -> Any:
-        """What it prints with ``--json``, when all is well."""
-        done = self.delay(*arguments, "--json")
-        assert (done.returncode, done.stderr) == (0, "")
-        return json.loads(done.stdout)
-
-    def lines(self, *arguments: str) -> list[str]:
-        """What it prints, when all is well, without what lines up columns."""
-        done = self.delay(*arguments)
-        assert (done.returncode, done.stderr) == (0, "")
-        return [" ".join(line.split()) for line in done.stdout.splitlines()]
-
-
 @pytest.fixture
 def project(tmp_path: Path) -> Project:
-    return Project(tmp_path)
+    return Project(tmp_path, SETTINGS)
 
 
 @pytest.fixture

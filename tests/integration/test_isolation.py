@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from datetime import datetime
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from celery_native_delay.core.topology import Topology
 from celery_native_delay.testing import PrivateRabbitMQ, private_rabbitmq, vhost_name
 from celery_native_delay.transports.rabbitmq.parking import rescue
 from tests.integration.traffic import (
-    PATIENCE_SECONDS,
     SETTINGS,
     TOPOLOGY,
     Arrival,
@@ -31,8 +29,8 @@ from tests.integration.traffic import (
     held,
     inbox,
     parked_count,
-    publish,
 )
+from tests.traffic import PATIENCE_SECONDS, publish
 from tests.waiting import wait_until
 
 FLOOD = range(100)
@@ -67,12 +65,8 @@ def retrying_url(retrying_rabbitmq: PrivateRabbitMQ) -> Iterator[str]:
 # ---- a flood beside others ---------------------------------------------------------------------
 
 
-def lateness_seconds(arrival: Arrival) -> float:
-    return arrival.at - datetime.fromisoformat(arrival.message.headers["eta"]).timestamp()
-
-
 def assert_on_time(arrivals: list[Arrival]) -> None:
-    late = {arrival.body: lateness_seconds(arrival) for arrival in arrivals}
+    late = {arrival.body: arrival.lateness_seconds for arrival in arrivals}
     assert all(0 <= seconds < LATE_SECONDS for seconds in late.values()), late
 
 

@@ -41,10 +41,9 @@ from tests.integration.traffic import (
     delaying,
     delays_of,
     depth,
-    eta_in,
     parked_count,
-    publish,
 )
+from tests.traffic import eta_in, publish
 
 MORE_EXAMPLES = int(os.environ.get("NATIVE_DELAY_PARITY_EXAMPLES", "0"))
 EXAMPLES = 40

@@ -18,7 +18,6 @@ from celery_native_delay.core.due_time import due_us
 from celery_native_delay.testing import PrivateRabbitMQ
 from celery_native_delay.transports.rabbitmq.parking import BATCH, Rescue, count, peek, rescue
 from tests.integration.traffic import (
-    PATIENCE_SECONDS,
     TOPOLOGY,
     Inbox,
     assert_nothing_held,
@@ -28,11 +27,10 @@ from tests.integration.traffic import (
     declare_queue,
     delaying,
     delays_of,
-    eta_in,
     inbox,
     parked_count,
-    publish,
 )
+from tests.traffic import PATIENCE_SECONDS, eta_in, publish
 from tests.waiting import wait_until
 
 

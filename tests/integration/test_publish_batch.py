@@ -16,9 +16,9 @@ from tests.integration.traffic import (
     delaying,
     delays_of,
     depth,
-    eta_in,
     inbox,
 )
+from tests.traffic import eta_in
 
 pytestmark = pytest.mark.skipif(
     not hasattr(Producer, "batch"), reason="kombu has Producer.batch() since 5.7"

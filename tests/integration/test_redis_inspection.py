@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +12,9 @@ from celery_native_delay import UnsupportedBroker
 from celery_native_delay.testing import PrivateRedis
 from celery_native_delay.transports.redis.admin_part import RedisAdminPart
 from celery_native_delay.transports.redis.server import Server
-from tests.integration.redis_traffic import PATIENCE_SECONDS, delaying, promote, publish, store_of
+from tests.integration.project import Project
+from tests.integration.redis_traffic import delaying, promote, store_of
+from tests.traffic import publish
 
 pytestmark = pytest.mark.parametrize("server_name", ["redis"], indirect=True)
 
@@ -31,40 +29,9 @@ install(app)
 """
 
 
-@dataclass(frozen=True)
-class Shop:
-    """A folder with a small Celery app, and its command line."""
-
-    folder: Path
-
-    def delay(self, *arguments: str, answer: str = "") -> subprocess.CompletedProcess[str]:
-        """Run ``celery -A shop delay …``; never with a traceback."""
-        done = subprocess.run(
-            [sys.executable, "-m", "celery", "-A", "shop", "delay", *arguments],
-            cwd=self.folder,
-            input=answer,
-            capture_output=True,
-            text=True,
-            timeout=PATIENCE_SECONDS,
-        )
-        assert "Traceback" not in done.stdout + done.stderr, done.stderr
-        return done
-
-    def told(self, *arguments: str, status: int = 0) -> Any:
-        """What it prints with ``--json``."""
-        done = self.delay(*arguments, "--json")
-        assert (done.returncode, done.stderr) == (status, "")
-        return json.loads(done.stdout)
-
-
-def new_shop(folder: Path, url: str) -> Shop:
-    (folder / "shop.py").write_text(APP.format(url=url))
-    return Shop(folder)
-
-
 @pytest.fixture
-def shop(tmp_path: Path, empty_redis: PrivateRedis) -> Shop:
-    return new_shop(tmp_path, empty_redis.url)
+def shop(tmp_path: Path, empty_redis: PrivateRedis) -> Project:
+    return Project(tmp_path).write(APP, empty_redis.url)
 
 
 @pytest.fixture
@@ -83,18 +50,18 @@ def park(connection: Any, server: PrivateRedis) -> None:
     assert promote(store).parked == 1
 
 
-def test_declare_checks_the_server(shop: Shop) -> None:
+def test_declare_checks_the_server(shop: Project) -> None:
     done = shop.delay("declare")
     assert done.stdout.startswith(f"{NAME}: nothing to declare, Redis ")
     assert shop.told("declare")["name"] == NAME
 
 
-def test_verify_finds_nothing_on_a_server_as_it_should_be(shop: Shop) -> None:
+def test_verify_finds_nothing_on_a_server_as_it_should_be(shop: Project) -> None:
     done = shop.delay("verify")
     assert (done.returncode, done.stdout, done.stderr) == (0, f"{NAME}: as planned\n", "")
 
 
-def test_verify_names_what_may_lose_messages(shop: Shop, empty_redis: PrivateRedis) -> None:
+def test_verify_names_what_may_lose_messages(shop: Project, empty_redis: PrivateRedis) -> None:
     client = empty_redis.client
     client.config_set("maxmemory-policy", "allkeys-lru")
     client.config_set("appendonly", "no")
@@ -143,7 +110,7 @@ def test_verify_says_what_it_could_not_look_at(
         part.verify()
 
 
-def test_status_counts(shop: Shop, connection: Any, empty_redis: PrivateRedis) -> None:
+def test_status_counts(shop: Project, connection: Any, empty_redis: PrivateRedis) -> None:
     assert shop.delay("status").stdout.splitlines() == [
         "waiting   0",
         "next due  -",
@@ -166,7 +133,7 @@ def test_status_counts(shop: Shop, connection: Any, empty_redis: PrivateRedis) -
 
 
 def test_parked_list_requeue_and_purge(
-    shop: Shop, connection: Any, empty_redis: PrivateRedis
+    shop: Project, connection: Any, empty_redis: PrivateRedis
 ) -> None:
     assert shop.delay("parked", "list").stdout == "0 parked message(s)\n"
     park(connection, empty_redis)
@@ -196,7 +163,7 @@ def test_parked_list_requeue_and_purge(
     assert shop.told("parked", "purge", "--force") == {"purged": 0}
 
 
-def test_purge_asks_first(shop: Shop, connection: Any, empty_redis: PrivateRedis) -> None:
+def test_purge_asks_first(shop: Project, connection: Any, empty_redis: PrivateRedis) -> None:
     park(connection, empty_redis)
     publish(connection, "later", "jobs", delay=60)
     assert shop.delay("purge", answer="n\n").returncode == 1
@@ -206,7 +173,7 @@ def test_purge_asks_first(shop: Shop, connection: Any, empty_redis: PrivateRedis
     assert (census.waiting, census.parked) == (0, 1)
 
 
-def test_plan_needs_no_levels(shop: Shop) -> None:
+def test_plan_needs_no_levels(shop: Project) -> None:
     done = shop.delay("plan", "90")
     assert done.stdout == "90 s waits 90 s in celery_delay.v1.due, then goes to 'celery'\n"
     assert shop.told("plan", "0.0015") == {
@@ -217,15 +184,24 @@ def test_plan_needs_no_levels(shop: Shop) -> None:
     }
 
 
+def test_plan_names_the_key_behind_the_prefix(shop: Project) -> None:
+    """Without a broker."""
+    app = APP + 'app.conf.broker_transport_options = {{"global_keyprefix": "shop:"}}\n'
+    shop.write(app, "redis://127.0.0.1:9")
+    assert shop.told("plan", "1")["key"] == "shop:celery_delay.v1.due"
+
+
 def test_a_broker_that_is_not_there_is_one_sentence(
     tmp_path: Path, own_redis: PrivateRedis
 ) -> None:
-    shop = new_shop(tmp_path, own_redis.url)
+    shop = Project(tmp_path).write(APP, own_redis.url)
     own_redis.stop()
     for command in (("status",), ("verify",), ("parked", "list"), ("promote",)):
         done = shop.delay(*command)
         assert done.returncode == 1
         assert done.stderr.startswith("Error: the broker cannot be used: ")
+        assert "; is it running, " in done.stderr
+        assert ".;" not in done.stderr
 
 
 def test_a_user_without_permission_is_one_sentence(
@@ -235,7 +211,7 @@ def test_a_user_without_permission_is_one_sentence(
     client.execute_command(
         *["ACL", "SETUSER", "guest", "on", ">guest", "~celery*", "&*", "+@all", "-evalsha"]
     )
-    shop = new_shop(tmp_path, empty_redis.url.replace("//", "//guest:guest@"))
+    shop = Project(tmp_path).write(APP, empty_redis.url.replace("//", "//guest:guest@"))
     done = shop.delay("status")
     client.execute_command("ACL", "DELUSER", "guest")
     assert done.returncode == 1

@@ -24,16 +24,10 @@ from celery_native_delay.testing.redis_installation import ServerName
 from celery_native_delay.transports.redis import promoter as module
 from celery_native_delay.transports.redis.envelope import Destination, entry_of
 from celery_native_delay.transports.redis.promoter import Promoter
-from tests.brokers import installed, self_signed_certificate
-from tests.integration.redis_traffic import (
-    PATIENCE_SECONDS,
-    connector,
-    delaying,
-    inbox,
-    promoting,
-    publish,
-    store_of,
-)
+from pytest_celery_native_delay import installed
+from tests.brokers import self_signed_certificate
+from tests.integration.redis_traffic import connector, delaying, promoting, store_of
+from tests.traffic import PATIENCE_SECONDS, inbox, publish
 from tests.waiting import wait_until
 
 REPOSITORY = Path(__file__).resolve().parents[2]

@@ -25,17 +25,14 @@ from celery_native_delay.transports.redis import delays as module
 from celery_native_delay.transports.redis.envelope import Destination
 from celery_native_delay.transports.redis.server import Server
 from tests.integration.redis_traffic import (
-    PATIENCE_SECONDS,
     connector,
     delaying,
     delays_of,
-    eta_in,
-    inbox,
     promote,
     promoting,
-    publish,
     store_of,
 )
+from tests.traffic import DIRECT, PATIENCE_SECONDS, QUEUES, TOPIC, eta_in, inbox, publish
 from tests.waiting import wait_until
 
 WITH_BATCH = hasattr(kombu_redis, "PublishBatch")  # kombu 5.7
@@ -69,21 +66,11 @@ def lists(server: PrivateRedis) -> dict[str, list[Any]]:
 
 # ---- parity ------------------------------------------------------------------------------------
 
-TOPIC = Exchange("shop", type="topic")
-DIRECT = Exchange("billing", type="direct")
-QUEUES = [
-    Queue("default"),
-    Queue("orders", TOPIC, routing_key="orders.#"),
-    Queue("news", TOPIC, routing_key="*.new"),
-    Queue("invoices", DIRECT, routing_key="invoice"),
-    Queue("copies", DIRECT, routing_key="invoice"),
-]
-
 ROUTES: dict[str, dict[str, Any]] = {
     "default exchange": {"routing_key": "default"},
     "a queue nobody declared": {"routing_key": "nobody"},
     "topic": {"exchange": TOPIC, "routing_key": "orders.today.late"},
-    "topic, two queues": {"exchange": TOPIC, "routing_key": "orders.new"},
+    "topic, two queues": {"exchange": TOPIC, "routing_key": "orders.urgent"},
     "topic, no queue": {"exchange": TOPIC, "routing_key": "parcels"},
     "direct, two queues": {"exchange": DIRECT, "routing_key": "invoice"},
 }

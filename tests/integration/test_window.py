@@ -27,10 +27,10 @@ from tests.integration.traffic import (
     declare_queue,
     delaying,
     delays_of,
-    eta_in,
+    delete_levels,
     inbox,
-    publish,
 )
+from tests.traffic import eta_in, publish
 from tests.waiting import wait_until
 
 #: What a level sends on while the broker starts is tried again after this long: 180 s by default.
@@ -175,18 +175,12 @@ def test_a_dead_connection_is_replaced_without_any_further_publish(
 
 
 def test_the_levels_are_deleted_under_a_window(
-    connection: Any, vhost_url: str, vhost: str, rabbitmq: PrivateRabbitMQ
+    connection: Any, vhost_url: str, rabbitmq: PrivateRabbitMQ
 ) -> None:
     """They are declared again, and what came back or was cut off is sent again."""
     publish(connection, "gone with the levels", "orders", delay=5)
     flush_delayed()
-    with Connection(vhost_url) as admin:
-        for exchange in rabbitmq.api("GET", f"/exchanges/{vhost}"):
-            if exchange["name"].startswith(f"{TOPOLOGY.space}."):
-                admin.default_channel.exchange_delete(exchange["name"])
-        for queue in rabbitmq.api("GET", f"/queues/{vhost}"):
-            if queue["name"].startswith(f"{TOPOLOGY.space}."):
-                admin.default_channel.queue_delete(queue["name"])
+    delete_levels(rabbitmq, vhost_url)
     for number in range(10):
         publish(connection, number, "orders", delay=2)
     flush_delayed()

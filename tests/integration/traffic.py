@@ -1,21 +1,22 @@
-"""Plain kombu traffic for the integration tests: delaying and plain connections, an inbox."""
+"""What the integration tests need on RabbitMQ: connections that delay, queues, an inbox."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from time import monotonic, time
 from typing import Any, Self, TypeVar
 
-from kombu import Connection, Producer
+from kombu import Connection
 
 from celery_native_delay import DelaySettings
 from celery_native_delay.core.topology import Topology
-from celery_native_delay.testing import PrivateRabbitMQ
+from celery_native_delay.testing import PrivateRabbitMQ, vhost_name
 from celery_native_delay.transports.rabbitmq.delays import Delays
+from tests import traffic
+from tests.traffic import PATIENCE_SECONDS
 from tests.waiting import wait_until
 
 T = TypeVar("T")
@@ -24,9 +25,6 @@ SETTINGS = {"namespace": "tests", "levels": 8, "resolution": 0.02}
 """Few and short levels: quick to declare, and a delay is over in an instant."""
 
 TOPOLOGY = Topology(DelaySettings.from_mapping(SETTINGS))
-
-#: Nothing takes this long, even while other tests use the machine.
-PATIENCE_SECONDS = 60.0
 
 
 def delaying(url: str, *, transport_options: dict[str, Any] | None = None, **settings: Any) -> Any:
@@ -38,29 +36,6 @@ def delaying(url: str, *, transport_options: dict[str, Any] | None = None, **set
 def delays_of(connection: Any) -> Delays:
     delays: Delays = connection.default_channel.delays
     return delays
-
-
-def eta_in(seconds: float) -> str:
-    return (datetime.now(UTC) + timedelta(seconds=seconds)).isoformat()
-
-
-def publish(
-    connection: Any,
-    body: Any,
-    routing_key: str,
-    *,
-    exchange: str = "",
-    delay: float | None = None,
-    headers: dict[str, Any] | None = None,
-    **options: Any,
-) -> None:
-    """Publish on the connection's default channel, *delay* seconds from now if given."""
-    headers = dict(headers or {})
-    if delay is not None:
-        headers["eta"] = eta_in(delay)
-    Producer(connection).publish(
-        body, exchange=exchange, routing_key=routing_key, headers=headers, **options
-    )
 
 
 def declare_queue(connection: Any, name: str, **arguments: Any) -> str:
@@ -86,32 +61,20 @@ def bind(
 
 
 @dataclass(frozen=True)
-class Arrival:
-    """A message that came out of *queue* at *at*, seconds since the epoch."""
+class Arrival(traffic.Arrival):
+    """A message that came out of *queue*."""
 
     queue: str
-    message: Any
-    at: float
-
-    @property
-    def body(self) -> Any:
-        return self.message.decode()
-
-    @property
-    def waited(self) -> bool:
-        """Whether it came through the delay levels."""
-        return getattr(self.message, "native_delay", None) is not None
 
 
-@dataclass
-class Inbox:
-    """Consumes queues and keeps what arrives; acknowledges at once."""
+class Inbox(traffic.Inbox):
+    """Consumes queues on a channel of its own; what arrives need not be acknowledged."""
 
-    connection: Any
-    arrivals: list[Arrival] = field(default_factory=list)
+    arrivals: list[Arrival]
 
-    def __post_init__(self) -> None:
-        self._channel = self.connection.channel()
+    def __init__(self, connection: Any) -> None:
+        super().__init__(connection)
+        self._channel = connection.channel()
 
     def consume(self, queues: Iterable[str]) -> Self:
         for queue in queues:
@@ -123,27 +86,7 @@ class Inbox:
 
     def _on(self, queue: str, raw: Any) -> None:
         message = self._channel.message_to_python(raw)
-        self.arrivals.append(Arrival(queue, message, time()))
-
-    def receive_until(
-        self, condition: Callable[[], object], *, timeout_seconds: float = PATIENCE_SECONDS
-    ) -> bool:
-        """Receive until *condition* holds; False if it does not within *timeout_seconds*."""
-        deadline = monotonic() + timeout_seconds
-        while True:
-            with suppress(TimeoutError):
-                while True:
-                    self.connection.drain_events(timeout=0.01)
-            if condition():
-                return True
-            if monotonic() > deadline:
-                return False
-
-    def wait_for(self, count: int, *, timeout_seconds: float = PATIENCE_SECONDS) -> list[Arrival]:
-        """The first *count* arrivals; fails when one more comes with them."""
-        self.receive_until(lambda: len(self.arrivals) >= count, timeout_seconds=timeout_seconds)
-        assert len(self.arrivals) == count, bodies(self.arrivals)
-        return list(self.arrivals)
+        self.arrivals.append(Arrival(message, time(), queue))
 
     def take(self) -> list[Arrival]:
         taken, self.arrivals = self.arrivals, []
@@ -159,6 +102,19 @@ def inbox(url: str, *queues: str, **settings: Any) -> Iterator[Inbox]:
 
 def bodies(arrivals: Iterable[Arrival]) -> list[Any]:
     return [arrival.body for arrival in arrivals]
+
+
+def delete_levels(rabbitmq: PrivateRabbitMQ, url: str) -> None:
+    """Delete all that we declared in that virtual host, as an administrator might."""
+    vhost = vhost_name(url)
+    with Connection(url) as admin:
+        for kind, delete in (
+            ("queues", admin.default_channel.queue_delete),
+            ("exchanges", admin.default_channel.exchange_delete),
+        ):
+            for found in rabbitmq.api("GET", f"/{kind}/{vhost}"):
+                if found["name"].startswith(f"{TOPOLOGY.space}."):
+                    delete(found["name"])
 
 
 # ---- what the broker holds -------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 from amqp.exceptions import NotFound, ResourceLocked
@@ -14,7 +13,7 @@ from ..contract import ParkedTask, Rescue, Verification
 from .declaring import permissions_explained
 from .inspection import Status, status, verify
 from .management import ManagementAPI, management_of
-from .parking import Parked, count, peek, rescue
+from .parking import count, peek, rescue
 from .preparation import Prepared
 
 
@@ -76,7 +75,7 @@ class RabbitMQAdminPart:
                 found = peek(self._delays, limit=limit)
             except ResourceLocked:
                 return None
-        return total, [_parked_task(item) for item in found]
+        return total, [ParkedTask.of(item.message.headers or {}, item.delayed) for item in found]
 
     def requeue(self) -> Rescue | None:
         """Send parked messages to where they belong; None while a worker does."""
@@ -96,18 +95,3 @@ class RabbitMQAdminPart:
 
     def _api(self) -> ManagementAPI:
         return management_of(self._delays.connection.client, self._settings)
-
-
-def _parked_task(item: Parked) -> ParkedTask:
-    headers = item.message.headers or {}
-    delayed = item.delayed
-    due = None
-    if delayed is not None:
-        due = datetime.fromtimestamp(delayed.due_ms / 1000, UTC).isoformat(timespec="milliseconds")
-    return ParkedTask(
-        task=headers.get("task"),
-        id=headers.get("id"),
-        exchange=delayed.exchange if delayed else None,
-        routing_key=delayed.routing_key if delayed else None,
-        due=due,
-    )

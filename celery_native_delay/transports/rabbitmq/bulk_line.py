@@ -186,14 +186,8 @@ class BulkLine:
         """What the broker did not take since the last time."""
         return self._outbox.take_refused()
 
-    @property
-    def in_doubt_count(self) -> int:
-        """How many messages the broker has yet to answer for."""
-        return self._outbox.unconfirmed_count
-
-    @property
-    def in_doubt(self) -> list[RefusedMessage]:
-        """The messages that the broker has yet to answer for; they are given up."""
+    def give_up(self) -> list[RefusedMessage]:
+        """The messages that the broker has yet to answer for; none of them is sent again."""
         return self._outbox.give_up()
 
     @property

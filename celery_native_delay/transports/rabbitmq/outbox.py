@@ -41,9 +41,9 @@ EXIT_SECONDS = 30.0
 
 _LONGEST_RETRY_SECONDS = 5.0
 
-#: py-amqp raises AttributeError where a connection went away under it.
 IN_DOUBT = "the connection was lost before the broker had confirmed it; it may have arrived"
 
+#: py-amqp raises AttributeError where a connection went away under it.
 LOST = (AMQPError, OSError, AttributeError)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 from ..contract import ParkedTask, Rescue, Verification
@@ -139,11 +138,4 @@ def _compare(name: str, census: Census) -> list[str]:
 def _parked_task(entry: bytes) -> ParkedTask:
     _, envelope = opened_entry(entry)
     message = json.loads(envelope)
-    headers, delayed = unsealed(message.get("headers"), message["properties"])
-    info = message["properties"].get("delivery_info") or {}
-    due = None
-    if delayed is not None:
-        due = datetime.fromtimestamp(delayed.due_ms / 1000, UTC).isoformat(timespec="milliseconds")
-    return ParkedTask(
-        headers.get("task"), headers.get("id"), info.get("exchange"), info.get("routing_key"), due
-    )
+    return ParkedTask.of(*unsealed(message.get("headers"), message["properties"]))

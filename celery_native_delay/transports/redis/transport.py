@@ -20,6 +20,7 @@ from ...core.settings import DelaySettings
 from ...kombu_hook import OPTION, asks_for_delays, settings_from_option
 from .delays import Delays
 from .envelope import Destination, unsealed
+from .keys import Keys
 
 if TYPE_CHECKING:
     from .admin_part import RedisAdminPart
@@ -165,6 +166,11 @@ class Transport(redis.Transport):  # type: ignore[misc]
         if self.Channel is self.delaying_channel:
             _say_once(self._avail_channels[-1].delays, self.client.as_uri())
         return established
+
+    def waits_in(self, settings: DelaySettings) -> str:
+        """The key under which delayed messages wait; needs no connection."""
+        prefix = (self.client.transport_options or {}).get("global_keyprefix") or ""
+        return Keys(prefix, settings.namespace).due
 
 
 #: Servers that cannot hold delayed messages and of which this process has said so.

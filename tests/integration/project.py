@@ -1,0 +1,53 @@
+"""A small Celery app in a folder of its own, and its command line in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+_PATIENCE_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class Project:
+    """A folder with a small Celery app, and its command line."""
+
+    folder: Path
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """What write() starts from."""
+
+    def write(self, source: str, url: str, **settings: Any) -> Project:
+        """Make *source* the app, with its ``{url!r}`` and ``{settings!r}`` filled in."""
+        values = {"url": url, "settings": {**self.settings, **settings}}
+        (self.folder / "shop.py").write_text(source.format(**values))
+        return self
+
+    def delay(self, *arguments: str, answer: str = "") -> subprocess.CompletedProcess[str]:
+        """Run ``celery -A shop delay …``; never with a traceback."""
+        done = subprocess.run(
+            [sys.executable, "-m", "celery", "-A", "shop", "delay", *arguments],
+            cwd=self.folder,
+            input=answer,
+            capture_output=True,
+            text=True,
+            timeout=_PATIENCE_SECONDS,
+        )
+        assert "Traceback" not in done.stdout + done.stderr, done.stderr
+        return done
+
+    def told(self, *arguments: str, status: int = 0) -> Any:
+        """What it prints with ``--json``, and nothing else."""
+        done = self.delay(*arguments, "--json")
+        assert (done.returncode, done.stderr) == (status, "")
+        return json.loads(done.stdout)
+
+    def lines(self, *arguments: str) -> list[str]:
+        """What it prints, when all is well, without what lines up columns."""
+        done = self.delay(*arguments)
+        assert (done.returncode, done.stderr) == (0, "")
+        return [" ".join(line.split()) for line in done.stdout.splitlines()]

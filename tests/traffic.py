@@ -1,0 +1,124 @@
+"""Plain kombu traffic over any broker: publishing with a delay, an inbox for what arrives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from threading import Thread
+from time import monotonic, time
+from typing import Any
+
+from kombu import Exchange, Producer, Queue
+
+#: Nothing takes this long, even while other tests use the machine.
+PATIENCE_SECONDS = 60.0
+
+TOPIC = Exchange("shop", type="topic")
+DIRECT = Exchange("billing", type="direct")
+
+QUEUES = [
+    Queue("default"),
+    Queue("orders", TOPIC, routing_key="orders.#"),
+    Queue("urgent", TOPIC, routing_key="*.urgent"),
+    Queue("invoices", DIRECT, routing_key="invoice"),
+    Queue("copies", DIRECT, routing_key="invoice"),
+]
+
+
+def eta_in(seconds: float) -> str:
+    return (datetime.now(UTC) + timedelta(seconds=seconds)).isoformat()
+
+
+def publish(
+    connection: Any,
+    body: Any,
+    routing_key: str,
+    *,
+    delay: float | None = None,
+    headers: dict[str, Any] | None = None,
+    **options: Any,
+) -> None:
+    """Publish on the connection's default channel, *delay* seconds from now if given."""
+    headers = dict(headers or {})
+    if delay is not None:
+        headers["eta"] = eta_in(delay)
+    Producer(connection).publish(body, routing_key=routing_key, headers=headers, **options)
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """A message that came out of its queue at *at*, seconds since the epoch."""
+
+    message: Any
+    at: float
+
+    @property
+    def body(self) -> Any:
+        return self.message.decode()
+
+    @property
+    def waited(self) -> bool:
+        """Whether it waited in the broker."""
+        return getattr(self.message, "native_delay", None) is not None
+
+    @property
+    def lateness_seconds(self) -> float:
+        """From the ETA until it came; negative if it came early."""
+        return self.at - datetime.fromisoformat(self.message.headers["eta"]).timestamp()
+
+
+@dataclass
+class Inbox:
+    """Keeps what arrives; acknowledges at once."""
+
+    connection: Any
+    arrivals: list[Any] = field(default_factory=list)
+
+    def receive(self, body: Any, message: Any) -> None:
+        """The callback of a consumer."""
+        self.arrivals.append(Arrival(message, time()))
+        message.ack()
+
+    def receive_until(
+        self, condition: Callable[[], object], *, timeout_seconds: float = PATIENCE_SECONDS
+    ) -> bool:
+        """Receive until *condition* holds; False if it does not within *timeout_seconds*."""
+        deadline = monotonic() + timeout_seconds
+        while True:
+            with suppress(TimeoutError):
+                while True:
+                    self.connection.drain_events(timeout=0.01)
+            if condition():
+                return True
+            if monotonic() > deadline:
+                return False
+
+    def wait_for(self, count: int, *, timeout_seconds: float = PATIENCE_SECONDS) -> list[Any]:
+        """The first *count* arrivals; fails when one more comes with them."""
+        self.receive_until(lambda: len(self.arrivals) >= count, timeout_seconds=timeout_seconds)
+        assert len(self.arrivals) == count, [arrival.body for arrival in self.arrivals]
+        return list(self.arrivals)
+
+
+@contextmanager
+def inbox(connection: Any, *queues: str | Queue) -> Iterator[Inbox]:
+    """An inbox on *connection*."""
+    receiver = Inbox(connection)
+    declared = [queue if isinstance(queue, Queue) else Queue(queue) for queue in queues]
+    with connection.Consumer(declared, callbacks=[receiver.receive]):
+        yield receiver
+
+
+@contextmanager
+def beside(run: Callable[[], None], *, stop: Callable[[], None]) -> Iterator[None]:
+    """*run* in a thread until the block ends and *stop* ends it."""
+    thread = Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop()
+        thread.join(PATIENCE_SECONDS)
+        assert not thread.is_alive()
