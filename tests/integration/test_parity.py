@@ -424,7 +424,7 @@ class Site:
         def also_foreign() -> bool:
             return self.foreign_letters.receive_until(condition, timeout_seconds=0)
 
-        return self.letters.receive_until(also_foreign, timeout_seconds=30)
+        return self.letters.receive_until(also_foreign)
 
     def everything_that_came(self) -> list[Arrival]:
         """What is in the inboxes once a last word has come through every queue.
