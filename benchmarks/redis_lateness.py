@@ -176,7 +176,7 @@ def stopped(bench: Bench, redis: PrivateRedis, popped: Pipe, count: int) -> list
     """ETA and time of all arrivals, once nothing waits and the list is empty."""
 
     def gone() -> int:
-        waiting = redis.command("ZCARD", "celery_delay.v1.due")
+        waiting = redis.command("ZCARD", "celery_delay.v2.due")
         return count - int(waiting) - int(redis.command("LLEN", QUEUE))
 
     longest = max(LONGEST_SECONDS, BURST_SECONDS) + GRACE_SECONDS

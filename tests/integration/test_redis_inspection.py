@@ -20,7 +20,7 @@ from tests.integration.redis_traffic import PATIENCE_SECONDS, delaying, promote,
 
 pytestmark = pytest.mark.parametrize("server_name", ["redis"], indirect=True)
 
-NAME = "celery_delay.v1"
+NAME = "celery_delay.v2"
 
 APP = """
 from celery import Celery
@@ -208,11 +208,11 @@ def test_purge_asks_first(shop: Shop, connection: Any, empty_redis: PrivateRedis
 
 def test_plan_needs_no_levels(shop: Shop) -> None:
     done = shop.delay("plan", "90")
-    assert done.stdout == "90 s waits 90 s in celery_delay.v1.due, then goes to 'celery'\n"
+    assert done.stdout == "90 s waits 90 s in celery_delay.v2.due, then goes to 'celery'\n"
     assert shop.told("plan", "0.0015") == {
         "delay_seconds": 0.0015,
         "waits_seconds": 0.002,
-        "key": "celery_delay.v1.due",
+        "key": "celery_delay.v2.due",
         "hops": [],
     }
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-VERSION = 1
+#: 1 had its scores in milliseconds, and was never released.
+VERSION = 2
 
 #: Bytes of the digest that tells messages of one task id apart: collisions stay out of reach,
 #: and a member with a UUID stays within 52 characters, the memory class that Redis rounds it to.
@@ -37,7 +38,7 @@ class Keys:
 
     @property
     def due(self) -> str:
-        """Sorted set: member → due time in milliseconds since the epoch."""
+        """Sorted set: member → due time in microseconds since the epoch."""
         return f"{self.space}.due"
 
     @property
@@ -52,7 +53,7 @@ class Keys:
 
     @property
     def parked(self) -> str:
-        """Sorted set: member → when its destination refused it, in milliseconds."""
+        """Sorted set: member → when its destination refused it, in microseconds."""
         return f"{self.space}.parked"
 
 
