@@ -49,9 +49,9 @@ def plan(ctx: click.Context, seconds: float, queue: str, as_json: bool) -> None:
 
 
 def _plan_without_levels(chosen: Any, seconds: float, queue: str, as_json: bool) -> None:
-    """Redis keeps a message in one place until it is due, to the millisecond."""
-    waits = max(-(-round(seconds * 1_000_000) // 1000), 0) / 1000
-    key = f"{chosen.namespace}.v1.due"
+    """Redis keeps a message in one place until it is due, to the microsecond."""
+    waits = max(round(seconds, 6), 0)
+    key = f"{chosen.namespace}.v2.due"
     if as_json:
         print_json({"delay_seconds": seconds, "waits_seconds": waits, "key": key, "hops": []})
     else:

@@ -211,7 +211,7 @@ def test_plan_needs_no_levels(shop: Shop) -> None:
     assert done.stdout == "90 s waits 90 s in celery_delay.v2.due, then goes to 'celery'\n"
     assert shop.told("plan", "0.0015") == {
         "delay_seconds": 0.0015,
-        "waits_seconds": 0.002,
+        "waits_seconds": 0.0015,
         "key": "celery_delay.v2.due",
         "hops": [],
     }

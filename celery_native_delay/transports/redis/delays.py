@@ -87,15 +87,20 @@ class Delays:
             DelayTooLong, UnsupportedBroker, SettingsError, BrokerFull, NotPermitted: nothing was
                 stored; the text says why and the way out.
         """
-        self.prepare()
-        self._check_reach(due_us)
-        member = member_of(message, destination.keys[0])
-        entry = self._entry(message, destination, due_us)
+        member, entry = self.stored(message, destination, due_us=due_us)
         if batch is None:
             self.store.add(member, due_us, entry)
         else:
             name, arguments = self.store.add_command(member, due_us, entry)
             batch.add(name, *arguments)
+
+    def stored(
+        self, message: dict[str, Any], destination: Destination, *, due_us: int
+    ) -> tuple[str, bytes]:
+        """Under which member *message* waits, and its entry; raises as :meth:`publish`."""
+        self.prepare()
+        self.check_reach(due_us)
+        return member_of(message, destination.keys[0]), self._entry(message, destination, due_us)
 
     def put_back(self, message: dict[str, Any], destination: Destination, *, due_us: int) -> None:
         """Let a received message, as it lay in its queue, wait (again) for *destination* alone.
@@ -107,7 +112,7 @@ class Delays:
         """
         member = member_of(message, destination.keys[0])
         properties = {**message["properties"], "delivery_tag": str(uuid4())}
-        self._check_reach(due_us)
+        self.check_reach(due_us)
         wait_us = due_us - time_ns() // 1000
         entry = self._entry({**message, "properties": properties}, destination, due_us)
         self.store.add(member, self.store.now_us() + wait_us, entry)
@@ -123,7 +128,12 @@ class Delays:
         envelope = sealed(message, due_ms=milliseconds_up(due_us))
         return entry_of(destination, dumps(envelope))
 
-    def _check_reach(self, due_us: int) -> None:
+    def check_reach(self, due_us: int) -> None:
+        """Refuse what is further away than the longest delay.
+
+        Raises:
+            DelayTooLong: it is.
+        """
         check_reach(
             milliseconds_up(due_us - time_ns() // 1000),
             max_units=round(self.settings.longest_delay_seconds * 1000),

@@ -56,6 +56,10 @@ class Keys:
         """Sorted set: member → when its destination refused it, in microseconds."""
         return f"{self.space}.parked"
 
+    def taken(self, line: str) -> str:
+        """Set: the numbers of what a line for many messages has sent and the server has taken."""
+        return f"{self.space}.taken.{line}"
+
 
 def member_of(message: Mapping[str, Any], destination: str) -> str:
     """The member under which *message* waits for *destination*: ``<task id>:<12 characters>``.
@@ -67,5 +71,10 @@ def member_of(message: Mapping[str, Any], destination: str) -> str:
     tag = str(properties["delivery_tag"])
     headers = message.get("headers") or {}
     name = headers.get("id") or properties.get("correlation_id") or tag
-    digest = blake2b(f"{tag}\n{destination}".encode(), digest_size=_DIGEST_BYTES).digest()
+    return member(str(name), tag, destination)
+
+
+def member(name: str, delivery_tag: str, destination: str) -> str:
+    """See :func:`member_of`; *name* is the task's id."""
+    digest = blake2b(f"{delivery_tag}\n{destination}".encode(), digest_size=_DIGEST_BYTES).digest()
     return f"{name}:{urlsafe_b64encode(digest).decode()}"

@@ -17,6 +17,48 @@ if redis.call('ZRANGE', KEYS[1], 0, 0)[1] == ARGV[1] then
 end
 """
 
+#: How long the server remembers what it has taken of a line that went away, in seconds. The line
+#: comes back sooner, or gives up, unless its batch is to wait for the broker for ever.
+TAKEN_SECONDS = 3600
+
+#: In front of what is sent over a line for many messages. KEYS taken. ARGV number.
+_ONCE = f"""
+if redis.call('SADD', KEYS[1], ARGV[1]) == 0 then return end
+redis.call('EXPIRE', KEYS[1], {TAKEN_SECONDS})
+"""
+
+#: Many messages in. KEYS taken, due, messages, wake. ARGV number, then of each message member, due
+#: µs, entry.
+ADD_MANY = (
+    _ONCE
+    + """
+local scores, entries = {}, {}
+for at = 2, #ARGV, 3 do
+    local next = #scores + 1
+    scores[next], scores[next + 1] = ARGV[at + 1], ARGV[at]
+    entries[next], entries[next + 1] = ARGV[at], ARGV[at + 2]
+end
+redis.call('HSET', KEYS[3], unpack(entries))
+redis.call('ZADD', KEYS[2], unpack(scores))
+local first = redis.call('ZRANGE', KEYS[2], 0, 0, 'WITHSCORES')
+for at = 2, #ARGV, 3 do
+    if ARGV[at] == first[1] then redis.call('ZADD', KEYS[4], first[2], 'earlier') end
+end
+"""
+)
+
+#: A message that does not wait. KEYS taken, its list, what else to prolong. ARGV number, TTL in ms
+#: or 0, envelope.
+PUSH = (
+    _ONCE
+    + """
+redis.call('LPUSH', KEYS[2], ARGV[3])
+if tonumber(ARGV[2]) > 0 then
+    for at = 2, #KEYS do redis.call('PEXPIRE', KEYS[at], ARGV[2]) end
+end
+"""
+)
+
 #: KEYS source (due, or parked), messages, parked. ARGV limit, highest score or '' for now.
 #: Returns taken, delivered, parked, now in µs, the score of the source's next one (-1: none), the
 #: last refusal.
