@@ -177,7 +177,7 @@ def stopped(bench: Bench, redis: PrivateRedis, popped: Pipe, count: int) -> list
     client = redis.client
 
     def gone() -> int:
-        return count - int(client.zcard("celery_delay.v1.due")) - int(client.llen(QUEUE))
+        return count - int(client.zcard("celery_delay.v2.due")) - int(client.llen(QUEUE))
 
     longest = max(LONGEST_SECONDS, BURST_SECONDS) + GRACE_SECONDS
     bench.wait_for("redis-lateness, ours: arrive", gone, count, timeout_seconds=longest)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import random
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from time import perf_counter
@@ -18,7 +18,7 @@ from benchmarks.charts import bars_on, figure
 from benchmarks.measuring import Bench, Result, Target, median, percentile
 from celery_native_delay.testing import PrivateRedis, private_redis
 from celery_native_delay.transports.redis.envelope import Destination, entry_of
-from celery_native_delay.transports.redis.store import BATCH, Store
+from celery_native_delay.transports.redis.store import BATCH, Rounds, Store
 
 FEW, MANY = 1_000, 1_000_000
 ROUNDS = 60
@@ -27,7 +27,7 @@ BLOCK = 50
 PROMOTED = 2_000
 """Messages that one round promotes."""
 WINDOW = 1_000
-FAR_MS = 3_600_000
+FAR_US = 3_600_000_000
 
 ENVELOPE = "e" * 700
 """About as long as that of a task with one argument."""
@@ -41,13 +41,13 @@ class Pending:
     count: int
     redis: PrivateRedis
     store: Store
-    version: tuple[int, ...]
+    rounds: Rounds
     bytes_each: float = 0.0
     """Of Redis' memory over the envelope."""
     add_seconds: list[float] = field(default_factory=list)
     """Of one add, the median of each round."""
     promote_seconds: list[float] = field(default_factory=list)
-    """Of a full batch, with its way to Redis and back."""
+    """Of a full batch: from one answer to the next."""
     script_us: float = 0.0
     """Of a full batch, in Redis."""
 
@@ -75,7 +75,8 @@ def run(bench: Bench) -> Result:
         "Redis: cost of waiting",
         f"{server}, with an append-only file. Add: one message through the store, {BLOCK} in a "
         f"row, in turn with {few:,} and with {many:,} messages pending, {rounds} rounds. Promote: "
-        f"{PROMOTED:,} due messages in batches of {BATCH}, by one client that does nothing else. "
+        f"{PROMOTED:,} due messages in batches of {BATCH}, by one client that does nothing "
+        f"else; like a worker, it asks for the next batch before it reads what became of the last. "
         f"Memory: what Redis' used_memory grew by per message, without the envelope of "
         f"{len(ENVELOPE)} bytes. Publish: kombu's Producer.publish() of the same message, delayed "
         f"and not, {BLOCK} in a row and in turn.",
@@ -133,27 +134,35 @@ def run(bench: Bench) -> Result:
 @contextmanager
 def pending(bench: Bench, count: int) -> Iterator[Pending]:
     """A Redis of its own with *count* messages; no snapshot or rewrite forks in between."""
-    with private_redis(config="auto-aof-rewrite-percentage 0") as redis, delaying(redis) as client:
+    with (
+        private_redis(config="auto-aof-rewrite-percentage 0") as redis,
+        delaying(redis) as client,
+        ExitStack() as stack,
+    ):
         channel = client.default_channel
-        one = Pending(count, redis, channel.delays.store, channel.delays.version)
+        delays, connection = channel.delays, channel.pool.make_connection()
+        rounds = Rounds(connection, delays.keys, version=delays.version)
+        stack.callback(rounds.close)
+        rounds.connect()
+        one = Pending(count, redis, delays.store, rounds)
         before = used_bytes(one)
-        begin_ms = one.store.now_ms() + FAR_MS
-        fill(bench, one, f"redis-store: {count:,} pending", count, lambda index: begin_ms + index)
+        begin_us = one.store.now_us() + FAR_US
+        fill(bench, one, f"redis-store: {count:,} pending", count, lambda index: begin_us + index)
         one.bytes_each = (used_bytes(one) - before) / count - len(ENVELOPE)
         yield one
 
 
-def fill(bench: Bench, one: Pending, what: str, count: int, due_ms: Callable[[int], int]) -> None:
+def fill(bench: Bench, one: Pending, what: str, count: int, due_us: Callable[[int], int]) -> None:
     with bench.progress(what, count) as done:
         for first in range(0, count, WINDOW):
-            store_all(one, what, range(first, min(first + WINDOW, count)), due_ms)
+            store_all(one, what, range(first, min(first + WINDOW, count)), due_us)
             done(first)
 
 
-def store_all(one: Pending, name: str, numbers: range, due_ms: Callable[[int], int]) -> None:
+def store_all(one: Pending, name: str, numbers: range, due_us: Callable[[int], int]) -> None:
     with one.store.client.pipeline(transaction=False) as pipe:
         for number in numbers:
-            method, arguments = one.store.add_command(member(name, number), due_ms(number), ENTRY)
+            method, arguments = one.store.add_command(member(name, number), due_us(number), ENTRY)
             getattr(pipe, method)(*arguments)
         pipe.execute()
 
@@ -172,41 +181,45 @@ def used_bytes(one: Pending) -> int:
 
 def add_some(one: Pending, number: int) -> None:
     """Messages that are due after all others, so that the count grows by next to nothing."""
-    due_ms = one.store.now_ms() + 2 * FAR_MS
+    due_us = one.store.now_us() + 2 * FAR_US
     block = []
     for index in range(BLOCK):
         name = member("added", number * BLOCK + index)
         started = perf_counter()
-        one.store.add(name, due_ms, ENTRY)
+        one.store.add(name, due_us, ENTRY)
         block.append(perf_counter() - started)
     one.add_seconds.append(median(block))
 
 
 def promote_some(one: Pending, number: int) -> None:
     """Messages that are due already; only full batches count."""
-    now_ms = one.store.now_ms()
+    now_us = one.store.now_us()
     numbers = range(number * PROMOTED, (number + 1) * PROMOTED)
-    store_all(one, "promoted", numbers, lambda index: now_ms - 1 - index % 100)
+    store_all(one, "promoted", numbers, lambda index: now_us - 1 - index % 100)
+    one.rounds.ask()
     while True:
         started = perf_counter()
-        moved = one.store.promote(version=one.version)
+        one.rounds.ask()
+        moved = one.rounds.answer()
         seconds = perf_counter() - started
         if moved.taken < BATCH:
             break
         one.promote_seconds.append(seconds)
+    one.rounds.answer()
     one.redis.client.delete(QUEUE)
 
 
 def script_us(one: Pending) -> float:
     """Microseconds of one full batch by Redis' own account, the median."""
-    now_ms = one.store.now_ms()
-    store_all(one, "script", range(PROMOTED), lambda index: now_ms - 1)
+    now_us = one.store.now_us()
+    store_all(one, "script", range(PROMOTED), lambda index: now_us - 1)
     client = one.redis.client
     for name, value in (("slowlog-max-len", 1_000), ("slowlog-log-slower-than", 0)):
         client.config_set(name, value)
     client.slowlog_reset()
     for _ in range(PROMOTED // BATCH):
-        one.store.promote(version=one.version)
+        one.rounds.ask()
+        one.rounds.answer()
     entries = client.slowlog_get(-1)
     return median(e["duration"] for e in entries if e["command"].upper().startswith(b"EVALSHA "))
 

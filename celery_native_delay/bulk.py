@@ -6,7 +6,7 @@
     print(batch.result)
 
 The first task of each kind (name, route and options) goes the way ``apply_async`` takes it; those
-after it through a template of its frames, as long as nothing is in play that needs more than that:
+after it through a template, as long as nothing is in play that needs more than that:
 publish signals, links, stamps, compression, another serializer or protocol, ``expires``, routers
 written as functions. Whatever is, decides by itself.
 """
@@ -26,18 +26,21 @@ from celery.app.routes import MapRoute
 from celery.utils.saferepr import saferepr
 from kombu import serialization
 from kombu.utils import json
+from kombu.utils.imports import symbol_by_name
 
 from .celery_app.install import LONGEST_CELERY_SECONDS, installation_of
 from .core.due_time import due_us as due_us_of
 from .core.errors import PublishRefused, UnsupportedBroker
 from .core.random_ids import RandomIds
 from .core.refusal import RefusedMessage
-from .transports.rabbitmq.bulk_line import BulkLine, Kind
 
 __all__ = ("Bulk", "BulkResult", "bulk")
 
-#: Lines by the driver type of kombu's transports.
-LINES: dict[str, Callable[..., Any]] = {"amqp": BulkLine}
+#: Lines by the driver type of kombu's transports; modules are imported when first used.
+LINES = {
+    "amqp": "celery_native_delay.transports.rabbitmq.bulk_line:BulkLine",
+    "redis": "celery_native_delay.transports.redis.bulk_line:BulkLine",
+}
 
 #: Options that are the same for all tasks of a kind and leave their trace in the template.
 _TEMPLATE_OPTIONS = frozenset(
@@ -110,7 +113,7 @@ class Bulk:
         self._check = check
         self._timeout_seconds = timeout_seconds
         self._ids = RandomIds()
-        self._kinds: dict[Any, Kind | None] = {}
+        self._kinds: dict[Any, Any] = {}
         self._line: Any = None
         self._generation = 0
         self._second = -1
@@ -122,7 +125,7 @@ class Bulk:
             driver = connection.transport.driver_type
             if driver not in LINES:
                 raise UnsupportedBroker(f"expected a broker of {sorted(LINES)}, got {driver!r}")
-            self._line = LINES[driver](connection, window=self._window)
+            self._line = symbol_by_name(LINES[driver])(connection, window=self._window)
         self._app.finalize()
         self._tasks = self._app._tasks
         self._timezone = self._app.timezone
@@ -208,7 +211,7 @@ class Bulk:
 
     def _send_by(
         self,
-        kind: Kind,
+        kind: Any,
         name: str,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],

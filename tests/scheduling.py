@@ -14,7 +14,7 @@ def scope_of(nodeid: str) -> str:
     """
     if version := re.search(r"[\[-](3\.10|4\.3)[\]-]", nodeid):
         return f"RabbitMQ {version[1]}"
-    if broker := re.search(r"test_conformance\.py.*[\[-](redis|valkey)[\]-]", nodeid):
+    if broker := re.search(r"conformance\.py.*[\[-](redis|valkey)[\]-]", nodeid):
         return f"conformance of {broker[1]}"
     if "test_versions.py" in nodeid:
         return "other releases of Celery"

@@ -48,8 +48,8 @@ def plan(ctx: click.Context, seconds: float, queue: str, as_json: bool) -> None:
 
 
 def _plan_without_levels(key: str, seconds: float, queue: str, as_json: bool) -> None:
-    """Redis keeps a message in one place until it is due, to the millisecond."""
-    waits = max(-(-round(seconds * 1_000_000) // 1000), 0) / 1000
+    """Redis keeps a message in one place until it is due, to the microsecond."""
+    waits = max(round(seconds, 6), 0)
     if as_json:
         print_json({"delay_seconds": seconds, "waits_seconds": waits, "key": key, "hops": []})
     else:

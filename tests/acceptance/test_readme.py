@@ -85,7 +85,7 @@ def test_the_redis_example_is_an_app_whose_delayed_tasks_wait(empty_redis: Priva
     names: dict[str, object] = {}
     exec(block.replace("redis://", empty_redis.url), names)
     names["app"].send_task("shop.remind", countdown=60)  # type: ignore[attr-defined]
-    assert empty_redis.client.zcard("celery_delay.v1.due") == 1
+    assert empty_redis.client.zcard("celery_delay.v2.due") == 1
     assert empty_redis.client.llen("celery") == 0
 
 

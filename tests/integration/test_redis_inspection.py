@@ -18,7 +18,7 @@ from tests.traffic import publish
 
 pytestmark = pytest.mark.parametrize("server_name", ["redis"], indirect=True)
 
-NAME = "celery_delay.v1"
+NAME = "celery_delay.v2"
 
 APP = """
 from celery import Celery
@@ -175,11 +175,11 @@ def test_purge_asks_first(shop: Project, connection: Any, empty_redis: PrivateRe
 
 def test_plan_needs_no_levels(shop: Project) -> None:
     done = shop.delay("plan", "90")
-    assert done.stdout == "90 s waits 90 s in celery_delay.v1.due, then goes to 'celery'\n"
+    assert done.stdout == "90 s waits 90 s in celery_delay.v2.due, then goes to 'celery'\n"
     assert shop.told("plan", "0.0015") == {
         "delay_seconds": 0.0015,
-        "waits_seconds": 0.002,
-        "key": "celery_delay.v1.due",
+        "waits_seconds": 0.0015,
+        "key": "celery_delay.v2.due",
         "hops": [],
     }
 
@@ -188,7 +188,7 @@ def test_plan_names_the_key_behind_the_prefix(shop: Project) -> None:
     """Without a broker."""
     app = APP + 'app.conf.broker_transport_options = {{"global_keyprefix": "shop:"}}\n'
     shop.write(app, "redis://127.0.0.1:9")
-    assert shop.told("plan", "1")["key"] == "shop:celery_delay.v1.due"
+    assert shop.told("plan", "1")["key"] == "shop:celery_delay.v2.due"
 
 
 def test_a_broker_that_is_not_there_is_one_sentence(

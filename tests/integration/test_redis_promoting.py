@@ -67,7 +67,7 @@ def test_another_promoter_takes_over_from_one_that_died_with_its_knowledge(
         store = store_of(connection)
         entry = entry_of(Destination(("other",)), "{}")
         store.client.hset(store.keys.messages, "unknown", entry)
-        store.client.zadd(store.keys.due, {"unknown": store.now_ms()})
+        store.client.zadd(store.keys.due, {"unknown": store.now_us()})
         wait_until(lambda: store.census().waiting == 0, timeout_seconds=5)
         assert not received.arrivals
 
@@ -150,10 +150,10 @@ def test_of_many_promoters_one_does_the_work(empty_redis: PrivateRedis) -> None:
     with delaying(empty_redis.url) as connection, ExitStack() as stack:
         promoters = [stack.enter_context(promoting(connector(empty_redis.url))) for _ in range(4)]
         store = store_of(connection)
-        begin_ms = store.now_ms() + 2_000
+        begin_us = store.now_us() + 2_000_000
         for number in range(300):
             entry = entry_of(Destination(("jobs",)), str(number))
-            store.add(f"task-{number}", begin_ms + number * 5, entry)
+            store.add(f"task-{number}", begin_us + number * 5_000, entry)
         empty_redis.client.config_resetstat()
         wait_until(
             lambda: sum(promoter.promoted for promoter in promoters) == 300,
@@ -166,7 +166,7 @@ def test_of_many_promoters_one_does_the_work(empty_redis: PrivateRedis) -> None:
 # ---- many at once ------------------------------------------------------------------------------
 
 MESSAGES = 40_000
-DUE_WITHIN_MS = 5_000
+DUE_WITHIN_US = 5_000_000
 KILLS = 6
 
 #: Pulls all due times this much nearer, at one instant.
@@ -209,7 +209,7 @@ def test_three_promoters_of_which_one_is_killed_again_and_again(
     own_redis: PrivateRedis, store: Any
 ) -> None:
     """40,000 messages due within 5 s: each delivered once, none left."""
-    far_ms = 3_600_000
+    far_us = 3_600_000_000
     with ExitStack() as stack:
         processes = []
         for _ in range(2 + KILLS):
@@ -218,13 +218,13 @@ def test_three_promoters_of_which_one_is_killed_again_and_again(
         for process in processes:
             assert process.stdout is not None
             assert process.stdout.readline() == "ready\n"
-        add(store, store.now_ms() + far_ms)
+        add(store, store.now_us() + far_us)
         first, second, *victims = processes
         for survivor in (first, second):
             tell(survivor)
         wait_until(lambda: blocked_clients(own_redis) == 2, timeout_seconds=PATIENCE_SECONDS)
-        nearest_ms = store.census().next_due_ms
-        store.client.eval(PULL, 2, store.keys.due, store.keys.wake, nearest_ms - 500)
+        nearest_us = store.census().next_due_us
+        store.client.eval(PULL, 2, store.keys.due, store.keys.wake, nearest_us - 500_000)
         for number, victim in enumerate(victims, 1):
             tell(victim)
             part = MESSAGES * number // (KILLS + 1)
@@ -239,12 +239,12 @@ def test_three_promoters_of_which_one_is_killed_again_and_again(
     assert store.census().entries == 0
 
 
-def add(store: Any, begin_ms: int) -> None:
+def add(store: Any, begin_us: int) -> None:
     with store.client.pipeline(transaction=False) as pipe:
         for number in range(MESSAGES):
-            due_ms = begin_ms + number * 7919 % DUE_WITHIN_MS
+            due_us = begin_us + number * 7_919_003 % DUE_WITHIN_US
             entry = entry_of(Destination(("jobs",)), str(number))
-            name, arguments = store.add_command(f"task-{number}", due_ms, entry)
+            name, arguments = store.add_command(f"task-{number}", due_us, entry)
             getattr(pipe, name)(*arguments)
             if number % 1000 == 999:
                 pipe.execute()

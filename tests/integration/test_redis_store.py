@@ -13,7 +13,7 @@ from celery_native_delay.testing import PrivateRedis
 from celery_native_delay.transports.redis.envelope import Destination, entry_of
 from celery_native_delay.transports.redis.keys import Keys
 from celery_native_delay.transports.redis.server import Server
-from celery_native_delay.transports.redis.store import BATCH, Store
+from celery_native_delay.transports.redis.store import BATCH, Rounds, Store
 from tests.integration.redis_traffic import promote
 
 KEYS = Keys("", "tests")
@@ -38,7 +38,7 @@ def version(request: pytest.FixtureRequest, store: Store) -> tuple[int, ...]:
 
 def add(store: Store, name: str, *, to: str = "jobs", in_ms: int = 0, **more: Any) -> None:
     """Store an envelope that is its name."""
-    store.add(name, store.now_ms() + in_ms, entry_of(Destination((to,), **more), name))
+    store.add(name, store.now_us() + in_ms * 1000, entry_of(Destination((to,), **more), name))
 
 
 def queue(store: Store, name: str = "jobs") -> list[str]:
@@ -47,11 +47,11 @@ def queue(store: Store, name: str = "jobs") -> list[str]:
 
 
 def test_a_due_message_is_handed_over_byte_for_byte(store: Store, version: tuple[int, ...]) -> None:
-    store.add("one", store.now_ms(), entry_of(Destination(("jobs",)), ENVELOPE))
+    store.add("one", store.now_us(), entry_of(Destination(("jobs",)), ENVELOPE))
     moved = store.promote(version=version)
     assert (moved.taken, moved.delivered, moved.parked, moved.wait_us) == (1, 1, 0, None)
     assert queue(store) == [ENVELOPE]
-    assert store.client.keys("tests.*") == [b"tests.v1.wake"]
+    assert store.client.keys("tests.*") == [b"tests.v2.wake"]
 
 
 def test_what_is_not_due_stays_and_says_how_long(store: Store, version: tuple[int, ...]) -> None:
@@ -68,6 +68,45 @@ def test_messages_come_in_the_order_of_their_due_times(store: Store) -> None:
         add(store, name, in_ms=-past_ms)
     promote(store)
     assert queue(store) == ["first", "second", "third"]
+
+
+def test_a_due_time_is_kept_to_the_microsecond(store: Store) -> None:
+    """Nothing is rounded: neither later than asked for, nor early."""
+    due_us = store.now_us() + 200_000 + 1
+    store.add("one", due_us, entry_of(Destination(("jobs",)), "one"))
+    moved = promote(store)
+    assert moved.next_us == due_us
+    assert moved.wait_us == due_us - moved.now_us
+    while not moved.taken:
+        assert moved.now_us < due_us
+        moved = promote(store)
+    assert moved.now_us >= due_us
+
+
+def test_messages_for_many_queues_keep_their_order_in_each(store: Store) -> None:
+    names = ["jobs", "mail", "jobs:10"]
+    for number in range(60):
+        add(store, f"{number:02}", to=names[number % 7 % 3])
+    assert promote(store).delivered == 60
+    for at, name in enumerate(names):
+        assert queue(store, name) == [f"{n:02}" for n in range(60) if n % 7 % 3 == at]
+
+
+def test_rounds_asked_for_together_share_what_is_due(
+    store: Store, version: tuple[int, ...]
+) -> None:
+    """Also when the server has to be told the script first."""
+    for number in range(BATCH + 1):
+        add(store, f"{number:03}")
+    store.client.script_flush()
+    rounds = Rounds(store.client.connection_pool.make_connection(), KEYS, version=version)
+    rounds.connect()
+    for _ in range(3):
+        rounds.ask()
+    assert [rounds.answer().taken for _ in range(3)] == [BATCH, 1, 0]
+    assert rounds.asked_count == 0
+    rounds.close()
+    assert queue(store) == [f"{number:03}" for number in range(BATCH + 1)]
 
 
 def test_a_batch_is_full_until_the_last(store: Store) -> None:
@@ -88,9 +127,9 @@ def test_a_queue_may_have_any_name(store: Store, key: str) -> None:
 
 def test_adding_again_is_the_same_as_adding_once(store: Store) -> None:
     """A client that lost the answer asks again."""
-    due_ms = store.now_ms()
+    due_us = store.now_us()
     for _ in range(2):
-        store.add("one", due_ms, entry_of(Destination(("jobs",)), "one"))
+        store.add("one", due_us, entry_of(Destination(("jobs",)), "one"))
     assert promote(store).delivered == 1
 
 
@@ -141,11 +180,11 @@ def test_parked_messages_are_rescued_when_their_destination_is_back(
     store.client.set("poison", "no list")
     add(store, "one", to="poison")
     store.promote(version=version)
-    before_ms = store.now_ms() + 1
-    moved = store.rescue(version=version, before_ms=before_ms)
+    before_us = store.now_us() + 1
+    moved = store.rescue(version=version, before_us=before_us)
     assert (moved.taken, moved.delivered, moved.parked) == (1, 0, 1)
     store.client.delete("poison")
-    moved = store.rescue(version=version, before_ms=store.now_ms() + 1)
+    moved = store.rescue(version=version, before_us=store.now_us() + 1)
     assert moved.delivered == 1
     assert queue(store, "poison") == ["one"]
     assert store.census().entries == 0
@@ -157,7 +196,7 @@ def test_a_broadcast_reaches_whoever_listens_when_it_is_due(store: Store) -> Non
     for _ in range(2):
         assert pubsub.get_message(timeout=5)["type"] == "subscribe"
     destination = Destination(("/0.news", "/{db}.news"), broadcast=True)
-    store.add("one", store.now_ms(), entry_of(destination, "hello"))
+    store.add("one", store.now_us(), entry_of(destination, "hello"))
     assert promote(store).delivered == 1
     heard = [pubsub.get_message(timeout=5) for _ in range(2)]
     assert [(item["channel"], item["data"]) for item in heard] == [
@@ -171,7 +210,7 @@ def test_a_queue_with_a_ttl_is_prolonged_with_all_its_steps(store: Store) -> Non
     store.client.lpush("jobs:9", "another")
     store.client.lpush("other", "not ours")
     destination = Destination(("jobs", "jobs:3", "jobs:9"), ttl_ms=50_000)
-    store.add("one", store.now_ms(), entry_of(destination, "one"))
+    store.add("one", store.now_us(), entry_of(destination, "one"))
     promote(store)
     assert 40_000 < store.client.pttl("jobs") <= 50_000
     assert 40_000 < store.client.pttl("jobs:9") <= 50_000
@@ -222,7 +261,7 @@ def test_a_user_without_permission_is_told_what_to_grant(
     client = empty_redis.client
     client.execute_command(*["ACL", "SETUSER", "guest", "on", "nopass", "~jobs", "+@all"])
     guest = type(client)(unix_socket_path=str(empty_redis.socket), username="guest", password="x")
-    with pytest.raises(NotPermitted, match=r"~tests\.v1\.\*"):
+    with pytest.raises(NotPermitted, match=r"~tests\.v2\.\*"):
         Store(guest, KEYS).add("one", 0, b"push 0 4\njobsx")
     client.execute_command("ACL", "DELUSER", "guest")
 
@@ -238,12 +277,12 @@ def test_the_census_counts(store: Store) -> None:
     add(store, "soon", in_ms=60_000)
     census = store.census()
     assert (census.waiting, census.parked, census.entries, census.overdue) == (2, 1, 3, 1)
-    assert 2000 <= census.overdue_ms < 12_000
-    assert census.next_due_ms == 0
+    assert 2_000_000 <= census.overdue_us < 12_000_000
+    assert census.next_due_us == 0
     promote(store)
-    due_ms = store.census().next_due_ms
-    assert due_ms is not None
-    assert 40_000 < due_ms <= 60_000
+    due_us = store.census().next_due_us
+    assert due_us is not None
+    assert 40_000_000 < due_us <= 60_000_000
 
 
 def test_purge_throws_away_what_waits_and_leaves_what_is_parked(store: Store) -> None:

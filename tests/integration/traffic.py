@@ -78,7 +78,9 @@ class Inbox(traffic.Inbox):
 
     def consume(self, queues: Iterable[str]) -> Self:
         for queue in queues:
-            self._channel.basic_consume(queue, no_ack=True, callback=partial(self._on, queue))
+            self._channel.basic_consume(
+                queue, no_ack=True, callback=partial(self._on, queue), consumer_tag=queue
+            )
         return self
 
     def close(self) -> None:

@@ -14,14 +14,14 @@ def message(tag: str = "tag-1", **headers: Any) -> dict[str, Any]:
     return {"headers": headers, "properties": {"delivery_tag": tag}}
 
 
-def test_the_names_of_version_1_are_frozen() -> None:
+def test_the_names_of_version_2_are_frozen() -> None:
     """Messages in production wait under them; to change them, add a version."""
     keys = Keys("shop:", "celery_delay")
     assert [keys.due, keys.messages, keys.wake, keys.parked] == [
-        "shop:celery_delay.v1.due",
-        "shop:celery_delay.v1.messages",
-        "shop:celery_delay.v1.wake",
-        "shop:celery_delay.v1.parked",
+        "shop:celery_delay.v2.due",
+        "shop:celery_delay.v2.messages",
+        "shop:celery_delay.v2.wake",
+        "shop:celery_delay.v2.parked",
     ]
     assert member_of(message(id="task-1"), "celery") == "task-1:u2yCm81Mnozy"
 

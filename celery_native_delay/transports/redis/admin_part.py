@@ -44,13 +44,13 @@ class Status:
 
     @classmethod
     def of(cls, name: str, census: Census) -> Status:
-        next_ms = census.next_due_ms
+        next_us = census.next_due_us
         return cls(
             name,
             census.waiting,
-            None if next_ms is None else next_ms / 1000,
+            None if next_us is None else next_us / 1_000_000,
             census.overdue,
-            census.overdue_ms / 1000,
+            census.overdue_us / 1_000_000,
             census.parked,
         )
 
@@ -126,10 +126,10 @@ def _compare(name: str, census: Census) -> list[str]:
         differences.append(
             f"{name}: {abs(surplus)} message(s) {'without a due time' if surplus > 0 else 'lost'}"
         )
-    if census.overdue_ms > _PATIENCE_SECONDS * 1000:
+    if census.overdue_us > _PATIENCE_SECONDS * 1_000_000:
         differences.append(
             f"{name}: {census.overdue} message(s) overdue, the first for "
-            f"{census.overdue_ms / 1000:.0f} s: no installed worker and no "
+            f"{census.overdue_us / 1_000_000:.0f} s: no installed worker and no "
             f"`celery -A PROJ delay promote` is running"
         )
     return differences

@@ -87,15 +87,20 @@ class Delays:
             DelayTooLong, UnsupportedBroker, SettingsError, BrokerFull, NotPermitted: nothing was
                 stored; the text says why and the way out.
         """
-        self.prepare()
-        self._check_reach(due_us)
-        member = member_of(message, destination.keys[0])
-        due_ms, entry = milliseconds_up(due_us), self._entry(message, destination, due_us)
+        member, entry = self.stored(message, destination, due_us=due_us)
         if batch is None:
-            self.store.add(member, due_ms, entry)
+            self.store.add(member, due_us, entry)
         else:
-            name, arguments = self.store.add_command(member, due_ms, entry)
+            name, arguments = self.store.add_command(member, due_us, entry)
             batch.add(name, *arguments)
+
+    def stored(
+        self, message: dict[str, Any], destination: Destination, *, due_us: int
+    ) -> tuple[str, bytes]:
+        """Under which member *message* waits, and its entry; raises as :meth:`publish`."""
+        self.prepare()
+        self.check_reach(due_us)
+        return member_of(message, destination.keys[0]), self._entry(message, destination, due_us)
 
     def put_back(self, message: dict[str, Any], destination: Destination, *, due_us: int) -> None:
         """Let a received message, as it lay in its queue, wait (again) for *destination* alone.
@@ -107,23 +112,28 @@ class Delays:
         """
         member = member_of(message, destination.keys[0])
         properties = {**message["properties"], "delivery_tag": str(uuid4())}
-        self._check_reach(due_us)
-        wait_ms = milliseconds_up(due_us - time_ns() // 1000)
+        self.check_reach(due_us)
+        wait_us = due_us - time_ns() // 1000
         entry = self._entry({**message, "properties": properties}, destination, due_us)
-        self.store.add(member, self.store.now_ms() + wait_ms, entry)
+        self.store.add(member, self.store.now_us() + wait_us, entry)
 
     def clock_ahead_seconds(self) -> float:
         """How far the server's clock is ahead of ours; negative if it is behind."""
         before_us = time_ns() // 1000
-        server_ms = self.store.now_ms()
-        return server_ms / 1000 - (before_us + time_ns() // 1000) / 2_000_000
+        server_us = self.store.now_us()
+        return (server_us - (before_us + time_ns() // 1000) / 2) / 1_000_000
 
     @staticmethod
     def _entry(message: dict[str, Any], destination: Destination, due_us: int) -> bytes:
         envelope = sealed(message, due_ms=milliseconds_up(due_us))
         return entry_of(destination, dumps(envelope))
 
-    def _check_reach(self, due_us: int) -> None:
+    def check_reach(self, due_us: int) -> None:
+        """Refuse what is further away than the longest delay.
+
+        Raises:
+            DelayTooLong: it is.
+        """
         check_reach(
             milliseconds_up(due_us - time_ns() // 1000),
             max_units=round(self.settings.longest_delay_seconds * 1000),

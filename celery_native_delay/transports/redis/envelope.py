@@ -26,16 +26,21 @@ class Destination:
 
 
 def entry_of(destination: Destination, envelope: str) -> bytes:
-    """Destination and envelope as one value of the hash.
+    """Destination and envelope as one value of the hash."""
+    return front_of(destination) + envelope.encode()
 
-    ``<kind> <ttl ms> <bytes of each key>``, a newline, the keys, the envelope. Lengths, because
-    a key may hold any byte; in front, because Lua must cut without reading the envelope: what
-    cjson reads and writes again has lost its empty lists and long numbers.
+
+def front_of(destination: Destination) -> bytes:
+    """What the entries of all messages for *destination* begin with.
+
+    ``<kind> <ttl ms> <bytes of each key>``, a newline, the keys; then comes the envelope. Lengths,
+    because a key may hold any byte; in front, because Lua must cut without reading the envelope:
+    what cjson reads and writes again has lost its empty lists and long numbers.
     """
     keys = [key.encode() for key in destination.keys]
     kind = "publish" if destination.broadcast else "push"
     head = " ".join([kind, str(destination.ttl_ms), *(str(len(key)) for key in keys)])
-    return b"".join([head.encode(), b"\n", *keys, envelope.encode()])
+    return b"".join([head.encode(), b"\n", *keys])
 
 
 def opened_entry(entry: bytes) -> tuple[Destination, bytes]:

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-VERSION = 1
+#: 1 had its scores in milliseconds, and was never released.
+VERSION = 2
 
 #: Bytes of the digest that tells messages of one task id apart: collisions stay out of reach,
 #: and a member with a UUID stays within 52 characters, the memory class that Redis rounds it to.
@@ -37,7 +38,7 @@ class Keys:
 
     @property
     def due(self) -> str:
-        """Sorted set: member → due time in milliseconds since the epoch."""
+        """Sorted set: member → due time in microseconds since the epoch."""
         return f"{self.space}.due"
 
     @property
@@ -52,8 +53,12 @@ class Keys:
 
     @property
     def parked(self) -> str:
-        """Sorted set: member → when its destination refused it, in milliseconds."""
+        """Sorted set: member → when its destination refused it, in microseconds."""
         return f"{self.space}.parked"
+
+    def taken(self, line: str) -> str:
+        """Set: the numbers of what a line for many messages has sent and the server has taken."""
+        return f"{self.space}.taken.{line}"
 
 
 def member_of(message: Mapping[str, Any], destination: str) -> str:
@@ -66,5 +71,10 @@ def member_of(message: Mapping[str, Any], destination: str) -> str:
     tag = str(properties["delivery_tag"])
     headers = message.get("headers") or {}
     name = headers.get("id") or properties.get("correlation_id") or tag
-    digest = blake2b(f"{tag}\n{destination}".encode(), digest_size=_DIGEST_BYTES).digest()
+    return member(str(name), tag, destination)
+
+
+def member(name: str, delivery_tag: str, destination: str) -> str:
+    """See :func:`member_of`; *name* is the task's id."""
+    digest = blake2b(f"{delivery_tag}\n{destination}".encode(), digest_size=_DIGEST_BYTES).digest()
     return f"{name}:{urlsafe_b64encode(digest).decode()}"

@@ -1,9 +1,10 @@
 """Hands over what is due: in every worker, or in a process of its own. No leader, no lock.
 
 A timer here leads to the next due time, because Redis itself looks for blocked clients that time
-out only every 100 ms. What comes meanwhile and is due sooner wakes one promoter up through an
-outstanding BZPOPMIN. If that one dies with its knowledge, the others look in time: nobody sleeps
-longer than :data:`LONGEST_SLEEP_SECONDS`.
+out only every 100 ms. It runs from when the last round was asked for: the next one takes as long
+to the server as that one did, and arrives when the message is due. What comes meanwhile and is due
+sooner wakes one promoter up through an outstanding BZPOPMIN. If that one dies with its knowledge,
+the others look in time: nobody sleeps longer than :data:`LONGEST_SLEEP_SECONDS`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from kombu.exceptions import KombuError
 from redis.exceptions import RedisError, TimeoutError
 
 from ...core.errors import NativeDelayError
-from .store import BATCH, Moved
+from .store import BATCH, Moved, Rounds
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +33,9 @@ LONGEST_SLEEP_SECONDS = 10.0
 #: the longest, so that of many one does the work and the others stand by.
 FIRST_LAG_SECONDS = 0.001
 LONGEST_LAG_SECONDS = 0.05
+
+#: Of rounds that are asked for while full ones come back. More are no faster.
+_ROUNDS_AT_ONCE = 2
 
 #: Seconds between attempts to reach the broker.
 FIRST_PAUSE_SECONDS = 0.1
@@ -69,8 +73,8 @@ class Promoter:
         """Promote until :meth:`stop`; a lost connection is made again, however long it takes."""
         while not self._stopping.is_set():
             try:
-                with self._connected() as (channel, alarm):
-                    self._promote(channel, alarm)
+                with self._connected() as (rounds, alarm):
+                    self._promote(rounds, alarm)
             except Exception as exc:  # the loop must outlive whatever the network brings
                 if self._stopping.is_set():
                     break
@@ -94,43 +98,61 @@ class Promoter:
             self._stop_writer.send(b"\0")
 
     @contextmanager
-    def _connected(self) -> Iterator[tuple[Any, _Alarm]]:
+    def _connected(self) -> Iterator[tuple[Rounds, _Alarm]]:
         with self._connect(transport_options=CONNECTION_OPTIONS) as connection:
             # Once for each URL; the pauses between attempts are ours.
             tries = len(connection.alt) or 1
             connection.ensure_connection(max_retries=tries, interval_start=0, interval_step=0)
             channel = connection.default_channel
-            channel.delays.prepare()
-            alarm = _Alarm(channel.pool.make_connection(), channel.delays.keys.wake)
+            delays, pool = channel.delays, channel.pool
+            rounds = Rounds(pool.make_connection(), delays.keys, version=delays.version)
+            alarm = _Alarm(pool.make_connection(), delays.keys.wake)
             try:
+                rounds.connect()
                 alarm.arm(self._stop_reader)
-                yield channel, alarm
+                yield rounds, alarm
             finally:
                 alarm.close()
+                rounds.close()
 
-    def _promote(self, channel: Any, alarm: _Alarm) -> None:
-        store, version = channel.delays.store, channel.delays.version
+    def _promote(self, rounds: Rounds, alarm: _Alarm) -> None:
         lag_seconds = 0.0
-        expecting = False
+        expected_us: int | None = None
         while not self._stopping.is_set():
-            moved = store.promote(version=version)
-            self._count(moved)
-            if moved.taken:
+            taken, moved = self._hand_over(rounds)
+            if taken:
                 lag_seconds = 0.0
-            elif expecting:
+            elif expected_us is not None and moved.next_us != expected_us:
+                # Somebody else took it. If it is still there, this was too early by a hair.
                 lag_seconds = min(max(lag_seconds * 2, FIRST_LAG_SECONDS), LONGEST_LAG_SECONDS)
-            if moved.taken == BATCH:
-                continue
-            due_seconds = None if moved.wait_us is None else moved.wait_us / 1e6 + lag_seconds
+            expected_us = None
             sleep_seconds = LONGEST_SLEEP_SECONDS
-            expecting = due_seconds is not None and due_seconds < sleep_seconds
-            if due_seconds is not None:
-                sleep_seconds = min(due_seconds, sleep_seconds)
-            woken = alarm.wait(sleep_seconds)
-            if woken:
+            if moved.wait_us is not None:
+                due_at = rounds.last_asked_at + moved.wait_us / 1e6 + lag_seconds
+                until_due_seconds = max(due_at - monotonic(), 0)
+                if until_due_seconds < sleep_seconds:
+                    sleep_seconds, expected_us = until_due_seconds, moved.next_us
+            if alarm.wait(sleep_seconds):
                 # Nobody else knows of what has come.
                 lag_seconds = 0.0
-                expecting = False
+                expected_us = None
+
+    def _hand_over(self, rounds: Rounds) -> tuple[int, Moved]:
+        """Promote until nothing is due; how many were, and what the last round said.
+
+        While there is more, the server works on one round when the answer to another is read.
+        """
+        taken = 0
+        rounds.ask()
+        while True:
+            moved = rounds.answer()
+            self._count(moved)
+            taken += moved.taken
+            if moved.taken == BATCH and not self._stopping.is_set():
+                while rounds.asked_count < _ROUNDS_AT_ONCE:
+                    rounds.ask()
+            elif not rounds.asked_count:
+                return taken, moved
 
     def _count(self, moved: Moved) -> None:
         if self._pause_seconds > FIRST_PAUSE_SECONDS:

@@ -1,4 +1,4 @@
-"""The Lua that makes each step atomic. Times are milliseconds by the server's own clock.
+"""The Lua that makes each step atomic. Times are microseconds by the server's own clock.
 
 An entry of the hash reads ``<kind> <ttl ms> <bytes of each key>\\n<keys><envelope>``; see
 :func:`~.envelope.entry_of`. Destination keys come from the data, so they are not declared in KEYS:
@@ -7,7 +7,7 @@ a server that insists on it (cluster mode) needs them in one slot.
 
 from __future__ import annotations
 
-#: KEYS due, messages, wake. ARGV member, due ms, entry.
+#: KEYS due, messages, wake. ARGV member, due µs, entry.
 #: The marker is touched only by what comes first of all, so it costs nothing in the usual case.
 ADD = """
 redis.call('HSET', KEYS[2], ARGV[1], ARGV[3])
@@ -17,37 +17,92 @@ if redis.call('ZRANGE', KEYS[1], 0, 0)[1] == ARGV[1] then
 end
 """
 
+#: How long the server remembers what it has taken of a line that went away, in seconds. The line
+#: comes back sooner, or gives up, unless its batch is to wait for the broker for ever.
+TAKEN_SECONDS = 3600
+
+#: In front of what is sent over a line for many messages. KEYS taken. ARGV number.
+_ONCE = f"""
+if redis.call('SADD', KEYS[1], ARGV[1]) == 0 then return end
+redis.call('EXPIRE', KEYS[1], {TAKEN_SECONDS})
+"""
+
+#: Many messages in. KEYS taken, due, messages, wake. ARGV number, then of each message member, due
+#: µs, entry.
+ADD_MANY = (
+    _ONCE
+    + """
+local scores, entries = {}, {}
+for at = 2, #ARGV, 3 do
+    local next = #scores + 1
+    scores[next], scores[next + 1] = ARGV[at + 1], ARGV[at]
+    entries[next], entries[next + 1] = ARGV[at], ARGV[at + 2]
+end
+redis.call('HSET', KEYS[3], unpack(entries))
+redis.call('ZADD', KEYS[2], unpack(scores))
+local first = redis.call('ZRANGE', KEYS[2], 0, 0, 'WITHSCORES')
+for at = 2, #ARGV, 3 do
+    if ARGV[at] == first[1] then redis.call('ZADD', KEYS[4], first[2], 'earlier') end
+end
+"""
+)
+
+#: A message that does not wait. KEYS taken, its list, what else to prolong. ARGV number, TTL in ms
+#: or 0, envelope.
+PUSH = (
+    _ONCE
+    + """
+redis.call('LPUSH', KEYS[2], ARGV[3])
+if tonumber(ARGV[2]) > 0 then
+    for at = 2, #KEYS do redis.call('PEXPIRE', KEYS[at], ARGV[2]) end
+end
+"""
+)
+
 #: KEYS source (due, or parked), messages, parked. ARGV limit, highest score or '' for now.
-#: Returns taken, delivered, parked, µs until the source's next one (-1: none), the last refusal.
+#: Returns taken, delivered, parked, now in µs, the score of the source's next one (-1: none), the
+#: last refusal.
 #:
 #: ZREMRANGEBYRANK is the first write because it needs no memory: a script that has written once may
 #: go on writing although maxmemory is reached, on servers that do not know allow-oom, too.
+#:
+#: Messages are gathered by what their entries begin with, which says all about where they go; most
+#: often it is the same as that of the message before.
 MOVE_ON = """
 local source, messages, parking = KEYS[1], KEYS[2], KEYS[3]
 local time = redis.call('TIME')
-local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
 local highest = ARGV[2] ~= '' and ARGV[2] or now
 local members = redis.call('ZRANGE', source, '-inf', highest, 'BYSCORE', 'LIMIT', 0, ARGV[1])
-local delivered, parked, refusal = 0, 0, ''
-local heads = {}
+local done, parked, refusal = {}, 0, ''
+local sub = string.sub
+local groups, by_front, totals = {}, {}, {}
 
-local function head_of(line)
-    local kind, ttl, lengths = string.match(line, '^(%a+) (%d+) (.+)$')
-    local head = {kind = kind, ttl = tonumber(ttl), lengths = {}, total = 0}
-    for length in string.gmatch(lengths, '%d+') do
-        head.lengths[#head.lengths + 1] = tonumber(length)
-        head.total = head.total + tonumber(length)
+local function total_of(line)
+    local total = 0
+    for length in string.gmatch(string.match(line, '^%a+ %d+ (.+)$'), '%d+') do
+        total = total + tonumber(length)
     end
-    return head
+    return total
 end
 
-local function keys_of(head, text)
-    local keys, from = {}, 1
-    for index, length in ipairs(head.lengths) do
-        keys[index] = string.sub(text, from, from + length - 1)
-        from = from + length
+local function group_of(entry)
+    local cut = string.find(entry, '\\n', 1, true)
+    local line = sub(entry, 1, cut - 1)
+    local total = totals[line]
+    if not total then
+        total = total_of(line)
+        totals[line] = total
     end
-    return keys
+    local front = sub(entry, 1, cut + total)
+    local group = by_front[front]
+    if not group then
+        group = {front = front, line = line, at = cut + total, count = 0, members = {},
+            envelopes = {}}
+        by_front[front] = group
+        groups[#groups + 1] = group
+    end
+    return group
 end
 
 local function refused(answer)
@@ -58,79 +113,67 @@ local function refused(answer)
     return false
 end
 
-local function hand_over(run)
-    local keys = keys_of(run.head, run.keys)
-    if run.head.kind == 'publish' then
+local function hand_over(group)
+    local kind, ttl, lengths = string.match(group.line, '^(%a+) (%d+) (.+)$')
+    local keys, from = {}, #group.line + 2
+    for length in string.gmatch(lengths, '%d+') do
+        keys[#keys + 1] = sub(group.front, from, from + length - 1)
+        from = from + length
+    end
+    if kind == 'publish' then
         for _, channel in ipairs(keys) do
-            for _, envelope in ipairs(run.envelopes) do
+            for _, envelope in ipairs(group.envelopes) do
                 if refused(redis.pcall('PUBLISH', channel, envelope)) then return false end
             end
         end
         return true
     end
-    if refused(redis.pcall('LPUSH', keys[1], unpack(run.envelopes))) then return false end
-    if run.head.ttl > 0 then
-        for _, key in ipairs(keys) do redis.call('PEXPIRE', key, run.head.ttl) end
+    if refused(redis.pcall('LPUSH', keys[1], unpack(group.envelopes))) then return false end
+    if tonumber(ttl) > 0 then
+        for _, key in ipairs(keys) do redis.call('PEXPIRE', key, ttl) end
     end
     return true
-end
-
-local function finish(run)
-    if not run then return end
-    if hand_over(run) then
-        redis.call('HDEL', messages, unpack(run.members))
-        delivered = delivered + #run.members
-    else
-        for _, member in ipairs(run.members) do redis.call('ZADD', parking, now, member) end
-        parked = parked + #run.members
-    end
 end
 
 if #members > 0 then
     redis.call('ZREMRANGEBYRANK', source, 0, #members - 1)
     local entries = redis.call('HMGET', messages, unpack(members))
-    local run
-    for index, member in ipairs(members) do
+    local group
+    for index = 1, #members do
         local entry = entries[index]
         if entry then
-            local cut = string.find(entry, '\\n', 1, true)
-            local line = string.sub(entry, 1, cut - 1)
-            local head = heads[line]
-            if not head then
-                head = head_of(line)
-                heads[line] = head
-            end
-            local keys = string.sub(entry, cut + 1, cut + head.total)
-            if not run or run.head ~= head or run.keys ~= keys then
-                finish(run)
-                run = {head = head, keys = keys, members = {}, envelopes = {}}
-            end
-            run.members[#run.members + 1] = member
-            run.envelopes[#run.envelopes + 1] = string.sub(entry, cut + head.total + 1)
+            if not group or sub(entry, 1, group.at) ~= group.front then group = group_of(entry) end
+            local count = group.count + 1
+            group.count = count
+            group.members[count] = members[index]
+            group.envelopes[count] = sub(entry, group.at + 1)
         end
     end
-    finish(run)
+    for _, group in ipairs(groups) do
+        if hand_over(group) then
+            for _, member in ipairs(group.members) do done[#done + 1] = member end
+        else
+            for _, member in ipairs(group.members) do redis.call('ZADD', parking, now, member) end
+            parked = parked + group.count
+        end
+    end
+    if #done > 0 then redis.call('HDEL', messages, unpack(done)) end
 end
 
 local first = redis.call('ZRANGE', source, 0, 0, 'WITHSCORES')
-local wait = -1
-if first[2] then
-    local now_us = tonumber(time[1]) * 1000000 + tonumber(time[2])
-    wait = math.max(tonumber(first[2]) * 1000 - now_us, 0)
-end
-return {#members, delivered, parked, wait, refusal}
+return {#members, #done, parked, now, first[2] and tonumber(first[2]) or -1, refusal}
 """
 
 #: In front of MOVE_ON where the server knows script flags (Redis 7): what waits must drain while
 #: maxmemory keeps everybody else from writing.
 ALLOW_OOM = "#!lua flags=allow-oom\n"
 
-#: KEYS due, messages, parked. Returns waiting, parked, entries, overdue, ms until the next is due
+#: KEYS due, messages, parked. Returns waiting, parked, entries, overdue, µs until the next is due
 #: (below 0: since it was; '' if nothing waits). A script, because a transaction is refused while
 #: maxmemory is reached, reading ones too.
 CENSUS = """
 local time = redis.call('TIME')
-local now = tonumber(time[1]) * 1000 + math.floor(tonumber(time[2]) / 1000)
+local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
 local first = redis.call('ZRANGE', KEYS[1], 0, 0, 'WITHSCORES')
 return {
     redis.call('ZCARD', KEYS[1]),

@@ -6,12 +6,20 @@ commands and to the first key of a script, and to none of the others.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from hashlib import sha1
+from time import monotonic
 from typing import Any
 
-from redis.exceptions import NoPermissionError, OutOfMemoryError, ResponseError
+from redis.exceptions import (
+    NoPermissionError,
+    NoScriptError,
+    OutOfMemoryError,
+    ResponseError,
+)
 
 from ...core.errors import BrokerFull, NotPermitted
 from .keys import Keys
@@ -30,27 +38,34 @@ class Moved:
     """What one script run did, as numbers of messages.
 
     *taken* left the sorted set: *delivered*, *parked* with *refusal* as Redis' last word, or they
-    had lost their entry. *wait_us* are microseconds until the next one, None if there is none.
+    had lost their entry. *now_us* and *next_us*, when the next one is due or None if there is none,
+    are microseconds since the epoch by the server's clock.
     """
 
     taken: int
     delivered: int
     parked: int
-    wait_us: int | None
+    now_us: int
+    next_us: int | None
     refusal: str
+
+    @property
+    def wait_us(self) -> int | None:
+        """Microseconds until the next one is due, None if there is none."""
+        return None if self.next_us is None else max(self.next_us - self.now_us, 0)
 
 
 @dataclass(frozen=True)
 class Census:
-    """How much there is, at one instant. *overdue_ms* belongs to the longest overdue message."""
+    """How much there is, at one instant. *overdue_us* belongs to the longest overdue message."""
 
     waiting: int
     parked: int
     entries: int
     overdue: int
-    overdue_ms: int
-    next_due_ms: int | None
-    """Milliseconds until the next message is due; None if none waits."""
+    overdue_us: int
+    next_due_us: int | None
+    """Microseconds until the next message is due; None if none waits."""
 
 
 class Store:
@@ -62,30 +77,29 @@ class Store:
         self.keys = keys
         self._add = client.register_script(ADD)
         self._move_on = {
-            flagged: client.register_script((ALLOW_OOM if flagged else "") + MOVE_ON)
-            for flagged in (True, False)
+            flagged: client.register_script(_move_on(flagged=flagged)) for flagged in (True, False)
         }
         self._census = client.register_script(CENSUS)
         self._discard = client.register_script(DISCARD)
 
     # --- one message in ------------------------------------------------------------------
 
-    def add(self, member: str, due_ms: int, entry: bytes) -> None:
-        """Store *entry* until *due_ms*, milliseconds since the epoch. Again is the same as once.
+    def add(self, member: str, due_us: int, entry: bytes) -> None:
+        """Store *entry* until *due_us*, microseconds since the epoch. Again is the same as once.
 
         Raises:
             BrokerFull: ``maxmemory`` is reached; nothing was stored.
             NotPermitted: the Redis user may not.
         """
         with refusals_explained(self.keys):
-            self._add(keys=self._add_keys, args=[member, due_ms, entry])
+            self._add(keys=self._add_keys, args=[member, due_us, entry])
 
-    def add_command(self, member: str, due_ms: int, entry: bytes) -> tuple[str, list[Any]]:
+    def add_command(self, member: str, due_us: int, entry: bytes) -> tuple[str, list[Any]]:
         """:meth:`add` as the name and arguments of a pipeline's method.
 
         ``eval``, because a pipeline cannot answer an unknown script with loading it.
         """
-        return "eval", [ADD, len(self._add_keys), *self._add_keys, member, due_ms, entry]
+        return "eval", [ADD, len(self._add_keys), *self._add_keys, member, due_us, entry]
 
     @property
     def _add_keys(self) -> list[str]:
@@ -97,46 +111,39 @@ class Store:
         """Hand over what is due by the server's clock, at most *limit* messages."""
         return self._move(self.keys.due, "", version, limit)
 
-    def rescue(self, *, version: tuple[int, ...], before_ms: int, limit: int = BATCH) -> Moved:
-        """Try parked messages again, at most *limit* of those parked before *before_ms*.
+    def rescue(self, *, version: tuple[int, ...], before_us: int, limit: int = BATCH) -> Moved:
+        """Try parked messages again, at most *limit* of those parked before *before_us*.
 
         What is refused again is parked with the present time, so it is not met twice in a round.
         """
-        return self._move(self.keys.parked, f"({before_ms}", version, limit)
+        return self._move(self.keys.parked, f"({before_us}", version, limit)
 
     def _move(self, source: str, highest: str, version: tuple[int, ...], limit: int) -> Moved:
         script = self._move_on[version >= _FLAGS_SINCE]
         keys = [source, self.keys.messages, self.keys.parked]
         with refusals_explained(self.keys):
-            taken, delivered, parked, wait_us, refusal = script(keys=keys, args=[limit, highest])
-        return Moved(
-            taken,
-            delivered,
-            parked,
-            None if wait_us < 0 else wait_us,
-            refusal.decode("utf-8", "replace"),
-        )
+            return _moved(script(keys=keys, args=[limit, highest]))
 
     # --- looking -------------------------------------------------------------------------
 
-    def now_ms(self) -> int:
-        """Milliseconds since the epoch by the server's clock."""
+    def now_us(self) -> int:
+        """Microseconds since the epoch by the server's clock."""
         seconds, microseconds = self.client.time()
-        return int(seconds) * 1000 + int(microseconds) // 1000
+        return int(seconds) * 1_000_000 + int(microseconds)
 
     def census(self) -> Census:
         """Count what waits and what is parked."""
         keys = [self.keys.due, self.keys.messages, self.keys.parked]
         with refusals_explained(self.keys):
             waiting, parked, entries, overdue, first = self._census(keys=keys)
-        wait_ms = first if isinstance(first, int) else None
+        wait_us = first if isinstance(first, int) else None
         return Census(
             waiting,
             parked,
             entries,
             overdue,
-            overdue_ms=max(0, -(wait_ms or 0)),
-            next_due_ms=None if wait_ms is None else max(0, wait_ms),
+            overdue_us=max(0, -(wait_us or 0)),
+            next_due_us=None if wait_us is None else max(0, wait_us),
         )
 
     def peek_parked(self, *, limit: int) -> list[bytes]:
@@ -169,6 +176,75 @@ class Store:
             thrown += taken
             if taken < 1000:
                 return thrown
+
+
+class Rounds:
+    """Rounds of promoting on a connection of their own, asked for before the last was answered.
+
+    A round through a pool costs the client twice as much: taking a connection, looking whether it
+    is alive, preparing to try again.
+    """
+
+    def __init__(self, connection: Any, keys: Keys, *, version: tuple[int, ...]) -> None:
+        """*connection* is one of redis-py's, *version* the server's."""
+        self._connection = connection
+        self._keys = keys
+        script = _move_on(flagged=version >= _FLAGS_SINCE)
+        words = (3, keys.due, keys.messages, keys.parked, BATCH, "")
+        sha = sha1(script.encode(), usedforsecurity=False).hexdigest()
+        self._evalsha = connection.pack_command("EVALSHA", sha, *words)
+        self._eval = connection.pack_command("EVAL", script, *words)
+        #: When each round that waits for its answer was asked for.
+        self._asked: deque[float] = deque()
+        self.last_asked_at = 0.0
+        """When the round that was answered last had been asked for, on the monotonic clock."""
+
+    def connect(self) -> None:
+        """Connect; with Sentinel, to the master of now, which sending alone would not ask for."""
+        self._connection.connect()
+
+    @property
+    def asked_count(self) -> int:
+        """How many rounds wait for their answer."""
+        return len(self._asked)
+
+    def ask(self) -> None:
+        """Ask for one more round."""
+        self._asked.append(monotonic())
+        self._connection.send_packed_command(self._evalsha, check_health=False)
+
+    def answer(self) -> Moved:
+        """What the round did that was asked for first; a script that is not there is loaded."""
+        while True:
+            try:
+                with refusals_explained(self._keys):
+                    reply = self._connection.read_response()
+            except NoScriptError:
+                # One round is like the other: this one comes after those that were asked for.
+                self._connection.send_packed_command(self._eval, check_health=False)
+                continue
+            self.last_asked_at = self._asked.popleft()
+            return _moved(reply)
+
+    def close(self) -> None:
+        """Leave; the server ends what was asked for."""
+        self._connection.disconnect()
+
+
+def _move_on(*, flagged: bool) -> str:
+    return (ALLOW_OOM if flagged else "") + MOVE_ON
+
+
+def _moved(reply: Any) -> Moved:
+    taken, delivered, parked, now_us, next_us, refusal = reply
+    return Moved(
+        taken,
+        delivered,
+        parked,
+        now_us,
+        None if next_us < 0 else next_us,
+        refusal.decode("utf-8", "replace"),
+    )
 
 
 @contextmanager

@@ -99,14 +99,9 @@ class DelayingChannel:
         due_us = self._due_of(message)
         if due_us is None:
             return super()._put_fanout(exchange, message, routing_key, **kwargs)  # type: ignore[misc]
-        if hasattr(self, "_get_publish_topics"):
-            topics = self._get_publish_topics(exchange, routing_key)
-        else:  # before kombu 5.7
-            topics = [self._get_publish_topic(exchange, routing_key)]
-        channels = tuple(f"{self.delays.keys.prefix}{topic}" for topic in topics)
         return self.delays.publish(
             message,
-            Destination(channels, broadcast=True),
+            self.broadcast(exchange, routing_key),
             due_us=due_us,
             batch=kwargs.get("_publish_batch"),
         )
@@ -128,6 +123,15 @@ class DelayingChannel:
             return Destination((key,))
         every = [f"{prefix}{self._q_for_pri(queue, step)}" for step in self.priority_steps]
         return Destination((key, *(other for other in every if other != key)), ttl_ms)
+
+    def broadcast(self: Any, exchange: str, routing_key: str) -> Destination:
+        """The channels that kombu would publish on."""
+        if hasattr(self, "_get_publish_topics"):
+            topics = self._get_publish_topics(exchange, routing_key)
+        else:  # before kombu 5.7
+            topics = [self._get_publish_topic(exchange, routing_key)]
+        prefix = self.delays.keys.prefix
+        return Destination(tuple(f"{prefix}{topic}" for topic in topics), broadcast=True)
 
     # --- receiving -----------------------------------------------------------------------
 

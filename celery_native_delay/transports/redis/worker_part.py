@@ -65,9 +65,9 @@ def rescue(delays: Any) -> Rescue:
     """Try what is parked now; what is refused again stays parked."""
     store, version = delays.store, delays.version
     outcome = Rescue()
-    before_ms = store.now_ms()
+    before_us = store.now_us()
     for _ in range(_ROUND):
-        moved = store.rescue(version=version, before_ms=before_ms)
+        moved = store.rescue(version=version, before_us=before_us)
         outcome.delivered += moved.delivered
         outcome.still_parked += moved.parked
         if moved.taken < BATCH:

@@ -1,0 +1,139 @@
+"""A line of its own for many messages: one connection, envelopes by template, none twice."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from time import time_ns
+from typing import Any
+
+from kombu import Producer
+
+from ...core.random_ids import RandomIds
+from ...core.refusal import RefusedMessage
+from .collecting import Put
+from .envelope import Destination, front_of, milliseconds_up
+from .keys import member
+from .outbox import Outbox
+from .template import TaskFields, Template, fields_of
+
+#: For so long an exchange is taken to lead where it did.
+ROUTE_SECONDS = 60.0
+
+
+class Kind:
+    """How tasks of one kind are sent without the long way."""
+
+    def __init__(self, template: Template, destination: Destination) -> None:
+        self.template = template
+        self.key = destination.keys[0]
+        self.front = front_of(destination)
+        #: Until then the exchange is taken to lead where it did.
+        self.valid_until_us = time_ns() // 1000 + round(ROUTE_SECONDS * 1_000_000)
+
+
+class BulkLine:
+    """See the module's docstring. For one thread."""
+
+    def __init__(self, client: Any, *, window: int) -> None:
+        """*client* is a kombu connection to the same server, which is not touched."""
+        self._outbox = Outbox(client, window)
+        self._ids = RandomIds()
+        self._last: list[Put] = []
+
+    def publish(self, publish: Callable[[Any], object]) -> None:
+        """Send one message the long way: *publish* gets a kombu producer.
+
+        Raises:
+            Whatever *publish* does; one of :data:`~.outbox.LOST`: there has been no connection for
+                :data:`~.outbox.PATIENCE_SECONDS`; not sent.
+        """
+
+        def collect(channel: Any) -> list[Put]:
+            channel.collected = []
+            publish(Producer(channel, auto_declare=False))
+            collected: list[Put] = channel.collected
+            return collected
+
+        with self._outbox.lock:
+            self._outbox.make_room()
+            self._last = self._outbox.patiently(collect)
+            for put in self._last:
+                if put.member:
+                    self._outbox.hold(put.member, put.due_us, put.entry)
+                else:
+                    self._outbox.push(put.destination, put.entry)
+
+    def learn(self) -> Kind | None:
+        """What the last message teaches about others of its kind; None if it does not.
+
+        A template is only used if it makes the very envelope that the long way did.
+        """
+        if len(self._last) != 1 or not self._last[0].member:
+            return None
+        put = self._last[0]
+        text = put.entry[len(front_of(put.destination)) :].decode()
+        envelope = json.loads(text)
+        try:
+            template = Template(envelope)
+            same = template.envelope(fields_of(envelope)) == text
+        except ValueError:
+            return None
+        return Kind(template, put.destination) if same else None
+
+    def send(
+        self,
+        kind: Kind,
+        due_us: int,
+        task_id: str,
+        eta: str,
+        argsrepr: str,
+        kwargsrepr: str,
+        body: bytes,
+    ) -> bool:
+        """Send a task by its template; False if only the long way will do.
+
+        That is for a task that is due already, and when what was learnt is too old.
+
+        Raises:
+            DelayTooLong: not sent.
+            One of :data:`~.outbox.LOST`: there has been no connection for a minute; not sent.
+        """
+        now_us = time_ns() // 1000
+        channel = self._outbox.channel
+        if due_us <= now_us or now_us > kind.valid_until_us or channel is None:
+            return False
+        channel.delays.check_reach(due_us)
+        tag = self._ids.uuid()
+        due_ms = milliseconds_up(due_us)
+        fields = TaskFields(task_id, eta, argsrepr, kwargsrepr, body, due_ms, tag)
+        entry = kind.front + kind.template.envelope(fields).encode()
+        with self._outbox.lock:
+            self._outbox.make_room()
+            self._outbox.hold(member(task_id, tag, kind.key), due_us, entry)
+        return True
+
+    def settle(self, *, timeout_seconds: float | None) -> None:
+        """Return when the server has answered for everything.
+
+        Raises:
+            TimeoutError: it has not after *timeout_seconds*.
+        """
+        self._outbox.settle(timeout_seconds=timeout_seconds)
+
+    def take_refused(self) -> list[RefusedMessage]:
+        """What the server did not take since the last time."""
+        return self._outbox.take_refused()
+
+    def give_up(self) -> list[RefusedMessage]:
+        """The messages that the server has yet to answer for; none of them is sent again."""
+        return self._outbox.give_up()
+
+    @property
+    def generation(self) -> int:
+        """Changes with every new connection: exchanges may lead elsewhere on it."""
+        return self._outbox.connects
+
+    def close(self) -> None:
+        """Close the connection; what is in doubt is given up."""
+        self._outbox.close()

@@ -1,0 +1,125 @@
+"""The envelope of a delayed task, encoded once and filled in for each message. Pure.
+
+kombu and we take some 60 µs to make one. Between tasks of one kind only a few values differ; the
+text around them is the very one that was made the long way, cut where a marked value stood.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Mapping
+from json.encoder import encode_basestring_ascii as as_json
+from operator import itemgetter
+from secrets import token_hex
+from typing import Any, NamedTuple
+
+from kombu.utils.json import dumps
+
+from ...core.delayed import HEADER
+from ...core.refusal import RefusedMessage
+from .envelope import opened_entry, unsealed
+
+
+class TaskFields(NamedTuple):
+    """What differs between two tasks of one kind; *body* is encoded, but not in base64 yet."""
+
+    task_id: str
+    eta: str
+    argsrepr: str
+    kwargsrepr: str
+    body: bytes
+    due_ms: int
+    delivery_tag: str
+
+
+class Template:
+    """Envelopes like *envelope*, that of a task which was sealed the long way.
+
+    Raises:
+        ValueError: it is not a delayed task's, so that nothing is known about what differs.
+    """
+
+    def __init__(self, envelope: Mapping[str, Any]) -> None:
+        headers, properties = envelope.get("headers") or {}, envelope["properties"]
+        task_id = headers.get("id")
+        if HEADER not in headers or not task_id or properties.get("correlation_id") != task_id:
+            raise ValueError("expected a delayed Celery task of protocol 2")
+        if properties.get("body_encoding") != "base64":
+            raise ValueError(f"expected a body in base64, got {properties.get('body_encoding')!r}")
+        # Nobody can have put these into a message.
+        marks = {name: f"{name} {token_hex(16)}" for name in TaskFields._fields}
+        marked = {**headers, "id": marks["task_id"]}
+        marked |= {name: marks[name] for name in ("eta", "argsrepr", "kwargsrepr")}
+        if headers.get("root_id") == task_id:
+            marked["root_id"] = marks["task_id"]
+        marked[HEADER] = {**headers[HEADER], "due": marks["due_ms"]}
+        differs = {"correlation_id": marks["task_id"], "delivery_tag": marks["delivery_tag"]}
+        text: str = dumps(
+            {
+                **envelope,
+                "body": marks["body"],
+                "headers": marked,
+                "properties": {**properties, **differs},
+            }
+        )
+        # Every other piece is a mark with its quotes.
+        names = {f'"{mark}"': name for name, mark in marks.items()}
+        pieces = re.split(f"({'|'.join(names)})", text)
+        self._form = "%s".join(piece.replace("%", "%%") for piece in pieces[::2])
+        order = [TaskFields._fields.index(names[piece]) for piece in pieces[1::2]]
+        self._in_order: Callable[[tuple[Any, ...]], tuple[Any, ...]] = itemgetter(*order)
+
+    def envelope(self, fields: TaskFields) -> str:
+        """The text of an envelope, as kombu's JSON would have it."""
+        task_id, eta, argsrepr, kwargsrepr, body, due_ms, delivery_tag = fields
+        values = (
+            as_json(task_id),
+            as_json(eta),
+            as_json(argsrepr),
+            as_json(kwargsrepr),
+            f'"{b64encode(body).decode()}"',
+            due_ms,
+            as_json(delivery_tag),
+        )
+        return self._form % self._in_order(values)
+
+
+def fields_of(envelope: Mapping[str, Any]) -> TaskFields:
+    """What a template has to be filled with to make *envelope* again.
+
+    Raises:
+        ValueError: a task of this package's senders has what is missing here.
+    """
+    headers, properties = envelope["headers"], envelope["properties"]
+    try:
+        return TaskFields(
+            headers["id"],
+            headers["eta"],
+            headers["argsrepr"],
+            headers["kwargsrepr"],
+            b64decode(envelope["body"]),
+            headers[HEADER]["due"],
+            properties["delivery_tag"],
+        )
+    except KeyError as exc:
+        raise ValueError(f"expected a delayed Celery task with {exc}") from exc
+
+
+def refused_of(reason: str, entry: bytes) -> RefusedMessage:
+    """What is reported of a message whose *entry*, or whose envelope alone, was not taken."""
+    text = entry if entry.startswith(b"{") else opened_entry(entry)[1]
+    envelope = json.loads(text)
+    properties = envelope["properties"]
+    headers, delayed = unsealed(envelope.get("headers"), properties)
+    info = properties.get("delivery_info") or {}
+    body = envelope["body"]
+    return RefusedMessage(
+        reason,
+        info.get("exchange") or "",
+        info.get("routing_key") or "",
+        headers,
+        b64decode(body) if properties.get("body_encoding") == "base64" else body,
+        None if delayed is None else properties["delivery_tag"],
+    )

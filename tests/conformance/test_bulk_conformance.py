@@ -1,0 +1,225 @@
+"""``bulk(app)`` on every broker: each task as ``apply_async`` would have sent it, none unseen."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from celery import Celery, signals
+from kombu import Exchange, Queue
+
+from celery_native_delay import DelayTooLong, InvalidDueTime, UnsupportedBroker, install
+from celery_native_delay.bulk import BulkResult, bulk
+from tests.conformance.traffic import SETTINGS, attended
+from tests.integration.traffic import Arrival, bodies, inbox
+from tests.traffic import eta_in
+from tests.waiting import wait_until
+
+ORDERS = Queue("orders", Exchange("shop", type="topic"), routing_key="order.#")
+PLAIN = Queue("plain")
+
+PER_TASK = ("id", "root_id", "eta", "expires")
+
+
+def make_app(url: str) -> Celery:
+    app = Celery("shop", broker=url, set_as_current=False)
+    app.conf.update(
+        task_queues=[PLAIN, ORDERS], task_default_queue="plain", task_ignore_result=True
+    )
+    install(app, **SETTINGS)
+
+    @app.task(name="shop.remind", shared=False)
+    def remind(number: int = 0, text: str = "") -> None:
+        """Never run here."""
+
+    return app
+
+
+@pytest.fixture
+def app(url: str) -> Iterator[Celery]:
+    app = make_app(url)
+    with attended(url):
+        with bulk(app) as batch:  # declares
+            for queue in ("plain", "orders"):
+                batch.send("shop.warm_up", queue=queue, countdown=0.01)
+        with inbox(url, "plain", "orders", **SETTINGS) as letters:
+            letters.wait_for(2)
+        yield app
+    app.close()
+
+
+def seen(arrival: Arrival) -> dict[str, Any]:
+    """All that a worker sees of a message, except what is told apart by."""
+    message = arrival.message
+    headers = {k: v for k, v in message.headers.items() if k not in PER_TASK}
+    properties = {
+        k: v
+        for k, v in message.properties.items()
+        if k not in ("correlation_id", "application_headers", "delivery_tag", "delivery_info")
+    }
+    info = {k: message.delivery_info[k] for k in ("exchange", "routing_key")}
+    return {
+        "queue": arrival.queue,
+        "headers": headers,
+        "properties": properties,
+        "delivery_info": info,
+        "type": (message.content_type, message.content_encoding),
+        "body": getattr(message, "raw_body", message.body),
+    }
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"priority": 3},
+        {"queue": "orders"},
+        {"exchange": "shop", "routing_key": "order.new", "declare": [ORDERS]},
+        {"expires": 600},
+        {"serializer": "pickle"},
+        {"compression": "gzip"},
+        {"headers": {"tenant": "a"}},
+        {"ignore_result": False, "shadow": "other", "soft_time_limit": 5},
+    ],
+    ids=str,
+)
+def test_a_task_in_bulk_is_the_task_that_apply_async_sends(
+    app: Celery, url: str, options: dict[str, Any]
+) -> None:
+    send = app.tasks["shop.remind"].apply_async
+    arguments = (7,), {"text": 'é % "quoted"'}
+    with inbox(url, "plain", "orders", **SETTINGS) as letters:
+        send(*arguments, countdown=1, **options)
+        with bulk(app) as batch:
+            ids = [batch.send("shop.remind", *arguments, countdown=1, **options) for _ in range(3)]
+        single, *many = letters.wait_for(4)
+    if single.message.headers["id"] in ids:
+        single = next(a for a in many if a.message.headers["id"] not in ids)
+        many = [a for a in letters.arrivals if a is not single]
+    assert sorted(a.message.headers["id"] for a in many) == sorted(ids)
+    for arrival in many:
+        assert seen(arrival) == seen(single)
+        assert arrival.message.headers["root_id"] == arrival.message.headers["id"]
+        assert arrival.message.properties["correlation_id"] == arrival.message.headers["id"]
+        assert arrival.at >= datetime.fromisoformat(arrival.message.headers["eta"]).timestamp()
+
+
+def test_mixed_due_times_and_queues_arrive_once_and_on_time(app: Celery, url: str) -> None:
+    """Due already, due at once, later; by countdown, aware and naive ETA, and as text."""
+    with inbox(url, "plain", "orders", **SETTINGS) as letters:
+        with bulk(app, window=50) as batch:
+            for number in range(1_000):
+                at = datetime.now(UTC) + timedelta(seconds=number % 40 / 10)
+                when: dict[str, Any] = [
+                    {"countdown": number % 40 / 10},
+                    {"eta": at},
+                    {"eta": at.replace(tzinfo=None)},
+                    {"eta": at.isoformat()},
+                    {"eta": at - timedelta(hours=1)},
+                ][number % 5]
+                queue = ("plain", "orders")[number % 2]
+                batch.send("shop.remind", (number,), queue=queue, **when)
+        came = letters.wait_for(1_000)
+    assert sorted(body[0][0] for body in bodies(came)) == list(range(1_000))
+    for arrival in came:
+        number = arrival.body[0][0]
+        assert arrival.queue == ("plain", "orders")[number % 2]
+        eta = arrival.message.headers["eta"]
+        if eta:
+            due = datetime.fromisoformat(eta)
+            due = due if due.tzinfo else due.replace(tzinfo=UTC)
+            assert arrival.at >= due.timestamp()
+    result = batch.result
+    assert (result.sent, result.confirmed, result.refused) == (1_000, 1_000, [])
+    assert result.by_template > 500
+
+
+def test_a_signal_is_sent_for_every_task(app: Celery, url: str) -> None:
+    """Whoever listens sees each task, and may change it."""
+    heard = []
+
+    def listen(headers: Any = None, **_: Any) -> None:
+        heard.append(headers["id"])
+        headers["tenant"] = "a"
+
+    with inbox(url, "plain", **SETTINGS) as letters:
+        with bulk(app) as batch:
+            batch.send("shop.remind", countdown=1)
+            signals.before_task_publish.connect(listen)
+            try:
+                ids = [batch.send("shop.remind", countdown=1) for _ in range(3)]
+            finally:
+                signals.before_task_publish.disconnect(listen)
+            batch.send("shop.remind", countdown=1)
+        came = letters.wait_for(5)
+    assert heard == ids
+    tenants = [a.message.headers.get("tenant") for a in came]
+    assert sorted(tenants, key=str) == [None, None, "a", "a", "a"]
+
+
+def test_what_cannot_wait_is_refused_and_the_rest_goes_on(app: Celery, url: str) -> None:
+    with bulk(app) as batch:
+        for _ in range(2):
+            batch.send("shop.remind", countdown=1)
+            with pytest.raises(DelayTooLong):
+                batch.send("shop.remind", countdown=3600)
+            with pytest.raises(InvalidDueTime):
+                batch.send("shop.remind", countdown=float("nan"))
+            with pytest.raises(TypeError):
+                batch.send("shop.remind", (1, "two", 3), countdown=1)
+            with pytest.raises(TypeError):
+                batch.send("shop.remind", (object(),), countdown=1)
+        batch.send("shop.remind", countdown=1)
+    assert (batch.result.sent, batch.result.confirmed) == (3, 3)
+
+
+def test_large_and_unknown_tasks(app: Celery, url: str) -> None:
+    """A body of several frames; a task that is registered nowhere here."""
+    text = "x" * 300_000
+    with inbox(url, "plain", **SETTINGS) as letters:
+        with bulk(app) as batch:
+            for _ in range(3):
+                batch.send("shop.remind", (1, text), countdown=1)
+                batch.send("elsewhere.task", (1,), {"text": text}, countdown=1)
+        came = letters.wait_for(6)
+    assert {len(a.body[0]) for a in came} == {1, 2}
+    assert batch.result.by_template == 4
+
+
+def test_progress_is_told(app: Celery) -> None:
+    told: list[int] = []
+
+    def tell(result: BulkResult) -> None:
+        told.append(result.sent)
+
+    with bulk(app, on_progress=tell, progress_every=10) as batch:
+        for _ in range(25):
+            batch.send("shop.remind", countdown=1)
+    assert told == [10, 20, 25]
+
+
+def test_an_app_that_is_not_installed_is_refused(url: str) -> None:
+    with pytest.raises(UnsupportedBroker, match="install"):
+        bulk(Celery("plain", broker=url, set_as_current=False))
+
+
+def test_what_is_not_enough_for_a_batch_is_sent_in_time(app: Celery, url: str) -> None:
+    """Nobody has to send another, or to leave the block, for a task to arrive when it is due."""
+    with inbox(url, "plain", **SETTINGS) as letters, bulk(app) as batch:
+        for _ in range(3):
+            batch.send("shop.remind", eta=eta_in(0.3))
+        assert letters.wait_for(3)
+
+
+def test_its_threads_end_with_the_batch(app: Celery) -> None:
+    def threads() -> set[threading.Thread]:
+        return {each for each in threading.enumerate() if each.name.startswith("native-delay")}
+
+    before = threads()
+    with bulk(app) as batch:
+        batch.send("shop.remind", countdown=1)
+        assert threads() - before
+    wait_until(lambda: threads() <= before, timeout_seconds=10)

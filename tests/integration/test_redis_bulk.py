@@ -1,0 +1,242 @@
+"""``bulk(app)`` on Redis: stored as ever, each task once whatever is lost on the way, none unseen.
+
+What holds on every broker is tested in tests/conformance.
+"""
+
+from __future__ import annotations
+
+import json
+from base64 import b64decode
+from collections import Counter
+from collections.abc import Iterator
+from threading import Event, Thread
+from typing import Any
+
+import pytest
+from celery import Celery
+from kombu import Exchange, Queue
+
+from celery_native_delay import PublishRefused, install
+from celery_native_delay.bulk import bulk
+from celery_native_delay.testing import PrivateRedis, private_sentinel
+from celery_native_delay.testing.redis_installation import ServerName
+from celery_native_delay.transports.redis.envelope import opened_entry
+from celery_native_delay.transports.redis.keys import Keys
+from tests.integration.redis_traffic import connector, promoting
+from tests.traffic import PATIENCE_SECONDS
+from tests.waiting import wait_until
+
+KEYS = Keys("", "celery_delay")
+
+BOTH = Exchange("both", type="topic")
+QUEUES = [
+    Queue("plain"),
+    Queue("brief", expires=600),
+    Queue("one", BOTH, routing_key="both.#"),
+    Queue("two", BOTH, routing_key="both.*"),
+]
+
+
+def make_app(url: str, **transport_options: Any) -> Celery:
+    app = Celery("shop", broker=url, set_as_current=False)
+    app.conf.update(
+        task_queues=QUEUES,
+        task_default_queue="plain",
+        task_ignore_result=True,
+        broker_transport_options=transport_options,
+    )
+    install(app)
+
+    @app.task(name="shop.remind", shared=False)
+    def remind(number: int = 0) -> None:
+        """Never run here."""
+
+    return app
+
+
+@pytest.fixture
+def app(empty_redis: PrivateRedis) -> Iterator[Celery]:
+    app = make_app(empty_redis.url)
+    yield app
+    app.close()
+
+
+def numbers(redis: PrivateRedis, queue: str = "plain") -> list[int]:
+    """The first argument of each task in *queue*."""
+    bodies = [b64decode(json.loads(text)["body"]) for text in redis.client.lrange(queue, 0, -1)]
+    return sorted(json.loads(body)[0][0] for body in bodies)
+
+
+# ---- the same as the long way --------------------------------------------------------------------
+
+
+def stored(redis: PrivateRedis, keys: Keys) -> list[tuple[Any, dict[str, Any], float]]:
+    """Destination, envelope without what is random, due time; of all that wait."""
+    due = dict(redis.client.zrange(keys.due, 0, -1, withscores=True))
+    found = []
+    for member, entry in redis.client.hgetall(keys.messages).items():
+        destination, text = opened_entry(entry)
+        envelope = json.loads(text)
+        task_id, tag = envelope["headers"]["id"], envelope["properties"]["delivery_tag"]
+        assert member.decode().startswith(f"{task_id}:")
+        plain = text.decode().replace(task_id, "<id>").replace(tag, "<tag>")
+        found.append((destination, json.loads(plain), due[member]))
+    return found
+
+
+@pytest.mark.parametrize("prefix", ["", "{shop}:"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({"priority": priority} for priority in (0, 3, 6, 9)),
+        {"queue": "brief", "priority": 4},
+        {"queue": "one"},
+    ],
+    ids=str,
+)
+def test_what_is_stored_is_what_apply_async_stores(
+    empty_redis: PrivateRedis, prefix: str, options: dict[str, Any]
+) -> None:
+    """Destination and its TTL, due time and every byte but the random ones."""
+    app = make_app(empty_redis.url, global_keyprefix=prefix)
+    with app.connection_for_write() as connection:
+        for queue in QUEUES:
+            queue(connection.default_channel).declare()
+    when = {"eta": "2030-01-01T12:00:00.000001+01:00", **options}
+    app.tasks["shop.remind"].apply_async((7,), {}, **when)
+    with bulk(app) as batch:
+        for _ in range(4):
+            batch.send("shop.remind", (7,), **when)
+    app.close()
+    alike = Counter(map(str, stored(empty_redis, Keys(prefix, "celery_delay"))))
+    copies = 2 if options.get("queue") == "one" else 1
+    assert list(alike.values()) == [5] * copies
+    assert batch.result.by_template == (3 if copies == 1 else 0)
+    assert all(each.endswith("1893495600000001.0)") for each in alike)
+
+
+# ---- each once -----------------------------------------------------------------------------------
+
+
+def test_connections_that_are_killed_again_and_again(
+    empty_redis: PrivateRedis, app: Celery
+) -> None:
+    """What was not answered for is sent again: what is handed over by then does not come twice."""
+    ended = Event()
+    kills = 0
+
+    def kill() -> None:
+        nonlocal kills
+        while not ended.wait(0.15):
+            empty_redis.client.execute_command("CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes")
+            kills += 1
+
+    killer = Thread(target=kill, daemon=True)
+    with promoting(connector(empty_redis.url)):
+        killer.start()
+        with bulk(app, window=300) as batch:
+            sent = 0
+            while kills < 8:
+                batch.send("shop.remind", (sent,), countdown=sent % 3 / 100)
+                sent += 1
+        ended.set()
+        killer.join()
+        wait_until(lambda: not empty_redis.client.zcard(KEYS.due), timeout_seconds=PATIENCE_SECONDS)
+    assert batch.result.confirmed == sent > 1000
+    assert numbers(empty_redis) == list(range(sent))
+    assert not empty_redis.client.keys(f"{KEYS.space}.taken.*")
+
+
+@pytest.mark.parametrize("how", ["stop", "kill"])
+def test_a_server_that_goes_away_in_the_middle(own_redis: PrivateRedis, how: str) -> None:
+    """It comes back with its append-only file, and the batch waits for it."""
+    own_redis.client.config_set("appendfsync", "always")
+    app = make_app(own_redis.url)
+    with bulk(app) as batch:
+        for number in range(3_000):
+            if number in (1_000, 2_000):
+                getattr(own_redis, how)()
+                own_redis.start()
+                own_redis.client.config_set("appendfsync", "always")
+            batch.send("shop.remind", (number,), countdown=0 if number % 10 else 2)
+    app.close()
+    assert batch.result.confirmed == 3_000
+    with promoting(connector(own_redis.url)):
+        wait_until(lambda: not own_redis.client.zcard(KEYS.due), timeout_seconds=PATIENCE_SECONDS)
+    assert numbers(own_redis) == list(range(3_000))
+
+
+def test_scripts_that_the_server_forgot_are_sent_again(
+    empty_redis: PrivateRedis, app: Celery
+) -> None:
+    with bulk(app, window=250) as batch:
+        for number in range(2_000):
+            if number % 300 == 0:
+                empty_redis.client.script_flush()
+            batch.send("shop.remind", (number,), countdown=0 if number % 20 == 0 else 60)
+    assert batch.result.confirmed == 2_000
+    assert len(numbers(empty_redis)) == 100
+    assert empty_redis.client.zcard(KEYS.due) == empty_redis.client.hlen(KEYS.messages) == 1_900
+
+
+def test_through_sentinel_and_a_failover(server_name: ServerName) -> None:
+    with private_sentinel(server=server_name) as sentinel:
+        app = make_app(sentinel.url, master_name=sentinel.master_name)
+        with bulk(app) as batch:
+            for number in range(400):
+                if number == 200:
+                    sentinel.failover()
+                batch.send("shop.remind", (number,), countdown=600)
+        app.close()
+        assert batch.result.confirmed == 400
+        # Replication is asynchronous: what the old master alone has confirmed may be gone.
+        assert 200 <= sentinel.master.client.zcard(KEYS.due) <= 400
+
+
+# ---- refused and in doubt ------------------------------------------------------------------------
+
+
+def test_a_full_server_refuses_by_name(own_redis: PrivateRedis) -> None:
+    app = make_app(own_redis.url)
+    own_redis.client.config_set("maxmemory-policy", "noeviction")
+    batch = bulk(app)
+
+    def send_all() -> None:
+        with batch:
+            for number in range(500):
+                if number == 250:
+                    wait_until(lambda: own_redis.client.zcard(KEYS.due) == 249, timeout_seconds=60)
+                    own_redis.client.config_set("maxmemory", 1)
+                batch.send("shop.remind", (number,), countdown=600 if number else 0)
+
+    with pytest.raises(PublishRefused, match="250 refused") as caught:
+        send_all()
+    app.close()
+    assert batch.result.confirmed == 250
+    refused = caught.value.refused
+    assert {"reached maxmemory" in message.reason for message in refused} == {True}
+    assert sorted(json.loads(message.body)[0][0] for message in refused) == list(range(250, 500))
+    own_redis.client.config_set("maxmemory", 0)
+    assert own_redis.client.zcard(KEYS.due) == own_redis.client.hlen(KEYS.messages) == 249
+
+
+def test_a_server_that_does_not_answer_leaves_them_in_doubt(own_redis: PrivateRedis) -> None:
+    app = make_app(own_redis.url)
+    batch = bulk(app, timeout_seconds=0.5, window=200)
+
+    def send_all() -> None:
+        with batch:
+            batch.send("shop.remind", (0,), countdown=600)
+            wait_until(lambda: own_redis.client.zcard(KEYS.due) == 1, timeout_seconds=60)
+            # The server has told that it has it; the answer to the line itself may be under way.
+            wait_until(lambda: not batch._line._outbox.unanswered_count, timeout_seconds=60)
+            own_redis.client.client_pause(3_000, all=True)
+            for number in range(1, 151):
+                batch.send("shop.remind", (number,), countdown=600)
+
+    with pytest.raises(PublishRefused, match="150 in doubt") as caught:
+        send_all()
+    app.close()
+    doubted = sorted(json.loads(message.body)[0][0] for message in caught.value.refused)
+    assert doubted == list(range(1, 151))
+    assert batch.result.confirmed == 1

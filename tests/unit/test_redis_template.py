@@ -1,0 +1,111 @@
+"""A template makes the very envelope that kombu and we would have, and says so when it cannot."""
+
+from __future__ import annotations
+
+import json
+from base64 import b64encode
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from kombu.utils.json import dumps
+
+from celery_native_delay.transports.redis.envelope import Destination, entry_of, sealed
+from celery_native_delay.transports.redis.template import Template, fields_of, refused_of
+
+texts = st.text(max_size=80)
+names = st.text(min_size=1, max_size=60)
+ids = st.one_of(st.uuids().map(str), names)
+own = ("id", "eta", "root_id", "argsrepr", "kwargsrepr", "task", "native_delay")
+extras = st.dictionaries(
+    names.filter(lambda name: name not in own),
+    st.one_of(st.none(), st.booleans(), st.floats(allow_nan=False), st.integers(), texts)
+    | st.lists(texts, max_size=2),
+    max_size=4,
+)
+
+
+@st.composite
+def kinds(draw: st.DrawFn) -> dict[str, Any]:
+    """What tasks of one kind have in common."""
+    return {
+        "task": draw(names),
+        "is_root": draw(st.booleans()),
+        "extra": draw(extras),
+        "priority": draw(st.integers(0, 9)),
+        "reply_to": draw(st.sampled_from(["", "1234-reply"])),
+        "to": {"exchange": draw(texts), "routing_key": draw(texts)},
+    }
+
+
+def envelope(draw: Any, kind: dict[str, Any]) -> dict[str, Any]:
+    """As our channel stores it."""
+    task_id = draw(ids)
+    body = draw(st.binary(max_size=200))
+    message = {
+        "body": b64encode(body).decode(),
+        "content-encoding": "utf-8",
+        "content-type": "application/json",
+        "headers": {
+            "lang": "py",
+            "task": kind["task"],
+            "id": task_id,
+            "eta": draw(st.sampled_from(["2026-11-20T12:00:00+00:00", "2026-11-20T12:00:00.5"])),
+            "root_id": task_id if kind["is_root"] else "root",
+            "argsrepr": draw(texts),
+            "kwargsrepr": draw(texts),
+            **kind["extra"],
+        },
+        "properties": {
+            "correlation_id": task_id,
+            "reply_to": kind["reply_to"],
+            "delivery_mode": 2,
+            "delivery_info": kind["to"],
+            "priority": kind["priority"],
+            "body_encoding": "base64",
+            "delivery_tag": draw(ids),
+        },
+    }
+    return sealed(message, due_ms=draw(st.integers(2**40, 2**41)))
+
+
+@given(st.data(), kinds())
+def test_the_envelope_of_any_task_is_that_of_the_long_way(
+    data: st.DataObject, kind: dict[str, Any]
+) -> None:
+    """Learnt from one task, used for another of the same kind."""
+    template = Template(envelope(data.draw, kind))
+    other = envelope(data.draw, kind)
+    assert template.envelope(fields_of(other)) == dumps(other)
+
+
+@given(st.data(), kinds())
+def test_a_refused_task_is_named_with_all_that_is_needed_to_send_it_again(
+    data: st.DataObject, kind: dict[str, Any]
+) -> None:
+    one = envelope(data.draw, kind)
+    refused = refused_of("why", entry_of(Destination(("jobs",)), dumps(one)))
+    assert (refused.reason, refused.task_id) == ("why", one["headers"]["id"])
+    assert (refused.exchange, refused.routing_key) == tuple(kind["to"].values())
+    assert refused.headers == {k: v for k, v in one["headers"].items() if k != "native_delay"}
+    assert b64encode(refused.body).decode() == one["body"]  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        ({"headers": {}}, "a delayed Celery task"),
+        ({"properties": {"correlation_id": "other"}}, "a delayed Celery task"),
+        ({"properties": {"correlation_id": "1", "body_encoding": None}}, "a body in base64"),
+    ],
+)
+def test_what_is_no_delayed_task_is_refused(change: dict[str, Any], text: str) -> None:
+    good = {
+        "body": "",
+        "headers": {"id": "1", "native_delay": {"v": 1, "due": 0}},
+        "properties": {"correlation_id": "1", "body_encoding": "base64", "delivery_tag": "t"},
+    }
+    Template(good)
+    with pytest.raises(ValueError, match=f"expected {text}"):
+        Template(json.loads(json.dumps(good | change)))
