@@ -79,7 +79,7 @@ class AdoptingStrategies(dict[str, Any]):
                 task = EarlyTask(
                     message,
                     due_us(eta),
-                    self._queue_of(message),
+                    queue_of(self._consumer, message),
                     self._ack_soon(message),
                     self._soon(strategy, message, payload, ack, reject, callbacks, **kwargs),
                 )
@@ -126,16 +126,6 @@ class AdoptingStrategies(dict[str, Any]):
             and not _past(fields.get("expires"), now)
         )
 
-    def _queue_of(self, message: Any) -> str:
-        """The queue a message was consumed from, "" for none that it can be put back to."""
-        known: str | None = getattr(message, "consumed_from", None)
-        if known is not None:
-            return known
-        # AMQP only tells the consumer tag.
-        tag = message.delivery_info.get("consumer_tag")
-        tags = self._consumer.task_consumer._active_tags
-        return next((queue for queue, active in tags.items() if active == tag), "")
-
 
 class Waker:
     """Interrupts an event loop's poll() from another thread.
@@ -169,6 +159,17 @@ def is_due(message: Any, eta: datetime, now: datetime) -> bool:
     """Whether a worker need not wait for *eta*: it has come, or the message did its waiting."""
     tolerated = timedelta(microseconds=CLOCK_SKEW_US if waited(message) else 0)
     return eta <= now + tolerated
+
+
+def queue_of(consumer: Any, message: Any) -> str:
+    """The queue a message was consumed from, "" for none that it can be put back to."""
+    known: str | None = getattr(message, "consumed_from", None)
+    if known is not None:
+        return known
+    # AMQP only tells the consumer tag.
+    tag = message.delivery_info.get("consumer_tag")
+    tags = consumer.task_consumer._active_tags
+    return next((queue for queue, active in tags.items() if active == tag), "")
 
 
 def waited(message: Any) -> bool:
