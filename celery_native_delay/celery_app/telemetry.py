@@ -11,12 +11,12 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from time import time_ns
 from typing import Any
 
-from billiard.exceptions import Terminated, TimeLimitExceeded, WorkerLostError
+from billiard.exceptions import TimeLimitExceeded, WorkerLostError
 from celery import signals, states
 from celery.utils.log import get_logger
 
@@ -28,8 +28,9 @@ from .install import Installation, installation_of
 
 logger = get_logger(__name__)
 
-#: Under this name the queue that a task was consumed from travels to the process that runs it;
-#: of its message only the routing key does.
+#: Under this name, among the properties of its message, the queue that a task was consumed from
+#: travels to the process that runs it; by itself only the routing key does. A name of its own in
+#: the request would be a header to ``Context``, and be sent with retries.
 QUEUE = "native_delay_queue"
 
 #: Where the request of a running task keeps when it started, in microseconds since the epoch.
@@ -39,11 +40,10 @@ _as_json = json.JSONEncoder(separators=(",", ":"), default=str).encode
 
 DAY_US = 86_400_000_000
 
-#: Outcomes that only the worker's main process sees.
+#: Failures that only the worker's main process sees.
 _ENDED_FROM_OUTSIDE: tuple[tuple[type[BaseException], str], ...] = (
     (TimeLimitExceeded, attempt.TIMEOUT),
     (WorkerLostError, attempt.LOST),
-    (Terminated, attempt.TERMINATED),
 )
 
 
@@ -82,7 +82,8 @@ class Telemetry:
 
     def _on_received(self, sender: Any = None, request: Any = None, **_: Any) -> None:
         if sender is self._consumer and (queue := queue_of(sender, request.message)):
-            request.request_dict[QUEUE] = queue
+            properties = request.request_dict.get("properties") or {}
+            request.request_dict["properties"] = {**properties, QUEUE: queue}
 
     def _on_start(self, sender: Any = None, **_: Any) -> None:
         request = self._request_of(sender)
@@ -90,6 +91,7 @@ class Telemetry:
             return
         started_us = now_us()
         setattr(request, STARTED, started_us)
+        setattr(request, QUEUE, (request.properties or {}).pop(QUEUE, None))
         self._write(sender, request, started_us, started_us=started_us)
 
     def _on_end(self, sender: Any = None, state: Any = None, retval: Any = None, **_: Any) -> None:
@@ -160,14 +162,14 @@ class Telemetry:
         outcome: str | None = None,
         retry_due_us: int | None = None,
     ) -> None:
-        get = request.get if request is not None else lambda *_: None
+        get = request.get if request is not None else lambda _: None
         line = (
             get("id") or task_id,
             task.name,
             get("root_id"),
             get("hostname") or self._worker,
             os.getpid(),
-            get(QUEUE) or (get("delivery_info") or {}).get("routing_key"),
+            get(QUEUE) or _queue_of(get("properties") or {}, get("delivery_info") or {}),
             get("retries"),
             attempt.moment(eta_us(get("eta"))),
             attempt.moment(started_us),
@@ -240,6 +242,12 @@ class LineFile:
     def __del__(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
+
+
+def _queue_of(properties: Mapping[str, Any], delivery_info: Mapping[str, Any]) -> str | None:
+    """The queue of a task that never started; without telemetry on its way, the routing key."""
+    queue: str | None = properties.get(QUEUE) or delivery_info.get("routing_key")
+    return queue
 
 
 def outcome_of(state: str | None, retval: Any) -> str:

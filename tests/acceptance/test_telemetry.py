@@ -94,6 +94,7 @@ def test_every_end_of_a_task_is_written_down(fleet: Fleet, tmp_path: Path) -> No
     events.wait_for(running, None)
     worker.kill()
     events.wait_for(running, None)
+    assert [run.headers for run in fleet.record.runs()] == [None] * 7  # tasks see nothing of it
     for file in events.folder.iterdir():
         assert file.read_bytes().endswith(b"}\n")
 
