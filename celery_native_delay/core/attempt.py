@@ -1,8 +1,10 @@
 """What telemetry says about an attempt to run a task: the words its writer and reader share.
 
 An attempt is written down twice: when it starts, with ``finished`` and ``outcome`` null, and
-when it ends. What never started (revoked, expired), and what was lost without a word of its own
-(its process was killed), has one line, with ``started`` null.
+when it ends. Of what never started (revoked, expired), and of what ended without a word of its
+own (its process was killed, its time limit passed), the worker's main process writes a line with
+``started`` null, for a time limit perhaps two, beside a ``lost`` of the process itself if it had
+the time. Where Celery does not tell it more than the id, as before 5.7, other fields are null.
 """
 
 from __future__ import annotations

@@ -72,6 +72,8 @@ CASES: dict[str, tuple[str, list[Line]]] = {
     "revoked": ("failed", noted("revoked")),
     "killed": ("failed", open_() + noted("lost")),
     "timed out": ("failed", open_() + noted("timeout", retries=None)),
+    "timed out, and said so": ("failed", ended("lost") + noted("timeout") * 2),
+    "ended by a cold shutdown": ("ok", ended("lost") + ended("success", 5, pid=2)),
     "at work": ("running", open_()),
     "at work again": ("running", ended("retry", retry_due=at(2)) + open_(2, retries=1)),
     "redelivered": ("ok", open_() + ended("success", 5, pid=2)),
