@@ -39,6 +39,7 @@ check: venv ## lint, format, types and the direction of imports
 
 bench: venv ## compare with worker-held ETA, Celery's own delayed delivery and BullMQ
 	@scripts/setup_brokers.sh
+	@scripts/setup_spark.sh
 	$(PYTHON) -m benchmarks
 
 # BROKER is rabbitmq, embedded or a url; see example_project/demo_broker.py.

@@ -173,10 +173,15 @@ def session(bench: Bench) -> Iterator[SparkSession]:
 
 
 def run(bench: Bench) -> Result:
+    with session(bench) as spark:
+        return measure(spark, bench)
+
+
+def measure(spark: SparkSession, bench: Bench) -> Result:
     count = bench.count(PLANNED // 1000, at_least=1) * 1000
     folder = bench.folder / "reconcile"
     folder.mkdir()
-    with session(bench) as spark, bench.progress("reconcile", 4) as done:
+    with bench.progress("reconcile", 4) as done:
         seconds: dict[str, float] = {}
 
         @contextmanager

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from datetime import datetime, timedelta
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 try:
@@ -33,7 +33,10 @@ _FLOOR_MS = 1.0
 
 
 def draw(rows: Sequence[dict[str, Any]], due_seconds: float) -> Figure:
-    """The picture of a ``summary("due")``, whose steps are *due_seconds* wide."""
+    """The picture of a ``summary("due")``, whose steps are *due_seconds* wide.
+
+    ``due`` is in microseconds since the epoch.
+    """
     figure = Figure(figsize=(8, 5.2), layout="constrained", facecolor="white", dpi=150)
     figure.suptitle("Planned tasks", fontsize=12, fontweight="bold", x=0.01, ha="left", color=INK)
     counts, late = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
@@ -45,18 +48,22 @@ def draw(rows: Sequence[dict[str, Any]], due_seconds: float) -> Figure:
     locator = AutoDateLocator()  # type: ignore[no-untyped-call]
     late.xaxis.set_major_locator(locator)
     late.xaxis.set_major_formatter(ConciseDateFormatter(locator))  # type: ignore[no-untyped-call]
-    late.set_xlabel(f"due, in steps of {due_seconds:,.0f} s")
+    late.set_xlabel(f"due (UTC), in steps of {due_seconds:,.0f} s")
     return figure
 
 
+def _moment(row: dict[str, Any]) -> datetime:
+    return datetime.fromtimestamp(row["due"] / 1e6, UTC)
+
+
 def _draw_counts(axes: Axes, rows: Sequence[dict[str, Any]], due_seconds: float) -> None:
-    across = [row["due"] for row in rows]
+    across = [_moment(row) for row in rows]
     below = [0] * len(rows)
     for verdict, colour in COLOURS.items():
         heights = [row[verdict] for row in rows]
         if any(heights):
             axes.bar(
-                across,
+                across,  # type: ignore[arg-type]
                 heights,
                 width=timedelta(seconds=due_seconds),  # type: ignore[arg-type]
                 bottom=below,
@@ -73,7 +80,7 @@ def _draw_counts(axes: Axes, rows: Sequence[dict[str, Any]], due_seconds: float)
 def _draw_lateness(axes: Axes, rows: Sequence[dict[str, Any]], due_seconds: float) -> None:
     ran = [row for row in rows if row["late_max"] is not None]
     middle = timedelta(seconds=due_seconds / 2)
-    across: list[datetime] = [row["due"] + middle for row in ran]
+    across: list[datetime] = [_moment(row) + middle for row in ran]
     for name, colour in LINES.items():
         heights = [max(_FLOOR_MS, row[name] * 1000) for row in ran]
         axes.plot(

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
 
-from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - everybody's name for it
 
 from ..core.attempt import ATTEMPT_KEY, COMES_AGAIN, DONE, FIELDS, GIVEN_UP, RAN_TO_ITS_END
@@ -40,6 +40,8 @@ ADDED = ("verdict", "late_seconds", "ran")
 ROUNDING_SECONDS = 0.001
 
 QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "p999": 0.999}
+
+_NEVER_US = 1 << 62
 
 #: With Spark's default of 10,000 the p99.9 of millions is not far from their maximum.
 _QUANTILE_ACCURACY = 100_000
@@ -74,7 +76,7 @@ def reconcile(
     Args:
         ledger: what was planned: ``task_id`` (string), ``due`` (timestamp), and what else you
             want to see beside a verdict. Of several rows with one ``task_id`` the earliest due
-            counts.
+            counts; one without a due time is due at once.
         events: from :func:`read_events`. What belongs to other runs is ``unplanned``: filter it
             first, for example by ``task``. Rows that are there twice count once.
         as_of: until when *events* tell all, an aware datetime; now by default.
@@ -95,16 +97,15 @@ def reconcile(
         raise ValueError(f"expected as_of with a time zone, got {as_of!r}: add tzinfo=UTC")
 
     columns = ledger.columns
-    planned = (
-        ledger.repartition("task_id")
-        .groupBy("task_id")
-        .agg(F.min_by(F.struct(*map(_quoted, columns)), "due").alias("planned"))
-    )
+    row = F.min_by(F.struct(*map(_quoted, columns)), _micros("due", none=_NEVER_US))
+    planned = ledger.repartition("task_id").groupBy("task_id").agg(row.alias("planned"))
     both = planned.join(_tasks(events), planned["task_id"] == F.col("id"), "full_outer")
     due = F.unix_micros("planned.due")
     late_us = F.unix_micros("first.started") - due
     overdue_us = due_us(as_of) - round(grace_seconds * 1e6)
-    awaited_us = F.when(F.col("id").isNull(), due).otherwise(F.unix_micros("retry_due"))
+    awaited_us = F.when(F.col("id").isNull(), _micros("planned.due", none=0)).otherwise(
+        F.unix_micros("retry_due")
+    )
     verdict = (
         F.when(F.col("planned").isNull(), "unplanned")
         .when(F.col("most_runs") > 1, "duplicate")
@@ -216,8 +217,10 @@ class Reconciliation:
             ends = self.verdicts.agg(F.unix_micros(F.min("due")), F.unix_micros(F.max("due")))
             first_us, last_us = ends.collect()[0]
             due_seconds = max(1.0, ((last_us or 0) - (first_us or 0)) // 100_000_000)
-        rows = self.summary("due", due_seconds=due_seconds).where("due is not null")
-        return draw([row.asDict() for row in rows.collect()], due_seconds)
+        # Collected as a number: a timestamp comes in the time zone of this process, unnamed.
+        steps = self.summary("due", due_seconds=due_seconds).where("due is not null")
+        rows = steps.withColumn("due", F.unix_micros("due")).collect()
+        return draw([row.asDict() for row in rows], due_seconds)
 
 
 def _tasks(events: DataFrame) -> DataFrame:
@@ -267,6 +270,11 @@ def _tasks(events: DataFrame) -> DataFrame:
         )
         .drop("last")
     )
+
+
+def _micros(name: str, *, none: int) -> Column:
+    """A timestamp in microseconds since the epoch, *none* where it is null."""
+    return F.coalesce(F.unix_micros(name), F.lit(none))
 
 
 def _check_columns(what: str, frame: DataFrame, expected: dict[str, str]) -> None:

@@ -14,7 +14,8 @@ from celery import Celery
 from celery.app.trace import build_tracer
 from pyspark.sql import DataFrame, SparkSession
 
-from benchmarks.reconcile import AS_OF, generate
+from benchmarks.measuring import Bench
+from benchmarks.reconcile import INJECTED, PLANNED, measure
 from celery_native_delay import install
 from celery_native_delay.celery_app.install import installation_of
 from celery_native_delay.celery_app.telemetry import Telemetry
@@ -58,6 +59,7 @@ def noted(outcome: str, **more: Any) -> list[Line]:
 CASES: dict[str, tuple[str, list[Line]]] = {
     "done": ("ok", ended("success")),
     "nobody": ("missing", []),
+    "without a due time": ("missing", []),
     "later": ("pending", []),
     "young": ("pending", []),
     "twice": ("duplicate", ended("success") + ended("success", 0.4, pid=2)),
@@ -94,7 +96,7 @@ CASES: dict[str, tuple[str, list[Line]]] = {
 
 @pytest.fixture(scope="module")
 def ledger(spark: SparkSession) -> DataFrame:
-    dues = {"later": at(3600), "young": at(541)}
+    dues = {"later": at(3600), "young": at(541), "without a due time": None}
     names = [name for name in CASES if name != "not planned"]
     rows = [(name, dues.get(name, DUE), "mail", number) for number, name in enumerate(names)]
     rows.append(("done", at(3600), "mail", 99))  # the ledger was written twice
@@ -150,8 +152,8 @@ def test_a_verdict_shows_when_and_where(ledger: DataFrame, events: DataFrame) ->
 def test_what_is_missing_can_be_planned_again(ledger: DataFrame, events: DataFrame) -> None:
     missing = reconcile(ledger, events, as_of=NOW).missing()
     assert missing.schema.simpleString() == ledger.schema.simpleString()
-    expected = ledger.where("task_id in ('nobody', 'retry that never came')")
-    assert sorted(missing.collect()) == sorted(expected.collect())
+    expected = ledger.where("task_id in ('nobody', 'without a due time', 'retry that never came')")
+    assert sorted(missing.collect(), key=str) == sorted(expected.collect(), key=str)
 
 
 def test_grace_and_clocks_are_the_users_to_judge(ledger: DataFrame, events: DataFrame) -> None:
@@ -172,10 +174,10 @@ def test_summaries_and_the_picture(ledger: DataFrame, events: DataFrame, tmp_pat
     assert {verdict: whole[verdict] for verdict in counts} == counts
     assert (whole.tasks, whole.late_p50, whole.late_max) == (len(CASES), 0.1, 0.1)
     by_queue = {row.queue: row for row in result.summary("queue", "worker").collect()}
-    assert by_queue["mail"].tasks == 4  # those that never started
+    assert by_queue["mail"].tasks == 5  # those that never started
     assert by_queue["post"].missing == 1
     due = [row.tasks for row in result.summary("due", due_seconds=600).collect()]
-    assert due == [1, len(CASES) - 2, 1]  # the one that nobody planned, DUE, and "later"
+    assert due == [2, len(CASES) - 3, 1]  # unplanned or without one, DUE, and "later"
     assert [row["order.id"] for row in result.summary("order.id").tail(1)] == [len(CASES) - 2]
     with pytest.raises(ValueError, match=r"expected some of task_id, due, .*, got quueue"):
         result.summary("quueue")
@@ -183,11 +185,15 @@ def test_summaries_and_the_picture(ledger: DataFrame, events: DataFrame, tmp_pat
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_injected_faults_are_found_exactly(spark: SparkSession, tmp_path: Path) -> None:
-    planned = generate(spark, 5_000, tmp_path)
-    result = reconcile(planned.ledger, planned.events, as_of=AS_OF)
-    assert result.counts() == planned.expected
-    assert result.missing().count() == planned.expected["missing"]
+def test_the_benchmark_finds_exactly_the_faults_it_puts_in(
+    spark: SparkSession, tmp_path: Path
+) -> None:
+    result = measure(spark, Bench(None, 5_000 / PLANNED, tmp_path))  # type: ignore[arg-type]
+    assert {row["verdict"]: row["found"] for row in result.rows} == {
+        name: len(of) * 5 for name, of in INJECTED.items()
+    } | {"ok": 4950}
+    assert all(row["found"] == row["put in"] for row in result.rows)
+    assert result.targets[0].met
 
 
 @pytest.mark.parametrize(
