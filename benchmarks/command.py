@@ -17,6 +17,7 @@ from benchmarks import (
     lateness,
     pending,
     publish,
+    reconcile,
     redis_lateness,
     redis_store,
     report,
@@ -36,6 +37,7 @@ SCENARIOS: dict[str, ModuleType] = {
     "steady": steady,
     "redis-lateness": redis_lateness,
     "redis-store": redis_store,
+    "reconcile": reconcile,
 }
 
 FOLDER = Path(__file__).resolve().parent

@@ -84,7 +84,7 @@ class AdoptingStrategies(dict[str, Any]):
                 task = EarlyTask(
                     message,
                     due_us(eta),
-                    self._queue_of(message),
+                    queue_of(self._consumer, message),
                     self._ack_soon(message),
                     self._soon(strategy, message, payload, ack, reject, callbacks, **kwargs),
                 )
@@ -138,16 +138,6 @@ class AdoptingStrategies(dict[str, Any]):
             and not _past(fields.get("expires"), now_us)
         )
 
-    def _queue_of(self, message: Any) -> str:
-        """The queue a message was consumed from, "" for none that it can be put back to."""
-        known: str | None = getattr(message, "consumed_from", None)
-        if known is not None:
-            return known
-        # AMQP only tells the consumer tag.
-        tag = message.delivery_info.get("consumer_tag")
-        tags = self._consumer.task_consumer._active_tags
-        return next((queue for queue, active in tags.items() if active == tag), "")
-
 
 class Waker:
     """Interrupts an event loop's poll() from another thread.
@@ -190,6 +180,17 @@ def forget_eta(request: Any, now: datetime) -> None:
         waited = getattr(request.message, "native_delay", None) is not None
         if request.eta <= now + (_CLOCK_SKEW if waited else _NONE):
             request._eta = None
+
+
+def queue_of(consumer: Any, message: Any) -> str:
+    """The queue a message was consumed from, "" for none that it can be put back to."""
+    known: str | None = getattr(message, "consumed_from", None)
+    if known is not None:
+        return known
+    # AMQP only tells the consumer tag.
+    tag = message.delivery_info.get("consumer_tag")
+    tags = consumer.task_consumer._active_tags
+    return next((queue for queue, active in tags.items() if active == tag), "")
 
 
 def _call_now(call: Callable[..., Any], *args: Any) -> None:

@@ -11,12 +11,13 @@ import celery.worker.consumer.delayed_delivery
 from celery import bootsteps, signals
 from celery.worker.consumer.tasks import Tasks
 
-from ..core.errors import NativeDelayError
+from ..core.errors import NativeDelayError, SettingsError
 from ..kombu_hook import flush_delayed
 from ..transports.contract import Promoter, Promotes, WorkerPart
 from .adoption import AdoptingStrategies, EarlyTask, Waker, forget_eta
 from .attendant import Attendant
-from .install import installation_of, keep_celerys_own_off
+from .install import Installation, installation_of, keep_celerys_own_off
+from .telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
 
@@ -40,8 +41,11 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         self._promoter: Promoter | None = None
         self._promoting: Thread | None = None
         self._waker: Waker | None = None
-        if self.include_if(c):
+        self._telemetry: Telemetry | None = None
+        installation = installation_of(c.app)
+        if installation is not None and installation.enabled:
             c.strategies = AdoptingStrategies(c, self._adopt)
+            self._write_telemetry(c, installation)
 
     def include_if(self, c: Any) -> bool:
         installation = installation_of(c.app)
@@ -77,6 +81,16 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
             )
             self._promoting.start()
 
+    def _write_telemetry(self, c: Any, installation: Installation) -> None:
+        try:
+            folder = installation.settings().telemetry
+        except SettingsError:
+            return  # start() reports it
+        if folder is not None:
+            self._telemetry = Telemetry(installation, c, folder)
+            self._telemetry.connect()
+            logger.info("native delay: telemetry goes to %s", self._telemetry.folder)
+
     def register_with_event_loop(self, c: Any, hub: Any) -> None:
         """Called for every new connection, after the hub forgot the readers of the last."""
         if self._waker is not None:
@@ -93,6 +107,9 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
 
     def shutdown(self, c: Any) -> None:
         """The worker ends; what was not put back yet is redelivered by the broker."""
+        if self._telemetry is not None:
+            self._telemetry.disconnect()
+            self._telemetry = None
         if self._attendant is not None:
             self._attendant.stop()
             self._attendant = None

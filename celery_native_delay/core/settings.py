@@ -63,6 +63,10 @@ class DelaySettings:
     """RabbitMQ's management API, ``http://user:password@host:15672``. None: the broker's host
     and credentials, port 15672. Only ``verify``, ``status`` and the policy check read it."""
 
+    telemetry: str | None = None
+    """Folder to which every process of a worker writes what its tasks did, one line of JSON when
+    an attempt starts and one when it ends. Defaults to None: off."""
+
     def __post_init__(self) -> None:
         object.__setattr__(self, "landing_exchanges", _as_tuple(self.landing_exchanges))
         for name in _names():
@@ -174,6 +178,9 @@ def _expected(name: str, value: Any) -> str:
         case "landing_exchanges":
             fits = isinstance(value, tuple) and all(isinstance(v, str) and v for v in value)
             return "" if fits else "a list of exchange names"
+        case "telemetry":
+            fits = value is None or (isinstance(value, str) and value != "" and "\0" not in value)
+            return "" if fits else "None or the path of a folder"
         case _:
             fits = value is None or (isinstance(value, str) and value.startswith("http"))
             return "" if fits else "None or an http(s) URL"

@@ -27,6 +27,7 @@ def test_defaults() -> None:
         "landing_exchanges": (),
         "adopt": True,
         "management_url": None,
+        "telemetry": None,
     }
 
 
@@ -59,6 +60,8 @@ def test_the_default_levels_reach_eight_and_a_half_years() -> None:
         ("landing_exchanges", ("news", "a.b")),
         ("adopt", False),
         ("management_url", "https://guest:guest@rabbit:15671"),
+        ("telemetry", "/var/log/shop/telemetry"),
+        ("telemetry", "telemetry"),
     ],
 )
 def test_values_that_are_accepted(name: str, value: Any) -> None:
@@ -123,6 +126,8 @@ RESOLUTION = "seconds from 0.001 to 3600, a whole number of milliseconds"
         ("adopt", 0, "True or False"),
         ("management_url", "rabbit:15672", "None or an http(s) URL"),
         ("management_url", 15672, "None or an http(s) URL"),
+        ("telemetry", "", "None or the path of a folder"),
+        ("telemetry", True, "None or the path of a folder"),
     ],
 )
 def test_a_bad_value_is_refused_with_what_was_expected_and_what_came(

@@ -1,0 +1,290 @@
+"""What was planned against what workers wrote down: one verdict per task.
+
+The first verdict that fits counts:
+
+========== ===================================================================================
+unplanned  workers ran it, the ledger does not have it
+duplicate  ran to its end more often than once under one number of retries
+early      started before it was due
+ok         done, and once
+failed     it raised, was rejected, revoked, expired, or lost its process
+running    started, and nothing was heard since: it runs, or its worker was killed
+pending    not due yet, or not for *grace_seconds*; also between two attempts
+missing    due, and no worker knows of it; also when a retry that was due never came
+========== ===================================================================================
+
+Everything is a DataFrame, computed when an action asks for it; no row comes to the driver.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING
+
+from pyspark.sql import Column, DataFrame, SparkSession
+from pyspark.sql import functions as F  # noqa: N812 - everybody's name for it
+
+from ..core.attempt import ATTEMPT_KEY, COMES_AGAIN, DONE, FIELDS, GIVEN_UP, RAN_TO_ITS_END
+from ..core.due_time import due_us
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+VERDICTS = ("ok", "missing", "pending", "duplicate", "early", "failed", "running", "unplanned")
+
+#: Columns that the verdicts add to those of the ledger.
+ADDED = ("verdict", "late_seconds", "ran")
+
+#: An ETA is rounded to milliseconds on its way: so much earlier is not early.
+ROUNDING_SECONDS = 0.001
+
+QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "p999": 0.999}
+
+_NEVER_US = 1 << 62
+
+#: With Spark's default of 10,000 the p99.9 of millions is not far from their maximum.
+_QUANTILE_ACCURACY = 100_000
+
+
+def read_events(spark: SparkSession, path: str | list[str]) -> DataFrame:
+    """What workers with ``native_delay_telemetry`` wrote down.
+
+    Args:
+        spark: the session.
+        path: the folder, or several; folders inside it are read as well.
+
+    Returns:
+        One row per line, with the columns of ``celery_native_delay.core.attempt.FIELDS``. Half
+        lines, which a full disk may leave, are left out.
+    """
+    schema = ", ".join(f"{name} {kind}" for name, kind in FIELDS.items())
+    lines = spark.read.schema(schema).option("recursiveFileLookup", "true").json(path)
+    return lines.where("id is not null and pid is not null")
+
+
+def reconcile(
+    ledger: DataFrame,
+    events: DataFrame,
+    *,
+    as_of: datetime | None = None,
+    grace_seconds: float = 60.0,
+    early_seconds: float = ROUNDING_SECONDS,
+) -> Reconciliation:
+    """One verdict per task: see the table above.
+
+    Args:
+        ledger: what was planned: ``task_id`` (string), ``due`` (timestamp), and what else you
+            want to see beside a verdict. Of several rows with one ``task_id`` the earliest due
+            counts; one without a due time is due at once.
+        events: from :func:`read_events`. What belongs to other runs is ``unplanned``: filter it
+            first, for example by ``task``. Rows that are there twice count once.
+        as_of: until when *events* tell all, an aware datetime; now by default.
+        grace_seconds: how long after its due time a task may stay unheard of. Events come later
+            than tasks.
+        early_seconds: how much too early still counts as on time: clocks differ.
+
+    Raises:
+        ValueError: a column is missing, has another type, or a name that is needed for the
+            verdicts; *as_of* is naive.
+    """
+    _check_columns("ledger", ledger, {"task_id": "string", "due": "timestamp"})
+    _check_columns("events", events, FIELDS)
+    if taken := [name for name in ledger.columns if name.lower() in ADDED]:
+        raise ValueError(f"expected a ledger without the columns {', '.join(taken)}: rename them")
+    as_of = datetime.now(UTC) if as_of is None else as_of
+    if as_of.tzinfo is None:
+        raise ValueError(f"expected as_of with a time zone, got {as_of!r}: add tzinfo=UTC")
+
+    columns = ledger.columns
+    row = F.min_by(F.struct(*map(_quoted, columns)), _micros("due", none=_NEVER_US))
+    planned = ledger.repartition("task_id").groupBy("task_id").agg(row.alias("planned"))
+    both = planned.join(_tasks(events), planned["task_id"] == F.col("id"), "full_outer")
+    due = F.unix_micros("planned.due")
+    late_us = F.unix_micros("first.started") - due
+    overdue_us = due_us(as_of) - round(grace_seconds * 1e6)
+    awaited_us = F.when(F.col("id").isNull(), _micros("planned.due", none=0)).otherwise(
+        F.unix_micros("retry_due")
+    )
+    verdict = (
+        F.when(F.col("planned").isNull(), "unplanned")
+        .when(F.col("most_runs") > 1, "duplicate")
+        .when(late_us < -round(early_seconds * 1e6), "early")
+        .when(F.col("is_done"), "ok")
+        .when(F.col("is_given_up"), "failed")
+        .when(F.col("latest.is_open"), "running")
+        .when(awaited_us < overdue_us, "missing")
+        .otherwise("pending")
+    )
+    ran = F.struct(
+        F.col("first.started").alias("started"),
+        "finished",
+        F.col("first.worker").alias("worker"),
+        F.col("first.queue").alias("queue"),
+        "outcome",
+        "retries",
+        "attempts",
+    )
+    kept = [F.col("planned").getField(name).alias(name) for name in columns if name != "task_id"]
+    return Reconciliation(
+        both.select(
+            F.coalesce("task_id", "id").alias("task_id"),
+            *kept,
+            verdict.alias("verdict"),
+            (late_us / 1e6).alias("late_seconds"),
+            F.when(F.col("id").isNotNull(), ran).alias("ran"),
+        ),
+        tuple(columns),
+    )
+
+
+@dataclass(frozen=True)
+class Reconciliation:
+    """The verdicts, and what to make of them.
+
+    Every action computes them again; :meth:`stored` keeps them.
+    """
+
+    verdicts: DataFrame
+    """The ledger's columns; ``verdict``; ``late_seconds`` of the first start; and ``ran``, null
+    if no worker knows of the task: ``started`` (first), ``finished`` (last), ``worker`` and
+    ``queue`` of the first start, ``outcome`` of the last end, ``retries``, and ``attempts``, those
+    after which a process was killed included."""
+    ledger_columns: tuple[str, ...]
+
+    def stored(self, path: str) -> Reconciliation:
+        """The same, computed once: written to *path* as Parquet by verdict, and read from there."""
+        self.verdicts.write.partitionBy("verdict").parquet(path)
+        stored = self.verdicts.sparkSession.read.parquet(path)
+        columns = map(_quoted, self.verdicts.columns)
+        return Reconciliation(stored.select(*columns), self.ledger_columns)
+
+    def counts(self) -> dict[str, int]:
+        """Tasks by verdict, all verdicts; eight numbers come to the driver."""
+        rows = self.verdicts.groupBy("verdict").agg(F.count("*").alias("tasks")).collect()
+        found = {row["verdict"]: int(row["tasks"]) for row in rows}
+        return {verdict: found.get(verdict, 0) for verdict in VERDICTS}
+
+    def missing(self) -> DataFrame:
+        """The ledger's rows whose task never ran: plan them again, under the same ids."""
+        return self.verdicts.where("verdict = 'missing'").select(*map(_quoted, self.ledger_columns))
+
+    def summary(self, *by: str, due_seconds: float = 3600.0) -> DataFrame:
+        """Tasks per verdict and quantiles of the lateness, in seconds, of those that started.
+
+        Args:
+            *by: ``"queue"`` and ``"worker"`` where it first started (the planned queue, if it
+                never did), ``"due"``, or columns of the ledger; by none, one row about all.
+            due_seconds: the width of a step of ``"due"``; each is named by its beginning.
+        """
+        known = {name: F.col(_quoted(name)) for name in self.ledger_columns}
+        queues = [F.col("ran.queue"), *([known["queue"]] if "queue" in known else [])]
+        step_us = round(due_seconds * 1e6)
+        known |= {
+            "queue": F.coalesce(*queues),
+            "worker": F.col("ran.worker"),
+            "due": F.timestamp_micros(F.floor(F.unix_micros("due") / step_us) * step_us),
+        }
+        if unknown := [name for name in by if name not in known]:
+            raise ValueError(f"expected some of {', '.join(known)}, got {', '.join(unknown)}")
+        groups = self.verdicts.groupBy(*(known[name].alias(name) for name in by))
+        late = F.percentile_approx("late_seconds", list(QUANTILES.values()), _QUANTILE_ACCURACY)
+        counted = groups.agg(
+            F.count("*").alias("tasks"),
+            *(F.count_if(F.col("verdict") == verdict).alias(verdict) for verdict in VERDICTS),
+            late.alias("late"),
+            F.max("late_seconds").alias("late_max"),
+        )
+        shown = counted.select(
+            *map(_quoted, by),
+            "tasks",
+            *VERDICTS,
+            *(F.col("late")[place].alias(f"late_{name}") for place, name in enumerate(QUANTILES)),
+            "late_max",
+        )
+        return shown.orderBy(*map(_quoted, by)) if by else shown
+
+    def picture(self, *, due_seconds: float | None = None) -> Figure:
+        """Verdicts and lateness over the due time, for ``savefig()``; needs matplotlib.
+
+        Args:
+            due_seconds: the width of a step; by default about a hundred steps are drawn. One row
+                per step comes to the driver.
+        """
+        from .lateness_picture import draw
+
+        if due_seconds is None:
+            ends = self.verdicts.agg(F.unix_micros(F.min("due")), F.unix_micros(F.max("due")))
+            first_us, last_us = ends.collect()[0]
+            due_seconds = max(1.0, ((last_us or 0) - (first_us or 0)) // 100_000_000)
+        # Collected as a number: a timestamp comes in the time zone of this process, unnamed.
+        steps = self.summary("due", due_seconds=due_seconds).where("due is not null")
+        rows = steps.withColumn("due", F.unix_micros("due")).collect()
+        return draw([row.asDict() for row in rows], due_seconds)
+
+
+def _tasks(events: DataFrame) -> DataFrame:
+    """One row per task that workers know of: of lines attempts, of attempts tries, of tries it.
+
+    One shuffle, because every step keeps the rows of an id together; and one sort, because each
+    is sorted by the beginning of what the last was sorted by.
+    """
+    attempts = (
+        events.where("id is not null")
+        .repartition("id")
+        .groupBy(*ATTEMPT_KEY)
+        .agg(*(F.max(name).alias(name) for name in ("finished", "outcome", "queue", "retry_due")))
+    )
+    started, ended = F.col("started").isNotNull(), F.col("outcome").isNotNull()
+    runs = F.count_if(F.col("outcome").isin(*RAN_TO_ITS_END))
+    tries = attempts.groupBy("id", "retries").agg(
+        runs.alias("runs"),
+        F.count_if(started).alias("attempts"),
+        # What is redelivered after its process was killed has an open attempt for ever.
+        (F.count_if(started & ~ended) > F.count_if(~started & ended)).alias("has_open"),
+        F.count_if(F.col("outcome").isin(*DONE)).alias("done"),
+        F.count_if(F.col("outcome").isin(*GIVEN_UP)).alias("given_up"),
+        F.min(F.when(started, F.struct("started", "worker", "queue"))).alias("first"),
+        F.max(F.when(ended, F.struct("finished", "outcome", "retry_due"))).alias("last"),
+    )
+    is_open = (F.col("has_open") & (F.col("runs") == 0)).alias("is_open")
+    return (
+        tries.groupBy("id")
+        .agg(
+            F.max("runs").alias("most_runs"),
+            F.sum("attempts").alias("attempts"),
+            (F.sum("done") > 0).alias("is_done"),
+            (F.sum("given_up") > 0).alias("is_given_up"),
+            F.min("first").alias("first"),
+            F.max("last").alias("last"),
+            F.max(F.struct(F.coalesce("retries", F.lit(0)), is_open)).alias("latest"),
+            F.max("retries").alias("retries"),
+        )
+        .select(
+            "*",
+            F.col("last.finished").alias("finished"),
+            F.col("last.outcome").alias("outcome"),
+            F.when(F.col("last.outcome").isin(*COMES_AGAIN), F.col("last.retry_due")).alias(
+                "retry_due"
+            ),
+        )
+        .drop("last")
+    )
+
+
+def _micros(name: str, *, none: int) -> Column:
+    """A timestamp in microseconds since the epoch, *none* where it is null."""
+    return F.coalesce(F.unix_micros(name), F.lit(none))
+
+
+def _check_columns(what: str, frame: DataFrame, expected: dict[str, str]) -> None:
+    types = {field.name: field.dataType.simpleString() for field in frame.schema.fields}
+    for name, kind in expected.items():
+        if types.get(name) != kind:
+            came = f"got {types[name]}" if name in types else f"got {', '.join(types)}"
+            raise ValueError(f"expected a column {name} of type {kind} in the {what}, {came}")
+
+
+def _quoted(name: str) -> str:
+    """A column's name as Spark SQL takes it, dots and all."""
+    return "`" + name.replace("`", "``") + "`"

@@ -1,0 +1,137 @@
+"""Telemetry: whole lines, one file per process and day, and no harm to tasks or to other apps."""
+
+from __future__ import annotations
+
+import errno
+import json
+import logging
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from celery import Celery, signals
+from celery.contrib.testing.worker import start_worker
+from celery.exceptions import Ignore, Reject, Retry
+
+from celery_native_delay import install
+from celery_native_delay.celery_app import bootsteps, telemetry
+from celery_native_delay.celery_app.telemetry import DAY_US, LineFiles, outcome_of, retry_due_us
+from tests.waiting import wait_until
+
+SIGNALS = (
+    signals.task_received,
+    signals.task_prerun,
+    signals.task_postrun,
+    signals.task_failure,
+    signals.task_revoked,
+)
+
+
+def receivers() -> list[int]:
+    return [len(signal.receivers) for signal in SIGNALS]
+
+
+def lines_in(folder: Path) -> list[dict[str, Any]]:
+    files = sorted(folder.glob("*.jsonl"))
+    return [json.loads(line) for file in files for line in file.read_text().splitlines()]
+
+
+def app_with_task(name: str, **settings: Any) -> Celery:
+    app = install(Celery(name, broker="memory://", set_as_current=False), **settings)
+
+    @app.task(name=f"{name}.note", shared=False)
+    def note() -> None:
+        if name == "shop":
+            app.tasks[f"{name}.note"].apply(task_id="eager") if note.request.id == "sent" else None
+
+    return app
+
+
+def running(app: Celery) -> Any:
+    return start_worker(app, pool="solo", perform_ping_check=False)
+
+
+def test_a_worker_connects_something_only_if_telemetry_is_on(tmp_path: Path) -> None:
+    before = receivers()
+    for settings, more in (({}, 0), ({"telemetry": str(tmp_path)}, 1)):
+        step = bootsteps.NativeDelay(
+            SimpleNamespace(app=app_with_task("shop", **settings), hostname="w")
+        )
+        assert receivers() == [count + more for count in before]
+        step.shutdown(None)
+        assert receivers() == before
+
+
+def test_only_what_came_from_a_broker_to_this_app_is_written_down(tmp_path: Path) -> None:
+    before = receivers()
+    app, other = app_with_task("shop", telemetry=str(tmp_path)), app_with_task("other")
+    with running(app):
+        app.tasks["shop.note"].apply_async(task_id="sent")
+        wait_until(lambda: len(lines_in(tmp_path)) >= 2, timeout_seconds=20)
+        other.tasks["other.note"].apply(task_id="elsewhere")
+    start, end = lines_in(tmp_path)
+    assert (start["id"], start["outcome"], start["finished"]) == ("sent", None, None)
+    assert (end["id"], end["outcome"], end["queue"]) == ("sent", "success", "celery")
+    assert start["started"] == end["started"] <= end["finished"]
+    assert receivers() == before
+
+
+def test_a_line_after_half_a_line_stands_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = LineFiles(tmp_path, "w")
+    files.append(0, '{"a":1}')
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, data[:3]))
+    files.append(0, '{"a":2}')
+    monkeypatch.undo()
+    files.append(0, '{"a":3}')
+    (file,) = tmp_path.iterdir()
+    assert file.read_text().split() == ['{"a":1}', '{"a', '{"a":3}']
+
+
+def test_a_write_error_is_one_warning(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken = tmp_path / "a file"
+    taken.write_text("")
+    monkeypatch.setattr(telemetry.logger, "propagate", True)
+    files = LineFiles(taken, "w")
+    with caplog.at_level(logging.WARNING, logger=telemetry.logger.name):
+        files.append(0, "{}")
+        files.append(0, "{}")
+    (warning,) = caplog.messages
+    assert "telemetry is incomplete" in warning
+    assert os.strerror(errno.EEXIST) in warning or os.strerror(errno.ENOTDIR) in warning
+
+
+def test_a_new_day_is_a_new_file(tmp_path: Path) -> None:
+    files = LineFiles(tmp_path, "celery@a/b c")
+    files.append(DAY_US - 1, "1")
+    files.append(DAY_US, "2")
+    pid = os.getpid()
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {
+        f"1970-01-01_celery@a_b_c_{pid}.jsonl": "1\n",
+        f"1970-01-02_celery@a_b_c_{pid}.jsonl": "2\n",
+    }
+
+
+@pytest.mark.parametrize(
+    ("state", "raised", "outcome", "again_us"),
+    [
+        ("SUCCESS", Retry(when=3), "success", None),
+        ("FAILURE", ValueError(), "failure", None),
+        ("RETRY", Retry(when=2.5), "retry", 3_500_000),
+        ("IGNORED", Ignore(), "ignored", None),
+        ("REJECTED", Reject(requeue=True), "requeued", 1_000_000),
+        ("REJECTED", Reject(), "rejected", None),
+        (None, None, "lost", None),
+    ],
+)
+def test_what_became_of_an_attempt(
+    state: str | None, raised: Any, outcome: str, again_us: int | None
+) -> None:
+    assert outcome_of(state, raised) == outcome
+    assert retry_due_us(outcome, raised, 1_000_000) == again_us
