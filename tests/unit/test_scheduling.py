@@ -17,6 +17,7 @@ FOLDER = "tests/acceptance"
         (f"{FOLDER}/test_pools.py::test_a_pool[gevent-4.3]", "RabbitMQ 4.3"),
         ("tests/conformance/test_conformance.py::test_it[rabbitmq-4.3-topic]", "RabbitMQ 4.3"),
         ("tests/conformance/test_conformance.py::test_it[valkey-topic]", "conformance of valkey"),
+        ("tests/spark/test_fan_out.py::test_it[queue]", "Spark"),
         (f"{FOLDER}/test_versions.py::test_tasks[5.5.3-5.5.4]", "other releases of Celery"),
         (f"{FOLDER}/test_versions.py::test_tasks[5.6.3-5.6.2]", "other releases of Celery"),
     ],

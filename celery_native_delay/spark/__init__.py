@@ -1,0 +1,21 @@
+"""Millions of delayed tasks from a Spark DataFrame: each under an id that a retry does not change.
+
+Needs the extra ``celery_native_delay[spark]``, on the driver and in the executors' Python.
+"""
+
+from ..core.errors import FanOutFailed, InvalidFanOut
+from .fan_out import FanOut, FanOutResult
+from .ids import task_id_of
+from .plan import Plan
+from .sending import Failure, Receipt
+
+__all__ = (
+    "Failure",
+    "FanOut",
+    "FanOutFailed",
+    "FanOutResult",
+    "InvalidFanOut",
+    "Plan",
+    "Receipt",
+    "task_id_of",
+)
