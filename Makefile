@@ -34,7 +34,8 @@ test: venv ## run all tests on private brokers, after installing what they need
 check: venv ## lint, format, types and the direction of imports
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
-	$(PYTHON) -m mypy --strict celery_native_delay pytest_celery_native_delay.py
+	$(PYTHON) -m mypy --strict celery_native_delay pytest_celery_native_delay.py \
+		pyspark_celery_native_delay.py
 	$(VENV)/bin/lint-imports
 
 bench: venv ## compare with worker-held ETA, Celery's own delayed delivery and BullMQ

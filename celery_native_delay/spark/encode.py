@@ -104,7 +104,12 @@ def encoded(df: Any, options: FanOutOptions, *, longest_seconds: float) -> Any:
 
 
 def _check_exists(df: Any, slot: Slot) -> None:
+    name = slot.column
+    if isinstance(name, str) and name.lower() in map(str.lower, df.columns):
+        return
     try:
+        if isinstance(name, str) and "." not in name:
+            raise AnalysisException("no such column")  # Spark 4 would log a page about it
         df.select(slot.column).schema  # noqa: B018  Spark Connect looks at it now
     except AnalysisException as exc:
         columns = ", ".join(df.columns)

@@ -204,7 +204,7 @@ class FanOut:
             f.lit(self.options.task).alias("task"),
             f.timestamp_micros("due_us").alias("due"),
             f.coalesce("queue", f.lit(self.facts.route)).alias("queue"),
-            *(f.col("row")[key].alias(key) for key in keys),
+            *(f.col(f"row.{key}").alias(key.replace("`", "")) for key in keys),
         )
 
     def send(self, *, progress: bool = True, check: bool = True) -> FanOutResult:

@@ -17,7 +17,7 @@ from ..core.errors import InvalidFanOut
 Columnar = Any
 
 _APP = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -113,7 +113,7 @@ class FanOutOptions:
     @property
     def now_us(self) -> int:
         """*now* in microseconds since the epoch."""
-        return (self.now - _EPOCH) // timedelta(microseconds=1)
+        return (self.now - EPOCH) // timedelta(microseconds=1)
 
     @property
     def smear_us(self) -> int:

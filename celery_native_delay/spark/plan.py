@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
+from datetime import datetime, timedelta
 from typing import Any
 
 from pyspark.sql import functions as f
 
 from ..core.topology import Topology
 from .app import AppFacts
-
-_EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+from .options import EPOCH
 
 #: Seconds that a bar of the histogram may stand for: the first that makes few enough of them.
 _BAR_SECONDS = (1, 5, 15, 60, 300, 900, 3600, 4 * 3600, 86_400, 7 * 86_400, 30 * 86_400)
@@ -170,7 +169,7 @@ def _bar_seconds(first_us: int, last_us: int) -> int:
 
 
 def _time_of(us: int) -> datetime:
-    return _EPOCH + timedelta(microseconds=us)
+    return EPOCH + timedelta(microseconds=us)
 
 
 def _datetime(us: int | None) -> datetime | None:

@@ -14,6 +14,7 @@ class Reasons:
     past = "the due time has passed"
     priority = "the priority is not in 0 to 255"
     no_queue = "the queue has no name"
+    unknown_queue = "the queue is not one that the app's configuration names"
     expired = "it expires before it is due"
 
     def __init__(self, options: FanOutOptions, longest_seconds: float) -> None:
