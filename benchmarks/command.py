@@ -20,6 +20,7 @@ from benchmarks import (
     redis_lateness,
     redis_store,
     report,
+    spark,
     steady,
     throughput,
 )
@@ -36,6 +37,7 @@ SCENARIOS: dict[str, ModuleType] = {
     "steady": steady,
     "redis-lateness": redis_lateness,
     "redis-store": redis_store,
+    "spark": spark,
 }
 
 FOLDER = Path(__file__).resolve().parent
