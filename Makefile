@@ -8,7 +8,7 @@ PYTHON  := $(VENV)/bin/python
 TEST_PROCESSES ?= 2
 
 .DEFAULT_GOAL := help
-.PHONY: help venv brokers test check bench demo public-suites clean
+.PHONY: help venv brokers test check bench demo demo-spark public-suites clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -34,7 +34,8 @@ test: venv ## run all tests on private brokers, after installing what they need
 check: venv ## lint, format, types and the direction of imports
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
-	$(PYTHON) -m mypy --strict celery_native_delay pytest_celery_native_delay.py
+	$(PYTHON) -m mypy --strict celery_native_delay pytest_celery_native_delay.py \
+		pyspark_celery_native_delay.py
 	$(VENV)/bin/lint-imports
 
 bench: venv ## compare with worker-held ETA, Celery's own delayed delivery and BullMQ
@@ -46,6 +47,11 @@ bench: venv ## compare with worker-held ETA, Celery's own delayed delivery and B
 demo: venv ## show delayed tasks wait in the broker and run on time; BROKER=embedded without RabbitMQ
 	@case '$(BROKER)' in ''|rabbitmq) scripts/setup_brokers.sh --rabbitmq || true ;; esac
 	$(PYTHON) -m example_project.demo '$(BROKER)'
+
+demo-spark: venv ## remind a day's customers from local Spark, and prove that each task ran
+	@scripts/setup_spark.sh
+	@case '$(BROKER)' in ''|rabbitmq) scripts/setup_brokers.sh --rabbitmq ;; esac
+	$(PYTHON) -m example_project.spark_demo '$(BROKER)'
 
 public-suites: venv ## run kombu's and Celery's own tests with our transport
 	@scripts/setup_brokers.sh --rabbitmq

@@ -21,6 +21,7 @@ from benchmarks import (
     redis_lateness,
     redis_store,
     report,
+    spark,
     steady,
     throughput,
 )
@@ -37,6 +38,7 @@ SCENARIOS: dict[str, ModuleType] = {
     "steady": steady,
     "redis-lateness": redis_lateness,
     "redis-store": redis_store,
+    "spark": spark,
     "reconcile": reconcile,
 }
 

@@ -12,10 +12,14 @@
     ├── NotPermitted             the broker user may not declare or bind what is needed
     ├── UnsupportedBroker        no transport of ours fits, or the broker is too old
     ├── BrokerFull               the broker takes no more messages that wait
+    ├── InvalidFanOut            an option or column of a Spark fan-out is impossible
+    ├── FanOutFailed             rows of a Spark fan-out are not confirmed
     └── ManagementUnavailable    RabbitMQ's management API cannot be read
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from .refusal import RefusedMessage
 
@@ -68,6 +72,24 @@ class UnsupportedBroker(NativeDelayError):
 
 class BrokerFull(NativeDelayError):
     """The broker takes no more messages that wait; nothing was sent."""
+
+
+class InvalidFanOut(NativeDelayError, ValueError):
+    """An option or a column of a Spark fan-out is impossible; nothing was sent."""
+
+
+class FanOutFailed(NativeDelayError):
+    """Rows of a Spark fan-out are not confirmed.
+
+    *result* names every one of them, and counts the others.
+    """
+
+    def __init__(self, text: str, result: Any = None) -> None:
+        super().__init__(text, result)
+        self.result = result
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class ManagementUnavailable(NativeDelayError):

@@ -1,5 +1,26 @@
-"""Spark: prove what became of every task that was planned."""
+"""Millions of delayed tasks from a Spark DataFrame, and the proof that all of them ran.
 
+Each is sent under an id that a retry does not change. Needs the extra
+``celery_native_delay[spark]``, on the driver and in the executors' Python.
+"""
+
+from ..core.errors import FanOutFailed, InvalidFanOut
+from .fan_out import FanOut, FanOutResult
+from .ids import task_id_of
+from .plan import Plan
 from .reconcile import Reconciliation, read_events, reconcile
+from .sending import Failure, Receipt
 
-__all__ = ("Reconciliation", "read_events", "reconcile")
+__all__ = (
+    "Failure",
+    "FanOut",
+    "FanOutFailed",
+    "FanOutResult",
+    "InvalidFanOut",
+    "Plan",
+    "Receipt",
+    "Reconciliation",
+    "read_events",
+    "reconcile",
+    "task_id_of",
+)

@@ -35,6 +35,8 @@ def test_every_error_belongs_to_the_tree_and_can_be_imported(kind: type) -> None
         (errors.NotPermitted, errors.NativeDelayError),
         (errors.UnsupportedBroker, errors.NativeDelayError),
         (errors.BrokerFull, errors.NativeDelayError),
+        (errors.InvalidFanOut, errors.NativeDelayError),
+        (errors.FanOutFailed, errors.NativeDelayError),
         (errors.ManagementUnavailable, errors.NativeDelayError),
     ],
 )

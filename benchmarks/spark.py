@@ -1,0 +1,183 @@
+"""A DataFrame's rows as delayed tasks: ``FanOut``, the sink, and what people write by hand."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any
+
+from matplotlib.figure import Figure
+from pyspark.sql import SparkSession
+from pyspark.sql import functions as f
+
+from benchmarks.apps import QUEUE, REPOSITORY, TASK, declare_for, make_app
+from benchmarks.charts import bars
+from benchmarks.measuring import Bench, Result, Target, median, percentile
+from celery_native_delay.spark import FanOut
+
+ROUNDS = 3
+ROWS = 100_000
+BY_HAND_ROWS = 20_000
+"""Of the way that takes a millisecond for each."""
+ENCODED_ROWS = 1_000_000
+PARTITIONS = 4
+COUNTDOWN_SECONDS = 3600
+
+
+@dataclass
+class Way:
+    """One way, and the rows per second of each round; *ready* gets ready, untimed."""
+
+    label: str
+    rows: int
+    ready: Callable[[Any], Callable[[], object]]
+    rates: list[float] = field(default_factory=list)
+
+    def measure(self, spark: SparkSession) -> None:
+        self.rates.append(self.rows / self.seconds(spark, self.rows))
+
+    def seconds(self, spark: SparkSession, rows: int) -> float:
+        df = spark.range(rows, numPartitions=PARTITIONS).withColumnRenamed("id", "index")
+        send = self.ready(df)
+        started = perf_counter()
+        send()
+        return perf_counter() - started
+
+
+def run(bench: Bench) -> Result:
+    rounds = bench.count(ROUNDS, at_least=1)
+    with ExitStack() as stack:
+        ours, plain = (stack.enter_context(bench.vhost()) for _ in range(2))
+        for method, url in (("ours", ours), ("held", plain)):
+            app = make_app(method, url)
+            declare_for(method, app)
+            app.close()
+        spark = _session(bench, BENCH_SPARK_URL=ours, BENCH_SPARK_PLAIN_URL=plain)
+        stack.callback(spark.stop)
+        rows = bench.count(ROWS, at_least=1_000)
+        ways = {
+            "hand": Way(
+                "foreachPartition, apply_async, pool, confirmed",
+                bench.count(BY_HAND_ROWS, at_least=500),
+                _by_hand,
+            ),
+            "fan out": Way("FanOut.send()", rows, _fan_out),
+            "sink": Way('format("celery")', rows, _sink),
+            "encode": Way("FanOut's Spark part alone", bench.count(ENCODED_ROWS), _encode),
+        }
+        for way in ways.values():  # the JVM, the Python workers, the delay levels
+            way.seconds(spark, way.rows // 20)
+        order = random.Random(1)
+        with bench.progress("spark", rounds) as done:
+            for number in range(rounds):
+                for way in order.sample(list(ways.values()), len(ways)):
+                    way.measure(spark)
+                done(number + 1)
+    return conclude(ways, rounds)
+
+
+def _session(bench: Bench, **environment: str) -> SparkSession:
+    os.environ |= environment
+    os.environ |= {
+        "PYSPARK_PYTHON": sys.executable,
+        "PYTHONPATH": str(REPOSITORY),
+        "SPARK_LOCAL_IP": "127.0.0.1",
+    }
+    session: SparkSession = (
+        SparkSession.builder.master("local[2]")
+        .appName("bench")
+        .config("spark.driver.bindAddress", "127.0.0.1")
+        .config("spark.sql.warehouse.dir", str(bench.folder / "warehouse"))
+        .config("spark.ui.enabled", "false")
+        .config("spark.ui.showConsoleProgress", "false")
+        .getOrCreate()
+    )
+    session.sparkContext.setLogLevel("OFF")
+    return session
+
+
+def _by_hand(df: Any) -> Callable[[], object]:
+    def send(rows: Iterable[Any]) -> None:
+        from benchmarks.spark_app import plain
+
+        task = plain.tasks[TASK]
+        with plain.producer_pool.acquire(block=True) as producer:
+            for row in rows:
+                task.apply_async((row["index"],), countdown=COUNTDOWN_SECONDS, producer=producer)
+
+    return lambda: df.foreachPartition(send)
+
+
+def _fan_out_of(df: Any) -> FanOut:
+    return FanOut(
+        df,
+        app="benchmarks.spark_app:app",
+        task=TASK,
+        countdown=f.lit(COUNTDOWN_SECONDS),
+        args=["index"],
+        id_cols=["index"],
+        queue=f.lit(QUEUE),
+    )
+
+
+def _fan_out(df: Any) -> Callable[[], object]:
+    return lambda: _fan_out_of(df).send(progress=False)
+
+
+def _encode(df: Any) -> Callable[[], object]:
+    writer = _fan_out_of(df).encoded.drop("row").write  # asks the app first
+    return writer.format("noop").mode("overwrite").save
+
+
+def _sink(df: Any) -> Callable[[], object]:
+    options = {"app": "benchmarks.spark_app:app", "task": TASK, "countdown_col": "wait"}
+    rows = df.withColumn("wait", f.lit(COUNTDOWN_SECONDS))
+    writer = rows.write.format("celery").options(**options, args_cols="index", id_cols="index")
+    return writer.mode("append").save
+
+
+def conclude(ways: dict[str, Way], rounds: int) -> Result:
+    result = Result(
+        "Delayed tasks from Spark",
+        f"{rounds} rounds on local[2] with {PARTITIONS} partitions, broker and executors on the "
+        f"same processors; every way in each round, in random order, until the broker has "
+        f"confirmed the last task ({ways['fan out'].rows:,} rows, by hand {ways['hand'].rows:,}, "
+        f"the Spark part alone {ways['encode'].rows:,} to a noop sink).",
+    )
+    for way in ways.values():
+        result.rows.append(
+            {
+                "way": way.label,
+                "rows/s": median(way.rates),
+                "p25": percentile(way.rates, 25),
+                "p75": percentile(way.rates, 75),
+            }
+        )
+        result.series[way.label] = {
+            "rate": median(way.rates),
+            "low": percentile(way.rates, 25),
+            "high": percentile(way.rates, 75),
+        }
+    rate = {name: median(way.rates) for name, way in ways.items()}
+    result.targets += [
+        Target("FanOut.send() : by hand", rate["fan out"] / rate["hand"], "≥", 3),
+        Target("FanOut's Spark part alone", rate["encode"], "≥", 150_000, "rows/s"),
+    ]
+    return result
+
+
+def draw(result: Result) -> Figure:
+    sending = [one for one in result.series.items() if "alone" not in one[0]]
+    return bars(
+        "Delayed tasks from Spark: median, with the middle half",
+        "rows per second",
+        [
+            (label, one["rate"], (one["low"], one["high"]), "by hand" not in label)
+            for label, one in sending
+        ],
+    )

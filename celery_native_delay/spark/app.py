@@ -1,0 +1,141 @@
+"""The Celery app as a process sees it: imported by its path, checked, described; no broker asked.
+
+This runs on an executor, in whose Python the app is going to be used.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from celery import Celery
+from celery.app.routes import MapRoute
+from celery.local import Proxy
+from kombu.utils.imports import symbol_by_name
+
+from ..bulk import LINES
+from ..celery_app.install import installation_of
+from ..core.errors import InvalidFanOut
+from ..core.settings import DelaySettings
+
+
+@dataclass(frozen=True)
+class Call:
+    """What is going to be sent, as far as an app has a say in it."""
+
+    app: str
+    task: str
+    args_count: int
+    kwargs_names: tuple[str, ...]
+    check_task: bool
+
+
+@dataclass(frozen=True)
+class AppFacts:
+    """What a fan-out needs to know of its app.
+
+    *queues* are those that the configuration names, *route* is where the task goes if the row does
+    not say ("" for an exchange of its own), *has_levels* whether its broker has delay levels.
+    """
+
+    settings: dict[str, Any]
+    queues: tuple[str, ...]
+    route: str
+    has_levels: bool
+
+    @property
+    def delay_settings(self) -> DelaySettings:
+        """The app's settings."""
+        return DelaySettings.from_mapping(self.settings)
+
+    def to_json(self) -> str:
+        """Text for the way to the driver."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> AppFacts:
+        """What :meth:`to_json` was made of."""
+        facts = json.loads(text)
+        return cls(**facts | {"queues": tuple(facts["queues"])})
+
+
+def load_app(path: str) -> Celery:
+    """The app at *path*, ``"pkg.mod:app"``.
+
+    Raises:
+        InvalidFanOut: it cannot be imported, is no app, or has no native delays.
+    """
+    try:
+        app = symbol_by_name(path)
+    except Exception as exc:  # whatever a module does when it is imported
+        raise InvalidFanOut(
+            f"expected app {path!r} to be importable by the executors' Python, got "
+            f"{type(exc).__name__}: {exc}; ship it with spark.submit.pyFiles, --archives or "
+            f"addArtifact(), or install it there"
+        ) from exc
+    if isinstance(app, Proxy):
+        app = app._get_current_object()
+    if not isinstance(app, Celery):
+        raise InvalidFanOut(f"expected {path!r} to be a Celery app, got {type(app).__name__}")
+    installation = installation_of(app)
+    if installation is None or not installation.enabled:
+        raise InvalidFanOut(
+            f"expected {path!r} to be an app with native delays: its module must call "
+            f"celery_native_delay.install(app)"
+        )
+    return app
+
+
+def describe(call: Call) -> AppFacts:
+    """What the app says to *call*.
+
+    Raises:
+        InvalidFanOut: see :func:`load_app`; the task is not registered or does not take these
+            arguments; the broker takes no batches.
+    """
+    app = load_app(call.app)
+    app.loader.import_default_modules()
+    app.finalize()
+    options = {}
+    if call.check_task and call.task not in app.tasks:
+        own = sorted(name for name in app.tasks if not name.startswith("celery."))
+        raise InvalidFanOut(
+            f"expected a task that {call.app!r} registers ({', '.join(own) or 'it has none'}), got "
+            f"{call.task!r}; for a task that only workers know say check_task=False"
+        )
+    if (task := app.tasks.get(call.task)) is not None:
+        _check_arguments(task, call)
+        options = {"queue": task.queue} if getattr(task, "queue", None) else {}
+    driver = app.connection_for_write().transport.driver_type
+    if driver not in LINES:
+        raise InvalidFanOut(f"expected a broker of {sorted(LINES)}, got {driver!r}")
+    queues = {*app.amqp.queues, app.conf.task_default_queue, *_routed_queues(app.amqp.routes)}
+    queue = app.amqp.router.route(options, call.task).get("queue")
+    route = getattr(queue, "name", queue) or ""
+    settings = asdict(installation_of(app).settings())  # type: ignore[union-attr]
+    return AppFacts(settings, tuple(sorted({*queues, route} - {""})), route, driver == "amqp")
+
+
+def _check_arguments(task: Any, call: Call) -> None:
+    if not getattr(task, "typing", False):
+        return
+    try:
+        task.__header__(*[None] * call.args_count, **dict.fromkeys(call.kwargs_names))
+    except TypeError as exc:
+        raise InvalidFanOut(
+            f"expected args and kwargs that task {call.task!r} takes, got {call.args_count} "
+            f"positional ones and {list(call.kwargs_names)}: {exc}"
+        ) from exc
+
+
+def _routed_queues(routes: Sequence[Any]) -> set[str]:
+    """Queues that ``task_routes`` names."""
+    found = set()
+    for route in routes:
+        if isinstance(route, MapRoute):
+            for way in (*route.map.values(), *(way for _, way in route.patterns)):
+                queue = way.get("queue") if isinstance(way, dict) else None
+                found.add(getattr(queue, "name", queue) or "")
+    return found

@@ -1,0 +1,269 @@
+"""``FanOut``: a DataFrame's rows as delayed tasks."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from time import monotonic
+from typing import Any
+
+from pyspark.errors import PySparkException
+from pyspark.sql import functions as f
+
+from ..core.errors import FanOutFailed, InvalidFanOut
+from . import encode
+from .app import AppFacts, Call
+from .executor import REPORT, checker, sender
+from .options import Columnar, FanOutOptions
+from .plan import Plan, make_plan
+from .progress import slots_of, watched
+from .sending import RECEIPT, SENT_COLUMNS, Failure, Receipt, SendJob
+
+
+@dataclass(frozen=True)
+class FanOutResult:
+    """What became of all rows."""
+
+    run_id: str
+    seconds: float
+    receipts: list[Receipt]
+    failures: list[Failure] = field(repr=False)
+    """Every row that was to be sent and is not confirmed, by its id."""
+
+    @property
+    def rows(self) -> int:
+        """Rows of the DataFrame."""
+        return sum(receipt.rows for receipt in self.receipts)
+
+    @property
+    def sent(self) -> int:
+        """Tasks that went out."""
+        return sum(receipt.sent for receipt in self.receipts)
+
+    @property
+    def confirmed(self) -> int:
+        """Tasks that the broker has taken responsibility for."""
+        return sum(receipt.confirmed for receipt in self.receipts)
+
+    @property
+    def rejects(self) -> dict[str, int]:
+        """Rows that were not to be sent, by reason; most frequent first."""
+        total: Counter[str] = Counter()
+        for receipt in self.receipts:
+            total += receipt.rejected
+        return dict(total.most_common())
+
+    @property
+    def rejected(self) -> int:
+        """How many rows were not to be sent."""
+        return sum(self.rejects.values())
+
+    @property
+    def rows_per_second(self) -> float:
+        """Confirmed tasks by the seconds that the job took."""
+        return self.confirmed / self.seconds if self.seconds else 0.0
+
+    def __str__(self) -> str:
+        failed = Counter(failure.outcome for failure in self.failures)
+        more = "".join(f", {count:,} {outcome}" for outcome, count in failed.items())
+        return (
+            f"run {self.run_id}: {self.rows:,} rows, {self.confirmed:,} confirmed, "
+            f"{self.rejected:,} rejected{more} in {self.seconds:.1f} s "
+            f"({self.rows_per_second:,.0f} rows/s)"
+        )
+
+
+class FanOut:
+    """The rows of a DataFrame as delayed tasks of a Celery app.
+
+    >>> fan_out = FanOut(
+    ...     orders,
+    ...     app="shop.app:app",
+    ...     task="shop.remind",
+    ...     eta="remind_at",
+    ...     kwargs=["order_id"],
+    ...     id_cols=["order_id"],
+    ...     run_id="reminders-2026-11-20",
+    ... )  # doctest: +SKIP
+    >>> print(fan_out.plan())  # doctest: +SKIP
+    >>> fan_out.ledger().write.parquet("ledger")  # doctest: +SKIP
+    >>> print(fan_out.send())  # doctest: +SKIP
+
+    Nothing happens before one of these is called. The arguments are those of
+    :class:`~celery_native_delay.spark.options.FanOutOptions`.
+
+    Raises:
+        InvalidFanOut: an option, a column or its type will not do.
+    """
+
+    def __init__(
+        self,
+        df: Any,
+        *,
+        app: str,
+        task: str,
+        eta: Columnar | None = None,
+        countdown: Columnar | None = None,
+        eta_zone: Columnar | None = None,
+        args: Sequence[Columnar] = (),
+        kwargs: Sequence[str] | Mapping[str, Columnar] = (),
+        queue: Columnar | None = None,
+        priority: Columnar | None = None,
+        expires: Columnar | None = None,
+        id_cols: Sequence[Columnar] = (),
+        **more: Any,
+    ) -> None:
+        try:
+            self.options = FanOutOptions(
+                app=app,
+                task=task,
+                eta=eta,
+                countdown=countdown,
+                eta_zone=eta_zone,
+                args=args,
+                kwargs=kwargs,
+                queue=queue,
+                priority=priority,
+                expires=expires,
+                id_cols=id_cols,
+                **more,
+            )
+        except TypeError as exc:
+            known = ", ".join(FanOutOptions.__dataclass_fields__)
+            raise InvalidFanOut(f"expected options among {known}: {exc}") from exc
+        self._df = df
+        self._inputs, _ = encode.inputs(df, self.options)
+
+    @property
+    def run_id(self) -> str:
+        """The name of this run; give it to another FanOut to send the same tasks again."""
+        return self.options.run_id
+
+    @cached_property
+    def facts(self) -> AppFacts:
+        """What an executor says of the app; asked once, in a job of one task.
+
+        Raises:
+            InvalidFanOut: the app cannot be imported there, does not know the task, or one of the
+                queues.
+        """
+        options = self.options
+        call = Call(
+            options.app,
+            options.task,
+            len(options.args),
+            tuple(options.keywords),
+            options.check_task,
+        )
+        one = self._df.sparkSession.range(1).coalesce(1)
+        try:
+            ((kind, value),) = one.mapInArrow(checker(call), REPORT).collect()
+        except PySparkException as exc:
+            raise InvalidFanOut(
+                "expected executors with celery_native_delay, pyarrow and the app's packages in "
+                f"their Python (PYSPARK_PYTHON says which), got {_last_line(exc)}"
+            ) from exc
+        if kind == "invalid":
+            raise InvalidFanOut(value)
+        facts = AppFacts.from_json(value)
+        self._check_queues(facts)
+        return facts
+
+    @property
+    def encoded(self) -> Any:
+        """The rows as they are going to be sent, or why not: the DataFrame behind all others."""
+        longest_seconds = self.facts.delay_settings.longest_delay_seconds
+        return encode.encoded(self._df, self.options, longest_seconds=longest_seconds)
+
+    def plan(self) -> Plan:
+        """What sending would do. No broker is asked.
+
+        Raises:
+            InvalidFanOut: see :attr:`facts`.
+        """
+        return make_plan(self.encoded, self.facts, self.options.now_us)
+
+    def rejected(self) -> Any:
+        """The rows that are not sent: the DataFrame's own columns and the reason, ``_error``."""
+        return self.encoded.where("error is not null").select(
+            "row.*", f.col("error").alias("_error")
+        )
+
+    def ledger(self) -> Any:
+        """The tasks that are sent: ``task_id``, ``run_id``, ``task``, ``due``, ``queue``, the key.
+
+        Write it down before :meth:`send`: with it you can tell later which tasks have not run.
+        """
+        keys = [column for column in self.options.id_cols if isinstance(column, str)]
+        return self.encoded.where("error is null").select(
+            "task_id",
+            f.lit(self.run_id).alias("run_id"),
+            f.lit(self.options.task).alias("task"),
+            f.timestamp_micros("due_us").alias("due"),
+            f.coalesce("queue", f.lit(self.facts.route)).alias("queue"),
+            *(f.col(f"row.{key}").alias(key.replace("`", "")) for key in keys),
+        )
+
+    def send(self, *, progress: bool = True, check: bool = True) -> FanOutResult:
+        """Send every row that is not rejected; return when the broker has confirmed them.
+
+        Spark may run a part of it again, when an executor is lost: the same tasks then go out
+        twice, under the same ids.
+
+        Args:
+            progress: show a bar on a terminal.
+            check: False: leave what was not confirmed to the result instead of raising.
+
+        Raises:
+            InvalidFanOut: see :attr:`facts`; nothing was sent.
+            FanOutFailed: some rows are not confirmed; the error's *result* names them.
+            pyspark.errors.PySparkException: the job failed, for a reason of the DataFrame's own.
+        """
+        spark = self._df.sparkSession
+        encoded = self.encoded
+        connections = self.options.connections
+        slots = slots_of(spark)
+        if slots is None or slots > connections:
+            encoded = encoded.coalesce(connections)
+        rate = self.options.max_rate
+        job = SendJob(
+            self.options.app,
+            self.options.task,
+            rate / min(connections, slots or connections) if rate else None,
+        )
+        started = monotonic()
+        report = encoded.select(*SENT_COLUMNS).mapInArrow(sender(job), REPORT)
+        with watched(spark, f"sending {self.options.task}", show=progress):
+            rows = report.collect()
+        receipts = [Receipt.from_json(value) for kind, value in rows if kind == RECEIPT]
+        failures = [Failure(**json.loads(value)) for kind, value in rows if kind != RECEIPT]
+        receipts.sort(key=lambda receipt: receipt.partition)
+        result = FanOutResult(self.run_id, monotonic() - started, receipts, failures)
+        if check and failures:
+            raise FanOutFailed(
+                f"{result}; the first: {failures[0].reason}; what is not confirmed may be sent "
+                f"again with the same run_id, under the same ids",
+                result,
+            )
+        return result
+
+    def _check_queues(self, facts: AppFacts) -> None:
+        if self.options.queue is None or not self.options.check_queue:
+            return
+        asked = self._inputs.select("queue").distinct().limit(10_000).collect()
+        names = {row["queue"] for row in asked} - {None, ""}
+        if unknown := sorted(names.difference(facts.queues)):
+            raise InvalidFanOut(
+                f"expected queues that the app's configuration names ({', '.join(facts.queues)}), "
+                f"got {', '.join(unknown[:10])}; add them to task_queues, or say check_queue=False"
+            )
+
+
+def _last_line(error: Exception) -> str:
+    """What a Python worker says at the end of its traceback."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    named = [line for line in lines if "Error:" in line and not line.startswith("at ")]
+    return (named or lines or [type(error).__name__])[-1]

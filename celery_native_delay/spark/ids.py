@@ -1,0 +1,43 @@
+"""Task ids that follow from what a task is, so that sending it again is sending the same task.
+
+An id is the UUID 5 of the run, the task's name and the row's key. The parts are written as
+``<characters>:<text>``, so that no two keys read alike.
+"""
+
+from __future__ import annotations
+
+from uuid import UUID, uuid5
+
+#: Frozen: ids that somebody keeps were made with it.
+NAMESPACE = UUID("6a1f5d3e-0a3c-5b0e-9d4f-3c1d2f7b8e90")
+
+
+def task_id_of(run_id: str, task: str, *key: object) -> str:
+    """The id that a fan-out gives the task of the row with this *key*, the values of ``id_cols``.
+
+    >>> task_id_of("reminders-2026-11-20", "shop.remind", 7)
+    'ef7057f5-c7da-5c4e-9bff-be5cb56703eb'
+    """
+    return id_of_texts(run_id, task, *map(key_text, key))
+
+
+def id_of_texts(*parts: str) -> str:
+    """The id of these parts."""
+    return str(uuid5(NAMESPACE, "".join(map(counted, parts))))
+
+
+def key_text(value: object) -> str:
+    """How a part of a key is written: as Spark casts it to a string."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value)
+
+
+def counted(text: str) -> str:
+    """*text* with its length, so that it can be told where it ends."""
+    return f"{len(text)}:{text}"
+
+
+def smear_us_of(task_id: str, smear_us: int) -> int:
+    """Microseconds to spread a task by: its id decides, so that a retry does not move it."""
+    return int(task_id[:8] + task_id[9:13], 16) % smear_us if smear_us else 0

@@ -1,0 +1,186 @@
+"""What a fan-out is told: one frozen object, validated whole before anything runs."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any
+from uuid import uuid4
+from zoneinfo import ZoneInfo
+
+from ..core.errors import InvalidFanOut
+
+#: The name of a column, or a ``pyspark.sql.Column``.
+Columnar = Any
+
+_APP = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class FanOutOptions:
+    """All that decides what is sent, and how.
+
+    Where a column is expected a text is its name, as everywhere in PySpark; one value for all rows
+    is ``lit(value)``.
+
+    Raises:
+        InvalidFanOut: what was expected, what came and the way out.
+    """
+
+    app: str
+    """Where executors import the app from: ``"pkg.mod:app"``."""
+    task: str
+    """The task's name."""
+    eta: Columnar | None = None
+    """Column of due times: a timestamp; text and timestamps without zone only with *eta_zone*."""
+    countdown: Columnar | None = None
+    """Column of seconds from *now*, instead of *eta*."""
+    eta_zone: Columnar | None = None
+    """The zone of etas that carry none: ``"Europe/Berlin"``, or a Column with one for each row."""
+    args: Sequence[Columnar] = ()
+    """Columns of the positional arguments."""
+    kwargs: Sequence[str] | Mapping[str, Columnar] = ()
+    """Columns of the keyword arguments, or a mapping from argument to column."""
+    queue: Columnar | None = None
+    """Column of queues; by default, and where it is null, the app's routes decide."""
+    priority: Columnar | None = None
+    """Column of priorities, 0 to 255; null: none."""
+    expires: Columnar | None = None
+    """Column of timestamps, or of seconds from *now*, after which a task is not to run."""
+    id_cols: Sequence[Columnar] = ()
+    """Columns that tell one task from another: together with run and task they make its id.
+    By default all that the row sends."""
+    run_id: str = field(default_factory=lambda: uuid4().hex)
+    """The name of this run. The same run sends the same ids, however often."""
+    smear: float = 0.0
+    """Seconds over which tasks are spread behind their due times; a task's place follows from
+    its id."""
+    max_rate: float | None = None
+    """Tasks per second, all connections together; None: no limit."""
+    connections: int = 4
+    """Connections to the broker at a time, at most. One queue is served by two to four."""
+    past: str = "reject"
+    """"reject" rows whose due time lies before *now*, or "send" them, due at once."""
+    max_body_bytes: int = 128 * 1024
+    """Rows with larger arguments are rejected."""
+    check_task: bool = True
+    """Refuse a task that the app does not register. False for one that lives elsewhere."""
+    check_queue: bool = True
+    """Refuse queues that the app's configuration does not name."""
+    now: datetime = field(default_factory=lambda: datetime.now(UTC))
+    """What countdowns count from; aware. It is the same for all executors and retries."""
+
+    def __post_init__(self) -> None:
+        for name in ("args", "id_cols"):
+            object.__setattr__(self, name, _column_list(name, getattr(self, name)))
+        object.__setattr__(self, "kwargs", _keyword_columns(self.kwargs))
+        for name, expected, fits in self._rules():
+            if not fits:
+                raise InvalidFanOut(f"expected {name} to be {expected}, got {_value(self, name)}")
+        if (self.eta is None) == (self.countdown is None):
+            both = "both" if self.eta is not None else "neither"
+            raise InvalidFanOut(f"expected either eta= or countdown= with a column, got {both}")
+        if self.eta_zone is not None and self.eta is None:
+            raise InvalidFanOut("expected eta_zone only with eta: a countdown has no zone")
+        if isinstance(self.eta_zone, str):
+            check_zone(self.eta_zone)
+
+    def _rules(self) -> list[tuple[str, str, bool]]:
+        name = re.compile(r"\S(.*\S)?")
+        now = self.now
+        return [
+            ("app", 'an import path such as "pkg.mod:app"', _matches(_APP, self.app)),
+            ("task", "the name of a task", _matches(name, self.task)),
+            ("run_id", "a text that names this run", _matches(name, self.run_id)),
+            ("smear", "a number of seconds from 0", _is_number(self.smear, at_least=0)),
+            (
+                "max_rate",
+                "tasks per second above 0, or None",
+                self.max_rate is None or _is_number(self.max_rate, at_least=1e-3),
+            ),
+            ("connections", "a whole number from 1 to 1000", _is_int(self.connections, 1, 1000)),
+            ("past", '"reject" or "send"', self.past in ("reject", "send")),
+            ("max_body_bytes", "bytes from 1", _is_int(self.max_body_bytes, 1, 1 << 31)),
+            ("check_task", "True or False", isinstance(self.check_task, bool)),
+            ("check_queue", "True or False", isinstance(self.check_queue, bool)),
+            ("now", "an aware datetime", isinstance(now, datetime) and now.tzinfo is not None),
+        ]
+
+    @property
+    def now_us(self) -> int:
+        """*now* in microseconds since the epoch."""
+        return (self.now - EPOCH) // timedelta(microseconds=1)
+
+    @property
+    def smear_us(self) -> int:
+        """*smear* in microseconds."""
+        return round(self.smear * 1_000_000)
+
+    @property
+    def keywords(self) -> Mapping[str, Columnar]:
+        """The columns of the keyword arguments by argument."""
+        assert isinstance(self.kwargs, Mapping)
+        return self.kwargs
+
+
+def check_zone(name: str) -> None:
+    """Refuse a time zone that does not exist.
+
+    Raises:
+        InvalidFanOut: naming it.
+    """
+    try:
+        ZoneInfo(name)
+    except (ValueError, OSError, KeyError) as exc:
+        raise InvalidFanOut(
+            f"expected eta_zone to be a time zone such as 'Europe/Berlin', got {name!r}; "
+            f"zones of a column are given as a Column: col({name!r})"
+        ) from exc
+
+
+def _column_list(name: str, columns: Any) -> tuple[Columnar, ...]:
+    if isinstance(columns, str) or not isinstance(columns, Sequence):
+        raise InvalidFanOut(f"expected {name} to be a list of columns, got {columns!r}")
+    return tuple(columns)
+
+
+def _keyword_columns(columns: Any) -> dict[str, Columnar]:
+    if isinstance(columns, Mapping):
+        named = dict(columns)
+    else:
+        columns = _column_list("kwargs", columns)
+        named = {column: column for column in columns if isinstance(column, str)}
+        if len(named) != len(columns):
+            raise InvalidFanOut(
+                "expected kwargs to be a list of different column names; for others use a "
+                "mapping: kwargs={'order_id': col('id')}"
+            )
+    for argument in named:
+        if not isinstance(argument, str) or not argument.isidentifier():
+            raise InvalidFanOut(
+                f"expected kwargs to name arguments, got {argument!r}: use a mapping from "
+                f"argument to column, kwargs={{'order_id': ...}}"
+            )
+    return named
+
+
+def _value(options: FanOutOptions, name: str) -> str:
+    return repr(getattr(options, name))
+
+
+def _matches(pattern: re.Pattern[str], value: object) -> bool:
+    return isinstance(value, str) and pattern.fullmatch(value) is not None
+
+
+def _is_number(value: object, *, at_least: float) -> bool:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return math.isfinite(value) and value >= at_least
+
+
+def _is_int(value: object, low: int, high: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high

@@ -1,0 +1,137 @@
+"""What an executor does with its share of the rows: send them in bulk, and account for each."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from time import monotonic, sleep
+from typing import Any
+
+from ..bulk import Bulk
+from ..core.errors import NativeDelayError, PublishRefused
+from .app import load_app
+
+#: The columns of an encoded row that are sent, in this order.
+SENT_COLUMNS = ("task_id", "eta", "body", "queue", "priority", "expires", "error")
+
+#: What a row of a task's output is: what it says of itself, or of a row that did not go out.
+RECEIPT, FAILURE = "receipt", "failure"
+
+#: What is wrong with one row; anything else is wrong with the broker or the way there.
+_ROW_ERRORS = (NativeDelayError, TypeError, ValueError)
+
+
+@dataclass(frozen=True)
+class SendJob:
+    """What every task of a fan-out is told."""
+
+    app: str
+    task: str
+    max_rate: float | None
+    """Of one connection."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A row that the broker has not confirmed.
+
+    *outcome* is "refused" (by the broker, or it cannot wait), "in doubt" (it may have arrived) or
+    "unsent".
+    """
+
+    task_id: str
+    outcome: str
+    reason: str
+
+
+@dataclass
+class Receipt:
+    """What became of the rows of one partition, in the attempt that counts."""
+
+    partition: int
+    attempt: int
+    rows: int = 0
+    sent: int = 0
+    confirmed: int = 0
+    by_template: int = 0
+    seconds: float = 0.0
+    rejected: Counter[str] = field(default_factory=Counter)
+    """Rows that were never to be sent, by reason."""
+    broken: str = ""
+    """What ended the sending early."""
+
+    def to_json(self) -> str:
+        """Text for the way to the driver."""
+        return json.dumps(vars(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Receipt:
+        """What :meth:`to_json` was made of."""
+        values = json.loads(text)
+        return cls(**values | {"rejected": Counter(values["rejected"])})
+
+
+def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -> Iterator[Failure]:
+    """Send *rows*, tuples of :data:`SENT_COLUMNS`; fill in *receipt*, name what did not go out.
+
+    A broker that stays away does not fail the Spark task: running it again would send everything
+    again. The rest of the rows is then named as unsent.
+    """
+    started = monotonic()
+    batch = Bulk(load_app(job.app), check=False)
+    pace = Pace(job.max_rate)
+    options: dict[Any, dict[str, Any]] = {}
+    with batch:
+        for task_id, eta, body, queue, priority, expires, error in rows:
+            receipt.rows += 1
+            if error is not None:
+                receipt.rejected[error] += 1
+                continue
+            if receipt.broken:
+                yield Failure(task_id, "unsent", receipt.broken)
+                continue
+            args, kwargs = json.loads(body)
+            way = options.get((queue, priority))
+            if way is None:
+                named = {"queue": queue, "priority": priority}
+                way = {name: value for name, value in named.items() if value is not None}
+                options[queue, priority] = way
+            if expires is not None:
+                way = {**way, "expires": expires}
+            pace.wait()
+            try:
+                batch.send(job.task, args, kwargs, eta=eta, task_id=task_id, **way)
+            except PublishRefused as exc:
+                receipt.broken = str(exc)
+            except _ROW_ERRORS as exc:
+                yield Failure(task_id, "refused", f"{type(exc).__name__}: {exc}")
+            except Exception as exc:
+                receipt.broken = f"{type(exc).__name__}: {exc}"
+                yield Failure(task_id, "unsent", receipt.broken)
+    result = batch.result
+    for outcome, messages in (("refused", result.refused), ("in doubt", result.in_doubt)):
+        for message in messages:
+            yield Failure(message.task_id or "", outcome, message.reason)
+    receipt.sent = result.sent
+    receipt.confirmed = result.confirmed
+    receipt.by_template = result.by_template
+    receipt.seconds = monotonic() - started
+
+
+class Pace:
+    """Lets *per_second* pass, a little ahead of time at most; None: all."""
+
+    def __init__(self, per_second: float | None) -> None:
+        self._interval = 1 / per_second if per_second else 0.0
+        self._next = monotonic()
+
+    def wait(self) -> None:
+        """Return when the next one may go."""
+        if not self._interval:
+            return
+        now = monotonic()
+        if self._next > now:
+            sleep(self._next - now)
+        self._next = max(self._next, now - 1) + self._interval

@@ -1,0 +1,218 @@
+"""``df.write.format("celery")`` and ``df.writeStream.format("celery")``, for Spark 4.
+
+Options are texts, and a sink has nobody to hand a result to; where you can, use ``FanOut``. All
+options, columns and the app are checked before a row is sent.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pyspark import TaskContext
+from pyspark.sql.datasource import DataSourceStreamWriter, DataSourceWriter, WriterCommitMessage
+
+from ..core.errors import FanOutFailed, InvalidFanOut
+from .app import Call, describe
+from .options import FanOutOptions
+from .rows import RowEncoder
+from .sending import Receipt, SendJob, send_rows
+
+logger = logging.getLogger(__name__)
+
+#: Options that Spark itself adds to those of a stream.
+_OF_STREAMS = frozenset(("checkpointlocation", "queryname", "outputmode"))
+
+
+@dataclass
+class Sent(WriterCommitMessage):
+    """What a task tells the committer."""
+
+    receipt: Receipt
+
+
+@dataclass(frozen=True)
+class SinkOptions:
+    """The options of ``format("celery")``; everything that :class:`FanOutOptions` has, as text."""
+
+    fan_out: FanOutOptions
+    on_reject: str
+    has_run_id: bool
+
+    @classmethod
+    def parse(cls, texts: Mapping[str, str], *, also: frozenset[str] = frozenset()) -> SinkOptions:
+        """Options from *texts*; *also* are names that mean nothing here.
+
+        Raises:
+            InvalidFanOut: a name is unknown, or a value cannot be what it should.
+        """
+        given = {name.lower(): text for name, text in texts.items() if name.lower() not in also}
+        if unknown := sorted(given.keys() - _PARSERS.keys()):
+            raise InvalidFanOut(
+                f"unknown option {unknown[0]!r} of format('celery'); known: {', '.join(_PARSERS)}"
+            )
+        on_reject = given.pop("on_reject", "fail")
+        if on_reject not in ("fail", "skip"):
+            raise InvalidFanOut(f'expected on_reject to be "fail" or "skip", got {on_reject!r}')
+        values = {}
+        for name, text in given.items():
+            try:
+                values[name.removesuffix("_col")] = _PARSERS[name](text)
+            except ValueError as exc:
+                raise InvalidFanOut(f"option {name} of format('celery'): {exc}") from exc
+        for name in ("args", "kwargs"):
+            if f"{name}_cols" in values:
+                values[name] = values.pop(f"{name}_cols")
+        for name in ("app", "task"):
+            if name not in values:
+                raise InvalidFanOut(f"expected option {name} of format('celery'), got none")
+        return cls(FanOutOptions(**values), on_reject, "run_id" in given)
+
+
+class Writer(DataSourceWriter):
+    """Sends the rows of one job."""
+
+    def __init__(self, schema: Any, texts: Mapping[str, str], *, overwrite: bool) -> None:
+        if overwrite:
+            raise InvalidFanOut('expected mode("append"): what has been sent cannot be overwritten')
+        self._set_up(schema, SinkOptions.parse(texts))
+
+    def write(self, iterator: Iterator[Any]) -> Sent:
+        """Send the rows of one partition.
+
+        Raises:
+            FanOutFailed: some are not confirmed; Spark runs the partition again.
+            InvalidFanOut: a row cannot be sent, and on_reject is "fail".
+        """
+        return self._send(iterator, self._options.fan_out.run_id)
+
+    def commit(self, messages: list[Any]) -> None:
+        """Say what was sent, and what was not to be."""
+        receipts = [message.receipt for message in messages if message is not None]
+        _log_rejects(receipts)
+
+    def abort(self, messages: list[Any]) -> None:
+        """What was sent stays sent."""
+        sent = sum(message.receipt.sent for message in messages if message is not None)
+        logger.error(
+            "native delay: the job failed after at least %d tasks had been sent; they stay sent, "
+            "and running it again with the same run_id and id_cols gives them the same ids",
+            sent,
+        )
+
+    # --- private -------------------------------------------------------------------------
+
+    def _set_up(self, schema: Any, options: SinkOptions) -> None:
+        self._options = options
+        fan_out = options.fan_out
+        call = Call(
+            fan_out.app,
+            fan_out.task,
+            len(fan_out.args),
+            tuple(fan_out.keywords),
+            fan_out.check_task,
+        )
+        facts = describe(call)
+        self._rows = RowEncoder(
+            schema,
+            fan_out,
+            longest_seconds=facts.delay_settings.longest_delay_seconds,
+            queues=facts.queues if fan_out.check_queue else None,
+        )
+
+    def _send(self, rows: Iterable[Any], run_id: str) -> Sent:
+        fan_out = self._options.fan_out
+        context = TaskContext.get()
+        assert context is not None
+        receipt = Receipt(context.partitionId(), context.attemptNumber())
+        rate = fan_out.max_rate and fan_out.max_rate / fan_out.connections
+        first, count = None, 0
+        for failure in send_rows(
+            self._encoded(rows, run_id), SendJob(fan_out.app, fan_out.task, rate), receipt
+        ):
+            first, count = first or failure, count + 1
+        if first is not None:
+            raise FanOutFailed(
+                f"{count} of {receipt.rows} tasks are not confirmed; the first: "
+                f"{first.task_id} {first.outcome}: {first.reason}"
+            )
+        return Sent(receipt)
+
+    def _encoded(self, rows: Iterable[Any], run_id: str) -> Iterator[tuple[Any, ...]]:
+        fails = self._options.on_reject == "fail"
+        for row in rows:
+            encoded = self._rows.encode(row, run_id)
+            if fails and encoded[-1] is not None:
+                raise InvalidFanOut(
+                    f"{encoded[-1]}: {row!r:.300}; leave such rows out, or say on_reject='skip'"
+                )
+            yield encoded
+
+
+class StreamWriter(Writer, DataSourceStreamWriter):
+    """Sends the rows of each micro batch. A batch that is run again sends the same ids."""
+
+    def __init__(self, schema: Any, texts: Mapping[str, str], *, overwrite: bool) -> None:
+        if overwrite:
+            raise InvalidFanOut('expected outputMode("append"), got "complete"')
+        self._set_up(schema, SinkOptions.parse(texts, also=_OF_STREAMS))
+
+    def write(self, iterator: Iterator[Any]) -> Sent:
+        """As of :meth:`Writer.write`; query and batch name the run."""
+        context = TaskContext.get()
+        assert context is not None
+        query, batch = map(context.getLocalProperty, _QUERY_AND_BATCH)
+        options = self._options
+        run_id = options.fan_out.run_id if options.has_run_id else query
+        return self._send(iterator, f"{run_id}-{batch}")
+
+    def commit(self, messages: list[Any], batchId: int) -> None:  # type: ignore[override]  # noqa: N803
+        """As of :meth:`Writer.commit`."""
+        super().commit(messages)
+
+    def abort(self, messages: list[Any], batchId: int) -> None:  # type: ignore[override]  # noqa: N803
+        """As of :meth:`Writer.abort`."""
+        super().abort(messages)
+
+
+#: Spark tells a sink's tasks nothing else; its own foreach() reads the same.
+_QUERY_AND_BATCH = ("sql.streaming.queryId", "streaming.sql.batchId")
+
+
+def _log_rejects(receipts: list[Receipt]) -> None:
+    rejected: Counter[str] = sum((receipt.rejected for receipt in receipts), Counter())
+    confirmed = sum(receipt.confirmed for receipt in receipts)
+    logger.info("native delay: %d tasks sent and confirmed", confirmed)
+    for reason, count in rejected.most_common():
+        logger.warning("native delay: %d rows skipped: %s", count, reason)
+
+
+def _names(text: str) -> list[str]:
+    """Column names: a JSON list, or with commas between them."""
+    if text.lstrip().startswith("["):
+        return list(json.loads(text))
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def _named(text: str) -> Any:
+    """Column names, or a JSON object from argument to column."""
+    return json.loads(text) if text.lstrip().startswith("{") else _names(text)
+
+
+def _flag(text: str) -> bool:
+    if text.lower() not in ("true", "false"):
+        raise ValueError(f"expected true or false, got {text!r}")
+    return text.lower() == "true"
+
+
+_PARSERS: dict[str, Any] = {
+    **dict.fromkeys(("app", "task", "countdown_col", "eta_col", "eta_zone"), str),
+    **{"kwargs_cols": _named, "args_cols": _names, "id_cols": _names},
+    **dict.fromkeys(("queue_col", "priority_col", "expires_col", "run_id", "past"), str),
+    **{"smear": float, "max_rate": float, "connections": int, "max_body_bytes": int},
+    **{"check_task": _flag, "check_queue": _flag, "on_reject": str},
+}

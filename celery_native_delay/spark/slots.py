@@ -1,0 +1,114 @@
+"""The columns that a fan-out reads, each with what it is for and the types it may have."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pyspark.sql import types as t
+
+from ..core.errors import InvalidFanOut
+from .options import Columnar, FanOutOptions
+
+_WHOLE = (t.ByteType, t.ShortType, t.IntegerType, t.LongType)
+_FLOAT = (t.FloatType, t.DoubleType)
+_NTZ = (t.TimestampNTZType, t.StringType)
+_TEXTS = (t.StringType, t.VarcharType, t.CharType)
+
+
+@dataclass(frozen=True)
+class Slot:
+    """A column that is read: *name* is what it is called from here on, *label* what the user said.
+
+    *role* decides which types fit: due, countdown, zone, json, key, queue, priority or expires.
+    """
+
+    name: str
+    label: str
+    column: Columnar
+    role: str
+
+
+def slots(options: FanOutOptions) -> Iterator[Slot]:
+    """Every column that *options* name."""
+    if options.eta is not None:
+        yield Slot("due_in", "eta", options.eta, "due")
+        if options.eta_zone is not None and not isinstance(options.eta_zone, str):
+            yield Slot("zone", "eta_zone", options.eta_zone, "zone")
+    else:
+        yield Slot("due_in", "countdown", options.countdown, "countdown")
+    for index, column in enumerate(options.args):
+        yield Slot(f"arg{index}", f"args[{index}]", column, "json")
+    for index, (argument, column) in enumerate(options.keywords.items()):
+        yield Slot(f"kwarg{index}", f"kwargs[{argument!r}]", column, "json")
+    for index, column in enumerate(options.id_cols):
+        yield Slot(f"key{index}", f"id_cols[{index}]", column, "key")
+    for name in ("queue", "priority", "expires"):
+        if getattr(options, name) is not None:
+            yield Slot(name, name, getattr(options, name), name)
+
+
+def check_type(slot: Slot, kind: t.DataType, *, has_zone: bool) -> None:
+    """Refuse a column whose type is not what its role needs.
+
+    Raises:
+        InvalidFanOut: naming the column, its type and the cast that helps.
+    """
+    expected = _expected(slot.role, kind, has_zone=has_zone)
+    if expected:
+        raise InvalidFanOut(
+            f"expected {slot.label} ({column_text(slot.column)}) to be {expected}, "
+            f"got {kind.simpleString()}"
+        )
+
+
+def column_text(column: Columnar) -> str:
+    """What to call a column in a message."""
+    return f"column {column!r}" if isinstance(column, str) else str(column)
+
+
+def _expected(role: str, kind: t.DataType, *, has_zone: bool) -> str:
+    """What the type should have been, or "" when it will do."""
+    match role:
+        case "due":
+            if isinstance(kind, t.TimestampType) or (has_zone and isinstance(kind, _NTZ)):
+                return ""
+            if isinstance(kind, _NTZ):
+                return "a timestamp with zone; say with eta_zone= which zone it is in"
+            return "a timestamp"
+        case "countdown":
+            fits = isinstance(kind, (*_WHOLE, *_FLOAT, t.DecimalType))
+            return "" if fits else "a number of seconds"
+        case "key":
+            fits = isinstance(kind, (*_TEXTS, *_WHOLE, t.BooleanType, t.DateType, t.TimestampType))
+            return "" if fits else "text, a whole number, a boolean, date or timestamp: cast it"
+        case "queue" | "zone":
+            return "" if isinstance(kind, (*_TEXTS, t.NullType)) else "text"
+        case "priority":
+            return "" if isinstance(kind, (*_WHOLE, t.NullType)) else "a whole number"
+        case "expires":
+            fits = isinstance(kind, (*_WHOLE, *_FLOAT, t.TimestampType))
+            return "" if fits else "a timestamp or a number of seconds"
+        case _:
+            return _not_json(kind)
+
+
+def _not_json(kind: Any) -> str:
+    """What JSON could carry instead of *kind*, or "" when it can carry that."""
+    match kind:
+        case t.StructType():
+            return next(filter(None, (_not_json(f.dataType) for f in kind.fields)), "")
+        case t.ArrayType():
+            return _not_json(kind.elementType)
+        case t.MapType():
+            keys = "" if isinstance(kind.keyType, _TEXTS) else "a map with keys of text"
+            return keys or _not_json(kind.valueType)
+        case t.DecimalType():
+            return "what JSON has: cast decimals to string, or to double"
+        case t.TimestampType() | t.TimestampNTZType() | t.DateType():
+            return "what JSON has: make text of times and dates with date_format()"
+        case t.BinaryType():
+            return "what JSON has: make text of bytes with base64()"
+    plain = isinstance(kind, (*_TEXTS, *_WHOLE, *_FLOAT, t.BooleanType, t.NullType))
+    return "" if plain else "what JSON has: text, numbers, booleans, arrays, maps and structs"

@@ -1,0 +1,88 @@
+"""The data set of the Spark demo: a day's deliveries, made by a seeded generator.
+
+`python -m example_project.orders` writes data/orders.parquet again. Customers live in four time
+zones and say when they want their parcel by the clock on their wall; some want no reminders, and
+some rows are as bad as rows of real tables are.
+"""
+
+import random
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+from zoneinfo import ZoneInfo
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+PATH = Path(__file__).parent / "data" / "orders.parquet"
+COUNT = 3_000
+SEED = 20261120
+
+#: Every delivery is due within this day, told by UTC.
+DAY = datetime(2026, 11, 21, tzinfo=UTC)
+
+ZONES = ("Europe/Berlin", "America/New_York", "Asia/Kolkata", "Australia/Lord_Howe")
+
+SCHEMA = pa.schema(
+    [
+        ("order_id", pa.int64()),
+        ("email", pa.string()),
+        ("zone", pa.string()),
+        ("delivery", pa.string()),
+        ("total", pa.float64()),
+        ("opted_out", pa.bool_()),
+    ]
+)
+
+
+def orders() -> list[dict[str, Any]]:
+    """The rows, the same ones every time."""
+    chance = random.Random(SEED)
+    rows = [_order(number, chance) for number in range(1, COUNT + 1)]
+    for number, (column, value) in enumerate(_BAD):
+        rows[100 * number + 50] |= {column: value, "opted_out": False}
+    return rows
+
+
+#: What goes wrong, one each at rows 50, 150, …: the demo says of each why it was left behind.
+_BAD = (
+    ("delivery", None),
+    ("delivery", "2026-11-31 09:00:00"),
+    ("delivery", "tomorrow"),
+    ("delivery", "+202626-11-21 09:00:00"),
+    ("delivery", "2006-11-21 09:00:00"),
+    ("zone", "Middle/Earth"),
+    ("order_id", None),
+    ("email", "x" * 200_000),
+)
+
+
+def _order(number: int, chance: random.Random) -> dict[str, Any]:
+    zone = chance.choice(ZONES)
+    # Most parcels come in the morning or towards the evening of wherever they go.
+    second = int(86_400 * chance.betavariate(2, 2))
+    at = (DAY + timedelta(seconds=second)).astimezone(ZoneInfo(zone))
+    return {
+        "order_id": number,
+        "email": f"customer{chance.randrange(2_000)}@example.com",
+        "zone": zone,
+        "delivery": at.strftime("%Y-%m-%d %H:%M:%S"),
+        "total": round(chance.lognormvariate(3.5, 0.8), 2),
+        "opted_out": chance.random() < 0.08,
+    }
+
+
+def utc_of(delivery: str, zone: str) -> datetime:
+    """The instant of a delivery."""
+    return datetime.fromisoformat(delivery).replace(tzinfo=ZoneInfo(zone)).astimezone(UTC)
+
+
+def main() -> None:
+    PATH.parent.mkdir(exist_ok=True)
+    table = pa.Table.from_pylist(orders(), schema=SCHEMA)
+    pq.write_table(table, PATH, compression="zstd")
+    print(f"{PATH}: {table.num_rows} orders, {PATH.stat().st_size} bytes")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,257 @@
+"""What a row becomes on its way: ids, due times, bodies and reasons, all of it in Spark SQL."""
+
+from __future__ import annotations
+
+import doctest
+import json
+from collections.abc import Callable
+from datetime import UTC, date, datetime, timedelta
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pyspark")
+
+from pyspark.sql import functions as f
+
+from celery_native_delay import InvalidFanOut
+from celery_native_delay.core.settings import DelaySettings
+from celery_native_delay.core.topology import Topology
+from celery_native_delay.spark import FanOut, ids, task_id_of
+from celery_native_delay.spark.encode import encoded
+from celery_native_delay.spark.options import FanOutOptions
+
+NOW = datetime(2026, 10, 1, 12, tzinfo=UTC)
+LONGEST_SECONDS = 90 * 86_400.0
+
+
+def encode(df: Any, **options: Any) -> list[Any]:
+    """The rows as they would be sent, in their order."""
+    whole = {"app": "shop:app", "task": "shop.remind", "run_id": "r", "now": NOW} | options
+    return encoded(df, FanOutOptions(**whole), longest_seconds=LONGEST_SECONDS).collect()
+
+
+def test_the_id_that_the_docs_show_is_the_id() -> None:
+    """It never changes: somebody keeps ids made by an earlier release."""
+    assert doctest.testmod(ids) == (0, 1)
+
+
+def test_an_id_follows_from_run_task_and_key(spark: Any) -> None:
+    """Whatever the partitions and the session's zone; the same id can be made without Spark."""
+    keys = [
+        (7, "plain", True, date(2026, 3, 29)),
+        (-1, 'é 🎉 % "quoted" \\', False, date(1999, 12, 31)),
+        (0, "", True, date(2026, 1, 1)),
+    ]
+    df = spark.createDataFrame(keys, "number long, text string, flag boolean, day date")
+    options: dict[str, Any] = {"countdown": f.lit(60), "id_cols": ["number", "text", "flag", "day"]}
+    expected = {task_id_of("r", "shop.remind", *key) for key in keys}
+    for rows in (df, df.repartition(3)):
+        assert {row.task_id for row in encode(rows, **options)} == expected
+    others = [{"run_id": "s"}, {"task": "shop.charge"}, {"id_cols": ["text", "number"]}]
+    for other in others:
+        assert not expected & {row.task_id for row in encode(df, **options | other)}
+
+
+def test_without_a_key_all_that_is_sent_tells_tasks_apart(spark: Any) -> None:
+    df = spark.sql("select * from values (1, 5.0D), (1, 5.0D), (1, 6.0D), (2, 5.0D) as t(a, wait)")
+    one, again = (
+        [r.task_id for r in encode(df, countdown="wait", kwargs=["a"], now=now)]
+        for now in (NOW, NOW + timedelta(days=1))
+    )
+    assert one == again
+    assert one[0] == one[1]
+    assert len(set(one)) == 3
+
+
+def test_due_times_are_instants_whatever_the_zones(spark: Any) -> None:
+    """The session's zone and the executors' are neither UTC nor the etas'."""
+    df = spark.sql("""select *, cast(text as timestamp_ntz) as naive from values
+        ('2026-11-20 08:30:00', 'Europe/Berlin', '2026-11-20T07:30:00'),
+        ('2026-10-25 02:30:00', 'Europe/Berlin', null),
+        ('2026-11-01 01:30:00.250', 'Asia/Kolkata', '2026-10-31T20:00:00.25'),
+        ('2026-12-01T00:00:00', 'America/New_York', '2026-12-01T05:00:00')
+        as t(text, zone, utc)""")
+    for options in (
+        {"eta": "text", "eta_zone": f.col("zone")},
+        {"eta": "naive", "eta_zone": f.col("zone")},
+        {"eta": f.expr("cast(concat(text, ' ', zone) as timestamp)")},
+    ):
+        for row in encode(df, **options):
+            eta = datetime.fromisoformat(row.eta)
+            assert row.error is None
+            assert eta.timestamp() * 1_000_000 == row.due_us
+            if row.row.utc:
+                assert eta == datetime.fromisoformat(row.row.utc).replace(tzinfo=UTC)
+    (row,) = encode(df.limit(1), eta="text", eta_zone="UTC")
+    assert row.eta == "2026-11-20T08:30:00.000000+00:00"
+    offsets = spark.sql(
+        "select explode(array('2026-11-20T08:30:00+02:00', '2026-11-20 06:30:00Z')) e"
+    )
+    assert [r.eta for r in encode(offsets, eta="e", eta_zone="Asia/Tokyo")] == [
+        "2026-11-20T06:30:00.000000+00:00"
+    ] * 2
+
+
+def test_countdowns_count_from_one_instant(spark: Any) -> None:
+    df = spark.sql("select explode(array(0, 0.25, 3600, 1e6)) as wait")
+    for kind in ("double", "decimal(12,3)"):
+        rows = encode(df.withColumn("wait", f.col("wait").cast(kind)), countdown="wait")
+        expected = [NOW + timedelta(seconds=n) for n in (0, 0.25, 3600, 1e6)]
+        assert [datetime.fromisoformat(row.eta) for row in rows] == expected
+
+
+def test_a_smeared_task_is_later_by_what_its_id_says(spark: Any) -> None:
+    df = spark.range(2_000)
+    options: dict[str, Any] = {"countdown": f.lit(60), "id_cols": ["id"], "smear": 10}
+    due = NOW.timestamp() * 1_000_000 + 60_000_000
+    later = {row.task_id: row.due_us - due for row in encode(df, **options)}
+    assert later == {r.task_id: r.due_us - due for r in encode(df.repartition(3), **options)}
+    assert 0 <= min(later.values()) < 500_000
+    assert 9_500_000 < max(later.values()) < 10_000_000
+
+
+def test_bodies_are_the_rows_as_json(spark: Any) -> None:
+    """Nulls, too; text as it is; whole numbers to the last digit."""
+    df = spark.sql("""select 9007199254740993L as big, 0.1D as tenth, cast(null as string) as none,
+        'é "x" \\\\ \\n /' as text, true as yes, array(1, null) as list, map('a', 1.5D) as table,
+        named_struct('inner', named_struct('deep', cast(null as int))) as tree""")
+    (row,) = encode(
+        df,
+        countdown=f.lit(1),
+        args=["big", "text", f.lit(None), "list"],
+        kwargs={"tenth": "tenth", "none": "none", "yes": f.col("yes"), "m": "table", "t": "tree"},
+    )
+    args, kwargs = json.loads(row.body)
+    assert args == [9007199254740993, 'é "x" \\ \n /', None, [1, None]]
+    assert kwargs == {
+        **{"tenth": 0.1, "none": None, "yes": True, "m": {"a": 1.5}},
+        "t": {"inner": {"deep": None}},
+    }
+    (row,) = encode(df, countdown=f.lit(1))
+    assert json.loads(row.body) == [[], {}]
+
+
+def test_bad_rows_are_rejected_with_a_reason_and_the_others_pass(spark: Any) -> None:
+    df = spark.sql("""select * from values
+        (1, 60D, 1.0D, array(1D), 'ok', 5, 90D),
+        (null, 60D, 1D, array(1D), 'id_cols[0] (column \\'key\\') is null', 5, null),
+        (3, null, 1D, array(1D), 'no due time', 5, null),
+        (4, double('NaN'), 1D, array(1D), 'the countdown is NaN', 5, null),
+        (5, double('-Infinity'), 1D, array(1D), 'the countdown is NaN or infinite', 5, null),
+        (6, -1D, 1D, array(1D), 'the due time has passed', 5, null),
+        (7, 1e7D, 1D, array(1D), 'beyond the longest delay of 7,776,000 s', 5, null),
+        (8, 1e300D, 1D, array(1D), 'beyond the longest delay', 5, null),
+        (9, 60D, double('NaN'), array(1D), '(column \\'price\\') is NaN', 5, null),
+        (10, 60D, 1D, array(1D, double('Infinity')), 'kwargs[\\'prices\\']', 5, null),
+        (11, 60D, 1D, array_repeat(1D, 500), 'more than 1,000 bytes', 5, null),
+        (12, 60D, 1D, array(1D), 'the priority', 256, null),
+        (13, 60D, 1D, array(1D), 'it expires', 5, 60D),
+        (14, 60D, null, null, 'ok', null, null)
+        as t(key, wait, price, prices, expected, priority, expires)""")
+    rows = encode(
+        df,
+        countdown="wait",
+        kwargs=["price", "prices"],
+        id_cols=["key"],
+        max_body_bytes=1_000,
+        priority="priority",
+        expires="expires",
+    )
+    assert len(rows) == 14
+    for row in rows:
+        assert row.row.expected in (row.error or "ok"), row
+        assert (row.error is None) == (row.row.expected == "ok")
+        assert (row.eta is None) == (row.body is None) == (row.error is not None)
+    assert [row.expires for row in rows if not row.error] == [
+        "2026-10-01T12:01:30.000000+00:00",
+        None,
+    ]
+    late = encode(df.where("key = 6"), countdown="wait", past="send")[0]
+    assert (late.error, late.eta) == (None, "2026-10-01T11:59:59.000000+00:00")
+    texts = spark.sql("""select explode(array('soon', '2026-13-01 00:00:00', '', null,
+        '2026-12-01T08:00:00 Mars/Olympus')) as eta""")
+    nulls = spark.sql("select cast(null as timestamp) as eta")
+    for row in (*encode(texts, eta="eta", eta_zone="Europe/Berlin"), *encode(nulls, eta="eta")):
+        assert row.error == "no due time, or none that can be read"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "either eta= or countdown="),
+        ({"eta": "at", "countdown": "wait"}, "got both"),
+        ({"eta": "when"}, "expected eta to be a column of this DataFrame .*at.*got column 'when'"),
+        ({"eta": "naive"}, "eta_zone"),
+        ({"eta": "text"}, r"expected eta \(column 'text'\).*eta_zone=.*got string"),
+        ({"eta": "day"}, "expected eta .* a timestamp, got date"),
+        ({"eta": "text", "eta_zone": "Berlin"}, "Europe/Berlin"),
+        ({"countdown": "text"}, "a number of seconds, got string"),
+        ({"countdown": "wait", "eta_zone": "UTC"}, "a countdown has no zone"),
+        ({"countdown": "wait", "kwargs": ["price"]}, "cast decimals to string"),
+        ({"countdown": "wait", "args": ["at"]}, "date_format"),
+        ({"countdown": "wait", "args": [f"array({c})" for c in ("at",)]}, "args"),
+        ({"countdown": "wait", "kwargs": "text"}, "kwargs to be a list"),
+        ({"countdown": "wait", "kwargs": {"not an argument": "text"}}, "arguments"),
+        ({"countdown": "wait", "id_cols": ["wait"]}, "cast it, got double"),
+        ({"countdown": "wait", "queue": "emails"}, "or lit.'emails'. for all rows"),
+        ({"countdown": "wait", "priority": "text"}, "a whole number"),
+        ({"countdown": "wait", "app": "shop.app"}, "pkg.mod:app"),
+        ({"countdown": "wait", "smear": -1}, "expected smear to be"),
+        ({"countdown": "wait", "connections": 0}, "from 1 to 1000, got 0"),
+        ({"countdown": "wait", "max_rate": 0}, "tasks per second"),
+        ({"countdown": "wait", "past": "drop"}, "reject"),
+        ({"countdown": "wait", "now": datetime(2026, 1, 1)}, "aware"),
+        ({"countdown": "wait", "prioritty": "text"}, "among .*priority.*prioritty"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_meant_is_refused_at_once(
+    spark: Any, options: dict[str, Any], message: str
+) -> None:
+    df = spark.sql("""select timestamp'2026-12-01' as at, timestamp_ntz'2026-12-01' as naive,
+        date'2026-12-01' as day, '2026' as text, 1.5D as wait, 1.10BD as price""")
+    with pytest.raises(InvalidFanOut, match=message):
+        FanOut(df, **{"app": "shop:app", "task": "shop.remind"} | options)
+
+
+def test_a_plan_counts_what_sending_would_do(spark: Any, make_app: Callable[..., str]) -> None:
+    """Every level's load as the walk of each message tells it; no broker is there to ask."""
+    settings = {"levels": 20, "resolution": 0.125, "base": 4, "namespace": "celery_delay"}
+    df = spark.range(3_000).selectExpr(
+        "id", "id % 2500 as number", "if(id % 7 = 0, null, id % 300 + 0.3D) as wait",
+        "if(id % 3 = 0, 'vip', null) as queue",
+    )  # fmt: skip
+    fan_out = FanOut(
+        df,
+        app=make_app("amqp://127.0.0.1:1", **settings),
+        task="shop.remind",
+        countdown="wait",
+        kwargs=["number"],
+        queue="queue",
+        id_cols=["number"],
+    )
+    plan = fan_out.plan()
+    sent = [n for n in range(3_000) if n % 7]
+    assert (plan.rows, plan.accepted) == (3_000, len(sent))
+    assert plan.rejects == {"no due time, or none that can be read": 3_000 - len(sent)}
+    assert plan.duplicates == len(sent) - len({n % 2_500 for n in sent})
+    assert plan.queues == {
+        "vip": len([n for n in sent if n % 3 == 0]),
+        "plain": len([n for n in sent if n % 3]),
+    }
+    assert sum(bar.count for bar in plan.histogram) == len(sent)
+    assert plan.last_due - plan.first_due == timedelta(seconds=299)
+    topology = Topology(DelaySettings.from_mapping(settings))
+    expected: dict[str, int] = {}
+    for n in sent:
+        for hop in topology.path(-(-(n % 300 * 1000 + 300) // 125)):
+            expected[hop.queue] = expected.get(hop.queue, 0) + 1
+    assert plan.levels == expected
+    assert "have the id of another row" in str(plan)
+    assert fan_out.rejected().count() == 3_000 - len(sent)
+    assert fan_out.rejected().columns == [*df.columns, "_error"]
+    ledger = fan_out.ledger()
+    assert ledger.columns == ["task_id", "run_id", "task", "due", "queue", "number"]
+    one = ledger.where("number = 5").first()
+    assert one.task_id == task_id_of(fan_out.run_id, "shop.remind", 5)

@@ -1,0 +1,282 @@
+"""A DataFrame's rows as delayed tasks, on a real Spark and a real RabbitMQ."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+from datetime import datetime
+from statistics import median
+from threading import Thread
+from typing import Any
+
+import pytest
+from kombu import Connection
+
+pytest.importorskip("pyspark")
+
+from pyspark import TaskContext
+from pyspark.sql import functions as f
+
+from celery_native_delay import FanOutFailed, InvalidFanOut
+from celery_native_delay.spark import FanOut, task_id_of
+from celery_native_delay.spark.sending import Receipt, SendJob, send_rows
+from celery_native_delay.testing import private_rabbitmq
+from celery_native_delay.transports.rabbitmq import bulk_line
+from tests.brokers import installed_rabbitmq
+from tests.integration.traffic import Arrival, depth, inbox
+from tests.waiting import wait_until
+
+MakeApp = Callable[..., str]
+
+
+def number_of(arrival: Arrival) -> int:
+    args, kwargs, _ = arrival.body
+    return int(args[0] if args else kwargs["number"])
+
+
+def test_twenty_thousand_tasks_arrive_once_on_time_in_their_queues(
+    spark: Any, make_app: MakeApp, native_delay_rabbitmq_url: str
+) -> None:
+    """Mixed due times in two zones, bad rows among them, executors in a third zone."""
+    count = 20_000
+    etas = (
+        spark.range(count, numPartitions=3)
+        .selectExpr(
+            "id as number",
+            "id % 1000 != 999 as good",
+            "current_timestamp() + make_dt_interval(0, 0, 0, 12 + id % 50 / 10) as at",
+            "if(id % 2 = 0, 'plain', 'vip') as queue",
+            "if(id % 3 = 0, 'Asia/Kolkata', 'Europe/Berlin') as zone",
+            "concat('é ', id) as text",
+        )
+        .withColumn(
+            "eta",
+            f.expr("if(good, cast(convert_timezone(zone, to_timestamp_ntz(at)) as string), null)"),
+        )
+    )
+    fan_out = FanOut(
+        etas,
+        app=make_app(native_delay_rabbitmq_url, levels=12, base=16),
+        task="shop.remind",
+        eta="eta",
+        eta_zone=f.col("zone"),
+        args=["number"],
+        kwargs=["text"],
+        queue="queue",
+        id_cols=["number"],
+    )
+    result = fan_out.send()
+    good = [n for n in range(count) if n % 1000 != 999]
+    assert (result.rows, result.confirmed, result.failures) == (count, len(good), [])
+    assert result.rejects == {"no due time, or none that can be read": count // 1000}
+    assert sum(receipt.by_template for receipt in result.receipts) > 0.9 * len(good)
+    with inbox(native_delay_rabbitmq_url, "plain", "vip", base=16) as letters:
+        came = letters.wait_for(len(good))
+    assert sorted(map(number_of, came)) == good
+    late = []
+    for arrival in came:
+        number, headers = number_of(arrival), arrival.message.headers
+        assert arrival.queue == ("plain", "vip")[number % 2]
+        assert headers["id"] == task_id_of(fan_out.run_id, "shop.remind", number)
+        assert arrival.body[1] == {"text": f"é {number}"}
+        late.append(arrival.at - datetime.fromisoformat(headers["eta"]).timestamp())
+    assert min(late) >= 0
+    assert median(late) < 30
+
+
+def test_a_partition_that_spark_runs_again_sends_the_same_tasks_again(
+    spark: Any, make_app: MakeApp, native_delay_rabbitmq_url: str
+) -> None:
+    url = native_delay_rabbitmq_url
+
+    @f.udf("long")
+    def fails_once(number):  # type: ignore[no-untyped-def]  # Spark would read the hints
+        """The last row fails when others of its partition have been sent."""
+        if number == 3_999 and TaskContext.get().attemptNumber() == 0:
+            with Connection(url) as connection:
+                wait_until(lambda: depth(connection, "plain"), timeout_seconds=60)
+            raise RuntimeError("executor lost")
+        return number
+
+    with Connection(url) as connection:
+        connection.default_channel.queue_declare("plain", durable=True, auto_delete=False)
+    spark.conf.set("spark.sql.execution.arrow.maxRecordsPerBatch", "100")
+    try:
+        df = spark.range(4_000, numPartitions=2).select(
+            fails_once("id").alias("number"), (f.col("id") % 5).alias("wait")
+        )
+        fan_out = FanOut(
+            df,
+            app=make_app(url),
+            task="shop.remind",
+            countdown="wait",
+            kwargs=["number"],
+            id_cols=["number"],
+            run_id="retried",
+        )
+        result = fan_out.send()
+    finally:
+        spark.conf.unset("spark.sql.execution.arrow.maxRecordsPerBatch")
+    assert sorted(receipt.attempt for receipt in result.receipts) == [0, 1]
+    assert result.confirmed == 4_000
+    ids = {task_id_of("retried", "shop.remind", n) for n in range(4_000)}
+    with inbox(url, "plain") as letters:
+        assert letters.receive_until(
+            lambda: {a.message.headers["id"] for a in letters.arrivals} == ids
+        )
+    known: dict[str, tuple[int, str]] = {}
+    for arrival in letters.arrivals:
+        headers = arrival.message.headers
+        what = number_of(arrival), headers["eta"]
+        assert known.setdefault(headers["id"], what) == what
+    assert len(letters.arrivals) > 4_000
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"app": "nowhere.at_all:app"}, "importable.*No module named 'nowhere'.*pyFiles"),
+        ({"app": "os.path:join"}, "to be a Celery app, got function"),
+        ({"app": "tests.spark.plain_app:app"}, "celery_native_delay.install"),
+        ({"task": "shop.remynd"}, "registers .shop.remind., got 'shop.remynd'"),
+        ({"kwargs": {"nombre": "id"}}, "that task 'shop.remind' takes.*nombre"),
+        ({"queue": f.lit}, r"configuration names .plain, vip.*got emails.*task_queues"),
+    ],
+    ids=["missing", "no app", "not installed", "task", "arguments", "queue"],
+)
+def test_there_is_one_clear_error_before_any_row_is_sent(
+    spark: Any, make_app: MakeApp, options: dict[str, Any], message: str
+) -> None:
+    """No broker listens there: nobody could have been asked."""
+    if "queue" in options:
+        options = {"queue": f.when(f.col("id") == 9, "emails").otherwise("vip")}
+    defaults = {"app": make_app("amqp://127.0.0.1:1"), "task": "shop.remind"}
+    fan_out = FanOut(spark.range(10), countdown=f.lit(5), **defaults | options)
+    with pytest.raises(InvalidFanOut, match=message):
+        fan_out.send()
+
+
+def test_a_task_and_a_queue_that_others_know_pass_unchecked(
+    spark: Any, make_app: MakeApp, native_delay_rabbitmq_url: str
+) -> None:
+    result = FanOut(
+        spark.range(10),
+        app=make_app(native_delay_rabbitmq_url),
+        task="elsewhere.task",
+        countdown=f.lit(1),
+        kwargs=["id"],
+        queue=f.lit("elsewhere"),
+        check_task=False,
+        check_queue=False,
+        expires=f.lit(60),
+        priority=f.lit(3),
+        max_rate=100.0,
+    ).send()
+    assert result.confirmed == 10
+    with inbox(native_delay_rabbitmq_url, "elsewhere") as letters:
+        came = letters.wait_for(10)
+    assert {a.message.headers["task"] for a in came} == {"elsewhere.task"}
+    assert {a.message.properties["priority"] for a in came} == {3}
+    for arrival in came:
+        eta, expires = (
+            datetime.fromisoformat(arrival.message.headers[n]) for n in ("eta", "expires")
+        )
+        assert (expires - eta).total_seconds() == 59
+
+
+def test_the_broker_is_restarted_between_two_jobs_and_short_of_memory_in_the_third(
+    spark: Any, make_app: MakeApp
+) -> None:
+    """Python workers outlive it; while it takes nothing the job waits, and nothing is lost."""
+    installed_rabbitmq("3.10")
+    with private_rabbitmq(management=False) as broker:
+        app = make_app(broker.url, levels=16)
+        df = spark.range(4_000).selectExpr("id as number")
+
+        def send(run_id: str, **options: Any) -> None:
+            fan_out = FanOut(
+                df,
+                app=app,
+                task="shop.remind",
+                countdown=f.lit(600),
+                kwargs=["number"],
+                id_cols=["number"],
+                run_id=run_id,
+                **options,
+            )
+            assert fan_out.send().confirmed == 4_000
+
+        send("first")
+        broker.stop()
+        broker.start()
+        send("second")
+
+        def waiting() -> int:
+            listed = broker.rabbitmqctl("list_queues", "messages", "--silent", "--no-table-headers")
+            return sum(int(line) for line in listed.split() if line.isdigit())
+
+        before = waiting()
+        errors: list[BaseException] = []
+
+        def third() -> None:
+            try:
+                send("third", max_rate=1_000.0)
+            except BaseException as exc:
+                errors.append(exc)
+
+        job = Thread(target=third)
+        job.start()
+        wait_until(lambda: waiting() > before, timeout_seconds=60)
+        broker.rabbitmqctl("set_vm_memory_high_watermark", "absolute", "1MB")
+        assert job.is_alive()
+        broker.rabbitmqctl("set_vm_memory_high_watermark", "0.4")
+        job.join(timeout=120)
+        assert not job.is_alive()
+        assert errors == []
+        assert waiting() >= 12_000
+
+
+def test_when_the_broker_stays_away_every_unsent_row_is_named(
+    make_app: MakeApp, apps_folder: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As an executor runs it; there it would try for a minute."""
+    monkeypatch.syspath_prepend(str(apps_folder))
+    monkeypatch.setattr(bulk_line, "PATIENCE_SECONDS", 0.5)
+    app = make_app("amqp://127.0.0.1:1")
+    eta = "2090-01-01T00:00:00.000000+00:00"
+    body = json.dumps([[1], {}])
+    rows: list[Any] = [(f"id-{n}", eta, body, None, None, None, None) for n in range(5)]
+    rows.insert(2, ("id-bad", None, None, None, None, None, "no due time"))
+    receipt = Receipt(0, 0)
+    failures = list(send_rows(rows, SendJob(app, "shop.remind", None), receipt))
+    assert [failure.task_id for failure in failures] == [f"id-{n}" for n in range(5)]
+    assert {failure.outcome for failure in failures} == {"unsent"}
+    assert "refused" in failures[0].reason
+    assert (receipt.rows, receipt.sent, receipt.confirmed) == (6, 0, 0)
+    assert receipt.rejected == Counter({"no due time": 1})
+    assert Receipt.from_json(receipt.to_json()) == receipt
+
+
+def test_a_task_that_the_broker_refuses_fails_the_run_and_is_named(
+    spark: Any, make_app: MakeApp
+) -> None:
+    installed_rabbitmq("3.10")
+    with private_rabbitmq(management=False, config="max_message_size = 100000") as broker:
+        df = spark.range(100).selectExpr(
+            "id as number", "repeat('x', if(id = 42, 120000, 1)) as text"
+        )
+        fan_out = FanOut(
+            df,
+            app=make_app(broker.url),
+            task="shop.remind",
+            countdown=f.lit(60),
+            kwargs=["number", "text"],
+            id_cols=["number"],
+            run_id="r",
+        )
+        with pytest.raises(FanOutFailed, match="99 confirmed, 0 rejected, 1 refused") as e:
+            fan_out.send()
+        (failure,) = e.value.result.failures
+        assert failure.task_id == task_id_of("r", "shop.remind", 42)
+        assert "larger than" in failure.reason

@@ -1,0 +1,67 @@
+"""What the README says about Spark is true: its code runs, and prints what is shown."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pyspark.sql.datasource", reason="Spark 3.5 has no data sources in Python")
+
+from celery_native_delay.spark import task_id_of
+from tests.integration.traffic import inbox
+
+README = (Path(__file__).parents[2] / "README.md").read_text()
+BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
+
+SHOP = """
+from celery import Celery
+from celery_native_delay import install
+
+app = install(Celery("shop", broker={url!r}, set_as_current=False))
+
+@app.task(name="shop.remind", shared=False)
+def remind(order_id, email):
+    pass
+"""
+
+
+def test_the_examples_send_the_same_tasks(
+    spark: Any,
+    apps_folder: Path,
+    tmp_path: Path,
+    native_delay_rabbitmq_url: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """990 of 1,000 reminders; FanOut and the sink name them alike."""
+    (apps_folder / "shop.py").write_text(SHOP.format(url=native_delay_rabbitmq_url))
+    orders = spark.range(1_000).selectExpr(
+        "id as order_id",
+        "concat('user', id, '@example.com') as email",
+        "if(id % 100 = 7, null, current_timestamp() + make_dt_interval(0, 0, 0, 20)) as remind_at",
+    )
+    orders.write.parquet(str(tmp_path / "orders.parquet"))
+    names: dict[str, Any] = {"spark": spark}
+    fan_out = next(block for block in BLOCKS if "FanOut(" in block)
+    for name in ("orders.parquet", "rejected", "ledger"):
+        fan_out = fan_out.replace(f'parquet("{name}")', f"parquet({str(tmp_path / name)!r})")
+    exec(fan_out.replace("smear=900", "smear=2"), names)
+    shown = re.findall(r"print\(reminders.send\(\)\)  # (.+?) …", README)[0]
+    printed = capsys.readouterr().out
+    assert shown in printed
+    assert "10  no due time" in printed
+    sink = next(block for block in BLOCKS if 'format("celery")' in block)
+    names["orders"] = names["orders"].where("remind_at is not null")
+    exec(sink.replace(".mode(", '.option("past", "send").mode('), names)
+    expected = {
+        task_id_of("reminders-2026-11-20", "shop.remind", n) for n in range(1_000) if n % 100 != 7
+    }
+    assert {
+        row.task_id for row in spark.read.parquet(str(tmp_path / "ledger")).collect()
+    } == expected
+    assert spark.read.parquet(str(tmp_path / "rejected")).count() == 10
+    with inbox(native_delay_rabbitmq_url, "celery") as letters:
+        came = letters.wait_for(2 * 990)
+    assert {arrival.message.headers["id"] for arrival in came} == expected
