@@ -49,15 +49,15 @@ class BulkLine:
                 :data:`~.outbox.PATIENCE_SECONDS`; not sent.
         """
 
-        def collect(channel: Any) -> list[Put]:
-            channel.collected = []
+        def collect(channel: Any) -> Any:
+            channel.collected, channel.returned = [], []
             publish(Producer(channel, auto_declare=False))
-            collected: list[Put] = channel.collected
-            return collected
+            return channel.collected, channel.returned
 
         with self._outbox.lock:
             self._outbox.make_room()
-            self._last = self._outbox.patiently(collect)
+            self._last, returned = self._outbox.patiently(collect)
+            self._outbox.refuse_returned(returned)
             for put in self._last:
                 if put.member:
                     self._outbox.hold(put.member, put.due_us, put.entry)

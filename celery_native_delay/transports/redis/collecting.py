@@ -25,9 +25,24 @@ class Put:
 
 
 class Collecting:
-    """A channel that collects what kombu would have it send; mixed in before ours."""
+    """A channel that collects what kombu would have it send; mixed in before ours.
+
+    *collected* goes somewhere; *returned* are envelopes of messages that no queue is bound for,
+    which kombu drops.
+    """
 
     collected: list[Put]
+    returned: list[bytes]
+    _is_routed = False
+
+    def basic_publish(
+        self, message: dict[str, Any], exchange: str, routing_key: str, **kwargs: Any
+    ) -> Any:
+        self._is_routed = False
+        result = super().basic_publish(message, exchange, routing_key, **kwargs)  # type: ignore[misc]
+        if not self._is_routed:
+            self.returned.append(dumps(message).encode())
+        return result
 
     def _put(self: Any, queue: str, message: dict[str, Any], **_: Any) -> None:
         self._collect(message, self.destination(queue, message))
@@ -35,12 +50,14 @@ class Collecting:
     def _put_fanout(
         self: Any, exchange: str, message: dict[str, Any], routing_key: str, **kwargs: Any
     ) -> None:
+        self._is_routed = True
         if self._due_of(message) is None:
             super()._put_fanout(exchange, message, routing_key, **kwargs)  # type: ignore[misc]
         else:
             self._collect(message, self.broadcast(exchange, routing_key))
 
     def _collect(self: Any, message: dict[str, Any], destination: Destination) -> None:
+        self._is_routed = True
         due_us = self._due_of(message)
         if due_us is None:
             put = Put(destination, 0, "", dumps(message).encode())

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha1
 from threading import Event, RLock, Thread
@@ -50,6 +50,7 @@ PATIENCE_SECONDS = 60.0
 LINGER_SECONDS = 0.01
 
 IN_DOUBT = "the server has not answered for it"
+NOWHERE = "no queue is bound for it"
 
 _PAUSE_SECONDS = 0.2
 
@@ -123,6 +124,10 @@ class Outbox:
     def push(self, to: Destination, envelope: bytes) -> None:
         """Send a message that does not wait; after :meth:`make_room`."""
         self._parcel(PUSH, to.keys, [to.ttl_ms, envelope], [envelope])
+
+    def refuse_returned(self, envelopes: list[bytes]) -> None:
+        """Report messages that no queue is bound for."""
+        self._refused += [replace(each, returned=True) for each in self._named(NOWHERE, envelopes)]
 
     def make_room(self) -> None:
         """Send what is held if that is enough, and wait for answers while the window is full.
