@@ -1,0 +1,49 @@
+"""What a run lost is sent again as what it was."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pyspark")
+
+from celery_native_delay.core.attempt import FIELDS, SUCCESS
+from celery_native_delay.spark import FanOut, read_events, reconcile
+
+
+def test_the_missing_of_a_run_are_sent_again_under_their_ids(
+    spark: Any, make_app: Callable[..., str], tmp_path: Path
+) -> None:
+    """Plan, ledger, telemetry of all but two, verdicts, and a fan-out of those two. No broker."""
+    orders = spark.range(20).selectExpr(
+        "id as order_id", "timestamp'2026-11-20 09:00:00' as remind_at", "concat('a', id) as text"
+    )
+    app = make_app("amqp://nobody@127.0.0.1:1")
+    same = {"app": app, "task": "shop.remind", "run_id": "nov", "id_cols": ["order_id"]}
+    ledger = FanOut(orders, eta="remind_at", past="send", kwargs=["text"], **same).ledger()
+    planned = {row.order_id: row.task_id for row in ledger.collect()}
+    lost = {planned.pop(3), planned.pop(17)}
+
+    started = {"task": "shop.remind", "worker": "w", "pid": 1, "retries": 0} | dict.fromkeys(
+        ("due", "started", "finished"), "2026-11-20T14:00:00.010000Z"
+    )
+    lines = [
+        json.dumps(dict.fromkeys(FIELDS) | started | {"id": task_id, "outcome": SUCCESS})
+        for task_id in planned.values()
+    ]
+    (tmp_path / "telemetry.jsonl").write_text("\n".join(lines) + "\n")
+
+    found = reconcile(ledger, read_events(spark, str(tmp_path)))
+    assert {name: count for name, count in found.counts().items() if count} == {
+        "ok": 18,
+        "missing": 2,
+    }
+    again = found.missing()
+    assert {row.task_id for row in again.collect()} == lost
+    repair = FanOut(again.join(orders, "order_id"), eta="due", past="send", kwargs=["text"], **same)
+    assert {row.task_id for row in repair.ledger().collect()} == lost
+    assert repair.plan().accepted == 2
