@@ -33,6 +33,8 @@ def remind(number=0, text="", extra=None):
     pass
 """
 
+_UNRAISABLE = pytest.mark.filterwarnings("ignore:.*:pytest.PytestUnraisableExceptionWarning")
+
 _TIMEZONE = "Pacific/Chatham"
 """What the executors think is their zone: +12:45 or +13:45, which nobody takes for UTC."""
 
@@ -45,6 +47,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if here in item.path.parents:
             item.add_marker(pytest.mark.spark)
             item.add_marker(pytest.mark.timeout(300))
+            # py4j before Spark 4.3 leaves sockets to the garbage collector.
+            item.add_marker(pytest.mark.filterwarnings("ignore:.*socket.socket:ResourceWarning"))
+            item.add_marker(_UNRAISABLE)
             if missing and not IN_CI:
                 item.add_marker(pytest.mark.skip(reason=missing))
 
