@@ -188,7 +188,12 @@ class Bulk:
         task_id = task_id or self._ids.uuid()
         name = task if isinstance(task, str) else task.name
         key: Any = (name, *sorted(options.items())) if options else name
-        fits = self._templates_fit and _nobody_listens() and (not options or _hashable(key))
+        fits = (
+            self._templates_fit
+            and _nobody_listens()
+            and options.keys() <= _TEMPLATE_OPTIONS
+            and (not options or _hashable(key))
+        )
         sent, kind = False, None
         if fits:
             if self._line.generation != self._generation:
@@ -200,7 +205,7 @@ class Bulk:
             self._send_the_long_way(task, args, kwargs, eta, countdown, task_id, options)
             self._generation = self._line.generation
             if fits and (kind is not None or key not in self._kinds):
-                self._learn(key, name, options)
+                self._learn(key, name)
         result = self.result
         result.sent += 1
         if result.sent % self._progress_every == 0:
@@ -286,11 +291,10 @@ class Bulk:
 
         self._line.publish(publish)
 
-    def _learn(self, key: Any, name: str, options: dict[str, Any]) -> None:
+    def _learn(self, key: Any, name: str) -> None:
         """Find out whether others of this kind can be sent by template."""
         task = self._tasks.get(name)
-        plain = task is None or _is_plain(task, self._app)
-        if not plain or not options.keys() <= _TEMPLATE_OPTIONS:
+        if task is not None and not _is_plain(task, self._app):
             self._kinds[key] = None
         elif (kind := self._line.learn()) is not None:
             self._kinds[key] = kind
