@@ -43,6 +43,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """All of this folder is marked, and left out where there is no Spark."""
     here = Path(__file__).parent
     missing = _missing()
+    if missing and IN_CI:
+        raise pytest.UsageError(missing)
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.spark)
@@ -50,7 +52,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             # py4j before Spark 4.3 leaves sockets to the garbage collector.
             item.add_marker(pytest.mark.filterwarnings("ignore:.*socket.socket:ResourceWarning"))
             item.add_marker(_UNRAISABLE)
-            if missing and not IN_CI:
+            if missing:
                 item.add_marker(pytest.mark.skip(reason=missing))
 
 
