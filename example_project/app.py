@@ -50,4 +50,4 @@ app.conf.update(
     },
 )
 
-install(app)
+install(app, telemetry=os.environ.get("EXAMPLE_TELEMETRY"))  # none unless asked for

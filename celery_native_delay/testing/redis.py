@@ -15,6 +15,7 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -205,6 +206,7 @@ class PrivateRedis:
     def close(self) -> None:
         """Kill the server and remove its folder if it is temporary. Not needed at exit."""
         self._server.close()
+        self.client.connection_pool.disconnect()
         for claim in self._claims:
             claim.close()
         os.close(self._lock)
@@ -213,9 +215,9 @@ class PrivateRedis:
         """The last *lines* that the server logged."""
         return self._server.log_tail(lines)
 
-    @property
+    @cached_property
     def client(self) -> Any:
-        """A new `redis.Redis` of redis-py, over the unix socket."""
+        """A `redis.Redis` of redis-py over the unix socket; it lives as long as this object."""
         return client_of(unix_socket_path=str(self.socket), password=self.password)
 
     # ---- inside ----------------------------------------------------------------------------

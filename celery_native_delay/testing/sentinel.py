@@ -12,7 +12,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
@@ -185,9 +185,10 @@ class _Sentinel:
     def close(self) -> None:
         self._server.end(signal.SIGKILL)
         self._server.close()
+        self.client.connection_pool.disconnect()
         self._claim.close()
 
-    @property
+    @cached_property
     def client(self) -> Any:
         return client_of(host="127.0.0.1", port=self.port)
 

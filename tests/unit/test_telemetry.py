@@ -50,6 +50,8 @@ def app_with_task(name: str, **settings: Any) -> Celery:
 
 
 def running(app: Celery) -> Any:
+    """A worker in this process, whose logging it leaves alone."""
+    app.log.setup = lambda **_: None
     return start_worker(app, pool="solo", perform_ping_check=False)
 
 
