@@ -52,7 +52,12 @@ class Shop:
             yield
         finally:
             worker.terminate()
-            worker.wait(30)
+            try:
+                worker.wait(60)
+            except subprocess.TimeoutExpired:
+                worker.kill()
+                worker.wait()
+                pytest.fail(f"the worker did not end:\n{self.log.read_text()}")
 
     def send(self, call: str) -> None:
         """Evaluate *call*, an expression in terms of the example's tasks, in a new process."""
