@@ -27,7 +27,7 @@ from .redis_installation import RedisInstallation, ServerName, require_redis
 
 _MASTER_NAME = "native-delay"
 
-_PATIENCE_SECONDS = 120
+_PATIENCE_SECONDS = 100
 """It takes 2-4 s; when Sentinels vote for themselves, and on a busy machine, many times that."""
 
 # Milliseconds after which a silent master is down, and that an attempt to promote another may
@@ -121,7 +121,7 @@ class PrivateSentinel:
         *kill*: SIGKILL the master, which then stays down until heal(); else ask a Sentinel for an
         orderly change.
 
-        Raises BrokerFailed when there is no new master within 120 s.
+        Raises BrokerFailed when there is no new master within 100 s.
         """
         old = self.master
         if kill:
@@ -135,7 +135,7 @@ class PrivateSentinel:
     def heal(self) -> None:
         """Start the nodes that are down, and wait until each could become the master.
 
-        Raises BrokerFailed when that takes longer than 120 s.
+        Raises BrokerFailed when that takes longer than 100 s.
         """
         for node in self.nodes:
             node.start()
