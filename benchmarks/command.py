@@ -6,6 +6,7 @@ import argparse
 import signal
 import sys
 import tempfile
+from datetime import UTC, datetime
 from pathlib import Path
 from time import monotonic
 from types import ModuleType
@@ -72,15 +73,22 @@ def main() -> int:
         help="folder for the results; by default benchmarks/ for a whole run with no option, "
         "else benchmarks/results/, which git ignores",
     )
+    parser.add_argument(
+        "--update",
+        action="store_true",
+        help="write to benchmarks/, where the scenarios that are not run stay as they are",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     options = parser.parse_args()
     names = [name for name in SCENARIOS if not options.only or name in options.only]
     is_whole = len(names) == len(SCENARIOS) and options.scale == 1 and not options.rabbitmq
-    folder = options.out or (FOLDER if is_whole else FOLDER / "results")
+    if options.update and (options.scale < 1 or options.rabbitmq):
+        parser.error("--update is for whole measurements on the system's RabbitMQ")
+    folder = options.out or (FOLDER if is_whole or options.update else FOLDER / "results")
 
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, _stop)
-    results: dict[str, Result] = {}
+    results: dict[str, Result] = report.read(folder) if options.update else {}
     about: dict[str, str] = {"command": _command(options)}
     try:
         with (
@@ -93,6 +101,7 @@ def main() -> int:
             bench = Bench(broker, options.scale, Path(files))
             for name in names:
                 results[name] = _run(name, bench)
+                results = {one: results[one] for one in SCENARIOS if one in results}
                 log(f"{name}: {results[name].seconds:.0f} s")
                 # What took half an hour must not be lost to what comes after it.
                 report.write(folder, about, results)
@@ -112,6 +121,7 @@ def main() -> int:
 def _run(name: str, bench: Bench) -> Result:
     load, started = load_average(), monotonic()
     result: Result = SCENARIOS[name].run(bench)
+    result.date = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
     result.load_before, result.seconds = load, monotonic() - started
     return result
 
@@ -125,7 +135,8 @@ def _scale(text: str) -> float:
 
 def _command(options: argparse.Namespace) -> str:
     words = ["python -m benchmarks"]
-    words += [f"--only {name}" for name in options.only or ()]
+    if not options.update:
+        words += [f"--only {name}" for name in options.only or ()]
     if options.scale != 1:
         words.append(f"--scale {options.scale:g}")
     if options.rabbitmq:

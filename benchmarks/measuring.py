@@ -10,7 +10,6 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from time import monotonic, sleep
@@ -95,6 +94,7 @@ class Result:
     notes: list[str] = field(default_factory=list)
     series: dict[str, Any] = field(default_factory=dict)
     """What the picture is drawn from."""
+    date: str = ""
     seconds: float = 0.0
     load_before: float = 0.0
     """Load average of the last minute before it began: what else the machine was doing."""
@@ -180,7 +180,6 @@ def machine(broker: PrivateRabbitMQ) -> dict[str, str]:
     """What the figures depend on: hardware, system and versions."""
     packages = ("celery", "kombu", "amqp", "celery_native_delay")
     return {
-        "date": datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "processor": f"{os.cpu_count()} x {_processor()}",
         "memory": _memory(),
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",

@@ -24,6 +24,23 @@ def write(folder: Path, about: Mapping[str, str], results: Results) -> None:
     (folder / "results.md").write_text(as_markdown(about, results))
 
 
+def read(folder: Path) -> dict[str, Result]:
+    """What the last run wrote to *folder*; nothing if there was none."""
+    file = folder / "results.json"
+    if not file.exists():
+        return {}
+    written = json.loads(file.read_text())
+    results = {}
+    for name, one in written["scenarios"].items():
+        targets = [
+            Target(measured=_number(target.pop("measured")), **target)
+            for target in one.pop("targets")
+            if target.pop("met") is not None
+        ]
+        results[name] = Result(**{"date": written["about"].get("date", ""), **one}, targets=targets)
+    return results
+
+
 def as_json(about: Mapping[str, str], results: Results) -> str:
     scenarios = {}
     for name, result in results.items():
@@ -41,8 +58,8 @@ def as_markdown(about: Mapping[str, str], results: Results) -> str:
         lines += [*_markdown_table(result.rows), ""]
         lines += [f"{note}\n" for note in result.notes]
         lines += [f"![{result.title}]({name}.png)", ""]
-        took = f"Took {result.seconds:.0f} s; load average before it: {result.load_before:.2f}."
-        lines += [took, ""]
+        took = f"Measured {result.date}, in {result.seconds:.0f} s"
+        lines += [f"{took}; load average before it: {result.load_before:.2f}.", ""]
     return "\n".join(lines)
 
 
@@ -101,6 +118,10 @@ def _cell(value: Any) -> str:
     if isinstance(value, float):
         return short(value)
     return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _number(value: float | None) -> float:
+    return float("nan") if value is None else value
 
 
 def _rounded(value: Any) -> Any:
