@@ -32,12 +32,14 @@ def read(folder: Path) -> dict[str, Result]:
     written = json.loads(file.read_text())
     results = {}
     for name, one in written["scenarios"].items():
-        targets = [
-            Target(measured=_number(target.pop("measured")), **target)
-            for target in one.pop("targets")
-            if target.pop("met") is not None
-        ]
-        results[name] = Result(**{"date": written["about"].get("date", ""), **one}, targets=targets)
+        targets = one.pop("targets")
+        for target in targets:
+            del target["met"]  # follows from the rest
+            target["measured"] = _number(target["measured"])
+        results[name] = Result(
+            **{"date": written["about"].get("date", ""), **one},
+            targets=[Target(**target) for target in targets],
+        )
     return results
 
 

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
@@ -295,7 +295,8 @@ def demonstrate(asked: str | None, folder: Path, console: Console) -> bool:
     return not wrong
 
 
-def main() -> int:
+def main(demonstrate: Callable[[str | None, Path, Console], bool] = demonstrate) -> int:
+    """Run *demonstrate* for the broker that the command line names; returns the exit status."""
     for number in STOP_SIGNALS:
         signal.signal(number, stop)
     console = Console(highlight=False, markup=False)

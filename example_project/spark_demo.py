@@ -8,9 +8,7 @@ without a broker or Java.
 
 import os
 import shutil
-import subprocess
 import sys
-import tempfile
 import time
 from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
@@ -21,8 +19,7 @@ from pyspark.sql import functions as f
 from rich.console import Console
 
 from celery_native_delay.spark import FanOut, Reconciliation, read_events, reconcile
-from celery_native_delay.testing import BrokerFailed, BrokerMissing
-from example_project.demo import WorkerFailed, running_worker
+from example_project.demo import main, running_worker
 from example_project.demo_broker import REPOSITORY, demo_broker
 from example_project.orders import DAY, PATH
 
@@ -91,7 +88,7 @@ def demonstrate(asked: str | None, folder: Path, console: Console) -> bool:
     record.touch()
     with ExitStack() as stack:
         console.print("starting the broker …")
-        broker = stack.enter_context(demo_broker(asked))
+        broker = stack.enter_context(demo_broker(asked or "rabbitmq"))
         os.environ |= {
             "CELERY_BROKER_URL": broker.url,
             "EXAMPLE_RECORD": str(record),
@@ -152,22 +149,8 @@ def _tell(found: Reconciliation, console: Console) -> bool:
     return verdicts.keys() == {"ok"}
 
 
-def main() -> int:
-    console = Console(highlight=False, markup=False)
-    if not (shutil.which("java") or os.environ.get("JAVA_HOME")):
-        console.print("Spark needs Java 17: run scripts/setup_spark.sh")
-        return 2
-    asked = sys.argv[1] if len(sys.argv) > 1 else "rabbitmq"
-    try:
-        with tempfile.TemporaryDirectory(prefix="native-delay-spark-") as folder:
-            return 0 if demonstrate(asked or "rabbitmq", Path(folder), console) else 1
-    except BrokerMissing as exc:
-        console.print(str(exc), soft_wrap=True)
-        return 2
-    except (BrokerFailed, WorkerFailed, subprocess.CalledProcessError) as exc:
-        console.print(str(exc), style="red", soft_wrap=True)
-        return 1
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    if not (shutil.which("java") or os.environ.get("JAVA_HOME")):
+        print("Spark needs Java 17: run scripts/setup_spark.sh")
+        sys.exit(2)
+    sys.exit(main(demonstrate))

@@ -39,6 +39,11 @@ def due_us(eta: datetime | str) -> int:
     return (eta - _EPOCH) // _MICROSECOND
 
 
+def milliseconds_up(microseconds: int) -> int:
+    """Microseconds in milliseconds, rounded up: never early."""
+    return -(-microseconds // 1000)
+
+
 def units_until(due_us: int, *, now_us: int, resolution_ms: int) -> int:
     """Units of the resolution from *now_us* until *due_us*, rounded up: never early.
 

@@ -19,6 +19,7 @@ from ..bulk import LINES
 from ..celery_app.install import installation_of
 from ..core.errors import InvalidFanOut
 from ..core.settings import DelaySettings
+from .options import FanOutOptions
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,12 @@ class Call:
     args_count: int
     kwargs_names: tuple[str, ...]
     check_task: bool
+
+    @classmethod
+    def of(cls, options: FanOutOptions) -> Call:
+        """What *options* ask for."""
+        keywords = tuple(options.keywords)
+        return cls(options.app, options.task, len(options.args), keywords, options.check_task)
 
 
 @dataclass(frozen=True)

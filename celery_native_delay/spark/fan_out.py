@@ -150,14 +150,7 @@ class FanOut:
             InvalidFanOut: the app cannot be imported there, does not know the task, or one of the
                 queues.
         """
-        options = self.options
-        call = Call(
-            options.app,
-            options.task,
-            len(options.args),
-            tuple(options.keywords),
-            options.check_task,
-        )
+        call = Call.of(self.options)
         one = self._df.sparkSession.range(1).coalesce(1)
         try:
             ((kind, value),) = one.mapInArrow(checker(call), REPORT).collect()

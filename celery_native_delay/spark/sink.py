@@ -109,14 +109,7 @@ class Writer(DataSourceWriter):
     def _set_up(self, schema: Any, options: SinkOptions) -> None:
         self._options = options
         fan_out = options.fan_out
-        call = Call(
-            fan_out.app,
-            fan_out.task,
-            len(fan_out.args),
-            tuple(fan_out.keywords),
-            fan_out.check_task,
-        )
-        facts = describe(call)
+        facts = describe(Call.of(fan_out))
         self._rows = RowEncoder(
             schema,
             fan_out,

@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from ..core.delayed import Delayed
 from ..core.errors import NativeDelayError
+from ..core.refusal import RefusedMessage
 from ..core.settings import DelaySettings
 
 
@@ -180,3 +181,57 @@ class AdminPart(Protocol):
 
     def purge_parked(self) -> int:
         """Throw away all that is parked; how many."""
+
+
+class Outbox(Protocol):
+    """What keeps messages until the broker has answered for them."""
+
+    connects: int
+    """How often it has connected."""
+
+    def settle(self, *, timeout_seconds: float | None) -> None:
+        """See :meth:`Line.settle`."""
+
+    def take_refused(self) -> list[RefusedMessage]:
+        """See :meth:`Line.take_refused`."""
+
+    def give_up(self) -> list[RefusedMessage]:
+        """See :meth:`Line.give_up`."""
+
+    def close(self) -> None:
+        """See :meth:`Line.close`."""
+
+
+OutboxT = TypeVar("OutboxT", bound=Outbox)
+
+
+class Line(Generic[OutboxT]):
+    """A way of their own for many messages, as far as it is the same for every broker."""
+
+    def __init__(self, outbox: OutboxT) -> None:
+        self._outbox = outbox
+
+    def settle(self, *, timeout_seconds: float | None) -> None:
+        """Return when the broker has answered for everything.
+
+        Raises:
+            TimeoutError: it has not after *timeout_seconds*.
+        """
+        self._outbox.settle(timeout_seconds=timeout_seconds)
+
+    def take_refused(self) -> list[RefusedMessage]:
+        """What the broker did not take since the last time."""
+        return self._outbox.take_refused()
+
+    def give_up(self) -> list[RefusedMessage]:
+        """The messages that the broker has yet to answer for; none of them is sent again."""
+        return self._outbox.give_up()
+
+    @property
+    def generation(self) -> int:
+        """Changes with every new connection: what was learnt on the last is not valid any more."""
+        return self._outbox.connects
+
+    def close(self) -> None:
+        """Close the connection; what is in doubt is given up."""
+        self._outbox.close()

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_native_delay.core.delayed import HEADER, Delayed
+from celery_native_delay.core.due_time import milliseconds_up
 from celery_native_delay.transports.redis.envelope import (
     Destination,
     entry_of,
-    milliseconds_up,
     opened_entry,
     sealed,
     unsealed,

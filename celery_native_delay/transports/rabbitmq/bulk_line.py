@@ -13,11 +13,11 @@ from kombu import Producer
 
 from ...core.address import message_address
 from ...core.delayed import HEADER, due_of
-from ...core.due_time import check_reach, units_until
+from ...core.due_time import check_reach, milliseconds_up, units_until
 from ...core.errors import NativeDelayError
 from ...core.random_ids import RandomIds
-from ...core.refusal import RefusedMessage
 from ...core.topology import Topology
+from ..contract import Line
 from .outbox import LOST, Outbox
 from .routes import ROUTE_SECONDS
 from .template import FramedTask, TaskFields, Template
@@ -80,12 +80,12 @@ class Kind:
         return way
 
 
-class BulkLine:
+class BulkLine(Line[Outbox]):
     """See the module's docstring. For one thread."""
 
     def __init__(self, client: Any, *, window: int) -> None:
         """*client* is a kombu connection to the same broker, which is not touched."""
-        self._outbox = Outbox(client, window)
+        super().__init__(Outbox(client, window))
         self._channel: BulkChannel | None = None
         self._ids = RandomIds()
 
@@ -164,7 +164,7 @@ class BulkLine:
             kwargsrepr,
             body,
             self._ids.hex(),
-            -(-due_us // 1000),
+            milliseconds_up(due_us),
             "" if ttl_ms is None else str(ttl_ms),
         )
         framed = FramedTask(kind.template, fields, kind.to)
@@ -173,31 +173,6 @@ class BulkLine:
         except LOST:
             self._patiently(lambda: self._outbox.send(framed))
         return True
-
-    def settle(self, *, timeout_seconds: float | None) -> None:
-        """Return when the broker has answered for everything.
-
-        Raises:
-            TimeoutError: it has not after *timeout_seconds*.
-        """
-        self._outbox.settle(timeout_seconds=timeout_seconds)
-
-    def take_refused(self) -> list[RefusedMessage]:
-        """What the broker did not take since the last time."""
-        return self._outbox.take_refused()
-
-    def give_up(self) -> list[RefusedMessage]:
-        """The messages that the broker has yet to answer for; none of them is sent again."""
-        return self._outbox.give_up()
-
-    @property
-    def generation(self) -> int:
-        """Changes with every new connection: what was learnt on the last is not valid any more."""
-        return self._outbox.connects
-
-    def close(self) -> None:
-        """Close the connection; what is in doubt is given up."""
-        self._outbox.close()
 
     # --- private -------------------------------------------------------------------------
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...core.delayed import HEADER, Delayed, due_of
-from ...core.errors import CannotDelay, InvalidDueTime
+from ...core.delayed import HEADER, Delayed, due_ms_of
+from ...core.due_time import milliseconds_up
+from ...core.errors import CannotDelay
 from ...core.topology import is_delay_name
 
 VERSION = 1
@@ -56,7 +57,7 @@ def seal(
     envelope: dict[str, Any] = {
         "v": VERSION,
         "id": delivery_id,
-        "due": -(-due_us // 1000),
+        "due": milliseconds_up(due_us),
         "exchange": exchange,
         "rk": routing_key,
     }
@@ -118,7 +119,7 @@ def unseal(
     # The exchange it last entered: a level or the delivery exchange, unless it landed or was
     # rescued; those arrive from the user's own.
     ours = is_delay_name(info.get("exchange", ""))
-    if not ours and _due_ms(headers) != envelope["due"]:
+    if not ours and due_ms_of(headers) != envelope["due"]:
         opened["application_headers"] = _without_ours(headers, {})
         return opened, info, None
     opened["application_headers"] = _without_ours(headers, envelope.get("deaths") or {})
@@ -136,14 +137,6 @@ def unseal(
         expires_ms=envelope.get("expires"),
     )
     return opened, info, delayed
-
-
-def _due_ms(headers: Mapping[str, Any]) -> int | None:
-    try:
-        due_us = due_of(headers)
-    except InvalidDueTime:
-        return None
-    return None if due_us is None else -(-due_us // 1000)
 
 
 def _without_ours(headers: dict[str, Any], earlier: Mapping[str, Any]) -> dict[str, Any]:

@@ -9,10 +9,11 @@ from typing import Any
 
 from kombu import Producer
 
+from ...core.due_time import milliseconds_up
 from ...core.random_ids import RandomIds
-from ...core.refusal import RefusedMessage
+from ..contract import Line
 from .collecting import Put
-from .envelope import Destination, front_of, milliseconds_up
+from .envelope import Destination, front_of
 from .keys import member
 from .outbox import Outbox
 from .template import TaskFields, Template, fields_of
@@ -32,12 +33,12 @@ class Kind:
         self.valid_until_us = time_ns() // 1000 + round(ROUTE_SECONDS * 1_000_000)
 
 
-class BulkLine:
+class BulkLine(Line[Outbox]):
     """See the module's docstring. For one thread."""
 
     def __init__(self, client: Any, *, window: int) -> None:
         """*client* is a kombu connection to the same server, which is not touched."""
-        self._outbox = Outbox(client, window)
+        super().__init__(Outbox(client, window))
         self._ids = RandomIds()
         self._last: list[Put] = []
 
@@ -112,28 +113,3 @@ class BulkLine:
             self._outbox.make_room()
             self._outbox.hold(member(task_id, tag, kind.key), due_us, entry)
         return True
-
-    def settle(self, *, timeout_seconds: float | None) -> None:
-        """Return when the server has answered for everything.
-
-        Raises:
-            TimeoutError: it has not after *timeout_seconds*.
-        """
-        self._outbox.settle(timeout_seconds=timeout_seconds)
-
-    def take_refused(self) -> list[RefusedMessage]:
-        """What the server did not take since the last time."""
-        return self._outbox.take_refused()
-
-    def give_up(self) -> list[RefusedMessage]:
-        """The messages that the server has yet to answer for; none of them is sent again."""
-        return self._outbox.give_up()
-
-    @property
-    def generation(self) -> int:
-        """Changes with every new connection: exchanges may lead elsewhere on it."""
-        return self._outbox.connects
-
-    def close(self) -> None:
-        """Close the connection; what is in doubt is given up."""
-        self._outbox.close()

@@ -10,10 +10,10 @@ import redis
 from kombu.utils.json import dumps
 from redis.exceptions import ResponseError
 
-from ...core.due_time import check_reach
+from ...core.due_time import check_reach, milliseconds_up
 from ...core.errors import NativeDelayError
 from ...core.settings import DelaySettings
-from .envelope import Destination, entry_of, milliseconds_up, sealed
+from .envelope import Destination, entry_of, sealed
 from .keys import Keys, member_of
 from .server import Server, check_server
 from .store import Store

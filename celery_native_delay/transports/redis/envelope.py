@@ -6,8 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...core.delayed import HEADER, Delayed, due_of
-from ...core.errors import InvalidDueTime
+from ...core.delayed import HEADER, Delayed, due_ms_of
 
 VERSION = 1
 
@@ -78,7 +77,7 @@ def unsealed(
     if not isinstance(trace, dict) or trace.get("v") != VERSION:
         return opened, None
     # Task protocol 1 has its ETA in the body; nobody but us gives it the header.
-    if "eta" in opened and trace.get("due") != _due_ms(opened):
+    if "eta" in opened and trace.get("due") != due_ms_of(opened):
         return opened, None
     info = properties.get("delivery_info") or {}
     delayed = Delayed(
@@ -88,16 +87,3 @@ def unsealed(
         routing_key=info.get("routing_key") or "",
     )
     return opened, delayed
-
-
-def _due_ms(headers: Mapping[str, Any]) -> int | None:
-    try:
-        due_us = due_of(headers)
-    except InvalidDueTime:
-        return None
-    return None if due_us is None else milliseconds_up(due_us)
-
-
-def milliseconds_up(microseconds: int) -> int:
-    """Microseconds in milliseconds, rounded up: never early."""
-    return -(-microseconds // 1000)
