@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from celery import Signature, group
+from kombu.exceptions import OperationalError
 from rich import box
 from rich.console import Console
 from rich.live import Live
@@ -306,6 +307,10 @@ def main(demonstrate: Callable[[str | None, Path, Console], bool] = demonstrate)
             return 0 if demonstrate(asked, Path(folder), console) else 1
     except BrokerMissing as exc:
         console.print(str(exc), soft_wrap=True)
+        return 2
+    except OperationalError as exc:
+        said = str(exc).rstrip(".")
+        console.print(f"the broker cannot be used: {said}; is it running, and is the URL right?")
         return 2
     except (BrokerFailed, WorkerFailed, subprocess.CalledProcessError) as exc:
         console.print(str(exc), style="red", soft_wrap=True)

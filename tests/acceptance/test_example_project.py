@@ -177,6 +177,14 @@ class TestDemo:
         assert demo.returncode == 2
         assert "rabbitmq, embedded or a url, got 'kafka'" in output
 
+    @pytest.mark.parametrize("url", ["redis://127.0.0.1:1/0", "amqp://127.0.0.1:1//"])
+    def test_a_broker_that_is_not_there_is_one_sentence(self, url: str) -> None:
+        demo = start_demo(uuid4().hex, url)
+        output, _ = demo.communicate(timeout=60)
+        assert demo.returncode == 2, output
+        assert "Traceback" not in output
+        assert "is it running, and is the URL right?" in " ".join(output.split())
+
 
 def start_demo(mark: str, broker: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
