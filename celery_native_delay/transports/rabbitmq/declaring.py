@@ -46,18 +46,22 @@ def _declare(channel: Any, declaration: Change) -> None:
             channel.send_method(spec.Queue.Unbind, "BsssF", method)
 
 
+def not_permitted(refused: AccessRefused, topology: Topology) -> NotPermitted:
+    """The broker's 403 as our error, with the way out."""
+    return NotPermitted(
+        f"{refused.reply_text}. Delayed delivery needs the permissions configure, write and read "
+        f"on ^{topology.settings.namespace}\\.; grant them (rabbitmqctl set_permissions), or let a "
+        f"user who has them run `celery -A PROJ delay declare` and keep write and read"
+    )
+
+
 @contextmanager
 def permissions_explained(topology: Topology) -> Iterator[None]:
-    """Turn the broker's 403 into our error, with the way out."""
+    """Turn the broker's 403 into our error."""
     try:
         yield
     except AccessRefused as exc:
-        name = topology.settings.namespace
-        raise NotPermitted(
-            f"{exc.reply_text}. Delayed delivery needs the permissions configure, write and read "
-            f"on ^{name}\\.; grant them (rabbitmqctl set_permissions), or let a user who has them "
-            f"run `celery -A PROJ delay declare` and keep write and read"
-        ) from exc
+        raise not_permitted(exc, topology) from exc
 
 
 @contextmanager

@@ -11,13 +11,13 @@ from time import time_ns
 from typing import Any
 
 import amqp
-from amqp.exceptions import NotFound, RecoverableConnectionError
+from amqp.exceptions import AccessRefused, NotFound, RecoverableConnectionError
 
 from ...core.address import landing_address, message_address
 from ...core.due_time import check_reach, units_until
 from ...core.errors import CannotDelay, NativeDelayError, TopologyMismatch
 from ...core.settings import DelaySettings
-from .declaring import broker_version, permissions_explained
+from .declaring import broker_version, not_permitted
 from .envelope import seal
 from .outbox import Outbox, outbox_key, outbox_of
 from .own_channel import OwnChannel
@@ -127,7 +127,8 @@ class Delays(Preparation):
         if not exchange:
             # Reached by its name, whoever declared it.
             self.mirror.queue_bound_once(routing_key)
-        self.prepare()
+        if not self.is_prepared:
+            self.prepare()
         lands = self._routes.lands(exchange, routing_key)
         # Only now: declaring may have taken a second.
         now_us = time_ns() // 1000
@@ -286,19 +287,17 @@ class Delays(Preparation):
     ) -> None:
         for last_try in (False, True):
             try:
-                with permissions_explained(self.topology):
-                    channel = self.confirmer if confirmed else self.publisher
-                    tag = channel.publish(
-                        *publication,
-                        timeout_seconds=timeout_seconds,
-                    )
-                    if confirmed and not self._in_batch:
+                channel = self.confirmer if confirmed else self.publisher
+                tag = channel.publish(*publication, timeout_seconds=timeout_seconds)
+                if not self._in_batch:
+                    if confirmed:
                         channel.wait_confirmed(
                             tag, timeout_seconds=confirm_timeout_seconds or timeout_seconds
                         )
-                    if not self._in_batch:
-                        self._resend_returned(channel)
+                    self._resend_returned(channel)
                 return
+            except AccessRefused as exc:
+                raise not_permitted(exc, self.topology) from exc
             except NotFound:
                 if last_try:
                     raise

@@ -57,6 +57,11 @@ class Preparation:
             self._declarer = OwnChannel(self.connection, confirm=False)
         return self._declarer
 
+    @property
+    def is_prepared(self) -> bool:
+        """Whether :meth:`prepare` would find nothing to do."""
+        return self._ready and not self.mirror.is_pending
+
     def prepare(self, *, redeclare: bool = False, consuming: bool = False) -> Prepared:
         """Make sure of the delay levels and of every mirrored binding; cached.
 

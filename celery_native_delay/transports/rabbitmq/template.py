@@ -16,22 +16,13 @@ from amqp.serialization import dumps
 
 from ...core.delayed import HEADER
 from ...core.refusal import RefusedMessage
+from .frame_writer import BYTES, FRAME, FRAME_BYTES, FRAME_END, LONG, long_, short_string
 
 _METHOD = Struct(">BHIHHH")
 _HEADER_FRAME = Struct(">BHIHHQ")
-_FRAME = Struct(">BHI")
-_LONG = Struct(">I")
 _DUE = Struct(">q")
-_END = b"\xce"
-
-#: What each frame takes beside its payload; the payload of one is at most frame_max less this.
-FRAME_BYTES = 8
 
 _DELIVERY_ID_BYTES = 32
-
-#: Packing a number takes longer than finding it.
-_LONGS = [_LONG.pack(number) for number in range(1024)]
-_BYTES = [bytes((number,)) for number in range(256)]
 
 #: What stands in for the fields that differ, in the order in which Celery's headers have them.
 _ID, _ETA, _ARGS, _KWARGS = "\0task id\0", "\0eta\0", "\0argsrepr\0", "\0kwargsrepr\0"
@@ -76,7 +67,7 @@ class Template:
             marked["root_id"] = _ID
         marked[HEADER] = {**headers[HEADER], "id": _DELIVERY, "due": _DUE_MS}
         marks = [_ID, _ETA, *([_ID] if self._has_root else []), _ARGS, _KWARGS]
-        table: bytes = dumps("F", [marked])[_LONG.size :]
+        table: bytes = dumps("F", [marked])[LONG.size :]
         self._table_bytes = len(table) - sum(map(len, marks))
         table = _with_holes(table, [*map(_long_string, marks), _DELIVERY.encode(), _due(_DUE_MS)])
         self._plain, self._plain_bytes = _frame(table, properties, [_ID])
@@ -95,30 +86,30 @@ class Template:
         eta_ = eta.encode()
         args = argsrepr.encode("utf-8", "surrogatepass")
         kwargs = kwargsrepr.encode("utf-8", "surrogatepass")
-        id_field = _long(len(id_)), id_
+        id_field = long_(len(id_)), id_
         root = id_field if self._has_root else ()
         table_bytes = self._table_bytes + len(id_) + len(eta_) + len(args) + len(kwargs)
         if root:
             table_bytes += len(id_)
-        short_id = _BYTES[len(id_)], id_
+        short_id = BYTES[len(id_)], id_
         tail: tuple[bytes, ...]
         if expires:
             expires_ = expires.encode()
             form, size = self._expiring, self._expiring_bytes + len(expires_)
-            tail = (*short_id, _BYTES[len(expires_)], expires_)
+            tail = (*short_id, BYTES[len(expires_)], expires_)
         else:
             form, size, tail = self._plain, self._plain_bytes, short_id
         size += table_bytes + len(id_)
         return method + form % (
             _HEADER_FRAME.pack(2, channel_id, size, 60, 0, len(body)),
-            _long(table_bytes),
+            long_(table_bytes),
             *id_field,
-            _long(len(eta_)),
+            long_(len(eta_)),
             eta_,
             *root,
-            _long(len(args)),
+            long_(len(args)),
             args,
-            _long(len(kwargs)),
+            long_(len(kwargs)),
             kwargs,
             delivery.encode(),
             _DUE.pack(due_ms),
@@ -139,13 +130,13 @@ class Template:
     def _method(self, channel_id: int, exchange: str, routing_key: str) -> bytes:
         if len(self._methods) >= _MOST_METHODS:
             self._methods.clear()
-        to, key = exchange.encode(), routing_key.encode()
+        to, key = short_string(exchange), short_string(routing_key)
         frame = b"".join(
             (
-                _METHOD.pack(1, channel_id, 9 + len(to) + len(key), *spec.Basic.Publish, 0),
-                _short_string(to),
-                _short_string(key),
-                b"\x01" + _END,  # mandatory
+                _METHOD.pack(1, channel_id, 7 + len(to) + len(key), *spec.Basic.Publish, 0),
+                to,
+                key,
+                b"\x01" + FRAME_END,  # mandatory
             )
         )
         self._methods[channel_id, exchange, routing_key] = frame
@@ -213,23 +204,19 @@ def _frame(table: bytes, properties: Mapping[str, Any], marks: list[str]) -> tup
     for name in ("content_type", "content_encoding"):
         if properties.get(name) is not None:
             at += 1 + len(properties[name].encode())
-    size = len(whole) + _HEADER_FRAME.size - _FRAME.size - sum(map(len, marks))
-    tail = whole[at + _LONG.size :].replace(b"%", b"%%")
+    size = len(whole) + _HEADER_FRAME.size - FRAME.size - sum(map(len, marks))
+    tail = whole[at + LONG.size :].replace(b"%", b"%%")
     for mark in marks:
-        tail = tail.replace(_short_string(mark.encode()), b"%b%b")
+        tail = tail.replace(short_string(mark), b"%b%b")
     head = whole[:at].replace(b"%", b"%%")
-    return b"%b" + head + b"%b" + table + tail + _END + b"%b", size
+    return b"%b" + head + b"%b" + table + tail + FRAME_END + b"%b", size
 
 
 def _body_frames(body: bytes, channel_id: int, most: int) -> bytes:
     if 0 < len(body) <= most:
-        return b"%b%b\xce" % (_FRAME.pack(3, channel_id, len(body)), body)
+        return b"%b%b\xce" % (FRAME.pack(3, channel_id, len(body)), body)
     chunks = [body[at : at + most] for at in range(0, len(body), most)]
-    return b"".join(_FRAME.pack(3, channel_id, len(chunk)) + chunk + _END for chunk in chunks)
-
-
-def _long(number: int) -> bytes:
-    return _LONGS[number] if number < 1024 else _LONG.pack(number)
+    return b"".join(FRAME.pack(3, channel_id, len(chunk)) + chunk + FRAME_END for chunk in chunks)
 
 
 def _due(due_ms: int) -> bytes:
@@ -237,8 +224,4 @@ def _due(due_ms: int) -> bytes:
 
 
 def _long_string(text: str) -> bytes:
-    return b"S" + _LONG.pack(len(text)) + text.encode()
-
-
-def _short_string(text: bytes) -> bytes:
-    return bytes((len(text),)) + text
+    return b"S" + LONG.pack(len(text)) + text.encode()

@@ -18,6 +18,7 @@ from ...kombu_hook import OPTION, asks_for_delays, settings_from_option
 from .content_header import handler_of_read_headers
 from .delays import Delays
 from .envelope import unseal
+from .frame_writer import frame_writer
 from .mirror import is_internal
 from .publish_batch import PublishBatch
 
@@ -215,6 +216,7 @@ class Connection(pyamqp.Connection):  # type: ignore[misc]
         option = kwargs.pop(OPTION)
         kwargs["socket_settings"] = _patient(kwargs.get("socket_settings"))
         kwargs.setdefault("frame_handler", handler_of_read_headers)
+        kwargs.setdefault("frame_writer", frame_writer)
         super().__init__(*args, **kwargs)
         try:
             self.delays = Delays(self, settings_from_option(option))

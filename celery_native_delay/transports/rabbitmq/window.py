@@ -1,38 +1,22 @@
-"""A channel that publishes without waiting: what the broker has not confirmed yet is kept.
-
-Confirms are read as they come, many with one look at the socket; py-amqp reads three times for
-each of them.
-"""
+"""A channel that publishes without waiting: what the broker has not confirmed yet is kept."""
 
 from __future__ import annotations
 
-import select
 from collections import Counter
 from collections.abc import Callable, Hashable
-from struct import Struct
+from functools import partial
 from time import monotonic
 from typing import Any, NamedTuple, Protocol
 
 import amqp
-from amqp import spec
-from amqp.exceptions import ChannelError, RecoverableConnectionError, UnexpectedFrame
 
 from ...core.delayed import HEADER
 from ...core.refusal import RefusedMessage
 from .own_channel import OwnChannel
 
-READ_BYTES = 65_536
-
 #: Frames that come ready-made are written so many at a time.
 WRITE_MESSAGES = 64
 WRITE_BYTES = 65_536
-
-_METHOD_FRAME = 1
-_FRAME_END = 0xCE
-_FRAME_HEADER = Struct(">BHI")
-_ACK = Struct(">QB")
-_ACK_METHOD = b"".join(number.to_bytes(2, "big") for number in spec.Basic.Ack)
-_ACK_BYTES = len(_ACK_METHOD) + _ACK.size
 
 
 class NotConfirmedInTime(TimeoutError):
@@ -74,8 +58,7 @@ class Publication(NamedTuple):
     def write(self, channel: Any) -> None:
         """See :class:`Sendable`."""
         channel.write_now()
-        arguments = (0, self.exchange, self.routing_key, self.mandatory, False)
-        channel.send_method(spec.Basic.Publish, "Bssbb", arguments, self.message)
+        channel.write_publish(*self)
 
     def refused(self, reason: str) -> RefusedMessage:
         """See :class:`Sendable`."""
@@ -123,18 +106,7 @@ class WindowChannel(OwnChannel):
 
     def send(self, message: Sendable, *, timeout_seconds: float | None = None) -> None:
         """Publish without waiting; kept from here on unless this raises."""
-        if self.connection is None:
-            raise RecoverableConnectionError("connection already closed")
-        try:
-            if timeout_seconds is None:
-                message.write(self)
-            else:
-                with self.connection.transport.having_timeout(timeout_seconds):
-                    message.write(self)
-        except TimeoutError as exc:
-            # Half of it may be on its way: the connection is of no more use.
-            self.connection.transport.connected = False
-            raise RecoverableConnectionError("publishing timed out") from exc
+        self._write(partial(message.write, self), timeout_seconds)
         self._published += 1
         self._unconfirmed[self._published] = message
 
@@ -195,64 +167,7 @@ class WindowChannel(OwnChannel):
 
     def _is_readable(self, timeout_seconds: float | None) -> bool:
         self.write_now()
-        socket = self._transport.sock
-        if socket is None:
-            raise RecoverableConnectionError("connection already closed")
-        if hasattr(socket, "pending") and socket.pending():
-            return True
-        poll = select.poll()
-        poll.register(socket, select.POLLIN)
-        return bool(poll.poll(None if timeout_seconds is None else timeout_seconds * 1000))
-
-    @property
-    def _transport(self) -> Any:
-        if self.connection is None or self.connection._transport is None:
-            raise RecoverableConnectionError("connection already closed")
-        return self.connection._transport
-
-    def _read(self) -> None:
-        transport = self._transport
-        data = transport.sock.recv(READ_BYTES)
-        if not data:
-            transport.connected = False
-            raise RecoverableConnectionError("the broker closed the connection")
-        # py-amqp reads on from here, so what is incomplete is left to it.
-        buffer = transport._read_buffer + data
-        at = 0
-        while len(buffer) - at >= _FRAME_HEADER.size + 1:
-            kind, channel_id, size = _FRAME_HEADER.unpack_from(buffer, at)
-            payload_at = at + _FRAME_HEADER.size
-            end = payload_at + size
-            if len(buffer) <= end:
-                break
-            if buffer[end] != _FRAME_END:
-                raise UnexpectedFrame(f"expected the end of a frame, got {buffer[end]:#04x}")
-            at = end + 1
-            if (
-                kind == _METHOD_FRAME
-                and size == _ACK_BYTES
-                and channel_id == self.channel_id
-                and buffer.startswith(_ACK_METHOD, payload_at)
-            ):
-                tag, multiple = _ACK.unpack_from(buffer, payload_at + len(_ACK_METHOD))
-                self.connection.bytes_recv += 1
-                self._on_basic_ack(tag, bool(multiple & 1))
-                continue
-            # It may raise, and it may read by itself.
-            transport._read_buffer = buffer[at:]
-            self._dispatch((kind, channel_id, buffer[payload_at:end]))
-            if self.connection is None:
-                return
-            buffer, at = transport._read_buffer, 0
-        transport._read_buffer = buffer[at:]
-
-    def _dispatch(self, frame: tuple[int, int, bytes]) -> None:
-        try:
-            self.connection.on_inbound_frame(frame)
-        except ChannelError:
-            if self.closed_with is not None:
-                raise
-            # Another channel of this connection: none of ours.
+        return super()._is_readable(timeout_seconds)
 
     # --- what the broker says ------------------------------------------------------------
 
