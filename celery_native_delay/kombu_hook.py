@@ -14,6 +14,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from kombu import transport
+from kombu.utils.url import maybe_sanitize_url
 
 from .core.due_time import check_countdown, due_us
 from .core.errors import InvalidDueTime, SettingsError
@@ -81,10 +82,18 @@ def option_of(settings: DelaySettings | SettingsError) -> dict[str, Any] | bool:
         field.name: getattr(settings, field.name)
         for field in fields(settings)
         # Publishing does not need them, and the first may hold a password.
-        if field.name not in ("management_url", "telemetry")
+        if field.name not in ("management_url", "telemetry", "ledger_away")
         and getattr(settings, field.name) != getattr(defaults, field.name)
     }
+    if settings.ledger is not None:
+        shown = maybe_sanitize_url(settings.ledger)
+        _ledgers[shown] = settings.ledger
+        changed["ledger"] = shown
     return changed or True
+
+
+#: Ledgers by their URL without its password.
+_ledgers: dict[str, str] = {}
 
 
 def asks_for_delays(option: Any) -> bool:
@@ -113,7 +122,9 @@ def settings_from_option(option: Any) -> DelaySettings:
         case {"misconfigured": error}:
             raise SettingsError(error)
         case Mapping():
-            return DelaySettings.from_mapping(option)
+            ledger = option.get("ledger")
+            known = {"ledger": _ledgers[ledger]} if ledger in _ledgers else {}
+            return DelaySettings.from_mapping({**option, **known})
     raise SettingsError(
         f'expected transport_options["native_delay"] to be True, a dict of settings or '
         f"DelaySettings, got {option!r}"

@@ -13,7 +13,8 @@ from celery.worker.consumer.tasks import Tasks
 
 from ..core.errors import NativeDelayError, SettingsError
 from ..kombu_hook import flush_delayed
-from ..transports.contract import Promoter, Promotes, WorkerPart
+from ..transports.contract import KeepsLedger, Promoter, Promotes, Receipts, WorkerPart
+from . import remote  # noqa: F401  registers its command
 from .adoption import AdoptingStrategies, EarlyTask, Waker, forget_eta
 from .attendant import Attendant
 from .install import Installation, installation_of, keep_celerys_own_off
@@ -42,9 +43,15 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         self._promoting: Thread | None = None
         self._waker: Waker | None = None
         self._telemetry: Telemetry | None = None
+        self._receipts: Receipts | None = None
         installation = installation_of(c.app)
         if installation is not None and installation.enabled:
-            c.strategies = AdoptingStrategies(c, self._adopt)
+            c.strategies = AdoptingStrategies(
+                c,
+                self._put_back,
+                receipts=lambda: self._receipts,
+                runs_unasked=_runs_unasked(installation),
+            )
             self._write_telemetry(c, installation)
 
     def include_if(self, c: Any) -> bool:
@@ -74,6 +81,8 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
             self._attendant = Attendant(c.app, settings)
             self._attendant.start()
         self._attendant.look_for_parked()
+        if self._receipts is None and isinstance(part, KeepsLedger):
+            self._receipts = part.receipts()
         if self._promoter is None and isinstance(part, Promotes):
             self._promoter = part.promoter(c.app.connection_for_write)
             self._promoting = Thread(
@@ -100,10 +109,12 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
             self._waker = Waker(hub)
             c.strategies.wake = self._waker.wake
 
-    def _adopt(self, task: EarlyTask) -> bool:
-        """Hand a task that came too early to the attendant; False if nobody can take it."""
+    def _put_back(self, task: EarlyTask) -> bool:
+        """Hand a task that is to wait again to the attendant; False if nobody can take it."""
         attendant = self._attendant
-        return attendant is not None and attendant.settings.adopt and attendant.adopt(task)
+        if attendant is None or not (attendant.settings.adopt or task.delivery_id is not None):
+            return False
+        return attendant.adopt(task)
 
     def shutdown(self, c: Any) -> None:
         """The worker ends; what was not put back yet is redelivered by the broker."""
@@ -117,6 +128,13 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
             self._promoter.stop()
             self._promoting.join(5.0)
             self._promoter = self._promoting = None
+
+
+def _runs_unasked(installation: Installation) -> bool:
+    try:
+        return installation.settings().ledger_away == "run"
+    except SettingsError:
+        return True  # start() reports it
 
 
 @signals.task_received.connect(weak=False)  # type: ignore[untyped-decorator]
