@@ -90,6 +90,8 @@ class AdoptingStrategies(dict[str, Any]):
             fields = payload if isinstance(payload, dict) else message.headers
             delayed: Delayed | None = getattr(message, "native_delay", None)
             now_us = time_ns() // 1000
+            # Put back, it would lose its mark; and nothing is too early to be announced.
+            cancelled = delayed is not None and delayed.cancelled
 
             def put_back(until_us: int, delivery_id: str | None = None) -> bool:
                 task = EarlyTask(
@@ -111,19 +113,19 @@ class AdoptingStrategies(dict[str, Any]):
                         return ack(logger, self._consumer.connection_errors)
                     if (
                         may_run is None
-                        and not self._runs_unasked
+                        and not (self._runs_unasked or cancelled)
                         and put_back(now_us + AWAY_US, delayed.delivery_id)
                     ):
                         return None
-                if _expired(delayed, fields, now_us):
+                if not cancelled and _expired(delayed, fields, now_us):
                     logger.info("discarding expired task %s", fields.get("id"))
                     return ack(logger, self._consumer.connection_errors)
-                if delayed.cancelled:
+                if cancelled:
                     arrived(fields["id"])
             eta = fields.get("eta")
             if not eta:
                 return strategy(message, payload, ack, reject, callbacks, **kwargs)
-            if self._is_early(delayed, fields, now_us):
+            if not cancelled and self._is_early(delayed, fields, now_us):
                 if put_back(due_us(eta)):
                     return None
             elif delayed is not None and fields is message.headers:

@@ -69,6 +69,8 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
             settings = installation.settings()
             part: WorkerPart = channel.worker_part(settings)
             prepared = part.prepare(where)
+            if self._receipts is None and isinstance(part, KeepsLedger):
+                self._receipts = part.receipts()
         except (NativeDelayError, *c.connection.channel_errors) as exc:
             logger.critical(
                 "native delay is OFF in this worker, immediate tasks run as ever: %s (%s)",
@@ -81,8 +83,6 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
             self._attendant = Attendant(c.app, settings)
             self._attendant.start()
         self._attendant.look_for_parked()
-        if self._receipts is None and isinstance(part, KeepsLedger):
-            self._receipts = part.receipts()
         if self._promoter is None and isinstance(part, Promotes):
             self._promoter = part.promoter(c.app.connection_for_write)
             self._promoting = Thread(
