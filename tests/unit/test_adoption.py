@@ -65,7 +65,7 @@ def test_a_task_that_waited_reaches_celery_without_its_eta_and_gets_it_back() ->
         forget_eta(request, NOON)
         seen.append(request.request_dict)
 
-    strategies = AdoptingStrategies(Consumer(), lambda task: False)
+    strategies = AdoptingStrategies(Consumer(), lambda task: False, lambda task: True)
     strategies["t"] = strategy
     strategies["t"](message, None, None, None, None)
     assert seen == [{"id": "1"}, {"id": "1", "eta": eta}]
@@ -116,7 +116,7 @@ class Worker:
     consumer: Consumer = field(default_factory=Consumer)
 
     def receives(self, message: Message, payload: Any = None) -> str:
-        strategies = AdoptingStrategies(self.consumer, self._adopt)
+        strategies = AdoptingStrategies(self.consumer, self._adopt, lambda task: True)
         strategies["t"] = lambda *args, **kwargs: self.ran.append((args, kwargs))
         strategies["t"](message, payload, self._ack, "reject", ["callback"])
         outcomes = {"ran": self.ran, "adopted": self.adopted, "acked": self.acked}
