@@ -80,8 +80,8 @@ def option_of(settings: DelaySettings | SettingsError) -> dict[str, Any] | bool:
     changed = {
         field.name: getattr(settings, field.name)
         for field in fields(settings)
-        # Publishing does not need them, and the first may hold a password.
-        if field.name not in ("management_url", "telemetry")
+        # Publishing does not need them, and two of them may hold a password.
+        if field.name not in ("management_url", "telemetry", "fence", "fence_policy")
         and getattr(settings, field.name) != getattr(defaults, field.name)
     }
     return changed or True

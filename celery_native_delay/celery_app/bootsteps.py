@@ -16,6 +16,7 @@ from ..kombu_hook import flush_delayed
 from ..transports.contract import Promoter, Promotes, WorkerPart
 from .adoption import AdoptingStrategies, EarlyTask, Waker, forget_eta
 from .attendant import Attendant
+from .fencing import Fence, Guard, NoFence
 from .install import Installation, installation_of, keep_celerys_own_off
 from .telemetry import Telemetry
 
@@ -42,9 +43,11 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         self._promoting: Thread | None = None
         self._waker: Waker | None = None
         self._telemetry: Telemetry | None = None
+        self._fence: Guard = NoFence()
         installation = installation_of(c.app)
         if installation is not None and installation.enabled:
-            c.strategies = AdoptingStrategies(c, self._adopt)
+            self._fence = self._fence_of(c, installation)
+            c.strategies = AdoptingStrategies(c, self._adopt, self._fence.admits)
             self._write_telemetry(c, installation)
 
     def include_if(self, c: Any) -> bool:
@@ -81,6 +84,13 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
             )
             self._promoting.start()
 
+    def _fence_of(self, c: Any, installation: Installation) -> Guard:
+        try:
+            settings = installation.settings()
+        except SettingsError:
+            return NoFence()  # start() reports it
+        return NoFence() if settings.fence is None else Fence(c, settings, self._put_back)
+
     def _write_telemetry(self, c: Any, installation: Installation) -> None:
         try:
             folder = installation.settings().telemetry
@@ -105,8 +115,13 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         attendant = self._attendant
         return attendant is not None and attendant.settings.adopt and attendant.adopt(task)
 
+    def _put_back(self, task: EarlyTask) -> bool:
+        """Have a task wait in the broker again, whoever asks; False if nobody can see to it."""
+        return self._attendant is not None and self._attendant.adopt(task)
+
     def shutdown(self, c: Any) -> None:
         """The worker ends; what was not put back yet is redelivered by the broker."""
+        self._fence.stop()
         if self._telemetry is not None:
             self._telemetry.disconnect()
             self._telemetry = None

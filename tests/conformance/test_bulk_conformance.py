@@ -137,6 +137,20 @@ def test_mixed_due_times_and_queues_arrive_once_and_on_time(app: Celery, url: st
     assert result.by_template > 500
 
 
+def test_what_a_batch_says_stands_in_every_message(app: Celery, url: str) -> None:
+    """Whichever way it goes; of its own headers each has its own."""
+    with inbox(url, "plain", **SETTINGS) as letters:
+        with bulk(app, headers={"tenant": "a", "run": "r/0/0"}) as batch:
+            for _ in range(3):
+                batch.send("shop.remind", countdown=0.5)
+            batch.send("shop.remind", countdown=0.5, headers={"tenant": "b"})
+        came = letters.wait_for(4)
+    headers = [arrival.message.headers for arrival in came]
+    assert sorted(each["tenant"] for each in headers) == ["a", "a", "a", "b"]
+    assert {each["run"] for each in headers} == {"r/0/0"}
+    assert batch.result.by_template == 2
+
+
 def test_a_signal_is_sent_for_every_task(app: Celery, url: str) -> None:
     """Whoever listens sees each task, and may change it."""
     heard = []
