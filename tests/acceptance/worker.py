@@ -77,17 +77,19 @@ class Record:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self._runs: list[Run] = []
+        self._read_bytes = 0
 
     def runs(self, *, task_id: str | None = None, name: str | None = None) -> list[Run]:
         """Every run so far, or those of one task or of one name."""
-        if not self.path.exists():
-            return []
-        # The last line may be half written.
-        lines = self.path.read_text().split("\n")[:-1]
-        found = [Run(**json.loads(line)) for line in lines]
-        return [
-            run for run in found if task_id in (None, run.id) and name in (None, run.name)
-        ]  # fmt: skip
+        if self.path.exists():
+            with self.path.open("rb") as file:
+                file.seek(self._read_bytes)
+                # The last line may be half written.
+                lines, end, _ = file.read().rpartition(b"\n")
+            self._read_bytes += len(lines + end)
+            self._runs += [Run(**json.loads(line)) for line in lines.splitlines()]
+        return [run for run in self._runs if task_id in (None, run.id) and name in (None, run.name)]
 
     def wait_for(
         self, count: int = 1, *, timeout_seconds: float = 30, **which: Any
