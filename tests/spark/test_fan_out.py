@@ -35,11 +35,11 @@ def number_of(arrival: Arrival) -> int:
     return int(args[0] if args else kwargs["number"])
 
 
-def test_twenty_thousand_tasks_arrive_once_on_time_in_their_queues(
+def test_ten_thousand_tasks_arrive_once_on_time_in_their_queues(
     spark: Any, make_app: MakeApp, native_delay_rabbitmq_url: str
 ) -> None:
     """Mixed due times in two zones, bad rows among them, executors in a third zone."""
-    count = 20_000
+    count = 10_000
     etas = (
         spark.range(count, numPartitions=3)
         .selectExpr(
