@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -13,6 +14,7 @@ from kombu import Exchange, Queue
 
 from celery_native_delay import DelayTooLong, InvalidDueTime, UnsupportedBroker, install
 from celery_native_delay.bulk import BulkResult, bulk
+from tests.conformance.brokers import Broker
 from tests.conformance.traffic import SETTINGS, attended
 from tests.integration.traffic import Arrival, bodies, inbox
 from tests.traffic import eta_in
@@ -38,17 +40,33 @@ def make_app(url: str) -> Celery:
     return app
 
 
-@pytest.fixture
-def app(url: str) -> Iterator[Celery]:
+@contextmanager
+def ready_app(url: str) -> Iterator[Celery]:
+    """An app that has declared what it needs, and whose broker is attended to."""
     app = make_app(url)
     with attended(url):
-        with bulk(app) as batch:  # declares
+        with bulk(app) as batch:
             for queue in ("plain", "orders"):
                 batch.send("shop.warm_up", queue=queue, countdown=0.01)
         with inbox(url, "plain", "orders", **SETTINGS) as letters:
             letters.wait_for(2)
         yield app
     app.close()
+
+
+@pytest.fixture
+def app(url: str) -> Iterator[Celery]:
+    with ready_app(url) as app:
+        yield app
+
+
+@pytest.fixture(scope="module")
+def shared_app(broker: Broker) -> Iterator[Celery]:
+    """For tests that leave nothing behind."""
+    url = broker.new_space()
+    with ready_app(url) as app:
+        yield app
+    broker.remove_space(url)
 
 
 def seen(arrival: Arrival) -> dict[str, Any]:
@@ -87,13 +105,13 @@ def seen(arrival: Arrival) -> dict[str, Any]:
     ids=str,
 )
 def test_a_task_in_bulk_is_the_task_that_apply_async_sends(
-    app: Celery, url: str, options: dict[str, Any]
+    shared_app: Celery, options: dict[str, Any]
 ) -> None:
-    send = app.tasks["shop.remind"].apply_async
+    send = shared_app.tasks["shop.remind"].apply_async
     arguments = (7,), {"text": 'é % "quoted"'}
-    with inbox(url, "plain", "orders", **SETTINGS) as letters:
+    with inbox(shared_app.conf.broker_url, "plain", "orders", **SETTINGS) as letters:
         send(*arguments, countdown=1, **options)
-        with bulk(app) as batch:
+        with bulk(shared_app) as batch:
             ids = [batch.send("shop.remind", *arguments, countdown=1, **options) for _ in range(3)]
         single, *many = letters.wait_for(4)
     if single.message.headers["id"] in ids:
