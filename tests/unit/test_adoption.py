@@ -10,16 +10,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from celery.exceptions import InvalidTaskError
 from celery.worker import state
 
 from celery_native_delay.celery_app import announcing
 from celery_native_delay.celery_app.adoption import (
     AdoptingStrategies,
     EarlyTask,
+    FencedTask,
     forget_eta,
 )
 from celery_native_delay.core.delayed import Delayed
 from celery_native_delay.core.due_time import due_us
+from celery_native_delay.core.fence import HEADER
 
 NOON = datetime(2026, 11, 20, 12, 0, tzinfo=UTC)
 
@@ -66,7 +69,7 @@ def test_a_task_that_waited_reaches_celery_without_its_eta_and_gets_it_back() ->
         forget_eta(request, NOON)
         seen.append(request.request_dict)
 
-    strategies = AdoptingStrategies(Consumer(), lambda task: False)
+    strategies = AdoptingStrategies(Consumer(), lambda task: False, lambda task: True)
     strategies["t"] = strategy
     strategies["t"](message, None, None, None, None)
     assert seen == [{"id": "1"}, {"id": "1", "eta": eta}]
@@ -113,6 +116,7 @@ class Worker:
     takes: bool = True
     answer: bool | None = True
     runs_unasked: bool = True
+    admits: Callable[[FencedTask], bool] = lambda task: True
     ran: list[tuple[Any, ...]] = field(default_factory=list)
     adopted: list[EarlyTask] = field(default_factory=list)
     acked: list[tuple[Any, ...]] = field(default_factory=list)
@@ -120,7 +124,11 @@ class Worker:
 
     def receives(self, message: Message, payload: Any = None) -> str:
         strategies = AdoptingStrategies(
-            self.consumer, self._adopt, receipts=lambda: self, runs_unasked=self.runs_unasked
+            self.consumer,
+            self._adopt,
+            self.admits,
+            receipts=lambda: self,
+            waits=(lambda task: False) if self.runs_unasked else self._adopt,
         )
         strategies["t"] = lambda *args, **kwargs: self.ran.append((args, kwargs))
         strategies["t"](message, payload, self._ack, "reject", ["callback"])
@@ -271,6 +279,70 @@ def test_a_task_is_no_longer_ours_when_the_connection_is_gone() -> None:
     assert task.is_ours
     message.channel.connection = None
     assert not task.is_ours
+
+
+# ---- fenced runs -------------------------------------------------------------------------
+
+
+@dataclass
+class Gate:
+    """Notes what it is asked about."""
+
+    admitted: bool = False
+    asked: list[FencedTask] = field(default_factory=list)
+
+    def __call__(self, task: FencedTask) -> bool:
+        self.asked.append(task)
+        return self.admitted
+
+
+def test_nobody_is_asked_about_a_task_without_the_header_or_one_that_is_early() -> None:
+    gate = Gate()
+    fenced = {"id": "1", HEADER: "run/0/0-a"}
+    assert Worker(admits=gate).receives(Message({"id": "1"})) == "ran"
+    assert Worker(admits=gate).receives(Message(fenced | {"eta": in_seconds(60)})) == "adopted"
+    assert gate.asked == []
+
+
+@pytest.mark.parametrize("waited", [None, delayed()])
+def test_a_fenced_task_that_is_not_admitted_is_judged_again_in_the_consumers_thread(
+    waited: Delayed | None,
+) -> None:
+    """Then it runs as if it had not been asked about; its ETA was never out of its message."""
+    gate, consumer, ran = Gate(), Consumer(), []
+    strategies = AdoptingStrategies(consumer, lambda task: False, gate)
+    strategies["t"] = lambda message, *_: ran.append(message.headers.get("eta"))
+    eta = in_seconds(-1)
+    message = Message({"id": "1", "task": "t", "eta": eta, HEADER: "run/0/0-a"}, waited)
+    strategies["t"](message, None, None, None, None)
+    [task] = gate.asked
+    assert (task.name, task.id, task.queue, task.is_ours) == ("t", "1", "jobs", True)
+    assert message.headers["eta"] == eta
+    gate.admitted = True
+    task.again()
+    assert ran == []
+    consumer.soon.pop()()
+    assert ran == [None if waited else eta]
+    assert len(gate.asked) == 2
+
+
+def test_a_task_that_celery_cannot_read_is_rejected_as_ever_when_it_is_judged_again() -> None:
+    """Nobody else is there to do it; an error would end the consumer."""
+    gate, consumer, invalid = Gate(), Consumer(), []
+    consumer.on_invalid_task = lambda *args: invalid.append(args)  # type: ignore[attr-defined]
+    strategies = AdoptingStrategies(consumer, lambda task: False, gate)
+
+    def strategy(*_: Any) -> None:
+        raise InvalidTaskError("no task")
+
+    strategies["t"] = strategy
+    message = Message({"id": "1", HEADER: "run/0/0-a"})
+    strategies["t"](message, "payload", None, None, None)
+    gate.admitted = True
+    gate.asked[0].again()
+    consumer.soon.pop()()
+    [(payload, rejected, exc)] = invalid
+    assert (payload, rejected, str(exc)) == ("payload", message, "no task")
 
 
 # ---- a message's own expiration ----------------------------------------------------------
