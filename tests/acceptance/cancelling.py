@@ -142,7 +142,7 @@ def test_a_thousand_of_ten_thousand_are_cancelled_and_exactly_those_do_not_run(
     fleet: Fleet,
 ) -> None:
     app = fleet.app()
-    eta = datetime.now(UTC) + timedelta(seconds=20)
+    eta = datetime.now(UTC) + timedelta(seconds=30)
     with bulk(app) as batch:
         for number in range(10_000):
             batch.send("note", (number,), task_id=f"task-{number}", eta=eta, ignore_result=True)
