@@ -8,6 +8,7 @@ From then on every ``countdown`` and ``eta`` of that app waits in the broker. Pl
 set ``transport_options={"native_delay": True}`` and publish with :func:`delay_headers`.
 """
 
+from .celery_app.delay import Delay
 from .celery_app.install import install
 from .core.errors import (
     BrokerFull,
@@ -17,14 +18,18 @@ from .core.errors import (
     FenceUnavailable,
     InvalidDueTime,
     InvalidFanOut,
+    InvalidQuery,
+    LedgerUnavailable,
     ManagementUnavailable,
     NativeDelayError,
+    NoLedger,
     NotPermitted,
     PublishRefused,
     SettingsError,
     TopologyMismatch,
     UnsupportedBroker,
 )
+from .core.ledger import Outcome, Query, Verdict, Waiting
 from .core.refusal import RefusedMessage
 from .core.settings import DelaySettings
 from .kombu_hook import delay_headers, flush_delayed, register_transports
@@ -34,20 +39,28 @@ __version__ = "0.1.0"
 __all__ = (
     "BrokerFull",
     "CannotDelay",
+    "Delay",
     "DelaySettings",
     "DelayTooLong",
     "FanOutFailed",
     "FenceUnavailable",
     "InvalidDueTime",
     "InvalidFanOut",
+    "InvalidQuery",
+    "LedgerUnavailable",
     "ManagementUnavailable",
     "NativeDelayError",
+    "NoLedger",
     "NotPermitted",
+    "Outcome",
     "PublishRefused",
+    "Query",
     "RefusedMessage",
     "SettingsError",
     "TopologyMismatch",
     "UnsupportedBroker",
+    "Verdict",
+    "Waiting",
     "delay_headers",
     "flush_delayed",
     "install",

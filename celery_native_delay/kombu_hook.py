@@ -14,6 +14,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from kombu import transport
+from kombu.utils.url import maybe_sanitize_url
 
 from .core.due_time import check_countdown, due_us
 from .core.errors import InvalidDueTime, SettingsError
@@ -67,6 +68,10 @@ def flush_delayed(*, timeout_seconds: float | None = 60.0) -> None:
         flush(timeout_seconds)
 
 
+#: Settings that publishing does not need; two of them may hold a password.
+_NOT_FOR_PUBLISHING = ("management_url", "telemetry", "fence", "fence_policy", "ledger_away")
+
+
 def option_of(settings: DelaySettings | SettingsError) -> dict[str, Any] | bool:
     """What to put under :data:`OPTION` for *settings*.
 
@@ -80,11 +85,18 @@ def option_of(settings: DelaySettings | SettingsError) -> dict[str, Any] | bool:
     changed = {
         field.name: getattr(settings, field.name)
         for field in fields(settings)
-        # Publishing does not need them, and two of them may hold a password.
-        if field.name not in ("management_url", "telemetry", "fence", "fence_policy")
+        if field.name not in _NOT_FOR_PUBLISHING
         and getattr(settings, field.name) != getattr(defaults, field.name)
     }
+    if settings.ledger is not None:
+        shown = maybe_sanitize_url(settings.ledger)
+        _ledgers[shown] = settings.ledger
+        changed["ledger"] = shown
     return changed or True
+
+
+#: Ledgers by their URL without its password.
+_ledgers: dict[str, str] = {}
 
 
 def asks_for_delays(option: Any) -> bool:
@@ -113,7 +125,9 @@ def settings_from_option(option: Any) -> DelaySettings:
         case {"misconfigured": error}:
             raise SettingsError(error)
         case Mapping():
-            return DelaySettings.from_mapping(option)
+            ledger = option.get("ledger")
+            known = {"ledger": _ledgers[ledger]} if ledger in _ledgers else {}
+            return DelaySettings.from_mapping({**option, **known})
     raise SettingsError(
         f'expected transport_options["native_delay"] to be True, a dict of settings or '
         f"DelaySettings, got {option!r}"

@@ -159,3 +159,18 @@ def own_redis(server_name: ServerName) -> Iterator[PrivateRedis]:
     """A Redis or Valkey that this test may stop, fill or configure."""
     with private_redis(server=server_name) as server:
         yield server
+
+
+@pytest.fixture(scope="session")
+def ledger_server() -> Iterator[PrivateRedis]:
+    """The Redis of all tests whose broker needs a ledger; do not stop it."""
+    installed(require_redis, "redis")
+    with private_redis(server="redis") as server:
+        yield server
+
+
+@pytest.fixture
+def ledger_redis(ledger_server: PrivateRedis) -> PrivateRedis:
+    """The same, emptied for this test."""
+    ledger_server.client.flushall()
+    return ledger_server

@@ -23,6 +23,8 @@ from ..core.delayed import Delayed
 from ..core.due_time import due_us
 from ..core.errors import InvalidDueTime
 from ..core.fence import HEADER
+from ..transports.contract import Receipts
+from .announcing import arrived
 
 logger = get_logger(__name__)
 
@@ -33,6 +35,9 @@ CLOCK_SKEW_US = 1_000_000
 #: A shorter wait, in microseconds, is left to Celery's timer: exact, and over before a message
 #: has gone to the broker and back.
 SHORTEST_WAIT_US = 100_000
+
+#: For so long a task waits again while nobody can tell whether it may run, in microseconds.
+AWAY_US = 5_000_000
 
 _CLOCK_SKEW = timedelta(microseconds=CLOCK_SKEW_US)
 _NONE = timedelta()
@@ -51,6 +56,7 @@ class EarlyTask:
     queue: str
     ack: Callable[[], Any]
     hold: Callable[[], Any]
+    delivery_id: str | None = None
 
     @property
     def is_ours(self) -> bool:
@@ -87,11 +93,17 @@ class AdoptingStrategies(dict[str, Any]):
         consumer: Any,
         adopt: Callable[[EarlyTask], bool],
         admits: Callable[[FencedTask], bool],
+        *,
+        receipts: Callable[[], Receipts | None] = lambda: None,
+        runs_unasked: bool = True,
     ) -> None:
+        """*receipts* are asked about what waited; with no answer, it runs if *runs_unasked*."""
         super().__init__()
         self._consumer = consumer
         self._adopt = adopt
         self._admits = admits
+        self._receipts = receipts
+        self._runs_unasked = runs_unasked
         self.wake: Callable[[], Any] = lambda: None
 
     def __setitem__(self, name: str, strategy: Callable[..., Any]) -> None:
@@ -104,22 +116,43 @@ class AdoptingStrategies(dict[str, Any]):
             fields = payload if isinstance(payload, dict) else message.headers
             delayed: Delayed | None = getattr(message, "native_delay", None)
             now_us = time_ns() // 1000
-            if delayed is not None and _expired(delayed, fields, now_us):
-                logger.info("discarding expired task %s", fields.get("id"))
-                return ack(logger, self._consumer.connection_errors)
-            eta = fields.get("eta")
-            early = bool(eta) and self._is_early(delayed, fields, now_us)
-            if eta and early:
+            # Put back, it would lose its mark; and nothing is too early to be announced.
+            cancelled = delayed is not None and delayed.cancelled
+
+            def put_back(until_us: int, delivery_id: str | None = None) -> bool:
                 task = EarlyTask(
                     message,
-                    due_us(eta),
+                    until_us,
                     queue_of(self._consumer, message),
                     self._ack_soon(message),
                     self._soon(strategy, message, payload, ack, reject, callbacks, **kwargs),
+                    delivery_id,
                 )
-                if task.queue and self._adopt(task):
-                    return None
-            if HEADER in message.headers:
+                return bool(task.queue) and self._adopt(task)
+
+            if delayed is not None:
+                receipts = self._receipts()
+                if receipts is not None and fields is message.headers:
+                    may_run = receipts.may_run(fields, delayed.delivery_id)
+                    if may_run is False:
+                        logger.info("dropping task %s, which was moved", fields.get("id"))
+                        return ack(logger, self._consumer.connection_errors)
+                    if (
+                        may_run is None
+                        and not (self._runs_unasked or cancelled)
+                        and put_back(now_us + AWAY_US, delayed.delivery_id)
+                    ):
+                        return None
+                if not cancelled and _expired(delayed, fields, now_us):
+                    logger.info("discarding expired task %s", fields.get("id"))
+                    return ack(logger, self._consumer.connection_errors)
+                if cancelled:
+                    arrived(fields["id"])
+            eta: Any = fields.get("eta")
+            early = bool(eta) and not cancelled and self._is_early(delayed, fields, now_us)
+            if early and put_back(due_us(eta)):
+                return None
+            if HEADER in message.headers and not cancelled:
                 again = partial(on_task, message, payload, ack, reject, callbacks, **kwargs)
                 if not self._admits(self._fenced(message, payload, fields, again)):
                     return None

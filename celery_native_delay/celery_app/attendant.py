@@ -18,9 +18,9 @@ from typing import Any
 from amqp.exceptions import AMQPError
 from celery.utils.log import get_logger
 
-from ..core.errors import ManagementUnavailable, NativeDelayError, NotPermitted
+from ..core.errors import LedgerUnavailable, ManagementUnavailable, NativeDelayError, NotPermitted
 from ..core.settings import DelaySettings
-from ..transports.contract import WorkerPart
+from ..transports.contract import KeepsLedger, WorkerPart
 from .adoption import EarlyTask
 
 logger = get_logger(__name__)
@@ -142,6 +142,10 @@ class Attendant(Thread):
         else:
             self._look_seconds = LONGEST_LOOK_SECONDS
         self._next_look = monotonic() + self._look_seconds
+        part = self._part()
+        if isinstance(part, KeepsLedger):
+            with suppress(LedgerUnavailable):  # whoever uses it says so
+                part.sweep()
 
     def _name_dangers(self) -> None:
         try:

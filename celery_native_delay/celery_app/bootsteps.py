@@ -13,7 +13,8 @@ from celery.worker.consumer.tasks import Tasks
 
 from ..core.errors import NativeDelayError, SettingsError
 from ..kombu_hook import flush_delayed
-from ..transports.contract import Promoter, Promotes, WorkerPart
+from ..transports.contract import KeepsLedger, Promoter, Promotes, Receipts, WorkerPart
+from . import remote  # noqa: F401  registers its command
 from .adoption import AdoptingStrategies, EarlyTask, Waker, forget_eta
 from .attendant import Attendant
 from .fencing import Fence, Guard, NoFence
@@ -44,10 +45,17 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         self._waker: Waker | None = None
         self._telemetry: Telemetry | None = None
         self._fence: Guard = NoFence()
+        self._receipts: Receipts | None = None
         installation = installation_of(c.app)
         if installation is not None and installation.enabled:
             self._fence = self._fence_of(c, installation)
-            c.strategies = AdoptingStrategies(c, self._adopt, self._fence.admits)
+            c.strategies = AdoptingStrategies(
+                c,
+                self._adopt,
+                self._fence.admits,
+                receipts=lambda: self._receipts,
+                runs_unasked=_runs_unasked(installation),
+            )
             self._write_telemetry(c, installation)
 
     def include_if(self, c: Any) -> bool:
@@ -65,6 +73,8 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
             settings = installation.settings()
             part: WorkerPart = channel.worker_part(settings)
             prepared = part.prepare(where)
+            if self._receipts is None and isinstance(part, KeepsLedger):
+                self._receipts = part.receipts()
         except (NativeDelayError, *c.connection.channel_errors) as exc:
             logger.critical(
                 "native delay is OFF in this worker, immediate tasks run as ever: %s (%s)",
@@ -111,9 +121,10 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
             c.strategies.wake = self._waker.wake
 
     def _adopt(self, task: EarlyTask) -> bool:
-        """Hand a task that came too early to the attendant; False if nobody can take it."""
+        """:meth:`_put_back`, but of those that came too early only if they are to be adopted."""
         attendant = self._attendant
-        return attendant is not None and attendant.settings.adopt and attendant.adopt(task)
+        adopts = attendant is not None and attendant.settings.adopt
+        return (adopts or task.delivery_id is not None) and self._put_back(task)
 
     def _put_back(self, task: EarlyTask) -> bool:
         """Have a task wait in the broker again, whoever asks; False if nobody can see to it."""
@@ -132,6 +143,13 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
             self._promoter.stop()
             self._promoting.join(5.0)
             self._promoter = self._promoting = None
+
+
+def _runs_unasked(installation: Installation) -> bool:
+    try:
+        return installation.settings().ledger_away == "run"
+    except SettingsError:
+        return True  # start() reports it
 
 
 @signals.task_received.connect(weak=False)  # type: ignore[untyped-decorator]

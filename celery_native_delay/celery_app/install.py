@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import sys
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, TypeVar
 
 import celery.app.base
 from celery import Celery
 from celery.local import Proxy
+from celery.utils.imports import symbol_by_name
 from kombu import Connection
 from kombu.transport import TRANSPORT_ALIASES
 
@@ -180,10 +183,28 @@ def install(app: App, **settings: Any) -> App:
     real._native_delay = installation
     real._connection = installation.connection
     real.send_task = installation.send_task
+    if not isinstance(real.control_cls, ControlOf):
+        real.control_cls = ControlOf(real.control_cls)
+        vars(real).pop("control", None)
+    if "celery.worker.control" in sys.modules:  # else nobody can ask for the command
+        from . import remote  # noqa: F401
     real.steps["consumer"].add(BOOTSTEP)
     real.fixups = {*real.fixups, f"{__name__}:reinstall"}
     _drop_pools(real)
     return app
+
+
+@dataclass(frozen=True)
+class ControlOf:
+    """Makes an app's ``Control`` out of the class that it had before; can be pickled with it."""
+
+    original: Any
+
+    def __call__(self, app: Any) -> Any:
+        """The control of *app*, made when it is first asked for."""
+        from .control import revoking
+
+        return revoking(symbol_by_name(self.original))(app=app)
 
 
 def reinstall(app: Celery) -> None:

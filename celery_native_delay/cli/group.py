@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from ..transports.contract import AdminPart, Report, WorkerPart
 
 as_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts.")
-yes_option = click.option("-f", "--force", is_flag=True, help="Do not ask for confirmation.")
+yes_option = click.option(
+    "-f", "--force", "--yes", is_flag=True, help="Do not ask for confirmation."
+)
 
 
 @click.group(name="delay")

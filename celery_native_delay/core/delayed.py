@@ -16,7 +16,7 @@ class Delayed(NamedTuple):
     """What a message that waited carries about its wait.
 
     *delivery_id* is equal only for copies of one delivery; *due_ms* and *expires_ms* are
-    milliseconds since the epoch.
+    milliseconds since the epoch. One that was *cancelled* comes to be announced, not to run.
     """
 
     delivery_id: str
@@ -24,6 +24,7 @@ class Delayed(NamedTuple):
     exchange: str
     routing_key: str
     expires_ms: int | None = None
+    cancelled: bool = False
 
 
 def due_of(headers: Mapping[str, Any] | None) -> int | None:
@@ -51,3 +52,25 @@ def due_ms_of(headers: Mapping[str, Any]) -> int | None:
     except InvalidDueTime:
         return None
     return None if found_us is None else milliseconds_up(found_us)
+
+
+#: Under these two a trace keeps that its task was cancelled, and the ``expires`` it had.
+CANCELLED, EXPIRES = "cancelled", "task_expires"
+
+#: Long ago: a worker that knows nothing of us announces a cancelled task as expired.
+_LONG_AGO = "2000-01-01T00:00:00+00:00"
+
+
+def cancel(headers: dict[str, Any], trace: dict[str, Any]) -> None:
+    """Mark a task's *headers* and *trace*: whoever receives it must not run it."""
+    trace[CANCELLED] = True
+    trace[EXPIRES] = headers.get("expires")
+    headers["expires"] = _LONG_AGO
+
+
+def uncover(headers: dict[str, Any], trace: Mapping[str, Any]) -> bool:
+    """Whether the task was cancelled; its *headers* then have what :func:`cancel` took."""
+    if not trace.get(CANCELLED):
+        return False
+    headers["expires"] = trace.get(EXPIRES)
+    return True

@@ -39,6 +39,11 @@ def due_us(eta: datetime | str) -> int:
     return (eta - _EPOCH) // _MICROSECOND
 
 
+def eta_of(due_us: int) -> str:
+    """The ETA, as Celery writes it, of a due time in microseconds since the epoch."""
+    return (_EPOCH + due_us * _MICROSECOND).isoformat()
+
+
 def milliseconds_up(microseconds: int) -> int:
     """Microseconds in milliseconds, rounded up: never early."""
     return -(-microseconds // 1000)

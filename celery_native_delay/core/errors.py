@@ -12,6 +12,9 @@
     ├── NotPermitted             the broker user may not declare or bind what is needed
     ├── UnsupportedBroker        no transport of ours fits, or the broker is too old
     ├── BrokerFull               the broker takes no more messages that wait
+    ├── InvalidQuery             a search for waiting tasks that cannot be understood
+    ├── LedgerUnavailable        nobody can say what waits, or change it: the ledger is away
+    │   └── NoLedger             there is none
     ├── InvalidFanOut            an option or column of a Spark fan-out is impossible
     ├── FanOutFailed             rows of a Spark fan-out are not confirmed
     ├── FenceUnavailable         the store of a fence cannot be reached or used
@@ -73,6 +76,18 @@ class UnsupportedBroker(NativeDelayError):
 
 class BrokerFull(NativeDelayError):
     """The broker takes no more messages that wait; nothing was sent."""
+
+
+class InvalidQuery(NativeDelayError, ValueError):
+    """A search for waiting tasks that cannot be understood."""
+
+
+class LedgerUnavailable(NativeDelayError):
+    """Nobody can say what waits, or change it: the ledger is away."""
+
+
+class NoLedger(LedgerUnavailable):
+    """This app has no ledger: what waits in its broker cannot be seen."""
 
 
 class InvalidFanOut(NativeDelayError, ValueError):

@@ -25,6 +25,8 @@ MAX_CONFIRM_WINDOW = 1_000_000
 _NAMESPACE = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 _NAMESPACE_BYTES = 64
 
+_LEDGER_URLS = ("redis://", "rediss://", "redis+socket://", "unix://")
+
 
 @dataclass(frozen=True, kw_only=True)
 class DelaySettings:
@@ -63,6 +65,13 @@ class DelaySettings:
     management_url: str | None = None
     """RabbitMQ's management API, ``http://user:password@host:15672``. None: the broker's host
     and credentials, port 15672. Only ``verify``, ``status`` and the policy check read it."""
+
+    ledger: str | None = None
+    """URL of a Redis that keeps what waits in RabbitMQ: needed there to list, cancel and move
+    tasks; on a Redis broker the store itself is the ledger. Defaults to None: off."""
+    ledger_away: str = "run"
+    """While the ledger does not answer, a task that is due may "run", although it may have been
+    cancelled or moved; or it is to "wait" in the broker until the ledger does."""
 
     telemetry: str | None = None
     """Folder to which every process of a worker writes what its tasks did, one line of JSON when
@@ -187,6 +196,13 @@ def _expected(name: str, value: Any) -> str:
         case "landing_exchanges":
             fits = isinstance(value, tuple) and all(isinstance(v, str) and v for v in value)
             return "" if fits else "a list of exchange names"
+        case "ledger":
+            if value == "stream":
+                return "None or the URL of a Redis: a ledger in a stream is not built yet"
+            fits = value is None or (isinstance(value, str) and value.startswith(_LEDGER_URLS))
+            return "" if fits else f"None or a URL that starts with {' or '.join(_LEDGER_URLS)}"
+        case "ledger_away":
+            return "" if value in ("run", "wait") else '"run" or "wait"'
         case "telemetry":
             fits = value is None or (isinstance(value, str) and value != "" and "\0" not in value)
             return "" if fits else "None or the path of a folder"

@@ -32,6 +32,10 @@ class EarlyMessage(Protocol):
     def queue(self) -> str:
         """Where it was consumed from, and is to come back to alone."""
 
+    @property
+    def delivery_id(self) -> str | None:
+        """The one that it is to keep, None for a new one."""
+
 
 Early = TypeVar("Early", bound=EarlyMessage)
 
@@ -112,6 +116,28 @@ class Promotes(Protocol):
 
     def promoter(self, connect: Callable[..., Any]) -> Promoter:
         """A promoter; *connect* makes kombu connections, given their ``transport_options``."""
+
+
+class Receipts(Protocol):
+    """What a worker asks about every message that waited, before anything is done with it."""
+
+    def may_run(self, headers: Mapping[str, Any], delivery_id: str) -> bool | None:
+        """False for a message whose task was moved; None if nobody can tell right now."""
+
+
+@runtime_checkable
+class KeepsLedger(Protocol):
+    """A worker's part on a broker that nobody can look into, so that a ledger is kept beside it."""
+
+    def receipts(self) -> Receipts | None:
+        """What to ask; None if no ledger is kept."""
+
+    def sweep(self) -> int:
+        """Remove what the ledger holds of messages that are long gone; how many.
+
+        Raises:
+            LedgerUnavailable: it is away.
+        """
 
 
 @dataclass(frozen=True)

@@ -10,9 +10,10 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from celery import Celery
 from kombu import Connection
 
-from celery_native_delay import DelaySettings
+from celery_native_delay import Delay, DelaySettings, install
 from celery_native_delay.testing import PrivateRedis, require_rabbitmq, require_redis
 from pytest_celery_native_delay import installed
 from tests.waiting import wait_until
@@ -57,6 +58,14 @@ def test_the_kombu_example_publishes_a_message_that_waits(vhost_url: str) -> Non
         assert channel.basic_get("emails") is None
         message = wait_until(lambda: channel.basic_get("emails", no_ack=True), timeout_seconds=20)
     assert b"ada@example.com" in bytes(message.body, "utf-8")
+
+
+def test_what_waits_is_seen_and_changed_as_shown(ledger_redis: PrivateRedis) -> None:
+    with install(Celery("shop", broker=ledger_redis.url, set_as_current=False)) as app:
+        task_id = app.send_task("shop.remind", ("ada",), countdown=60).id
+        block = next(block for block in PYTHON_BLOCKS if "Delay(app)" in block)
+        exec(block, {"app": app, "task_id": task_id})
+        assert Delay(app).ls().tasks == ()
 
 
 def test_the_example_of_a_test_passes(

@@ -13,6 +13,7 @@ import pytest
 from celery.exceptions import InvalidTaskError
 from celery.worker import state
 
+from celery_native_delay.celery_app import announcing
 from celery_native_delay.celery_app.adoption import (
     AdoptingStrategies,
     EarlyTask,
@@ -110,22 +111,33 @@ class Message:
 
 @dataclass
 class Worker:
-    """Strategies around one that notes what Celery is given."""
+    """Strategies around one that notes what Celery is given; its ledger answers *answer*."""
 
     takes: bool = True
     admits: Callable[[FencedTask], bool] = lambda task: True
+    answer: bool | None = True
+    runs_unasked: bool = True
     ran: list[tuple[Any, ...]] = field(default_factory=list)
     adopted: list[EarlyTask] = field(default_factory=list)
     acked: list[tuple[Any, ...]] = field(default_factory=list)
     consumer: Consumer = field(default_factory=Consumer)
 
     def receives(self, message: Message, payload: Any = None) -> str:
-        strategies = AdoptingStrategies(self.consumer, self._adopt, self.admits)
+        strategies = AdoptingStrategies(
+            self.consumer,
+            self._adopt,
+            self.admits,
+            receipts=lambda: self,
+            runs_unasked=self.runs_unasked,
+        )
         strategies["t"] = lambda *args, **kwargs: self.ran.append((args, kwargs))
         strategies["t"](message, payload, self._ack, "reject", ["callback"])
         outcomes = {"ran": self.ran, "adopted": self.adopted, "acked": self.acked}
         [outcome] = [name for name, calls in outcomes.items() if calls]
         return outcome
+
+    def may_run(self, headers: dict[str, Any], delivery_id: str) -> bool | None:
+        return self.answer
 
     def _adopt(self, task: EarlyTask) -> bool:
         if self.takes:
@@ -144,6 +156,7 @@ def in_seconds(seconds: float) -> str:
 def nothing_revoked() -> Iterator[None]:
     yield
     state.revoked.clear()
+    announcing._arrived.clear()
 
 
 def test_a_task_that_is_early_is_adopted_with_its_queue_and_due_time() -> None:
@@ -361,3 +374,38 @@ def test_other_messages_are_not_discarded(
 ) -> None:
     expires_ms = None if expires_in is None else ms_from_now(expires_in)
     assert Worker().receives(Message(headers, delayed(expires_ms))) == "ran"
+
+
+# ---- cancelled and moved tasks -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("answer", [True, None])
+def test_a_cancelled_task_goes_to_celery_at_once_whatever_its_times_say(
+    answer: bool | None,
+) -> None:
+    """Put back or discarded it would lose its mark, and run; the canceller's clock may be ahead."""
+    cancelled = delayed(ms_from_now(-1))._replace(cancelled=True)
+    worker = Worker(answer=answer, runs_unasked=False)
+    assert worker.receives(Message({"id": "1", "eta": in_seconds(60)}, cancelled)) == "ran"
+
+
+@pytest.mark.parametrize(
+    ("answer", "runs_unasked", "outcome"),
+    [
+        (True, False, "ran"),
+        (False, True, "acked"),
+        (None, True, "ran"),
+        (None, False, "adopted"),
+    ],
+)
+def test_a_task_that_waited_does_what_the_ledger_says(
+    answer: bool | None, runs_unasked: bool, outcome: str
+) -> None:
+    worker = Worker(answer=answer, runs_unasked=runs_unasked)
+    message = Message({"id": "1", "task": "t", "eta": in_seconds(-1)}, delayed())
+    assert worker.receives(message) == outcome
+    assert [task.delivery_id for task in worker.adopted] == ["id-1"] * (outcome == "adopted")
+
+
+def test_a_task_that_did_not_wait_is_nothing_to_the_ledger() -> None:
+    assert Worker(answer=False).receives(Message({"id": "1"})) == "ran"

@@ -17,11 +17,12 @@ def message(tag: str = "tag-1", **headers: Any) -> dict[str, Any]:
 def test_the_names_of_version_2_are_frozen() -> None:
     """Messages in production wait under them; to change them, add a version."""
     keys = Keys("shop:", "celery_delay")
-    assert [keys.due, keys.messages, keys.wake, keys.parked] == [
+    assert [keys.due, keys.messages, keys.wake, keys.parked, keys.ids] == [
         "shop:celery_delay.v2.due",
         "shop:celery_delay.v2.messages",
         "shop:celery_delay.v2.wake",
         "shop:celery_delay.v2.parked",
+        "shop:celery_delay.v2.ids",
     ]
     assert member_of(message(id="task-1"), "celery") == "task-1:u2yCm81Mnozy"
 

@@ -29,6 +29,8 @@ def test_defaults() -> None:
         "landing_exchanges": (),
         "adopt": True,
         "management_url": None,
+        "ledger": None,
+        "ledger_away": "run",
         "telemetry": None,
         "fence": None,
         "fence_policy": "run",
@@ -58,6 +60,8 @@ def test_the_default_levels_reach_eight_and_a_half_years() -> None:
         ("routing", "chain"),
         ("confirm_publish", "off"),
         ("confirm_publish", "window"),
+        ("ledger", "redis+socket:///run/redis.sock"),
+        ("ledger_away", "wait"),
         ("confirm_window", 1),
         ("confirm_window", 1_000_000),
         ("landing_exchanges", ["news"]),
@@ -79,6 +83,7 @@ def test_values_that_are_accepted(name: str, value: Any) -> None:
 NAMESPACE = "1 to 64 letters, digits, _, - or inner dots"
 LEVELS = "a whole number from 1 to 60"
 CONFIRM = '"wait", "window" or "off"'
+LEDGER = "None or a URL that starts with redis:// or rediss:// or redis+socket:// or unix://"
 RESOLUTION = "seconds from 0.001 to 3600, a whole number of milliseconds"
 
 
@@ -133,6 +138,9 @@ RESOLUTION = "seconds from 0.001 to 3600, a whole number of milliseconds"
         ("adopt", 0, "True or False"),
         ("management_url", "rabbit:15672", "None or an http(s) URL"),
         ("management_url", 15672, "None or an http(s) URL"),
+        ("ledger", "amqp://", LEDGER),
+        ("ledger", "stream", "None or the URL of a Redis: a ledger in a stream is not built yet"),
+        ("ledger_away", True, '"run" or "wait"'),
         ("telemetry", "", "None or the path of a folder"),
         ("telemetry", True, "None or the path of a folder"),
         ("fence", "store:6379", FENCE),

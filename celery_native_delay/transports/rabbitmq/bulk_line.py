@@ -115,6 +115,8 @@ class BulkLine(Line[Outbox]):
         headers = publication.message.properties.get("application_headers") or {}
         if HEADER not in headers or "BCC" in headers or "expires" in headers[HEADER]:
             return None
+        if channel.delays.ledger is not None:
+            return None  # which keeps whole messages
         try:
             template = Template(publication.message.properties)
             same = template.frames(

@@ -11,14 +11,17 @@ from time import time_ns
 from typing import Any
 
 import amqp
-from amqp.exceptions import AccessRefused, NotFound, RecoverableConnectionError
+from amqp.exceptions import AccessRefused, MessageNacked, NotFound, RecoverableConnectionError
 
 from ...core.address import landing_address, message_address
+from ...core.delayed import HEADER
 from ...core.due_time import check_reach, units_until
 from ...core.errors import CannotDelay, NativeDelayError, TopologyMismatch
 from ...core.settings import DelaySettings
 from .declaring import broker_version, not_permitted
 from .envelope import seal
+from .ledger.entry import Entry, member_of
+from .ledger.line import LedgerLine, line_of
 from .outbox import Outbox, outbox_key, outbox_of
 from .own_channel import OwnChannel
 from .preparation import Preparation
@@ -70,6 +73,12 @@ class Delays(Preparation):
         return outbox_key(self.connection.client, self.settings)
 
     @cached_property
+    def ledger(self) -> LedgerLine | None:
+        """Where messages that are about to wait are noted down; None for nowhere."""
+        url = self.settings.ledger
+        return None if url is None else line_of(url, self.settings.namespace)
+
+    @cached_property
     def _limits_priority(self) -> bool:
         return (4,) <= broker_version(self.connection) < (4, 3)
 
@@ -99,17 +108,21 @@ class Delays(Preparation):
         if publication is None:
             return publish_now()
         _failed.publish = (message.properties.get("application_headers"), publication.id)
-        if self.settings.confirm_publish == "window":
-            self.outbox.publish(
-                publication, timeout_seconds=confirm_timeout_seconds or timeout_seconds
-            )
-        else:
-            self._send(
-                publication,
-                confirmed=self.settings.confirm_publish == "wait",
-                timeout_seconds=timeout_seconds,
-                confirm_timeout_seconds=confirm_timeout_seconds,
-            )
+        try:
+            if self.settings.confirm_publish == "window":
+                self.outbox.publish(
+                    publication, timeout_seconds=confirm_timeout_seconds or timeout_seconds
+                )
+            else:
+                self._send(
+                    publication,
+                    confirmed=self.settings.confirm_publish == "wait",
+                    timeout_seconds=timeout_seconds,
+                    confirm_timeout_seconds=confirm_timeout_seconds,
+                )
+        except MessageNacked:
+            self._forget(message, str(publication.id))
+            raise
         _failed.publish = None
         return None
 
@@ -137,7 +150,9 @@ class Delays(Preparation):
             return None
         delivery_id = self._delivery_id(message.properties.get("application_headers"))
         sealed = self._sealed(message, exchange, routing_key, due_us, now_us, units, delivery_id)
-        return self._routed(sealed, units, exchange, routing_key, lands=lands)
+        routed = self._routed(sealed, units, exchange, routing_key, lands=lands)
+        self._record(message, exchange, routing_key, sealed, due_us)
+        return routed
 
     def _follow_outbox(self) -> None:
         """The outbox had to connect again: what this connection relies on may be gone too.
@@ -158,6 +173,8 @@ class Delays(Preparation):
         queue: str | None,
         due_us: int,
         delivery_id: str | None = None,
+        cancelled: bool = False,
+        recorded: bool = True,
     ) -> None:
         """Let a message that was received wait (again), then deliver it.
 
@@ -167,17 +184,21 @@ class Delays(Preparation):
             queue: the one queue it is for, or None for all that *exchange* leads to.
             due_us: microseconds since the epoch; a past one is delivered at once.
             delivery_id: the id it has had so far.
+            cancelled: it comes to be announced, not to run.
+            recorded: the ledger is told of it.
         """
-        if queue is not None:
-            self.mirror.queue_bound_once(queue)
+        if queue is not None or not exchange:
+            self.mirror.queue_bound_once(routing_key if queue is None else queue)
         self.prepare()
         lands = queue is None and self._routes.lands(exchange, routing_key)
         now_us = time_ns() // 1000
         units = max(self.units(due_us, now_us), 1)
         delivery_id = delivery_id or token_hex(16)
         sealed = self._sealed(
-            message, exchange, routing_key, due_us, now_us, units, delivery_id, queue
+            message, exchange, routing_key, due_us, now_us, units, delivery_id, queue, cancelled
         )
+        if recorded:
+            self._record(message, exchange, routing_key, sealed, due_us, queue)
         to = (exchange, routing_key) if queue is None else ("", queue)
         self._send(self._routed(sealed, units, *to, lands=lands), confirmed=True)
 
@@ -209,6 +230,7 @@ class Delays(Preparation):
         units: int,
         delivery_id: str,
         queue: str | None = None,
+        cancelled: bool = False,
     ) -> amqp.Message:
         properties = seal(
             message.properties,
@@ -219,11 +241,47 @@ class Delays(Preparation):
             delivery_id=delivery_id,
             limit_priority=self._limits_priority,
             queue=queue,
+            cancelled=cancelled,
         )
         first_ttl_ms = self.topology.first_ttl_ms(units, remaining_us=due_us - now_us)
         if first_ttl_ms is not None:
             properties["expiration"] = str(first_ttl_ms)
         return amqp.Message(message.body, **properties)
+
+    def _record(
+        self,
+        message: amqp.Message,
+        exchange: str,
+        routing_key: str,
+        sealed: amqp.Message,
+        due_us: int,
+        queue: str | None = None,
+    ) -> None:
+        """Note down in the ledger what is about to be sent: a worker may have it soon."""
+        if self.ledger is None:
+            return
+        envelope = sealed.properties["application_headers"][HEADER]
+        headers = message.properties.get("application_headers") or {}
+        member = member_of(headers, envelope["id"])
+        if member is None:
+            return
+        body = message.body
+        entry = Entry(
+            message.properties,
+            body.encode() if isinstance(body, str) else bytes(body),
+            exchange,
+            routing_key,
+            queue,
+            envelope.get("expires"),
+        )
+        self.ledger.record(member, due_us, entry.encoded())
+
+    def _forget(self, message: amqp.Message, delivery_id: str) -> None:
+        """The broker did not take what was noted down."""
+        headers = message.properties.get("application_headers") or {}
+        member = member_of(headers, delivery_id)
+        if self.ledger is not None and member is not None:
+            self.ledger.forget(member)
 
     def is_ahead(self, due_us: int, *, now_us: int) -> bool:
         """Whether there is anything to wait for.

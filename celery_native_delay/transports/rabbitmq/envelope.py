@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...core.delayed import HEADER, Delayed, due_ms_of
+from ...core.delayed import HEADER, Delayed, cancel, due_ms_of, uncover
 from ...core.due_time import milliseconds_up
 from ...core.errors import CannotDelay
 from ...core.topology import is_delay_name
@@ -43,10 +43,12 @@ def seal(
     delivery_id: str,
     limit_priority: bool,
     queue: str | None = None,
+    cancelled: bool = False,
 ) -> dict[str, Any]:
     """The properties with which a message enters the delay levels.
 
-    With *queue* it goes to that queue alone, wherever it was published to once.
+    With *queue* it goes to that queue alone, wherever it was published to once. One that was
+    *cancelled* goes there to be announced.
 
     Raises:
         CannotDelay: the message names further routing keys of its own (CC, BCC), or its
@@ -81,6 +83,8 @@ def seal(
     if limit_priority and priority and priority > HIGHEST_SAFE_PRIORITY:
         envelope["priority"] = priority
         sealed["priority"] = HIGHEST_SAFE_PRIORITY
+    if cancelled:
+        cancel(headers, envelope)
     headers[HEADER] = envelope
     sealed["application_headers"] = headers
     return sealed
@@ -122,6 +126,7 @@ def unseal(
     if not ours and due_ms_of(headers) != envelope["due"]:
         opened["application_headers"] = _without_ours(headers, {})
         return opened, info, None
+    cancelled = uncover(headers, envelope)
     opened["application_headers"] = _without_ours(headers, envelope.get("deaths") or {})
     opened.pop("expiration", None)
     for name in ("expiration", "priority"):
@@ -135,6 +140,7 @@ def unseal(
         exchange=envelope["exchange"],
         routing_key=envelope["rk"],
         expires_ms=envelope.get("expires"),
+        cancelled=cancelled,
     )
     return opened, info, delayed
 

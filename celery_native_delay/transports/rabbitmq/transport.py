@@ -24,6 +24,7 @@ from .publish_batch import PublishBatch
 
 if TYPE_CHECKING:
     from .admin_part import RabbitMQAdminPart
+    from .ledger.ledger import RabbitMQLedger
     from .worker_part import RabbitMQWorkerPart
 
 #: Milliseconds until the kernel gives up on unacknowledged data. py-amqp's default of 1 s turns
@@ -69,6 +70,14 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
         from .admin_part import RabbitMQAdminPart
 
         return RabbitMQAdminPart(self, settings)
+
+    def ledger(self, settings: DelaySettings) -> RabbitMQLedger | None:
+        """What waits on this broker, by the ledger that the settings name; None without."""
+        if settings.ledger is None:
+            return None
+        from .ledger.ledger import RabbitMQLedger
+
+        return RabbitMQLedger(self.delays, settings)
 
     def basic_publish(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import amqp
@@ -10,7 +10,10 @@ from amqp.exceptions import AccessRefused
 
 from ...core.errors import NativeDelayError, NotPermitted
 from ...core.settings import DelaySettings
-from ..contract import Early, Rescue
+from ..contract import Early, Receipts, Rescue
+from .ledger.entry import member_of
+from .ledger.ledger import RabbitMQLedger
+from .ledger.line import LedgerLine
 from .management import management_of, overriding_policies
 from .parking import rescue
 
@@ -31,7 +34,8 @@ class RabbitMQWorkerPart:
             f"{where}, {'declared' if prepared.declared else 'found declared'} in "
             f"{prepared.seconds * 1000:.0f} ms; {self._delays.mirror.known_count} bindings; "
             f"longest delay {settings.longest_delay_seconds / 86400:.0f} days; adopting "
-            f"{'on' if settings.adopt else 'off'}"
+            f"{'on' if settings.adopt else 'off'}; ledger "
+            f"{'off' if settings.ledger is None else 'at ' + settings.ledger.rpartition('@')[2]}"
             + (
                 "; classic levels may lose what hops while the broker crashes"
                 if settings.queue_type == "classic"
@@ -57,10 +61,27 @@ class RabbitMQWorkerPart:
                         message.delivery_info["routing_key"],
                         queue=task.queue,
                         due_us=task.due_us,
+                        delivery_id=task.delivery_id,
                     )
                 except NativeDelayError as exc:
                     refused.append((task, exc))
         return refused
+
+    def receipts(self) -> Receipts | None:
+        """What is asked about every message that waited; None without a ledger."""
+        if self.settings.ledger is None:
+            return None
+        return LedgerReceipts(LedgerLine(self.settings.ledger, self.settings.namespace))
+
+    def sweep(self) -> int:
+        """Remove entries whose messages nobody has told the ledger of."""
+        if self.settings.ledger is None:
+            return 0
+        ledger = RabbitMQLedger(self._delays, self.settings)
+        try:
+            return ledger.sweep()
+        finally:
+            ledger.close()
 
     def rescue(self) -> Rescue | None:
         """Send parked messages to where they belong."""
@@ -70,3 +91,16 @@ class RabbitMQWorkerPart:
             raise NotPermitted(
                 f"{exc.reply_text}; grant its user configure on ^{self.settings.namespace}\\."
             ) from exc
+
+
+class LedgerReceipts:
+    """Asks the ledger; see :class:`~celery_native_delay.transports.contract.Receipts`."""
+
+    def __init__(self, line: LedgerLine) -> None:
+        self._line = line
+        line.connect()
+
+    def may_run(self, headers: Mapping[str, Any], delivery_id: str) -> bool | None:
+        """See :class:`~celery_native_delay.transports.contract.Receipts`."""
+        member = member_of(headers, delivery_id)
+        return True if member is None else self._line.received(member)

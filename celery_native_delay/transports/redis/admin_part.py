@@ -86,7 +86,8 @@ class RedisAdminPart:
         self._delays.prepare()
         server = self._delays.look()
         keys = self._delays.keys
-        expected = {keys.due: "zset", keys.messages: "hash", keys.wake: "zset", keys.parked: "zset"}
+        expected = dict.fromkeys((keys.due, keys.wake, keys.parked, keys.ids), "zset")
+        expected[keys.messages] = "hash"
         differences = [
             f"{key}: is a {kind}, expected a {expected[key]}"
             for key, kind in self._store.kinds().items()

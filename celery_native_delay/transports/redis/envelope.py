@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...core.delayed import HEADER, Delayed, due_ms_of
+from ...core.delayed import HEADER, Delayed, cancel, due_ms_of, uncover
 
 VERSION = 1
 
@@ -53,14 +53,18 @@ def opened_entry(entry: bytes) -> tuple[Destination, bytes]:
     return Destination(tuple(keys), int(ttl_ms), kind == "publish"), rest
 
 
-def sealed(message: Mapping[str, Any], *, due_ms: int) -> dict[str, Any]:
+def sealed(message: Mapping[str, Any], *, due_ms: int, cancelled: bool = False) -> dict[str, Any]:
     """A copy of kombu's *message* that tells of its wait; what it told of an earlier one is gone.
 
     Args:
         due_ms: milliseconds since the epoch.
+        cancelled: whoever receives it must not run it.
     """
     headers = dict(message.get("headers") or {})
-    headers[HEADER] = {"v": VERSION, "due": due_ms}
+    trace: dict[str, Any] = {"v": VERSION, "due": due_ms}
+    if cancelled:
+        cancel(headers, trace)
+    headers[HEADER] = trace
     return {**message, "headers": headers}
 
 
@@ -85,5 +89,6 @@ def unsealed(
         due_ms=trace["due"],
         exchange=info.get("exchange") or "",
         routing_key=info.get("routing_key") or "",
+        cancelled=uncover(opened, trace),
     )
     return opened, delayed

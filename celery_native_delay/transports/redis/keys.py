@@ -56,6 +56,11 @@ class Keys:
         """Sorted set: member → when its destination refused it, in microseconds."""
         return f"{self.space}.parked"
 
+    @property
+    def ids(self) -> str:
+        """Sorted set: the members of the hash, all with score 0, so in the order of task ids."""
+        return f"{self.space}.ids"
+
     def taken(self, line: str) -> str:
         """Set: the numbers of what a line for many messages has sent and the server has taken."""
         return f"{self.space}.taken.{line}"

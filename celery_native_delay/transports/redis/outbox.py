@@ -224,7 +224,8 @@ class Outbox:
         if self._held:
             held, self._held, self._held_bytes = self._held, [], 0
             keys = self._keys
-            self._parcel(ADD_MANY, (keys.due, keys.messages, keys.wake), held, held[2::3])
+            names = (keys.due, keys.messages, keys.wake, keys.ids)
+            self._parcel(ADD_MANY, names, held, held[2::3])
 
     def _parcel(
         self, script: str, keys: tuple[str, ...], arguments: list[Any], entries: list[bytes]

@@ -7,11 +7,12 @@ a server that insists on it (cluster mode) needs them in one slot.
 
 from __future__ import annotations
 
-#: KEYS due, messages, wake. ARGV member, due µs, entry.
+#: KEYS due, messages, wake, ids. ARGV member, due µs, entry.
 #: The marker is touched only by what comes first of all, so it costs nothing in the usual case.
 ADD = """
 redis.call('HSET', KEYS[2], ARGV[1], ARGV[3])
 redis.call('ZADD', KEYS[1], ARGV[2], ARGV[1])
+redis.call('ZADD', KEYS[4], 0, ARGV[1])
 if redis.call('ZRANGE', KEYS[1], 0, 0)[1] == ARGV[1] then
     redis.call('ZADD', KEYS[3], ARGV[2], 'earlier')
 end
@@ -27,19 +28,21 @@ if redis.call('SADD', KEYS[1], ARGV[1]) == 0 then return end
 redis.call('EXPIRE', KEYS[1], {TAKEN_SECONDS})
 """
 
-#: Many messages in. KEYS taken, due, messages, wake. ARGV number, then of each message member, due
-#: µs, entry.
+#: Many messages in. KEYS taken, due, messages, wake, ids. ARGV number, then of each message
+#: member, due µs, entry.
 ADD_MANY = (
     _ONCE
     + """
-local scores, entries = {}, {}
+local scores, entries, ids = {}, {}, {}
 for at = 2, #ARGV, 3 do
     local next = #scores + 1
     scores[next], scores[next + 1] = ARGV[at + 1], ARGV[at]
     entries[next], entries[next + 1] = ARGV[at], ARGV[at + 2]
+    ids[next], ids[next + 1] = 0, ARGV[at]
 end
 redis.call('HSET', KEYS[3], unpack(entries))
 redis.call('ZADD', KEYS[2], unpack(scores))
+redis.call('ZADD', KEYS[5], unpack(ids))
 local first = redis.call('ZRANGE', KEYS[2], 0, 0, 'WITHSCORES')
 for at = 2, #ARGV, 3 do
     if ARGV[at] == first[1] then redis.call('ZADD', KEYS[4], first[2], 'earlier') end
@@ -59,7 +62,7 @@ end
 """
 )
 
-#: KEYS source (due, or parked), messages, parked. ARGV limit, highest score or '' for now.
+#: KEYS source (due, or parked), messages, parked, ids. ARGV limit, highest score or '' for now.
 #: Returns taken, delivered, parked, now in µs, the score of the source's next one (-1: none), the
 #: last refusal.
 #:
@@ -69,7 +72,7 @@ end
 #: Messages are gathered by what their entries begin with, which says all about where they go; most
 #: often it is the same as that of the message before.
 MOVE_ON = """
-local source, messages, parking = KEYS[1], KEYS[2], KEYS[3]
+local source, messages, parking, ids = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
 local highest = ARGV[2] ~= '' and ARGV[2] or now
@@ -157,7 +160,10 @@ if #members > 0 then
             parked = parked + group.count
         end
     end
-    if #done > 0 then redis.call('HDEL', messages, unpack(done)) end
+    if #done > 0 then
+        redis.call('HDEL', messages, unpack(done))
+        redis.call('ZREM', ids, unpack(done))
+    end
 end
 
 local first = redis.call('ZRANGE', source, 0, 0, 'WITHSCORES')
@@ -184,12 +190,42 @@ return {
 }
 """
 
-#: KEYS sorted set, messages. ARGV limit. Returns how many entries it threw away.
+#: KEYS sorted set, messages, ids. ARGV limit. Returns how many entries it threw away.
 DISCARD = """
 local members = redis.call('ZRANGE', KEYS[1], 0, tonumber(ARGV[1]) - 1)
 if #members > 0 then
     redis.call('ZREM', KEYS[1], unpack(members))
     redis.call('HDEL', KEYS[2], unpack(members))
+    redis.call('ZREM', KEYS[3], unpack(members))
 end
 return #members
+"""
+
+#: Another due time and entry for a message that is still there, parked or not. KEYS due, messages,
+#: wake, parked. ARGV member, the entry it had, due µs or '' for now, the new entry. Returns when
+#: it is due, or -1 if it is not there as it was.
+REPLACE = """
+if redis.call('HGET', KEYS[2], ARGV[1]) ~= ARGV[2] then return -1 end
+local due = ARGV[3]
+if due == '' then
+    local time = redis.call('TIME')
+    due = tonumber(time[1]) * 1000000 + tonumber(time[2])
+end
+redis.call('HSET', KEYS[2], ARGV[1], ARGV[4])
+redis.call('ZADD', KEYS[1], due, ARGV[1])
+redis.call('ZREM', KEYS[4], ARGV[1])
+if redis.call('ZRANGE', KEYS[1], 0, 0)[1] == ARGV[1] then
+    redis.call('ZADD', KEYS[3], due, 'earlier')
+end
+return tonumber(due)
+"""
+
+#: KEYS due, messages, ids, parked. ARGV member, the entry it had. Returns whether it was there.
+REMOVE = """
+if redis.call('HGET', KEYS[2], ARGV[1]) ~= ARGV[2] then return 0 end
+redis.call('HDEL', KEYS[2], ARGV[1])
+for at = 1, #KEYS do
+    if at ~= 2 then redis.call('ZREM', KEYS[at], ARGV[1]) end
+end
+return 1
 """

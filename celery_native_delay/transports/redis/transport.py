@@ -24,6 +24,7 @@ from .keys import Keys
 
 if TYPE_CHECKING:
     from .admin_part import RedisAdminPart
+    from .ledger import RedisLedger
     from .worker_part import RedisWorkerPart
 
 
@@ -73,6 +74,12 @@ class DelayingChannel:
         from .admin_part import RedisAdminPart
 
         return RedisAdminPart(self)
+
+    def ledger(self, settings: DelaySettings) -> RedisLedger:
+        """What waits on this broker."""
+        from .ledger import RedisLedger
+
+        return RedisLedger(self)
 
     # --- publishing ----------------------------------------------------------------------
 

@@ -77,6 +77,11 @@ def define_tasks(app: Celery) -> None:
         """Return the first argument."""
         return args[0] if args else None
 
+    @app.task(name="careful", shared=False, acks_late=True)
+    def careful(*args: Any) -> Any:
+        """The same, acknowledged when it is done."""
+        return args[0] if args else None
+
     @app.task(name="gather", shared=False)
     def gather(results: list[Any], *args: Any) -> Any:
         """The body of a chord."""

@@ -1,0 +1,209 @@
+"""``Delay(app)``: see, cancel and move what waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime, timedelta
+from time import time_ns
+from typing import Any, TypeVar
+
+from celery import Celery, states
+from celery.backends.base import DisabledBackend
+from celery.utils.log import get_logger
+
+from ..core import ledger
+from ..core.due_time import check_countdown, due_us
+from ..core.errors import InvalidDueTime, NoLedger
+from ..core.ledger import Bar, Ledger, Outcome, Page, Query, Waiting
+from .install import installation_of
+
+logger = get_logger(__name__)
+
+T = TypeVar("T")
+
+#: A result in one of these is not the last one; Celery's own revoke overwrites the same.
+_UNREADY = (states.PENDING, states.RECEIVED, states.RETRY, states.REJECTED)
+
+
+class Delay:
+    """What waits for one app, to be seen, cancelled and moved.
+
+    On Redis it is the broker itself that is asked; on RabbitMQ ``native_delay_ledger``. Every
+    method raises :class:`~celery_native_delay.LedgerUnavailable` if that is not there, and errors
+    of kombu if the broker is not. What changes something answers with an
+    :class:`~celery_native_delay.Outcome`, true if it was done.
+    """
+
+    def __init__(self, app: Celery) -> None:
+        self._app = app
+
+    # --- seeing --------------------------------------------------------------------------
+
+    def ls(
+        self,
+        search: str | Query = "",
+        *,
+        limit: int = 50,
+        offset: int = 0,
+    ) -> Page:
+        """What waits, earliest first.
+
+        Args:
+            search: words as in Flower's search box, such as ``name:shop.remind ada``, or a
+                :class:`Query`.
+
+        Raises:
+            InvalidQuery: it cannot be understood.
+        """
+        query = _query(search)
+        return self._ask(lambda found: found.page(query, offset=offset, limit=limit))
+
+    def show(self, task_id: str) -> list[Waiting]:
+        """What waits under this id: one message most often, none if it does not wait."""
+        return self._ask(lambda found: found.get(task_id))
+
+    def count(self, search: str | Query = "") -> int:
+        """How many wait."""
+        query = _query(search)
+        return self._ask(lambda found: found.count(query))
+
+    def histogram(self, *, bars: int = 40) -> list[Bar]:
+        """How the due times are spread, in *bars* bars at most."""
+        return self._ask(lambda found: ledger.histogram(found, bars=bars))
+
+    def next_due(self) -> datetime | None:
+        """When the next task is due, None if nothing waits."""
+        span = self._ask(lambda found: found.span())
+        return None if span is None else datetime.fromtimestamp(span[0] / 1_000_000, UTC)
+
+    # --- changing ------------------------------------------------------------------------
+
+    def cancel(self, task_id: str) -> Outcome:
+        """Have a task never run.
+
+        Its result is REVOKED at once. A worker announces it as it does with every revoked task:
+        to monitors and, if it is part of one, to its chord; as soon as there is one.
+        """
+        return self.cancel_all([task_id])[0]
+
+    def cancel_all(self, task_ids: Iterable[str]) -> list[Outcome]:
+        """:meth:`cancel` for many, over one connection."""
+        outcomes = self._change(task_ids, lambda found, task_id: found.cancel(task_id))
+        for outcome in outcomes:
+            if outcome:
+                self._revoke_result(outcome)
+        return outcomes
+
+    def reschedule(
+        self,
+        task_id: str,
+        *,
+        countdown: float | None = None,
+        eta: datetime | str | None = None,
+    ) -> Outcome:
+        """Have a task due at another time, as its ``eta`` then says.
+
+        Args:
+            countdown: seconds from now.
+            eta: the due time; a naive one is UTC. Either *countdown* or *eta*.
+
+        Raises:
+            InvalidDueTime, DelayTooLong: it is due when it was.
+        """
+        return self.reschedule_all([task_id], countdown=countdown, eta=eta)[0]
+
+    def reschedule_all(
+        self,
+        task_ids: Iterable[str],
+        *,
+        countdown: float | None = None,
+        eta: datetime | str | None = None,
+    ) -> list[Outcome]:
+        """:meth:`reschedule` for many, over one connection."""
+        if (countdown is None) == (eta is None):
+            raise InvalidDueTime(f"expected countdown or eta, got {countdown=} and {eta=}")
+        if countdown is not None:
+            check_countdown(countdown, longest_delay_seconds=self._longest_delay_seconds())
+            eta = datetime.now(UTC) + timedelta(seconds=countdown)
+        assert eta is not None
+        at_us = due_us(eta)
+        moment = at_us if at_us > time_ns() // 1000 else None
+        return self._change(task_ids, lambda found, task_id: found.move(task_id, moment))
+
+    def run_now(self, task_id: str) -> Outcome:
+        """Have a task due now."""
+        return self.run_all_now([task_id])[0]
+
+    def run_all_now(self, task_ids: Iterable[str]) -> list[Outcome]:
+        """:meth:`run_now` for many, over one connection."""
+        return self._change(task_ids, lambda found, task_id: found.move(task_id, None))
+
+    # --- private -------------------------------------------------------------------------
+
+    def _change(
+        self, task_ids: Iterable[str], change: Callable[[Ledger, str], Outcome]
+    ) -> list[Outcome]:
+        ids = list(task_ids)
+        return self._ask(lambda found: [change(found, task_id) for task_id in ids])
+
+    def _ask(self, question: Callable[[Ledger], T]) -> T:
+        with self._app.connection_or_acquire() as connection:
+            for last_try in (False, True):
+                try:
+                    connection.ensure_connection(max_retries=1)
+                    return self._ask_on(connection.default_channel, question)
+                except connection.recoverable_connection_errors:
+                    # A pooled connection whose broker was restarted knows when it is used.
+                    if last_try:
+                        raise
+                    connection.collapse()
+        raise AssertionError("unreachable")
+
+    def _ask_on(self, channel: Any, question: Callable[[Ledger], T]) -> T:
+        installation = installation_of(self._app)
+        if installation is None or not hasattr(channel, "ledger"):
+            raise NoLedger(
+                f"expected an app whose delayed tasks wait in the broker, got {self._app!r}: call "
+                f"install(app)"
+            )
+        found = channel.ledger(installation.settings())
+        if found is None:
+            raise NoLedger(
+                "nobody can look into the delay levels of RabbitMQ: set native_delay_ledger = "
+                '"redis://…" in workers and producers'
+            )
+        try:
+            return question(found)
+        finally:
+            found.close()
+
+    def _longest_delay_seconds(self) -> float:
+        installation = installation_of(self._app)
+        if installation is None:
+            raise NoLedger(f"expected an installed app, got {self._app!r}")
+        return installation.settings().longest_delay_seconds
+
+    def _revoke_result(self, outcome: Outcome) -> None:
+        """Tell the result backend now; chord and monitors are for the worker to tell, once."""
+        for task in outcome.tasks:
+            if not (task.name and task.keeps_result):
+                continue
+            registered = self._app.tasks.get(task.name)
+            backend = self._app.backend if registered is None else registered.backend
+            if isinstance(backend, DisabledBackend):
+                continue
+            try:
+                if backend.get_state(task.id) in _UNREADY:
+                    backend.mark_as_revoked(task.id, reason="revoked", store_result=True)
+            except Exception as exc:  # the worker will say it, too
+                logger.warning(
+                    "native delay: %s is cancelled, its result will say so when a worker has "
+                    "announced it: %s: %s",
+                    task.id,
+                    type(exc).__name__,
+                    exc,
+                )
+
+
+def _query(search: str | Query) -> Query:
+    return Query.parse(search) if isinstance(search, str) else search

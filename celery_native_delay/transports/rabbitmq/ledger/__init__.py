@@ -1,0 +1,1 @@
+"""What waits in RabbitMQ's levels, which nobody can look into: kept beside them, in a Redis."""

@@ -1,0 +1,141 @@
+"""The ledger's keys in Redis, and the Lua that decides each race.
+
+A delivery may carry a mark: *void*, its message must not be run; or *pending*, the member of the
+delivery that it is to replace. Whoever comes first of the two decides: the old one removes its
+entry, and the new one is void; or the new one removes it, and the old one is void.
+
+Rule 3 of ``redis/keys.py`` holds here, too: a change in what the keys hold is a new VERSION.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class LedgerKeys:
+    """The keys of one namespace."""
+
+    namespace: str
+
+    @property
+    def space(self) -> str:
+        """What all keys begin with, without the last dot."""
+        return f"{self.namespace}.ledger.v{VERSION}"
+
+    @property
+    def due(self) -> str:
+        """Sorted set: member → due time in microseconds since the epoch."""
+        return f"{self.space}.due"
+
+    @property
+    def messages(self) -> str:
+        """Hash: member → entry."""
+        return f"{self.space}.messages"
+
+    @property
+    def ids(self) -> str:
+        """Sorted set: the members, all with score 0, so in the order of task ids."""
+        return f"{self.space}.ids"
+
+    @property
+    def marks(self) -> str:
+        """What the keys of marks begin with; the delivery id follows."""
+        return f"{self.space}.mark."
+
+    @property
+    def index(self) -> tuple[str, str, str]:
+        """The three keys of the entries."""
+        return self.due, self.messages, self.ids
+
+
+#: How long a mark outlives the due time of its delivery, in ms: a message may lie in its queue for
+#: that long before a worker asks about it.
+MARK_GRACE_MS = 30 * 86_400_000
+
+#: An entry that is overdue by so much has lost its message, or its worker could not tell us.
+STALE_AFTER_US = 86_400_000_000
+
+#: KEYS due, messages, ids. ARGV member, due µs, entry.
+RECORD = """
+redis.call('HSET', KEYS[2], ARGV[1], ARGV[3])
+redis.call('ZADD', KEYS[1], ARGV[2], ARGV[1])
+redis.call('ZADD', KEYS[3], 0, ARGV[1])
+"""
+
+#: KEYS due, messages, ids. ARGV members.
+FORGET = """
+redis.call('ZREM', KEYS[1], unpack(ARGV))
+redis.call('HDEL', KEYS[2], unpack(ARGV))
+redis.call('ZREM', KEYS[3], unpack(ARGV))
+"""
+
+_REMOVE = """
+local function remove(member)
+    redis.call('ZREM', KEYS[1], member)
+    redis.call('HDEL', KEYS[2], member)
+    redis.call('ZREM', KEYS[3], member)
+end
+"""
+
+#: A worker has got a message. KEYS due, messages, ids, its mark. ARGV member, what keys of marks
+#: begin with. Returns 1 if it must not be run. Marks that were there live on.
+RECEIVED = (
+    _REMOVE
+    + f"""
+local mark = redis.call('GET', KEYS[4])
+if mark == '' then return 1 end
+if mark then
+    local score = redis.call('ZSCORE', KEYS[1], mark)
+    if not score then
+        redis.call('SET', KEYS[4], '', 'KEEPTTL')
+        return 1
+    end
+    local time = redis.call('TIME')
+    local left = math.ceil(tonumber(score) / 1000) - tonumber(time[1]) * 1000
+    local replaced = ARGV[2] .. string.match(mark, '[^:]*$')
+    redis.call('SET', replaced, '', 'PX', math.max(left, 0) + {MARK_GRACE_MS})
+    remove(mark)
+    redis.call('DEL', KEYS[4])
+    return 0
+end
+remove(ARGV[1])
+return 0
+"""
+)
+
+#: The new message of a move is with the broker. KEYS due, messages, ids, mark of the old delivery,
+#: of the new one. ARGV old member, its mark's TTL in ms, new member, its due µs, its entry or ''
+#: for none, TTL of its mark. Returns 1 if the new one counts.
+REPLACE = (
+    _REMOVE
+    + """
+if redis.call('EXISTS', KEYS[5]) == 0 then return 1 end
+if not redis.call('ZSCORE', KEYS[1], ARGV[1]) then
+    redis.call('SET', KEYS[5], '', 'PX', ARGV[6])
+    return 0
+end
+remove(ARGV[1])
+if ARGV[5] ~= '' then
+    redis.call('HSET', KEYS[2], ARGV[3], ARGV[5])
+    redis.call('ZADD', KEYS[1], ARGV[4], ARGV[3])
+    redis.call('ZADD', KEYS[3], 0, ARGV[3])
+end
+redis.call('SET', KEYS[4], '', 'PX', ARGV[2])
+redis.call('DEL', KEYS[5])
+return 1
+"""
+)
+
+#: KEYS due, messages, ids. ARGV until µs, limit. Returns how many stale entries it removed.
+SWEEP = """
+local members = redis.call('ZRANGE', KEYS[1], '-inf', ARGV[1], 'BYSCORE', 'LIMIT', 0, ARGV[2])
+if #members > 0 then
+    redis.call('ZREM', KEYS[1], unpack(members))
+    redis.call('HDEL', KEYS[2], unpack(members))
+    redis.call('ZREM', KEYS[3], unpack(members))
+end
+return #members
+"""

@@ -1,0 +1,168 @@
+"""What waits in Redis, seen and changed in place: the store itself is the ledger.
+
+A change replaces a message by another one only if it is still there as it was read. One that is
+cancelled is due at once, with a mark that has its worker announce it instead of running it; so a
+real worker tells the result backend, the chord and the monitors, however late it comes back.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from time import time_ns
+from typing import Any
+
+from kombu.utils.json import dumps
+from redis.exceptions import RedisError
+
+from ...core.delayed import CANCELLED, HEADER
+from ...core.due_time import eta_of, milliseconds_up
+from ...core.errors import CannotDelay, LedgerUnavailable
+from ...core.ledger import ALL, Outcome, Page, Query, Verdict, Waiting
+from ..waiting import Index
+from .envelope import Destination, entry_of, opened_entry, sealed, unsealed
+
+#: A change is tried again so often when somebody else has changed the message at the same time.
+_TRIES = 10
+
+#: What kombu puts between the name of a queue and its priority.
+_SEPARATOR = "\x06\x16"
+
+
+class RedisLedger:
+    """On one channel; see :class:`~celery_native_delay.core.ledger.Ledger`."""
+
+    def __init__(self, channel: Any) -> None:
+        self._delays = channel.delays
+        self._delays.prepare()
+        self._separator: str = getattr(channel, "sep", _SEPARATOR)
+        keys = self._delays.keys
+        client = self._delays.store.client
+        self._prefix: str = keys.prefix
+        self._index = Index(
+            client, due=keys.due, messages=keys.messages, ids=keys.ids, decode=self._decode
+        )
+
+    def count(self, query: Query = ALL) -> int:
+        with _explained():
+            return self._index.count(query)
+
+    def page(self, query: Query = ALL, *, offset: int = 0, limit: int = 50) -> Page:
+        with _explained():
+            return self._index.page(query, offset=offset, limit=limit)
+
+    def get(self, task_id: str) -> list[Waiting]:
+        with _explained():
+            return self._index.get(task_id)
+
+    def counts(self, edges_us: Any) -> list[int]:
+        with _explained():
+            return self._index.counts(edges_us)
+
+    def span(self) -> tuple[int, int] | None:
+        with _explained():
+            return self._index.span()
+
+    def close(self) -> None:
+        """The channel's connections are its own."""
+
+    def cancel(self, task_id: str) -> Outcome:
+        return self._change(task_id, None, cancelled=True)
+
+    def move(self, task_id: str, due_us: int | None) -> Outcome:
+        if due_us is not None:
+            self._delays.check_reach(due_us)
+        return self._change(task_id, due_us, cancelled=False)
+
+    # --- private -------------------------------------------------------------------------
+
+    def _change(self, task_id: str, due_us: int | None, *, cancelled: bool) -> Outcome:
+        seen: dict[str, Waiting] = {}
+        done: set[str] = set()
+        is_at_us = due_us
+        for _ in range(_TRIES):
+            with _explained():
+                found = [each for each in self._found(task_id) if each[0] not in done]
+            if not found:
+                break
+            for member, entry, task in found:
+                seen.setdefault(member, task)
+                with _explained():
+                    changed_us = self._replace(member, entry, due_us, cancelled=cancelled)
+                if changed_us is not None:
+                    done.add(member)
+                    is_at_us = changed_us
+        tasks = tuple(seen.values())
+        if done:
+            if cancelled or due_us is None:
+                # Where no worker promotes now, it would still be counted among what waits.
+                with _explained():
+                    self._delays.store.promote(version=self._delays.version)
+            return Outcome(task_id, Verdict.DONE, None if cancelled else is_at_us, tasks)
+        return Outcome(task_id, Verdict.TOO_LATE if seen else Verdict.UNKNOWN, None, tasks)
+
+    def _found(self, task_id: str) -> Iterator[tuple[str, bytes, Waiting]]:
+        for member, entry, due_us in self._index.entries(task_id):
+            task = self._decode(member, entry, due_us or 0)
+            if task is not None:
+                yield member, entry, task
+
+    def _replace(
+        self, member: str, entry: bytes, due_us: int | None, *, cancelled: bool
+    ) -> int | None:
+        """When the message is due now; None if it was not there any more as it was."""
+        store = self._delays.store
+        destination, envelope = opened_entry(entry)
+        message = json.loads(envelope)
+        headers = dict(message.get("headers") or {})
+        if "task" not in headers:
+            if cancelled:  # nobody would know what the mark means, and there is no result
+                return 0 if store.remove(member, entry) else None
+            raise CannotDelay(
+                "expected a task of protocol 2, whose ETA is in its headers: only such can be "
+                "rescheduled, others can be cancelled"
+            )
+        new_due_us = time_ns() // 1000 if due_us is None else due_us
+        headers["eta"] = eta_of(new_due_us)
+        new = sealed(
+            {**message, "headers": headers},
+            due_ms=milliseconds_up(new_due_us),
+            cancelled=cancelled,
+        )
+        moved: int | None = store.replace(member, entry, due_us, entry_of(destination, dumps(new)))
+        return moved
+
+    def _decode(self, member: str, entry: bytes, due_us: int) -> Waiting | None:
+        destination, envelope = opened_entry(entry)
+        message: Mapping[str, Any] = json.loads(envelope)
+        headers = message.get("headers") or {}
+        trace = headers.get(HEADER) or {}
+        if trace.get(CANCELLED):
+            return None
+        properties = message["properties"]
+        info = properties.get("delivery_info") or {}
+        opened, _ = unsealed(headers, properties)
+        return Waiting.of(
+            opened,
+            properties,
+            queue=self._queue(destination),
+            exchange=info.get("exchange") or "",
+            routing_key=info.get("routing_key") or "",
+            due_us=due_us or trace.get("due", 0) * 1000,
+            delivery_id=str(properties.get("delivery_tag")),
+        )
+
+    def _queue(self, destination: Destination) -> str:
+        if destination.broadcast:
+            return ""
+        key = destination.keys[0].removeprefix(self._prefix)
+        return key.partition(self._separator)[0]
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except RedisError as exc:
+        raise LedgerUnavailable(f"Redis does not say what waits: {exc}") from exc

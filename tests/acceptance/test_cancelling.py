@@ -1,0 +1,44 @@
+"""Cancelling and moving tasks that wait in RabbitMQ, with a ledger beside it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from time import sleep, time
+
+import pytest
+
+from celery_native_delay import Delay
+from celery_native_delay.testing import PrivateRedis, private_redis
+from tests.acceptance.cancelling import *  # noqa: F403
+from tests.acceptance.worker import Fleet, fleet_on
+
+
+@pytest.fixture
+def fleet(vhost_url: str, ledger_redis: PrivateRedis, tmp_path: Path) -> Iterator[Fleet]:
+    conf = {"native_delay_ledger": ledger_redis.url} | results_in(ledger_redis)  # noqa: F405
+    with fleet_on(vhost_url, tmp_path, **conf) as fleet:
+        yield fleet
+    gc.collect()  # results unsubscribe
+
+
+def test_while_the_ledger_is_away_tasks_wait_if_they_are_to(vhost_url: str, tmp_path: Path) -> None:
+    """Nothing that was cancelled runs; what was not, runs when the ledger is back."""
+    with private_redis() as ledger:
+        conf = {"native_delay_ledger": ledger.url, "native_delay_ledger_away": "wait"}
+        with fleet_on(vhost_url, tmp_path, **conf) as fleet:
+            app = fleet.app()
+            worker = fleet.worker(pool="solo")
+            kept, dropped = (app.tasks["note"].apply_async((n,), countdown=3) for n in (1, 2))
+            due = time() + 3
+            assert Delay(app).cancel(dropped.id)
+            worker.wait_for_log("Discarding revoked task", dropped.id)
+            ledger.kill()
+            worker.wait_for_log("the ledger at", "is away")
+            sleep(max(due + 1 - time(), 0))
+            assert fleet.record.runs() == []
+            ledger.start()
+            fleet.record.wait_for(task_id=kept.id, timeout_seconds=60)
+            worker.wait_for_log("dropping task", dropped.id)
+            assert {run.id for run in fleet.record.runs()} == {kept.id}

@@ -1,0 +1,21 @@
+"""Cancelling and moving tasks that wait in Redis."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from celery_native_delay.testing import PrivateRedis
+from tests.acceptance.cancelling import *  # noqa: F403
+from tests.acceptance.worker import Fleet, fleet_on
+
+
+@pytest.fixture
+def fleet(ledger_redis: PrivateRedis, tmp_path: Path) -> Iterator[Fleet]:
+    """Its broker is the Redis that others take for a ledger."""
+    with fleet_on(ledger_redis.url, tmp_path, **results_in(ledger_redis)) as fleet:  # noqa: F405
+        yield fleet
+    gc.collect()  # results unsubscribe

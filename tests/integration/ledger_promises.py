@@ -1,0 +1,199 @@
+"""What every ledger promises, whichever broker it is; run by test_redis_ledger and its twin.
+
+They define the fixture *app*: installed, on an empty broker, which hands over what is due.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from time import time
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from celery_native_delay import Delay, DelayTooLong, InvalidDueTime, Query, Verdict
+from tests.traffic import Arrival, Inbox, inbox
+from tests.waiting import wait_until
+
+#: What Celery's Redis backend calls.
+pytestmark = pytest.mark.filterwarnings("ignore:Call to deprecated setex:DeprecationWarning")
+
+QUEUE = "reminders"
+
+
+@pytest.fixture
+def delay(app: Celery) -> Delay:
+    return Delay(app)
+
+
+@pytest.fixture
+def arrivals(app: Celery) -> Iterator[Inbox]:
+    """A plain consumer of the queue; what comes is not run."""
+    with app.connection_for_read() as connection, inbox(connection, QUEUE) as arriving:
+        yield arriving
+
+
+def send(app: Celery, number: int, *, countdown: float, **options: Any) -> str:
+    options = {"queue": QUEUE, "task_id": f"order-{number}"} | options
+    kwargs = {"order": number, "text": "käse" if number % 2 else "wurst"}
+    return str(app.send_task("shop.remind", ("ada",), kwargs, countdown=countdown, **options).id)
+
+
+def test_what_waits_is_listed_by_due_time_with_all_that_is_known_of_it(
+    app: Celery, delay: Delay
+) -> None:
+    before = time()
+    for number in (3, 1, 2):
+        send(app, number, countdown=number * 1000)
+    page = delay.ls(limit=2)
+    assert [task.id for task in page.tasks] == ["order-1", "order-2"]
+    assert page.total == delay.count() == 3
+    assert [task.id for task in delay.ls(offset=2).tasks] == ["order-3"]
+    task = page.tasks[0]
+    assert (task.name, task.args, task.queue, task.retries) == (
+        "shop.remind",
+        "('ada',)",
+        QUEUE,
+        0,
+    )
+    assert task.kwargs == "{'order': 1, 'text': 'käse'}"
+    assert task.root_id == "order-1"
+    assert before + 1000 <= task.due_us / 1e6 <= time() + 1000
+    assert delay.next_due() == task.due
+    assert delay.show("order-1") == [task]
+    assert delay.show("order") == delay.show("order-1:") == []
+
+
+def test_searches_and_histograms_see_every_task(app: Celery, delay: Delay) -> None:
+    for number in range(20):
+        send(app, number, countdown=100 + number * 100)
+    odd = [f"order-{number}" for number in range(1, 20, 2)]
+    assert [task.id for task in delay.ls("käse name:remind").tasks] == odd
+    assert delay.count("käse") == len(odd)
+    assert [task.id for task in delay.ls("käse", offset=1, limit=2).tasks] == odd[1:3]
+    assert [task.id for task in delay.ls("kwargs:order=7").tasks] == ["order-7"]
+    assert delay.count(Query(name="shop.remind", queue=QUEUE)) == 20
+    assert delay.count(Query(queue="other")) == 0
+    now_us = round(time() * 1e6)
+    soon = Query().due_within(None, now_us + 1_050_000_000)
+    assert delay.count(soon) == len(delay.ls(soon).tasks) == 10
+    late = Query.parse("käse").due_within(now_us + 1_050_000_000, None)
+    assert [task.id for task in delay.ls(late).tasks] == odd[5:]
+    bars = delay.histogram(bars=10)
+    assert len(bars) <= 10
+    assert sum(bar.count for bar in bars) == 20
+
+
+def test_a_cancelled_task_leaves_at_once_marked_so_that_no_worker_runs_it(
+    app: Celery, delay: Delay, arrivals: Inbox
+) -> None:
+    send(app, 1, countdown=3600, expires=7200)
+    outcome = delay.cancel("order-1")
+    assert outcome.verdict is Verdict.DONE
+    assert [task.id for task in outcome.tasks] == ["order-1"]
+    assert app.AsyncResult("order-1").state == "REVOKED"
+    assert delay.show("order-1") == []
+    assert (delay.ls().tasks, delay.count()) == ((), 0)
+    (arrival,) = arrivals.wait_for(1)
+    assert arrival.message.native_delay.cancelled
+    assert datetime.fromisoformat(arrival.message.headers["expires"]) > datetime.now(UTC)
+    assert delay.cancel("order-1").verdict is Verdict.UNKNOWN
+    assert delay.reschedule("order-1", countdown=1).verdict is Verdict.UNKNOWN
+
+
+def test_a_worker_without_this_package_takes_a_cancelled_task_for_expired(
+    app: Celery, delay: Delay, plain_app: Celery
+) -> None:
+    send(app, 1, countdown=3600)
+    assert delay.cancel("order-1")
+    with plain_app.connection_for_read() as connection, inbox(connection, QUEUE) as arriving:
+        (arrival,) = arriving.wait_for(1)
+    assert datetime.fromisoformat(arrival.message.headers["expires"]) < datetime.now(UTC)
+
+
+def test_a_task_that_is_moved_is_due_at_the_new_time(
+    app: Celery, delay: Delay, arrivals: Inbox
+) -> None:
+    """Later, then earlier; with the header that says so."""
+    send(app, 1, countdown=3600)
+    later = datetime.now(UTC) + timedelta(hours=2)
+    moved = delay.reschedule("order-1", eta=later)
+    assert moved
+    (task,) = delay.show("order-1")
+    assert task.due == later
+    assert task.kwargs == "{'order': 1, 'text': 'käse'}"
+    before = time()
+    assert delay.reschedule("order-1", countdown=1.5)
+    (task,) = delay.show("order-1")
+    (arrival,) = arrivals.wait_for(1)
+    assert isinstance(arrival, Arrival)
+    assert arrival.at >= before + 1.5 - 0.001
+    assert datetime.fromisoformat(arrival.message.headers["eta"]) == task.due
+    assert arrival.message.headers["id"] == "order-1"
+    assert arrival.body[1] == {"order": 1, "text": "käse"}
+
+
+def test_a_task_runs_now_if_asked_to(app: Celery, delay: Delay, arrivals: Inbox) -> None:
+    send(app, 1, countdown=3600)
+    assert delay.run_now("order-1")
+    (arrival,) = arrivals.wait_for(1)
+    assert not arrival.message.native_delay.cancelled
+    assert datetime.fromisoformat(arrival.message.headers["eta"]) <= datetime.now(UTC)
+
+
+def test_what_cannot_be_stays_as_it_is(app: Celery, delay: Delay) -> None:
+    send(app, 1, countdown=3600)
+    (task,) = delay.show("order-1")
+    with pytest.raises(DelayTooLong):
+        delay.reschedule("order-1", countdown=1e12)
+    with pytest.raises(DelayTooLong):
+        delay.reschedule("order-1", eta="9000-01-01")
+    with pytest.raises(InvalidDueTime, match="countdown or eta"):
+        delay.reschedule("order-1")
+    assert delay.show("order-1") == [task]
+    assert delay.cancel("order-2").verdict is Verdict.UNKNOWN
+
+
+def test_all_that_waits_under_one_id_is_cancelled(app: Celery, delay: Delay) -> None:
+    send(app, 1, countdown=3600)
+    send(app, 1, countdown=7200)
+    assert len(delay.show("order-1")) == 2
+    outcome = delay.cancel("order-1")
+    assert outcome
+    assert len(outcome.tasks) == 2
+    assert delay.show("order-1") == []
+
+
+def test_celerys_own_revoke_reaches_what_waits(app: Celery, delay: Delay) -> None:
+    """And what does not wait is broadcast as ever."""
+    for number in range(4):
+        send(app, number, countdown=3600)
+    app.control.revoke("order-0")
+    app.control.revoke(["order-1", "unknown"])
+    app.AsyncResult("order-2").revoke()
+    assert [task.id for task in delay.ls().tasks] == ["order-3"]
+    assert [app.AsyncResult(f"order-{number}").state for number in range(4)] == [
+        "REVOKED",
+        "REVOKED",
+        "REVOKED",
+        "PENDING",
+    ]
+
+
+def test_tasks_sent_in_bulk_are_there_too(app: Celery, delay: Delay) -> None:
+    from celery_native_delay.bulk import bulk
+
+    with bulk(app) as batch:
+        for number in range(30):
+            batch.send("shop.remind", ("ada",), {"order": number}, countdown=3600, queue=QUEUE)
+
+    def all_there() -> bool:
+        return delay.count() == 30
+
+    wait_until(all_there, timeout_seconds=10)
+    assert delay.count("kwargs:order=29") == 1
+    (task,) = delay.ls("kwargs:order=29").tasks
+    assert delay.cancel(task.id)
+    assert delay.count() == 29

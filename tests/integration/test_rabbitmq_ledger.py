@@ -1,0 +1,182 @@
+"""Beside RabbitMQ, what waits is kept in a Redis: the same promises, and those of the races."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import permutations
+from time import monotonic, time_ns
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from celery_native_delay import Delay, LedgerUnavailable, NoLedger, install
+from celery_native_delay.testing import (
+    PrivateRabbitMQ,
+    PrivateRedis,
+    private_redis,
+    vhost_name,
+)
+from celery_native_delay.transports.rabbitmq.ledger.line import LedgerLine
+from celery_native_delay.transports.rabbitmq.ledger.scripts import (
+    MARK_GRACE_MS,
+    REPLACE,
+    LedgerKeys,
+)
+from tests.integration.ledger_promises import *  # noqa: F403
+from tests.waiting import wait_until
+
+KEYS = LedgerKeys("celery_delay")
+
+
+@pytest.fixture(scope="module")
+def vhost_url(rabbitmq: PrivateRabbitMQ) -> Iterator[str]:
+    """One for all: what a test leaves in its levels is due in an hour."""
+    url = rabbitmq.new_vhost()
+    yield url
+    rabbitmq.delete_vhost(vhost_name(url))
+
+
+@pytest.fixture
+def app(vhost_url: str, ledger_redis: PrivateRedis) -> Iterator[Celery]:
+    app = Celery("shop", broker=vhost_url, set_as_current=False)
+    app.conf.result_backend = ledger_redis.url.replace("/0", "/1")
+    yield install(app, ledger=ledger_redis.url)
+    app.close()
+
+
+@pytest.fixture
+def plain_app(vhost_url: str) -> Iterator[Celery]:
+    with Celery("shop", broker=vhost_url, set_as_current=False) as app:
+        yield app
+
+
+def test_without_a_ledger_the_way_out_is_told(vhost_url: str) -> None:
+    with install(Celery("shop", broker=vhost_url, set_as_current=False)) as app:
+        with pytest.raises(NoLedger, match="set native_delay_ledger"):
+            Delay(app).ls()
+        app.control.revoke("order-1")  # as ever
+
+
+def test_the_ledgers_password_is_not_shown() -> None:
+    app = install(
+        Celery("shop", broker="amqp://", set_as_current=False),
+        ledger="redis://:secret@localhost/3",
+    )
+    assert "secret" not in repr(app.connection_for_write().transport_options)
+    app.close()
+
+
+# ---- the races of a move ---------------------------------------------------------------------
+
+
+class Race:
+    """One task that is moved, step by step, beside workers that receive its two messages."""
+
+    def __init__(self, server: PrivateRedis) -> None:
+        self.client = server.client
+        self.client.flushall()
+        self.line = LedgerLine(server.url, "celery_delay")
+        self.due_us = time_ns() // 1000
+        self.line.record("task:old", self.due_us, b"old")
+        self.line.flush(None)
+        self.mark = KEYS.marks + "new"
+        self.client.set(self.mark, "task:old", px=MARK_GRACE_MS)
+        self.ran: list[str] = []
+        self.counts: bool | None = None
+
+    def receive(self, delivery: str) -> None:
+        if self.line.received(f"task:{delivery}"):
+            self.ran.append(delivery)
+
+    def replace(self) -> None:
+        keys = [*KEYS.index, f"{KEYS.marks}old", self.mark]
+        arguments = ["task:old", 1000, "task:new", self.due_us, b"new", 1000]
+        self.counts = bool(self.client.eval(REPLACE, len(keys), *keys, *arguments))
+
+
+def test_a_moved_task_runs_once_whatever_comes_first(ledger_redis: PrivateRedis) -> None:
+    """Also if the mover dies between its steps, and if messages are delivered again."""
+    steps = ("old", "new", "replace")
+    orders = [order for length in (2, 3) for order in permutations(steps, length)]
+    for order in orders:
+        if not {"old", "new"} <= set(order):
+            continue
+        race = Race(ledger_redis)
+        for step in order:
+            race.replace() if step == "replace" else race.receive(step)
+        assert len(race.ran) == 1, order
+        if race.counts is not None:
+            assert race.counts is (race.ran == ["new"]), order
+        loser = "new" if race.ran == ["old"] else "old"
+        race.receive(loser)
+        assert loser not in race.ran, order
+        assert ledger_redis.client.exists(*KEYS.index) == 0, order
+
+
+# ---- a ledger that is away -------------------------------------------------------------------
+
+
+def timed(app: Celery, count: int, **options: Any) -> float:
+    """Seconds that so many delayed publishes take."""
+    started = monotonic()
+    for _ in range(count):
+        app.send_task("shop.remind", countdown=3600, queue=QUEUE, **options)  # noqa: F405
+    return monotonic() - started
+
+
+@pytest.mark.parametrize("how", ["down", "slow"])
+def test_publishing_goes_on_while_the_ledger_is_away(
+    vhost_url: str, caplog: pytest.LogCaptureFixture, how: str
+) -> None:
+    """With one warning; and the ledger is used again when it is back."""
+    with private_redis() as server:
+        app = Celery("shop", broker=vhost_url, set_as_current=False)
+        install(app, ledger=server.url)
+        delay = Delay(app)
+        timed(app, 1)
+        usual_seconds = timed(app, 100)
+        assert delay.count() == 101
+        if how == "down":
+            server.kill()
+        else:
+            server.client.execute_command("CLIENT", "PAUSE", 5000, "ALL")
+        away_seconds = timed(app, 100)
+        # Waiting for the ledger once for each would take half a minute.
+        assert away_seconds < usual_seconds * 3 + 2
+
+        def told() -> int:
+            timed(app, 1)
+            return sum("is away" in record.message for record in caplog.records)
+
+        wait_until(lambda: told() or None, timeout_seconds=10)
+        if how == "down":
+            with pytest.raises(LedgerUnavailable):
+                delay.count()
+            server.start()
+
+        def noted_down_again() -> bool:
+            task_id = app.send_task("shop.remind", countdown=3600, queue=QUEUE).id  # noqa: F405
+            return bool(delay.show(task_id))
+
+        wait_until(noted_down_again, timeout_seconds=40)
+        assert delay.cancel(delay.ls().tasks[0].id)
+        assert told() == 1
+        app.close()
+
+
+def test_a_sweep_removes_what_nobody_has_told_the_ledger_of(
+    app: Celery, ledger_redis: PrivateRedis
+) -> None:
+    line = LedgerLine(ledger_redis.url, "celery_delay")
+    now_us = time_ns() // 1000
+    for number in range(3):
+        line.record(f"task-{number}:d", now_us - number * 1_000_000, b"[]\n")
+    line.flush(None)
+    with app.connection_for_write() as connection:
+        channel = connection.default_channel
+        ledger = channel.ledger(app._native_delay.settings())
+        assert ledger.sweep() == 0
+        assert ledger.sweep(stale_after_us=500_000) == 2
+        ledger.close()
+    assert ledger_redis.client.zrange(KEYS.due, 0, -1) == [b"task-0:d"]

@@ -1,0 +1,103 @@
+"""On Redis the store itself is the ledger."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from celery import Celery
+
+from celery_native_delay import Delay, install
+from celery_native_delay.testing import PrivateRedis
+from tests.integration.ledger_promises import *  # noqa: F403
+from tests.integration.project import Project
+from tests.integration.redis_traffic import promoting, store_of
+
+PREFIX = "shop:"
+
+
+def new_app(server: PrivateRedis) -> Celery:
+    app = Celery("shop", broker=server.url, set_as_current=False)
+    app.conf.update(
+        result_backend=server.url, broker_transport_options={"global_keyprefix": PREFIX}
+    )
+    return app
+
+
+@pytest.fixture
+def app(empty_redis: PrivateRedis) -> Iterator[Celery]:
+    app = install(new_app(empty_redis))
+    with promoting(app.connection_for_write):
+        yield app
+    app.close()
+
+
+@pytest.fixture
+def plain_app(empty_redis: PrivateRedis) -> Iterator[Celery]:
+    with new_app(empty_redis) as app:
+        yield app
+
+
+def test_nothing_is_left_of_what_was_handed_over(app: Celery, empty_redis: PrivateRedis) -> None:
+    send(app, 1, countdown=0.3)  # noqa: F405
+    send(app, 2, countdown=3600)  # noqa: F405
+    with app.connection_for_read() as connection, inbox(connection, QUEUE) as arriving:  # noqa: F405
+        arriving.wait_for(1)
+        store = store_of(connection)
+        assert empty_redis.client.zcard(store.keys.ids) == 1
+        assert store.purge() == 1
+        assert empty_redis.client.keys(f"{PREFIX}celery_delay.*") in (
+            [],
+            [store.keys.wake.encode()],
+        )
+
+
+def shop_source(app: Celery) -> str:
+    return f"""
+from celery import Celery
+from celery_native_delay import install
+
+app = Celery("shop", broker={app.conf.broker_url!r}, set_as_current=False)
+app.conf.result_backend = {app.conf.result_backend!r}
+app.conf.broker_transport_options = {app.conf.broker_transport_options!r}
+install(app)
+"""
+
+
+@pytest.mark.parametrize("server_name", ["redis"], indirect=True)
+def test_the_command_line_lists_cancels_and_moves(
+    app: Celery, delay: Delay, tmp_path: Path
+) -> None:
+    (tmp_path / "shop.py").write_text(shop_source(app))
+    shop = Project(tmp_path)
+    for number in range(6):
+        send(app, number, countdown=1000 + number)  # noqa: F405
+    listed = shop.told("ls", "--search", "käse", "--limit", "2")
+    assert [task["id"] for task in listed["tasks"]] == ["order-1", "order-3"]
+    assert shop.lines("ls", "-n", "1")[-1] == "1 of 6 waiting"
+    assert shop.lines("ls", "--histogram")[-1] == "6 waiting"
+    assert shop.told("show", "order-2")[0]["kwargs"] == "{'order': 2, 'text': 'wurst'}"
+    assert shop.told("show", "nobody", status=1) == []
+    assert shop.told("cancel", "--search", "käse", "--dry-run")["ids"] == [
+        "order-1",
+        "order-3",
+        "order-5",
+    ]
+    assert shop.delay("cancel", "--search", "käse", answer="n\n").returncode == 1
+    assert delay.count() == 6
+    done = shop.delay("cancel", "--search", "käse", answer="y\n")
+    assert "Cancel 3 task(s)?" in done.stdout
+    assert done.stdout.endswith("3 task(s) cancelled\n")
+    assert shop.lines("reschedule", "order-0", "--countdown", "5000")[0].startswith(
+        "order-0 is due 2"
+    )
+    assert shop.told("run-now", "order-1", "order-2", status=1) == {
+        "done": 1,
+        "outcomes": [
+            {"id": "order-1", "verdict": "unknown"},
+            {"id": "order-2", "verdict": "done"},
+        ],
+    }
+    assert [task.id for task in delay.ls().tasks if task.id != "order-2"] == ["order-4", "order-0"]
+    assert shop.delay("cancel").returncode == 2

@@ -1,0 +1,117 @@
+"""What can be asked of the waiting, and how histograms are cut."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from celery_native_delay import InvalidQuery, Outcome, Query, Verdict, Waiting
+from celery_native_delay.core.ledger import edges
+from celery_native_delay.transports.rabbitmq.ledger.entry import Entry, waiting
+
+SECOND_US = 1_000_000
+
+
+def task(**changes: Any) -> Waiting:
+    """Something that waits."""
+    values = {
+        "id": "order-7",
+        "name": "shop.remind",
+        "args": "('ada@example.com', 3)",
+        "kwargs": "{'order': 7, 'text': 'soon over'}",
+        "queue": "reminders",
+        "exchange": "",
+        "routing_key": "reminders",
+        "due_us": 100 * SECOND_US,
+        "retries": 0,
+        "root_id": "root-1",
+        "delivery_id": "d",
+    }
+    return Waiting(**(values | changes))
+
+
+@pytest.mark.parametrize(
+    ("search", "found"),
+    [
+        ("", True),
+        ("ada", True),
+        ("bob", False),
+        ("shop.remind ada", True),
+        ("shop.remind bob", False),
+        ("name:remind", True),
+        ("name:ada", False),
+        ("args:ada@example.com", True),
+        ("kwargs:order=7", True),
+        ("kwargs:order=8", False),
+        ('kwargs:text="soon over"', True),
+        ('"soon over"', True),
+        ("soon under", False),
+        ("queue:reminders uuid:order-7 root:root-1", True),
+        ("queue:emails", False),
+        ("a:b", False),
+    ],
+)
+def test_a_search_finds_what_has_all_its_words(search: str, found: bool) -> None:
+    assert Query.parse(search).matches(task()) is found
+
+
+@pytest.mark.parametrize("search", ['"open', "name:", 'a "'])
+def test_a_search_that_makes_no_sense_is_refused(search: str) -> None:
+    with pytest.raises(InvalidQuery, match="expected"):
+        Query.parse(search)
+
+
+def test_a_range_of_due_times_includes_its_begin_and_not_its_end() -> None:
+    query = Query().due_within(100 * SECOND_US, 101 * SECOND_US)
+    assert [query.matches(task(due_us=at * SECOND_US)) for at in (99, 100, 101)] == [
+        False,
+        True,
+        False,
+    ]
+
+
+@given(
+    st.integers(0, 2**52),
+    st.integers(0, 2**48),
+    st.integers(1, 200),
+)
+def test_a_histogram_covers_every_due_time_with_bars_of_one_width(
+    first_us: int, span_us: int, bars: int
+) -> None:
+    found = edges(first_us, first_us + span_us, bars=bars)
+    assert found[0] <= first_us
+    assert first_us + span_us < found[-1]
+    assert 2 <= len(found) <= bars + 1
+    assert len({end - begin for begin, end in pairwise(found)}) == 1
+
+
+def test_a_histogram_has_bars_of_round_times() -> None:
+    assert edges(10 * SECOND_US, 29 * SECOND_US, bars=10) == [
+        second * SECOND_US for second in (10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30)
+    ]
+
+
+def test_an_outcome_is_true_if_it_was_done_and_says_what_happened() -> None:
+    assert Outcome("a", Verdict.DONE)
+    assert not Outcome("a", Verdict.TOO_LATE)
+    assert str(Outcome("a", Verdict.DONE)) == "a cancelled"
+    assert str(Outcome("a", Verdict.DONE, due_us=0)) == "a is due 1970-01-01T00:00:00.000+00:00"
+    assert str(Outcome("a", Verdict.UNKNOWN)) == "a: nothing waits under this id"
+
+
+def test_an_entry_of_the_ledger_is_the_whole_message() -> None:
+    headers = {"task": "shop.remind", "id": "order-7", "argsrepr": "(b'\\n',)", "x": b"\xff"}
+    properties = {"application_headers": headers, "priority": 3, "content_encoding": "binary"}
+    entry = Entry(properties, b"\x00\n\xff{}", "shop", "orders.new", "orders", 12)
+    assert Entry.decoded(entry.encoded()) == entry
+    seen = waiting("order-7:d1", entry.encoded(), 5)
+    assert (seen.id, seen.name, seen.queue, seen.delivery_id) == (
+        "order-7",
+        "shop.remind",
+        "orders",
+        "d1",
+    )
