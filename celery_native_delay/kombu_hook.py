@@ -68,7 +68,6 @@ def flush_delayed(*, timeout_seconds: float | None = 60.0) -> None:
         flush(timeout_seconds)
 
 
-#: Settings that publishing does not need; two of them may hold a password.
 _NOT_FOR_PUBLISHING = ("management_url", "telemetry", "fence", "fence_policy", "ledger_away")
 
 
@@ -85,6 +84,7 @@ def option_of(settings: DelaySettings | SettingsError) -> dict[str, Any] | bool:
     changed = {
         field.name: getattr(settings, field.name)
         for field in fields(settings)
+        # Publishing does not need them, and two of them may hold a password.
         if field.name not in _NOT_FOR_PUBLISHING
         and getattr(settings, field.name) != getattr(defaults, field.name)
     }

@@ -95,15 +95,15 @@ class AdoptingStrategies(dict[str, Any]):
         admits: Callable[[FencedTask], bool],
         *,
         receipts: Callable[[], Receipts | None] = lambda: None,
-        runs_unasked: bool = True,
+        waits: Callable[[EarlyTask], bool] = lambda task: False,
     ) -> None:
-        """*receipts* are asked about what waited; with no answer, it runs if *runs_unasked*."""
+        """*receipts* are asked about what waited; with no answer, it runs unless it *waits*."""
         super().__init__()
         self._consumer = consumer
         self._adopt = adopt
         self._admits = admits
         self._receipts = receipts
-        self._runs_unasked = runs_unasked
+        self._waits = waits
         self.wake: Callable[[], Any] = lambda: None
 
     def __setitem__(self, name: str, strategy: Callable[..., Any]) -> None:
@@ -119,16 +119,16 @@ class AdoptingStrategies(dict[str, Any]):
             # Put back, it would lose its mark; and nothing is too early to be announced.
             cancelled = delayed is not None and delayed.cancelled
 
-            def put_back(until_us: int, delivery_id: str | None = None) -> bool:
+            def waits(put_back: Callable[[EarlyTask], bool], until_us: int, **more: Any) -> bool:
                 task = EarlyTask(
                     message,
                     until_us,
                     queue_of(self._consumer, message),
                     self._ack_soon(message),
                     self._soon(strategy, message, payload, ack, reject, callbacks, **kwargs),
-                    delivery_id,
+                    **more,
                 )
-                return bool(task.queue) and self._adopt(task)
+                return bool(task.queue) and put_back(task)
 
             if delayed is not None:
                 receipts = self._receipts()
@@ -137,20 +137,18 @@ class AdoptingStrategies(dict[str, Any]):
                     if may_run is False:
                         logger.info("dropping task %s, which was moved", fields.get("id"))
                         return ack(logger, self._consumer.connection_errors)
-                    if (
-                        may_run is None
-                        and not (self._runs_unasked or cancelled)
-                        and put_back(now_us + AWAY_US, delayed.delivery_id)
-                    ):
-                        return None
+                    if may_run is None and not cancelled:
+                        until_us = now_us + AWAY_US
+                        if waits(self._waits, until_us, delivery_id=delayed.delivery_id):
+                            return None
                 if not cancelled and _expired(delayed, fields, now_us):
                     logger.info("discarding expired task %s", fields.get("id"))
                     return ack(logger, self._consumer.connection_errors)
                 if cancelled:
                     arrived(fields["id"])
-            eta: Any = fields.get("eta")
+            eta = fields.get("eta")
             early = bool(eta) and not cancelled and self._is_early(delayed, fields, now_us)
-            if early and put_back(due_us(eta)):
+            if eta and early and waits(self._adopt, due_us(eta)):
                 return None
             if HEADER in message.headers and not cancelled:
                 again = partial(on_task, message, payload, ack, reject, callbacks, **kwargs)

@@ -44,8 +44,8 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         self._promoting: Thread | None = None
         self._waker: Waker | None = None
         self._telemetry: Telemetry | None = None
-        self._fence: Guard = NoFence()
         self._receipts: Receipts | None = None
+        self._fence: Guard = NoFence()
         installation = installation_of(c.app)
         if installation is not None and installation.enabled:
             self._fence = self._fence_of(c, installation)
@@ -54,7 +54,7 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
                 self._adopt,
                 self._fence.admits,
                 receipts=lambda: self._receipts,
-                runs_unasked=_runs_unasked(installation),
+                waits=_nobody if _runs_unasked(installation) else self._put_back,
             )
             self._write_telemetry(c, installation)
 
@@ -121,10 +121,9 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
             c.strategies.wake = self._waker.wake
 
     def _adopt(self, task: EarlyTask) -> bool:
-        """:meth:`_put_back`, but of those that came too early only if they are to be adopted."""
+        """Hand a task that came too early to the attendant; False if nobody can take it."""
         attendant = self._attendant
-        adopts = attendant is not None and attendant.settings.adopt
-        return (adopts or task.delivery_id is not None) and self._put_back(task)
+        return attendant is not None and attendant.settings.adopt and attendant.adopt(task)
 
     def _put_back(self, task: EarlyTask) -> bool:
         """Have a task wait in the broker again, whoever asks; False if nobody can see to it."""
@@ -143,6 +142,10 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
             self._promoter.stop()
             self._promoting.join(5.0)
             self._promoter = self._promoting = None
+
+
+def _nobody(task: EarlyTask) -> bool:
+    return False
 
 
 def _runs_unasked(installation: Installation) -> bool:

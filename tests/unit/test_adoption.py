@@ -114,9 +114,9 @@ class Worker:
     """Strategies around one that notes what Celery is given; its ledger answers *answer*."""
 
     takes: bool = True
-    admits: Callable[[FencedTask], bool] = lambda task: True
     answer: bool | None = True
     runs_unasked: bool = True
+    admits: Callable[[FencedTask], bool] = lambda task: True
     ran: list[tuple[Any, ...]] = field(default_factory=list)
     adopted: list[EarlyTask] = field(default_factory=list)
     acked: list[tuple[Any, ...]] = field(default_factory=list)
@@ -128,7 +128,7 @@ class Worker:
             self._adopt,
             self.admits,
             receipts=lambda: self,
-            runs_unasked=self.runs_unasked,
+            waits=(lambda task: False) if self.runs_unasked else self._adopt,
         )
         strategies["t"] = lambda *args, **kwargs: self.ran.append((args, kwargs))
         strategies["t"](message, payload, self._ack, "reject", ["callback"])
