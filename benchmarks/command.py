@@ -16,6 +16,7 @@ from benchmarks import (
     bulk,
     declare,
     lateness,
+    ledger,
     pending,
     publish,
     reconcile,
@@ -39,6 +40,7 @@ SCENARIOS: dict[str, ModuleType] = {
     "steady": steady,
     "redis-lateness": redis_lateness,
     "redis-store": redis_store,
+    "ledger": ledger,
     "spark": spark,
     "reconcile": reconcile,
 }

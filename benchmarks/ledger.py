@@ -1,0 +1,172 @@
+"""Seeing, cancelling and moving: what the ledger costs, and what a look at a million costs."""
+
+from __future__ import annotations
+
+import gc
+import random
+from collections.abc import Callable
+from contextlib import ExitStack
+from resource import RUSAGE_SELF, getrusage
+from time import perf_counter, process_time
+from typing import Any
+from uuid import uuid4
+
+from matplotlib.figure import Figure
+
+from benchmarks.apps import TASK, declare_for, make_app
+from benchmarks.charts import bars
+from benchmarks.measuring import Bench, Result, Target, median, percentile
+from celery_native_delay import Delay
+from celery_native_delay.bulk import bulk
+from celery_native_delay.testing import private_redis
+from celery_native_delay.transports.rabbitmq.ledger.line import LedgerLine
+
+ROUNDS = 40
+BLOCK = 50
+"""Publishes of one variant in a row; then comes the next variant."""
+CHECKS = 10_000
+ENTRY_BYTES = 900
+FEW, MANY = 100_000, 1_000_000
+LOOKS = 20
+PAGE = 50
+
+
+def run(bench: Bench) -> Result:
+    on, off = publishes(bench)
+    checks = worker_checks(bench)
+    rows = [
+        row("RabbitMQ: apply_async, no ledger", off[0]),
+        row("RabbitMQ: apply_async, with a ledger", on[0]),
+        row("RabbitMQ: a worker asks about a task", checks),
+    ]
+    few, _ = looks(bench, bench.count(FEW, at_least=500), searches=True)
+    many, grown_bytes = looks(bench, bench.count(MANY, at_least=1_000), searches=False)
+    rows += [row(label, seconds) for label, seconds in (few | many).items()]
+    result = Result(
+        "See, cancel and move what waits",
+        f"apply_async() with confirm_publish wait, with native_delay_ledger on a Redis of its own "
+        f"and without, {BLOCK} in a row, in turn, {len(on[1])} rounds. The worker's question: "
+        f"{len(checks):,} tasks that the ledger knows. Looks: Delay(app) on Redis, with "
+        f"{bench.count(FEW):,} and {bench.count(MANY):,} tasks waiting, each {LOOKS} times.",
+        rows,
+        [
+            Target("publish, ledger : none (medians)", median(on[0]) / median(off[0]), "≤", 1.25),
+            Target("the same, CPU of the client", median(on[1]) / median(off[1]), "≤", 1.25),
+            Target("a worker asks, p50", median(checks) * 1e6, "≤", 50, "µs"),
+            *(
+                Target(f"{label}, p50", median(seconds) * 1e3, "≤", limit_ms, "ms")
+                for found, limit_ms in ((few, 300), (many, 1_000))
+                for label, seconds in found.items()
+            ),
+            Target("memory of the process that looked at all", grown_bytes / 1e6, "≤", 50, "MB"),
+        ],
+    )
+    result.series = {
+        label: [percentile(seconds, percent) * 1e3 for percent in (25, 50, 75)]
+        for label, seconds in (few | many).items()
+    }
+    return result
+
+
+def row(label: str, seconds: list[float]) -> dict[str, Any]:
+    return {
+        "what": label,
+        "p50 ms": median(seconds) * 1e3,
+        "p95 ms": percentile(seconds, 95) * 1e3,
+        "p99 ms": percentile(seconds, 99) * 1e3,
+    }
+
+
+Measured = tuple[list[float], list[float]]
+"""Seconds of each publish, and CPU seconds of each round per publish."""
+
+
+def publishes(bench: Bench) -> tuple[Measured, Measured]:
+    """With a ledger, and without."""
+    rounds = bench.count(ROUNDS, at_least=3)
+    with ExitStack() as stack:
+        ledger = stack.enter_context(private_redis())
+        ways: dict[str, tuple[Callable[..., object], Measured]] = {}
+        for name, settings in (("on", {"ledger": ledger.url}), ("off", {})):
+            app = make_app("ours", stack.enter_context(bench.vhost()), **settings)
+            stack.callback(app.close)
+            declare_for("ours", app)
+            ways[name] = app.tasks[TASK].apply_async, ([], [])
+            for index in range(2 * BLOCK):
+                ways[name][0]((index,), countdown=3600)
+        order = random.Random(6)
+        with bench.progress("ledger, publish", rounds) as done:
+            for number in range(rounds):
+                for send, (seconds, cpu_seconds) in order.sample(list(ways.values()), 2):
+                    gc.collect()
+                    cpu = process_time()
+                    for index in range(BLOCK):
+                        started = perf_counter()
+                        send((index,), countdown=3600)
+                        seconds.append(perf_counter() - started)
+                    cpu_seconds.append((process_time() - cpu) / BLOCK)
+                done(number + 1)
+    return ways["on"][1], ways["off"][1]
+
+
+def worker_checks(bench: Bench) -> list[float]:
+    """Seconds of each question."""
+    members = [f"{uuid4()}:{uuid4().hex}" for _ in range(bench.count(CHECKS, at_least=100))]
+    checks = []
+    with private_redis() as redis:
+        line = LedgerLine(redis.url, "bench")
+        for member in members:
+            line.record(member, 2**52, b"e" * ENTRY_BYTES)
+        line.flush(None)
+        for member in members:
+            started = perf_counter()
+            assert line.received(member) is True
+            checks.append(perf_counter() - started)
+    return checks
+
+
+def looks(bench: Bench, count: int, *, searches: bool) -> tuple[dict[str, list[float]], int]:
+    """Seconds of each look, and by how many bytes this process grew."""
+    with private_redis() as redis:
+        app = make_app("ours", redis.url)
+        what = f"ledger: {count:,} waiting"
+        with bench.progress(what, count) as done, bulk(app) as batch:
+            for index in range(count):
+                batch.send(TASK, (index,), countdown=3600 + index * 0.1)
+                done(index)
+        delay = Delay(app)
+        middle = count // 2
+        ways: dict[str, Callable[[], Any]] = {
+            f"first {PAGE}": lambda: delay.ls(limit=PAGE),
+            f"{PAGE} in the middle": lambda: delay.ls(limit=PAGE, offset=middle),
+            "count": delay.count,
+            "histogram": lambda: delay.histogram(bars=100),
+        }
+        if searches:
+            ways[f"search, first {PAGE} of all"] = lambda: delay.ls(f"name:{TASK}", limit=PAGE)
+            ways["search that finds nothing"] = lambda: delay.ls("nothing", limit=PAGE)
+        assert delay.ls(limit=PAGE).total == count
+        before = getrusage(RUSAGE_SELF).ru_maxrss
+        found = {
+            f"{count:,} waiting: {label}": [timed(look) for _ in range(LOOKS)]
+            for label, look in ways.items()
+        }
+        app.close()
+        return found, 1024 * (getrusage(RUSAGE_SELF).ru_maxrss - before)
+
+
+def timed(look: Callable[[], object]) -> float:
+    started = perf_counter()
+    look()
+    return perf_counter() - started
+
+
+def draw(result: Result) -> Figure:
+    return bars(
+        "Looking at what waits in Redis: median, with the middle half",
+        "milliseconds",
+        [
+            (label, middle, (low, high), True)
+            for label, (low, middle, high) in result.series.items()
+        ],
+    )
