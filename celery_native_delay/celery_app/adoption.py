@@ -96,18 +96,25 @@ class AdoptingStrategies(dict[str, Any]):
         *,
         receipts: Callable[[], Receipts | None] = lambda: None,
         waits: Callable[[EarlyTask], bool] = lambda task: False,
+        watching: Callable[[Callable[..., Any]], Callable[..., Any]] = lambda strategy: strategy,
+        expired: Callable[[Any], None] = lambda message: None,
     ) -> None:
-        """*receipts* are asked about what waited; with no answer, it runs unless it *waits*."""
+        """*receipts* are asked about what waited; with no answer, it runs unless it *waits*.
+
+        *watching* wraps each strategy; *expired* is told of a message that is dropped as such.
+        """
         super().__init__()
         self._consumer = consumer
         self._adopt = adopt
         self._admits = admits
         self._receipts = receipts
         self._waits = waits
+        self._watching = watching
+        self._expired = expired
         self.wake: Callable[[], Any] = lambda: None
 
     def __setitem__(self, name: str, strategy: Callable[..., Any]) -> None:
-        super().__setitem__(name, self._asking(strategy))
+        super().__setitem__(name, self._asking(self._watching(strategy)))
 
     def _asking(self, strategy: Callable[..., Any]) -> Callable[..., Any]:
         def on_task(
@@ -143,6 +150,7 @@ class AdoptingStrategies(dict[str, Any]):
                             return None
                 if not cancelled and _expired(delayed, fields, now_us):
                     logger.info("discarding expired task %s", fields.get("id"))
+                    self._expired(message)
                     return ack(logger, self._consumer.connection_errors)
                 if cancelled:
                     arrived(fields["id"])

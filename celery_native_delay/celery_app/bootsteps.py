@@ -19,6 +19,7 @@ from .adoption import AdoptingStrategies, EarlyTask, Waker, forget_eta
 from .attendant import Attendant
 from .fencing import Fence, Guard, NoFence
 from .install import Installation, installation_of, keep_celerys_own_off
+from .tallying import Tallying
 from .telemetry import Telemetry
 
 logger = logging.getLogger(__name__)
@@ -46,15 +47,19 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         self._telemetry: Telemetry | None = None
         self._receipts: Receipts | None = None
         self._fence: Guard = NoFence()
+        self._tallying: Tallying | None = None
         installation = installation_of(c.app)
         if installation is not None and installation.enabled:
             self._fence = self._fence_of(c, installation)
+            self._tallying = Tallying(c)
             c.strategies = AdoptingStrategies(
                 c,
                 self._adopt,
                 self._fence.admits,
                 receipts=lambda: self._receipts,
                 waits=_nobody if _runs_unasked(installation) else self._put_back,
+                watching=self._tallying.watching,
+                expired=self._tallying.expired,
             )
             self._write_telemetry(c, installation)
 
@@ -64,6 +69,8 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
 
     def start(self, c: Any) -> None:
         """Prepare the consumer's broker; a failure is named and leaves immediate tasks alone."""
+        if self._tallying is not None:
+            self._tallying.start()
         channel = c.connection.default_channel
         installation = installation_of(c.app)
         if installation is None or not hasattr(channel, "worker_part"):
@@ -129,9 +136,17 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         """Have a task wait in the broker again, whoever asks; False if nobody can see to it."""
         return self._attendant is not None and self._attendant.adopt(task)
 
+    def stop(self, c: Any) -> None:
+        """The connection goes."""
+        if self._tallying is not None:
+            self._tallying.stop()
+
     def shutdown(self, c: Any) -> None:
         """The worker ends; what was not put back yet is redelivered by the broker."""
         self._fence.stop()
+        if self._tallying is not None:
+            self._tallying.shutdown()
+            self._tallying = None
         if self._telemetry is not None:
             self._telemetry.disconnect()
             self._telemetry = None

@@ -179,6 +179,31 @@ class Report(Protocol):
         """For people; *table* aligns columns under headings."""
 
 
+@dataclass(frozen=True)
+class Level:
+    """One of the queues in which messages wait, and how many are in it."""
+
+    name: str
+    ttl_seconds: float
+    waiting: int
+
+
+@dataclass(frozen=True)
+class Backlog:
+    """How much waits on a broker, as numbers of messages.
+
+    *ledger_answers* says whether the ledger does, None where none is kept. Only if it does, it is
+    known when the first message is due: *until_first_us* in microseconds, below 0 since it was;
+    None if nothing waits.
+    """
+
+    waiting: int
+    parked: int
+    levels: tuple[Level, ...] = ()
+    ledger_answers: bool | None = None
+    until_first_us: int | None = None
+
+
 class AdminPart(Protocol):
     """What the command line does on a broker."""
 
@@ -195,6 +220,9 @@ class AdminPart(Protocol):
 
     def status(self) -> Report:
         """Count what waits and what is parked."""
+
+    def backlog(self) -> Backlog:
+        """The same as numbers, and quick enough to be asked every few seconds."""
 
     def purge(self) -> int:
         """Throw away all that waits; how many."""

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from time import time_ns
 from typing import Any
 
 from amqp.exceptions import NotFound, ResourceLocked
 
+from ...core.errors import LedgerUnavailable
 from ...core.settings import DelaySettings
-from ..contract import ParkedTask, Rescue, Verification
+from ..contract import Backlog, ParkedTask, Rescue, Verification
 from .declaring import permissions_explained
-from .inspection import Status, status, verify
+from .inspection import Status, levels, status, verify
 from .management import ManagementAPI, management_of
 from .parking import count, peek, rescue
 from .preparation import Prepared
@@ -61,6 +63,23 @@ class RabbitMQAdminPart:
         """Count what waits in the levels and in the parking queue."""
         with permissions_explained(self._topology):
             return status(self._delays, self._api())
+
+    def backlog(self) -> Backlog:
+        """The same as numbers, over AMQP alone; what is due when, as far as the ledger has it."""
+        with permissions_explained(self._topology):
+            found, parked = tuple(levels(self._delays)), count(self._delays)
+        waiting = sum(level.waiting for level in found)
+        ledger = self._channel.ledger(self._settings)
+        if ledger is None:
+            return Backlog(waiting, parked, found)
+        try:
+            span = ledger.span()
+        except LedgerUnavailable:
+            return Backlog(waiting, parked, found, ledger_answers=False)
+        finally:
+            ledger.close()
+        first_us = None if span is None else span[0] - time_ns() // 1000
+        return Backlog(waiting, parked, found, ledger_answers=True, until_first_us=first_us)
 
     def purge(self) -> int:
         """Empty every level queue; what landing queues hold stays."""

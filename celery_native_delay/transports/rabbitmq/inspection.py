@@ -10,7 +10,7 @@ from amqp.exceptions import AccessRefused, NotFound, PreconditionFailed
 
 from ...core.errors import ManagementUnavailable
 from ...core.topology import Binding, Exchange, Queue, Topology
-from ..contract import Verification
+from ..contract import Level, Verification
 from .delays import Delays
 from .management import ManagementAPI, overriding_policies
 from .parking import count
@@ -128,6 +128,16 @@ def status(delays: Delays, api: ManagementAPI) -> Status:
     nearest = next((level for level in levels if level.waiting), None)
     within = None if nearest is None else 2 * nearest.ttl_seconds
     return Status(topology.name, levels, landings, count(delays), within)
+
+
+def levels(delays: Delays) -> Iterator[Level]:
+    """The level queues that are declared, over AMQP alone."""
+    topology = delays.topology
+    for hop in topology.level_queues:
+        waiting = _depth(delays, hop.queue)
+        if waiting is not None:
+            name = hop.queue.removeprefix(f"{topology.name}.")
+            yield Level(name, hop.ttl_ms / 1000, waiting)
 
 
 def _depth(delays: Delays, queue: str) -> int | None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..contract import ParkedTask, Rescue, Verification
+from ..contract import Backlog, ParkedTask, Rescue, Verification
 from .envelope import opened_entry, unsealed
 from .server import advice, clock_danger, dangers
 from .store import Census, Store
@@ -105,6 +105,12 @@ class RedisAdminPart:
     def status(self) -> Status:
         """Count what waits and what is parked."""
         return Status.of(self.name, self._store.census())
+
+    def backlog(self) -> Backlog:
+        """The same as numbers; the store itself is the ledger."""
+        census = self._store.census()
+        first_us = -census.overdue_us if census.overdue else census.next_due_us
+        return Backlog(census.waiting, census.parked, ledger_answers=True, until_first_us=first_us)
 
     def purge(self) -> int:
         return self._store.purge()

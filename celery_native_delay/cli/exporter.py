@@ -1,0 +1,80 @@
+"""``delay exporter``: what waits and what came of it, for Prometheus."""
+
+from __future__ import annotations
+
+import click
+
+from .group import as_json_option, command, installed_settings, print_json
+
+
+@command(name="exporter")
+@click.option(
+    "-p",
+    "--port",
+    type=click.IntRange(0, 65535),
+    default=9808,
+    show_default=True,
+    help="Where to serve /metrics; 0 for any that is free.",
+)
+@click.option(
+    "-a",
+    "--address",
+    default="127.0.0.1",
+    show_default=True,
+    help="On which of this machine's addresses; 0.0.0.0 for all.",
+)
+@click.option(
+    "-i",
+    "--interval",
+    type=click.FloatRange(min=0.1),
+    default=5.0,
+    show_default=True,
+    help="Seconds between looks at broker and ledger.",
+)
+@click.option(
+    "-l",
+    "--loglevel",
+    default="WARNING",
+    show_default=True,
+    help="How much to log on standard error.",
+)
+@as_json_option
+def exporter(
+    ctx: click.Context, port: int, address: str, interval: float, loglevel: str, as_json: bool
+) -> None:
+    """Serve metrics to Prometheus, until Ctrl-C.
+
+    Lateness and counters come from workers with events on (-E). Run one exporter for each app.
+    """
+    import signal
+    from threading import Event
+
+    try:
+        from prometheus_client import start_http_server
+    except ImportError as exc:
+        raise click.UsageError(
+            "metrics need prometheus_client: pip install 'celery_native_delay[metrics]'"
+        ) from exc
+    from ..metrics import expose
+
+    app = ctx.obj.app
+    installed_settings(ctx)
+    app.log.setup_logging_subsystem(loglevel=loglevel.upper())
+    stopping = Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stopping.set())
+    exposed = expose(app, poll_seconds=interval)
+    try:
+        server, serving = start_http_server(port, address)
+    except OSError as exc:
+        exposed.close()
+        raise click.ClickException(f"cannot serve on {address}:{port}: {exc}") from exc
+    url = f"http://{address}:{server.server_port}/metrics"
+    if as_json:
+        print_json({"url": url})
+    else:
+        click.echo(f"serving {url}")
+    stopping.wait()
+    server.shutdown()
+    serving.join()
+    exposed.close()

@@ -1,0 +1,131 @@
+"""The metrics: names, types, labels, and where each number comes from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import accumulate
+from math import inf
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+
+from ..core.tally import BOUNDS
+from .counting import Counts
+from .polling import Poll, Reading
+
+
+class DelayCollector(Collector):
+    """Of the last reading of *poll*, and of *counts*; does no I/O.
+
+    What nobody can tell is left out, never 0: after a failure the state of the store, without a
+    ledger due times.
+    """
+
+    def __init__(self, poll: Poll, counts: Counts) -> None:
+        self._poll = poll
+        self._counts = counts
+
+    def describe(self) -> Iterable[Metric]:
+        return self.collect()
+
+    def collect(self) -> Iterable[Metric]:
+        yield from _waiting(self._poll.reading())
+        yield from self._counted()
+
+    def _counted(self) -> Iterator[Metric]:
+        labels = ["queue_name"]
+        matured = CounterMetricFamily(
+            "celery_delay_matured",
+            "Delayed messages that were due and reached a worker to be run.",
+            labels=labels,
+        )
+        cancelled = CounterMetricFamily(
+            "celery_delay_cancelled",
+            "Delayed messages that were cancelled, and announced by a worker.",
+            labels=labels,
+        )
+        expired = CounterMetricFamily(
+            "celery_delay_expired",
+            "Delayed messages that reached a worker after they had expired.",
+            labels=labels,
+        )
+        lateness = HistogramMetricFamily(
+            "celery_delay_lateness_seconds",
+            "How long after they were due delayed tasks started.",
+            labels=labels,
+        )
+        for queue, tally in sorted(self._counts.so_far().items()):
+            matured.add_metric([queue], tally.matured)
+            cancelled.add_metric([queue], tally.cancelled)
+            expired.add_metric([queue], tally.expired)
+            buckets = [
+                (_bound(bound), float(number))
+                for bound, number in zip(BOUNDS, accumulate(tally.late), strict=True)
+            ]
+            lateness.add_metric([queue], buckets, tally.late_seconds)
+        yield from (matured, cancelled, expired, lateness)
+
+
+def _waiting(reading: Reading | None) -> Iterator[Metric]:
+    backlog = None if reading is None else reading.backlog
+    yield _gauge(
+        "store_up",
+        "Whether the broker said what waits when it was last asked.",
+        None if reading is None else float(backlog is not None),
+    )
+    yield _gauge(
+        "poll_duration_seconds",
+        "How long the last look at broker and ledger took.",
+        None if reading is None else reading.duration_seconds,
+    )
+    knows_due = backlog is not None and bool(backlog.ledger_answers)
+    first_due = None if reading is None else reading.first_due
+    yield _gauge(
+        "ledger_up",
+        "Whether the ledger answered; on Redis the broker is its own. Absent where none is kept.",
+        None if backlog is None or backlog.ledger_answers is None else float(knows_due),
+    )
+    yield _gauge(
+        "pending",
+        "Messages that wait in the broker until they are due. What is cancelled or moved stays in "
+        "RabbitMQ's levels until it was due, and is then dropped.",
+        None if backlog is None else backlog.waiting,
+    )
+    levels = GaugeMetricFamily(
+        "celery_delay_messages",
+        "Messages in each delay level of RabbitMQ.",
+        labels=["level", "ttl_seconds"],
+    )
+    for level in () if backlog is None else backlog.levels:
+        levels.add_metric([level.name, _seconds(level.ttl_seconds)], level.waiting)
+    yield levels
+    yield _gauge(
+        "unroutable_messages",
+        "Parked messages: they were due, and their destination was not there.",
+        None if backlog is None else backlog.parked,
+    )
+    yield _gauge(
+        "next_due_timestamp_seconds",
+        "When the first message is due. Absent if none waits, and on RabbitMQ without a ledger.",
+        first_due if knows_due else None,
+    )
+    yield _gauge(
+        "overdue_seconds",
+        "How long the first message has been due; 0 if none is. On Redis until it is promoted, by "
+        "RabbitMQ's ledger until a worker receives it. Absent on RabbitMQ without a ledger.",
+        max(0, -(backlog.until_first_us or 0)) / 1_000_000 if backlog and knows_due else None,
+    )
+
+
+def _gauge(name: str, documentation: str, value: float | None) -> GaugeMetricFamily:
+    return GaugeMetricFamily(f"celery_delay_{name}", documentation, value=value)
+
+
+def _bound(bound: float) -> str:
+    return "+Inf" if bound == inf else str(bound)
+
+
+def _seconds(seconds: float) -> str:
+    """A label that is a number to people."""
+    return f"{seconds:.3f}".rstrip("0").rstrip(".")

@@ -1,0 +1,48 @@
+"""What workers have told of delayed messages, added up by queue."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from threading import Lock
+from typing import Any
+
+from celery.utils.log import get_logger
+
+from ..core.tally import Tally
+
+logger = get_logger(__name__)
+
+
+class Counts:
+    """Sums by queue, 0 for those that are *expected*."""
+
+    def __init__(self, expected: Iterable[str] = ()) -> None:
+        self._lock = Lock()
+        self._by_queue = {queue: Tally() for queue in expected}
+        self._told = False
+
+    def hear(self, event: Mapping[str, Any]) -> None:
+        """Count what a ``delay-tally`` event says; one that cannot be read is logged, once."""
+        try:
+            tallies = {
+                str(queue): Tally.of_fields(fields) for queue, fields in event["queues"].items()
+            }
+        except (AttributeError, KeyError, TypeError, ValueError) as exc:
+            if not self._told:
+                self._told = True
+                logger.warning(
+                    "native delay: expected an event of a worker of ours, got one from %s that "
+                    "cannot be counted: %r",
+                    event.get("hostname"),
+                    exc,
+                )
+            return
+        with self._lock:
+            for queue, tally in tallies.items():
+                self._by_queue.setdefault(queue, Tally()).add(tally)
+
+    def so_far(self) -> dict[str, Tally]:
+        """The sums, by queue."""
+        with self._lock:
+            return deepcopy(self._by_queue)

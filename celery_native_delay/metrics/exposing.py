@@ -1,0 +1,70 @@
+"""``expose(app)``: a collector in a registry, and the two threads that feed it."""
+
+from __future__ import annotations
+
+from celery import Celery
+from prometheus_client import REGISTRY, CollectorRegistry
+
+from ..celery_app.install import installation_of
+from ..core.errors import SettingsError
+from .collector import DelayCollector
+from .counting import Counts
+from .listening import Listener
+from .polling import Poll
+
+POLL_SECONDS = 5.0
+
+
+class Exposed:
+    """What :func:`expose` has set up; :meth:`close` takes it away."""
+
+    def __init__(
+        self, app: Celery, registry: CollectorRegistry, *, poll_seconds: float, listens: bool
+    ) -> None:
+        self.counts = Counts(app.amqp.queues)
+        self._registry = registry
+        poll = Poll(app, every_seconds=poll_seconds)
+        self._threads: list[Poll | Listener] = [poll]
+        if listens:
+            self._threads.append(Listener(app, self.counts))
+        self._collector = DelayCollector(poll, self.counts)
+        registry.register(self._collector)
+        for thread in self._threads:
+            thread.start()
+
+    def close(self, *, timeout_seconds: float = 5.0) -> None:
+        """Take the metrics out of the registry and end the threads."""
+        self._registry.unregister(self._collector)
+        for thread in self._threads:
+            thread.stop()
+        for thread in self._threads:
+            thread.join(timeout_seconds)
+
+
+def expose(
+    app: Celery,
+    registry: CollectorRegistry = REGISTRY,
+    *,
+    poll_seconds: float = POLL_SECONDS,
+    listens: bool = True,
+) -> Exposed:
+    """Have *registry* tell what waits for *app*, and what workers with events on say came of it.
+
+    Broker and ledger are read by a thread, so that collecting does no I/O; while they are away it
+    says so, and goes on when they are back.
+
+    Args:
+        app: an installed app.
+        poll_seconds: how often broker and ledger are read.
+        listens: False for whoever receives events anyway and hands those of the type
+            ``delay-tally`` to ``.counts.hear(event)``.
+
+    Raises:
+        SettingsError: the app is not installed, or its settings are wrong.
+        ValueError: it is exposed in this registry already.
+    """
+    installation = installation_of(app)
+    if installation is None:
+        raise SettingsError(f"expected an installed app, got {app!r}: call install(app)")
+    installation.settings()
+    return Exposed(app, registry, poll_seconds=poll_seconds, listens=listens)

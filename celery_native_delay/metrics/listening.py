@@ -1,0 +1,64 @@
+"""Hears the events of our group; on RabbitMQ no others are sent here."""
+
+from __future__ import annotations
+
+from threading import Event, Thread
+from typing import Any
+
+from celery import Celery
+from celery.utils.log import get_logger
+
+from ..core.tally import EVENT
+from .counting import Counts
+
+logger = get_logger(__name__)
+
+FIRST_PAUSE_SECONDS = 1.0
+LONGEST_PAUSE_SECONDS = 30.0
+
+
+class Listener(Thread):
+    """Counts what workers tell, until it is stopped; reconnects by itself."""
+
+    def __init__(self, app: Celery, counts: Counts) -> None:
+        super().__init__(name="native-delay-listener", daemon=True)
+        self._app = app
+        self._counts = counts
+        self._receiver: Any = None
+        self._stopping = Event()
+        self._pause_seconds = FIRST_PAUSE_SECONDS
+
+    def stop(self) -> None:
+        """End within a second or so; join() to know when."""
+        self._stopping.set()
+        if self._receiver is not None:
+            self._receiver.should_stop = True
+
+    def run(self) -> None:
+        while not self._stopping.is_set():
+            try:
+                self._listen()
+            except Exception as exc:  # the thread must outlive whatever the broker does
+                if self._stopping.is_set():
+                    return
+                logger.warning(
+                    "native delay: hears no events, tries again in %g s: %s: %s",
+                    self._pause_seconds,
+                    type(exc).__name__,
+                    exc,
+                )
+                self._stopping.wait(self._pause_seconds)
+                self._pause_seconds = min(self._pause_seconds * 2, LONGEST_PAUSE_SECONDS)
+
+    def _listen(self) -> None:
+        with self._app.connection_for_read() as connection:
+            connection.ensure_connection(max_retries=1, interval_start=0)
+            self._receiver = self._app.events.Receiver(
+                connection, handlers={EVENT: self._hear}, routing_key="delay.#"
+            )
+            self._receiver.should_stop = self._stopping.is_set()
+            self._receiver.capture(limit=None, timeout=None, wakeup=False)
+
+    def _hear(self, event: dict[str, Any]) -> None:
+        self._pause_seconds = FIRST_PAUSE_SECONDS
+        self._counts.hear(event)

@@ -1,0 +1,118 @@
+"""Reads broker and ledger every few seconds, so that no scrape has to wait for them."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from dataclasses import dataclass
+from threading import Event, Thread
+from time import monotonic, time
+from typing import Any
+
+from celery import Celery
+from celery.utils.log import get_logger
+
+from ..celery_app.install import installation_of
+from ..core.errors import UnsupportedBroker
+from ..transports.contract import Backlog
+
+logger = get_logger(__name__)
+
+#: Seconds for each answer of the broker; the ledger has a limit of its own.
+TIMEOUT_SECONDS = 5.0
+
+#: A reading that is older by so much than the next should be, in seconds, is not shown any more.
+PATIENCE_SECONDS = 2 * TIMEOUT_SECONDS
+
+#: py-amqp takes the first two, redis-py the others; either passes over what is not its own.
+_BOUNDED = {
+    "read_timeout": TIMEOUT_SECONDS,
+    "write_timeout": TIMEOUT_SECONDS,
+    "socket_timeout": TIMEOUT_SECONDS,
+    "socket_connect_timeout": TIMEOUT_SECONDS,
+}
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a look at the broker found; no *backlog* if it failed.
+
+    *read_at* is when, by the monotonic clock; *first_due* is Unix time.
+    """
+
+    backlog: Backlog | None
+    read_at: float
+    duration_seconds: float
+    first_due: float | None = None
+
+
+class Poll(Thread):
+    """Looks at the broker of *app* until it is stopped, over one connection."""
+
+    def __init__(self, app: Celery, *, every_seconds: float) -> None:
+        super().__init__(name="native-delay-poll", daemon=True)
+        self._app = app
+        self._every_seconds = every_seconds
+        self._connection: Any = None
+        self._stopping = Event()
+        self._last: Reading | None = None
+        self._told = False
+
+    def reading(self) -> Reading | None:
+        """The last one; without a backlog if it is too old to be true. None before the first."""
+        last = self._last
+        if last is None or monotonic() - last.read_at < self._every_seconds + PATIENCE_SECONDS:
+            return last
+        return Reading(None, last.read_at, last.duration_seconds)
+
+    def stop(self) -> None:
+        """End soon; join() to know when."""
+        self._stopping.set()
+
+    def run(self) -> None:
+        while True:
+            self._last = self._look()
+            if self._stopping.wait(self._every_seconds):
+                break
+        self._disconnect()
+
+    def _look(self) -> Reading:
+        begin = monotonic()
+        try:
+            backlog = self._backlog()
+        except Exception as exc:  # the thread must outlive whatever the broker does
+            self._disconnect()
+            if not self._told:
+                self._told = True
+                logger.warning(
+                    "native delay: the broker does not say what waits: %s: %s",
+                    type(exc).__name__,
+                    exc,
+                )
+            return Reading(None, monotonic(), monotonic() - begin)
+        if self._told:
+            self._told = False
+            logger.info("native delay: the broker says again what waits")
+        first_us = backlog.until_first_us
+        first_due = None if first_us is None else time() + first_us / 1_000_000
+        return Reading(backlog, monotonic(), monotonic() - begin, first_due)
+
+    def _backlog(self) -> Backlog:
+        if self._connection is None:
+            self._connection = self._app.connection_for_write(
+                connect_timeout=TIMEOUT_SECONDS, transport_options=dict(_BOUNDED)
+            )
+        self._connection.ensure_connection(max_retries=1, interval_start=0)
+        channel = self._connection.default_channel
+        installation = installation_of(self._app)
+        if installation is None or not hasattr(channel, "admin_part"):
+            raise UnsupportedBroker(
+                f"expected a broker in which delayed tasks wait, got {self._connection.as_uri()}"
+            )
+        backlog: Backlog = channel.admin_part(installation.settings()).backlog()
+        return backlog
+
+    def _disconnect(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with suppress(Exception):  # it is gone, or was never there
+                connection.collapse()

@@ -1,0 +1,81 @@
+"""The exporter as a process of its own, and what it serves."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from urllib.request import urlopen
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.acceptance.worker import REPOSITORY, Fleet
+from tests.waiting import wait_until
+
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+@dataclass
+class Exporter:
+    """A running exporter."""
+
+    url: str
+
+    def samples(self) -> Samples:
+        """Everything that it serves of ours now, by name and labels."""
+        with urlopen(self.url, timeout=10) as answer:
+            families = text_string_to_metric_families(answer.read().decode())
+        return {
+            (sample.name, frozenset(sample.labels.items())): sample.value
+            for family in families
+            for sample in family.samples
+            if family.name.startswith("celery_delay")
+        }
+
+    def value(self, name: str, **labels: str) -> float | None:
+        """One sample of ours, None if it is not served."""
+        return self.samples().get((f"celery_delay_{name}", frozenset(labels.items())))
+
+    def wait_for(
+        self, name: str, expected: float | Callable[[float | None], bool] | None, **labels: str
+    ) -> None:
+        """Return when a sample is as *expected*, None for not there at all."""
+
+        def as_expected() -> bool:
+            value = self.value(name, **labels)
+            return expected(value) if callable(expected) else value == expected
+
+        try:
+            wait_until(as_expected, timeout_seconds=60)
+        except BaseException as exc:
+            exc.add_note(f"{name} {labels} is {self.value(name, **labels)}")
+            raise
+
+
+@contextmanager
+def exporter_of(fleet: Fleet, **conf: Any) -> Iterator[Exporter]:
+    """An exporter on the broker of *fleet*; ends with the block, as an administrator ends it."""
+    command = [sys.executable, "-m", "celery", "-A", "tests.acceptance.apps.installed"]
+    command += ["delay", "exporter", "--port=0", "--interval=0.3", "--loglevel=INFO", "--json"]
+    process = subprocess.Popen(
+        command,
+        cwd=REPOSITORY,
+        env=fleet.environment(conf),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        assert process.stdout is not None
+        told = "".join(iter(process.stdout.readline, "}\n")) + "}"
+        yield Exporter(json.loads(told)["url"])
+        process.terminate()
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait(30)
+        process.stdout.close()
