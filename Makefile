@@ -28,6 +28,7 @@ brokers: ## install RabbitMQ and Redis for the tests; for 4.3, too: NATIVE_DELAY
 test: venv ## run all tests on private brokers, after installing what they need
 	@scripts/setup_brokers.sh || [ "$$CI" != true ]
 	@scripts/setup_spark.sh || [ "$$CI" != true ]
+	@[ "$$CI" != true ] || command -v promtool >/dev/null || scripts/install_packages.sh prometheus
 	$(PYTHON) -m pytest --numprocesses=$(TEST_PROCESSES) \
 		$(wildcard tests/unit tests/conformance tests/integration tests/acceptance tests/spark)
 

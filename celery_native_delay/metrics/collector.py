@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 
 from ..core.tally import BOUNDS
 from .counting import Counts
+from .listening import Listener
 from .polling import Poll, Reading
 
 
@@ -22,15 +23,21 @@ class DelayCollector(Collector):
     ledger due times.
     """
 
-    def __init__(self, poll: Poll, counts: Counts) -> None:
+    def __init__(self, poll: Poll, counts: Counts, listener: Listener | None) -> None:
         self._poll = poll
         self._counts = counts
+        self._listener = listener
 
     def describe(self) -> Iterable[Metric]:
         return self.collect()
 
     def collect(self) -> Iterable[Metric]:
         yield from _waiting(self._poll.reading())
+        yield _gauge(
+            "events_up",
+            "Whether the events of workers are heard. Absent where another receives them.",
+            None if self._listener is None else float(self._listener.hears),
+        )
         yield from self._counted()
 
     def _counted(self) -> Iterator[Metric]:

@@ -24,10 +24,9 @@ class Exposed:
         self.counts = Counts(app.amqp.queues)
         self._registry = registry
         poll = Poll(app, every_seconds=poll_seconds)
-        self._threads: list[Poll | Listener] = [poll]
-        if listens:
-            self._threads.append(Listener(app, self.counts))
-        self._collector = DelayCollector(poll, self.counts)
+        listener = Listener(app, self.counts) if listens else None
+        self._threads = [thread for thread in (poll, listener) if thread is not None]
+        self._collector = DelayCollector(poll, self.counts, listener)
         registry.register(self._collector)
         for thread in self._threads:
             thread.start()

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from threading import Event, Thread
 from typing import Any
 
 from celery import Celery
+from celery.events.receiver import EventReceiver
 from celery.utils.log import get_logger
 
 from ..core.tally import EVENT
@@ -18,7 +20,10 @@ LONGEST_PAUSE_SECONDS = 30.0
 
 
 class Listener(Thread):
-    """Counts what workers tell, until it is stopped; reconnects by itself."""
+    """Counts what workers tell, until it is stopped; reconnects by itself.
+
+    *hears* says whether it is connected.
+    """
 
     def __init__(self, app: Celery, counts: Counts) -> None:
         super().__init__(name="native-delay-listener", daemon=True)
@@ -27,6 +32,7 @@ class Listener(Thread):
         self._receiver: Any = None
         self._stopping = Event()
         self._pause_seconds = FIRST_PAUSE_SECONDS
+        self.hears = False
 
     def stop(self) -> None:
         """End within a second or so; join() to know when."""
@@ -39,6 +45,7 @@ class Listener(Thread):
             try:
                 self._listen()
             except Exception as exc:  # the thread must outlive whatever the broker does
+                self.hears = False
                 if self._stopping.is_set():
                     return
                 logger.warning(
@@ -53,12 +60,26 @@ class Listener(Thread):
     def _listen(self) -> None:
         with self._app.connection_for_read() as connection:
             connection.ensure_connection(max_retries=1, interval_start=0)
-            self._receiver = self._app.events.Receiver(
-                connection, handlers={EVENT: self._hear}, routing_key="delay.#"
+            self._receiver = _Receiver(
+                connection,
+                handlers={EVENT: self._counts.hear},
+                routing_key="delay.#",
+                app=self._app,
             )
+            self._receiver.ready = self._is_ready
             self._receiver.should_stop = self._stopping.is_set()
             self._receiver.capture(limit=None, timeout=None, wakeup=False)
 
-    def _hear(self, event: dict[str, Any]) -> None:
+    def _is_ready(self) -> None:
+        self.hears = True
         self._pause_seconds = FIRST_PAUSE_SECONDS
-        self._counts.hear(event)
+
+
+class _Receiver(EventReceiver):  # type: ignore[misc]
+    """Celery's, telling when it consumes."""
+
+    ready: Callable[[], None]
+
+    def on_consume_ready(self, *args: Any, **kwargs: Any) -> None:
+        super().on_consume_ready(*args, **kwargs)
+        self.ready()

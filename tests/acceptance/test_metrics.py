@@ -1,7 +1,14 @@
-"""Metrics: what a real exporter serves about real brokers and a real worker with events on."""
+"""Metrics: what a real exporter serves about real brokers and a real worker with events on; and
+what Prometheus, the alerts and the dashboard make of it."""
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from time import time
 
@@ -9,18 +16,29 @@ import pytest
 from kombu import Queue
 
 from celery_native_delay import Delay
-from celery_native_delay.testing import PrivateRedis, private_redis
-from tests.acceptance.exporter import exporter_of
+from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, private_redis, vhost_name
+from tests.acceptance.exporter import Exporter, exporter_of
+from tests.acceptance.prometheus import program, prometheus_of
 from tests.acceptance.worker import Fleet, fleet_on
+from tests.waiting import wait_until
+
+MONITORING = Path(__file__).parents[2] / "monitoring"
 
 
-def come_to_every_end(fleet: Fleet) -> None:
-    """Tasks for the queue "side": one that runs, one that is cancelled, one that expires."""
+def come_to_every_end(fleet: Fleet, exporter: Exporter) -> None:
+    """Of three tasks for the queue "side" one runs, one is cancelled, one expires; all is told."""
     app = fleet.app()
     note = app.tasks["note"]
     note.apply_async(("runs",), countdown=1, queue="side")
     note.apply_async(("expires",), countdown=1, expires=0.5, queue="side")
     assert Delay(app).cancel(note.apply_async(("never",), countdown=3600, queue="side").id)
+    for name in ("matured_total", "cancelled_total", "expired_total", "lateness_seconds_count"):
+        exporter.wait_for(name, 1, queue_name="side")
+
+
+def assert_about(value: float | None, expected: float) -> None:
+    assert value is not None
+    assert abs(value - expected) < 5
 
 
 @pytest.mark.parametrize("server_name", ["redis"], indirect=True)
@@ -39,23 +57,18 @@ def test_what_waits_in_redis_is_told_and_what_came_of_it(
         for number in range(3):
             note.apply_async((number,), countdown=600 + number)
         exporter.wait_for("pending", 3)
-        next_due = exporter.value("next_due_timestamp_seconds")
-        assert next_due is not None
-        assert abs(next_due - due) < 5
+        assert_about(exporter.value("next_due_timestamp_seconds"), due)
 
         app.amqp.queues.add(Queue("no-list", routing_key="no-list"))
         note.apply_async(("parks",), countdown=1, queue="no-list")
         own_redis.client.set("no-list", "a string")
         exporter.wait_for("overdue_seconds", lambda value: value is not None and value > 0.5)
 
-        worker = fleet.worker(pool="threads", more=("-E",))
+        exporter.wait_for("events_up", 1)
+        fleet.worker(pool="threads", more=("-E",), wait=False)
         exporter.wait_for("unroutable_messages", 1)
         exporter.wait_for("overdue_seconds", 0)
-        come_to_every_end(fleet)
-        for name in ("matured_total", "cancelled_total", "expired_total"):
-            exporter.wait_for(name, 1, queue_name="side")
-        exporter.wait_for("lateness_seconds_count", 1, queue_name="side")
-        worker.stop()
+        come_to_every_end(fleet, exporter)
 
         own_redis.kill()
         exporter.wait_for("store_up", 0)
@@ -65,36 +78,98 @@ def test_what_waits_in_redis_is_told_and_what_came_of_it(
         exporter.wait_for("store_up", 1)
 
 
-@pytest.mark.parametrize("rabbitmq_version", ["3.10"], indirect=True)
-def test_what_waits_in_rabbitmq_is_told_and_what_came_of_it(vhost_url: str, tmp_path: Path) -> None:
+@dataclass
+class Shop:
+    """RabbitMQ with a ledger; a worker runs, three tasks wait for about ten minutes."""
+
+    fleet: Fleet
+    exporter: Exporter
+    ledger: PrivateRedis
+    due: float
+
+
+@pytest.fixture(scope="module")
+def shop(rabbitmq: PrivateRabbitMQ, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
+    url = rabbitmq.new_vhost()
+    folder = tmp_path_factory.mktemp("shop")
     with (
         private_redis() as ledger,
-        fleet_on(vhost_url, tmp_path, native_delay_ledger=ledger.url) as fleet,
-        exporter_of(fleet) as exporter,
+        fleet_on(url, folder, native_delay_ledger=ledger.url) as fleet,
+        ExitStack() as started,
     ):
-        exporter.wait_for("store_up", 1)
-        note = fleet.app().tasks["note"]
+        worker = fleet.worker(more=("-E",), wait=False)
+        exporter = started.enter_context(exporter_of(fleet))
+        exporter.wait_for("events_up", 1)
+        worker.wait_ready()
+        come_to_every_end(fleet, exporter)
         due = time() + 600
         for number in range(3):
-            note.apply_async((number,), countdown=600 + number)
-        exporter.wait_for("pending", 3)
-        exporter.wait_for("messages", 3, level="level-12", ttl_seconds="512")
-        exporter.wait_for("messages", 0, level="level-00", ttl_seconds="0.125")
-        next_due = exporter.value("next_due_timestamp_seconds")
-        assert next_due is not None
-        assert abs(next_due - due) < 5
+            fleet.app().tasks["note"].apply_async((number,), countdown=600 + number)
+        yield Shop(fleet, exporter, ledger, due)
+    rabbitmq.delete_vhost(vhost_name(url))
 
-        worker = fleet.worker(more=("-E",))
-        come_to_every_end(fleet)
-        for name in ("matured_total", "cancelled_total", "expired_total"):
-            exporter.wait_for(name, 1, queue_name="side")
-        exporter.wait_for("lateness_seconds_count", 1, queue_name="side")
-        sum_seconds = exporter.value("lateness_seconds_sum", queue_name="side")
-        assert sum_seconds is not None
-        assert 0 < sum_seconds < 30
-        worker.stop()
 
-        ledger.kill()
-        exporter.wait_for("ledger_up", 0)
-        assert exporter.value("overdue_seconds") is None
-        assert exporter.value("pending") == 4  # what is cancelled stays in its level
+@pytest.mark.parametrize("rabbitmq_version", ["3.10"], indirect=True)
+def test_what_waits_in_rabbitmq_is_told_and_what_came_of_it(shop: Shop) -> None:
+    exporter = shop.exporter
+    exporter.wait_for("messages", 3, level="level-12", ttl_seconds="512")
+    exporter.wait_for("pending", 4)  # what is cancelled stays in its level
+    assert exporter.value("messages", level="level-00", ttl_seconds="0.125") == 0
+    assert exporter.value("overdue_seconds") == 0
+    assert_about(exporter.value("next_due_timestamp_seconds"), shop.due)
+    late_seconds = exporter.value("lateness_seconds_sum", queue_name="side")
+    assert late_seconds is not None
+    assert 0 < late_seconds < 30
+
+    shop.ledger.kill()
+    exporter.wait_for("ledger_up", 0)
+    assert exporter.value("overdue_seconds") is None
+    assert exporter.value("pending") == 4
+    shop.ledger.start()
+    exporter.wait_for("ledger_up", 1)
+
+
+@pytest.mark.parametrize("rabbitmq_version", ["3.10"], indirect=True)
+def test_without_a_ledger_nothing_is_said_about_due_times(shop: Shop) -> None:
+    with exporter_of(shop.fleet, native_delay_ledger=None) as exporter:
+        exporter.wait_for("pending", 4)
+        for name in ("ledger_up", "next_due_timestamp_seconds", "overdue_seconds"):
+            assert exporter.value(name) is None
+
+
+@pytest.mark.parametrize("rabbitmq_version", ["3.10"], indirect=True)
+def test_no_panel_of_the_dashboard_is_dead_and_no_alert_broken(shop: Shop, tmp_path: Path) -> None:
+    """Prometheus answers every expression with something, on what the exporter serves."""
+    dashboard = json.loads((MONITORING / "dashboard.json").read_text())
+    expressions = [
+        target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())
+    ]
+    assert len(expressions) >= len(dashboard["panels"])
+    values = {"$job": "celery", "$queue": ".*", "$__rate_interval": "1m"}
+    alerts = MONITORING / "alerts.yml"
+    with prometheus_of(shop.exporter.url, alerts, tmp_path) as prometheus:
+        for expression in expressions:
+            asked = re.sub(r"\$\w+", lambda found: values[found[0]], expression)
+
+            def answered(asked: str = asked) -> bool:
+                return bool(prometheus.query(asked))
+
+            wait_until(answered, timeout_seconds=30)
+        wait_until(
+            lambda: all(rule["health"] == "ok" for rule in prometheus.rules()), timeout_seconds=30
+        )
+        served = {name for name, _ in shop.exporter.samples()}
+        for rule in prometheus.rules():
+            assert set(re.findall(r"celery_delay_\w+", rule["query"])) <= served
+    variables = {variable["name"] for variable in dashboard["templating"]["list"]}
+    used = set(re.findall(r"\$\{?(\w+)", json.dumps(dashboard)))
+    assert used - {"__rate_interval"} == variables
+
+
+def test_the_alerts_fire_when_they_should_and_only_then() -> None:
+    promtool = program("promtool")
+    for command in (["check", "rules", "alerts.yml"], ["test", "rules", "alerts_test.yml"]):
+        done = subprocess.run(
+            [promtool, *command], cwd=MONITORING, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
