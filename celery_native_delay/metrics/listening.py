@@ -32,6 +32,7 @@ class Listener(Thread):
         self._receiver: Any = None
         self._stopping = Event()
         self._pause_seconds = FIRST_PAUSE_SECONDS
+        self._told = False
         self.hears = False
 
     def stop(self) -> None:
@@ -48,12 +49,11 @@ class Listener(Thread):
                 self.hears = False
                 if self._stopping.is_set():
                     return
-                logger.warning(
-                    "native delay: hears no events, tries again in %g s: %s: %s",
-                    self._pause_seconds,
-                    type(exc).__name__,
-                    exc,
-                )
+                if not self._told:
+                    self._told = True
+                    logger.warning(
+                        "native delay: hears no events of workers: %s: %s", type(exc).__name__, exc
+                    )
                 self._stopping.wait(self._pause_seconds)
                 self._pause_seconds = min(self._pause_seconds * 2, LONGEST_PAUSE_SECONDS)
 
@@ -72,6 +72,9 @@ class Listener(Thread):
 
     def _is_ready(self) -> None:
         self.hears = True
+        if self._told:
+            self._told = False
+            logger.info("native delay: hears events of workers again")
         self._pause_seconds = FIRST_PAUSE_SECONDS
 
 

@@ -1,0 +1,61 @@
+"""What workers tell of their queues, and what becomes of it."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from celery_native_delay.core.tally import Tally
+from celery_native_delay.metrics.counting import Counts
+
+
+def told(*late_seconds: float, **counts: int) -> dict[str, Any]:
+    """The fields of an event, as they come over the wire."""
+    tally = Tally(**counts)
+    for seconds in late_seconds:
+        tally.start(seconds)
+    fields: dict[str, Any] = json.loads(json.dumps(tally.as_fields()))
+    return fields
+
+
+def test_events_of_many_workers_add_up_by_queue() -> None:
+    counts = Counts(["emails", "idle"])
+    counts.hear({"queues": {"emails": told(-0.2, 0.1, 3, matured=3), "side": told(expired=1)}})
+    counts.hear({"queues": {"emails": told(100_000, matured=2, cancelled=1)}})
+    found = counts.so_far()
+    assert found["emails"].late == [2, 0, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 1]
+    assert found["emails"].late_seconds == pytest.approx(100_003.1)
+    assert (found["emails"].matured, found["emails"].cancelled) == (5, 1)
+    assert found["side"] == Tally(expired=1)
+    assert found["idle"] == Tally()
+
+
+def test_a_bound_of_another_release_counts_for_the_next_larger() -> None:
+    fields = {"late": {"0.3": 2, "1e9": 1}}
+    assert Tally.of_fields(fields).late == [0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {},
+        {"queues": None},
+        {"queues": {"emails": told(matured=1), "side": 3}},
+        {"queues": {"emails": {"matured": -1}}},
+        {"queues": {"emails": {"matured": "1"}}},
+        {"queues": {"emails": {"late": {"x": 1}}}},
+        {"queues": {"emails": {"late_seconds": float("nan")}}},
+        {"queues": {"emails": {"late_seconds": -1}}},
+    ],
+)
+def test_what_cannot_be_counted_is_named_once_and_changes_nothing(
+    event: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    counts = Counts()
+    for _ in range(2):
+        counts.hear(event | {"hostname": "worker@shop"})
+    assert counts.so_far() == {}
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "worker@shop" in caplog.text
