@@ -13,6 +13,7 @@ from celery_native_delay import Delay
 from celery_native_delay.testing import PrivateRedis, private_redis
 from tests.acceptance.cancelling import *  # noqa: F403
 from tests.acceptance.worker import Fleet, fleet_on
+from tests.brokers import on_one_version
 
 
 @pytest.fixture
@@ -21,6 +22,13 @@ def fleet(vhost_url: str, ledger_redis: PrivateRedis, tmp_path: Path) -> Iterato
     with fleet_on(vhost_url, tmp_path, **conf) as fleet:
         yield fleet
     gc.collect()  # results unsubscribe
+
+
+@on_one_version
+def test_a_thousand_of_ten_thousand_are_cancelled_and_exactly_those_do_not_run(
+    fleet: Fleet,
+) -> None:
+    cancel_a_thousand_of_ten_thousand(fleet)  # noqa: F405
 
 
 def test_while_the_ledger_is_away_tasks_wait_if_they_are_to(vhost_url: str, tmp_path: Path) -> None:

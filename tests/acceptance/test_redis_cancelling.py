@@ -19,3 +19,9 @@ def fleet(ledger_redis: PrivateRedis, tmp_path: Path) -> Iterator[Fleet]:
     with fleet_on(ledger_redis.url, tmp_path, **results_in(ledger_redis)) as fleet:  # noqa: F405
         yield fleet
     gc.collect()  # results unsubscribe
+
+
+def test_a_thousand_of_ten_thousand_are_cancelled_and_exactly_those_do_not_run(
+    fleet: Fleet,
+) -> None:
+    cancel_a_thousand_of_ten_thousand(fleet)  # noqa: F405

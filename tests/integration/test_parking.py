@@ -16,6 +16,7 @@ from kombu import Connection, Producer
 from celery_native_delay.core.delayed import HEADER
 from celery_native_delay.core.due_time import due_us
 from celery_native_delay.testing import PrivateRabbitMQ
+from celery_native_delay.transports.rabbitmq.own_channel import OwnChannel
 from celery_native_delay.transports.rabbitmq.parking import BATCH, Rescue, count, peek, rescue
 from tests.integration.traffic import (
     TOPOLOGY,
@@ -295,8 +296,7 @@ def test_a_thousand_of_all_kinds_are_neither_lost_nor_doubled(
     total = 10 * BATCH
     park(connection, "model", "nobody")
     wait_parked(connection, 1)
-    channel = amqp.Channel(connection.connection, auto_decode=False)
-    channel.open()
+    channel = OwnChannel(connection.connection)
     model = channel.basic_get(TOPOLOGY.parking_queue, no_ack=True)
     now_ms = round(time() * 1000)
     early_due_ms = now_ms + 4500
@@ -324,7 +324,8 @@ def test_a_thousand_of_all_kinds_are_neither_lost_nor_doubled(
             headers = {"eta": eta, HEADER: envelope}
         properties = model.properties | {"application_headers": headers}
         message = amqp.Message(f"{kind} {number}".encode(), **properties)
-        channel.basic_publish(message, "", TOPOLOGY.parking_queue)
+        channel.publish(message, "", TOPOLOGY.parking_queue)
+    channel.wait_all()
     channel.close()
     wait_parked(connection, total)
 
