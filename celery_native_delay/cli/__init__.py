@@ -1,6 +1,6 @@
 """``celery -A proj delay …``"""
 
-from . import broker, parked, plan, promote, waiting  # their commands join the group
+from . import broker, flower, parked, plan, promote, waiting  # their commands join the group
 from .group import delay
 
-__all__ = ("broker", "delay", "parked", "plan", "promote", "waiting")
+__all__ = ("broker", "delay", "flower", "parked", "plan", "promote", "waiting")

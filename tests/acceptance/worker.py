@@ -219,7 +219,7 @@ class Fleet:
             process = subprocess.Popen(
                 [*command, *more],
                 cwd=REPOSITORY,
-                env=self._environment(conf),
+                env=self.environment(**conf),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -239,7 +239,7 @@ class Fleet:
         done = subprocess.run(
             [sys.executable, "-c", ("" if installed else _PLAIN_PYTHON) + names + code],
             cwd=REPOSITORY,
-            env=self._environment(conf),
+            env=self.environment(**conf),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -256,7 +256,8 @@ class Fleet:
         """pytest shows this when the test has failed."""
         sys.stdout.write(f"---- log of {worker.name} ----\n{worker.log}\n")
 
-    def _environment(self, conf: dict[str, Any]) -> dict[str, str]:
+    def environment(self, **conf: Any) -> dict[str, str]:
+        """The variables of a process whose app has this configuration."""
         mine = {
             CONF_VARIABLE: json.dumps({"broker_url": self.broker_url} | self.conf | conf),
             RECORD_VARIABLE: str(self.record.path),
