@@ -24,6 +24,12 @@ _MOST_AT_ONCE = 1000
 class ApiHandler(Errors, BaseApiHandler):
     """What Flower demands of all callers of its API, and our errors as JSON."""
 
+    def write_error(self, status_code: int, **kwargs: Any) -> None:
+        """A browser sends the password it knows when it is asked for one, as by Flower's pages."""
+        if status_code == 401 and self.application.options.basic_auth:
+            self.set_header("WWW-Authenticate", 'Basic realm="flower"')
+        super().write_error(status_code, **kwargs)
+
     def changes(self) -> None:
         """Raises 403 where nothing may be changed."""
         if self.application.options.read_only:

@@ -13,6 +13,7 @@ from base64 import b64encode
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from urllib.error import HTTPError
@@ -33,10 +34,29 @@ _BOOT_SECONDS = 60
 class FlowerProcess:
     """A running Flower. *user* is ``name:password``, which the page is then asked with."""
 
-    url: str
+    prefix: str
     process: subprocess.Popen[bytes]
     log_file: Path
     user: str = ""
+
+    @cached_property
+    def url(self) -> str:
+        """Once it has chosen a port and answers."""
+
+        def address() -> str | None:
+            log = self.log_file.read_text(errors="replace")
+            assert self.process.poll() is None, log
+            found = re.search(r"Visit me at (http://127\.0\.0\.1:\d+)", log)
+            return found[1] if found else None
+
+        address.__qualname__ = "Flower's address"
+        found = wait_until(address, timeout_seconds=_BOOT_SECONDS)
+        return f"{found}/{self.prefix}" if self.prefix else found
+
+    def ready(self) -> FlowerProcess:
+        """Itself, once it can be asked."""
+        assert self.ask("/healthcheck")[0] == 200
+        return self
 
     def ask(
         self, path: str, body: Any = None, *, user: str | None = None, **headers: str
@@ -89,6 +109,8 @@ class Flowers:
         command: tuple[str, ...] = ("delay", "flower"),
         user: str = "",
         prefix: str = "",
+        wait: bool = True,
+        conf: dict[str, Any] | None = None,
         **environment: str,
     ) -> FlowerProcess:
         """``celery delay flower`` with *options*, on a free port; stopped with the test."""
@@ -102,23 +124,15 @@ class Flowers:
                     *(*command, "--port=0", "--address=127.0.0.1", *options),
                 ],
                 cwd=REPOSITORY,
-                env=self.fleet.environment() | environment,
+                env=self.fleet.environment(**(conf or {})) | environment,
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        flower = FlowerProcess("", process, log_file, user)
+        flower = FlowerProcess(prefix, process, log_file, user)
         self.started.append(flower)
-
-        def address() -> str | None:
-            log = log_file.read_text(errors="replace")
-            assert process.poll() is None, log
-            found = re.search(r"Visit me at (http://127\.0\.0\.1:\d+)", log)
-            return found[1] + (f"/{prefix}" if prefix else "") if found else None
-
-        flower.url = wait_until(address, timeout_seconds=_BOOT_SECONDS)
-        return flower
+        return flower.ready() if wait else flower
 
     def close(self) -> None:
         for flower in self.started:
@@ -131,7 +145,7 @@ def chromium() -> tuple[str, str]:
     found = [shutil.which(name) for name in ("chromium", "chromedriver")]
     if all(found):
         return str(found[0]), str(found[1])
-    missing = "no Chromium: scripts/install_packages.sh chromium chromium-driver"
+    missing = "no Chromium with its driver: run scripts/setup_browser.sh"
     if IN_CI:
         pytest.fail(missing, pytrace=False)
     pytest.skip(missing)
