@@ -4,8 +4,8 @@ PYTHON3 ?= python3
 VENV    := .venv
 PYTHON  := $(VENV)/bin/python
 
-# Most tests wait: two versions of RabbitMQ and Spark are tested side by side, in a process each.
-TEST_PROCESSES ?= 3
+# Most tests wait, so there is time for more of them than there are cores.
+TEST_PROCESSES ?= 5
 
 .DEFAULT_GOAL := help
 .PHONY: help venv brokers test check bench demo demo-spark public-suites clean

@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 from typing import Any
 
@@ -19,6 +20,7 @@ from benchmarks.apps import QUEUE, REPOSITORY, TASK, declare_for, make_app
 from benchmarks.charts import bars
 from benchmarks.measuring import Bench, Result, Target, median, percentile
 from celery_native_delay.spark import FanOut
+from celery_native_delay.testing import private_redis
 
 ROUNDS = 3
 ROWS = 100_000
@@ -57,7 +59,14 @@ def run(bench: Bench) -> Result:
             app = make_app(method, url)
             declare_for(method, app)
             app.close()
-        spark = _session(bench, BENCH_SPARK_URL=ours, BENCH_SPARK_PLAIN_URL=plain)
+        redis, redis_plain = (stack.enter_context(private_redis()).url for _ in range(2))
+        spark = _session(
+            bench,
+            BENCH_SPARK_URL=ours,
+            BENCH_SPARK_PLAIN_URL=plain,
+            BENCH_SPARK_REDIS_URL=redis,
+            BENCH_SPARK_REDIS_PLAIN_URL=redis_plain,
+        )
         stack.callback(spark.stop)
         rows = bench.count(ROWS, at_least=1_000)
         ways = {
@@ -67,6 +76,12 @@ def run(bench: Bench) -> Result:
                 _by_hand,
             ),
             "fan out": Way("FanOut.send()", rows, _fan_out),
+            "redis hand": Way(
+                "Redis: foreachPartition, apply_async, pool",
+                bench.count(BY_HAND_ROWS, at_least=500),
+                partial(_by_hand, app="redis_plain"),
+            ),
+            "redis fan out": Way("Redis: FanOut.send()", rows, partial(_fan_out, app="redis_app")),
             "sink": Way('format("celery")', rows, _sink),
             "encode": Way("FanOut's Spark part alone", bench.count(ENCODED_ROWS), _encode),
         }
@@ -101,22 +116,23 @@ def _session(bench: Bench, **environment: str) -> SparkSession:
     return session
 
 
-def _by_hand(df: Any) -> Callable[[], object]:
+def _by_hand(df: Any, app: str = "plain") -> Callable[[], object]:
     def send(rows: Iterable[Any]) -> None:
-        from benchmarks.spark_app import plain
+        from benchmarks import spark_app
 
-        task = plain.tasks[TASK]
-        with plain.producer_pool.acquire(block=True) as producer:
+        celery = getattr(spark_app, app)
+        task = celery.tasks[TASK]
+        with celery.producer_pool.acquire(block=True) as producer:
             for row in rows:
                 task.apply_async((row["index"],), countdown=COUNTDOWN_SECONDS, producer=producer)
 
     return lambda: df.foreachPartition(send)
 
 
-def _fan_out_of(df: Any) -> FanOut:
+def _fan_out_of(df: Any, app: str = "app") -> FanOut:
     return FanOut(
         df,
-        app="benchmarks.spark_app:app",
+        app=f"benchmarks.spark_app:{app}",
         task=TASK,
         countdown=f.lit(COUNTDOWN_SECONDS),
         args=["index"],
@@ -125,8 +141,8 @@ def _fan_out_of(df: Any) -> FanOut:
     )
 
 
-def _fan_out(df: Any) -> Callable[[], object]:
-    return lambda: _fan_out_of(df).send(progress=False)
+def _fan_out(df: Any, app: str = "app") -> Callable[[], object]:
+    return lambda: _fan_out_of(df, app).send(progress=False)
 
 
 def _encode(df: Any) -> Callable[[], object]:
@@ -144,7 +160,7 @@ def _sink(df: Any) -> Callable[[], object]:
 def conclude(ways: dict[str, Way], rounds: int) -> Result:
     result = Result(
         "Delayed tasks from Spark",
-        f"{rounds} rounds on local[2] with {PARTITIONS} partitions, broker and executors on the "
+        f"{rounds} rounds on local[2] with {PARTITIONS} partitions, brokers and executors on the "
         f"same processors; every way in each round, in random order, until the broker has "
         f"confirmed the last task ({ways['fan out'].rows:,} rows, by hand {ways['hand'].rows:,}, "
         f"the Spark part alone {ways['encode'].rows:,} to a noop sink).",
@@ -166,6 +182,9 @@ def conclude(ways: dict[str, Way], rounds: int) -> Result:
     rate = {name: median(way.rates) for name, way in ways.items()}
     result.targets += [
         Target("FanOut.send() : by hand", rate["fan out"] / rate["hand"], "≥", 3),
+        Target(
+            "Redis: FanOut.send() : by hand", rate["redis fan out"] / rate["redis hand"], "≥", 6
+        ),
         Target("FanOut's Spark part alone", rate["encode"], "≥", 150_000, "rows/s"),
     ]
     return result

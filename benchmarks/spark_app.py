@@ -6,8 +6,10 @@ import os
 
 from benchmarks.apps import make_app
 
-URL = os.environ["BENCH_SPARK_URL"]
-
-app = make_app("ours", URL)
+app = make_app("ours", os.environ["BENCH_SPARK_URL"])
 
 plain = make_app("held", os.environ["BENCH_SPARK_PLAIN_URL"], confirm=True)
+
+redis_app = make_app("ours", os.environ["BENCH_SPARK_REDIS_URL"])
+
+redis_plain = make_app("held", os.environ["BENCH_SPARK_REDIS_PLAIN_URL"])

@@ -20,15 +20,13 @@ from time import monotonic, time_ns
 from types import TracebackType
 from typing import Any, Self
 
-from celery import Celery, Task, signals
-from celery.app.amqp import AMQP
-from celery.app.routes import MapRoute
+from celery import Celery, Task
 from celery.utils.saferepr import saferepr
-from kombu import serialization
 from kombu.utils import json
 from kombu.utils.imports import symbol_by_name
 
 from .celery_app.install import LONGEST_CELERY_SECONDS, installation_of
+from .celery_app.plain_publishing import is_plain, nobody_listens, publishes_plainly
 from .core.due_time import due_us as due_us_of
 from .core.errors import PublishRefused, UnsupportedBroker
 from .core.random_ids import RandomIds
@@ -99,6 +97,7 @@ class Bulk:
         progress_every: int = 1000,
         check: bool = True,
         timeout_seconds: float | None = 60.0,
+        headers: Mapping[str, str] | None = None,
     ) -> None:
         installation = installation_of(app)
         if installation is None or not installation.enabled:
@@ -112,6 +111,7 @@ class Bulk:
         self._progress_every = progress_every
         self._check = check
         self._timeout_seconds = timeout_seconds
+        self._headers = dict(headers or {})
         self._ids = RandomIds()
         self._kinds: dict[Any, Any] = {}
         self._line: Any = None
@@ -132,7 +132,7 @@ class Bulk:
         amqp = self._app.amqp
         self._repr_sizes = amqp.argsrepr_maxsize, amqp.kwargsrepr_maxsize
         self._repr_levels = getattr(self._app.conf, "task_repr_maxlevels", 3)
-        self._templates_fit = _templates_fit(self._app)
+        self._templates_fit = publishes_plainly(self._app)
         self._started = monotonic()
         return self
 
@@ -190,7 +190,7 @@ class Bulk:
         key: Any = (name, *sorted(options.items())) if options else name
         fits = (
             self._templates_fit
-            and _nobody_listens()
+            and nobody_listens()
             and options.keys() <= _TEMPLATE_OPTIONS
             and (not options or _hashable(key))
         )
@@ -210,6 +210,9 @@ class Bulk:
         result.sent += 1
         if result.sent % self._progress_every == 0:
             self._tell()
+            if len(result.refused) >= MOST_REFUSED:
+                refused = tuple(result.refused)
+                raise PublishRefused(f"{result}; the first being {refused[0]}", refused)
         return task_id
 
     # --- private -------------------------------------------------------------------------
@@ -279,6 +282,8 @@ class Bulk:
         options: dict[str, Any],
     ) -> None:
         when = {"eta": eta, "countdown": countdown, "task_id": task_id, **options, "retry": False}
+        if self._headers:
+            when["headers"] = self._headers | (options.get("headers") or {})
         known = self._tasks.get(task) if isinstance(task, str) else task
 
         def publish(producer: Any) -> None:
@@ -294,7 +299,7 @@ class Bulk:
     def _learn(self, key: Any, name: str) -> None:
         """Find out whether others of this kind can be sent by template."""
         task = self._tasks.get(name)
-        if task is not None and not _is_plain(task, self._app):
+        if task is not None and not is_plain(task, self._app):
             self._kinds[key] = None
         elif (kind := self._line.learn()) is not None:
             self._kinds[key] = kind
@@ -305,9 +310,6 @@ class Bulk:
         result.seconds = monotonic() - self._started
         if self._on_progress is not None:
             self._on_progress(result)
-        if len(result.refused) >= MOST_REFUSED:
-            refused = tuple(result.refused)
-            raise PublishRefused(f"{result}; the first being {refused[0]}", refused)
 
 
 def bulk(app: Celery, **options: Any) -> Bulk:
@@ -325,6 +327,7 @@ def bulk(app: Celery, **options: Any) -> Bulk:
         check: False: leave refused tasks to the result instead of raising at the end.
         timeout_seconds: how long leaving the block waits for the broker, 60 by default; None for
             as long as it takes.
+        headers: what every message of the batch carries besides its own; also by template.
 
     Raises:
         UnsupportedBroker: *app* is not installed, or has no broker that can take a batch.
@@ -353,47 +356,3 @@ def _hashable(key: Any) -> bool:
     except TypeError:
         return False
     return True
-
-
-def _nobody_listens() -> bool:
-    """Whether no signal has a receiver that may see, or change, what is published."""
-    return not (
-        signals.before_task_publish.receivers
-        or signals.after_task_publish.receivers
-        or signals.task_sent.receivers
-    )
-
-
-def _templates_fit(app: Celery) -> bool:
-    """Whether this app publishes as Celery does by default."""
-    conf, amqp = app.conf, app.amqp
-    as_task = amqp.task_protocols.get(2)
-    json_encoder = serialization.registry._encoders.get("json")
-    return (
-        conf.task_protocol == 2
-        and conf.task_serializer == "json"
-        and not conf.task_compression
-        and not conf.task_send_sent_event
-        and not conf.task_always_eager
-        and type(app).send_task is Celery.send_task
-        and getattr(as_task, "__func__", None) is AMQP.as_task_v2
-        and json_encoder is not None
-        and json_encoder.encoder is json.dumps
-        and all(isinstance(route, MapRoute) for route in amqp.routes)
-        and app.current_worker_task is None
-    )
-
-
-def _is_plain(task: Task, app: Celery) -> bool:
-    """Whether this task's ``apply_async`` does what Celery's does."""
-    return (
-        getattr(type(task).apply_async, "__qualname__", "") == "Task.apply_async"
-        and getattr(type(task).shadow_name, "__qualname__", "") == "Task.shadow_name"
-        and getattr(task, "serializer", None) in (None, "json")
-        and not getattr(task, "compression", None)
-        and task.expires is None
-        and getattr(task, "_dump_pydantic_arguments", None) is None
-        and getattr(task, "__self__", None) is None
-        and not task.__v2_compat__
-        and task.app is app
-    )

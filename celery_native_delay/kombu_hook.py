@@ -68,6 +68,9 @@ def flush_delayed(*, timeout_seconds: float | None = 60.0) -> None:
         flush(timeout_seconds)
 
 
+_NOT_FOR_PUBLISHING = ("management_url", "telemetry", "fence", "fence_policy", "ledger_away")
+
+
 def option_of(settings: DelaySettings | SettingsError) -> dict[str, Any] | bool:
     """What to put under :data:`OPTION` for *settings*.
 
@@ -81,8 +84,8 @@ def option_of(settings: DelaySettings | SettingsError) -> dict[str, Any] | bool:
     changed = {
         field.name: getattr(settings, field.name)
         for field in fields(settings)
-        # Publishing does not need them, and the first may hold a password.
-        if field.name not in ("management_url", "telemetry", "ledger_away")
+        # Publishing does not need them, and two of them may hold a password.
+        if field.name not in _NOT_FOR_PUBLISHING
         and getattr(settings, field.name) != getattr(defaults, field.name)
     }
     if settings.ledger is not None:

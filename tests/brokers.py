@@ -12,6 +12,28 @@ import pytest
 from celery_native_delay.testing import require_rabbitmq
 from pytest_celery_native_delay import IN_CI, installed
 
+RETRY_MS = 3000
+"""How soon mortal_rabbitmq tries again what it could not dead-letter; after 180 s by default.
+
+That is what it cannot deliver, and what comes to a level before that has a leader, at its start.
+"""
+
+LARGEST_MESSAGE = 1_000_000
+"""Bytes that mortal_rabbitmq takes; 16 or 128 MB by default."""
+
+MORTAL = {
+    "config": f"max_message_size = {LARGEST_MESSAGE}",
+    "advanced_config": (
+        f"[{{rabbit, [{{dead_letter_worker_publisher_confirm_timeout, {RETRY_MS}}}]}}]."
+    ),
+}
+"""How mortal_rabbitmq is configured."""
+
+on_one_version = pytest.mark.parametrize(
+    "rabbitmq_version", [pytest.param("3.10", marks=pytest.mark.rabbitmq310)], indirect=True
+)
+"""For a test of our own side alone: what the versions may differ in is tested elsewhere."""
+
 TEST_43 = IN_CI or os.environ.get("NATIVE_DELAY_TEST_43") == "1"
 
 

@@ -1,9 +1,12 @@
-"""One private broker per kind, version and session; one virtual host or empty Redis per test."""
+"""One private broker per kind, version and process; one virtual host or empty Redis per test."""
 
 from __future__ import annotations
 
+import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +22,8 @@ from celery_native_delay.testing import (
 )
 from celery_native_delay.testing.redis_installation import ServerName
 from pytest_celery_native_delay import installed
-from tests.brokers import installed_rabbitmq
-from tests.scheduling import scope_of
+from tests.brokers import MORTAL, installed_rabbitmq
+from tests.scheduling import broker_of, rank_of, scope_of
 
 # A failed assertion tells its values there as well, not in test modules alone.
 pytest.register_assert_rewrite(
@@ -30,7 +33,7 @@ pytest.register_assert_rewrite(
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Let scope_of() say which tests pytest-xdist keeps in one process.
+    """Let tests/scheduling.py say which tests pytest-xdist keeps in one process, and in which.
 
     Not `--dist=loadgroup`, which pytest 9.2 made useless:
     https://github.com/pytest-dev/pytest-xdist/issues/1386
@@ -41,7 +44,23 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             return scope_of(nodeid)
 
+        def _assign_work_unit(self, node: Any) -> None:
+            """Rather the first unit for a broker that runs in this process than the very first."""
+            running = {broker_of(scope) for scope in self.assigned_work.get(node, ())}
+            fits = (scope for scope in self.workqueue if broker_of(scope) in running - {None})
+            if scope := next(fits, None):
+                self.workqueue.move_to_end(scope, last=False)
+            super()._assign_work_unit(node)
+
+    config.option.loadscopereorder = False
     return ByScope(config, log)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What takes longest starts first, where there are several processes."""
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: rank_of(item.nodeid))
 
 
 @pytest.fixture(
@@ -57,10 +76,31 @@ def rabbitmq_version(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(scope="session")
-def rabbitmq(rabbitmq_version: str) -> Iterator[PrivateRabbitMQ]:
+def running_rabbitmq() -> Iterator[Callable[..., PrivateRabbitMQ]]:
+    """Starts a broker when it is first asked for; starting one takes seconds."""
+    with ExitStack() as stack:
+
+        @cache
+        def running(version: str, **options: str) -> PrivateRabbitMQ:
+            return stack.enter_context(private_rabbitmq(version=version, **options))
+
+        yield running
+
+
+@pytest.fixture(scope="session")
+def rabbitmq(
+    rabbitmq_version: str, running_rabbitmq: Callable[..., PrivateRabbitMQ]
+) -> PrivateRabbitMQ:
     """The broker that all tests of this version share; do not stop it."""
-    with private_rabbitmq(version=rabbitmq_version) as broker:
-        yield broker
+    return running_rabbitmq(rabbitmq_version)
+
+
+@pytest.fixture(scope="session")
+def mortal_rabbitmq(
+    rabbitmq_version: str, running_rabbitmq: Callable[..., PrivateRabbitMQ]
+) -> PrivateRabbitMQ:
+    """The broker of this version for tests that kill it or fill it; see tests.brokers.MORTAL."""
+    return running_rabbitmq(rabbitmq_version, **MORTAL)
 
 
 @pytest.fixture
@@ -69,6 +109,16 @@ def vhost_url(rabbitmq: PrivateRabbitMQ) -> Iterator[str]:
     url = rabbitmq.new_vhost()
     yield url
     rabbitmq.delete_vhost(vhost_name(url))
+
+
+@pytest.fixture
+def mortal_url(mortal_rabbitmq: PrivateRabbitMQ) -> Iterator[str]:
+    """The url of an empty virtual host on a running broker that this test may kill."""
+    mortal_rabbitmq.start()
+    url = mortal_rabbitmq.new_vhost()
+    yield url
+    mortal_rabbitmq.start()
+    mortal_rabbitmq.delete_vhost(vhost_name(url))
 
 
 @pytest.fixture

@@ -1,24 +1,53 @@
-"""Which tests pytest-xdist keeps in one process, one after the other."""
+"""Which tests pytest-xdist keeps in one process, one after the other, and which start first."""
 
 from __future__ import annotations
 
 import re
 
+#: Tests of mortal_rabbitmq: starting it takes seconds.
+_MORTAL = re.compile(r"conformance/|test_(window|isolation|faults)|integration/test_bulk")
+
+#: What takes longest, as the name of a group or of a test begins; the unit tests fill the gaps.
+_ORDER = [
+    "RabbitMQ 4.3: mortal",
+    "RabbitMQ 3.10: mortal",
+    "Spark",
+    "RabbitMQ 4.3: test_configuration",
+    "RabbitMQ 3.10: test_configuration",
+    "RabbitMQ",
+    "tests/acceptance/test_versions",
+    "tasks on Redis",
+    "tests/acceptance",
+    "",
+    "tests/unit",
+]
+
 
 def scope_of(nodeid: str) -> str:
     """Name of the group that this test belongs to; its own id if it may run anywhere.
 
-    One process for each RabbitMQ version, with one private broker: starting another takes seconds.
-    The conformance of any other broker stays together as well, because it shares a worker.
-    All tests of Spark share a session, which takes ten seconds to start.
-    Larger groups start first, so the tests that take minutes are a group as well.
+    The tests of a file for one version of RabbitMQ, and those that share a worker on another
+    broker. All tests of Spark share a session, which takes ten seconds to start.
     """
     if nodeid.startswith("tests/spark/"):
         return "Spark"
     if version := re.search(r"[\[-](3\.10|4\.3)[\]-]", nodeid):
-        return f"RabbitMQ {version[1]}"
+        file = nodeid.partition("::")[0].rpartition("/")[2].removesuffix(".py")
+        return f"RabbitMQ {version[1]}: {'mortal' if _MORTAL.search(nodeid) else file}"
     if broker := re.search(r"conformance\.py.*[\[-](redis|valkey)[\]-]", nodeid):
         return f"conformance of {broker[1]}"
-    if "test_versions.py" in nodeid:
-        return "other releases of Celery"
+    if "test_redis_tasks.py" in nodeid:
+        return "tasks on Redis"
     return nodeid
+
+
+def broker_of(scope: str) -> str | None:
+    """The version of RabbitMQ that a group of tests needs."""
+    return scope.partition(":")[0] if scope.startswith("RabbitMQ ") else None
+
+
+def rank_of(nodeid: str) -> int:
+    """Place of a test's group in the order of starting; equal ones keep theirs."""
+    scope = scope_of(nodeid)
+    beginnings = (beginning for beginning in _ORDER if scope.startswith(beginning))
+    return _ORDER.index(max(beginnings, key=len))

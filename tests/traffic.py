@@ -86,14 +86,16 @@ class Inbox:
     ) -> bool:
         """Receive until *condition* holds; False if it does not within *timeout_seconds*."""
         deadline = monotonic() + timeout_seconds
+        silence_seconds = 0.01
         while True:
             with suppress(TimeoutError):
                 while True:
-                    self.connection.drain_events(timeout=0.01)
+                    self.connection.drain_events(timeout=silence_seconds)
             if condition():
                 return True
             if monotonic() > deadline:
                 return False
+            silence_seconds = min(1.5 * silence_seconds, 0.05)  # a look may cost the broker much
 
     def wait_for(self, count: int, *, timeout_seconds: float = PATIENCE_SECONDS) -> list[Any]:
         """The first *count* arrivals; fails when one more comes with them."""

@@ -10,6 +10,9 @@ import pytest
 
 T = TypeVar("T")
 
+#: Between two looks at a condition, which may cost a broker more than what is waited for.
+SHORTEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.01, 0.1
+
 
 def wait_until(condition: Callable[[], T | None], *, timeout_seconds: float) -> T:
     """Return the first value of *condition* that is neither None nor False.
@@ -17,6 +20,7 @@ def wait_until(condition: Callable[[], T | None], *, timeout_seconds: float) -> 
     Fails the test when there is none within *timeout_seconds*.
     """
     deadline = monotonic() + timeout_seconds
+    pause_seconds = SHORTEST_PAUSE_SECONDS
     while True:
         value = condition()
         if value is not None and value is not False:
@@ -24,4 +28,5 @@ def wait_until(condition: Callable[[], T | None], *, timeout_seconds: float) -> 
         if monotonic() > deadline:
             name = getattr(condition, "__qualname__", repr(condition))
             pytest.fail(f"{name} not seen within {timeout_seconds} s; last value {value!r}")
-        sleep(0.02)
+        sleep(pause_seconds)
+        pause_seconds = min(1.5 * pause_seconds, LONGEST_PAUSE_SECONDS)

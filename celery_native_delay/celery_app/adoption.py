@@ -14,12 +14,15 @@ from socket import socketpair
 from time import time_ns
 from typing import Any
 
+from celery.exceptions import InvalidTaskError
 from celery.utils.log import get_logger
 from celery.worker import state
+from kombu.exceptions import ContentDisallowed, DecodeError
 
 from ..core.delayed import Delayed
 from ..core.due_time import due_us
 from ..core.errors import InvalidDueTime
+from ..core.fence import HEADER
 from ..transports.contract import Receipts
 from .announcing import arrived
 
@@ -61,23 +64,46 @@ class EarlyTask:
         return self.message.channel.connection is not None
 
 
+@dataclass
+class FencedTask:
+    """A task message that belongs to a fenced run.
+
+    *ack* settles it on the worker's connection, *again* has it judged once more; both will run in
+    the consumer's thread.
+    """
+
+    message: Any
+    name: str
+    id: str
+    queue: str
+    ack: Callable[[], Any]
+    again: Callable[[], Any]
+
+    @property
+    def is_ours(self) -> bool:
+        """As of :attr:`EarlyTask.is_ours`."""
+        return self.message.channel.connection is not None
+
+
 class AdoptingStrategies(dict[str, Any]):
-    """A consumer's strategies, each asking first whether the task came too early."""
+    """A consumer's strategies, each asking first whether the task came too early, or was fenced."""
 
     def __init__(
         self,
         consumer: Any,
         adopt: Callable[[EarlyTask], bool],
+        admits: Callable[[FencedTask], bool],
         *,
         receipts: Callable[[], Receipts | None] = lambda: None,
-        runs_unasked: bool = True,
+        waits: Callable[[EarlyTask], bool] = lambda task: False,
     ) -> None:
-        """*receipts* are asked about what waited; with no answer, it runs if *runs_unasked*."""
+        """*receipts* are asked about what waited; with no answer, it runs unless it *waits*."""
         super().__init__()
         self._consumer = consumer
         self._adopt = adopt
+        self._admits = admits
         self._receipts = receipts
-        self._runs_unasked = runs_unasked
+        self._waits = waits
         self.wake: Callable[[], Any] = lambda: None
 
     def __setitem__(self, name: str, strategy: Callable[..., Any]) -> None:
@@ -90,17 +116,19 @@ class AdoptingStrategies(dict[str, Any]):
             fields = payload if isinstance(payload, dict) else message.headers
             delayed: Delayed | None = getattr(message, "native_delay", None)
             now_us = time_ns() // 1000
+            # Put back, it would lose its mark; and nothing is too early to be announced.
+            cancelled = delayed is not None and delayed.cancelled
 
-            def put_back(until_us: int, delivery_id: str | None = None) -> bool:
+            def waits(put_back: Callable[[EarlyTask], bool], until_us: int, **more: Any) -> bool:
                 task = EarlyTask(
                     message,
                     until_us,
                     queue_of(self._consumer, message),
                     self._ack_soon(message),
                     self._soon(strategy, message, payload, ack, reject, callbacks, **kwargs),
-                    delivery_id,
+                    **more,
                 )
-                return bool(task.queue) and self._adopt(task)
+                return bool(task.queue) and put_back(task)
 
             if delayed is not None:
                 receipts = self._receipts()
@@ -109,24 +137,24 @@ class AdoptingStrategies(dict[str, Any]):
                     if may_run is False:
                         logger.info("dropping task %s, which was moved", fields.get("id"))
                         return ack(logger, self._consumer.connection_errors)
-                    if (
-                        may_run is None
-                        and not self._runs_unasked
-                        and put_back(now_us + AWAY_US, delayed.delivery_id)
-                    ):
-                        return None
-                if _expired(delayed, fields, now_us):
+                    if may_run is None and not cancelled:
+                        until_us = now_us + AWAY_US
+                        if waits(self._waits, until_us, delivery_id=delayed.delivery_id):
+                            return None
+                if not cancelled and _expired(delayed, fields, now_us):
                     logger.info("discarding expired task %s", fields.get("id"))
                     return ack(logger, self._consumer.connection_errors)
-                if delayed.cancelled:
+                if cancelled:
                     arrived(fields["id"])
             eta = fields.get("eta")
-            if not eta:
-                return strategy(message, payload, ack, reject, callbacks, **kwargs)
-            if self._is_early(delayed, fields, now_us):
-                if put_back(due_us(eta)):
+            early = bool(eta) and not cancelled and self._is_early(delayed, fields, now_us)
+            if eta and early and waits(self._adopt, due_us(eta)):
+                return None
+            if HEADER in message.headers and not cancelled:
+                again = partial(on_task, message, payload, ack, reject, callbacks, **kwargs)
+                if not self._admits(self._fenced(message, payload, fields, again)):
                     return None
-            elif delayed is not None and fields is message.headers:
+            if eta and not early and delayed is not None and fields is message.headers:
                 # Celery would parse it, in 20 µs, for a timer that is not to run.
                 message.kept_eta = fields.pop("eta")
                 try:
@@ -137,6 +165,28 @@ class AdoptingStrategies(dict[str, Any]):
 
         return on_task
 
+    def _fenced(
+        self, message: Any, payload: Any, fields: dict[str, Any], judge: Callable[[], Any]
+    ) -> FencedTask:
+        consumer = self._consumer
+
+        def again() -> None:
+            try:
+                judge()
+            except (InvalidTaskError, ContentDisallowed) as exc:  # as where Celery calls strategies
+                consumer.on_invalid_task(payload, message, exc)
+            except DecodeError as exc:
+                consumer.on_decode_error(message, exc)
+
+        return FencedTask(
+            message,
+            fields.get("task", ""),
+            fields.get("id", ""),
+            queue_of(consumer, message),
+            self._ack_soon(message),
+            self._then_wake(self._unless_green(consumer.call_soon), again),
+        )
+
     def _ack_soon(self, message: Any) -> Callable[[], Any]:
         """Acknowledge *message* in the consumer's thread.
 
@@ -144,12 +194,17 @@ class AdoptingStrategies(dict[str, Any]):
         turn of the loop, which nothing wakes up for.
         """
         consumer = self._consumer
-        call_soon = getattr(consumer, "call_soon_ack", consumer.call_soon)
-        if consumer.hub is None and getattr(consumer.pool, "is_green", False):
-            # As call_soon_ack() of Celery 5.7: greenlets share a thread, and call_soon() without
-            # a hub waits until drain_events() times out, 2 s later.
-            call_soon = _call_now
+        call_soon = self._unless_green(getattr(consumer, "call_soon_ack", consumer.call_soon))
         return self._then_wake(call_soon, message.ack_log_error, logger, consumer.connection_errors)
+
+    def _unless_green(self, call_soon: Callable[..., Any]) -> Callable[..., Any]:
+        """*call_soon*, or a plain call where greenlets share a thread, as in Celery 5.7.
+
+        There call_soon() without a hub waits until drain_events() times out, 2 s later.
+        """
+        consumer = self._consumer
+        green = consumer.hub is None and getattr(consumer.pool, "is_green", False)
+        return _call_now if green else call_soon
 
     def _soon(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Callable[[], Any]:
         return self._then_wake(self._consumer.call_soon, partial(call, *args, **kwargs))

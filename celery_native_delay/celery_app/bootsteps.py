@@ -17,6 +17,7 @@ from ..transports.contract import KeepsLedger, Promoter, Promotes, Receipts, Wor
 from . import remote  # noqa: F401  registers its command
 from .adoption import AdoptingStrategies, EarlyTask, Waker, forget_eta
 from .attendant import Attendant
+from .fencing import Fence, Guard, NoFence
 from .install import Installation, installation_of, keep_celerys_own_off
 from .telemetry import Telemetry
 
@@ -44,13 +45,16 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         self._waker: Waker | None = None
         self._telemetry: Telemetry | None = None
         self._receipts: Receipts | None = None
+        self._fence: Guard = NoFence()
         installation = installation_of(c.app)
         if installation is not None and installation.enabled:
+            self._fence = self._fence_of(c, installation)
             c.strategies = AdoptingStrategies(
                 c,
-                self._put_back,
+                self._adopt,
+                self._fence.admits,
                 receipts=lambda: self._receipts,
-                runs_unasked=_runs_unasked(installation),
+                waits=_nobody if _runs_unasked(installation) else self._put_back,
             )
             self._write_telemetry(c, installation)
 
@@ -69,6 +73,8 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
             settings = installation.settings()
             part: WorkerPart = channel.worker_part(settings)
             prepared = part.prepare(where)
+            if self._receipts is None and isinstance(part, KeepsLedger):
+                self._receipts = part.receipts()
         except (NativeDelayError, *c.connection.channel_errors) as exc:
             logger.critical(
                 "native delay is OFF in this worker, immediate tasks run as ever: %s (%s)",
@@ -81,14 +87,19 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
             self._attendant = Attendant(c.app, settings)
             self._attendant.start()
         self._attendant.look_for_parked()
-        if self._receipts is None and isinstance(part, KeepsLedger):
-            self._receipts = part.receipts()
         if self._promoter is None and isinstance(part, Promotes):
             self._promoter = part.promoter(c.app.connection_for_write)
             self._promoting = Thread(
                 target=self._promoter.run, name="native-delay-promoter", daemon=True
             )
             self._promoting.start()
+
+    def _fence_of(self, c: Any, installation: Installation) -> Guard:
+        try:
+            settings = installation.settings()
+        except SettingsError:
+            return NoFence()  # start() reports it
+        return NoFence() if settings.fence is None else Fence(c, settings, self._put_back)
 
     def _write_telemetry(self, c: Any, installation: Installation) -> None:
         try:
@@ -109,15 +120,18 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
             self._waker = Waker(hub)
             c.strategies.wake = self._waker.wake
 
-    def _put_back(self, task: EarlyTask) -> bool:
-        """Hand a task that is to wait again to the attendant; False if nobody can take it."""
+    def _adopt(self, task: EarlyTask) -> bool:
+        """Hand a task that came too early to the attendant; False if nobody can take it."""
         attendant = self._attendant
-        if attendant is None or not (attendant.settings.adopt or task.delivery_id is not None):
-            return False
-        return attendant.adopt(task)
+        return attendant is not None and attendant.settings.adopt and attendant.adopt(task)
+
+    def _put_back(self, task: EarlyTask) -> bool:
+        """Have a task wait in the broker again, whoever asks; False if nobody can see to it."""
+        return self._attendant is not None and self._attendant.adopt(task)
 
     def shutdown(self, c: Any) -> None:
         """The worker ends; what was not put back yet is redelivered by the broker."""
+        self._fence.stop()
         if self._telemetry is not None:
             self._telemetry.disconnect()
             self._telemetry = None
@@ -128,6 +142,10 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
             self._promoter.stop()
             self._promoting.join(5.0)
             self._promoter = self._promoting = None
+
+
+def _nobody(task: EarlyTask) -> bool:
+    return False
 
 
 def _runs_unasked(installation: Installation) -> bool:

@@ -17,6 +17,7 @@
     │   └── NoLedger             there is none
     ├── InvalidFanOut            an option or column of a Spark fan-out is impossible
     ├── FanOutFailed             rows of a Spark fan-out are not confirmed
+    ├── FenceUnavailable         the store of a fence cannot be reached or used
     └── ManagementUnavailable    RabbitMQ's management API cannot be read
 """
 
@@ -105,6 +106,10 @@ class FanOutFailed(NativeDelayError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+class FenceUnavailable(NativeDelayError):
+    """The store that a fence keeps its records in cannot be reached or used."""
 
 
 class ManagementUnavailable(NativeDelayError):

@@ -13,6 +13,7 @@ from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any
 
+from . import fence
 from .errors import SettingsError
 
 #: RabbitMQ refuses a longer ``x-message-ttl``: rabbit_misc.erl, check_expiry/1.
@@ -75,6 +76,12 @@ class DelaySettings:
     telemetry: str | None = None
     """Folder to which every process of a worker writes what its tasks did, one line of JSON when
     an attempt starts and one when it ends. Defaults to None: off."""
+    fence: str | None = None
+    """URL of the store that fenced fan-outs write to: workers ask it whose tasks run. Defaults to
+    None: they run all."""
+    fence_policy: str = "run"
+    """What workers do with tasks of a fenced run that nobody sealed in time: "run" all of them,
+    perhaps twice, or "drop" all of them."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "landing_exchanges", _as_tuple(self.landing_exchanges))
@@ -152,6 +159,8 @@ def _as_tuple(value: Any) -> Any:
 def _check(name: str, value: Any) -> None:
     expected = _expected(name, value)
     if expected:
+        if name == "fence" and isinstance(value, str):
+            value = value.partition("://")[0]  # the rest may hold a password
         raise SettingsError(f"expected native_delay_{name} to be {expected}, got {value!r}")
 
 
@@ -197,6 +206,11 @@ def _expected(name: str, value: Any) -> str:
         case "telemetry":
             fits = value is None or (isinstance(value, str) and value != "" and "\0" not in value)
             return "" if fits else "None or the path of a folder"
+        case "fence":
+            fits = value is None or fence.is_store_url(value)
+            return "" if fits else f"None or a URL that starts with {fence.SCHEMES_TEXT}"
+        case "fence_policy":
+            return "" if value in fence.POLICIES else '"run" or "drop"'
         case _:
             fits = value is None or (isinstance(value, str) and value.startswith("http"))
             return "" if fits else "None or an http(s) URL"

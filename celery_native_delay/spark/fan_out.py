@@ -17,6 +17,7 @@ from ..core.errors import FanOutFailed, InvalidFanOut
 from . import encode
 from .app import AppFacts, Call
 from .executor import REPORT, checker, sender
+from .fencing import Fence
 from .options import Columnar, FanOutOptions
 from .plan import Plan, make_plan
 from .progress import slots_of, watched
@@ -204,7 +205,7 @@ class FanOut:
         """Send every row that is not rejected; return when the broker has confirmed them.
 
         Spark may run a part of it again, when an executor is lost: the same tasks then go out
-        twice, under the same ids.
+        twice, under the same ids. With *fence* one of them runs, and none if the job fails.
 
         Args:
             progress: show a bar on a terminal.
@@ -212,7 +213,9 @@ class FanOut:
 
         Raises:
             InvalidFanOut: see :attr:`facts`; nothing was sent.
-            FanOutFailed: some rows are not confirmed; the error's *result* names them.
+            FanOutFailed: some rows are not confirmed, which the error's *result* names; or the
+                fence was not sealed.
+            FenceUnavailable: the fence's store cannot be reached; nothing was sent.
             pyspark.errors.PySparkException: the job failed, for a reason of the DataFrame's own.
         """
         spark = self._df.sparkSession
@@ -222,19 +225,33 @@ class FanOut:
         if slots is None or slots > connections:
             encoded = encoded.coalesce(connections)
         rate = self.options.max_rate
+        fence = Fence.of(self.options, self.facts)
         job = SendJob(
             self.options.app,
             self.options.task,
             rate / min(connections, slots or connections) if rate else None,
+            fence,
         )
         started = monotonic()
         report = encoded.select(*SENT_COLUMNS).mapInArrow(sender(job), REPORT)
-        with watched(spark, f"sending {self.options.task}", show=progress):
-            rows = report.collect()
+        if fence is not None:
+            fence.open()
+        try:
+            with watched(spark, f"sending {self.options.task}", show=progress):
+                rows = report.collect()
+        except BaseException:
+            if fence is not None:
+                fence.abort()
+            raise
         receipts = [Receipt.from_json(value) for kind, value in rows if kind == RECEIPT]
         failures = [Failure(**json.loads(value)) for kind, value in rows if kind != RECEIPT]
         receipts.sort(key=lambda receipt: receipt.partition)
         result = FanOutResult(self.run_id, monotonic() - started, receipts, failures)
+        if fence is not None:
+            try:
+                fence.commit(receipts)
+            except FanOutFailed as exc:
+                raise FanOutFailed(f"{result}; {exc}", result) from exc
         if check and failures:
             raise FanOutFailed(
                 f"{result}; the first: {failures[0].reason}; what is not confirmed may be sent "

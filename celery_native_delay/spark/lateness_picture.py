@@ -10,6 +10,7 @@ try:
     from matplotlib.axes import Axes
     from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
     from matplotlib.figure import Figure
+    from matplotlib.ticker import NullLocator
 except ImportError as exc:
     raise ImportError("picture() draws with matplotlib: pip install matplotlib") from exc
 
@@ -29,7 +30,25 @@ COLOURS = {
 LINES = {"late_p50": "#0b6e4f", "late_p99": "#b08900", "late_max": "#c8553d"}
 
 #: What started sooner after its due time is drawn here; the scale is logarithmic.
-_FLOOR_MS = 1.0
+_FLOOR_SECONDS = 0.001
+
+#: Marks of that scale, of which some are left out when there would be more steps than these.
+_MOST_STEPS = 6
+_TICKS = {
+    "1 ms": 0.001,
+    "10 ms": 0.01,
+    "100 ms": 0.1,
+    "1 s": 1,
+    "10 s": 10,
+    "1 min": 60,
+    "10 min": 600,
+    "1 h": 3600,
+    "6 h": 21_600,
+    "1 day": 86_400,
+    "7 days": 604_800,
+    "30 days": 2_592_000,
+    "1 year": 31_536_000,
+}
 
 
 def draw(rows: Sequence[dict[str, Any]], due_seconds: float) -> Figure:
@@ -81,11 +100,11 @@ def _draw_lateness(axes: Axes, rows: Sequence[dict[str, Any]], due_seconds: floa
     ran = [row for row in rows if row["late_max"] is not None]
     middle = timedelta(seconds=due_seconds / 2)
     across: list[datetime] = [_moment(row) + middle for row in ran]
+    lines = {name: [max(_FLOOR_SECONDS, row[name]) for row in ran] for name in LINES}
     for name, colour in LINES.items():
-        heights = [max(_FLOOR_MS, row[name] * 1000) for row in ran]
         axes.plot(
             across,  # type: ignore[arg-type]
-            heights,
+            lines[name],
             color=colour,
             linewidth=2,
             marker=".",
@@ -93,7 +112,20 @@ def _draw_lateness(axes: Axes, rows: Sequence[dict[str, Any]], due_seconds: floa
             label=name.removeprefix("late_"),
         )
     axes.set_yscale("log")
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,g}")
-    axes.set_ylabel("milliseconds late")
+    _label(axes, [late for line in lines.values() for late in line] or [_FLOOR_SECONDS])
+    axes.set_ylabel("late by")
     axes.grid(axis="y", color="#e3e6e8", linewidth=0.8)
     axes.legend(frameon=False, fontsize=9, ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
+
+
+def _label(axes: Axes, seconds: Sequence[float]) -> None:
+    """Durations as people say them, from the mark below the smallest to that above the largest."""
+    marks = list(_TICKS.values())
+    first = max((n for n, mark in enumerate(marks) if mark <= min(seconds)), default=0)
+    last = next((n for n, mark in enumerate(marks) if mark >= max(seconds)), len(marks) - 1)
+    last = max(last, first + 1)
+    step = -(-(last - first) // _MOST_STEPS)
+    shown = list(_TICKS.items())[first : last + step : step]
+    axes.yaxis.set_minor_locator(NullLocator())
+    axes.set_yticks([mark for _, mark in shown], [text for text, _ in shown])
+    axes.set_ylim(shown[0][1] * 0.8, max(shown[-1][1], max(seconds)) * 1.25)

@@ -12,6 +12,7 @@ from uuid import uuid4
 from zoneinfo import ZoneInfo
 
 from ..core.errors import InvalidFanOut
+from ..core.fence import SCHEMES_TEXT, is_store_url
 
 #: The name of a column, or a ``pyspark.sql.Column``.
 Columnar = Any
@@ -71,6 +72,12 @@ class FanOutOptions:
     """Refuse a task that the app does not register. False for one that lives elsewhere."""
     check_queue: bool = True
     """Refuse queues that the app's configuration does not name."""
+    fence: str | None = field(default=None, repr=False)
+    """URL of a store, ``redis://…``: of all attempts that Spark makes at a partition, the tasks of
+    one run; of a job that fails none. Workers need the same as ``native_delay_fence``."""
+    fence_timeout: float = 3600.0
+    """Seconds that may pass between the start of a partition and the end of the job; after that
+    workers take the driver for dead, and their ``native_delay_fence_policy`` decides."""
     now: datetime = field(default_factory=lambda: datetime.now(UTC))
     """What countdowns count from; aware. It is the same for all executors and retries."""
 
@@ -107,6 +114,16 @@ class FanOutOptions:
             ("max_body_bytes", "bytes from 1", _is_int(self.max_body_bytes, 1, 1 << 31)),
             ("check_task", "True or False", isinstance(self.check_task, bool)),
             ("check_queue", "True or False", isinstance(self.check_queue, bool)),
+            (
+                "fence",
+                f"None or a URL that starts with {SCHEMES_TEXT}",
+                self.fence is None or is_store_url(self.fence),
+            ),
+            (
+                "fence_timeout",
+                "a number of seconds from 1",
+                _is_number(self.fence_timeout, at_least=1),
+            ),
             ("now", "an aware datetime", isinstance(now, datetime) and now.tzinfo is not None),
         ]
 
@@ -169,7 +186,10 @@ def _keyword_columns(columns: Any) -> dict[str, Columnar]:
 
 
 def _value(options: FanOutOptions, name: str) -> str:
-    return repr(getattr(options, name))
+    value = getattr(options, name)
+    if name == "fence" and isinstance(value, str):
+        value = value.partition("://")[0]  # the rest may hold a password
+    return repr(value)
 
 
 def _matches(pattern: re.Pattern[str], value: object) -> bool:

@@ -11,7 +11,9 @@ from typing import Any
 
 from ..bulk import Bulk
 from ..core.errors import NativeDelayError, PublishRefused
+from ..core.fence import HEADER
 from .app import load_app
+from .fencing import Fence
 
 #: The columns of an encoded row that are sent, in this order.
 SENT_COLUMNS = ("task_id", "eta", "body", "queue", "priority", "expires", "error")
@@ -31,6 +33,7 @@ class SendJob:
     task: str
     max_rate: float | None
     """Of one connection."""
+    fence: Fence | None = None
 
 
 @dataclass(frozen=True)
@@ -61,6 +64,10 @@ class Receipt:
     """Rows that were never to be sent, by reason."""
     broken: str = ""
     """What ended the sending early."""
+    fence: str = ""
+    """What all of its messages carry, if the run is fenced."""
+    last_eta: str = ""
+    """The latest due time that was sent."""
 
     def to_json(self) -> str:
         """Text for the way to the driver."""
@@ -78,9 +85,17 @@ def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -
 
     A broker that stays away does not fail the Spark task: running it again would send everything
     again. The rest of the rows is then named as unsent.
+
+    Raises:
+        FenceUnavailable, FanOutFailed: the run is fenced and not open; nothing was sent.
     """
     started = monotonic()
-    batch = Bulk(load_app(job.app), check=False)
+    headers = {}
+    if job.fence is not None:
+        job.fence.open()
+        receipt.fence = str(job.fence.stamp(receipt.partition, receipt.attempt))
+        headers = {HEADER: receipt.fence}
+    batch = Bulk(load_app(job.app), check=False, headers=headers)
     pace = Pace(job.max_rate)
     options: dict[Any, dict[str, Any]] = {}
     with batch:
@@ -100,6 +115,8 @@ def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -
                 options[queue, priority] = way
             if expires is not None:
                 way = {**way, "expires": expires}
+            if eta > receipt.last_eta:  # all of them are 32 characters, in UTC
+                receipt.last_eta = eta
             pace.wait()
             try:
                 batch.send(job.task, args, kwargs, eta=eta, task_id=task_id, **way)

@@ -10,14 +10,16 @@ import json
 import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceStreamWriter, DataSourceWriter, WriterCommitMessage
 
 from ..core.errors import FanOutFailed, InvalidFanOut
+from ..core.fence import COMMITTED, Stamp
 from .app import Call, describe
+from .fencing import Fence
 from .options import FanOutOptions
 from .rows import RowEncoder
 from .sending import Receipt, SendJob, send_rows
@@ -80,6 +82,8 @@ class Writer(DataSourceWriter):
         if overwrite:
             raise InvalidFanOut('expected mode("append"): what has been sent cannot be overwritten')
         self._set_up(schema, SinkOptions.parse(texts))
+        if self._fence is not None:
+            self._fence.open()
 
     def write(self, iterator: Iterator[Any]) -> Sent:
         """Send the rows of one partition.
@@ -87,17 +91,28 @@ class Writer(DataSourceWriter):
         Raises:
             FanOutFailed: some are not confirmed; Spark runs the partition again.
             InvalidFanOut: a row cannot be sent, and on_reject is "fail".
+            FenceUnavailable: the run is fenced and its store cannot be reached.
         """
-        return self._send(iterator, self._options.fan_out.run_id)
+        return self._send(iterator, self._options.fan_out.run_id, self._fence)
 
     def commit(self, messages: list[Any]) -> None:
-        """Say what was sent, and what was not to be."""
-        receipts = [message.receipt for message in messages if message is not None]
+        """Seal the fence; say what was sent, and what was not to be.
+
+        Raises:
+            FanOutFailed: the fence could not be sealed.
+        """
+        receipts = _receipts(messages)
+        if self._fence is not None:
+            self._fence.commit(receipts)
         _log_rejects(receipts)
 
     def abort(self, messages: list[Any]) -> None:
-        """What was sent stays sent."""
-        sent = sum(message.receipt.sent for message in messages if message is not None)
+        """What was sent stays sent; behind a fence nothing of it runs."""
+        if self._fence is not None:
+            self._fence.abort()
+            logger.error("native delay: the job failed; of what it has sent nothing runs")
+            return
+        sent = sum(receipt.sent for receipt in _receipts(messages))
         logger.error(
             "native delay: the job failed after at least %d tasks had been sent; they stay sent, "
             "and running it again with the same run_id and id_cols gives them the same ids",
@@ -110,6 +125,7 @@ class Writer(DataSourceWriter):
         self._options = options
         fan_out = options.fan_out
         facts = describe(Call.of(fan_out))
+        self._fence = Fence.of(fan_out, facts)
         self._rows = RowEncoder(
             schema,
             fan_out,
@@ -117,16 +133,15 @@ class Writer(DataSourceWriter):
             queues=facts.queues if fan_out.check_queue else None,
         )
 
-    def _send(self, rows: Iterable[Any], run_id: str) -> Sent:
+    def _send(self, rows: Iterable[Any], run_id: str, fence: Fence | None) -> Sent:
         fan_out = self._options.fan_out
         context = TaskContext.get()
         assert context is not None
         receipt = Receipt(context.partitionId(), context.attemptNumber())
         rate = fan_out.max_rate and fan_out.max_rate / fan_out.connections
         first, count = None, 0
-        for failure in send_rows(
-            self._encoded(rows, run_id), SendJob(fan_out.app, fan_out.task, rate), receipt
-        ):
+        job = SendJob(fan_out.app, fan_out.task, rate, fence)
+        for failure in send_rows(self._encoded(rows, run_id), job, receipt):
             first, count = first or failure, count + 1
         if first is not None:
             raise FanOutFailed(
@@ -161,19 +176,40 @@ class StreamWriter(Writer, DataSourceStreamWriter):
         query, batch = map(context.getLocalProperty, _QUERY_AND_BATCH)
         options = self._options
         run_id = options.fan_out.run_id if options.has_run_id else query
-        return self._send(iterator, f"{run_id}-{batch}")
+        fence = self._fence
+        if fence is not None:
+            # By the query, whatever the run_id: with a new checkpoint a batch has other rows.
+            fence = replace(fence, run=f"{query}-{batch}", is_replayed=True)
+            if fence.open().state == COMMITTED:
+                for _ in iterator:
+                    pass  # the driver ended before Spark could write down that the batch was done
+                return Sent(Receipt(context.partitionId(), context.attemptNumber()))
+        return self._send(iterator, f"{run_id}-{batch}", fence)
 
     def commit(self, messages: list[Any], batchId: int) -> None:  # type: ignore[override]  # noqa: N803
         """As of :meth:`Writer.commit`."""
+        if self._fence is not None:
+            # Made anew for this, it knows of the query only what the executors say.
+            stamps = [receipt.fence for receipt in _receipts(messages) if receipt.fence]
+            run = Stamp.parse(stamps[0]).run if stamps else None
+            self._fence = replace(self._fence, run=run, is_replayed=True) if run else None
         super().commit(messages)
 
     def abort(self, messages: list[Any], batchId: int) -> None:  # type: ignore[override]  # noqa: N803
-        """As of :meth:`Writer.abort`."""
+        """As of :meth:`Writer.abort`; behind a fence it is the batch's next attempt that counts."""
+        if self._fence is not None:
+            logger.error("native delay: the batch failed; its tasks wait for the query's restart")
+            return
         super().abort(messages)
 
 
 #: Spark tells a sink's tasks nothing else; its own foreach() reads the same.
 _QUERY_AND_BATCH = ("sql.streaming.queryId", "streaming.sql.batchId")
+
+
+def _receipts(messages: list[Any]) -> list[Receipt]:
+    """Of a job that failed, some messages are None."""
+    return [message.receipt for message in messages if message is not None]
 
 
 def _log_rejects(receipts: list[Receipt]) -> None:
@@ -208,4 +244,5 @@ _PARSERS: dict[str, Any] = {
     **dict.fromkeys(("queue_col", "priority_col", "expires_col", "run_id", "past"), str),
     **{"smear": float, "max_rate": float, "connections": int, "max_body_bytes": int},
     **{"check_task": _flag, "check_queue": _flag, "on_reject": str},
+    **{"fence": str, "fence_timeout": float},
 }

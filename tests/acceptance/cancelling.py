@@ -171,13 +171,17 @@ def test_a_moved_task_runs_once_at_the_last_time_that_was_accepted(fleet: Fleet)
     app = fleet.app()
     delay = Delay(app)
     note = app.tasks["note"]
-    fleet.worker(pool="solo")
+    worker = fleet.worker(pool="solo")
     due: dict[str, float] = {}
 
     sooner = note.apply_async(("sooner",), countdown=3600)
     later = note.apply_async(("later",), countdown=3)
     twice = note.apply_async(("twice",), countdown=3600)
     now = note.apply_async(("now",), countdown=3600)
+    inspect = app.control.inspect(destination=[worker.name], timeout=10)
+    (shown,) = inspect._request("delayed", limit=1)[worker.name]
+    assert shown["request"]["id"] == later.id
+    assert datetime.fromisoformat(shown["eta"]) == delay.next_due()
     for result, countdowns in ((sooner, [2]), (later, [6]), (twice, [7200, 2.5]), (now, [])):
         for countdown in countdowns:
             assert delay.reschedule(result.id, countdown=countdown)

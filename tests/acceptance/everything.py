@@ -151,10 +151,15 @@ class Everything:
         inspect = self.app.control.inspect(destination=names, timeout=5)
         until = self.started + 5  # the longest countdown
         answers = 0
-        while time() < until or not answers:
+
+        def all_were_due() -> bool:
+            nonlocal answers
             replies = inspect.scheduled() or {}
             answers += len(replies)
             assert [held for held in replies.values() if held] == []
+            return bool(answers) and time() >= until
+
+        wait_until(all_were_due, timeout_seconds=30)
 
     def assert_arrived_as_undelayed(self, route: str) -> None:
         """In time, at the same worker, with the same delivery."""

@@ -11,11 +11,13 @@ import pytest
 
 from celery_native_delay.testing import require_redis
 from pytest_celery_native_delay import installed
+from tests.brokers import on_one_version
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
 
-@pytest.mark.parametrize("rabbitmq_version", ["3.10"], indirect=True)
+@on_one_version
+@pytest.mark.timeout(300)
 @pytest.mark.usefixtures("rabbitmq_version")
 def test_scenarios_write_tables_and_pictures(tmp_path: Path) -> None:
     installed(require_redis)
@@ -26,7 +28,7 @@ def test_scenarios_write_tables_and_pictures(tmp_path: Path) -> None:
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
     )
     assert run.returncode == 0, run.stderr
     written = json.loads((tmp_path / "results.json").read_text())

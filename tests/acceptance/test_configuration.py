@@ -23,7 +23,7 @@ from celery_native_delay import (
 )
 from celery_native_delay.testing import PrivateRabbitMQ, private_rabbitmq
 from tests.acceptance.apps.tasks import define_tasks, new_app
-from tests.acceptance.worker import Fleet, Worker, fleet_on
+from tests.acceptance.worker import FEW_LEVELS, Fleet, Worker, fleet_on
 from tests.waiting import wait_until
 
 OUR_NAMES = "celery_delay."
@@ -109,7 +109,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "base 16": {"native_delay_base": 16},
     "chain": {"native_delay_routing": "chain"},
     "classic": {"native_delay_queue_type": "classic"},
-    "whole seconds": {"native_delay_resolution": 1, "native_delay_levels": 28},
+    "whole seconds": {"native_delay_resolution": 1, "native_delay_levels": 10},
     "no confirms": {"native_delay_confirm_publish": "off"},
     "a window": {"native_delay_confirm_publish": "window"},
     "a landing exchange": {"native_delay_landing_exchanges": ["shop"]},
@@ -161,7 +161,8 @@ def test_a_failover_to_another_broker(
 ) -> None:
     """Producer and worker switch to the second URL of the list and prepare that broker."""
     with private_rabbitmq(version=rabbitmq_version, management=False) as first:
-        with fleet_on(f"{first.url};{vhost_url}", tmp_path) as fleet:
+        urls = f"{first.url};{vhost_url}"
+        with fleet_on(urls, tmp_path, native_delay_levels=FEW_LEVELS) as fleet:
             worker = fleet.worker(broker_connection_timeout=2)
             app = fleet.app(broker_connection_timeout=2)
             send_and_wait(fleet, app)
@@ -235,36 +236,34 @@ def installed_twice(fleet: Fleet) -> Celery:
     return install(install(fleet.app(), resolution=0.25), levels=20)
 
 
-@pytest.mark.parametrize(
-    "make",
-    [
-        used_before_install,
-        configured_late,
-        configured_late_with_namespace,
-        pickled,
-        installed_twice,
-    ],
-)
-def test_an_app(
-    fleet: Fleet,
-    rabbitmq: PrivateRabbitMQ,
-    vhost: str,
-    make: Callable[[Fleet], Celery],
+APPS: list[Callable[[Fleet], Celery]] = [
+    used_before_install,
+    configured_late,
+    configured_late_with_namespace,
+    pickled,
+    installed_twice,
+]
+
+
+def test_an_app_whenever_it_was_installed(
+    fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost: str
 ) -> None:
+    """One after the other, for one worker: each delays by itself."""
     worker = fleet.worker()
-    app = make(fleet)
-    try:
-        app.send_task("note", ("far",), countdown=600)
-        send_and_wait(fleet, app)
-    finally:
-        app.close()
+    for number, make in enumerate(APPS, 1):
+        app = make(fleet)
+        try:
+            app.send_task("note", ("far",), countdown=600)
+            send_and_wait(fleet, app)
+        finally:
+            app.close()
 
-    def waits_in_the_levels() -> bool:
-        return levels(rabbitmq, vhost) == 1
+        def all_wait_in_the_levels(number: int = number) -> bool:
+            return levels(rabbitmq, vhost) == number
 
-    wait_until(waits_in_the_levels, timeout_seconds=10)
-    # By the producer, not put there by the worker.
-    assert worker.log_lines("put", "early task") == []
+        wait_until(all_wait_in_the_levels, timeout_seconds=10)
+        # By the producer, not put there by the worker.
+        assert worker.log_lines("put", "early task") == [], make
 
 
 def test_switched_off(fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost: str) -> None:
@@ -381,7 +380,7 @@ def test_a_user_who_may_not_configure_our_names(
 def test_a_queue_of_our_name_with_other_arguments(fleet: Fleet) -> None:
     with Connection(fleet.broker_url) as connection:
         connection.default_channel.queue_declare(
-            f"{OUR_NAMES}v1.31x125ms.quorum.level-03", durable=True, auto_delete=False
+            f"{OUR_NAMES}v1.{FEW_LEVELS}x125ms.quorum.level-03", durable=True, auto_delete=False
         )
     worker_without_delay(fleet, "celery -A PROJ delay verify", "level-03")
     app = fleet.app()
@@ -403,7 +402,7 @@ def test_a_queue_of_our_name_with_other_arguments(fleet: Fleet) -> None:
 def test_a_due_time_that_is_none(
     fleet: Fleet, options: dict[str, Any], error: type[Exception], sentence: str
 ) -> None:
-    app = fleet.app()
+    app = fleet.app(native_delay_levels=31)
     with pytest.raises(error, match=sentence):
         app.send_task("note", ("x",), **options)
     app.send_task("note", ("now",))

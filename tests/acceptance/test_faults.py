@@ -13,30 +13,17 @@ import pytest
 from celery import Celery
 from kombu import Connection
 
-from celery_native_delay.testing import PrivateRabbitMQ, private_rabbitmq, vhost_name
-from tests.acceptance.worker import Fleet, Run, Worker, fleet_on
+from celery_native_delay.testing import PrivateRabbitMQ, vhost_name
+from tests.acceptance.worker import FEW_LEVELS, Fleet, Run, Worker, fleet_on
 from tests.waiting import wait_until
 
 PARKED = "celery_delay.v1.parked"
 
 
-@pytest.fixture(scope="module")
-def mortal_broker(rabbitmq_version: str) -> Iterator[PrivateRabbitMQ]:
-    with private_rabbitmq(version=rabbitmq_version) as broker:
-        yield broker
-
-
 @pytest.fixture
-def own_broker(mortal_broker: PrivateRabbitMQ) -> Iterator[PrivateRabbitMQ]:
-    """A running broker that this test may kill."""
-    mortal_broker.start()
-    yield mortal_broker
-    mortal_broker.start()
-
-
-@pytest.fixture
-def own_fleet(own_broker: PrivateRabbitMQ, tmp_path: Path) -> Iterator[Fleet]:
-    with fleet_on(own_broker.new_vhost(), tmp_path) as fleet:
+def own_fleet(mortal_url: str, tmp_path: Path) -> Iterator[Fleet]:
+    """Workers and producers on a broker that this test may kill."""
+    with fleet_on(mortal_url, tmp_path, native_delay_levels=FEW_LEVELS) as fleet:
         yield fleet
 
 
@@ -53,7 +40,7 @@ def depth(url: str, queue: str) -> int:
 
 
 def test_the_broker_is_killed_with_tasks_in_the_levels(
-    own_broker: PrivateRabbitMQ, own_fleet: Fleet
+    mortal_rabbitmq: PrivateRabbitMQ, own_fleet: Fleet
 ) -> None:
     """All run, none early, and none twice unless it had started before the kill."""
     fleet = own_fleet
@@ -62,8 +49,8 @@ def test_the_broker_is_killed_with_tasks_in_the_levels(
     sent = dict(send(app, 1 + number * 0.12) for number in range(100))  # 1 to 13 seconds
     fleet.record.wait_for(10)
     killed = time()
-    own_broker.kill()
-    own_broker.start()
+    mortal_rabbitmq.kill()
+    mortal_rabbitmq.start()
     back = time()
 
     runs = fleet.record.wait_for_ids(list(sent), timeout_seconds=90)
@@ -174,14 +161,9 @@ def test_to_a_queue_nobody_has_declared(fleet: Fleet) -> None:
     assert len(fleet.record.wait_for(task_id=task_id)) == 1
 
 
-def test_to_an_exchange_that_routes_nowhere_yet(
-    own_broker: PrivateRabbitMQ, own_fleet: Fleet
-) -> None:
+def test_to_an_exchange_that_routes_nowhere_yet(own_fleet: Fleet) -> None:
     """It waits for the binding; an immediate task would be lost."""
     fleet = own_fleet
-    # How often RabbitMQ tries again: 180 s by default.
-    timeout = "application:set_env(rabbit, dead_letter_worker_publisher_confirm_timeout, {})."
-    own_broker.rabbitmqctl("eval", timeout.format(2_000))
     with Connection(fleet.broker_url) as connection:
         connection.default_channel.exchange_declare(
             "billing", "direct", durable=True, auto_delete=False
@@ -198,7 +180,6 @@ def test_to_an_exchange_that_routes_nowhere_yet(
     (run,) = fleet.record.wait_for(task_id=task_id, timeout_seconds=60)
     assert run.delivery_info["exchange"] == "billing"
     assert run.delivery_info["routing_key"] == "invoice.new"
-    own_broker.rabbitmqctl("eval", timeout.format(180_000))
 
 
 def test_tasks_to_a_deleted_queue_park_and_come_back(fleet: Fleet) -> None:
@@ -230,7 +211,7 @@ def test_tasks_to_a_deleted_queue_park_and_come_back(fleet: Fleet) -> None:
     assert depth(fleet.broker_url, PARKED) == 0
 
 
-LEVEL = "celery_delay.v1.31x125ms.quorum.level-{:02d}"
+LEVEL = f"celery_delay.v1.{FEW_LEVELS}x125ms.quorum.level-{{:02d}}"
 
 
 def test_a_level_queue_deleted_before_the_task_is_sent(fleet: Fleet) -> None:
@@ -248,7 +229,7 @@ def test_a_level_queue_deleted_before_the_task_is_sent(fleet: Fleet) -> None:
 def test_a_level_queue_deleted_while_the_task_waits(fleet: Fleet) -> None:
     """It parks when it comes there, and waits again for the rest once a worker looks."""
     app = fleet.app()
-    send(app, 3600)  # declares
+    send(app, 600)  # declares
     task_id, due = send(app, 12)  # 8 s in level 6, then 4 s in lower ones
     for level in range(6):
         delete_queue(fleet, LEVEL.format(level))
@@ -286,13 +267,13 @@ def test_a_reconnect_to_a_wiped_broker_declares_anew(
 
 
 def test_the_producer_survives_a_restart_between_two_sends(
-    own_broker: PrivateRabbitMQ, own_fleet: Fleet
+    mortal_rabbitmq: PrivateRabbitMQ, own_fleet: Fleet
 ) -> None:
     """Its pooled connection is dead at the second send; Celery's retry brings a new one."""
     app = own_fleet.app()
     before, due_before = send(app, 8)
-    own_broker.kill()
-    own_broker.start()
+    mortal_rabbitmq.kill()
+    mortal_rabbitmq.start()
     after, due_after = send(app, 1)
     own_fleet.worker()
     runs = own_fleet.record.wait_for_ids([before, after], timeout_seconds=60)
@@ -301,12 +282,12 @@ def test_the_producer_survives_a_restart_between_two_sends(
         assert run.early(due) <= 0.001
 
 
-def test_the_broker_is_down(own_broker: PrivateRabbitMQ, own_fleet: Fleet) -> None:
+def test_the_broker_is_down(mortal_rabbitmq: PrivateRabbitMQ, own_fleet: Fleet) -> None:
     """A delayed task fails as an immediate one does; nothing is swallowed."""
     app = own_fleet.app(broker_connection_timeout=1)
     note = app.tasks["note"]
     send(app, 60)
-    own_broker.kill()
+    mortal_rabbitmq.kill()
     errors = []
     for options in ({}, {"countdown": 1}):
         attempt = partial(note.apply_async, ("x",), retry=False, **options)

@@ -12,7 +12,7 @@ from itertools import pairwise
 import pytest
 from celery.result import AsyncResult, GroupResult
 
-from celery_native_delay.testing import PrivateRabbitMQ
+from celery_native_delay.testing import PrivateRabbitMQ, vhost_name
 from tests.acceptance.everything import (
     DELAYS,
     RETRIES,
@@ -34,6 +34,7 @@ def fleet(rabbitmq: PrivateRabbitMQ, tmp_path_factory: pytest.TempPathFactory) -
     url = rabbitmq.new_vhost()
     with fleet_on(url, folder, result_backend=f"file://{folder}/results") as fleet:
         yield fleet
+    rabbitmq.delete_vhost(vhost_name(url))
 
 
 @pytest.fixture(scope="module")

@@ -13,6 +13,7 @@ import pytest
 
 from celery_native_delay.testing import PrivateRedis
 from tests.acceptance.worker import EARLY_SECONDS, Fleet, fleet_on
+from tests.brokers import on_one_version
 from tests.waiting import wait_until
 
 
@@ -61,7 +62,7 @@ class Events:
         return line
 
 
-@pytest.mark.parametrize("rabbitmq_version", ["3.10"], indirect=True)
+@on_one_version
 def test_every_end_of_a_task_is_written_down(fleet: Fleet, tmp_path: Path) -> None:
     events = Events(tmp_path / "telemetry")
     worker = fleet.worker(concurrency=2, native_delay_telemetry=str(events.folder))

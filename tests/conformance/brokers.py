@@ -5,7 +5,7 @@ A new transport adds its broker here and its id in conftest.py; the promises sta
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from typing import Protocol
@@ -14,14 +14,13 @@ from urllib.parse import quote
 from celery_native_delay.testing import (
     PrivateRabbitMQ,
     PrivateRedis,
-    private_rabbitmq,
     private_redis,
     require_redis,
     vhost_name,
 )
 from celery_native_delay.testing.redis_installation import ServerName
 from pytest_celery_native_delay import installed
-from tests.brokers import installed_rabbitmq
+from tests.brokers import MORTAL, installed_rabbitmq
 
 
 class Broker(Protocol):
@@ -41,14 +40,11 @@ class Broker(Protocol):
 
 
 @contextmanager
-def running_broker(name: str) -> Iterator[Broker]:
+def running_broker(name: str, running_rabbitmq: Callable[..., PrivateRabbitMQ]) -> Iterator[Broker]:
     """The broker of that id until the block ends; where it is not installed, skip or fail."""
     match name.split("-"):
         case ["rabbitmq", "3.10" | "4.3" as version]:
-            with private_rabbitmq(
-                version=installed_rabbitmq(version), advanced_config=RabbitMQ.CONFIG
-            ) as rabbitmq:
-                yield RabbitMQ(rabbitmq)
+            yield RabbitMQ(running_rabbitmq(installed_rabbitmq(version), **MORTAL))
         case ["redis" | "valkey" as server]:
             with private_redis(server=redis_server(server), config=Redis.CONFIG) as redis:
                 yield Redis(redis)
@@ -62,10 +58,6 @@ def redis_server(name: ServerName) -> ServerName:
 
 class RabbitMQ:
     """A space is a virtual host."""
-
-    #: Milliseconds. After a restart a level may hand a message to the next one before that has a
-    #: leader, on 3.10; it tries again after this, by default in three minutes.
-    CONFIG = "[{rabbit, [{dead_letter_worker_publisher_confirm_timeout, 5000}]}].\n"
 
     def __init__(self, server: PrivateRabbitMQ) -> None:
         self._server = server

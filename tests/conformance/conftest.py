@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
+from celery_native_delay.testing import PrivateRabbitMQ
 from tests.conformance.brokers import Broker, running_broker
 
 
@@ -18,9 +19,11 @@ from tests.conformance.brokers import Broker, running_broker
         "valkey",
     ],
 )
-def broker(request: pytest.FixtureRequest) -> Iterator[Broker]:
+def broker(
+    request: pytest.FixtureRequest, running_rabbitmq: Callable[..., PrivateRabbitMQ]
+) -> Iterator[Broker]:
     """The broker that all promises of one round are made to; it is restarted now and then."""
-    with running_broker(request.param) as broker:
+    with running_broker(request.param, running_rabbitmq) as broker:
         yield broker
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -13,6 +14,7 @@ from kombu import Exchange, Queue
 
 from celery_native_delay import DelayTooLong, InvalidDueTime, UnsupportedBroker, install
 from celery_native_delay.bulk import BulkResult, bulk
+from tests.conformance.brokers import Broker
 from tests.conformance.traffic import SETTINGS, attended
 from tests.integration.traffic import Arrival, bodies, inbox
 from tests.traffic import eta_in
@@ -38,17 +40,33 @@ def make_app(url: str) -> Celery:
     return app
 
 
-@pytest.fixture
-def app(url: str) -> Iterator[Celery]:
+@contextmanager
+def ready_app(url: str) -> Iterator[Celery]:
+    """An app that has declared what it needs, and whose broker is attended to."""
     app = make_app(url)
     with attended(url):
-        with bulk(app) as batch:  # declares
+        with bulk(app) as batch:
             for queue in ("plain", "orders"):
                 batch.send("shop.warm_up", queue=queue, countdown=0.01)
         with inbox(url, "plain", "orders", **SETTINGS) as letters:
             letters.wait_for(2)
         yield app
     app.close()
+
+
+@pytest.fixture
+def app(url: str) -> Iterator[Celery]:
+    with ready_app(url) as app:
+        yield app
+
+
+@pytest.fixture(scope="module")
+def shared_app(broker: Broker) -> Iterator[Celery]:
+    """For tests that leave nothing behind."""
+    url = broker.new_space()
+    with ready_app(url) as app:
+        yield app
+    broker.remove_space(url)
 
 
 def seen(arrival: Arrival) -> dict[str, Any]:
@@ -87,13 +105,13 @@ def seen(arrival: Arrival) -> dict[str, Any]:
     ids=str,
 )
 def test_a_task_in_bulk_is_the_task_that_apply_async_sends(
-    app: Celery, url: str, options: dict[str, Any]
+    shared_app: Celery, options: dict[str, Any]
 ) -> None:
-    send = app.tasks["shop.remind"].apply_async
+    send = shared_app.tasks["shop.remind"].apply_async
     arguments = (7,), {"text": 'é % "quoted"'}
-    with inbox(url, "plain", "orders", **SETTINGS) as letters:
+    with inbox(shared_app.conf.broker_url, "plain", "orders", **SETTINGS) as letters:
         send(*arguments, countdown=1, **options)
-        with bulk(app) as batch:
+        with bulk(shared_app) as batch:
             ids = [batch.send("shop.remind", *arguments, countdown=1, **options) for _ in range(3)]
         single, *many = letters.wait_for(4)
     if single.message.headers["id"] in ids:
@@ -135,6 +153,20 @@ def test_mixed_due_times_and_queues_arrive_once_and_on_time(app: Celery, url: st
     result = batch.result
     assert (result.sent, result.confirmed, result.refused) == (1_000, 1_000, [])
     assert result.by_template > 500
+
+
+def test_what_a_batch_says_stands_in_every_message(app: Celery, url: str) -> None:
+    """Whichever way it goes; of its own headers each has its own."""
+    with inbox(url, "plain", **SETTINGS) as letters:
+        with bulk(app, headers={"tenant": "a", "run": "r/0/0"}) as batch:
+            for _ in range(3):
+                batch.send("shop.remind", countdown=0.5)
+            batch.send("shop.remind", countdown=0.5, headers={"tenant": "b"})
+        came = letters.wait_for(4)
+    headers = [arrival.message.headers for arrival in came]
+    assert sorted(each["tenant"] for each in headers) == ["a", "a", "a", "b"]
+    assert {each["run"] for each in headers} == {"r/0/0"}
+    assert batch.result.by_template == 2
 
 
 def test_a_signal_is_sent_for_every_task(app: Celery, url: str) -> None:

@@ -202,8 +202,10 @@ def test_a_plain_consumer_gets_what_waited(url: str) -> None:
 
 @pytest.fixture(scope="module")
 def fleet(broker: Broker, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
-    with fleet_on(broker.new_space(), tmp_path_factory.mktemp("fleet")) as fleet:
+    url = broker.new_space()
+    with fleet_on(url, tmp_path_factory.mktemp("fleet")) as fleet:
         yield fleet
+    broker.remove_space(url)
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from celery_native_delay.testing import PrivateRabbitMQ, private_rabbitmq
 from celery_native_delay.transports.rabbitmq.declaring import apply
 from celery_native_delay.transports.rabbitmq.inspection import Status, Verification, status, verify
 from celery_native_delay.transports.rabbitmq.management import ManagementAPI, management_of
+from tests.brokers import on_one_version
 from tests.integration.project import Project
 from tests.integration.traffic import (
     SETTINGS,
@@ -339,6 +340,7 @@ def bare_rabbitmq(rabbitmq_version: str) -> Iterator[PrivateRabbitMQ]:
         yield broker
 
 
+@on_one_version
 def test_without_the_plugin_queues_and_exchanges_are_still_compared(
     bare_rabbitmq: PrivateRabbitMQ, rabbitmq: PrivateRabbitMQ
 ) -> None:
@@ -488,6 +490,7 @@ def shop(project: Project, rabbitmq: PrivateRabbitMQ, vhost_url: str) -> Project
     return project.write(INSTALLED, vhost_url, management_url=rabbitmq.management_url)
 
 
+@on_one_version
 def test_declare_then_verify(shop: Project, rabbitmq: PrivateRabbitMQ, vhost_url: str) -> None:
     done = shop.delay("verify")
     assert done.returncode == 1
@@ -528,6 +531,7 @@ def test_declare_then_verify(shop: Project, rabbitmq: PrivateRabbitMQ, vhost_url
     assert shop.delay("verify").returncode == 0
 
 
+@on_one_version
 def test_status_shows_what_waits(shop: Project, rabbitmq: PrivateRabbitMQ, vhost_url: str) -> None:
     shop.write(INSTALLED, vhost_url, management_url=rabbitmq.management_url, **SLOW)
     assert shop.lines("status")[0] == (
@@ -570,6 +574,7 @@ def test_status_shows_what_waits(shop: Project, rabbitmq: PrivateRabbitMQ, vhost
     assert shop.told("status")["stuck"] is None
 
 
+@on_one_version
 def test_purge_asks_first(shop: Project, vhost_url: str) -> None:
     shop.write(INSTALLED, vhost_url, **SLOW)
     with delaying(vhost_url, **SLOW) as connection:
@@ -599,6 +604,7 @@ def test_purge_asks_first(shop: Project, vhost_url: str) -> None:
         assert shop.told("purge", "--force") == {"name": SLOW_TOPOLOGY.name, "purged": 0}
 
 
+@on_one_version
 def test_parked_messages_are_listed_requeued_and_purged(shop: Project, vhost_url: str) -> None:
     assert shop.lines("parked", "list") == ["0 parked message(s)"]
     with delaying(vhost_url) as connection, Connection(vhost_url) as stranger:
@@ -752,6 +758,7 @@ def test_an_app_that_has_it_off_is_told_so(project: Project) -> None:
     assert the_error(done) == "native_delay_enabled is off in this app"
 
 
+@on_one_version
 def test_a_broker_that_has_something_else_of_that_name(shop: Project, vhost_url: str) -> None:
     """`declare` names it and the way out; `verify` says what differs."""
     with Connection(vhost_url) as stranger:
@@ -771,6 +778,7 @@ def test_a_wrong_password_is_one_sentence(shop: Project, vhost_url: str) -> None
     assert "mistyped" not in sentence
 
 
+@on_one_version
 def test_a_user_without_permissions_is_told_what_was_refused(
     shop: Project, rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str
 ) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ from kombu import Connection
 
 from celery_native_delay import DelaySettings
 from celery_native_delay.core.topology import Topology
-from celery_native_delay.testing import PrivateRabbitMQ, private_rabbitmq, vhost_name
+from celery_native_delay.testing import PrivateRabbitMQ, vhost_name
 from celery_native_delay.transports.rabbitmq.parking import rescue
 from tests.integration.traffic import (
     SETTINGS,
@@ -40,26 +39,7 @@ DELAY_SECONDS = 63 * SETTINGS["resolution"]
 """Through all levels but the two highest."""
 
 LATE_SECONDS = 2.0
-"""Far more than a busy machine costs, far less than one round of the broker's retries."""
-
-RETRY_MS = 5000
-FAST_RETRY = f"[{{rabbit,[{{dead_letter_worker_publisher_confirm_timeout,{RETRY_MS}}}]}}]."
-"""How soon the broker tries again what it could not dead-letter; after 180 s by default."""
-
-
-@pytest.fixture(scope="module")
-def retrying_rabbitmq(rabbitmq_version: str) -> Iterator[PrivateRabbitMQ]:
-    """A broker that comes back every 5 s to what it could not deliver."""
-    with private_rabbitmq(version=rabbitmq_version, advanced_config=FAST_RETRY) as broker:
-        yield broker
-
-
-@pytest.fixture
-def retrying_url(retrying_rabbitmq: PrivateRabbitMQ) -> Iterator[str]:
-    """The url of an empty virtual host there."""
-    url = retrying_rabbitmq.new_vhost()
-    yield url
-    retrying_rabbitmq.delete_vhost(vhost_name(url))
+"""More than a busy machine costs. What is held up is later still: FLOOD stays for good."""
 
 
 # ---- a flood beside others ---------------------------------------------------------------------
@@ -120,35 +100,35 @@ def assert_each_once(letters: Inbox) -> None:
 
 @pytest.mark.parametrize("kind", ["fanout", "headers"])
 def test_an_exchange_that_routes_nowhere_holds_up_only_itself_and_heals(
-    retrying_rabbitmq: PrivateRabbitMQ, retrying_url: str, kind: str
+    mortal_rabbitmq: PrivateRabbitMQ, mortal_url: str, kind: str
 ) -> None:
-    vhost = vhost_name(retrying_url)
-    with delaying(retrying_url) as connection:
+    vhost = vhost_name(mortal_url)
+    with delaying(mortal_url) as connection:
         declare_exchange(connection, "news", kind)
         flood_beside_others(connection, "", exchange="news")
         assert parked_count(connection) == 0
 
         def all_are_held() -> bool:
             landing = TOPOLOGY.landing_queue("news")
-            return held_in(retrying_rabbitmq, vhost, landing) == len(FLOOD)
+            return held_in(mortal_rabbitmq, vhost, landing) == len(FLOOD)
 
         wait_until(all_are_held, timeout_seconds=PATIENCE_SECONDS)
 
-    with Connection(retrying_url) as stranger:
+    with Connection(mortal_url) as stranger:
         declare_queue(stranger, "readers")
         bind(stranger, "readers", "news")
-    with inbox(retrying_url, "readers") as letters:
+    with inbox(mortal_url, "readers") as letters:
         assert_each_once(letters)
-        assert_nothing_held(retrying_rabbitmq, vhost)
+        assert_nothing_held(mortal_rabbitmq, vhost)
         assert_each_once(letters)
 
 
 @pytest.mark.parametrize(("queue_type", "exchange"), [("classic", ""), ("quorum", "shop")])
 def test_a_full_queue_that_rejects_holds_up_only_itself_and_drains(
-    retrying_rabbitmq: PrivateRabbitMQ, retrying_url: str, queue_type: str, exchange: str
+    mortal_rabbitmq: PrivateRabbitMQ, mortal_url: str, queue_type: str, exchange: str
 ) -> None:
     """Reached by its name, and by a binding that another queue has, too."""
-    with delaying(retrying_url) as connection:
+    with delaying(mortal_url) as connection:
         declare_queue(
             connection,
             "full",
@@ -166,13 +146,13 @@ def test_a_full_queue_that_rejects_holds_up_only_itself_and_drains(
         flood_beside_others(connection, "full", exchange=exchange)
         assert parked_count(connection) == 0
         if exchange:
-            with inbox(retrying_url, "roomy") as letters:
+            with inbox(mortal_url, "roomy") as letters:
                 assert_each_once(letters)
         assert 1 <= depth(connection, "full") < len(FLOOD)
 
-    with inbox(retrying_url, "full") as letters:
+    with inbox(mortal_url, "full") as letters:
         assert_each_once(letters)
-        assert_nothing_held(retrying_rabbitmq, vhost_name(retrying_url))
+        assert_nothing_held(mortal_rabbitmq, vhost_name(mortal_url))
         assert_each_once(letters)
 
 

@@ -18,8 +18,9 @@ import pytest
 from kombu import Connection, Producer, Queue
 
 from celery_native_delay import PublishRefused, flush_delayed
-from celery_native_delay.testing import PrivateRabbitMQ, private_rabbitmq
+from celery_native_delay.testing import PrivateRabbitMQ
 from celery_native_delay.transports.rabbitmq.outbox import Outbox
+from tests.brokers import LARGEST_MESSAGE
 from tests.integration.traffic import (
     SETTINGS,
     TOPOLOGY,
@@ -32,9 +33,6 @@ from tests.integration.traffic import (
 )
 from tests.traffic import eta_in, publish
 from tests.waiting import wait_until
-
-#: What a level sends on while the broker starts is tried again after this long: 180 s by default.
-QUICK_AGAIN = "[{rabbit, [{dead_letter_worker_publisher_confirm_timeout, 2000}]}]."
 
 ORDERS = Queue("orders", durable=True)
 
@@ -60,7 +58,7 @@ def outbox_of(connection: Any) -> Outbox:
 
 def test_flushing_waits_until_the_broker_has_everything(connection: Any, vhost_url: str) -> None:
     for number in range(3_000):  # three windows
-        publish(connection, number, "orders", delay=2)
+        publish(connection, number, "orders", delay=128 * SETTINGS["resolution"])
     flush_delayed()
     assert outbox_of(connection).unconfirmed_count == 0
     with inbox(vhost_url, "orders") as letters:
@@ -116,39 +114,39 @@ def declare_for_good(broker: PrivateRabbitMQ, connection: Any) -> None:
     broker.start()
 
 
-def test_the_broker_is_killed_in_the_middle_of_a_loop(rabbitmq_version: str) -> None:
+def test_the_broker_is_killed_in_the_middle_of_a_loop(
+    mortal_rabbitmq: PrivateRabbitMQ, mortal_url: str
+) -> None:
     """Nothing is lost, and a message that comes twice has the same delivery id both times."""
-    version = ".".join(rabbitmq_version.split(".")[:2])
     count = 6_000
-    with private_rabbitmq(version=version, management=False, advanced_config=QUICK_AGAIN) as broker:
-        half = Event()
+    half = Event()
 
-        def restart() -> None:
-            half.wait(60)
-            broker.kill()
-            broker.start()
+    def restart() -> None:
+        half.wait(60)
+        mortal_rabbitmq.kill()
+        mortal_rabbitmq.start()
 
-        killer = Thread(target=restart)
-        # Long enough for the broker to be back before anything is due.
-        with windowed(broker.url, levels=12) as connection:
-            declare_for_good(broker, connection)
-            killer.start()
-            producer = Producer(connection)
-            for number in range(count):
-                if number == count // 2:
-                    half.set()
-                producer.publish(
-                    number,
-                    routing_key="orders",
-                    declare=[ORDERS],
-                    headers={"eta": eta_in(30)},
-                    retry=True,
-                    retry_policy={"max_retries": 600, "interval_start": 0.1, "interval_max": 0.1},
-                )
-            killer.join()
-            flush_delayed()
-            assert outbox_of(connection).connects > 1
-        came = everything_in(broker.url, "orders", count)
+    killer = Thread(target=restart)
+    # Long enough for the broker to be back before anything is due.
+    with windowed(mortal_url, levels=12) as connection:
+        declare_for_good(mortal_rabbitmq, connection)
+        killer.start()
+        producer = Producer(connection)
+        for number in range(count):
+            if number == count // 2:
+                half.set()
+            producer.publish(
+                number,
+                routing_key="orders",
+                declare=[ORDERS],
+                headers={"eta": eta_in(1024 * SETTINGS["resolution"])},
+                retry=True,
+                retry_policy={"max_retries": 600, "interval_start": 0.1, "interval_max": 0.1},
+            )
+        killer.join()
+        flush_delayed()
+        assert outbox_of(connection).connects > 1
+    came = everything_in(mortal_url, "orders", count)
     assert set(Counter(body for body, _ in came)) == set(range(count))
     assert len({delivery_id for _, delivery_id in came}) == count
 
@@ -245,22 +243,16 @@ def test_refused_messages_are_named_once(
     flush_delayed()
 
 
-def test_a_message_that_closes_the_channel_is_found_out(rabbitmq_version: str) -> None:
+def test_a_message_that_closes_the_channel_is_found_out(mortal_url: str) -> None:
     """It is named; those around it wait as if it had not been there."""
-    version = ".".join(rabbitmq_version.split(".")[:2])
-    with (
-        private_rabbitmq(
-            version=version, management=False, config="max_message_size = 100000"
-        ) as broker,
-        windowed(broker.url) as connection,
-    ):
+    with windowed(mortal_url) as connection:
         declare_queue(connection, "orders")
-        for body in ("a", "b", "x" * 200_000, "c", "d"):
+        for body in ("a", "b", "x" * (2 * LARGEST_MESSAGE), "c", "d"):
             publish(connection, body, "orders", delay=2)
         with pytest.raises(PublishRefused, match="larger than") as refused:
             flush_delayed()
-        assert [len(message.body) > 100_000 for message in refused.value.refused] == [True]
-        with inbox(broker.url, "orders") as letters:
+        assert [len(message.body) > LARGEST_MESSAGE for message in refused.value.refused] == [True]
+        with inbox(mortal_url, "orders") as letters:
             # RabbitMQ forgets the confirms of a channel that it closes: some may come twice.
             letters.receive_until(lambda: set(bodies(letters.arrivals)) == {"a", "b", "c", "d"})
             assert set(bodies(letters.arrivals)) == {"a", "b", "c", "d"}
@@ -315,31 +307,29 @@ def test_a_forked_child_sends_its_own_and_leaves_the_parents_alone(
 
 
 @pytest.mark.timeout(300)
-def test_a_process_ends_while_the_broker_is_away(rabbitmq_version: str, tmp_path: Path) -> None:
+def test_a_process_ends_while_the_broker_is_away(
+    mortal_rabbitmq: PrivateRabbitMQ, mortal_url: str, tmp_path: Path
+) -> None:
     """It waits for the broker to come back, and sends what was in doubt."""
-    version = ".".join(rabbitmq_version.split(".")[:2])
-    with private_rabbitmq(version=version, management=False, advanced_config=QUICK_AGAIN) as broker:
-        with windowed(broker.url) as connection:
-            declare_for_good(broker, connection)
-        killed, assert_alive = tmp_path / "killed", tmp_path / "sent"
-        rest = f"""
+    with windowed(mortal_url) as connection:
+        declare_for_good(mortal_rabbitmq, connection)
+    killed, sent = tmp_path / "killed", tmp_path / "sent"
+    rest = f"""
 import pathlib, time
 from celery_native_delay.transports.rabbitmq import outbox
 outbox.EXIT_SECONDS = 150  # RabbitMQ may take a minute to boot on a machine that is busy
-pathlib.Path({str(assert_alive)!r}).touch()
+pathlib.Path({str(sent)!r}).touch()
 while not pathlib.Path({str(killed)!r}).exists():
     time.sleep(0.01)
 """
-        process = subprocess.Popen(
-            [sys.executable, "-c", EXITING.replace("{rest}", rest), broker.url]
-        )
-        try:
-            wait_until(assert_alive.exists, timeout_seconds=30)
-            broker.kill()
-            killed.touch()
-            broker.start()
-            assert process.wait(150) == 0
-        finally:
-            process.poll() is None and process.send_signal(signal.SIGKILL)
-        came = everything_in(broker.url, "orders", 500)
-        assert {body for body, _ in came} == set(range(500))
+    process = subprocess.Popen([sys.executable, "-c", EXITING.replace("{rest}", rest), mortal_url])
+    try:
+        wait_until(sent.exists, timeout_seconds=30)
+        mortal_rabbitmq.kill()
+        killed.touch()
+        mortal_rabbitmq.start()
+        assert process.wait(150) == 0
+    finally:
+        process.poll() is None and process.send_signal(signal.SIGKILL)
+    came = everything_in(mortal_url, "orders", 500)
+    assert {body for body, _ in came} == set(range(500))

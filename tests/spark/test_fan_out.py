@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable
+from contextlib import nullcontext
 from datetime import datetime
+from functools import partial
 from statistics import median
 from threading import Thread
 from typing import Any
 
 import pytest
-from kombu import Connection
 
 pytest.importorskip("pyspark")
 
-from pyspark import TaskContext
 from pyspark.sql import functions as f
 
 from celery_native_delay import FanOutFailed, InvalidFanOut
@@ -24,7 +24,9 @@ from celery_native_delay.spark.sending import Receipt, SendJob, send_rows
 from celery_native_delay.testing import private_rabbitmq
 from celery_native_delay.transports.rabbitmq import bulk_line
 from tests.brokers import installed_rabbitmq
-from tests.integration.traffic import Arrival, depth, inbox
+from tests.integration import redis_traffic
+from tests.integration.redis_traffic import promoting
+from tests.integration.traffic import Arrival, inbox
 from tests.waiting import wait_until
 
 MakeApp = Callable[..., str]
@@ -35,10 +37,17 @@ def number_of(arrival: Arrival) -> int:
     return int(args[0] if args else kwargs["number"])
 
 
+@pytest.mark.parametrize("broker", ["rabbitmq", "redis"])
 def test_twenty_thousand_tasks_arrive_once_on_time_in_their_queues(
-    spark: Any, make_app: MakeApp, native_delay_rabbitmq_url: str
+    spark: Any, make_app: MakeApp, request: pytest.FixtureRequest, broker: str
 ) -> None:
     """Mixed due times in two zones, bad rows among them, executors in a third zone."""
+    url = request.getfixturevalue(f"native_delay_{broker}_url")
+    promotes = (
+        promoting(partial(redis_traffic.delaying, url, namespace="tests"))
+        if broker == "redis"
+        else nullcontext()
+    )
     count = 20_000
     etas = (
         spark.range(count, numPartitions=3)
@@ -57,7 +66,7 @@ def test_twenty_thousand_tasks_arrive_once_on_time_in_their_queues(
     )
     fan_out = FanOut(
         etas,
-        app=make_app(native_delay_rabbitmq_url, levels=12, base=16),
+        app=make_app(url, levels=12, base=16),
         task="shop.remind",
         eta="eta",
         eta_zone=f.col("zone"),
@@ -71,7 +80,7 @@ def test_twenty_thousand_tasks_arrive_once_on_time_in_their_queues(
     assert (result.rows, result.confirmed, result.failures) == (count, len(good), [])
     assert result.rejects == {"no due time, or none that can be read": count // 1000}
     assert sum(receipt.by_template for receipt in result.receipts) > 0.9 * len(good)
-    with inbox(native_delay_rabbitmq_url, "plain", "vip", base=16) as letters:
+    with promotes, inbox(url, "plain", "vip", base=16) as letters:
         came = letters.wait_for(len(good))
     assert sorted(map(number_of, came)) == good
     late = []
@@ -83,54 +92,6 @@ def test_twenty_thousand_tasks_arrive_once_on_time_in_their_queues(
         late.append(arrival.at - datetime.fromisoformat(headers["eta"]).timestamp())
     assert min(late) >= 0
     assert median(late) < 30
-
-
-def test_a_partition_that_spark_runs_again_sends_the_same_tasks_again(
-    spark: Any, make_app: MakeApp, native_delay_rabbitmq_url: str
-) -> None:
-    url = native_delay_rabbitmq_url
-
-    @f.udf("long")
-    def fails_once(number):  # type: ignore[no-untyped-def]  # Spark would read the hints
-        """The last row fails when others of its partition have been sent."""
-        if number == 3_999 and TaskContext.get().attemptNumber() == 0:
-            with Connection(url) as connection:
-                wait_until(lambda: depth(connection, "plain"), timeout_seconds=60)
-            raise RuntimeError("executor lost")
-        return number
-
-    with Connection(url) as connection:
-        connection.default_channel.queue_declare("plain", durable=True, auto_delete=False)
-    spark.conf.set("spark.sql.execution.arrow.maxRecordsPerBatch", "100")
-    try:
-        df = spark.range(4_000, numPartitions=2).select(
-            fails_once("id").alias("number"), (f.col("id") % 5).alias("wait")
-        )
-        fan_out = FanOut(
-            df,
-            app=make_app(url),
-            task="shop.remind",
-            countdown="wait",
-            kwargs=["number"],
-            id_cols=["number"],
-            run_id="retried",
-        )
-        result = fan_out.send()
-    finally:
-        spark.conf.unset("spark.sql.execution.arrow.maxRecordsPerBatch")
-    assert sorted(receipt.attempt for receipt in result.receipts) == [0, 1]
-    assert result.confirmed == 4_000
-    ids = {task_id_of("retried", "shop.remind", n) for n in range(4_000)}
-    with inbox(url, "plain") as letters:
-        assert letters.receive_until(
-            lambda: {a.message.headers["id"] for a in letters.arrivals} == ids
-        )
-    known: dict[str, tuple[int, str]] = {}
-    for arrival in letters.arrivals:
-        headers = arrival.message.headers
-        what = number_of(arrival), headers["eta"]
-        assert known.setdefault(headers["id"], what) == what
-    assert len(letters.arrivals) > 4_000
 
 
 @pytest.mark.parametrize(

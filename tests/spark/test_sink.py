@@ -16,6 +16,8 @@ pytest.importorskip("pyspark.sql.datasource", reason="Spark 3.5 has no data sour
 from pyspark.errors import AnalysisException, PySparkException
 from pyspark.sql import functions as f
 
+from celery_native_delay.core.fence import HEADER, Stamp, Verdict, verdict
+from celery_native_delay.fence_store import fence_store
 from celery_native_delay.spark import task_id_of
 from celery_native_delay.spark.encode import encoded
 from celery_native_delay.spark.options import FanOutOptions
@@ -137,9 +139,17 @@ def test_a_bad_row_fails_the_job_unless_it_may_be_skipped(
     assert 7 not in {number_of(arrival) for arrival in letters.arrivals}
 
 
+@pytest.mark.parametrize("fenced", [False, True], ids=["plain", "fenced"])
 def test_a_stream_sends_each_batch_under_ids_that_a_replay_repeats(
-    spark: Any, make_app: MakeApp, native_delay_rabbitmq_url: str, tmp_path: Path
+    spark: Any,
+    make_app: MakeApp,
+    native_delay_rabbitmq_url: str,
+    native_delay_redis_url: str,
+    tmp_path: Path,
+    fenced: bool,
 ) -> None:
+    """Behind a fence, a batch that was committed is not sent again."""
+    fence = {"fence": native_delay_redis_url} if fenced else {}
     source, checkpoint = tmp_path / "source", tmp_path / "checkpoint"
     app = make_app(native_delay_rabbitmq_url)
 
@@ -149,6 +159,7 @@ def test_a_stream_sends_each_batch_under_ids_that_a_replay_repeats(
             stream.writeStream.format("celery")
             .options(app=app, task="shop.remind", eta_col="at", past="send", kwargs_cols="number")
             .options(id_cols="number", run_id="stream", checkpointLocation=str(checkpoint))
+            .options(**fence)
             .trigger(availableNow=True)
             .start()
         )
@@ -168,8 +179,15 @@ def test_a_stream_sends_each_batch_under_ids_that_a_replay_repeats(
         (checkpoint / "commits" / name).unlink()
     run()
     with inbox(native_delay_rabbitmq_url, "plain") as letters:
-        came = letters.wait_for(4)
+        numbers = (1, 2, 3) if fenced else (1, 2, 3, 3)
+        came = letters.wait_for(len(numbers))
     ids = sorted((number_of(a), a.message.headers["id"]) for a in came)
     batches = {1: 0, 2: 0, 3: 1}
-    expected = [(n, task_id_of(f"stream-{batches[n]}", "shop.remind", n)) for n in (1, 2, 3, 3)]
+    expected = [(n, task_id_of(f"stream-{batches[n]}", "shop.remind", n)) for n in numbers]
     assert ids == expected
+    stamps = [Stamp.parse(a.message.headers[HEADER]) for a in came if HEADER in a.message.headers]
+    assert len({stamp.run for stamp in stamps}) == (2 if fenced else 0)
+    with fence_store(native_delay_redis_url) as store:
+        records = [record for stamp in stamps for record in store.load([stamp.run])]
+    verdicts = [verdict(each, stamp) for each, stamp in zip(records, stamps, strict=True) if each]
+    assert verdicts == [Verdict.RUN] * len(stamps)

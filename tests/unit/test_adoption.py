@@ -10,15 +10,19 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from celery.exceptions import InvalidTaskError
 from celery.worker import state
 
+from celery_native_delay.celery_app import announcing
 from celery_native_delay.celery_app.adoption import (
     AdoptingStrategies,
     EarlyTask,
+    FencedTask,
     forget_eta,
 )
 from celery_native_delay.core.delayed import Delayed
 from celery_native_delay.core.due_time import due_us
+from celery_native_delay.core.fence import HEADER
 
 NOON = datetime(2026, 11, 20, 12, 0, tzinfo=UTC)
 
@@ -65,7 +69,7 @@ def test_a_task_that_waited_reaches_celery_without_its_eta_and_gets_it_back() ->
         forget_eta(request, NOON)
         seen.append(request.request_dict)
 
-    strategies = AdoptingStrategies(Consumer(), lambda task: False)
+    strategies = AdoptingStrategies(Consumer(), lambda task: False, lambda task: True)
     strategies["t"] = strategy
     strategies["t"](message, None, None, None, None)
     assert seen == [{"id": "1"}, {"id": "1", "eta": eta}]
@@ -107,21 +111,33 @@ class Message:
 
 @dataclass
 class Worker:
-    """Strategies around one that notes what Celery is given."""
+    """Strategies around one that notes what Celery is given; its ledger answers *answer*."""
 
     takes: bool = True
+    answer: bool | None = True
+    runs_unasked: bool = True
+    admits: Callable[[FencedTask], bool] = lambda task: True
     ran: list[tuple[Any, ...]] = field(default_factory=list)
     adopted: list[EarlyTask] = field(default_factory=list)
     acked: list[tuple[Any, ...]] = field(default_factory=list)
     consumer: Consumer = field(default_factory=Consumer)
 
     def receives(self, message: Message, payload: Any = None) -> str:
-        strategies = AdoptingStrategies(self.consumer, self._adopt)
+        strategies = AdoptingStrategies(
+            self.consumer,
+            self._adopt,
+            self.admits,
+            receipts=lambda: self,
+            waits=(lambda task: False) if self.runs_unasked else self._adopt,
+        )
         strategies["t"] = lambda *args, **kwargs: self.ran.append((args, kwargs))
         strategies["t"](message, payload, self._ack, "reject", ["callback"])
         outcomes = {"ran": self.ran, "adopted": self.adopted, "acked": self.acked}
         [outcome] = [name for name, calls in outcomes.items() if calls]
         return outcome
+
+    def may_run(self, headers: dict[str, Any], delivery_id: str) -> bool | None:
+        return self.answer
 
     def _adopt(self, task: EarlyTask) -> bool:
         if self.takes:
@@ -140,6 +156,7 @@ def in_seconds(seconds: float) -> str:
 def nothing_revoked() -> Iterator[None]:
     yield
     state.revoked.clear()
+    announcing._arrived.clear()
 
 
 def test_a_task_that_is_early_is_adopted_with_its_queue_and_due_time() -> None:
@@ -264,6 +281,70 @@ def test_a_task_is_no_longer_ours_when_the_connection_is_gone() -> None:
     assert not task.is_ours
 
 
+# ---- fenced runs -------------------------------------------------------------------------
+
+
+@dataclass
+class Gate:
+    """Notes what it is asked about."""
+
+    admitted: bool = False
+    asked: list[FencedTask] = field(default_factory=list)
+
+    def __call__(self, task: FencedTask) -> bool:
+        self.asked.append(task)
+        return self.admitted
+
+
+def test_nobody_is_asked_about_a_task_without_the_header_or_one_that_is_early() -> None:
+    gate = Gate()
+    fenced = {"id": "1", HEADER: "run/0/0-a"}
+    assert Worker(admits=gate).receives(Message({"id": "1"})) == "ran"
+    assert Worker(admits=gate).receives(Message(fenced | {"eta": in_seconds(60)})) == "adopted"
+    assert gate.asked == []
+
+
+@pytest.mark.parametrize("waited", [None, delayed()])
+def test_a_fenced_task_that_is_not_admitted_is_judged_again_in_the_consumers_thread(
+    waited: Delayed | None,
+) -> None:
+    """Then it runs as if it had not been asked about; its ETA was never out of its message."""
+    gate, consumer, ran = Gate(), Consumer(), []
+    strategies = AdoptingStrategies(consumer, lambda task: False, gate)
+    strategies["t"] = lambda message, *_: ran.append(message.headers.get("eta"))
+    eta = in_seconds(-1)
+    message = Message({"id": "1", "task": "t", "eta": eta, HEADER: "run/0/0-a"}, waited)
+    strategies["t"](message, None, None, None, None)
+    [task] = gate.asked
+    assert (task.name, task.id, task.queue, task.is_ours) == ("t", "1", "jobs", True)
+    assert message.headers["eta"] == eta
+    gate.admitted = True
+    task.again()
+    assert ran == []
+    consumer.soon.pop()()
+    assert ran == [None if waited else eta]
+    assert len(gate.asked) == 2
+
+
+def test_a_task_that_celery_cannot_read_is_rejected_as_ever_when_it_is_judged_again() -> None:
+    """Nobody else is there to do it; an error would end the consumer."""
+    gate, consumer, invalid = Gate(), Consumer(), []
+    consumer.on_invalid_task = lambda *args: invalid.append(args)  # type: ignore[attr-defined]
+    strategies = AdoptingStrategies(consumer, lambda task: False, gate)
+
+    def strategy(*_: Any) -> None:
+        raise InvalidTaskError("no task")
+
+    strategies["t"] = strategy
+    message = Message({"id": "1", HEADER: "run/0/0-a"})
+    strategies["t"](message, "payload", None, None, None)
+    gate.admitted = True
+    gate.asked[0].again()
+    consumer.soon.pop()()
+    [(payload, rejected, exc)] = invalid
+    assert (payload, rejected, str(exc)) == ("payload", message, "no task")
+
+
 # ---- a message's own expiration ----------------------------------------------------------
 
 
@@ -293,3 +374,38 @@ def test_other_messages_are_not_discarded(
 ) -> None:
     expires_ms = None if expires_in is None else ms_from_now(expires_in)
     assert Worker().receives(Message(headers, delayed(expires_ms))) == "ran"
+
+
+# ---- cancelled and moved tasks -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("answer", [True, None])
+def test_a_cancelled_task_goes_to_celery_at_once_whatever_its_times_say(
+    answer: bool | None,
+) -> None:
+    """Put back or discarded it would lose its mark, and run; the canceller's clock may be ahead."""
+    cancelled = delayed(ms_from_now(-1))._replace(cancelled=True)
+    worker = Worker(answer=answer, runs_unasked=False)
+    assert worker.receives(Message({"id": "1", "eta": in_seconds(60)}, cancelled)) == "ran"
+
+
+@pytest.mark.parametrize(
+    ("answer", "runs_unasked", "outcome"),
+    [
+        (True, False, "ran"),
+        (False, True, "acked"),
+        (None, True, "ran"),
+        (None, False, "adopted"),
+    ],
+)
+def test_a_task_that_waited_does_what_the_ledger_says(
+    answer: bool | None, runs_unasked: bool, outcome: str
+) -> None:
+    worker = Worker(answer=answer, runs_unasked=runs_unasked)
+    message = Message({"id": "1", "task": "t", "eta": in_seconds(-1)}, delayed())
+    assert worker.receives(message) == outcome
+    assert [task.delivery_id for task in worker.adopted] == ["id-1"] * (outcome == "adopted")
+
+
+def test_a_task_that_did_not_wait_is_nothing_to_the_ledger() -> None:
+    assert Worker(answer=False).receives(Message({"id": "1"})) == "ran"

@@ -23,6 +23,7 @@ def test_the_public_names() -> None:
         "DelaySettings",
         "DelayTooLong",
         "FanOutFailed",
+        "FenceUnavailable",
         "InvalidDueTime",
         "InvalidFanOut",
         "InvalidQuery",

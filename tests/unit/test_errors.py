@@ -37,6 +37,7 @@ def test_every_error_belongs_to_the_tree_and_can_be_imported(kind: type) -> None
         (errors.BrokerFull, errors.NativeDelayError),
         (errors.InvalidFanOut, errors.NativeDelayError),
         (errors.FanOutFailed, errors.NativeDelayError),
+        (errors.FenceUnavailable, errors.NativeDelayError),
         (errors.ManagementUnavailable, errors.NativeDelayError),
     ],
 )

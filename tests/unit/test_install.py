@@ -12,6 +12,7 @@ from typing import Any
 import celery.app.base
 import pytest
 from celery import Celery, current_app
+from celery.app.control import Control
 from celery.local import Proxy
 from kombu import Queue
 
@@ -23,6 +24,7 @@ from celery_native_delay import (
     UnsupportedBroker,
     install,
 )
+from celery_native_delay.celery_app.control import RevokesWaiting
 from celery_native_delay.celery_app.install import (
     BOOTSTEP,
     installation_of,
@@ -277,6 +279,30 @@ def test_a_pickled_app_keeps_configuration_and_keywords() -> None:
     twice = pickle.loads(pickle.dumps(once))
     for again in (once, twice):
         assert asked_by(again) == DelaySettings(levels=20, base=4)
+
+
+class OwnControl(Control):  # type: ignore[misc]
+    """As an app may have it."""
+
+    heard: list[str]
+
+    def broadcast(self, command: str, *args: Any, **kwargs: Any) -> None:
+        self.heard = [*getattr(self, "heard", []), command]
+
+
+def test_an_apps_own_control_stays_beneath_ours_also_in_a_pickled_app() -> None:
+    """And what it does for revoke, it still does."""
+    app = Celery("proj", broker="memory://", set_as_current=False, control=OwnControl)
+    assert isinstance(app.control, OwnControl)
+    once = install(install(app))
+    for each in (once, pickle.loads(pickle.dumps(once))):
+        assert isinstance(each.control, OwnControl)
+        assert isinstance(each.control, RevokesWaiting)
+        assert type(each.control).__mro__.count(RevokesWaiting) == 1
+        each.control.revoke("task-1")
+        each.control.ping()
+        assert each.control.heard == ["revoke", "ping"]
+    assert not isinstance(plain_app().control, RevokesWaiting)
 
 
 def test_a_plain_app_is_pickled_as_ever() -> None:

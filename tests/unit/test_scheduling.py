@@ -1,37 +1,59 @@
-"""Which tests run in one process, when `make test` uses two."""
+"""Which tests run in one process, and in which order, when `make test` uses several."""
 
 from __future__ import annotations
 
 import pytest
 
-from tests.scheduling import scope_of
+from tests.scheduling import broker_of, rank_of, scope_of
 
-FOLDER = "tests/acceptance"
+ACCEPTANCE, INTEGRATION = "tests/acceptance", "tests/integration"
+CONFORMANCE = "tests/conformance/test_conformance.py"
 
 
 @pytest.mark.parametrize(
     ("nodeid", "scope"),
     [
-        (f"{FOLDER}/test_tasks.py::test_a_retry[3.10]", "RabbitMQ 3.10"),
-        (f"{FOLDER}/test_pools.py::test_a_pool[4.3-gevent]", "RabbitMQ 4.3"),
-        (f"{FOLDER}/test_pools.py::test_a_pool[gevent-4.3]", "RabbitMQ 4.3"),
-        ("tests/conformance/test_conformance.py::test_it[rabbitmq-4.3-topic]", "RabbitMQ 4.3"),
-        ("tests/conformance/test_conformance.py::test_it[valkey-topic]", "conformance of valkey"),
+        (f"{ACCEPTANCE}/test_tasks.py::test_a_retry[3.10]", "RabbitMQ 3.10: test_tasks"),
+        (f"{ACCEPTANCE}/test_pools.py::test_a_pool[4.3-gevent]", "RabbitMQ 4.3: test_pools"),
+        (f"{ACCEPTANCE}/test_pools.py::test_a_pool[gevent-4.3]", "RabbitMQ 4.3: test_pools"),
+        (f"{INTEGRATION}/test_window.py::test_it[4.3]", "RabbitMQ 4.3: mortal"),
+        (f"{CONFORMANCE}::test_it[rabbitmq-4.3-topic]", "RabbitMQ 4.3: mortal"),
+        (f"{CONFORMANCE}::test_it[valkey-topic]", "conformance of valkey"),
+        (f"{ACCEPTANCE}/test_redis_tasks.py::test_a_route[queue]", "tasks on Redis"),
         ("tests/spark/test_fan_out.py::test_it[queue]", "Spark"),
-        (f"{FOLDER}/test_versions.py::test_tasks[5.5.3-5.5.4]", "other releases of Celery"),
-        (f"{FOLDER}/test_versions.py::test_tasks[5.6.3-5.6.2]", "other releases of Celery"),
     ],
 )
-def test_tests_of_one_broker_stay_together(nodeid: str, scope: str) -> None:
+def test_tests_that_share_something_stay_together(nodeid: str, scope: str) -> None:
     assert scope_of(nodeid) == scope
 
 
 @pytest.mark.parametrize("test", ["test_it", "test_it[redis]", "test_it[14.3]", "test_it[4.3.6]"])
 def test_any_other_test_runs_where_there_is_time(test: str) -> None:
     assert scope_of(test) == test
+    assert broker_of(test) is None
+
+
+def test_groups_of_one_version_go_where_its_broker_runs() -> None:
+    assert broker_of("RabbitMQ 4.3: mortal") == broker_of("RabbitMQ 4.3: test_tasks")
+    assert broker_of("RabbitMQ 4.3: mortal") != broker_of("RabbitMQ 3.10: mortal")
+
+
+def test_what_takes_longest_starts_first() -> None:
+    order = [
+        f"{CONFORMANCE}::test_it[rabbitmq-4.3]",
+        "tests/spark/test_sink.py::test_it",
+        f"{ACCEPTANCE}/test_configuration.py::test_it[3.10]",
+        f"{ACCEPTANCE}/test_tasks.py::test_it[3.10]",
+        f"{ACCEPTANCE}/test_redis_fleets.py::test_it",
+        f"{INTEGRATION}/test_redis_store.py::test_it[redis]",
+        "tests/unit/test_address.py::test_it",
+    ]
+    ranks = [rank_of(nodeid) for nodeid in order]
+    assert ranks == sorted(set(ranks))
 
 
 def test_pytest_xdist_still_asks() -> None:
     """The tests are quietly spread over all processes if it stops asking, and take much longer."""
     scheduler = pytest.importorskip("xdist.scheduler").LoadScopeScheduling
     assert callable(scheduler._split_scope)
+    assert callable(scheduler._assign_work_unit)

@@ -12,6 +12,8 @@ import pytest
 from celery_native_delay import DelaySettings, SettingsError
 from celery_native_delay.core.settings import check_settings
 
+FENCE = "None or a URL that starts with redis://, rediss:// or redis+socket://"
+
 
 def test_defaults() -> None:
     assert asdict(DelaySettings()) == {
@@ -30,6 +32,8 @@ def test_defaults() -> None:
         "ledger": None,
         "ledger_away": "run",
         "telemetry": None,
+        "fence": None,
+        "fence_policy": "run",
     }
 
 
@@ -66,6 +70,9 @@ def test_the_default_levels_reach_eight_and_a_half_years() -> None:
         ("management_url", "https://guest:guest@rabbit:15671"),
         ("telemetry", "/var/log/shop/telemetry"),
         ("telemetry", "telemetry"),
+        ("fence", "rediss://:secret@store:6380/3"),
+        ("fence", "redis+socket:///run/redis.sock"),
+        ("fence_policy", "drop"),
     ],
 )
 def test_values_that_are_accepted(name: str, value: Any) -> None:
@@ -136,6 +143,10 @@ RESOLUTION = "seconds from 0.001 to 3600, a whole number of milliseconds"
         ("ledger_away", True, '"run" or "wait"'),
         ("telemetry", "", "None or the path of a folder"),
         ("telemetry", True, "None or the path of a folder"),
+        ("fence", "store:6379", FENCE),
+        ("fence", True, FENCE),
+        ("fence_policy", "hold", '"run" or "drop"'),
+        ("fence_policy", None, '"run" or "drop"'),
     ],
 )
 def test_a_bad_value_is_refused_with_what_was_expected_and_what_came(

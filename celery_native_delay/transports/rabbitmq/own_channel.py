@@ -14,7 +14,6 @@ import select
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from struct import Struct
 from time import monotonic
 from typing import Any
@@ -79,8 +78,8 @@ class OwnChannel(amqp.Channel):  # type: ignore[misc]
     ) -> int:
         """Publish and return the delivery tag that :meth:`wait_confirmed` takes."""
         if self._confirms:
-            write = partial(self.write_publish, message, exchange, routing_key, mandatory)
-            self._write(write, timeout_seconds)
+            to = message, exchange, routing_key, mandatory
+            self._write(self.write_publish, *to, timeout_seconds=timeout_seconds)
         else:
             # This also looks whether the broker blocks us; else waiting for the confirm does.
             self._basic_publish(message, exchange, routing_key, mandatory, timeout=timeout_seconds)
@@ -128,15 +127,17 @@ class OwnChannel(amqp.Channel):  # type: ignore[misc]
 
     # --- the socket ----------------------------------------------------------------------
 
-    def _write(self, write: Callable[[], object], timeout_seconds: float | None) -> None:
+    def _write(
+        self, write: Callable[..., object], *what: Any, timeout_seconds: float | None
+    ) -> None:
         if self.connection is None:
             raise RecoverableConnectionError("connection already closed")
         try:
             if timeout_seconds is None:
-                write()
+                write(*what)
             else:
                 with self.connection.transport.having_timeout(timeout_seconds):
-                    write()
+                    write(*what)
         except TimeoutError as exc:
             # Half of it may be on its way: the connection is of no more use.
             self.connection.transport.connected = False

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable
-from functools import partial
 from time import monotonic
 from typing import Any, NamedTuple, Protocol
 
@@ -106,7 +105,7 @@ class WindowChannel(OwnChannel):
 
     def send(self, message: Sendable, *, timeout_seconds: float | None = None) -> None:
         """Publish without waiting; kept from here on unless this raises."""
-        self._write(partial(message.write, self), timeout_seconds)
+        self._write(message.write, self, timeout_seconds=timeout_seconds)
         self._published += 1
         self._unconfirmed[self._published] = message
 

@@ -34,7 +34,8 @@ class RabbitMQWorkerPart:
             f"{where}, {'declared' if prepared.declared else 'found declared'} in "
             f"{prepared.seconds * 1000:.0f} ms; {self._delays.mirror.known_count} bindings; "
             f"longest delay {settings.longest_delay_seconds / 86400:.0f} days; adopting "
-            f"{'on' if settings.adopt else 'off'}"
+            f"{'on' if settings.adopt else 'off'}; ledger "
+            f"{'off' if settings.ledger is None else 'at ' + settings.ledger.rpartition('@')[2]}"
             + (
                 "; classic levels may lose what hops while the broker crashes"
                 if settings.queue_type == "classic"

@@ -95,6 +95,10 @@ class RedisLedger:
                     is_at_us = changed_us
         tasks = tuple(seen.values())
         if done:
+            if cancelled or due_us is None:
+                # Where no worker promotes now, it would still be counted among what waits.
+                with _explained():
+                    self._delays.store.promote(version=self._delays.version)
             return Outcome(task_id, Verdict.DONE, None if cancelled else is_at_us, tasks)
         return Outcome(task_id, Verdict.TOO_LATE if seen else Verdict.UNKNOWN, None, tasks)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import select
 from collections import deque
 from contextlib import suppress
 from hashlib import sha1
@@ -62,6 +63,9 @@ def redis_options(url: str, *, timeout_seconds: float) -> tuple[str, dict[str, A
 class LedgerLine:
     """See the module's docstring. For any thread of one process.
 
+    Used to publish or to receive, not for both. redis-py connects and logs in; it would take
+    longer than the server to write a command and to read its answer.
+
     *missed* counts what could not be noted down, or asked.
     """
 
@@ -77,10 +81,13 @@ class LedgerLine:
         self._lock = Lock()
         #: When each command that waits for its answer was sent.
         self._sent: deque[float] = deque()
+        self._rest = b""
         self._retry_at = 0.0
         self._pause_seconds = FIRST_PAUSE_SECONDS
         self._told = False
         digest = sha1(RECEIVED.encode(), usedforsecurity=False).hexdigest()
+        self._record = _packed("EVAL", RECORD, 3, *self.keys.index)
+        self._forget = _packed("EVAL", FORGET, 3, *self.keys.index)
         self._received = _packed("EVALSHA", digest, 4, *self.keys.index)
         self._received_whole = _packed("EVAL", RECEIVED, 4, *self.keys.index)
         marks = self.keys.marks.encode()
@@ -90,21 +97,23 @@ class LedgerLine:
 
     def record(self, member: str, due_us: int, entry: bytes) -> None:
         """Note down a message that is about to wait; never fails, never waits."""
-        self._send(RECORD, member, due_us, entry)
+        name, due = member.encode(), b"%d" % due_us
+        self._send(
+            b"*9\r\n%b$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n"
+            % (self._record, len(name), name, len(due), due, len(entry), entry)
+        )
 
     def forget(self, member: str) -> None:
         """A message could not be sent after all."""
-        self._send(FORGET, member)
+        self._send(b"*7\r\n" + self._forget + _packed(member))
 
-    def _send(self, script: str, *arguments: Any) -> None:
+    def _send(self, command: bytes) -> None:
         with self._lock:
             if not self._is_usable():
                 self.missed += 1
                 return
-            connection = self._connection
             try:
-                command = connection.pack_command("EVAL", script, 3, *self.keys.index, *arguments)
-                connection.send_packed_command(command, check_health=False)
+                self._connection._sock.sendall(command)
                 now = monotonic()
                 self._sent.append(now)
                 if len(self._sent) >= _READ_EVERY or now - self._sent[0] > _READ_AFTER_SECONDS:
@@ -115,9 +124,29 @@ class LedgerLine:
                 self._lose(exc)
 
     def _read_ready(self) -> None:
-        while self._sent and self._connection.can_read(timeout=0):
-            self._connection.read_response()
+        while self._sent and self._is_readable(0):
+            self._read_some()
+
+    def _is_readable(self, seconds: float) -> bool:
+        # redis-py's can_read() reads, into a buffer of its own.
+        socket = self._connection._sock
+        if hasattr(socket, "pending") and socket.pending():
+            return True
+        poll = select.poll()
+        poll.register(socket, select.POLLIN)
+        return bool(poll.poll(max(seconds, 0) * 1000))
+
+    def _read_some(self) -> None:
+        """Many answers at once: each is a line, that of a script which returns nothing ``$-1``."""
+        received = self._connection._sock.recv(65_536)
+        if not received:
+            raise ConnectionError("the ledger closed the connection")
+        *lines, self._rest = (self._rest + received).split(b"\r\n")
+        for line in lines:
+            if line.startswith(b"-"):
+                raise ConnectionError(line.decode("utf-8", "replace"))
             self._sent.popleft()
+        if lines:
             self._works()
 
     def flush(self, timeout_seconds: float | None) -> None:
@@ -125,16 +154,15 @@ class LedgerLine:
         deadline = monotonic() + min(timeout_seconds or PATIENCE_SECONDS, PATIENCE_SECONDS)
         with self._lock, suppress(Exception):
             while self._sent and monotonic() < deadline:
-                if self._connection.can_read(timeout=deadline - monotonic()):
-                    self._connection.read_response()
-                    self._sent.popleft()
+                if self._is_readable(deadline - monotonic()):
+                    self._read_some()
 
     # --- receiving -----------------------------------------------------------------------
 
     def received(self, member: str) -> bool | None:
         """Whether the message of *member* may run; None if the ledger does not answer.
 
-        Its entry is gone then. No redis-py in between: this is asked for every task.
+        Its entry is gone then.
         """
         with self._lock:
             if not self._is_usable():
@@ -195,6 +223,7 @@ class LedgerLine:
     def _lose(self, exc: Exception) -> None:
         connection, self._connection = self._connection, None
         self._sent.clear()
+        self._rest = b""
         if connection is not None:
             with suppress(Exception):
                 connection.disconnect()

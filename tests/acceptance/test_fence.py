@@ -1,0 +1,161 @@
+"""Fenced runs and real workers: of all that was sent for a run, what runs, and when."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from time import time
+from typing import Any
+
+import pytest
+
+from celery_native_delay.bulk import bulk
+from celery_native_delay.core.fence import ABORTED, ALL, COMMITTED, HEADER, OPEN, Record, Stamp
+from celery_native_delay.fence_store import FenceStore, fence_store
+from celery_native_delay.testing import PrivateRedis, private_redis
+from tests.acceptance.worker import Fleet, fleet_on
+from tests.traffic import beside
+from tests.waiting import wait_until
+
+#: Few and short levels, which are quick to declare.
+SETTINGS = {
+    "native_delay_namespace": "tests",
+    "native_delay_levels": 12,
+    "native_delay_resolution": 0.02,
+}
+
+TASKS = 20
+"""Of every run."""
+
+
+@pytest.mark.parametrize("rabbitmq_version", ["3.10"], indirect=True)
+def test_what_runs_of_a_fenced_run_on_rabbitmq(
+    vhost_url: str, native_delay_redis_url: str, tmp_path: Path
+) -> None:
+    check_what_runs(vhost_url, native_delay_redis_url, tmp_path, pool="prefork")
+
+
+@pytest.mark.parametrize("server_name", ["redis"], indirect=True)
+def test_what_runs_of_a_fenced_run_on_redis(
+    empty_redis: PrivateRedis, native_delay_redis_url: str, tmp_path: Path
+) -> None:
+    """Also where greenlets share a thread."""
+    check_what_runs(empty_redis.url, native_delay_redis_url, tmp_path, pool="gevent")
+
+
+def ids(run: str) -> list[str]:
+    return [f"{run}-{number}" for number in range(TASKS)]
+
+
+def send(fleet: Fleet, run: str, *attempts: str, queue: str = "default") -> None:
+    """All tasks of *run*, once for each attempt at its only partition, under the same ids."""
+    for attempt in attempts:
+        headers = {HEADER: str(Stamp(run, 0, attempt))} if attempt else {}
+        with bulk(fleet.app(), headers=headers) as batch:
+            for number, task_id in enumerate(ids(run)):
+                batch.send("note", (number,), task_id=task_id, countdown=0.5, queue=queue)
+
+
+def begin(store: FenceStore, run: str, *, within_seconds: float = 600) -> None:
+    now = time()
+    store.open(run, Record(OPEN, now, deadline=now + within_seconds), ttl_seconds=600)
+
+
+def seal(store: FenceStore, run: str, state: str, winner: str | None = None) -> None:
+    winners = {} if winner is None else {"0": winner}
+    record = Record(state, time(), winners=winners, by="the driver")
+    assert store.seal(run, record, ttl_seconds=600) == record
+
+
+def check_what_runs(broker_url: str, store_url: str, folder: Path, *, pool: Any) -> None:
+    events: list[Any] = []
+    with fleet_on(broker_url, folder, **SETTINGS) as fleet, fence_store(store_url) as store:
+        worker = fleet.worker(
+            pool=pool,
+            queues="default",
+            log_level="DEBUG",
+            more=("-E",),
+            native_delay_fence=store_url,
+        )
+        strict = fleet.worker(
+            queues="side", native_delay_fence=store_url, native_delay_fence_policy="drop"
+        )
+        app = fleet.app()
+        connection = app.connection_for_read()
+        receiver = app.events.Receiver(connection, {"native_delay-fenced": events.append})
+
+        def stop() -> None:
+            receiver.should_stop = True
+
+        with beside(lambda: receiver.capture(wakeup=False), stop=stop):
+            begin(store, "held")
+            send(fleet, "held", "0-a", "1-b")
+            begin(store, "won")
+            send(fleet, "won", "0-a", "1-b")
+            seal(store, "won", COMMITTED, winner="1-b")
+            begin(store, "aborted")
+            send(fleet, "aborted", "0-a")
+            seal(store, "aborted", ABORTED)
+            begin(store, "dead", within_seconds=2)
+            send(fleet, "dead", "0-a", "1-b")
+            begin(store, "strict", within_seconds=2)
+            send(fleet, "strict", "0-a", queue="side")
+            send(fleet, "lost", "0-a")
+            send(fleet, "plain", "")
+            worker.wait_for_log("waits for its run to be sealed", "held-", count=2 * TASKS)
+            assert fleet.record.runs(task_id="held-0") == []
+            seal(store, "held", COMMITTED, winner="0-a")
+            fleet.record.wait_for(6 * TASKS)
+            worker.wait_for_log("is dropped: attempt 0-a at partition 0 of run won", count=TASKS)
+            worker.wait_for_log("is dropped: attempt 1-b at partition 0 of run held", count=TASKS)
+            worker.wait_for_log("is dropped: run aborted was aborted", count=TASKS)
+            strict.wait_for_log("is dropped: run strict was aborted", count=TASKS)
+
+            def all_told() -> bool:
+                return len(events) >= 3 * TASKS
+
+            wait_until(all_told, timeout_seconds=30)
+        connection.close()
+        runs = fleet.record.runs()
+        times = {"won": 1, "held": 1, "dead": 2, "lost": 1, "plain": 1}
+        assert Counter(run.id for run in runs) == {
+            each: count for run, count in times.items() for each in ids(run)
+        }
+        assert {run.retries for run in runs} == {0}
+        assert {str(run.headers) for run in runs} == {"None"}, "a task sees nothing of it"
+        for run in runs:
+            assert run.due is not None
+            run.assert_on_time(run.due, run.due + 60)
+        assert worker.log_lines("run dead was not sealed in time", "all of its tasks run")
+        assert strict.log_lines("run strict was not sealed in time", "dropped")
+        assert worker.log_lines("the fence's store has lost run lost", "all of its tasks run")
+        found = store.load(["dead", "strict", "lost", "won"])
+        assert [record.state for record in found if record] == [ALL, ABORTED, ALL, COMMITTED]
+        assert [record.by for record in found if record][:2] == [worker.name, strict.name]
+        assert {event["reason"] for event in events} == {"lost", "aborted"}
+        assert worker.log_lines("Traceback") == strict.log_lines("Traceback") == []
+
+
+@pytest.mark.parametrize("server_name", ["redis"], indirect=True)
+def test_while_the_store_is_away_fenced_tasks_wait_and_others_run(
+    empty_redis: PrivateRedis, tmp_path: Path
+) -> None:
+    """In the broker, not in the worker: all of its prefetch is free for others."""
+    with (
+        private_redis() as server,
+        fleet_on(empty_redis.url, tmp_path, **SETTINGS) as fleet,
+        fence_store(server.url, patience_seconds=10) as store,
+    ):
+        worker = fleet.worker(queues="default", native_delay_fence=server.url)
+        begin(store, "run")
+        server.stop()
+        send(fleet, "run", "0-a", "1-b")
+        worker.wait_for_log("tasks of fenced runs wait in the broker")
+        send(fleet, "plain", "")
+        fleet.record.wait_for_ids(ids("plain"))
+        assert {run.id for run in fleet.record.runs()} == set(ids("plain"))
+        server.start()
+        seal(store, "run", COMMITTED, winner="1-b")
+        fleet.record.wait_for_ids(ids("run"))
+        worker.wait_for_log("is dropped: attempt 0-a at partition 0 of run run", count=TASKS)
+        assert Counter(run.id for run in fleet.record.runs()).most_common(1)[0][1] == 1

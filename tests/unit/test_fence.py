@@ -1,0 +1,126 @@
+"""Whose tasks run: what a header says, and what a worker makes of it and the run's record."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from celery_native_delay.core.fence import (
+    ABORTED,
+    ALL,
+    COMMITTED,
+    LONGEST_HOLD_SECONDS,
+    OPEN,
+    SHORTEST_HOLD_SECONDS,
+    Record,
+    Stamp,
+    Verdict,
+    given_up,
+    hold_seconds,
+    is_overdue,
+    is_store_url,
+    verdict,
+)
+
+NOW = 1_795_200_000.5
+
+
+@pytest.mark.parametrize("run", ["reminders-2026-11-20:5f3a", "a/b/c", "é 1/2", "0"])
+def test_a_header_is_read_as_it_was_written(run: str) -> None:
+    """Whatever a run is called."""
+    stamp = Stamp(run, 12, "1-9f86d081")
+    assert str(stamp) == f"{run}/12/1-9f86d081"
+    assert Stamp.parse(str(stamp)) == stamp
+
+
+@pytest.mark.parametrize(
+    "text", ["", "run", "run/1", "run/x/1", "run/-1/1", "/1/1", "run/1/", 7, None]
+)
+def test_another_header_is_not_guessed_at(text: object) -> None:
+    with pytest.raises(ValueError, match=r"expected run/partition/attempt, got"):
+        Stamp.parse(text)
+
+
+def test_a_record_is_read_as_it_was_written_also_by_an_older_release() -> None:
+    record = Record(COMMITTED, NOW, winners={"0": "0-a", "7": "2-b"}, by="the driver")
+    assert Record.from_json(record.to_json()) == record
+    assert Record.from_json(json.dumps(json.loads(record.to_json()) | {"new": 1})) == record
+
+
+@pytest.mark.parametrize(
+    ("record", "attempt", "expected"),
+    [
+        (Record(OPEN, NOW, deadline=NOW + 1), "0-a", Verdict.HOLD),
+        (Record(COMMITTED, NOW, winners={"3": "0-a"}), "0-a", Verdict.RUN),
+        (Record(COMMITTED, NOW, winners={"3": "0-a"}), "1-b", Verdict.DROP),
+        (Record(COMMITTED, NOW, winners={"4": "0-a"}), "0-a", Verdict.DROP),
+        (Record(COMMITTED, NOW), "0-a", Verdict.DROP),
+        (Record(ABORTED, NOW), "0-a", Verdict.DROP),
+        (Record(ALL, NOW), "0-a", Verdict.RUN),
+        (Record("of a later release", NOW), "0-a", Verdict.RUN),
+    ],
+)
+def test_the_record_of_a_run_decides_which_attempt_runs(
+    record: Record, attempt: str, expected: Verdict
+) -> None:
+    assert verdict(record, Stamp("run", 3, attempt)) is expected
+
+
+@pytest.mark.parametrize(
+    ("record", "overdue"),
+    [
+        (None, True),
+        (Record(OPEN, NOW, deadline=NOW + 0.1), False),
+        (Record(OPEN, NOW, deadline=NOW), True),
+        (Record(COMMITTED, NOW), False),
+        (Record(ABORTED, NOW), False),
+        (Record(ALL, NOW), False),
+    ],
+)
+def test_a_worker_seals_what_nobody_sealed_in_time(record: Record | None, overdue: bool) -> None:
+    assert is_overdue(record, now=NOW) is overdue
+
+
+def test_the_policy_for_a_driver_that_died() -> None:
+    """Rather twice than never is one, rather never than twice the other."""
+    stamp = Stamp("run", 0, "0-a")
+    assert verdict(given_up("run", now=NOW, by="w"), stamp) is Verdict.RUN
+    assert verdict(given_up("drop", now=NOW, by="w"), stamp) is Verdict.DROP
+
+
+def test_only_what_cannot_change_is_remembered() -> None:
+    """A stream that sends a batch again reopens what workers have dropped."""
+    final = [state for state in (OPEN, COMMITTED, ABORTED, ALL) if Record(state, NOW).is_final]
+    assert final == [COMMITTED, ALL]
+
+
+@pytest.mark.parametrize(
+    ("open_for", "left", "expected"),
+    [
+        (0, 3600, SHORTEST_HOLD_SECONDS),
+        (100, 3600, 10),
+        (2000, 3600, LONGEST_HOLD_SECONDS),
+        (2000, 7, 7),
+        (2000, 0.01, SHORTEST_HOLD_SECONDS),
+        (-60, 3600, SHORTEST_HOLD_SECONDS),  # the driver's clock is ahead
+    ],
+)
+def test_a_message_is_looked_at_again_the_sooner_the_younger_its_run(
+    open_for: float, left: float, expected: float
+) -> None:
+    record = Record(OPEN, NOW - open_for, deadline=NOW + left)
+    assert hold_seconds(record, now=NOW) == pytest.approx(expected)
+    assert SHORTEST_HOLD_SECONDS <= hold_seconds(None, now=NOW) <= LONGEST_HOLD_SECONDS
+
+
+@pytest.mark.parametrize("url", ["redis://h", "rediss://:pw@h:1/2", "redis+socket:///run/r.sock"])
+def test_urls_that_have_a_store(url: str) -> None:
+    assert is_store_url(url)
+
+
+@pytest.mark.parametrize(
+    "url", ["", "h:6379", "memcached://h", "sentinel://h", 5, None, b"redis://h"]
+)
+def test_urls_that_have_none(url: object) -> None:
+    assert not is_store_url(url)
