@@ -82,7 +82,10 @@ class ApiHandler(Errors, BaseApiHandler):
 class ListDelays(ApiHandler):
     @web.authenticated
     async def get(self) -> None:
-        """``limit``, ``offset``, ``search``, ``from_us``, ``until_us``; earliest first."""
+        """``limit``, ``offset``, ``search``, ``from_us``, ``until_us``; earliest first.
+
+        ``total`` is null where a search finds so many that nobody has counted them.
+        """
         limit = self.get_argument("limit", 50, type=int)
         offset = self.get_argument("offset", 0, type=int)
         if not (1 <= limit <= 10_000 and offset >= 0):
@@ -90,10 +93,12 @@ class ListDelays(ApiHandler):
                 f"expected limit from 1 to 10000 and offset from 0, got {limit} and {offset}"
             )
         query = self.query(self.get_argument("search", "", escape=False))
-        page, in_all = await self.asking.delay(lambda delay: listed(delay, query, offset, limit))
+        page, in_all, counted = await self.asking.delay(
+            lambda delay: listed(delay, query, offset, limit)
+        )
         self.write(
             {
-                "total": page.total,
+                "total": page.total if counted else None,
                 "waiting": in_all,
                 "offset": offset,
                 "tasks": [task.as_json() for task in page.tasks],

@@ -19,8 +19,8 @@ _SUMMARY_SECONDS = 2.0
 
 _BARS = 40
 
-#: With more waiting, what a search finds is not counted on every page.
-_COUNTED = 200_000
+#: What a search finds is counted so far beyond its page: reading all of it would take seconds.
+_COUNTED = 1000
 
 #: So many can be changed in one go.
 MOST_IDS = 100_000
@@ -132,32 +132,26 @@ class DataTable(Errors):
         answer = {"draw": draw, "data": [], "recordsTotal": 0, "recordsFiltered": 0}
         try:
             query = self.query(self.get_argument("search[value]", "", escape=False))
-            page, total = await self.asking.delay(lambda delay: listed(delay, query, offset, limit))
+            page, in_all, counted = await self.asking.delay(
+                lambda delay: listed(delay, query, offset, limit)
+            )
         except (InvalidQuery, LedgerUnavailable) as exc:
             self.write(answer | {"searchError": str(exc)})
             return
         answer["data"] = [task.as_json() | {"due_us": task.due_us} for task in page.tasks]
-        answer["recordsTotal"] = total
-        # Uncounted: as if there were one page more, until there is none.
-        uncounted = offset + len(page.tasks) + (limit if len(page.tasks) == limit else 0)
-        answer["recordsFiltered"] = uncounted if page.total is None else page.total
-        answer["uncounted"] = page.total is None
+        answer |= {"recordsTotal": in_all, "recordsFiltered": page.total, "counted": counted}
         self.write(answer)
 
 
-def listed(delay: Delay, query: Query, offset: int, limit: int) -> tuple[Page, int]:
-    """A page of what matches, and how many wait in all.
-
-    The page has a total of its own wherever counting takes no longer than listing.
-    """
-    page = delay.ls(query, limit=limit, offset=offset)
-    in_all = delay.count()
+def listed(delay: Delay, query: Query, offset: int, limit: int) -> tuple[Page, int, bool]:
+    """A page of what matches, how many wait in all, and whether the page's total is all of them."""
+    searched = not query.is_by_time_only
+    page = delay.ls(query, limit=limit + (_COUNTED if searched else 0), offset=offset)
     total = page.total
-    if total is None and len(page.tasks) < limit:
+    if total is None:
         total = offset + len(page.tasks)
-    if total is None and in_all <= _COUNTED:
-        total = delay.count(query)
-    return Page(page.tasks, total), in_all
+    counted = not searched or len(page.tasks) < limit + _COUNTED
+    return Page(page.tasks[:limit], total), delay.count(), counted
 
 
 class MatchingIds(Errors):

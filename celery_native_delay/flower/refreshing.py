@@ -46,7 +46,7 @@ class Refreshing:
                 await self._round()
                 self._told = ""
             except NoLedger:
-                self._state.does_not_wait(self._state.overdue_without_ledger())
+                self._state.does_not_wait(self._state.due())
             except NativeDelayError as exc:
                 if not self._told:
                     logger.warning("native delay: the list of tasks may be stale: %s", exc)
@@ -73,10 +73,9 @@ class Refreshing:
         if total > most:
             return  # nobody knows of the others
         # What becomes due meanwhile moves the others up, past the reader: missed once is not gone.
-        due = set(self._state.overdue_without_ledger())
         missing = before - seen
-        self._state.does_not_wait(missing & (due | self._missed))
-        self._missed = missing & self._state.delayed
+        self._state.does_not_wait(missing & (self._state.due() | self._missed))
+        self._missed = missing & self._state.delayed.keys()
 
     async def _page(self, offset: int) -> Any:
         return await self._asking.delay(lambda delay: delay.ls(limit=_CHUNK, offset=offset))

@@ -48,7 +48,7 @@ class WaitingTask(Task):
         """Learn from an event what has become of it."""
         kwargs.setdefault("precedence", precedence)
         super().event(type_, timestamp, local_received, fields, **kwargs)
-        if self.state == states.PENDING and _seconds_until(self.eta) > 0:
+        if self.state == states.PENDING and _microseconds(self.eta) > time() * 1e6:
             self.state = DELAYED
 
 
@@ -59,14 +59,18 @@ class WaitingState(EventsState):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        #: Ids of all that are DELAYED.
-        self.delayed = {task.uuid for task in self._known().values() if task.state == DELAYED}
+        #: Of all that are DELAYED: when they are due, in microseconds since the epoch.
+        self.delayed: dict[str, int] = {}
+        for task in self._known().values():
+            self._note(task)
 
     def event(self, event: dict[str, Any]) -> None:
         """Learn from an event."""
         super().event(event)
         if event["type"].startswith("task-"):
-            self._note(self._known()[event["uuid"]])
+            task = self._known().get(event["uuid"])
+            if task is not None:
+                self._note(task)
 
     def saw(self, waiting: Iterable[Waiting]) -> None:
         """These wait now."""
@@ -85,7 +89,7 @@ class WaitingState(EventsState):
             task = self._known().get(task_id)
             if task is not None and task.state == DELAYED:
                 self._become(task, states.PENDING)
-        self.delayed.difference_update(ids)
+            self.delayed.pop(task_id, None)
 
     def changed(self, outcome: Outcome, *, cancelled: bool) -> None:
         """Somebody has cancelled or moved what waited."""
@@ -99,14 +103,10 @@ class WaitingState(EventsState):
             task.eta = _iso(outcome.due_us)
             self._become(task, DELAYED if outcome.due_us / 1e6 > time() else states.PENDING)
 
-    def overdue_without_ledger(self) -> list[str]:
-        """The DELAYED ones whose time has come, as far as events have told it."""
-        known = self._known()
-        return [
-            task_id
-            for task_id in self.delayed
-            if task_id not in known or _seconds_until(known[task_id].eta) <= 0
-        ]
+    def due(self) -> set[str]:
+        """The DELAYED ones whose time has come."""
+        now_us = time() * 1e6
+        return {task_id for task_id, due_us in self.delayed.items() if due_us <= now_us}
 
     # --- private -------------------------------------------------------------------------
 
@@ -122,19 +122,19 @@ class WaitingState(EventsState):
         task.state = DELAYED
         self._index_task(task, evicted)
         if evicted is not None and evicted not in self._known():
-            self.delayed.discard(evicted)
-        self.delayed.add(found.id)
+            self.delayed.pop(evicted, None)
+        self.delayed[found.id] = found.due_us
 
     def _update(self, task: Any, found: Waiting) -> None:
-        eta, waits = _iso(found.due_us), found.due_us / 1e6 > time()
-        if task.state == states.RECEIVED and not waits:
-            return  # it was read a moment before it was received
-        if task.state == DELAYED and task.eta == eta and task.uuid in self.delayed:
+        if self.delayed.get(found.id) == found.due_us:
             return
+        if task.state == states.RECEIVED and found.due_us <= time() * 1e6:
+            return  # it was read a moment before it was received
         # What stock Flower had saved is stock, too.
         task.__class__ = self.Task
         self._describe(task, found)
         self._become(task, DELAYED)
+        self.delayed[found.id] = found.due_us
 
     def _describe(self, task: Any, found: Waiting) -> None:
         task.name, task.args, task.kwargs = found.name, found.args, found.kwargs
@@ -148,17 +148,18 @@ class WaitingState(EventsState):
 
     def _note(self, task: Any) -> None:
         if task.state == DELAYED:
-            self.delayed.add(task.uuid)
+            self.delayed[task.uuid] = _microseconds(task.eta)
         else:
-            self.delayed.discard(task.uuid)
+            self.delayed.pop(task.uuid, None)
 
 
 def _iso(moment_us: int) -> str:
-    return datetime.fromtimestamp(moment_us / 1e6, UTC).isoformat(timespec="milliseconds")
+    moment = datetime.fromtimestamp(moment_us // 1000 / 1000, UTC)
+    return moment.isoformat(timespec="milliseconds")
 
 
-def _seconds_until(eta: Any) -> float:
+def _microseconds(eta: Any) -> int:
     try:
-        return due_us(eta) / 1e6 - time() if eta else 0.0
+        return due_us(eta) if eta else 0
     except InvalidDueTime:
-        return 0.0
+        return 0

@@ -78,7 +78,7 @@ def test_a_received_task_that_waits_again_is_delayed_and_one_that_runs_is_not(
 def test_what_was_handed_over_is_pending_until_somebody_receives_it(state: WaitingState) -> None:
     state.saw([waiting()])
     state.does_not_wait(["id", "never seen"])
-    assert (state.tasks["id"].state, state.delayed) == ("PENDING", set())
+    assert (state.tasks["id"].state, state.delayed) == ("PENDING", {})
 
 
 def test_cancelled_and_moved_tasks_show_it_at_once(state: WaitingState) -> None:
@@ -103,7 +103,7 @@ def test_there_are_never_more_tasks_than_flower_may_keep(state: WaitingState) ->
 def test_a_saved_state_is_taken_up_ours_and_stock(state: WaitingState) -> None:
     state.saw([waiting()])
     again = pickle.loads(pickle.dumps(state))
-    assert again.delayed == {"id"}
+    assert set(again.delayed) == {"id"}
     state.tasks["id"] = Task("id", cluster_state=state)
     state.saw([waiting()])
     assert happens(state, "revoked") == "REVOKED"

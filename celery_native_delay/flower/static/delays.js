@@ -15,6 +15,7 @@
         selected = new Map(),   // of what is shown: id -> name
         allMatch = null,        // ids of everything that matches, if it was asked for
         matching = 0,
+        counted = true,         // or there are more
         table, bars = [];
 
     function byId(id) {
@@ -39,10 +40,9 @@
         return timezone ? time.tz(timezone) : time;
     }
 
-    function inWords(us) {
-        var seconds = Math.round((us / 1000 - Date.now()) / 1000),
-            parts = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]],
-            rest = Math.abs(seconds), words = [];
+    function duration(seconds) {
+        var parts = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]],
+            rest = Math.floor(seconds), words = [];
         parts.forEach(function (part) {
             var count = Math.floor(rest / part[0]);
             rest -= count * part[0];
@@ -50,16 +50,15 @@
                 words.push(count + " " + part[1]);
             }
         });
-        if (seconds < 0) {
-            return words.join(" ") + " ago";
-        }
-        return words.length ? "in " + words.join(" ") : "now";
+        return words.join(" ") || Math.round(seconds * 1000) + " ms";
     }
 
-    function duration(seconds) {
-        var units = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]], unit;
-        unit = units.find(function (each) { return seconds >= each[0]; }) || [0.001, "ms"];
-        return Math.round(seconds / unit[0] * 10) / 10 + " " + unit[1];
+    function inWords(us) {
+        var seconds = Math.round((us / 1000 - Date.now()) / 1000);
+        if (!seconds) {
+            return "now";
+        }
+        return seconds < 0 ? duration(-seconds) + " ago" : "in " + duration(seconds);
     }
 
     function sayWhy(xhr) {
@@ -132,7 +131,7 @@
         $(byId("levels-panel")).toggleClass("d-none", !levels.length);
         $(".delays-pictures").toggleClass("has-levels",
             levels.length > 0 && !$(byId("histogram-panel")).hasClass("d-none"));
-        $(byId("levels")).empty().append(levels.map(function (level) {
+        $(byId("levels")).empty().append(levels.slice().reverse().map(function (level) {
             var stuck = level.stuck ? ", " + number(level.stuck) + " stuck" : "";
             return $("<li>").toggleClass("is-stuck", Boolean(level.stuck))
                 .attr("title", level.queue + ": " + number(level.waiting) + stuck)
@@ -171,14 +170,8 @@
 
     // ---- table and selection --------------------------------------------------------------
 
-    function asText(className) {
-        return {
-            className: className,
-            render: function (data, type) {
-                return type === "display" ? '<span class="delays-text" title="' + escapeHtml(data) + '">' +
-                    escapeHtml(data) + "</span>" : data;
-            }
-        };
+    function given(task) {
+        return task.kwargs && task.kwargs !== "{}" ? task.args + " " + task.kwargs : task.args;
     }
 
     function columns() {
@@ -195,13 +188,15 @@
                 var late = us / 1000 < Date.now() ? ' class="is-overdue"' : "";
                 return '<time datetime="' + at(us).toISOString() + '"><span' + late + ">" +
                     escapeHtml(inWords(us)) + "</span><small>" +
-                    at(us).format("YYYY-MM-DD HH:mm:ss") + "</small></time>";
+                    '<span class="d-none d-md-inline">' + at(us).format("YYYY-") + "</span>" +
+                    at(us).format("MM-DD HH:mm") +
+                    '<span class="d-none d-md-inline">' + at(us).format(":ss") + "</span></small></time>";
             }
         }, {
             data: "name", className: "delays-name",
             render: function (name, type, task) {
-                return escapeHtml(name || "(no task)") +
-                    '<small class="delays-text d-md-none">' + escapeHtml(task.args) + "</small>";
+                return escapeHtml(name || "(no task)").replace(/\./g, ".<wbr>") +
+                    '<small class="delays-text d-md-none">' + escapeHtml(given(task)) + "</small>";
             }
         }, {
             data: "id", className: "task-uuid-cell delays-secondary",
@@ -212,12 +207,17 @@
                     escapeHtml(id) + '"><code>' + escapeHtml(id.length > 13 ? id.slice(0, 8) : id) +
                     "</code></a>";
             }
-        },
-        $.extend({data: "args"}, asText("delays-secondary")),
-        $.extend({data: "kwargs"}, asText("delays-secondary")), {
+        }, {
+            data: "args", className: "delays-secondary",
+            render: function (args, type, task) {
+                return '<span class="delays-text" title="' + escapeHtml(given(task)) + '">' +
+                    escapeHtml(given(task)) + "</span>";
+            }
+        }, {
             data: "queue", className: "delays-secondary",
             render: function (queue, type, task) {
-                return escapeHtml(queue || "exchange " + task.exchange);
+                return escapeHtml(queue || task.exchange + " \u2192 " + task.routing_key)
+                    .replace(/\./g, ".<wbr>");
             }
         }, {
             data: "id", visible: mayChange, width: "1%", className: "text-end",
@@ -260,7 +260,7 @@
         }
         byId("selected").textContent = count ? plural(count) + " selected" : "None selected";
         $(byId("all")).toggleClass("d-none", !whole || allMatch !== null || matching <= rows.length)
-            .text("Select all " + number(matching) + " that match");
+            .text("Select all " + (counted ? number(matching) + " " : "") + "that match");
         $("[data-change]").prop("disabled", !count);
         byId("page-box").checked = whole;
         byId("page-box").indeterminate = count > 0 && !whole;
@@ -418,12 +418,16 @@
                     $(byId("search-error")).toggleClass("d-none", !answer.searchError)
                         .text(answer.searchError || "");
                     matching = answer.recordsFiltered;
+                    counted = answer.counted !== false;
                     return answer.data;
                 }
             },
             initComplete: function () {
                 $("#delays-table_length select").attr("aria-label", "Tasks per page");
                 $(".delays-toolbar").insertAfter("#delays-table_filter");
+            },
+            infoCallback: function (settings, start, end, max, total, text) {
+                return counted ? text : text.replace(/ of ([\d,]+) tasks/, " of more than $1 tasks");
             },
             drawCallback: function () { showSelection(); },
             columns: columns()
