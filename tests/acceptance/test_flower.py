@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime, timedelta
@@ -14,8 +15,9 @@ from selenium.webdriver import Chrome, Keys
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
 
-from celery_native_delay import Delay
+from celery_native_delay import Delay, LedgerUnavailable, install
 from celery_native_delay.bulk import bulk
+from celery_native_delay.flower.asking import Asking
 from celery_native_delay.testing import PrivateRedis
 from tests.acceptance.flower import FlowerProcess, Flowers, browser
 from tests.acceptance.worker import Fleet, fleet_on
@@ -316,6 +318,15 @@ def test_the_list_of_tasks_is_complete_after_every_start(fleet: Fleet, flowers: 
     wait_until(lambda: shows(flower, expected), timeout_seconds=40)
 
 
+def test_a_broker_that_is_away_is_said_to_be() -> None:
+    asking = Asking(install(Celery("away", broker="redis://127.0.0.1:1/0", set_as_current=False)))
+    with pytest.raises(LedgerUnavailable, match="cannot be used"):
+        asyncio.run(asking.status())
+    with pytest.raises(LedgerUnavailable, match="cannot be used"):
+        asyncio.run(asking.delay(lambda delay: delay.count()))
+    asking.stop()
+
+
 @pytest.mark.parametrize("rabbitmq_version", ["3.10"], indirect=True)
 def test_on_rabbitmq_the_levels_are_shown_and_the_ledger_is_asked(
     vhost_url: str, ledger_redis: PrivateRedis, tmp_path: Path
@@ -338,7 +349,8 @@ def test_on_rabbitmq_the_levels_are_shown_and_the_ledger_is_asked(
             with browser() as chrome:
                 page = DelaysPage(chrome, flower)
                 page.lists(38)
-                page.wait(lambda: page.find("#delays-levels li").is_displayed())
+                page.wait(lambda: page.text("#delays-levels li"))
+                assert page.find("#delays-levels li").is_displayed()
                 assert "is-stuck" not in page.find("#delays-levels").get_attribute("innerHTML")
         finally:
             flowers.close()

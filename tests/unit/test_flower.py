@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 from pathlib import Path
+from threading import Event
 from time import time
 from typing import Any
 
 import flower as stock
 import pytest
+from celery import Celery
 from celery.events.state import Task
 
+from celery_native_delay import LedgerUnavailable, NoLedger, install
 from celery_native_delay.core.ledger import Outcome, Verdict, Waiting
+from celery_native_delay.flower.asking import Asking
 from celery_native_delay.flower.patching import PATCHES, PatchedTemplates, patched
 from celery_native_delay.flower.state import DELAYED, WaitingState
 
@@ -107,3 +112,21 @@ def test_a_saved_state_is_taken_up_ours_and_stock(state: WaitingState) -> None:
     state.tasks["id"] = Task("id", cluster_state=state)
     state.saw([waiting()])
     assert happens(state, "revoked") == "REVOKED"
+
+
+def test_a_question_that_hangs_is_given_up() -> None:
+    asking = Asking(install(Celery("slow", broker="redis://", set_as_current=False)))
+    ends = Event()
+    try:
+        with pytest.raises(LedgerUnavailable, match=r"within 0\.05 s"):
+            asyncio.run(asking.delay(lambda _: ends.wait(20), within_seconds=0.05))
+    finally:
+        ends.set()
+        asking.stop()
+
+
+def test_an_app_that_is_not_installed_is_told_how() -> None:
+    asking = Asking(Celery("plain", broker="memory://", set_as_current=False))
+    with pytest.raises(NoLedger, match="install"):
+        asyncio.run(asking.status())
+    asking.stop()
