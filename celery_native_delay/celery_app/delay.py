@@ -98,11 +98,7 @@ class Delay:
 
     def cancel_all(self, task_ids: Iterable[str]) -> list[Outcome]:
         """:meth:`cancel` for many, over one connection."""
-        outcomes = self._change(task_ids, lambda found, task_id: found.cancel(task_id))
-        for outcome in outcomes:
-            if outcome:
-                self._revoke_result(outcome)
-        return outcomes
+        return self._change(task_ids, self._cancel)
 
     def reschedule(
         self,
@@ -149,6 +145,12 @@ class Delay:
         return self._change(task_ids, lambda found, task_id: found.move(task_id, None))
 
     # --- private -------------------------------------------------------------------------
+
+    def _cancel(self, found: Ledger, task_id: str) -> Outcome:
+        outcome = found.cancel(task_id)
+        if outcome:
+            self._revoke_result(outcome)
+        return outcome
 
     def _change(
         self, task_ids: Iterable[str], change: Callable[[Ledger, str], Outcome]

@@ -33,8 +33,8 @@ logger = get_logger(__name__)
 #: task id, and its state is not to change.
 EVENT = "native_delay-fenced"
 
-#: Sealed runs that a worker remembers; one takes some hundred bytes.
-MOST_RUNS = 4096
+#: Sealed runs that a worker remembers; one takes some hundred bytes per partition.
+MOST_RUNS = 256
 
 #: Of connecting to the store, and of each answer.
 STORE_TIMEOUT_SECONDS = 2.0

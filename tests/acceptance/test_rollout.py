@@ -73,7 +73,7 @@ def test_an_installed_worker_puts_early_tasks_back_into_the_broker(
     inspect = app.control.inspect(destination=[worker.name], timeout=10)
     prefetch = inspect.stats()[worker.name]["prefetch_count"]
 
-    ids = json.loads(fleet.produce(SEND_MANY.format(seconds=12, count=EARLY_TASKS, options={})))
+    ids = json.loads(fleet.produce(SEND_MANY.format(seconds=16, count=EARLY_TASKS, options={})))
     assert len(set(ids)) == EARLY_TASKS
 
     # While the worker has them all to put back, an immediate task is not held up by them.
@@ -87,7 +87,7 @@ def test_an_installed_worker_puts_early_tasks_back_into_the_broker(
         (own,) = [q for q in queues if q["name"] == "default"]
         return waiting >= EARLY_TASKS and own.get("messages") == 0
 
-    wait_until(all_wait_in_the_broker, timeout_seconds=12)
+    wait_until(all_wait_in_the_broker, timeout_seconds=16)
     assert inspect.scheduled() == {worker.name: []}
     assert inspect.stats()[worker.name]["prefetch_count"] == prefetch
 

@@ -127,8 +127,8 @@ def test_what_is_due_already_is_published_at_once(url: str) -> None:
 
 def test_it_waits_for_a_queue_that_nobody_has_declared_yet(url: str) -> None:
     with attended(url), delaying(url) as producer, delaying(url) as connection:
-        publish(producer, "hello", "jobs", delay=0.3)
-        due = time() + 0.3
+        publish(producer, "hello", "jobs", delay=1.5)  # were it due already, it would be lost
+        due = time() + 1.5
         wait_until(lambda: time() > due + 0.5, timeout_seconds=PATIENCE_SECONDS)
         with inbox(connection, "jobs") as received:
             assert received.wait_for(1)[0].body == "hello"

@@ -73,7 +73,7 @@ def test_a_producer_declares_all_it_needs_on_an_empty_vhost(vhost_url: str) -> N
 def test_a_message_to_a_queue_nobody_has_declared_yet_waits_for_it(
     connection: Any, vhost_url: str
 ) -> None:
-    publish(connection, "hello", "orders", delay=0.1)
+    publish(connection, "hello", "orders", delay=1)  # were it due already, it would be lost
     wait_until(lambda: parked_count(connection) == 1, timeout_seconds=PATIENCE_SECONDS)
     rescued = rescue(delays_of(connection))
     assert rescued is not None
@@ -395,7 +395,7 @@ def test_messages_of_a_deleted_queue_park_until_it_is_back(
     publish(connection, "one", "orders", delay=0.5)
     with Connection(vhost_url) as admin:
         (admin if by_hand else connection).default_channel.queue_delete("orders")
-    publish(connection, "two", "orders", delay=0.1)
+    publish(connection, "two", "orders", delay=0.5)
     wait_until(lambda: parked_count(connection) == 2, timeout_seconds=PATIENCE_SECONDS)
 
     declare_queue(connection, "orders")
