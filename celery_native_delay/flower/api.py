@@ -20,6 +20,12 @@ _CHANGE_SECONDS = 60.0
 #: In one request, so that it ends in time.
 _MOST_AT_ONCE = 1000
 
+_CHANGES: dict[str, Callable[..., list[Outcome]]] = {
+    "cancel": Delay.cancel_all,
+    "reschedule": Delay.reschedule_all,
+    "run-now": Delay.run_all_now,
+}
+
 
 class ApiHandler(Errors, BaseApiHandler):
     """What Flower demands of all callers of its API, and our errors as JSON."""
@@ -64,15 +70,10 @@ class ApiHandler(Errors, BaseApiHandler):
 
     async def change(self, verb: str, ids: list[str], body: dict[str, Any]) -> list[Outcome]:
         """Cancel, reschedule or run now, and have Flower's list of tasks know."""
-        what: Callable[[Delay], list[Outcome]]
-        if verb == "cancel":
-            what = lambda delay: delay.cancel_all(ids)  # noqa: E731
-        elif verb == "run-now":
-            what = lambda delay: delay.run_all_now(ids)  # noqa: E731
-        else:
-            moment = self.moment(body)
-            what = lambda delay: delay.reschedule_all(ids, **moment)  # noqa: E731
-        outcomes = await self.asking.delay(what, within_seconds=_CHANGE_SECONDS)
+        moment = self.moment(body) if verb == "reschedule" else {}
+        outcomes = await self.asking.delay(
+            lambda delay: _CHANGES[verb](delay, ids, **moment), within_seconds=_CHANGE_SECONDS
+        )
         for outcome in outcomes:
             self.application.events.state.changed(outcome, cancelled=verb == "cancel")
         self.application.delays_summary = None
