@@ -16,6 +16,7 @@ HANDLERS = [
     url(r"/delays", pages.DelaysPage, name="delays"),
     url(r"/delays/summary", pages.Summary, name="delays-summary"),
     url(r"/delays/datatable", pages.DataTable, name="delays-datatable"),
+    url(r"/delays/parked", pages.Parked, name="delays-parked"),
     url(r"/delays/ids", pages.MatchingIds, name="delays-ids"),
     url(r"/delays/static/(.*)", StaticFileHandler, {"path": str(STATIC)}, name="delays-static"),
     url(r"/api/delays", api.ListDelays),

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from celery import Celery
 from kombu.exceptions import OperationalError
@@ -14,6 +14,7 @@ from kombu.exceptions import OperationalError
 from ..celery_app.delay import Delay
 from ..celery_app.install import installation_of
 from ..core.errors import LedgerUnavailable, NoLedger
+from ..transports.contract import AdminPart
 
 T = TypeVar("T")
 
@@ -42,13 +43,13 @@ class Asking:
         """
         return await self._ask(lambda: question(Delay(self.app)), within_seconds)
 
-    async def status(self) -> dict[str, Any]:
-        """What ``celery delay status --json`` says.
+    async def admin(self, question: Callable[[AdminPart], T]) -> T:
+        """The answer to *question* about the broker, as ``celery delay`` asks it.
 
         Raises:
             LedgerUnavailable: the broker is away, or slow.
         """
-        return await self._ask(self._status, ANSWER_SECONDS)
+        return await self._ask(lambda: self._with_admin_part(question), ANSWER_SECONDS)
 
     def stop(self) -> None:
         """What nobody has begun to ask is not asked any more."""
@@ -67,15 +68,14 @@ class Asking:
         except self._broker_errors as exc:
             raise LedgerUnavailable(f"the broker cannot be used: {exc}") from exc
 
-    def _status(self) -> dict[str, Any]:
+    def _with_admin_part(self, question: Callable[[AdminPart], T]) -> T:
         installation = installation_of(self.app)
         with self.app.connection_or_acquire() as connection:
             connection.ensure_connection(max_retries=1)
             channel = connection.default_channel
             if installation is None or not hasattr(channel, "admin_part"):
                 raise NoLedger(f"expected an installed app, got {self.app!r}: call install(app)")
-            found: dict[str, Any] = channel.admin_part(installation.settings()).status().as_json()
-            return found
+            return question(channel.admin_part(installation.settings()))
 
     @cached_property
     def _broker_errors(self) -> tuple[type[Exception], ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import asdict
 from time import monotonic, time
 from typing import Any
 
@@ -18,6 +19,9 @@ from .patching import STATIC
 _SUMMARY_SECONDS = 2.0
 
 _BARS = 40
+
+#: So many parked ones are shown.
+_PARKED = 50
 
 #: What a search finds is counted so far beyond its page: reading all of it would take seconds.
 _COUNTED = 1000
@@ -91,7 +95,7 @@ class Summary(Errors):
 
 async def summary(asking: Asking) -> dict[str, Any]:
     """What waits, in numbers; ``error`` says why there are no more of them."""
-    status = await asking.status()
+    status = await asking.admin(lambda part: part.status().as_json())
     found: dict[str, Any] = {
         "name": status["name"],
         "waiting": status["waiting"],
@@ -120,6 +124,15 @@ def _numbers(delay: Delay) -> dict[str, Any]:
         "overdue": delay.count(Query(until_us=round(time() * 1e6))),
         "histogram": [[bar.from_us, bar.until_us, bar.count] for bar in bars],
     }
+
+
+class Parked(Errors):
+    @web.authenticated
+    async def get(self) -> None:
+        """The first of the parked; null while a worker tries them again."""
+        found = await self.asking.admin(lambda part: part.parked(limit=_PARKED))
+        tasks = None if found is None else [asdict(task) for task in found[1]]
+        self.write({"tasks": tasks})
 
 
 class DataTable(Errors):

@@ -137,7 +137,9 @@ class DelaysPage:
         return [entry["message"] for entry in self.chrome.get_log("browser")]
 
 
-def test_the_page_finds_filters_and_changes_what_waits(fleet: Fleet, flowers: Flowers) -> None:
+def test_the_page_finds_filters_and_changes_what_waits(
+    fleet: Fleet, flowers: Flowers, ledger_redis: PrivateRedis
+) -> None:
     """With a password and under a prefix; what it says was cancelled the broker holds no more."""
     app = fleet.app()
     ids = send(app)
@@ -203,6 +205,13 @@ def test_the_page_finds_filters_and_changes_what_waits(fleet: Fleet, flowers: Fl
         assert page.question() == "Run 1 task now?"
         page.confirm()
         worker.wait_ready()
+        app.send_task("note", queue="elsewhere", countdown=3600, task_id="stray")
+        ledger_redis.client.set("elsewhere", "no queue")
+        assert delay.run_now("stray")
+        page.wait(lambda: page.text("#delays-parked") == "1")
+        page.click("#delays-show-parked")
+        page.wait(lambda: "note stray" in page.text("#delays-parked-list"))
+        assert "elsewhere" in page.text("#delays-parked-list")
         assert fleet.record.wait_for(task_id="task-6")[0].id == "task-6"
 
         chrome.execute_cdp_cmd(
@@ -321,7 +330,7 @@ def test_the_list_of_tasks_is_complete_after_every_start(fleet: Fleet, flowers: 
 def test_a_broker_that_is_away_is_said_to_be() -> None:
     asking = Asking(install(Celery("away", broker="redis://127.0.0.1:1/0", set_as_current=False)))
     with pytest.raises(LedgerUnavailable, match="cannot be used"):
-        asyncio.run(asking.status())
+        asyncio.run(asking.admin(lambda part: part.status()))
     with pytest.raises(LedgerUnavailable, match="cannot be used"):
         asyncio.run(asking.delay(lambda delay: delay.count()))
     asking.stop()

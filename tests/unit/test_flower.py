@@ -128,5 +128,5 @@ def test_a_question_that_hangs_is_given_up() -> None:
 def test_an_app_that_is_not_installed_is_told_how() -> None:
     asking = Asking(Celery("plain", broker="memory://", set_as_current=False))
     with pytest.raises(NoLedger, match="install"):
-        asyncio.run(asking.status())
+        asyncio.run(asking.admin(lambda part: part.status()))
     asking.stop()

@@ -95,6 +95,7 @@
         byId("parked").textContent = number(found.parked);
         $(byId("overdue-card")).toggleClass("metric-card-danger", Boolean(found.overdue));
         $(byId("parked-card")).toggleClass("metric-card-danger", Boolean(found.parked));
+        $(byId("show-parked")).toggleClass("d-none", !found.parked);
         $(byId("error")).toggleClass("d-none", !found.error).text(found.error || "");
         $(byId("list")).add(byId("histogram-panel")).toggleClass("d-none", Boolean(found.error));
         showHistogram(found.histogram);
@@ -139,6 +140,22 @@
                 .append($('<span class="delays-depth">').css("width", level.waiting / most * 100 + "%"))
                 .append($("<span>").text(number(level.waiting)));
         }));
+    }
+
+    function showParked() {
+        $.getJSON(urls.parked).done(function (answer) {
+            var list = $(byId("parked-list")).empty();
+            if (answer.tasks === null) {
+                list.append($("<li>").text("A worker is trying them right now."));
+            }
+            (answer.tasks || []).forEach(function (task) {
+                var where = [task.exchange, task.routing_key].filter(Boolean).join(" \u2192 "),
+                    due = task.due ? ", due " + at(Date.parse(task.due) * 1000).format("YYYY-MM-DD HH:mm:ss") : "";
+                list.append($("<li>").text((task.task || "(no task)") + " " + (task.id || ""))
+                    .append($("<small>").text("to " + (where || "nobody knows") + due)));
+            });
+            bootstrap.Modal.getOrCreateInstance(document.getElementById("delays-parked-dialog")).show();
+        }).fail(function (xhr) { toast(sayWhy(xhr), "danger"); });
     }
 
     function filterTimes(wanted) {
@@ -439,6 +456,7 @@
             (wanted.verb === "reschedule" ? byId("countdown") : byId("no")).focus();
         });
         $("#delays-form").on("submit", confirmed);
+        $("#delays-show-parked").on("click", showParked);
         $("#delays-filter-clear").on("click", function () { filterTimes(null); });
         $("#delays-table").on("change", ".delays-box", function () {
             var task = table.row($(this).closest("tr")).data();
