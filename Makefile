@@ -24,11 +24,12 @@ $(VENV)/.complete: pyproject.toml constraints.txt
 brokers: ## install RabbitMQ and Redis for the tests; for 4.3, too: NATIVE_DELAY_TEST_43=1
 	scripts/setup_brokers.sh
 
-# At home a broker (or a Java) that cannot be installed is a reason to skip its tests, in CI to fail.
+# At home a broker (or a Java, a Chromium) that cannot be installed is a reason to skip its tests, in CI to fail.
 test: venv ## run all tests on private brokers, after installing what they need
 	@scripts/setup_brokers.sh || [ "$$CI" != true ]
 	@scripts/setup_spark.sh || [ "$$CI" != true ]
 	@[ "$$CI" != true ] || command -v promtool >/dev/null || scripts/install_packages.sh prometheus
+	@scripts/setup_browser.sh || [ "$$CI" != true ]
 	$(PYTHON) -m pytest --numprocesses=$(TEST_PROCESSES) \
 		$(wildcard tests/unit tests/conformance tests/integration tests/acceptance tests/spark)
 

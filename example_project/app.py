@@ -1,4 +1,4 @@
-"""The Celery app of a small shop. Only the last line has to do with delays."""
+"""The Celery app of a small shop. Only the last call has to do with delays."""
 
 import os
 
@@ -50,4 +50,8 @@ app.conf.update(
     },
 )
 
-install(app, telemetry=os.environ.get("EXAMPLE_TELEMETRY"))  # none unless asked for
+install(
+    app,
+    ledger=os.environ.get("DELAY_LEDGER"),  # these two: none unless asked for
+    telemetry=os.environ.get("EXAMPLE_TELEMETRY"),
+)

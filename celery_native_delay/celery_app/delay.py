@@ -62,6 +62,16 @@ class Delay:
         """What waits under this id: one message most often, none if it does not wait."""
         return self._ask(lambda found: found.get(task_id))
 
+    def ids(self, search: str | Query = "", *, limit: int | None = None) -> list[str]:
+        """The ids of all that match now, each once, earliest first; at most *limit*."""
+        query = _query(search)
+
+        def found(ledger: Ledger) -> list[str]:
+            most = limit or ledger.count(query) or 1
+            return list(dict.fromkeys(task.id for task in ledger.page(query, limit=most).tasks))
+
+        return self._ask(found)
+
     def count(self, search: str | Query = "") -> int:
         """How many wait."""
         query = _query(search)

@@ -1,6 +1,14 @@
 """``celery -A proj delay …``"""
 
-from . import broker, exporter, parked, plan, promote, waiting  # their commands join the group
+from . import (  # their commands join the group
+    broker,
+    exporter,
+    flower,
+    parked,
+    plan,
+    promote,
+    waiting,
+)
 from .group import delay
 
-__all__ = ("broker", "delay", "exporter", "parked", "plan", "promote", "waiting")
+__all__ = ("broker", "delay", "exporter", "flower", "parked", "plan", "promote", "waiting")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from functools import reduce
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -184,7 +184,7 @@ def _change(
     if bool(ids) == by_search:
         raise click.UsageError("give IDs, or a search (--search, --from, --until)")
     delay = _delay(ctx)
-    chosen = list(ids) or list(_found(delay, _query(search, from_, until)))
+    chosen = list(ids) or delay.ids(_query(search, from_, until))
     if dry_run:
         _say_dry(delay, chosen, verb, as_json)
         return
@@ -201,15 +201,6 @@ def _change(
         if by_search:
             click.echo(f"{len(outcomes) - len(failed):,} task(s) {done}")
     ctx.exit(1 if failed and not by_search else 0)
-
-
-def _found(delay: Delay, query: Query) -> Iterator[str]:
-    """The ids of all that match now, each once."""
-    seen: set[str] = set()
-    for task in delay.ls(query, limit=delay.count(query) or 1).tasks:
-        if task.id not in seen:
-            seen.add(task.id)
-            yield task.id
 
 
 def _say_dry(delay: Delay, ids: list[str], verb: str, as_json: bool) -> None:

@@ -123,12 +123,20 @@ class Query:
         """From the text of a search box.
 
         Raises:
-            InvalidQuery: a quote is left open, or a word has nothing behind its colon.
+            InvalidQuery: a quote is left open, a word has nothing behind its colon, or words are
+                not to be there together.
         """
         words = []
         if _WORD.sub("", text).strip():
             raise InvalidQuery(f"expected every quote to be closed, got {text!r}")
         for word in _WORD.findall(text):
+            if word == "AND":
+                continue
+            if word in ("OR", "NOT"):
+                raise InvalidQuery(
+                    f"expected words that all must be there, got {word!r}: search twice, or put it "
+                    f"between quotes"
+                )
             field, colon, value = word.partition(":")
             if not colon or field not in _FIELDS:
                 field, value = "", word

@@ -76,9 +76,9 @@ class Index:
         """Those that match, earliest first; their total only where due times alone decide."""
         first, end = self._ranks(query)
         if query.is_by_time_only:
-            start = first + offset
-            found = self._found([start, min(start + limit, end) - 1]) if start < end else ()
-            return Page(tuple(found), end - first)
+            # Those that are not to be seen are made up for by the next.
+            matching = self._matching(query, first + offset, end, chunk=min(limit, CHUNK))
+            return Page(tuple(islice(matching, limit)), end - first)
         matching = self._matching(query, first, end)
         return Page(tuple(islice(matching, offset, offset + limit)), None)
 
@@ -131,10 +131,12 @@ class Index:
             return int(first), int(self._client.zcard(self._due))
         return int(first), int(count(self._due, "-inf", f"({query.until_us}"))
 
-    def _matching(self, query: Query, first: int, end: int) -> Iterator[Waiting]:
+    def _matching(
+        self, query: Query, first: int, end: int, *, chunk: int = CHUNK
+    ) -> Iterator[Waiting]:
         needles = [text for text in query.needles if _is_itself_in_json(text)]
-        for start in range(first, end, CHUNK):
-            last = min(start + CHUNK, end) - 1
+        for start in range(first, end, chunk):
+            last = min(start + chunk, end) - 1
             for task in self._found([start, last, *needles]):
                 if query.matches(task):
                     yield task

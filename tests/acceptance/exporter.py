@@ -64,7 +64,7 @@ def exporter_of(fleet: Fleet, **conf: Any) -> Iterator[Exporter]:
     process = subprocess.Popen(
         command,
         cwd=REPOSITORY,
-        env=fleet.environment(conf),
+        env=fleet.environment(**conf),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         text=True,

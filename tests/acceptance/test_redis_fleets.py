@@ -101,7 +101,7 @@ def promote(fleet: Fleet) -> Iterator[subprocess.Popen[str]]:
             *("delay", "promote"),
         ],
         cwd=REPOSITORY,
-        env=fleet._environment({}),
+        env=fleet.environment(),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

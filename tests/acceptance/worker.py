@@ -225,7 +225,7 @@ class Fleet:
             process = subprocess.Popen(
                 [*command, *more],
                 cwd=REPOSITORY,
-                env=self.environment(conf),
+                env=self.environment(**conf),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
@@ -245,7 +245,7 @@ class Fleet:
         done = subprocess.run(
             [sys.executable, "-c", ("" if installed else _PLAIN_PYTHON) + names + code],
             cwd=REPOSITORY,
-            env=self.environment(conf),
+            env=self.environment(**conf),
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
@@ -262,8 +262,8 @@ class Fleet:
         """pytest shows this when the test has failed."""
         sys.stdout.write(f"---- log of {worker.name} ----\n{worker.log}\n")
 
-    def environment(self, conf: dict[str, Any]) -> dict[str, str]:
-        """Of a process that imports one of the apps."""
+    def environment(self, **conf: Any) -> dict[str, str]:
+        """The variables of a process whose app has this configuration."""
         mine = {
             CONF_VARIABLE: json.dumps({"broker_url": self.broker_url} | self.conf | conf),
             RECORD_VARIABLE: str(self.record.path),

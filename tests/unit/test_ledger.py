@@ -53,13 +53,15 @@ def task(**changes: Any) -> Waiting:
         ("queue:reminders uuid:order-7 root:root-1", True),
         ("queue:emails", False),
         ("a:b", False),
+        ("soon AND reminders", True),
+        ('"OR"', False),
     ],
 )
 def test_a_search_finds_what_has_all_its_words(search: str, found: bool) -> None:
     assert Query.parse(search).matches(task()) is found
 
 
-@pytest.mark.parametrize("search", ['"open', "name:", 'a "'])
+@pytest.mark.parametrize("search", ['"open', "name:", 'a "', "a OR b", "NOT a"])
 def test_a_search_that_makes_no_sense_is_refused(search: str) -> None:
     with pytest.raises(InvalidQuery, match="expected"):
         Query.parse(search)

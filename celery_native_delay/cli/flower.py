@@ -1,0 +1,30 @@
+"""``delay flower``: Flower with what waits in it."""
+
+from __future__ import annotations
+
+import click
+from celery.bin.base import CeleryCommand
+
+from .group import delay
+
+
+@delay.command(
+    name="flower",
+    cls=CeleryCommand,
+    context_settings={"ignore_unknown_options": True},
+    add_help_option=False,  # Flower's own tells it
+)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[FLOWER OPTIONS]...")
+@click.pass_context
+def flower(ctx: click.Context, arguments: tuple[str, ...]) -> None:
+    """Start Flower with the page Delays and DELAYED tasks; all its options go with it."""
+    from ..core.errors import NativeDelayError
+
+    try:
+        from ..flower import run
+    except ImportError as exc:
+        raise click.UsageError(f"pip install 'celery_native_delay[flower]': {exc}") from exc
+    try:
+        run(ctx, arguments)
+    except NativeDelayError as exc:
+        raise click.ClickException(str(exc)) from exc

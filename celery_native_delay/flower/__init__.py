@@ -1,0 +1,53 @@
+"""Flower with what waits in the broker: a page *Delays*, its REST, DELAYED tasks in the list.
+
+For stock ``celery flower`` one line in ``flowerconfig.py``::
+
+    from celery_native_delay.flower import install; install()
+
+or, without one, ``celery -A proj delay flower``. Flower itself stays as it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from importlib.metadata import version
+
+import click
+import flower.command
+import flower.events
+
+from ..core.errors import NativeDelayError
+from .app import DelayFlower
+from .state import WaitingState
+
+__all__ = ("UnsupportedFlower", "install", "run")
+
+_OLDEST, _TOO_NEW = (2, 2), (3,)
+
+
+class UnsupportedFlower(NativeDelayError):
+    """This release of Flower is not one we know."""
+
+
+def install() -> None:
+    """Have the Flower of this process show what waits; call it before it is started.
+
+    Raises:
+        UnsupportedFlower: it is older than 2.2, or 3.
+    """
+    found = version("flower")
+    release = tuple(int(part) for part in re.findall(r"\d+", found)[:2])
+    if not _OLDEST <= release < _TOO_NEW:
+        raise UnsupportedFlower(f"expected Flower 2.2 or a later 2.x, got {found}")
+    # The names under which its command, and its Events, look for them.
+    flower.command.Flower = DelayFlower
+    flower.events.EventsState = WaitingState
+
+
+def run(ctx: click.Context, arguments: Sequence[str]) -> None:
+    """``celery flower`` with *arguments*, as if the command of *ctx* were it."""
+    install()
+    command: click.Command = flower.command.flower
+    with command.make_context("flower", list(arguments), parent=ctx.find_root()) as its_own:
+        command.invoke(its_own)

@@ -1,0 +1,150 @@
+"""The same by REST. Who may call it is Flower's to decide: these are handlers of its API."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from flower.api import BaseApiHandler
+from tornado import web
+
+from ..celery_app.delay import Delay
+from ..core.errors import InvalidDueTime, InvalidQuery
+from ..core.ledger import Outcome
+from .pages import Errors, listed
+
+#: Changing takes a millisecond or two per task; this is patience for a busy broker.
+_CHANGE_SECONDS = 60.0
+
+#: In one request, so that it ends in time.
+_MOST_AT_ONCE = 1000
+
+_CHANGES: dict[str, Callable[..., list[Outcome]]] = {
+    "cancel": Delay.cancel_all,
+    "reschedule": Delay.reschedule_all,
+    "run-now": Delay.run_all_now,
+}
+
+
+class ApiHandler(Errors, BaseApiHandler):
+    """What Flower demands of all callers of its API, and our errors as JSON."""
+
+    def write_error(self, status_code: int, **kwargs: Any) -> None:
+        """A browser sends the password it knows when it is asked for one, as by Flower's pages."""
+        if status_code == 401 and self.application.options.basic_auth:
+            self.set_header("WWW-Authenticate", 'Basic realm="flower"')
+        super().write_error(status_code, **kwargs)
+
+    def changes(self) -> None:
+        """Raises 403 where nothing may be changed."""
+        if self.application.options.read_only:
+            raise web.HTTPError(403, "Read only mode is enabled")
+
+    def moment(self, body: dict[str, Any]) -> dict[str, Any]:
+        """``countdown``, in seconds, or ``eta``, in ISO 8601."""
+        given = {
+            name: body.get(name, self.get_argument(name, None)) for name in ("countdown", "eta")
+        }
+        found = {name: value for name, value in given.items() if value is not None}
+        if "countdown" in found:
+            try:
+                found["countdown"] = float(found["countdown"])
+            except (TypeError, ValueError) as exc:
+                raise InvalidDueTime(
+                    f"expected countdown in seconds, got {found['countdown']!r}"
+                ) from exc
+        return found
+
+    def body(self) -> dict[str, Any]:
+        """The JSON object that came; empty for none."""
+        if not self.request.body or "json" not in self.request.headers.get("Content-Type", "json"):
+            return {}
+        try:
+            found = json.loads(self.request.body)
+        except ValueError as exc:
+            raise web.HTTPError(400, f"expected JSON, {exc}") from exc
+        if not isinstance(found, dict):
+            raise web.HTTPError(400, f"expected a JSON object, got {type(found).__name__}")
+        return found
+
+    async def change(self, verb: str, ids: list[str], body: dict[str, Any]) -> list[Outcome]:
+        """Cancel, reschedule or run now, and have Flower's list of tasks know."""
+        moment = self.moment(body) if verb == "reschedule" else {}
+        outcomes = await self.asking.delay(
+            lambda delay: _CHANGES[verb](delay, ids, **moment), within_seconds=_CHANGE_SECONDS
+        )
+        for outcome in outcomes:
+            self.application.events.state.changed(outcome, cancelled=verb == "cancel")
+        self.application.delays_summary = None
+        return outcomes
+
+
+class ListDelays(ApiHandler):
+    @web.authenticated
+    async def get(self) -> None:
+        """``limit``, ``offset``, ``search``, ``from_us``, ``until_us``; earliest first.
+
+        ``total`` is null where a search finds so many that nobody has counted them.
+        """
+        limit = self.get_argument("limit", 50, type=int)
+        offset = self.get_argument("offset", 0, type=int)
+        if not (1 <= limit <= 10_000 and offset >= 0):
+            raise InvalidQuery(
+                f"expected limit from 1 to 10000 and offset from 0, got {limit} and {offset}"
+            )
+        query = self.query(self.get_argument("search", "", escape=False))
+        page, in_all, counted = await self.asking.delay(
+            lambda delay: listed(delay, query, offset, limit)
+        )
+        self.write(
+            {
+                "total": page.total if counted else None,
+                "waiting": in_all,
+                "offset": offset,
+                "tasks": [task.as_json() for task in page.tasks],
+            }
+        )
+
+
+class ShowDelay(ApiHandler):
+    @web.authenticated
+    async def get(self, task_id: str) -> None:
+        """What waits under this id; 404 if nothing does."""
+        found = await self.asking.delay(lambda delay: delay.show(task_id))
+        if not found:
+            raise web.HTTPError(404, f"Nothing waits under '{task_id}'")
+        self.write({"id": task_id, "tasks": [task.as_json() for task in found]})
+
+
+class ChangeOne(ApiHandler):
+    @web.authenticated
+    async def post(self, verb: str, task_id: str) -> None:
+        """404 if nothing waits under this id, 409 if it was handed over meanwhile."""
+        self.changes()
+        (outcome,) = await self.change(verb, [task_id], self.body())
+        if not outcome:
+            self.set_status(404 if not outcome.tasks else 409)
+        self.write(as_json(outcome) | {"message": str(outcome)})
+
+
+class ChangeMany(ApiHandler):
+    @web.authenticated
+    async def post(self, verb: str) -> None:
+        """The body is ``{"ids": […]}``, with ``countdown`` or ``eta`` to reschedule."""
+        self.changes()
+        body = self.body()
+        ids = body.get("ids")
+        if not (isinstance(ids, list) and all(isinstance(each, str) for each in ids)):
+            raise web.HTTPError(400, "expected a list of ids in the body")
+        if len(ids) > _MOST_AT_ONCE:
+            raise web.HTTPError(400, f"expected at most {_MOST_AT_ONCE} ids, got {len(ids)}")
+        outcomes = await self.change(verb, ids, body)
+        self.write(
+            {"done": sum(map(bool, outcomes)), "outcomes": [as_json(each) for each in outcomes]}
+        )
+
+
+def as_json(outcome: Outcome) -> dict[str, Any]:
+    """What became of it."""
+    return {"id": outcome.id, "verdict": outcome.verdict.value, "due_us": outcome.due_us}

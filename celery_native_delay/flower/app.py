@@ -1,0 +1,68 @@
+"""Flower's application with our pages in it."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from flower.app import Flower, rewrite_handler
+from tornado.web import StaticFileHandler, url
+
+from ..core.errors import NativeDelayError
+from ..metrics import Exposed, expose
+from . import api, pages
+from .asking import Asking
+from .patching import STATIC, PatchedTemplates
+from .refreshing import Refreshing
+
+HANDLERS = [
+    url(r"/delays", pages.DelaysPage, name="delays"),
+    url(r"/delays/summary", pages.Summary, name="delays-summary"),
+    url(r"/delays/datatable", pages.DataTable, name="delays-datatable"),
+    url(r"/delays/parked", pages.Parked, name="delays-parked"),
+    url(r"/delays/ids", pages.MatchingIds, name="delays-ids"),
+    url(r"/delays/static/(.*)", StaticFileHandler, {"path": str(STATIC)}, name="delays-static"),
+    url(r"/api/delays", api.ListDelays),
+    url(r"/api/delays/(cancel|reschedule|run-now)", api.ChangeMany, name="delays-change"),
+    url(r"/api/delay/(cancel|reschedule|run-now)/(.+)", api.ChangeOne),
+    url(r"/api/delay/(.+)", api.ShowDelay),
+]
+
+#: What the list of tasks shows where nobody has chosen its columns: the ETA as well.
+STOCK_COLUMNS = "name,uuid,state,received,runtime,worker"
+COLUMNS = "name,uuid,state,eta,received,runtime,worker"
+
+
+class DelayFlower(Flower):
+    """Stock Flower, and what waits."""
+
+    def __init__(self, options: Any = None, **kwargs: Any) -> None:
+        kwargs["template_loader"] = PatchedTemplates()
+        super().__init__(options=options, **kwargs)
+        if self.options.tasks_columns == STOCK_COLUMNS:
+            self.options.tasks_columns = COLUMNS
+        prefix = self.options.url_prefix
+        # Tornado puts them before Flower's own, which end with one that takes everything.
+        self.add_handlers(
+            ".*", [rewrite_handler(each, prefix) for each in HANDLERS] if prefix else HANDLERS
+        )
+        self.asking = Asking(self.capp)
+        self.refreshing = Refreshing(self.asking, self.events)
+        self._exposed: Exposed | None = None
+
+    def start(self) -> None:
+        """Until it is stopped."""
+        self.io_loop.add_callback(self.refreshing.run)
+        # Flower's /metrics serves the default registry.
+        with suppress(NativeDelayError):  # the page says why
+            self._exposed = expose(self.capp)
+        super().start()
+
+    def stop(self) -> None:
+        """End the threads as well."""
+        if self._exposed is not None:
+            self._exposed.close()
+            self._exposed = None
+        self.refreshing.stop()
+        self.asking.stop()
+        super().stop()

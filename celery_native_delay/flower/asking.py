@@ -1,0 +1,88 @@
+"""Broker and ledger are asked in threads of our own, and never longer than we care to wait."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
+from typing import TypeVar
+
+from celery import Celery
+from kombu.exceptions import OperationalError
+
+from ..celery_app.delay import Delay
+from ..celery_app.install import installation_of
+from ..core.errors import LedgerUnavailable, NoLedger
+from ..transports.contract import AdminPart
+
+T = TypeVar("T")
+
+#: At a time. One that hangs is not Flower's: its own executor has few as well.
+_THREADS = 4
+
+#: What is looked up answers within milliseconds, or something is wrong.
+ANSWER_SECONDS = 10.0
+
+
+class Asking:
+    """Asks about one app, from Flower's IO loop."""
+
+    def __init__(self, app: Celery) -> None:
+        self.app = app
+        self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="native-delay")
+
+    async def delay(
+        self, question: Callable[[Delay], T], *, within_seconds: float = ANSWER_SECONDS
+    ) -> T:
+        """The answer to *question*, which blocks.
+
+        Raises:
+            LedgerUnavailable: it is away, or so is the broker, or it took longer.
+            NativeDelayError: as *question* does.
+        """
+        return await self._ask(lambda: question(Delay(self.app)), within_seconds)
+
+    async def admin(self, question: Callable[[AdminPart], T]) -> T:
+        """The answer to *question* about the broker, as ``celery delay`` asks it.
+
+        Raises:
+            LedgerUnavailable: the broker is away, or slow.
+        """
+        return await self._ask(lambda: self._with_admin_part(question), ANSWER_SECONDS)
+
+    def stop(self) -> None:
+        """What nobody has begun to ask is not asked any more."""
+        self._executor.shutdown(wait=False, cancel_futures=True)
+
+    # --- private -------------------------------------------------------------------------
+
+    async def _ask(self, question: Callable[[], T], within_seconds: float) -> T:
+        asked = asyncio.get_running_loop().run_in_executor(self._executor, question)
+        try:
+            return await asyncio.wait_for(asked, within_seconds)
+        except TimeoutError as exc:
+            raise LedgerUnavailable(
+                f"no answer within {within_seconds:g} s; what was asked may yet be done"
+            ) from exc
+        except self._broker_errors as exc:
+            raise LedgerUnavailable(f"the broker cannot be used: {exc}") from exc
+
+    def _with_admin_part(self, question: Callable[[AdminPart], T]) -> T:
+        installation = installation_of(self.app)
+        with self.app.connection_or_acquire() as connection:
+            connection.ensure_connection(max_retries=1)
+            channel = connection.default_channel
+            if installation is None or not hasattr(channel, "admin_part"):
+                raise NoLedger(f"expected an installed app, got {self.app!r}: call install(app)")
+            return question(channel.admin_part(installation.settings()))
+
+    @cached_property
+    def _broker_errors(self) -> tuple[type[Exception], ...]:
+        connection = self.app.connection_for_write()
+        return (
+            OperationalError,
+            OSError,
+            *connection.connection_errors,
+            *connection.channel_errors,
+        )

@@ -1,0 +1,180 @@
+"""The page *Delays*, and what it asks while it is open. As open, or closed, as Flower's own."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from time import monotonic, time
+from typing import Any
+
+from flower.views import BaseHandler
+from tornado import web
+
+from ..celery_app.delay import Delay
+from ..core.errors import InvalidQuery, LedgerUnavailable, NativeDelayError, NoLedger
+from ..core.ledger import Page, Query
+from .asking import Asking
+from .patching import STATIC
+
+#: An answer that is no older serves every open page.
+_SUMMARY_SECONDS = 2.0
+
+_BARS = 40
+
+#: So many parked ones are shown.
+_PARKED = 50
+
+#: What a search finds is counted so far beyond its page: reading all of it would take seconds.
+_COUNTED = 1000
+
+#: So many can be changed in one go.
+MOST_IDS = 100_000
+
+
+class Errors(BaseHandler):
+    """Tells our errors the way that Flower tells its own."""
+
+    @property
+    def asking(self) -> Asking:
+        asking: Asking = self.application.asking
+        return asking
+
+    def log_exception(self, typ: Any, value: Any, tb: Any) -> None:
+        """What is no fault of the server does not need a traceback."""
+        if not isinstance(value, NativeDelayError):
+            super().log_exception(typ, value, tb)
+
+    def send_error(self, status_code: int = 500, **kwargs: Any) -> None:
+        """An expected error is one sentence."""
+        error = (kwargs.get("exc_info") or (None, None))[1]
+        if isinstance(error, NativeDelayError) and not self._finished:
+            self.clear()
+            self.set_status(503 if isinstance(error, LedgerUnavailable) else 400)
+            self.finish({"error": str(error)})
+        else:
+            super().send_error(status_code, **kwargs)
+
+    def microseconds(self, name: str) -> int | None:
+        """An argument in microseconds since the epoch."""
+        found: int | None = self.get_argument(name, None, type=int)
+        return found
+
+    def query(self, search: str) -> Query:
+        """What is asked for, by *search*, ``from_us`` and ``until_us``."""
+        return Query.parse(search).due_within(
+            self.microseconds("from_us"), self.microseconds("until_us")
+        )
+
+
+class DelaysPage(Errors):
+    @web.authenticated
+    def get(self) -> None:
+        """The page itself; all that it shows it asks for."""
+        options = self.application.options
+        closed = not (options.basic_auth or options.auth or self.unauthenticated_api)
+        self.render(
+            "delays.html",
+            read_only=options.read_only,
+            api_closed=closed,
+            time_zone=str(self.capp.conf.timezone or ""),
+            version=lambda path: web.StaticFileHandler.get_version(
+                {"static_path": str(STATIC)}, path
+            ),
+        )
+
+
+class Summary(Errors):
+    @web.authenticated
+    async def get(self) -> None:
+        """What the cards, the levels and the histogram show."""
+        kept = getattr(self.application, "delays_summary", None)
+        if kept is None or monotonic() - kept[0] > _SUMMARY_SECONDS:
+            kept = (monotonic(), await summary(self.asking))
+            self.application.delays_summary = kept
+        self.write(kept[1])
+
+
+async def summary(asking: Asking) -> dict[str, Any]:
+    """What waits, in numbers; ``error`` says why there are no more of them."""
+    status = await asking.admin(lambda part: part.status().as_json())
+    found: dict[str, Any] = {
+        "name": status["name"],
+        "waiting": status["waiting"],
+        "parked": status["parked"],
+        "stuck": status.get("stuck"),
+        "levels": [
+            level for level in status.get("levels", ()) if level["waiting"] or level["stuck"]
+        ],
+        "next_due_us": None,
+        "overdue": status.get("overdue"),
+        "histogram": [],
+        "error": None,
+    }
+    try:
+        return found | await asking.delay(_numbers)
+    except NoLedger as exc:
+        return found | {"error": str(exc)}
+
+
+def _numbers(delay: Delay) -> dict[str, Any]:
+    bars = delay.histogram(bars=_BARS)
+    due = delay.next_due()
+    return {
+        "waiting": delay.count(),
+        "next_due_us": None if due is None else round(due.timestamp() * 1e6),
+        "overdue": delay.count(Query(until_us=round(time() * 1e6))),
+        "histogram": [[bar.from_us, bar.until_us, bar.count] for bar in bars],
+    }
+
+
+class Parked(Errors):
+    @web.authenticated
+    async def get(self) -> None:
+        """The first of the parked; null while a worker tries them again."""
+        found = await self.asking.admin(lambda part: part.parked(limit=_PARKED))
+        tasks = None if found is None else [asdict(task) for task in found[1]]
+        self.write({"tasks": tasks})
+
+
+class DataTable(Errors):
+    @web.authenticated
+    async def get(self) -> None:
+        """A page of the table, in the words of DataTables."""
+        draw = self.get_argument("draw", type=int, required=True)
+        offset = max(self.get_argument("start", 0, type=int), 0)
+        limit = min(max(self.get_argument("length", 15, type=int), 1), 500)
+        answer = {"draw": draw, "data": [], "recordsTotal": 0, "recordsFiltered": 0}
+        try:
+            query = self.query(self.get_argument("search[value]", "", escape=False))
+            page, in_all, counted = await self.asking.delay(
+                lambda delay: listed(delay, query, offset, limit)
+            )
+        except (InvalidQuery, LedgerUnavailable) as exc:
+            self.write(answer | {"searchError": str(exc)})
+            return
+        answer["data"] = [task.as_json() | {"due_us": task.due_us} for task in page.tasks]
+        answer |= {"recordsTotal": in_all, "recordsFiltered": page.total, "counted": counted}
+        self.write(answer)
+
+
+def listed(delay: Delay, query: Query, offset: int, limit: int) -> tuple[Page, int, bool]:
+    """A page of what matches, how many wait in all, and whether the page's total is all of them."""
+    searched = not query.is_by_time_only
+    page = delay.ls(query, limit=limit + (_COUNTED if searched else 0), offset=offset)
+    total = page.total
+    if total is None:
+        total = offset + len(page.tasks)
+    counted = not searched or len(page.tasks) < limit + _COUNTED
+    return Page(page.tasks[:limit], total), delay.count(), counted
+
+
+class MatchingIds(Errors):
+    @web.authenticated
+    async def get(self) -> None:
+        """All ids that match now: what somebody confirms is what is changed, to the task."""
+        query = self.query(self.get_argument("search", "", escape=False))
+        found = await self.asking.delay(lambda delay: delay.ids(query, limit=MOST_IDS + 1))
+        if len(found) > MOST_IDS:
+            raise InvalidQuery(
+                f"expected at most {MOST_IDS:,} tasks at a time, found more: narrow the search"
+            )
+        self.write({"ids": found})

@@ -1,0 +1,165 @@
+"""Flower's picture of the cluster, in which a task that waits in the broker is DELAYED.
+
+Monitors learn of a task when it is sent, if its app says so at all, and forget it on their restart.
+Here the ledger tells; events say what happens to the task afterwards, as ever. No event of our own
+is sent: Celery would rank its state above REVOKED, and take whoever sends it for a worker.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from datetime import UTC, datetime
+from time import time
+from typing import Any
+
+from celery import states
+from celery.events.state import Task
+from flower.events import EventsState
+
+from ..core.due_time import due_us
+from ..core.errors import InvalidDueTime
+from ..core.ledger import Outcome, Waiting
+
+DELAYED = "DELAYED"
+
+#: A task in one of these may have come to wait, or wait again.
+_MAY_WAIT = (states.PENDING, states.RECEIVED, DELAYED)
+
+
+def precedence(state: str) -> int:
+    """As Celery's, with DELAYED where PENDING is: whatever a worker says comes later."""
+    ranked: int = states.precedence(states.PENDING if state == DELAYED else state)
+    return ranked
+
+
+class WaitingTask(Task):
+    """A task that may be DELAYED."""
+
+    state: str
+
+    def event(
+        self,
+        type_: str,
+        timestamp: Any = None,
+        local_received: Any = None,
+        fields: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        """Learn from an event what has become of it."""
+        kwargs.setdefault("precedence", precedence)
+        super().event(type_, timestamp, local_received, fields, **kwargs)
+        if self.state == states.PENDING and _microseconds(self.eta) > time() * 1e6:
+            self.state = DELAYED
+
+
+class WaitingState(EventsState):
+    """Used on Flower's IO loop only, as the original."""
+
+    Task = WaitingTask
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        #: Of all that are DELAYED: when they are due, in microseconds since the epoch.
+        self.delayed: dict[str, int] = {}
+        for task in self._known().values():
+            self._note(task)
+
+    def event(self, event: dict[str, Any]) -> None:
+        """Learn from an event."""
+        super().event(event)
+        if event["type"].startswith("task-"):
+            task = self._known().get(event["uuid"])
+            if task is not None:
+                self._note(task)
+
+    def saw(self, waiting: Iterable[Waiting]) -> None:
+        """These wait now."""
+        for found in waiting:
+            if not found.name:
+                continue  # no task
+            task = self._known().get(found.id)
+            if task is None:
+                self._add(found)
+            elif task.state in _MAY_WAIT:
+                self._update(task, found)
+
+    def does_not_wait(self, ids: Collection[str]) -> None:
+        """These were handed over; if nothing was heard of them since, nobody has received them."""
+        for task_id in ids:
+            task = self._known().get(task_id)
+            if task is not None and task.state == DELAYED:
+                self._become(task, states.PENDING)
+            self.delayed.pop(task_id, None)
+
+    def changed(self, outcome: Outcome, *, cancelled: bool) -> None:
+        """Somebody has cancelled or moved what waited."""
+        task = self._known().get(outcome.id)
+        if not outcome or task is None or task.state not in _MAY_WAIT:
+            return
+        if cancelled:
+            task.revoked = time()
+            self._become(task, states.REVOKED)
+        elif outcome.due_us is not None:
+            task.eta = _iso(outcome.due_us)
+            self._become(task, DELAYED if outcome.due_us / 1e6 > time() else states.PENDING)
+
+    def due(self) -> set[str]:
+        """The DELAYED ones whose time has come."""
+        now_us = time() * 1e6
+        return {task_id for task_id, due_us in self.delayed.items() if due_us <= now_us}
+
+    # --- private -------------------------------------------------------------------------
+
+    def _known(self) -> Any:
+        """The tasks, without the bookkeeping of which was used last."""
+        return getattr(self.tasks, "data", self.tasks)
+
+    def _add(self, found: Waiting) -> None:
+        evicted = self._eviction_candidate(found.id)
+        task = self.tasks[found.id] = self.Task(found.id, cluster_state=self)
+        task.timestamp = time()
+        self._describe(task, found)
+        task.state = DELAYED
+        self._index_task(task, evicted)
+        if evicted is not None and evicted not in self._known():
+            self.delayed.pop(evicted, None)
+        self.delayed[found.id] = found.due_us
+
+    def _update(self, task: Any, found: Waiting) -> None:
+        if self.delayed.get(found.id) == found.due_us:
+            return
+        if task.state == states.RECEIVED and found.due_us <= time() * 1e6:
+            return  # it was read a moment before it was received
+        # What stock Flower had saved is stock, too.
+        task.__class__ = self.Task
+        self._describe(task, found)
+        self._become(task, DELAYED)
+        self.delayed[found.id] = found.due_us
+
+    def _describe(self, task: Any, found: Waiting) -> None:
+        task.name, task.args, task.kwargs = found.name, found.args, found.kwargs
+        task.eta, task.retries, task.root_id = _iso(found.due_us), found.retries, found.root_id
+        task.exchange, task.routing_key = found.exchange, found.routing_key
+
+    def _become(self, task: Any, state: str) -> None:
+        task.state = state
+        self._index_task(task, None)
+        self._note(task)
+
+    def _note(self, task: Any) -> None:
+        if task.state == DELAYED:
+            self.delayed[task.uuid] = _microseconds(task.eta)
+        else:
+            self.delayed.pop(task.uuid, None)
+
+
+def _iso(moment_us: int) -> str:
+    moment = datetime.fromtimestamp(moment_us // 1000 / 1000, UTC)
+    return moment.isoformat(timespec="milliseconds")
+
+
+def _microseconds(eta: Any) -> int:
+    try:
+        return due_us(eta) if eta else 0
+    except InvalidDueTime:
+        return 0

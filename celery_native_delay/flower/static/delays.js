@@ -1,0 +1,496 @@
+/* The page Delays. jQuery, DataTables, Bootstrap and moment are Flower's own. */
+/*global $, bootstrap, moment */
+
+(function () {
+    "use strict";
+
+    var page = document.getElementById("delays-page"),
+        urls = page.dataset,
+        timezone = urls.timezone,
+        mayChange = urls.mayChange === "yes",
+        REFRESH_MS = 5000,
+        BATCH = 100,
+        LISTED = 20,
+        range = null,           // [from, until] in microseconds: the bar that filters
+        selected = new Map(),   // of what is shown: id -> name
+        allMatch = null,        // ids of everything that matches, if it was asked for
+        matching = 0,
+        counted = true,         // or there are more
+        table, bars = [];
+
+    function byId(id) {
+        return document.getElementById("delays-" + id);
+    }
+
+    function escapeHtml(text) {
+        return $("<i>").text(text === null || text === undefined ? "" : String(text)).html()
+            .replace(/"/g, "&quot;");
+    }
+
+    function number(value) {
+        return value === null || value === undefined ? "\u2014" : Number(value).toLocaleString("en");
+    }
+
+    function plural(count) {
+        return number(count) + (count === 1 ? " task" : " tasks");
+    }
+
+    function at(us) {
+        var time = moment(us / 1000);
+        return timezone ? time.tz(timezone) : time;
+    }
+
+    function duration(seconds) {
+        var parts = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]],
+            rest = Math.floor(seconds), words = [];
+        parts.forEach(function (part) {
+            var count = Math.floor(rest / part[0]);
+            rest -= count * part[0];
+            if (count && words.length < 2) {
+                words.push(count + " " + part[1]);
+            }
+        });
+        return words.join(" ") || Math.round(seconds * 1000) + " ms";
+    }
+
+    function inWords(us) {
+        var seconds = Math.round((us / 1000 - Date.now()) / 1000);
+        if (!seconds) {
+            return "now";
+        }
+        return seconds < 0 ? duration(-seconds) + " ago" : "in " + duration(seconds);
+    }
+
+    function sayWhy(xhr) {
+        var body = xhr.responseJSON;
+        if (body && body.error) {
+            return body.error;
+        }
+        return xhr.status ? "Flower answered " + xhr.status + ": " + (xhr.responseText || xhr.statusText)
+            .replace(/<[^>]*>/g, " ").trim().slice(0, 300) : "Flower does not answer";
+    }
+
+    function toast(message, kind) {
+        var element = $('<div class="toast align-items-center border-0" aria-atomic="true">')
+            .addClass("text-bg-" + kind)
+            .attr("role", kind === "danger" ? "alert" : "status")
+            .append($('<div class="d-flex">')
+                .append($('<div class="toast-body">').text(message))
+                .append('<button type="button" class="btn-close btn-close-white me-2 m-auto"' +
+                    ' data-bs-dismiss="toast" aria-label="Close"></button>'));
+        $("#toast-container").append(element);
+        element.on("hidden.bs.toast", function () { element.remove(); });
+        new bootstrap.Toast(element[0], {delay: kind === "danger" ? 10000 : 5000}).show();
+    }
+
+    // ---- cards, histogram, levels ---------------------------------------------------------
+
+    function showNumbers(found) {
+        byId("name").textContent = found.name;
+        byId("waiting").textContent = number(found.waiting);
+        byId("next").textContent = found.next_due_us ?
+            inWords(found.next_due_us).replace(/^in /, "") : "\u2014";
+        byId("next").title = found.next_due_us ? at(found.next_due_us).format() : "";
+        byId("overdue").textContent = number(found.overdue);
+        byId("parked").textContent = number(found.parked);
+        $(byId("overdue-card")).toggleClass("metric-card-danger", Boolean(found.overdue));
+        $(byId("parked-card")).toggleClass("metric-card-danger", Boolean(found.parked));
+        $(byId("show-parked")).toggleClass("d-none", !found.parked);
+        $(byId("error")).toggleClass("d-none", !found.error).text(found.error || "");
+        $(byId("list")).add(byId("histogram-panel")).toggleClass("d-none", Boolean(found.error));
+        showHistogram(found.histogram);
+        showLevels(found.levels);
+    }
+
+    function showHistogram(found) {
+        var most = Math.max.apply(null, [1].concat(found.map(function (bar) { return bar[2]; }))),
+            box = byId("histogram"),
+            focused = document.activeElement && document.activeElement.dataset.from;
+        bars = found;
+        $(box).empty();
+        found.forEach(function (bar) {
+            var label = plural(bar[2]) + " due from " + at(bar[0]).format("YYYY-MM-DD HH:mm:ss") +
+                    " until " + at(bar[1]).format("YYYY-MM-DD HH:mm:ss"),
+                height = bar[2] ? Math.max(3, Math.round(bar[2] / most * 100)) : 0,
+                pressed = range !== null && range[0] === bar[0] && range[1] === bar[1];
+            $('<button type="button" class="delays-bar">')
+                .attr({"aria-label": label, title: label, "aria-pressed": pressed, "data-from": bar[0]})
+                .append($("<span>").css("height", height + "%"))
+                .on("click", function () { filterTimes(pressed ? null : [bar[0], bar[1]]); })
+                .appendTo(box);
+        });
+        if (focused) {
+            $(box).find('[data-from="' + focused + '"]').trigger("focus");
+        }
+        byId("from").textContent = found.length ? at(found[0][0]).format("YYYY-MM-DD HH:mm:ss") : "";
+        byId("until").textContent = found.length ?
+            at(found[found.length - 1][1]).format("YYYY-MM-DD HH:mm:ss") : "Nothing waits";
+    }
+
+    function showLevels(levels) {
+        var most = Math.max.apply(null, [1].concat(levels.map(function (level) { return level.waiting; })));
+        $(byId("levels-panel")).toggleClass("d-none", !levels.length);
+        $(".delays-pictures").toggleClass("has-levels",
+            levels.length > 0 && !$(byId("histogram-panel")).hasClass("d-none"));
+        $(byId("levels")).empty().append(levels.slice().reverse().map(function (level) {
+            var stuck = level.stuck ? ", " + number(level.stuck) + " stuck" : "";
+            return $("<li>").toggleClass("is-stuck", Boolean(level.stuck))
+                .attr("title", level.queue + ": " + number(level.waiting) + stuck)
+                .append($("<span>").text(duration(level.ttl_seconds)))
+                .append($('<span class="delays-depth">').css("width", level.waiting / most * 100 + "%"))
+                .append($("<span>").text(number(level.waiting)));
+        }));
+    }
+
+    function showParked() {
+        $.getJSON(urls.parked).done(function (answer) {
+            var list = $(byId("parked-list")).empty();
+            if (answer.tasks === null) {
+                list.append($("<li>").text("A worker is trying them right now."));
+            }
+            (answer.tasks || []).forEach(function (task) {
+                var where = [task.exchange, task.routing_key].filter(Boolean).join(" \u2192 "),
+                    due = task.due ? ", due " + at(Date.parse(task.due) * 1000).format("YYYY-MM-DD HH:mm:ss") : "";
+                list.append($("<li>").text((task.task || "(no task)") + " " + (task.id || ""))
+                    .append($("<small>").text("to " + (where || "nobody knows") + due)));
+            });
+            bootstrap.Modal.getOrCreateInstance(document.getElementById("delays-parked-dialog")).show();
+        }).fail(function (xhr) { toast(sayWhy(xhr), "danger"); });
+    }
+
+    function filterTimes(wanted) {
+        range = wanted;
+        $(byId("filter")).toggleClass("d-none", range === null);
+        if (range) {
+            byId("filter-text").textContent = "Due from " + at(range[0]).format("YYYY-MM-DD HH:mm:ss") +
+                " until " + at(range[1]).format("YYYY-MM-DD HH:mm:ss");
+        }
+        showHistogram(bars);
+        unselect();
+        table.ajax.reload();
+    }
+
+    function refresh() {
+        return $.getJSON(urls.summary).done(function (found) {
+            showNumbers(found);
+            live(true);
+        }).fail(function (xhr) {
+            live(false);
+            $(byId("error")).removeClass("d-none").text(sayWhy(xhr));
+        });
+    }
+
+    function live(is) {
+        $(byId("dot")).toggleClass("status-dot-live", is).toggleClass("status-dot-error", !is);
+        byId("live").textContent = is ? "Live" : "No answer";
+    }
+
+    // ---- table and selection --------------------------------------------------------------
+
+    function given(task) {
+        return task.kwargs && task.kwargs !== "{}" ? task.args + " " + task.kwargs : task.args;
+    }
+
+    function columns() {
+        return [{
+            data: "id", visible: mayChange, width: "1%",
+            render: function (id, type, task) {
+                return '<input type="checkbox" class="form-check-input delays-box" data-id="' +
+                    escapeHtml(id) + '" aria-label="Select ' + escapeHtml(task.name + " " + id) + '"' +
+                    (selected.has(id) || (allMatch && allMatch.has(id)) ? " checked" : "") + ">";
+            }
+        }, {
+            data: "due_us", className: "delays-due",
+            render: function (us) {
+                var late = us / 1000 < Date.now() ? ' class="is-overdue"' : "";
+                return '<time datetime="' + at(us).toISOString() + '"><span' + late + ">" +
+                    escapeHtml(inWords(us)) + "</span><small>" +
+                    '<span class="d-none d-md-inline">' + at(us).format("YYYY-") + "</span>" +
+                    at(us).format("MM-DD HH:mm") +
+                    '<span class="d-none d-md-inline">' + at(us).format(":ss") + "</span></small></time>";
+            }
+        }, {
+            data: "name", className: "delays-name",
+            render: function (name, type, task) {
+                return escapeHtml(name || "(no task)").replace(/\./g, ".<wbr>") +
+                    '<small class="delays-text d-md-none">' + escapeHtml(given(task)) + "</small>";
+            }
+        }, {
+            data: "id", className: "task-uuid-cell delays-secondary",
+            render: function (id) {
+                var prefix = $("#url_prefix").val();
+                prefix = prefix ? "/" + prefix.replace(/^\/+|\/+$/g, "") : "";
+                return '<a href="' + prefix + "/task/" + encodeURIComponent(id) + '" title="' +
+                    escapeHtml(id) + '"><code>' + escapeHtml(id.length > 13 ? id.slice(0, 8) : id) +
+                    "</code></a>";
+            }
+        }, {
+            data: "args", className: "delays-secondary",
+            render: function (args, type, task) {
+                return '<span class="delays-text" title="' + escapeHtml(given(task)) + '">' +
+                    escapeHtml(given(task)) + "</span>";
+            }
+        }, {
+            data: "queue", className: "delays-secondary",
+            render: function (queue, type, task) {
+                return escapeHtml(queue || task.exchange + " \u2192 " + task.routing_key)
+                    .replace(/\./g, ".<wbr>");
+            }
+        }, {
+            data: "id", visible: mayChange, width: "1%", className: "text-end",
+            render: function (id, type, task) {
+                return '<div class="dropdown"><button type="button" class="btn btn-sm btn-link' +
+                    ' delays-more" data-bs-toggle="dropdown" aria-expanded="false"' +
+                    ' data-bs-popper-config=\'{"strategy":"fixed"}\' aria-label="Change ' +
+                    escapeHtml(task.name + " " + id) + '">&#8943;</button>' +
+                    '<ul class="dropdown-menu dropdown-menu-end">' +
+                    [["run-now", "Run now"], ["reschedule", "Reschedule\u2026"], ["cancel", "Cancel\u2026"]]
+                        .map(function (item) {
+                            return '<li><button type="button" class="dropdown-item" data-one="' + item[0] +
+                                '" data-id="' + escapeHtml(id) + '">' + item[1] + "</button></li>";
+                        }).join("") + "</ul></div>";
+            }
+        }];
+    }
+
+    function asked() {
+        var what = {search: table.search()};
+        if (range) {
+            what.from_us = range[0];
+            what.until_us = range[1];
+        }
+        return what;
+    }
+
+    function shown() {
+        return table.rows().data().toArray();
+    }
+
+    function showSelection() {
+        var count = allMatch ? allMatch.size : selected.size,
+            rows = shown(),
+            whole = rows.length > 0 && rows.every(function (task) {
+                return selected.has(task.id) || (allMatch && allMatch.has(task.id));
+            });
+        if (!mayChange) {
+            return;
+        }
+        byId("selected").textContent = count ? plural(count) + " selected" : "None selected";
+        $(byId("all")).toggleClass("d-none", !whole || allMatch !== null || matching <= rows.length)
+            .text("Select all " + (counted ? number(matching) + " " : "") + "that match");
+        $("[data-change]").prop("disabled", !count);
+        byId("page-box").checked = whole;
+        byId("page-box").indeterminate = count > 0 && !whole;
+    }
+
+    function unselect() {
+        selected.clear();
+        allMatch = null;
+        $(".delays-box").prop("checked", false);
+        showSelection();
+    }
+
+    function select(id, name, on) {
+        if (allMatch) {         // from now on one by one
+            allMatch.forEach(function (value, key) { selected.set(key, value); });
+            allMatch = null;
+        }
+        if (on) {
+            selected.set(id, name);
+        } else {
+            selected.delete(id);
+        }
+        showSelection();
+    }
+
+    // ---- changing -------------------------------------------------------------------------
+
+    var VERBS = {
+        "cancel": {
+            question: function (what) { return "Cancel " + what + "?"; },
+            consequence: "They will never run; their results become REVOKED. This cannot be undone.",
+            yes: function (what) { return "Cancel " + what; }, done: "cancelled", kind: "btn-danger"
+        },
+        "reschedule": {
+            question: function (what) { return "Reschedule " + what + "?"; },
+            consequence: "All of them become due at the same time.",
+            yes: function (what) { return "Reschedule " + what; }, done: "rescheduled", kind: "btn-primary"
+        },
+        "run-now": {
+            question: function (what) { return "Run " + what + " now?"; },
+            consequence: "They go to their queues at once.",
+            yes: function (what) { return "Run " + what + " now"; }, done: "due now", kind: "btn-primary"
+        }
+    }, dialog, wanted = null, busy = false;
+
+    function ask(verb, tasks) {
+        var what = plural(tasks.size), words = VERBS[verb];
+        wanted = {verb: verb, tasks: tasks};
+        byId("question").textContent = words.question(what);
+        byId("consequence").textContent = words.consequence;
+        $(byId("when")).toggleClass("d-none", verb !== "reschedule");
+        byId("form").reset();
+        $(byId("yes")).text(words.yes(what)).removeClass("btn-danger btn-primary").addClass(words.kind)
+            .prop("disabled", false);
+        $(byId("chosen")).empty().append(Array.from(tasks).slice(0, LISTED).map(function (task) {
+            return $("<li>").text((task[1] ? task[1] + " " : "") + task[0]);
+        }));
+        if (tasks.size > LISTED) {
+            $(byId("chosen")).append($("<li>").text("and " + number(tasks.size - LISTED) + " more"));
+        }
+        $(byId("progress")).addClass("d-none");
+        dialog.show();
+    }
+
+    function moment_of_form() {
+        var countdown = byId("countdown").value, eta = byId("eta").value;
+        if ((countdown === "") === (eta === "")) {
+            return null;
+        }
+        return countdown !== "" ? {countdown: Number(countdown)} : {eta: new Date(eta).toISOString()};
+    }
+
+    function change(verb, ids, when) {
+        var done = 0, refused = 0, start = 0;
+        function next() {
+            if (start >= ids.length) {
+                return $.Deferred().resolve(done, refused);
+            }
+            return $.ajax({
+                type: "POST", url: urls[verb === "run-now" ? "runNow" : verb],
+                contentType: "application/json",
+                data: JSON.stringify($.extend({ids: ids.slice(start, start + BATCH)}, when))
+            }).then(function (answer) {
+                done += answer.done;
+                refused += answer.outcomes.length - answer.done;
+                start += BATCH;
+                $(byId("progress")).attr({"aria-valuemax": ids.length, "aria-valuenow": Math.min(start, ids.length)})
+                    .find(".progress-bar").css("width", Math.min(100, start / ids.length * 100) + "%");
+                return next();
+            });
+        }
+        return next().then(null, function (xhr) {
+            return $.Deferred().reject(xhr, done);
+        });
+    }
+
+    function confirmed(event) {
+        var words = VERBS[wanted.verb], ids = Array.from(wanted.tasks.keys()), when = {};
+        event.preventDefault();
+        if (busy) {
+            return;
+        }
+        if (wanted.verb === "reschedule") {
+            when = moment_of_form();
+            if (!when) {
+                toast("Give either seconds from now or a time", "danger");
+                return;
+            }
+        }
+        busy = true;
+        $(byId("yes")).prop("disabled", true);
+        $(byId("progress")).toggleClass("d-none", ids.length <= BATCH);
+        change(wanted.verb, ids, when).then(function (done, refused) {
+            toast(plural(done) + " " + words.done + (refused ? ", " + number(refused) + " came too late" : ""),
+                refused && !done ? "danger" : "success");
+        }, function (xhr, done) {
+            toast(sayWhy(xhr) + (done ? " (" + plural(done) + " " + words.done + " before)" : ""), "danger");
+        }).always(function () {
+            busy = false;
+            dialog.hide();
+            unselect();
+            refresh();
+            table.ajax.reload(null, false);
+        });
+    }
+
+    // ---- it starts ------------------------------------------------------------------------
+
+    $(function () {
+        $.fn.dataTable.ext.errMode = "none";
+        table = $("#delays-table").DataTable({
+            rowId: "delivery_id",
+            searching: true, searchDelay: 300, ordering: false, autoWidth: false,
+            processing: true, serverSide: true,
+            dom: "frt<'dt-footer'lip>",
+            lengthMenu: [15, 30, 50, 100], pageLength: 15,
+            language: {
+                lengthMenu: "_MENU_",
+                info: "Showing _START_ to _END_ of _TOTAL_ tasks",
+                infoEmpty: "No tasks to show",
+                infoFiltered: "(filtered from _MAX_ waiting tasks)",
+                search: '<span class="visually-hidden">Search delayed tasks</span>',
+                searchPlaceholder: "name:shop.remind queue:emails kwargs:order=42",
+                emptyTable: "No task waits.",
+                zeroRecords: "No task that waits matches."
+            },
+            ajax: {
+                url: urls.table,
+                data: function (sent) {
+                    var what = {draw: sent.draw, start: sent.start, length: sent.length,
+                        "search[value]": sent.search.value};
+                    return range ? $.extend(what, {from_us: range[0], until_us: range[1]}) : what;
+                },
+                dataSrc: function (answer) {
+                    $(byId("search-error")).toggleClass("d-none", !answer.searchError)
+                        .text(answer.searchError || "");
+                    matching = answer.recordsFiltered;
+                    counted = answer.counted !== false;
+                    return answer.data;
+                }
+            },
+            initComplete: function () {
+                $("#delays-table_length select").attr("aria-label", "Tasks per page");
+                $(".delays-toolbar").insertAfter("#delays-table_filter");
+            },
+            infoCallback: function (settings, start, end, max, total, text) {
+                return counted ? text : text.replace(/ of ([\d,]+) tasks/, " of more than $1 tasks");
+            },
+            drawCallback: function () { showSelection(); },
+            columns: columns()
+        });
+        table.on("search.dt", function () { unselect(); });
+        table.on("page.dt", function () { unselect(); });
+        dialog = new bootstrap.Modal(document.getElementById("delays-dialog"));
+        document.getElementById("delays-dialog").addEventListener("shown.bs.modal", function () {
+            (wanted.verb === "reschedule" ? byId("countdown") : byId("no")).focus();
+        });
+        $("#delays-form").on("submit", confirmed);
+        $("#delays-show-parked").on("click", showParked);
+        $("#delays-filter-clear").on("click", function () { filterTimes(null); });
+        $("#delays-table").on("change", ".delays-box", function () {
+            var task = table.row($(this).closest("tr")).data();
+            select(task.id, task.name, this.checked);
+        });
+        $("#delays-page-box").on("change", function () {
+            var on = this.checked;
+            shown().forEach(function (task) { select(task.id, task.name, on); });
+            $(".delays-box").prop("checked", on);
+        });
+        $("#delays-all").on("click", function () {
+            $.getJSON(urls.ids, asked()).done(function (answer) {
+                selected.clear();
+                allMatch = new Map(answer.ids.map(function (id) { return [id, ""]; }));
+                showSelection();
+                $("[data-change=run-now]").trigger("focus");
+            }).fail(function (xhr) { toast(sayWhy(xhr), "danger"); });
+        });
+        $("[data-change]").on("click", function () {
+            ask(this.dataset.change, new Map(allMatch || selected));
+        });
+        $("#delays-table").on("click", "[data-one]", function () {
+            var task = table.row($(this).closest("tr")).data();
+            ask(this.dataset.one, new Map([[task.id, task.name]]));
+        });
+
+        (function again() {
+            refresh().always(function () { setTimeout(again, REFRESH_MS); });
+        }());
+        setInterval(function () {
+            // Under the hands of whoever chooses nothing moves.
+            if (!selected.size && !allMatch && !busy && !$("#delays-table .dropdown-menu.show").length) {
+                table.ajax.reload(null, false);
+            }
+        }, REFRESH_MS);
+    });
+}());

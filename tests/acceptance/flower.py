@@ -1,0 +1,172 @@
+"""Flower as a process of its own, and a browser to look at it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from base64 import b64encode
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from urllib.error import HTTPError
+from urllib.request import Request, urlopen
+
+import pytest
+from selenium.webdriver import Chrome, ChromeOptions
+from selenium.webdriver.chrome.service import Service
+
+from pytest_celery_native_delay import IN_CI
+from tests.acceptance.worker import REPOSITORY, Fleet
+from tests.waiting import wait_until
+
+_BOOT_SECONDS = 60
+
+
+@dataclass
+class FlowerProcess:
+    """A running Flower. *user* is ``name:password``, which the page is then asked with."""
+
+    prefix: str
+    process: subprocess.Popen[bytes]
+    log_file: Path
+    user: str = ""
+
+    @cached_property
+    def url(self) -> str:
+        """Once it has chosen a port and answers."""
+
+        def address() -> str | None:
+            log = self.log_file.read_text(errors="replace")
+            assert self.process.poll() is None, log
+            found = re.search(r"Visit me at (http://127\.0\.0\.1:\d+)", log)
+            return found[1] if found else None
+
+        address.__qualname__ = "Flower's address"
+        found = wait_until(address, timeout_seconds=_BOOT_SECONDS)
+        return f"{found}/{self.prefix}" if self.prefix else found
+
+    def ready(self) -> FlowerProcess:
+        """Itself, once it can be asked."""
+        assert self.ask("/healthcheck")[0] == 200
+        return self
+
+    def ask(
+        self, path: str, body: Any = None, *, user: str | None = None, **headers: str
+    ) -> tuple[int, str]:
+        """Status and text of an answer; with a *body* it is a POST."""
+        sent = {name.replace("_", "-"): value for name, value in headers.items()}
+        if user or (user is None and self.user):
+            sent["Authorization"] = "Basic " + b64encode((user or self.user).encode()).decode()
+        data = None if body is None else json.dumps(body).encode()
+        if data is not None:
+            sent["Content-Type"] = "application/json"
+        try:
+            with urlopen(Request(self.url + path, data, sent), timeout=30) as answer:
+                return answer.status, answer.read().decode()
+        except HTTPError as exc:
+            with exc:
+                return exc.code, exc.read().decode()
+
+    def json(self, path: str, body: Any = None, **more: Any) -> Any:
+        """The JSON of an answer that must be a good one."""
+        status, text = self.ask(path, body, **more)
+        assert status == 200, (path, status, text)
+        return json.loads(text)
+
+    def page(self, path: str) -> str:
+        """Its address, with who asks, for a browser."""
+        return (self.url.replace("://", f"://{self.user}@") if self.user else self.url) + path
+
+    def stop(self) -> None:
+        """As an administrator does."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            try:
+                self.process.wait(30)
+            except subprocess.TimeoutExpired:
+                os.killpg(self.process.pid, signal.SIGKILL)
+                self.process.wait(30)
+
+
+@dataclass
+class Flowers:
+    """Those of one test, on one broker."""
+
+    fleet: Fleet
+    started: list[FlowerProcess] = field(default_factory=list)
+
+    def start(
+        self,
+        *options: str,
+        command: tuple[str, ...] = ("delay", "flower"),
+        user: str = "",
+        prefix: str = "",
+        wait: bool = True,
+        conf: dict[str, Any] | None = None,
+        **environment: str,
+    ) -> FlowerProcess:
+        """``celery delay flower`` with *options*, on a free port; stopped with the test."""
+        options += (f"--basic-auth={user}",) if user else ()
+        options += (f"--url-prefix={prefix}",) if prefix else ()
+        log_file = self.fleet.folder / f"flower-{len(self.started)}.log"
+        with log_file.open("wb") as output:
+            process = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "celery", "-A", "tests.acceptance.apps.installed"),
+                    *(*command, "--port=0", "--address=127.0.0.1", *options),
+                ],
+                cwd=REPOSITORY,
+                env=self.fleet.environment(**(conf or {})) | environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        flower = FlowerProcess(prefix, process, log_file, user)
+        self.started.append(flower)
+        return flower.ready() if wait else flower
+
+    def close(self) -> None:
+        for flower in self.started:
+            flower.stop()
+            sys.stdout.write(f"---- log of Flower ----\n{flower.log_file.read_text()}\n")
+
+
+def chromium() -> tuple[str, str]:
+    """Chromium and its driver, of the system; where they are not, skip, in CI fail."""
+    found = [shutil.which(name) for name in ("chromium", "chromedriver")]
+    if all(found):
+        return str(found[0]), str(found[1])
+    missing = "no Chromium with its driver: run scripts/setup_browser.sh"
+    if IN_CI:
+        pytest.fail(missing, pytrace=False)
+    pytest.skip(missing)
+
+
+@contextmanager
+def browser(*, width: int = 1280, height: int = 1000, dark: bool = False) -> Iterator[Chrome]:
+    """A headless Chromium."""
+    binary, driver = chromium()
+    options = ChromeOptions()
+    options.binary_location = binary
+    options.add_argument("--headless=new")
+    options.add_argument("--no-sandbox")  # root may not have one
+    options.add_argument("--disable-dev-shm-usage")
+    options.add_argument("--disable-gpu")
+    options.add_argument(f"--window-size={width},{height}")
+    if dark:
+        options.add_argument("--force-dark-mode")
+    chrome = Chrome(options, Service(driver))
+    try:
+        chrome.set_page_load_timeout(60)
+        yield chrome
+    finally:
+        chrome.quit()

@@ -1,0 +1,365 @@
+"""Flower, as it is, with what waits in it: the page, its REST, DELAYED in the list of tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery
+from selenium.webdriver import Chrome, Keys
+from selenium.webdriver.common.by import By
+from selenium.webdriver.remote.webelement import WebElement
+
+from celery_native_delay import Delay, LedgerUnavailable, install
+from celery_native_delay.bulk import bulk
+from celery_native_delay.flower.asking import Asking
+from celery_native_delay.testing import PrivateRedis
+from tests.acceptance.flower import FlowerProcess, Flowers, browser
+from tests.acceptance.worker import Fleet, fleet_on
+from tests.waiting import wait_until
+
+USER = "admin:secret"
+
+TASKS = 1000
+
+#: Of them, every so manieth.
+ADA, CAREFUL = 7, 4
+
+
+@pytest.fixture
+def fleet(ledger_redis: PrivateRedis, tmp_path: Path) -> Iterator[Fleet]:
+    with fleet_on(ledger_redis.url, tmp_path) as fleet:
+        yield fleet
+
+
+@pytest.fixture
+def flowers(fleet: Fleet) -> Iterator[Flowers]:
+    flowers = Flowers(fleet)
+    yield flowers
+    flowers.close()
+
+
+def send(app: Celery, count: int = TASKS) -> list[str]:
+    """Delayed tasks, due over the ten hours that begin in one; their ids."""
+    begin = datetime.now(UTC) + timedelta(hours=1)
+    step = timedelta(hours=10) / count
+    with bulk(app) as batch:
+        for number in range(count):
+            batch.send(
+                "note" if number % CAREFUL else "careful",
+                (f"order-{number}", "bob" if number % ADA else "ada"),
+                task_id=f"task-{number}",
+                eta=begin + number * step,
+            )
+    return [f"task-{number}" for number in range(count)]
+
+
+class DelaysPage:
+    """The page as somebody sees it, in words of what is on it."""
+
+    def __init__(self, chrome: Chrome, flower: FlowerProcess) -> None:
+        self.chrome = chrome
+        chrome.get(flower.page("/delays"))
+
+    def find(self, css: str) -> WebElement:
+        return self.chrome.find_element(By.CSS_SELECTOR, css)
+
+    def text(self, css: str) -> str:
+        # Not .text, which is empty for what is scrolled out of sight.
+        found: str = self.chrome.execute_script(
+            "var found = document.querySelector(arguments[0]);"
+            "return found ? found.textContent.trim() : ''",
+            css,
+        )
+        return found
+
+    def click(self, css: str) -> None:
+        """As with a mouse; what moves under it is tried again."""
+
+        def clicked() -> bool:
+            try:
+                self.chrome.execute_script(
+                    "arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})",
+                    self.find(css),
+                )
+                self.find(css).click()
+            except Exception as exc:
+                self.last_error = exc
+                return False
+            return True
+
+        wait_until(clicked, timeout_seconds=20)
+
+    def wait(self, condition: Callable[[], Any], *, seconds: float = 30) -> None:
+        wait_until(condition, timeout_seconds=seconds)
+
+    def lists(self, count: int) -> None:
+        """Wait until the table says that so many match."""
+        try:
+            self.wait(lambda: f" of {count:,} " in self.text(".dataTables_info"))
+        except BaseException as exc:
+            for css in (".dataTables_info", "#delays-table_filter input", "#toast-container"):
+                exc.add_note(f"{css}: {self.text(css)!r} {self.find(css).get_attribute('value')!r}")
+            raise
+
+    def search(self, text: str) -> None:
+        box = self.find("#delays-table_filter input")
+        box.clear()
+        box.send_keys(text or " ")
+
+    def confirm(self) -> None:
+        """Say yes, and wait until the dialog is gone."""
+        self.click("#delays-yes")
+        self.wait(lambda: not self.dialog_is_open())
+
+    def dialog_is_open(self) -> bool:
+        return bool(
+            self.chrome.execute_script(
+                "return document.querySelector('#delays-dialog').classList.contains('show')"
+            )
+        )
+
+    def question(self) -> str:
+        self.wait(self.dialog_is_open)
+        return self.text("#delays-question")
+
+    def told(self, sentence: str) -> None:
+        """Wait for a message that says so."""
+        self.wait(lambda: sentence in self.text("#toast-container"))
+
+    def complaints(self) -> list[str]:
+        """What the browser says went wrong."""
+        return [entry["message"] for entry in self.chrome.get_log("browser")]
+
+
+def test_the_page_finds_filters_and_changes_what_waits(
+    fleet: Fleet, flowers: Flowers, ledger_redis: PrivateRedis
+) -> None:
+    """With a password and under a prefix; what it says was cancelled the broker holds no more."""
+    app = fleet.app()
+    ids = send(app)
+    delay = Delay(app)
+    worker = fleet.worker(pool="solo", wait=False, more=("-E",))
+    flower = flowers.start(user=USER, prefix="ops/flower")
+    with browser() as chrome:
+        page = DelaysPage(chrome, flower)
+        page.lists(TASKS)
+        page.wait(lambda: page.text("#delays-waiting") == "1,000")
+        assert page.text("#delays-overdue") == page.text("#delays-parked") == "0"
+        assert "order-0" in page.text("#delays-table tbody tr:first-child")
+
+        page.search("order-99")
+        page.lists(11)
+        page.search(f"name:careful args:ada queue:{app.conf.task_default_queue}")
+        page.lists(sum(n % CAREFUL == n % ADA == 0 for n in range(TASKS)))
+        page.search('"never closed')
+        page.wait(lambda: "quote" in page.text("#delays-search-error"))
+        page.search("")
+        page.lists(TASKS)
+
+        bar = page.find(".delays-bar:nth-child(3)")
+        within = int(re.match(r"[\d,]+", bar.get_attribute("aria-label") or "")[0])  # type: ignore[index]
+        assert 0 < within < TASKS
+        bar.send_keys(Keys.ENTER)
+        page.lists(within)
+        page.click("#delays-filter-clear")
+        page.lists(TASKS)
+
+        careful = TASKS // CAREFUL
+        page.search("name:careful")
+        page.lists(careful)
+        page.click("#delays-page-box")
+        page.click("#delays-all")
+        page.wait(lambda: page.text("#delays-selected") == f"{careful} tasks selected")
+        page.click("[data-change=cancel]")
+        assert page.question() == f"Cancel {careful} tasks?"
+        page.wait(lambda: chrome.switch_to.active_element.get_attribute("id") == "delays-no")
+        chrome.switch_to.active_element.send_keys(Keys.ENTER)
+        page.wait(lambda: not page.dialog_is_open())
+        assert delay.count() == TASKS
+        page.click("[data-change=cancel]")
+        assert page.question() == f"Cancel {careful} tasks?"
+        page.confirm()
+        page.told(f"{careful} tasks cancelled")
+        page.search("")
+        page.lists(TASKS - careful)
+        assert set(delay.ids()) == {each for n, each in enumerate(ids) if n % CAREFUL}
+
+        page.search("order-5 bob")
+        page.wait(lambda: "order-5'" in page.text("#delays-table tbody tr:first-child"))
+        page.click("tbody tr:first-child [data-bs-toggle=dropdown]")
+        page.click("tbody tr:first-child [data-one=reschedule]")
+        assert page.question() == "Reschedule 1 task?"
+        page.find("#delays-countdown").send_keys("90000")
+        page.confirm()
+        page.wait(lambda: delay.show("task-5")[0].due > datetime.now(UTC) + timedelta(hours=20))
+        page.search("order-6 bob")
+        page.wait(lambda: "order-6'" in page.text("#delays-table tbody tr:first-child"))
+        page.find("tbody tr:first-child .delays-box").send_keys(Keys.SPACE)
+        page.find("[data-change=run-now]").send_keys(Keys.ENTER)
+        assert page.question() == "Run 1 task now?"
+        page.confirm()
+        worker.wait_ready()
+        app.send_task("note", queue="elsewhere", countdown=3600, task_id="stray")
+        ledger_redis.client.set("elsewhere", "no queue")
+        assert delay.run_now("stray")
+        page.wait(lambda: page.text("#delays-parked") == "1")
+        page.click("#delays-show-parked")
+        page.wait(lambda: "note stray" in page.text("#delays-parked-list"))
+        assert "elsewhere" in page.text("#delays-parked-list")
+        assert fleet.record.wait_for(task_id="task-6")[0].id == "task-6"
+
+        chrome.execute_cdp_cmd(
+            "Emulation.setDeviceMetricsOverride",
+            {"width": 360, "height": 740, "deviceScaleFactor": 2, "mobile": True},
+        )
+        page = DelaysPage(chrome, flower)
+        page.lists(TASKS - careful - 1)
+        wide = chrome.execute_script("return document.documentElement.scrollWidth")
+        assert wide <= 360, "the page must be scrolled sideways on a phone"
+        loaded = chrome.execute_script(
+            "return performance.getEntriesByType('resource').map(entry => entry.name)"
+        )
+        assert {name for name in loaded if not name.startswith(flower.page(""))} == set()
+        assert page.complaints() == []
+    assert {run.id for run in fleet.record.runs()} == {"task-6"}
+
+
+def test_without_a_password_and_read_only_nothing_can_be_changed(flowers: Flowers) -> None:
+    """As with Flower's own pages and API: who may not, is told why and offered no button."""
+    (task_id, *_) = send(flowers.fleet.app(), 20)
+    open_to_all = {"FLOWER_UNAUTHENTICATED_API": "true"}
+    nobody = flowers.start(wait=False)
+    reader = flowers.start("--read-only", wait=False, **open_to_all)
+    everybody = flowers.start(wait=False, **open_to_all)
+    admin = flowers.start(user=USER, wait=False)
+    cancel, many = f"/api/delay/cancel/{task_id}", "/api/delays/cancel"
+    body = {"ids": [task_id]}
+
+    for flower in (nobody.ready(), reader.ready()):
+        assert flower.json("/delays/summary")["waiting"] == 20
+        html = flower.ask("/delays")[1]
+        assert "delays-closed" in html
+        assert "data-change=" not in html
+    assert 'href="/delays"' in nobody.ask("/broker")[1]
+    for path, sent in ((cancel, {}), (many, body), ("/api/delays", None)):
+        assert nobody.ask(path, sent)[0] == 401
+    for path, sent in ((cancel, {}), (many, body)):
+        status, text = reader.ask(path, sent)
+        assert (status, "Read only" in text) == (403, True)
+    assert reader.json("/api/delays?limit=3&search=order-1")["total"] == 11
+
+    admin.ready()
+    for path in ("/delays", "/delays/summary", "/delays/ids", "/api/delays", "/delays/datatable"):
+        assert admin.ask(path, user="admin:wrong")[0] == 401
+    assert admin.ask(many, body, user="admin:wrong")[0] == 401
+    assert admin.ask(many, body, Sec_Fetch_Site="cross-site")[0] == 403
+    assert admin.ask("/delays")[0] == 200
+
+    everybody.ready()
+    assert everybody.json(f"/api/delay/{task_id}")["tasks"][0]["name"] == "careful"
+    moved = everybody.json("/api/delay/reschedule/task-1?countdown=86400", {})
+    assert moved["due_us"] / 1e6 > (datetime.now(UTC) + timedelta(hours=20)).timestamp()
+    moved = everybody.json("/api/delay/reschedule/task-2", {"eta": "2030-01-01"})
+    assert moved["verdict"] == "done"
+    for path, sent, expected, says in (
+        ("/api/delay/cancel/unknown", {}, 404, "nothing waits"),
+        ("/api/delay/unknown", None, 404, "unknown"),
+        ("/api/delay/reschedule/task-1", {}, 400, "countdown or eta"),
+        ("/api/delay/reschedule/task-1", {"countdown": "soon"}, 400, "'soon'"),
+        ("/api/delay/reschedule/task-1", {"eta": "9999-01-01"}, 400, "native_delay_levels"),
+        (many, {"ids": "task-1"}, 400, "list of ids"),
+        ("/api/delays?search=name:", None, 400, "behind the colon"),
+        ("/api/delays?limit=0", None, 400, "limit"),
+    ):
+        status, text = everybody.ask(path, sent)
+        assert (status, says in text) == (expected, True), (path, status, text)
+    done = everybody.json(many, {"ids": [task_id, "task-1", "unknown"]})
+    assert [each["verdict"] for each in done["outcomes"]] == ["done", "done", "unknown"]
+
+
+def test_the_list_of_tasks_is_complete_after_every_start(fleet: Fleet, flowers: Flowers) -> None:
+    """Stock `celery flower` and one line of configuration. No event of the sending is needed."""
+    app = fleet.app()
+    ids = send(app, 450)
+    line = "from celery_native_delay.flower import install; install()\n"
+    config = fleet.folder / "flowerconfig.py"
+    config.write_text(line)
+
+    def start() -> FlowerProcess:
+        return flowers.start(f"--conf={config}", command=("flower",), user=USER)
+
+    def in_state(flower: FlowerProcess, state: str) -> dict[str, Any]:
+        found: dict[str, Any] = flower.json(f"/api/tasks?limit=1000&state={state}")
+        return found
+
+    def shows(flower: FlowerProcess, expected: dict[str, set[str]]) -> bool:
+        return all(set(in_state(flower, state)) == ids for state, ids in expected.items())
+
+    flower = start()
+    wait_until(lambda: shows(flower, {"DELAYED": set(ids)}), timeout_seconds=30)
+    task = in_state(flower, "DELAYED")["task-3"]
+    (waiting,) = Delay(app).show("task-3")
+    assert (task["name"], task["eta"]) == ("note", waiting.due.isoformat(timespec="milliseconds"))
+    assert "task-revoke" in flower.ask("/task/task-3")[1]
+
+    fleet.worker(pool="solo", more=("-E",))
+    flower.json("/api/task/revoke/task-3", {})  # Flower's own button
+    flower.json("/api/delay/cancel/task-4", {})
+    assert "task-4" in in_state(flower, "REVOKED")
+    flower.json("/api/delay/run-now/task-5", {})
+    expected = {
+        "DELAYED": set(ids) - {"task-3", "task-4", "task-5"},
+        "REVOKED": {"task-3", "task-4"},
+        "SUCCESS": {"task-5"},
+    }
+    wait_until(lambda: shows(flower, expected), timeout_seconds=30)
+    flower.stop()
+
+    flower = start()
+    Delay(app).reschedule("task-6", countdown=1)
+    expected = {"DELAYED": expected["DELAYED"] - {"task-6"}, "SUCCESS": {"task-6"}}
+    wait_until(lambda: shows(flower, expected), timeout_seconds=40)
+
+
+def test_a_broker_that_is_away_is_said_to_be() -> None:
+    asking = Asking(install(Celery("away", broker="redis://127.0.0.1:1/0", set_as_current=False)))
+    with pytest.raises(LedgerUnavailable, match="cannot be used"):
+        asyncio.run(asking.admin(lambda part: part.status()))
+    with pytest.raises(LedgerUnavailable, match="cannot be used"):
+        asyncio.run(asking.delay(lambda delay: delay.count()))
+    asking.stop()
+
+
+@pytest.mark.parametrize("rabbitmq_version", ["3.10"], indirect=True)
+def test_on_rabbitmq_the_levels_are_shown_and_the_ledger_is_asked(
+    vhost_url: str, ledger_redis: PrivateRedis, tmp_path: Path
+) -> None:
+    """Without a ledger the page still tells how many wait, and what it takes to see them."""
+    ledger = {"native_delay_ledger": ledger_redis.url}
+    with fleet_on(vhost_url, tmp_path, **ledger) as fleet:
+        flowers = Flowers(fleet)
+        try:
+            app = fleet.app()
+            send(app, 40)
+            flower = flowers.start(user=USER, wait=False)
+            blind = flowers.start(wait=False, user=USER, conf={"native_delay_ledger": None})
+            flower.ready()
+            flower.json("/api/delays/cancel", {"ids": ["task-7", "task-8"]})
+            assert Delay(app).count() == 38
+            assert blind.json("/delays/summary")["waiting"] >= 38
+            assert "native_delay_ledger" in blind.json("/delays/summary")["error"]
+            assert blind.ask("/api/delays")[0] == 503
+            with browser() as chrome:
+                page = DelaysPage(chrome, flower)
+                page.lists(38)
+                page.wait(lambda: page.text("#delays-levels li"))
+                assert page.find("#delays-levels li").is_displayed()
+                assert "is-stuck" not in page.find("#delays-levels").get_attribute("innerHTML")
+        finally:
+            flowers.close()
