@@ -96,7 +96,7 @@ class DelaysPage:
         wait_until(clicked, timeout_seconds=20)
 
     def wait(self, condition: Callable[[], Any], *, seconds: float = 30) -> None:
-        wait_until(condition, timeout_seconds=seconds)
+        wait_until(lambda: bool(condition()), timeout_seconds=seconds)
 
     def lists(self, count: int) -> None:
         """Wait until the table says that so many match."""
