@@ -319,6 +319,13 @@ def test_the_list_of_tasks_is_complete_after_every_start(fleet: Fleet, flowers: 
         "SUCCESS": {"task-5"},
     }
     wait_until(lambda: shows(flower, expected), timeout_seconds=30)
+
+    def metrics_tell() -> bool:
+        metrics = flower.ask("/metrics")[1]
+        matured = 'celery_delay_matured_total{queue_name="default"} 1.0'
+        return f"celery_delay_pending {len(ids) - 3}.0" in metrics and matured in metrics
+
+    wait_until(metrics_tell, timeout_seconds=30)
     flower.stop()
 
     flower = start()
