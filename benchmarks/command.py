@@ -27,7 +27,7 @@ from benchmarks import (
     steady,
     throughput,
 )
-from benchmarks.measuring import Bench, Result, load_average, log, machine
+from benchmarks.measuring import BROKER_CONFIG, Bench, Result, load_average, log, machine
 from celery_native_delay.testing import BrokerFailed, BrokerMissing, private_rabbitmq
 
 SCENARIOS: dict[str, ModuleType] = {
@@ -46,9 +46,6 @@ SCENARIOS: dict[str, ModuleType] = {
 }
 
 FOLDER = Path(__file__).resolve().parent
-
-#: Statistics as rarely as RabbitMQ gathers them by default, not as often as tests want them.
-BROKER_CONFIG = "collect_statistics_interval = 5000"
 
 
 def main() -> int:

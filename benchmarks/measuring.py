@@ -22,6 +22,9 @@ from celery_native_delay.testing import PrivateRabbitMQ, vhost_name
 
 REFRESH_SECONDS = 0.25
 
+BROKER_CONFIG = "collect_statistics_interval = 5000"
+"""Statistics as rarely as RabbitMQ gathers them by default, not as often as tests want them."""
+
 PERCENTILES = (*range(100), 99.5, 99.9, 100)
 """Enough of a distribution to draw it."""
 

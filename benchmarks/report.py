@@ -117,8 +117,8 @@ def _markdown_table(rows: list[dict[str, Any]]) -> list[str]:
 
 
 def _cell(value: Any) -> str:
-    if isinstance(value, float):
-        return short(value)
+    if isinstance(value, float | None):
+        return short(_number(value))  # read again, NaN is None
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import random
 from array import array
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from multiprocessing import get_context
 from multiprocessing.connection import Connection as Pipe
@@ -16,10 +17,21 @@ from matplotlib.figure import Figure
 
 from benchmarks.apps import QUEUE, declare_for, make_app
 from benchmarks.charts import GREY, OTHERS, OURS, curves_on, figure
-from benchmarks.measuring import Bench, Result, Target, curve, lateness_columns, percentile
+from benchmarks.measuring import (
+    BROKER_CONFIG,
+    Bench,
+    Result,
+    Target,
+    curve,
+    lateness_columns,
+    percentile,
+)
 from celery_native_delay.bulk import bulk
+from celery_native_delay.testing import private_rabbitmq
 
-BASES = (2, 4, 16)
+WAYS = ((2, 32), (4, 32), (16, 32), (4, 512))
+"""Base, and how many unconfirmed messages each level queue passes at a time: 32 by default."""
+DEFAULT_PREFETCH = 32
 PER_SECOND = 3_000
 SECONDS = 60
 DELAY_SECONDS = (16, 63)
@@ -45,13 +57,15 @@ def run(bench: Bench) -> Result:
         f"{TICK_SECONDS * 1000:g} ms what is to be sent by then; another reads the "
         f"quorum destination queue without acknowledgements.",
     )
-    late: dict[int, list[float]] = {}
-    for base in BASES:
-        load = SteadyRun(bench, base, seconds, (shortest, longest))
-        late[base] = load.late_ms
+    late: dict[tuple[int, int], list[float]] = {}
+    for base, prefetch in WAYS:
+        with passing(bench, prefetch) as other:
+            load = SteadyRun(other, base, seconds, (shortest, longest))
+        late[base, prefetch] = load.late_ms
         result.rows.append(
             {
                 "base": base,
+                "prefetch": prefetch,
                 "published/s": load.rate,
                 "behind at most ms": load.behind_ms,
                 **lateness_columns(load.late_ms),
@@ -60,19 +74,38 @@ def run(bench: Bench) -> Result:
                 "missing": load.missing,
             }
         )
-        result.series[str(base)] = curve(load.late_ms)
+        result.series[_label(base, prefetch)] = curve(load.late_ms)
         if load.rate < KEEPS_RATE * PER_SECOND:
             result.notes.append(
                 f"Base {base}: the publisher reached {load.rate:,.0f} of {PER_SECOND:,} messages a "
                 f"second, so this is the lateness at that rate."
             )
-    result.targets = [Target("p99, base 4", percentile(late[4], 99), "≤", 150, "ms")]
+    result.targets = [Target("p99, base 4", percentile(late[4, 32], 99), "≤", 150, "ms")]
     result.notes.append(
-        "Publisher, consumer and broker share the machine's cores. Each level passes at most 32 "
-        "unconfirmed messages at a time (RabbitMQ's dead_letter_worker_consumer_prefetch): with "
-        "base 2 a message takes more hops and the low levels see most of them."
+        "Publisher, consumer and broker share the machine's cores. Prefetch is RabbitMQ's "
+        "dead_letter_worker_consumer_prefetch: so many unconfirmed messages does each level queue "
+        "pass at a time, each of which waits for the disk; with base 2 a message takes more hops, "
+        "and the low levels see most of them."
     )
     return result
+
+
+@contextmanager
+def passing(bench: Bench, prefetch: int) -> Iterator[Bench]:
+    """The same with a broker that passes *prefetch* messages at a time."""
+    if prefetch == DEFAULT_PREFETCH:
+        yield bench
+        return
+    with private_rabbitmq(
+        version=bench.broker.version.rpartition(".")[0],
+        config=BROKER_CONFIG,
+        advanced_config=f"[{{rabbit, [{{dead_letter_worker_consumer_prefetch, {prefetch}}}]}}].",
+    ) as broker:
+        yield Bench(broker, bench.scale, bench.folder)
+
+
+def _label(base: int, prefetch: int) -> str:
+    return f"base {base}" if prefetch == DEFAULT_PREFETCH else f"base {base}, prefetch {prefetch}"
 
 
 class SteadyRun:
@@ -198,11 +231,13 @@ def _take_bodies(data: bytes, now_us: int, numbers: array[int], late_us: array[i
 
 
 def draw(result: Result) -> Figure:
-    colours = {"2": OTHERS[0], "4": OURS, "16": GREY}
+    colours = dict(
+        zip((_label(*way) for way in WAYS), (OTHERS[0], OURS, GREY, OTHERS[3]), strict=True)
+    )
     picture, (axes,) = figure("3,000 delayed messages per second: how late")
     curves_on(
         axes,
         "at the destination queue",
-        [(f"base {base}", values, colours[base]) for base, values in result.series.items()],
+        [(label, values, colours[label]) for label, values in result.series.items()],
     )
     return picture

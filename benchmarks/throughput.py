@@ -17,7 +17,7 @@ from benchmarks.measuring import Bench, Result, Target, median
 from celery_native_delay.bulk import bulk
 
 TASKS = 15_000
-ROUNDS = 5
+ROUNDS = 3
 COUNTDOWN_SECONDS = 12
 """Longer than it takes to publish all, so that those of one moment are due after the last."""
 LABELS = {
