@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from .group import as_json_option, command, installed_settings, print_json
+from .group import as_json_option, command, installed_settings, loglevel_option, print_json
 
 
 @command(name="exporter")
@@ -31,13 +31,7 @@ from .group import as_json_option, command, installed_settings, print_json
     show_default=True,
     help="Seconds between looks at broker and ledger.",
 )
-@click.option(
-    "-l",
-    "--loglevel",
-    default="WARNING",
-    show_default=True,
-    help="How much to log on standard error.",
-)
+@loglevel_option
 @as_json_option
 def exporter(
     ctx: click.Context, port: int, address: str, interval: float, loglevel: str, as_json: bool

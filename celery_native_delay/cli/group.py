@@ -22,6 +22,13 @@ as_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSO
 yes_option = click.option(
     "-f", "--force", "--yes", is_flag=True, help="Do not ask for confirmation."
 )
+loglevel_option = click.option(
+    "-l",
+    "--loglevel",
+    default="WARNING",
+    show_default=True,
+    help="How much to log on standard error.",
+)
 
 
 @click.group(name="delay")

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import click
 
-from .group import as_json_option, command, installed_settings, print_json, worker_part
+from .group import (
+    as_json_option,
+    command,
+    installed_settings,
+    loglevel_option,
+    print_json,
+    worker_part,
+)
 
 
 @command(name="promote")
-@click.option(
-    "-l",
-    "--loglevel",
-    default="WARNING",
-    show_default=True,
-    help="How much to log on standard error.",
-)
+@loglevel_option
 @as_json_option
 def promote(ctx: click.Context, loglevel: str, as_json: bool) -> None:
     """Promote messages that are due, until Ctrl-C.

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from time import monotonic, sleep
 from types import TracebackType
-from typing import Any, Self, TypeVar
-from urllib.parse import parse_qs, urlencode, urlsplit, urlunsplit
+from typing import Self, TypeVar
 
 from ..core.errors import FenceUnavailable
 from ..core.fence import Record
+from ..core.redis_url import redis_py_url
 
 try:
     import redis
@@ -59,7 +59,7 @@ class Store:
         try:
             # redis-py's own retries would sleep for seconds, also where nobody has time.
             self._client = redis.Redis.from_url(
-                _redis_py_url(url),
+                redis_py_url(url),
                 socket_timeout=timeout_seconds,
                 socket_connect_timeout=timeout_seconds,
                 retry=Retry(NoBackoff(), 1),
@@ -109,14 +109,3 @@ class Store:
 
 def _whole(seconds: float) -> int:
     return max(round(seconds), 1)
-
-
-def _redis_py_url(url: str) -> str:
-    """*url* as redis-py wants it; kombu's URLs of sockets name the database otherwise."""
-    parts = urlsplit(url)
-    if parts.scheme != "redis+socket":
-        return url
-    query: dict[str, Any] = {name: values[-1] for name, values in parse_qs(parts.query).items()}
-    if (database := query.pop("virtual_host", None)) is not None:
-        query["db"] = database
-    return urlunsplit(parts._replace(scheme="unix", query=urlencode(query)))

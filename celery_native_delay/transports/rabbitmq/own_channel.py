@@ -39,6 +39,15 @@ _ACK_METHOD = b"".join(number.to_bytes(2, "big") for number in spec.Basic.Ack)
 _ACK_BYTES = len(_ACK_METHOD) + _ACK.size
 
 
+def is_readable(socket: Any, timeout_seconds: float | None) -> bool:
+    """Whether *socket*, TLS or not, has something to read before the time is over; None: never."""
+    if hasattr(socket, "pending") and socket.pending():
+        return True
+    poll = select.poll()
+    poll.register(socket, select.POLLIN)
+    return bool(poll.poll(None if timeout_seconds is None else timeout_seconds * 1000))
+
+
 @dataclass(frozen=True)
 class Returned:
     """A mandatory message that the broker could not route."""
@@ -153,11 +162,7 @@ class OwnChannel(amqp.Channel):  # type: ignore[misc]
         socket = self._transport.sock
         if socket is None:
             raise RecoverableConnectionError("connection already closed")
-        if hasattr(socket, "pending") and socket.pending():
-            return True
-        poll = select.poll()
-        poll.register(socket, select.POLLIN)
-        return bool(poll.poll(None if timeout_seconds is None else timeout_seconds * 1000))
+        return is_readable(socket, timeout_seconds)
 
     def _read(self) -> None:
         """Wait for what the broker sends next, and take in all that is there."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import select
 from collections import deque
 from contextlib import suppress
 from hashlib import sha1
@@ -19,7 +18,9 @@ from time import monotonic
 from typing import Any
 
 from ....core.errors import UnsupportedBroker
+from ....core.redis_url import redis_py_url
 from ....kombu_hook import flushes
+from ..own_channel import is_readable
 from .scripts import FORGET, RECEIVED, RECORD, LedgerKeys
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ _RUN, _DROP = b":0\r\n", b":1\r\n"
 
 
 def redis_options(url: str, *, timeout_seconds: float) -> tuple[str, dict[str, Any]]:
-    """URL and options for redis-py, which knows kombu's URL of a unix socket by another name.
+    """URL and options for redis-py.
 
     Raises:
         UnsupportedBroker: redis-py is not installed.
@@ -51,9 +52,7 @@ def redis_options(url: str, *, timeout_seconds: float) -> tuple[str, dict[str, A
         raise UnsupportedBroker(
             "native_delay_ledger needs redis-py: pip install 'celery_native_delay[redis]'"
         ) from exc
-    if url.startswith("redis+socket://"):
-        url = url.replace("redis+socket://", "unix://", 1).replace("virtual_host=", "db=")
-    return url, {
+    return redis_py_url(url), {
         "socket_timeout": timeout_seconds,
         "socket_connect_timeout": timeout_seconds,
         "retry": Retry(NoBackoff(), 0),
@@ -129,12 +128,7 @@ class LedgerLine:
 
     def _is_readable(self, seconds: float) -> bool:
         # redis-py's can_read() reads, into a buffer of its own.
-        socket = self._connection._sock
-        if hasattr(socket, "pending") and socket.pending():
-            return True
-        poll = select.poll()
-        poll.register(socket, select.POLLIN)
-        return bool(poll.poll(max(seconds, 0) * 1000))
+        return is_readable(self._connection._sock, max(seconds, 0))
 
     def _read_some(self) -> None:
         """Many answers at once: each is a line, that of a script which returns nothing ``$-1``."""
