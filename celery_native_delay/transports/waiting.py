@@ -8,11 +8,16 @@ member is ``<task id>:<what tells messages of one id apart>``. Whoever stores ke
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Any
 
-from ..core.ledger import ALL, Page, Query, Waiting
+from ..core.ledger import ALL, Outcome, Page, Query, Verdict, Waiting
+
+#: A change is tried again so often when somebody else has changed the task at the same time.
+_TRIES = 10
 
 #: Entries that one script looks into, so that it keeps Redis from others for 1-2 ms only.
 CHUNK = 1000
@@ -48,19 +53,57 @@ end
 return counts
 """
 
+#: The end of a script that has put into `members` what it throws away. KEYS any sorted set,
+#: messages, ids.
+THROW_AWAY = """
+if #members > 0 then
+    redis.call('ZREM', KEYS[1], unpack(members))
+    redis.call('HDEL', KEYS[2], unpack(members))
+    redis.call('ZREM', KEYS[3], unpack(members))
+end
+return #members
+"""
+
 #: Of a member with its entry and due time in microseconds; None for what is not to be seen.
 Decode = Callable[[str, bytes, int], Waiting | None]
+
+
+class IndexKeys:
+    """The three keys, and what all keys of their kind begin with."""
+
+    @property
+    def space(self) -> str:
+        """What all keys begin with, without the last dot."""
+        raise NotImplementedError
+
+    @property
+    def due(self) -> str:
+        """Sorted set: member → due time in microseconds since the epoch."""
+        return f"{self.space}.due"
+
+    @property
+    def messages(self) -> str:
+        """Hash: member → entry, of what is due, waits or is parked."""
+        return f"{self.space}.messages"
+
+    @property
+    def ids(self) -> str:
+        """Sorted set: the members of the hash, all with score 0, so in the order of task ids."""
+        return f"{self.space}.ids"
+
+    @property
+    def index(self) -> tuple[str, str, str]:
+        """All three, as scripts take them."""
+        return self.due, self.messages, self.ids
 
 
 class Index:
     """See the module's docstring. Errors of redis-py pass through."""
 
-    def __init__(self, client: Any, *, due: str, messages: str, ids: str, decode: Decode) -> None:
+    def __init__(self, client: Any, keys: IndexKeys, decode: Decode) -> None:
         """*client* is a redis.Redis that returns bytes."""
         self._client = client
-        self._due = due
-        self._messages = messages
-        self._ids = ids
+        self._due, self._messages, self._ids = keys.index
         self._decode = decode
         self._search = client.register_script(SEARCH)
         self._counts = client.register_script(COUNTS)
@@ -152,3 +195,69 @@ class Index:
 def _is_itself_in_json(text: str) -> bool:
     """Whether entries contain *text* as it is; the others must be decoded to be searched."""
     return text.isascii() and json.dumps(text) == f'"{text}"'
+
+
+class IndexedLedger(ABC):
+    """What ledgers with an index have in common; see :class:`~..core.ledger.Ledger`."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+
+    def count(self, query: Query = ALL) -> int:
+        with self._explained():
+            return self._index.count(query)
+
+    def page(self, query: Query = ALL, *, offset: int = 0, limit: int = 50) -> Page:
+        with self._explained():
+            return self._index.page(query, offset=offset, limit=limit)
+
+    def get(self, task_id: str) -> list[Waiting]:
+        with self._explained():
+            return self._index.get(task_id)
+
+    def counts(self, edges_us: Sequence[int]) -> list[int]:
+        with self._explained():
+            return self._index.counts(edges_us)
+
+    def span(self) -> tuple[int, int] | None:
+        with self._explained():
+            return self._index.span()
+
+    def cancel(self, task_id: str) -> Outcome:
+        return self._change(task_id, None, cancelled=True)
+
+    def _change(self, task_id: str, due_us: int | None, *, cancelled: bool) -> Outcome:
+        """Replace everything that waits under *task_id*, to be due then; None for now."""
+        seen: dict[str, Waiting] = {}
+        #: Members that are as they were to be.
+        made: set[str] = set()
+        is_due_us = due_us
+        for _ in range(_TRIES):
+            with self._explained():
+                found = [each for each in self._found(task_id) if each[0] not in made]
+            if not found:
+                break
+            for member, entry, task in found:
+                seen.setdefault(member, task)
+                new = self._replace(member, entry, task, due_us, cancelled=cancelled)
+                if new is not None:
+                    made.add(new[0])
+                    is_due_us = new[1]
+        tasks = tuple(seen.values())
+        if made:
+            return Outcome(task_id, Verdict.DONE, None if cancelled else is_due_us, tasks)
+        return Outcome(task_id, Verdict.TOO_LATE if seen else Verdict.UNKNOWN, None, tasks)
+
+    @abstractmethod
+    def _explained(self) -> AbstractContextManager[None]:
+        """Has errors of redis-py say that the ledger is away."""
+
+    @abstractmethod
+    def _found(self, task_id: str) -> Iterator[tuple[str, bytes, Waiting]]:
+        """Members and entries that can be changed, and what people see of them."""
+
+    @abstractmethod
+    def _replace(
+        self, member: str, entry: bytes, task: Waiting, due_us: int | None, *, cancelled: bool
+    ) -> tuple[str, int] | None:
+        """The member that took its place and when it is due; None if it was received before."""

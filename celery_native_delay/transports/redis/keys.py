@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
+from ..waiting import IndexKeys
+
 #: 1 had its scores in milliseconds, and was never released.
 VERSION = 2
 
@@ -21,7 +23,7 @@ _DIGEST_BYTES = 9
 
 
 @dataclass(frozen=True)
-class Keys:
+class Keys(IndexKeys):
     """The keys of one namespace behind kombu's ``global_keyprefix``.
 
     The prefix comes first, so that a hash tag in it (``{queue}:``) puts them into the slot of the
@@ -37,16 +39,6 @@ class Keys:
         return f"{self.prefix}{self.namespace}.v{VERSION}"
 
     @property
-    def due(self) -> str:
-        """Sorted set: member → due time in microseconds since the epoch."""
-        return f"{self.space}.due"
-
-    @property
-    def messages(self) -> str:
-        """Hash: member → destination and envelope, of what is due, waits or is parked."""
-        return f"{self.space}.messages"
-
-    @property
     def wake(self) -> str:
         """Sorted set with one member at most: something came that is due before all others."""
         return f"{self.space}.wake"
@@ -55,11 +47,6 @@ class Keys:
     def parked(self) -> str:
         """Sorted set: member → when its destination refused it, in microseconds."""
         return f"{self.space}.parked"
-
-    @property
-    def ids(self) -> str:
-        """Sorted set: the members of the hash, all with score 0, so in the order of task ids."""
-        return f"{self.space}.ids"
 
     def taken(self, line: str) -> str:
         """Set: the numbers of what a line for many messages has sent and the server has taken."""

@@ -19,18 +19,15 @@ from redis.exceptions import RedisError
 from ...core.delayed import CANCELLED, HEADER
 from ...core.due_time import eta_of, milliseconds_up
 from ...core.errors import CannotDelay, LedgerUnavailable
-from ...core.ledger import ALL, Outcome, Page, Query, Verdict, Waiting
-from ..waiting import Index
+from ...core.ledger import Outcome, Waiting
+from ..waiting import Index, IndexedLedger
 from .envelope import Destination, entry_of, opened_entry, sealed, unsealed
-
-#: A change is tried again so often when somebody else has changed the message at the same time.
-_TRIES = 10
 
 #: What kombu puts between the name of a queue and its priority.
 _SEPARATOR = "\x06\x16"
 
 
-class RedisLedger:
+class RedisLedger(IndexedLedger):
     """On one channel; see :class:`~celery_native_delay.core.ledger.Ledger`."""
 
     def __init__(self, channel: Any) -> None:
@@ -40,35 +37,10 @@ class RedisLedger:
         keys = self._delays.keys
         client = self._delays.store.client
         self._prefix: str = keys.prefix
-        self._index = Index(
-            client, due=keys.due, messages=keys.messages, ids=keys.ids, decode=self._decode
-        )
-
-    def count(self, query: Query = ALL) -> int:
-        with _explained():
-            return self._index.count(query)
-
-    def page(self, query: Query = ALL, *, offset: int = 0, limit: int = 50) -> Page:
-        with _explained():
-            return self._index.page(query, offset=offset, limit=limit)
-
-    def get(self, task_id: str) -> list[Waiting]:
-        with _explained():
-            return self._index.get(task_id)
-
-    def counts(self, edges_us: Any) -> list[int]:
-        with _explained():
-            return self._index.counts(edges_us)
-
-    def span(self) -> tuple[int, int] | None:
-        with _explained():
-            return self._index.span()
+        super().__init__(Index(client, keys, self._decode))
 
     def close(self) -> None:
         """The channel's connections are its own."""
-
-    def cancel(self, task_id: str) -> Outcome:
-        return self._change(task_id, None, cancelled=True)
 
     def move(self, task_id: str, due_us: int | None) -> Outcome:
         if due_us is not None:
@@ -78,29 +50,12 @@ class RedisLedger:
     # --- private -------------------------------------------------------------------------
 
     def _change(self, task_id: str, due_us: int | None, *, cancelled: bool) -> Outcome:
-        seen: dict[str, Waiting] = {}
-        done: set[str] = set()
-        is_at_us = due_us
-        for _ in range(_TRIES):
-            with _explained():
-                found = [each for each in self._found(task_id) if each[0] not in done]
-            if not found:
-                break
-            for member, entry, task in found:
-                seen.setdefault(member, task)
-                with _explained():
-                    changed_us = self._replace(member, entry, due_us, cancelled=cancelled)
-                if changed_us is not None:
-                    done.add(member)
-                    is_at_us = changed_us
-        tasks = tuple(seen.values())
-        if done:
-            if cancelled or due_us is None:
-                # Where no worker promotes now, it would still be counted among what waits.
-                with _explained():
-                    self._delays.store.promote(version=self._delays.version)
-            return Outcome(task_id, Verdict.DONE, None if cancelled else is_at_us, tasks)
-        return Outcome(task_id, Verdict.TOO_LATE if seen else Verdict.UNKNOWN, None, tasks)
+        outcome = super()._change(task_id, due_us, cancelled=cancelled)
+        if outcome and due_us is None:
+            # Where no worker promotes now, it would still be counted among what waits.
+            with self._explained():
+                self._delays.store.promote(version=self._delays.version)
+        return outcome
 
     def _found(self, task_id: str) -> Iterator[tuple[str, bytes, Waiting]]:
         for member, entry, due_us in self._index.entries(task_id):
@@ -109,6 +64,13 @@ class RedisLedger:
                 yield member, entry, task
 
     def _replace(
+        self, member: str, entry: bytes, task: Waiting, due_us: int | None, *, cancelled: bool
+    ) -> tuple[str, int] | None:
+        with self._explained():
+            changed_us = self._replaced(member, entry, due_us, cancelled=cancelled)
+        return None if changed_us is None else (member, changed_us)
+
+    def _replaced(
         self, member: str, entry: bytes, due_us: int | None, *, cancelled: bool
     ) -> int | None:
         """When the message is due now; None if it was not there any more as it was."""
@@ -159,10 +121,9 @@ class RedisLedger:
         key = destination.keys[0].removeprefix(self._prefix)
         return key.partition(self._separator)[0]
 
-
-@contextmanager
-def _explained() -> Iterator[None]:
-    try:
-        yield
-    except RedisError as exc:
-        raise LedgerUnavailable(f"Redis does not say what waits: {exc}") from exc
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except RedisError as exc:
+            raise LedgerUnavailable(f"Redis does not say what waits: {exc}") from exc

@@ -7,6 +7,8 @@ a server that insists on it (cluster mode) needs them in one slot.
 
 from __future__ import annotations
 
+from ..waiting import THROW_AWAY
+
 #: KEYS due, messages, wake, ids. ARGV member, due µs, entry.
 #: The marker is touched only by what comes first of all, so it costs nothing in the usual case.
 ADD = """
@@ -191,15 +193,12 @@ return {
 """
 
 #: KEYS sorted set, messages, ids. ARGV limit. Returns how many entries it threw away.
-DISCARD = """
+DISCARD = (
+    """
 local members = redis.call('ZRANGE', KEYS[1], 0, tonumber(ARGV[1]) - 1)
-if #members > 0 then
-    redis.call('ZREM', KEYS[1], unpack(members))
-    redis.call('HDEL', KEYS[2], unpack(members))
-    redis.call('ZREM', KEYS[3], unpack(members))
-end
-return #members
 """
+    + THROW_AWAY
+)
 
 #: Another due time and entry for a message that is still there, parked or not. KEYS due, messages,
 #: wake, parked. ARGV member, the entry it had, due µs or '' for now, the new entry. Returns when

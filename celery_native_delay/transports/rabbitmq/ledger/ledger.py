@@ -11,7 +11,7 @@ announces it. The order makes it once, whoever dies in between:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from secrets import token_hex
 from time import time_ns
@@ -21,15 +21,12 @@ import amqp
 
 from ....core.due_time import eta_of
 from ....core.errors import LedgerUnavailable
-from ....core.ledger import ALL, Outcome, Page, Query, Verdict, Waiting
+from ....core.ledger import Outcome, Waiting
 from ....core.settings import DelaySettings
-from ...waiting import Index
+from ...waiting import Index, IndexedLedger
 from .entry import Entry, waiting
 from .line import redis_options
 from .scripts import MARK_GRACE_MS, REPLACE, STALE_AFTER_US, SWEEP, LedgerKeys
-
-#: A change is tried again so often when somebody else has moved the task at the same time.
-_TRIES = 10
 
 #: People wait longer than publishers.
 _TIMEOUT_SECONDS = 5.0
@@ -37,7 +34,7 @@ _TIMEOUT_SECONDS = 5.0
 _SWEPT_AT_ONCE = 1000
 
 
-class RabbitMQLedger:
+class RabbitMQLedger(IndexedLedger):
     """On one connection; see :class:`~celery_native_delay.core.ledger.Ledger`."""
 
     def __init__(self, delays: Any, settings: DelaySettings) -> None:
@@ -50,37 +47,13 @@ class RabbitMQLedger:
         self._keys = LedgerKeys(settings.namespace)
         self._client = redis.Redis.from_url(url, **options)
         self._errors = redis.RedisError, OSError
-        due, messages, ids = self._keys.index
-        self._index = Index(self._client, due=due, messages=messages, ids=ids, decode=waiting)
-        self._replace = self._client.register_script(REPLACE)
+        super().__init__(Index(self._client, self._keys, waiting))
+        self._replacing = self._client.register_script(REPLACE)
         self._sweep = self._client.register_script(SWEEP)
 
     def close(self) -> None:
         """Give up the connection."""
         self._client.close()
-
-    def count(self, query: Query = ALL) -> int:
-        with self._explained():
-            return self._index.count(query)
-
-    def page(self, query: Query = ALL, *, offset: int = 0, limit: int = 50) -> Page:
-        with self._explained():
-            return self._index.page(query, offset=offset, limit=limit)
-
-    def get(self, task_id: str) -> list[Waiting]:
-        with self._explained():
-            return self._index.get(task_id)
-
-    def counts(self, edges_us: Sequence[int]) -> list[int]:
-        with self._explained():
-            return self._index.counts(edges_us)
-
-    def span(self) -> tuple[int, int] | None:
-        with self._explained():
-            return self._index.span()
-
-    def cancel(self, task_id: str) -> Outcome:
-        return self._change(task_id, None, cancelled=True)
 
     def move(self, task_id: str, due_us: int | None) -> Outcome:
         if due_us is not None:
@@ -101,61 +74,41 @@ class RabbitMQLedger:
 
     # --- private -------------------------------------------------------------------------
 
-    def _change(self, task_id: str, due_us: int | None, *, cancelled: bool) -> Outcome:
-        seen: dict[str, Waiting] = {}
-        #: Members that are as they were to be.
-        made: set[str] = set()
-        is_due_us = due_us
-        for _ in range(_TRIES):
-            with self._explained():
-                found = [
-                    (member, entry, at_us)
-                    for member, entry, at_us in self._index.entries(task_id)
-                    if member not in made and at_us is not None
-                ]
-            if not found:
-                break
-            for member, data, at_us in found:
-                seen.setdefault(member, waiting(member, data, at_us))
-                new_due_us = time_ns() // 1000 if due_us is None else due_us
-                new = self._change_one(member, data, at_us, new_due_us, cancelled=cancelled)
-                if new is not None:
-                    made.add(new)
-                    is_due_us = new_due_us
-        tasks = tuple(seen.values())
-        if made:
-            return Outcome(task_id, Verdict.DONE, None if cancelled else is_due_us, tasks)
-        return Outcome(task_id, Verdict.TOO_LATE if seen else Verdict.UNKNOWN, None, tasks)
+    def _found(self, task_id: str) -> Iterator[tuple[str, bytes, Waiting]]:
+        for member, entry, due_us in self._index.entries(task_id):
+            if due_us is not None:
+                yield member, entry, waiting(member, entry, due_us)
 
-    def _change_one(
-        self, member: str, data: bytes, due_us: int, new_due_us: int, *, cancelled: bool
-    ) -> str | None:
-        """The member that took the place of *member*; None if that one was received before."""
+    def _replace(
+        self, member: str, entry: bytes, task: Waiting, due_us: int | None, *, cancelled: bool
+    ) -> tuple[str, int] | None:
+        new_due_us = time_ns() // 1000 if due_us is None else due_us
         now_ms = time_ns() // 1_000_000
         task_id, _, old_id = member.rpartition(":")
         new_id = token_hex(16)
         new_member = f"{task_id}:{new_id}"
-        old_ttl_ms = max(due_us // 1000 - now_ms, 0) + MARK_GRACE_MS
+        old_ttl_ms = max(task.due_us // 1000 - now_ms, 0) + MARK_GRACE_MS
         new_ttl_ms = max(new_due_us // 1000 - now_ms, 0) + MARK_GRACE_MS
         old_mark, new_mark = self._keys.marks + old_id, self._keys.marks + new_id
         with self._explained():
             self._client.set(new_mark, member, px=new_ttl_ms)
-        entry = _due_then(Entry.decoded(data), new_due_us, now_ms)
+        moved = _due_then(Entry.decoded(entry), new_due_us, now_ms)
         self._delays.put_back(
-            amqp.Message(entry.body, **entry.properties),
-            entry.exchange,
-            entry.routing_key,
-            queue=entry.queue,
+            amqp.Message(moved.body, **moved.properties),
+            moved.exchange,
+            moved.routing_key,
+            queue=moved.queue,
             due_us=new_due_us,
             delivery_id=new_id,
             cancelled=cancelled,
             recorded=False,
         )
-        kept = b"" if cancelled else entry.encoded()
+        kept = b"" if cancelled else moved.encoded()
         keys = [*self._keys.index, old_mark, new_mark]
         arguments = [member, old_ttl_ms, new_member, new_due_us, kept, new_ttl_ms]
         with self._explained():
-            return new_member if self._replace(keys=keys, args=arguments) else None
+            counts = self._replacing(keys=keys, args=arguments)
+        return (new_member, new_due_us) if counts else None
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

@@ -11,11 +11,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ...waiting import THROW_AWAY, IndexKeys
+
 VERSION = 1
 
 
 @dataclass(frozen=True)
-class LedgerKeys:
+class LedgerKeys(IndexKeys):
     """The keys of one namespace."""
 
     namespace: str
@@ -26,29 +28,9 @@ class LedgerKeys:
         return f"{self.namespace}.ledger.v{VERSION}"
 
     @property
-    def due(self) -> str:
-        """Sorted set: member → due time in microseconds since the epoch."""
-        return f"{self.space}.due"
-
-    @property
-    def messages(self) -> str:
-        """Hash: member → entry."""
-        return f"{self.space}.messages"
-
-    @property
-    def ids(self) -> str:
-        """Sorted set: the members, all with score 0, so in the order of task ids."""
-        return f"{self.space}.ids"
-
-    @property
     def marks(self) -> str:
         """What the keys of marks begin with; the delivery id follows."""
         return f"{self.space}.mark."
-
-    @property
-    def index(self) -> tuple[str, str, str]:
-        """The three keys of the entries."""
-        return self.due, self.messages, self.ids
 
 
 #: How long a mark outlives the due time of its delivery, in ms: a message may lie in its queue for
@@ -130,12 +112,9 @@ return 1
 )
 
 #: KEYS due, messages, ids. ARGV until µs, limit. Returns how many stale entries it removed.
-SWEEP = """
+SWEEP = (
+    """
 local members = redis.call('ZRANGE', KEYS[1], '-inf', ARGV[1], 'BYSCORE', 'LIMIT', 0, ARGV[2])
-if #members > 0 then
-    redis.call('ZREM', KEYS[1], unpack(members))
-    redis.call('HDEL', KEYS[2], unpack(members))
-    redis.call('ZREM', KEYS[3], unpack(members))
-end
-return #members
 """
+    + THROW_AWAY
+)
