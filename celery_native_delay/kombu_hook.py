@@ -25,6 +25,7 @@ OPTION = "native_delay"
 
 _RABBITMQ = "celery_native_delay.transports.rabbitmq"
 _REDIS = "celery_native_delay.transports.redis"
+_SQS = "celery_native_delay.transports.sqs"
 
 #: kombu's aliases and what they lead to from now on; modules are imported when first used.
 ALIASES = {
@@ -34,6 +35,8 @@ ALIASES = {
     "redis": f"{_REDIS}:Transport",
     "rediss": f"{_REDIS}:Transport",
     "sentinel": f"{_REDIS}:SentinelTransport",
+    "sqs": f"{_SQS}:Transport",
+    "SQS": f"{_SQS}:Transport",
 }
 
 

@@ -13,7 +13,14 @@ from celery.worker.consumer.tasks import Tasks
 
 from ..core.errors import NativeDelayError, SettingsError
 from ..kombu_hook import flush_delayed
-from ..transports.contract import KeepsLedger, Promoter, Promotes, Receipts, WorkerPart
+from ..transports.contract import (
+    KeepsLedger,
+    Promoter,
+    Promotes,
+    Receipts,
+    ServesQueues,
+    WorkerPart,
+)
 from . import remote  # noqa: F401  registers its command
 from .adoption import AdoptingStrategies, EarlyTask, Waker, forget_eta
 from .attendant import Attendant
@@ -79,6 +86,8 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         try:
             settings = installation.settings()
             part: WorkerPart = channel.worker_part(settings)
+            if isinstance(part, ServesQueues):
+                part.serve([queue.name for queue in c.task_consumer.queues])
             prepared = part.prepare(where)
             if self._receipts is None and isinstance(part, KeepsLedger):
                 self._receipts = part.receipts()

@@ -33,6 +33,7 @@ LONGEST_CELERY_SECONDS = 1e9
 EXPECTED_URLS = {
     "amqp": "amqp:// or amqps:// (py-amqp)",
     "redis": "redis://, rediss://, redis+socket:// or sentinel://",
+    "sqs": "sqs://",
 }
 
 #: The consumer bootstep by name: only a worker loads it.

@@ -15,6 +15,7 @@ from typing import Any
 
 from . import fence
 from .errors import SettingsError
+from .hops import LONGEST_HOP_SECONDS
 
 #: RabbitMQ refuses a longer ``x-message-ttl``: rabbit_misc.erl, check_expiry/1.
 MAX_TTL_MS = 315_360_000_000
@@ -72,6 +73,10 @@ class DelaySettings:
     ledger_away: str = "run"
     """While the ledger does not answer, a task that is due may "run", although it may have been
     cancelled or moved; or it is to "wait" in the broker until the ledger does."""
+
+    sqs_hop_seconds: int = LONGEST_HOP_SECONDS
+    """Seconds of one hop on SQS, the same in producers, workers and relays. Lower it in tests
+    only: every hop costs requests. Defaults to 900, the longest that SQS has."""
 
     telemetry: str | None = None
     """Folder to which every process of a worker writes what its tasks did, one line of JSON when
@@ -203,6 +208,9 @@ def _expected(name: str, value: Any) -> str:
             return "" if fits else f"None or a URL that starts with {' or '.join(_LEDGER_URLS)}"
         case "ledger_away":
             return "" if value in ("run", "wait") else '"run" or "wait"'
+        case "sqs_hop_seconds":
+            fits = _is_int(value) and 1 <= value <= LONGEST_HOP_SECONDS
+            return "" if fits else f"whole seconds from 1 to {LONGEST_HOP_SECONDS}"
         case "telemetry":
             fits = value is None or (isinstance(value, str) and value != "" and "\0" not in value)
             return "" if fits else "None or the path of a folder"

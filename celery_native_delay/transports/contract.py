@@ -118,6 +118,14 @@ class Promotes(Protocol):
         """A promoter; *connect* makes kombu connections, given their ``transport_options``."""
 
 
+@runtime_checkable
+class ServesQueues(Protocol):
+    """A part on a broker where every queue needs something of its own."""
+
+    def serve(self, queues: Sequence[str]) -> None:
+        """Take care of these, by name: those a worker consumes from, or all of the app's."""
+
+
 class Receipts(Protocol):
     """What a worker asks about every message that waited, before anything is done with it."""
 

@@ -14,6 +14,7 @@ from kombu import Connection
 from kombu import transport as kombu_transport
 from kombu.transport import pyamqp, resolve_transport
 from kombu.transport import redis as kombu_redis
+from kombu.transport.SQS import Transport as KombuSqsTransport
 
 from celery_native_delay import (
     DelaySettings,
@@ -24,7 +25,7 @@ from celery_native_delay import (
     register_transports,
 )
 from celery_native_delay.kombu_hook import ALIASES, option_of, settings_from_option
-from celery_native_delay.transports import rabbitmq, redis
+from celery_native_delay.transports import rabbitmq, redis, sqs
 
 NOON = datetime(2026, 11, 20, 12, 0, tzinfo=UTC)
 
@@ -41,6 +42,8 @@ NOON = datetime(2026, 11, 20, 12, 0, tzinfo=UTC)
         ("redis", redis.Transport, kombu_redis.Transport),
         ("rediss", redis.Transport, kombu_redis.Transport),
         ("sentinel", redis.SentinelTransport, kombu_redis.SentinelTransport),
+        ("sqs", sqs.Transport, KombuSqsTransport),
+        ("SQS", sqs.Transport, KombuSqsTransport),
     ],
 )
 def test_an_alias_leads_to_our_transport_which_is_kombus(

@@ -31,6 +31,7 @@ def test_defaults() -> None:
         "management_url": None,
         "ledger": None,
         "ledger_away": "run",
+        "sqs_hop_seconds": 900,
         "telemetry": None,
         "fence": None,
         "fence_policy": "run",

@@ -93,7 +93,7 @@ class DelayingChannel:
         **kwargs: Any,
     ) -> Any:
         def noting(message: Any) -> Any:
-            message.consumed_from = "" if queue in self._fanout_queues else queue
+            message.consumed_from = "" if queue in getattr(self, "_fanout_queues", ()) else queue
             return callback(message)
 
         return super().basic_consume(queue, no_ack, noting, *args, **kwargs)  # type: ignore[misc]
