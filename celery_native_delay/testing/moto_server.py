@@ -6,6 +6,7 @@ and it looks for delayed messages that have become visible only once a second.
 
 from __future__ import annotations
 
+import logging
 import sys
 from threading import Lock
 from time import monotonic, sleep
@@ -36,5 +37,6 @@ def _receive_one_at_a_time() -> None:
 if __name__ == "__main__":
     from moto.server import main
 
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
     _receive_one_at_a_time()
     main(["--host", "127.0.0.1", "--port", sys.argv[1]])
