@@ -25,7 +25,8 @@ def promote(ctx: click.Context, loglevel: str, as_json: bool) -> None:
     """
     import signal
 
-    from ..transports.contract import Promotes
+    from ..celery_app.outage import react
+    from ..transports.contract import GivesUp, Outage, Promotes
 
     app = ctx.obj.app
     installed_settings(ctx)
@@ -35,6 +36,14 @@ def promote(ctx: click.Context, loglevel: str, as_json: bool) -> None:
         if not isinstance(part, Promotes):
             raise click.UsageError(f"{where} delivers what is due by itself: nothing to promote")
         promoter = part.promoter(app.connection_for_write)
+    outages: list[Outage] = []
+
+    def give_up(outage: Outage) -> None:
+        outages.append(outage)
+        promoter.stop()
+
+    if isinstance(promoter, GivesUp):
+        promoter.on_outage = lambda outage: react(app, outage, lambda: give_up(outage))
     if not as_json:
         click.echo(f"promoting: {prepared}")
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -44,3 +53,5 @@ def promote(ctx: click.Context, loglevel: str, as_json: bool) -> None:
         print_json({"promoted": promoter.promoted, "parked": promoter.parked})
     else:
         click.echo(f"{promoter.promoted} message(s) promoted, {promoter.parked} parked")
+    if outages:
+        raise click.ClickException(str(outages[0]))

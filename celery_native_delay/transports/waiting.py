@@ -180,7 +180,7 @@ class Index:
     def _matching(
         self, query: Query, first: int, end: int, *, chunk: int = CHUNK
     ) -> Iterator[Waiting]:
-        needles = [text for text in query.needles if _is_itself_in_json(text)]
+        needles = [text for text in query.needles if is_itself_in_json(text)]
         for start in range(first, end, chunk):
             last = min(start + chunk, end) - 1
             for task in self._found([start, last, *needles]):
@@ -195,7 +195,7 @@ class Index:
                 yield task
 
 
-def _is_itself_in_json(text: str) -> bool:
+def is_itself_in_json(text: str) -> bool:
     """Whether entries contain *text* as it is; the others must be decoded to be searched."""
     return text.isascii() and json.dumps(text) == f'"{text}"'
 

@@ -11,6 +11,7 @@ from kombu import Connection
 
 from celery_native_delay import DelaySettings
 from celery_native_delay.transports.contract import Promotes, WorkerPart
+from tests.conformance.brokers import options_of, settings_of
 from tests.traffic import beside
 
 #: On RabbitMQ few and short levels, which are quick to declare; the longest delay is 163.84 s.
@@ -19,16 +20,21 @@ SETTINGS = {"namespace": "tests", "levels": 13, "resolution": 0.02}
 _LOOK_SECONDS = 0.2
 
 
+def plain(url: str, **transport_options: Any) -> Any:
+    """A kombu connection."""
+    return Connection(url, transport_options=options_of(url) | transport_options)
+
+
 def delaying(url: str, *, transport_options: dict[str, Any] | None = None) -> Any:
     """A kombu connection whose messages with an ETA ahead wait in the broker."""
-    option = {"native_delay": SETTINGS}
-    return Connection(url, transport_options=option | (transport_options or {}))
+    option = {"native_delay": SETTINGS | settings_of(url)}
+    return plain(url, **(option | (transport_options or {})))
 
 
 @contextmanager
 def attended(url: str) -> Iterator[None]:
     """A worker that consumes nothing: it prepares the broker, promotes and rescues."""
-    settings = DelaySettings.from_mapping(SETTINGS)
+    settings = DelaySettings.from_mapping(SETTINGS | settings_of(url))
     with ExitStack() as stack:
         connection = stack.enter_context(delaying(url))
         part: WorkerPart = connection.default_channel.worker_part(settings)
