@@ -11,6 +11,9 @@ from dataclasses import dataclass
 #: The longest ``DelaySeconds`` that SQS takes, for a message or a queue.
 LONGEST_HOP_SECONDS = 900
 
+#: For so long SQS recognises a deduplication id, in seconds.
+RECOGNISED_SECONDS = 300
+
 #: Messages that one request sends, receives or deletes at most.
 BATCH = 10
 
@@ -33,17 +36,40 @@ def remainders(delay_ms: int, *, hop_seconds: int = LONGEST_HOP_SECONDS) -> list
     return [left - hop * hop_seconds for hop in range(hops + 1)]
 
 
-def left_ms(
-    delay_ms: int, *, sent_ms: int, first_received_ms: int, receive_count: int, now_ms: int
-) -> int:
-    """What is left of a delay when a message is received, in milliseconds; below 0 if it is late.
+@dataclass(frozen=True)
+class Reception:
+    """What the broker tells of a message that comes out of a delay queue, all by its own clock.
 
-    By the broker's clock alone: its *sent_ms* and, if this is the first time that the message is
-    received, its *first_received_ms*. Else somebody received it before and died, and *now_ms* is
-    what the broker's answer was dated, in whole seconds: at most a second is counted too little.
+    *sent_ms*, *first_received_ms* and *now_ms* are Unix times in milliseconds. If somebody received
+    it before and died, *now_ms* says how late it is: the date of the broker's answer, in whole
+    seconds, so that at most a second of its wait is counted too little.
     """
-    received_ms = first_received_ms if receive_count <= 1 else max(first_received_ms, now_ms)
-    return delay_ms - max(0, received_ms - sent_ms)
+
+    sent_ms: int
+    first_received_ms: int
+    receive_count: int
+    now_ms: int
+
+    def left_ms(self, delay_ms: int) -> int:
+        """What is left of a delay, in milliseconds; below 0 if it is late."""
+        return delay_ms - max(0, self._received_ms - self.sent_ms)
+
+    def is_last_hop(self, delay_ms: int, *, hop_seconds: int) -> bool:
+        """Whether it goes to its destination now.
+
+        As who received it first decided, as long as a second send of the same is recognised:
+        else the one would send it to the destination, and the other back.
+        """
+        if self._received_ms - self.first_received_ms < RECOGNISED_SECONDS * 1000:
+            left = delay_ms - max(0, self.first_received_ms - self.sent_ms)
+        else:
+            left = self.left_ms(delay_ms)
+        return seconds_up(left) <= hop_seconds
+
+    @property
+    def _received_ms(self) -> int:
+        first_ms = self.first_received_ms
+        return first_ms if self.receive_count <= 1 else max(first_ms, self.now_ms)
 
 
 def retry_seconds(receive_count: int, *, longest_seconds: int = LONGEST_HOP_SECONDS) -> int:

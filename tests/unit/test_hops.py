@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_native_delay.core.hops import Itinerary, left_ms, remainders, retry_seconds
+from celery_native_delay.core.hops import Itinerary, Reception, remainders, retry_seconds
 
 delays_ms = st.integers(0, 10 * 365 * 86_400_000)
 
@@ -62,17 +62,34 @@ def test_what_is_left_is_never_less_than_by_the_brokers_clock(
     """Also of a message that was received before; the broker dates its answers in seconds."""
     first_ms = sent_ms + waited_ms
     truly_ms = first_ms if receive_count == 1 else first_ms + again_ms
-    found_ms = left_ms(
-        delay_ms,
-        sent_ms=sent_ms,
-        first_received_ms=first_ms,
-        receive_count=receive_count,
-        now_ms=truly_ms // 1000 * 1000,
-    )
+    reception = Reception(sent_ms, first_ms, receive_count, truly_ms // 1000 * 1000)
+    found_ms = reception.left_ms(delay_ms)
     exact_ms = delay_ms - (truly_ms - sent_ms)
     assert 0 <= found_ms - exact_ms < 1000
     if receive_count == 1:
         assert found_ms == exact_ms
+
+
+@pytest.mark.parametrize(
+    ("received_after_seconds", "again_after_seconds", "home"),
+    [
+        (900, None, False),  # 901 s are left
+        (901, None, True),  # 900
+        (900, 30, False),  # 871, but who received it first has sent it back
+        (900, 299, False),
+        (900, 301, True),  # nobody recognises that any more
+        (7200, None, True),  # nobody relayed for hours
+    ],
+)
+def test_who_repeats_a_send_decides_as_the_one_that_died(
+    received_after_seconds: int, again_after_seconds: int | None, home: bool
+) -> None:
+    first_ms = received_after_seconds * 1000
+    count, now_ms = (1, 0)
+    if again_after_seconds is not None:
+        count, now_ms = 2, first_ms + again_after_seconds * 1000
+    reception = Reception(0, first_ms, count, now_ms)
+    assert reception.is_last_hop(1_801_000, hop_seconds=900) == home
 
 
 def test_who_cannot_be_sent_on_rests_twice_as_long_each_time() -> None:

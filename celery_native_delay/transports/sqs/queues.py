@@ -13,6 +13,12 @@ from ...core.errors import CannotDelay, NativeDelayError, NotPermitted
 from .delay_queue import ASKED, attributes_of, delay_queue_of
 
 _GONE = ("AWS.SimpleQueueService.NonExistentQueue", "QueueDoesNotExist")
+_MESSAGE_REFUSED = (
+    "InvalidParameterValue",
+    "InvalidMessageContents",
+    "AWS.SimpleQueueService.BatchRequestTooLong",
+    "BatchRequestTooLong",
+)
 _DENIED = ("AccessDenied", "AccessDeniedException")
 
 
@@ -90,6 +96,11 @@ class Queues:
 def is_gone(exc: ClientError) -> bool:
     """Whether the queue that was asked for does not exist any more."""
     return exc.response.get("Error", {}).get("Code") in _GONE
+
+
+def is_about_a_message(exc: ClientError) -> bool:
+    """Whether SQS refuses a message, or a batch for one of its messages, and not everything."""
+    return exc.response.get("Error", {}).get("Code") in _MESSAGE_REFUSED
 
 
 @contextmanager

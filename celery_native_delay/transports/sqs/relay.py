@@ -20,10 +20,10 @@ from botocore.exceptions import BotoCoreError, ClientError
 from kombu.exceptions import KombuError
 
 from ...core.errors import NativeDelayError
-from ...core.hops import BATCH, left_ms, retry_seconds, seconds_up
+from ...core.hops import BATCH, Reception, retry_seconds, seconds_up
 from .delay_queue import delay_queue_of
 from .entry import MOST_BYTES, Entry, opened
-from .queues import is_gone
+from .queues import Queues, is_about_a_message, is_gone
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +38,8 @@ VISIBILITY_SECONDS = 30
 FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 60.0
 
-#: Seconds between looks for delay queues that were not there.
-LOOK_SECONDS = 60.0
+#: Seconds that the end of a relay is put off for what is in its hands.
+PATIENCE_SECONDS = 3.0
 
 _ASKED = ["ApproximateFirstReceiveTimestamp", "ApproximateReceiveCount", "SentTimestamp"]
 
@@ -48,17 +48,22 @@ _EXPECTED = (NativeDelayError, ClientError, BotoCoreError, KombuError, OSError)
 
 @dataclass(frozen=True)
 class _Received:
-    """An entry, what is left of its delay when *at* (monotonic, seconds), and how to delete it."""
+    """An entry, when it was received (monotonic, seconds), and how to delete it."""
 
     entry: Entry
-    left_ms: int
+    reception: Reception
     at: float
     receipt: str
-    receive_count: int
 
     @property
-    def left_now_ms(self) -> int:
-        return self.left_ms - int((monotonic() - self.at) * 1000)
+    def left_ms(self) -> int:
+        """What is left of its delay now."""
+        waited_ms = int((monotonic() - self.at) * 1000)
+        return self.reception.left_ms(self.entry.left_ms) - waited_ms
+
+    @property
+    def retry_seconds(self) -> int:
+        return retry_seconds(self.reception.receive_count)
 
 
 class Relay:
@@ -99,32 +104,39 @@ class Relay:
                 pause.wait()
 
     def stop(self) -> None:
-        """Have :meth:`run` return at once; what is in flight is sent on as long as we live."""
+        """Have :meth:`run` return soon.
+
+        A long poll cannot be interrupted: what it still brings is sent on as long as this process
+        lives, and else received by another relay when :data:`VISIBILITY_SECONDS` are over.
+        """
         self._stopping.set()
 
     def _run_on(self, channel: Any) -> None:
-        served: set[str] = set()
-        while not self._stopping.is_set():
-            for queue in self._queues:
-                if queue in served or channel.delays.queues.find(delay_queue_of(queue)) is None:
-                    continue
-                served.add(queue)
-                Thread(
-                    target=self._serve,
-                    args=(channel, queue),
-                    name=f"native-delay-relay-{queue}",
-                    daemon=True,
-                ).start()
-            self._stopping.wait(LOOK_SECONDS)
+        threads = [
+            Thread(
+                target=self._serve,
+                args=(channel, queue),
+                name=f"native-delay-relay-{queue}",
+                daemon=True,
+            )
+            for queue in self._queues
+        ]
+        for thread in threads:
+            thread.start()
+        self._stopping.wait()
+        deadline = monotonic() + PATIENCE_SECONDS
+        for thread in threads:
+            thread.join(max(deadline - monotonic(), 0))
 
     def _serve(self, channel: Any, queue: str) -> None:
         line = _Line(self, channel, queue, visibility_seconds=self._visibility_seconds)
         pause = _Pause(self._stopping)
         while not self._stopping.is_set():
             try:
-                if not line.step():
-                    raise _NothingWentOn(f"SQS takes nothing for {queue!r}")
+                line.step()
                 pause.reset()
+            except _NoDelayQueue:
+                return  # whoever prepared us has said so
             except Exception as exc:  # as above
                 if self._stopping.is_set():
                     return
@@ -132,8 +144,8 @@ class Relay:
                 pause.wait()
 
 
-class _NothingWentOn(NativeDelayError):
-    """Messages were received, and not one of them could be sent on."""
+class _NoDelayQueue(NativeDelayError):
+    """It should have been among the predefined queues."""
 
 
 class _Line:
@@ -141,32 +153,37 @@ class _Line:
 
     def __init__(self, relay: Relay, channel: Any, queue: str, *, visibility_seconds: int) -> None:
         self._relay = relay
-        self._queues = channel.delays.queues
+        self._queues: Queues = channel.delays.queues
         self._hop_seconds = channel.delays.hop_seconds
         self._destination = queue
         self._source = delay_queue_of(queue)
         self._visibility_seconds = visibility_seconds
 
-    def step(self) -> bool:
-        """Receive up to ten messages and send them on; False if there were some and none went."""
-        answer = self._client(self._source).receive_message(
-            QueueUrl=self._queues.url(self._source),
-            MaxNumberOfMessages=BATCH,
-            WaitTimeSeconds=LONG_POLL_SECONDS,
-            VisibilityTimeout=self._visibility_seconds,
-            MessageSystemAttributeNames=_ASKED,
-        )
+    def step(self) -> None:
+        """Receive up to ten messages and send them on; what SQS does not take rests by itself."""
+        try:
+            answer = self._client(self._source).receive_message(
+                QueueUrl=self._url(self._source),
+                MaxNumberOfMessages=BATCH,
+                WaitTimeSeconds=LONG_POLL_SECONDS,
+                VisibilityTimeout=self._visibility_seconds,
+                MessageSystemAttributeNames=_ASKED,
+            )
+        except ClientError as exc:
+            if is_gone(exc):
+                self._queues.forget(self._source)
+            raise
         messages = answer.get("Messages") or []
-        if not messages:
-            return True
-        received = list(self._read(messages, now_ms=_dated_ms(answer)))
-        last = [each for each in received if seconds_up(each.left_ms) <= self._hop_seconds]
-        others = [each for each in received if each not in last]
-        taken = self._send_all(self._destination, last, self._home)
-        self._relay.promoted += taken
-        relayed = self._send_all(self._source, others, self._onward)
-        self._relay.relayed += relayed
-        return bool(taken + relayed)
+        received = self._read(messages, now_ms=_dated_ms(answer))
+        onward: list[_Received] = []
+        home: list[_Received] = []
+        for each in received:
+            is_last = each.reception.is_last_hop(each.entry.left_ms, hop_seconds=self._hop_seconds)
+            (home if is_last else onward).append(each)
+        # In this order: a repeated send is recognised by the message that it repeats, which may
+        # be among those that go home.
+        self._relay.relayed += self._send_all(self._source, onward, self._onward)
+        self._relay.promoted += self._send_all(self._destination, home, self._home)
 
     def _read(self, messages: Sequence[dict[str, Any]], *, now_ms: int) -> Iterator[_Received]:
         at = monotonic()
@@ -179,24 +196,23 @@ class _Line:
                 logger.error("native delay: %s: message left alone: %s", self._source, exc)
                 self._let_rest([(message["ReceiptHandle"], retry_seconds(count))])
                 continue
-            left = left_ms(
-                entry.left_ms,
-                sent_ms=int(told["SentTimestamp"]),
-                first_received_ms=int(told["ApproximateFirstReceiveTimestamp"]),
-                receive_count=count,
-                now_ms=now_ms,
+            reception = Reception(
+                int(told["SentTimestamp"]),
+                int(told["ApproximateFirstReceiveTimestamp"]),
+                count,
+                now_ms,
             )
-            yield _Received(entry, left, at, message["ReceiptHandle"], count)
+            yield _Received(entry, reception, at, message["ReceiptHandle"])
 
     # --- sending on ----------------------------------------------------------------------
 
     def _home(self, each: _Received) -> dict[str, Any]:
         """To the destination."""
-        return each.entry.parcel.arguments() | {"DelaySeconds": seconds_up(each.left_now_ms)}
+        return each.entry.parcel.arguments() | {"DelaySeconds": seconds_up(each.left_ms)}
 
     def _onward(self, each: _Received) -> dict[str, Any]:
         """Back into the delay queue."""
-        return each.entry.again(each.left_now_ms).arguments()
+        return each.entry.again(each.left_ms).arguments()
 
     def _send_all(
         self,
@@ -225,9 +241,7 @@ class _Line:
                     next(iter(refused.values())),
                 )
                 failed = [batch[at] for at in refused]
-                self._let_rest(
-                    [(each.receipt, retry_seconds(each.receive_count)) for each in failed]
-                )
+                self._let_rest([(each.receipt, each.retry_seconds) for each in failed])
         return taken
 
     def _send(self, queue: str, messages: Sequence[dict[str, Any]]) -> dict[int, str]:
@@ -235,7 +249,7 @@ class _Line:
         entries = [{"Id": str(at)} | message for at, message in enumerate(messages)]
 
         def send() -> dict[str, Any]:
-            url = self._queues.url(queue)
+            url = self._url(queue)
             answer: dict[str, Any] = self._client(queue).send_message_batch(
                 QueueUrl=url, Entries=entries
             )
@@ -244,10 +258,16 @@ class _Line:
         try:
             answer = send()
         except ClientError as exc:
-            if not is_gone(exc):
+            if is_gone(exc):
+                self._queues.forget(queue)
+                answer = send()  # into a new one, as kombu does
+            elif not is_about_a_message(exc):
                 raise
-            self._queues.forget(queue)  # and it is created again, as kombu does
-            answer = send()
+            elif len(messages) == 1:
+                return {0: str(exc)}
+            else:  # not the whole batch for one
+                alone = (self._send(queue, [message]) for message in messages)
+                return {at: refused[0] for at, refused in enumerate(alone) if refused}
         failed = answer.get("Failed") or []
         return {int(each["Id"]): f"{each['Code']}: {each.get('Message')}" for each in failed}
 
@@ -255,7 +275,7 @@ class _Line:
         if not sent:
             return
         answer = self._client(self._source).delete_message_batch(
-            QueueUrl=self._queues.url(self._source),
+            QueueUrl=self._url(self._source),
             Entries=[
                 {"Id": str(at), "ReceiptHandle": each.receipt} for at, each in enumerate(sent)
             ],
@@ -277,8 +297,17 @@ class _Line:
         ]
         with suppress(ClientError, BotoCoreError, OSError):
             self._client(self._source).change_message_visibility_batch(
-                QueueUrl=self._queues.url(self._source), Entries=entries
+                QueueUrl=self._url(self._source), Entries=entries
             )
+
+    def _url(self, queue: str) -> str:
+        """Of the destination or the delay queue; created if it is gone."""
+        if queue == self._destination:
+            return self._queues.url(queue)
+        url = self._queues.make_delay_queue(self._destination, hop_seconds=self._hop_seconds)
+        if url is None:
+            raise _NoDelayQueue(f"expected {self._source!r} among predefined_queues")
+        return url
 
     def _client(self, queue: str) -> Any:
         """Asked for each time: the tokens of predefined queues expire."""
