@@ -8,7 +8,7 @@ import re
 _MORTAL = re.compile(r"conformance/|test_(window|isolation|faults)|integration/test_bulk")
 
 _CONFORMING = re.compile(
-    r"conformance\.py.*[\[-](redis|valkey|filesystem(?:-postgresql)?|sqla)[\]-]"
+    r"conformance\.py.*[\[-](redis|valkey|filesystem(?:-postgresql)?|sqla|sqs)[\]-]"
 )
 
 #: What takes longest, as the name of a group or of a test begins; the unit tests fill the gaps.
@@ -39,7 +39,7 @@ def scope_of(nodeid: str) -> str:
         file = nodeid.partition("::")[0].rpartition("/")[2].removesuffix(".py")
         return f"RabbitMQ {version[1]}: {'mortal' if _MORTAL.search(nodeid) else file}"
     if broker := re.search(
-        r"conformance\.py.*[\[-](redis|valkey|filesystem(?:-postgresql)?|sqla)[\]-]", nodeid
+        r"conformance\.py.*[\[-](redis|valkey|filesystem(?:-postgresql)?|sqla|sqs)[\]-]", nodeid
     ):
         return f"conformance of {broker[1]}"
     if "test_redis_tasks.py" in nodeid:

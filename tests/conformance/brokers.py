@@ -8,7 +8,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
@@ -20,8 +20,11 @@ from sqlalchemy import MetaData, create_engine, delete
 from celery_native_delay.testing import (
     PrivateRabbitMQ,
     PrivateRedis,
+    PrivateSqs,
     private_redis,
+    private_sqs,
     require_redis,
+    require_sqs,
     vhost_name,
 )
 from celery_native_delay.testing.redis_installation import ServerName
@@ -36,7 +39,7 @@ WITH_BULK = [
     "redis",
     "valkey",
 ]
-BROKERS = [*WITH_BULK, "filesystem", "filesystem-postgresql", "sqla"]
+BROKERS = [*WITH_BULK, "filesystem", "filesystem-postgresql", "sqla", "sqs"]
 
 
 class Broker(Protocol):
@@ -74,6 +77,10 @@ def running_broker(name: str, running_rabbitmq: Callable[..., PrivateRabbitMQ]) 
         case ["sqla"]:
             with folder() as spaces:
                 yield Database(spaces)
+        case ["sqs"]:
+            installed(require_sqs)
+            with ExitStack() as stack:
+                yield SQS(stack)
         case _:
             raise LookupError(name)
 
@@ -81,9 +88,15 @@ def running_broker(name: str, running_rabbitmq: Callable[..., PrivateRabbitMQ]) 
 def knows_bindings(url: str) -> bool:
     """Whether all who are connected know every binding, so that broadcasts and remote control work.
 
-    kombu's sqlalchemy transport keeps those of each connection to itself, and has no broadcasts.
+    kombu's sqlalchemy and SQS transports keep those of each connection to itself, and have no
+    broadcasts.
     """
-    return not url.startswith("sqla+")
+    return not url.startswith(("sqla+", "sqs://"))
+
+
+def whole_seconds(url: str) -> bool:
+    """Whether a delay ends with a whole second there, so that 0.5 s are 1 s."""
+    return url.startswith("sqs://")
 
 
 @contextmanager
@@ -95,6 +108,9 @@ def folder() -> Iterator[Path]:
 def options_of(url: str) -> dict[str, Any]:
     """The transport options without which kombu does not find this space."""
     scheme, _, path = url.partition("://")
+    if scheme == "sqs":
+        # One who drains several queues asks for one after the other.
+        return {"wait_time_seconds": 0, "polling_interval": 0.1}
     if scheme != "filesystem":
         return {}
     queues = f"{path}/queues"
@@ -240,3 +256,25 @@ def drop_tables(url: str) -> None:
             else:
                 table.drop(connection)
     engine.dispose()
+
+
+class SQS:
+    """A space is a moto server of its own: no AWS, see celery_native_delay.testing.sqs."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self._spaces: dict[str, PrivateSqs] = {}
+
+    def new_space(self) -> str:
+        sqs = self._stack.enter_context(private_sqs())
+        self._spaces[sqs.url] = sqs
+        return sqs.url
+
+    def remove_space(self, url: str) -> None:
+        self._spaces.pop(url).kill()
+
+    def wipe(self, url: str) -> None:
+        self._spaces[url].wipe()
+
+    def restart(self) -> None:
+        pytest.skip("moto keeps its messages in memory: what survives in AWS cannot be shown on it")

@@ -10,7 +10,7 @@ from typing import Any
 from kombu import Connection
 
 from celery_native_delay import DelaySettings
-from celery_native_delay.transports.contract import Promotes, WorkerPart
+from celery_native_delay.transports.contract import AdminPart, Promotes, ServesQueues, WorkerPart
 from tests.conformance.brokers import options_of, settings_of
 from tests.traffic import beside
 
@@ -54,4 +54,15 @@ def attended(url: str) -> Iterator[None]:
 
 def waiting_count(connection: Any) -> int:
     """How many messages wait; they are thrown away."""
-    return int(connection.default_channel.admin_part(DelaySettings.from_mapping(SETTINGS)).purge())
+    part = connection.default_channel.admin_part(DelaySettings.from_mapping(SETTINGS))
+    if isinstance(part, ServesQueues):  # and throws away part of it only
+        return waiting_now(connection, "jobs", "other")
+    return int(part.purge())
+
+
+def waiting_now(connection: Any, *queues: str) -> int:
+    """How many messages wait, on a broker that counts them by queue for *queues*."""
+    part: AdminPart = connection.default_channel.admin_part(DelaySettings.from_mapping(SETTINGS))
+    if isinstance(part, ServesQueues):
+        part.serve(queues)
+    return part.backlog().waiting
