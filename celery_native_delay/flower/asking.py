@@ -13,6 +13,7 @@ from kombu.exceptions import OperationalError
 
 from ..celery_app.delay import Delay
 from ..celery_app.install import installation_of
+from ..celery_app.parts import serving
 from ..core.errors import LedgerUnavailable, NoLedger
 from ..transports.contract import AdminPart
 
@@ -75,7 +76,7 @@ class Asking:
             channel = connection.default_channel
             if installation is None or not hasattr(channel, "admin_part"):
                 raise NoLedger(f"expected an installed app, got {self.app!r}: call install(app)")
-            return question(channel.admin_part(installation.settings()))
+            return question(serving(channel.admin_part(installation.settings()), self.app))
 
     @cached_property
     def _broker_errors(self) -> tuple[type[Exception], ...]:

@@ -12,8 +12,9 @@ from celery import Celery
 from celery.utils.log import get_logger
 
 from ..celery_app.install import installation_of
+from ..celery_app.parts import serving
 from ..core.errors import UnsupportedBroker
-from ..transports.contract import Backlog
+from ..transports.contract import AdminPart, Backlog
 
 logger = get_logger(__name__)
 
@@ -108,7 +109,8 @@ class Poll(Thread):
             raise UnsupportedBroker(
                 f"expected a broker in which delayed tasks wait, got {self._connection.as_uri()}"
             )
-        backlog: Backlog = channel.admin_part(installation.settings()).backlog()
+        part: AdminPart = serving(channel.admin_part(installation.settings()), self._app)
+        backlog: Backlog = part.backlog()
         return backlog
 
     def _disconnect(self) -> None:

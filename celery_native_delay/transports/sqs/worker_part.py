@@ -49,7 +49,7 @@ class SqsWorkerPart:
             )
         return (
             f"{where} holds delayed tasks, for longer than {self._delays.hop_seconds} s in "
-            f"{', '.join(found) or 'no queue'}; relaying in this worker; longest delay "
+            f"{', '.join(found) or 'no queue'}; relaying in this process; longest delay "
             f"{self.settings.longest_delay_seconds / 86400:.0f} days; adopting "
             f"{'on' if self.settings.adopt else 'off'}"
         )

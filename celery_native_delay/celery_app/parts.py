@@ -1,0 +1,17 @@
+"""A transport's part for an app, told which queues it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from ..transports.contract import ServesQueues
+
+Part = TypeVar("Part")
+
+
+def serving(part: Part, app: Any, queues: Sequence[str] | None = None) -> Part:
+    """*part* itself, which knows now of *queues* if it must; None for all of the app's."""
+    if isinstance(part, ServesQueues):
+        part.serve(queues or [queue.name for queue in app.amqp.queues.values()])
+    return part
