@@ -17,6 +17,7 @@ from ...core.settings import DelaySettings
 from ...core.shown_url import without_password
 from ...kombu_hook import OPTION, originals
 from ..virtual.channel import DelayingChannel, DelayingTransport, Message
+from .whole_files import is_folder, put_whole
 
 if TYPE_CHECKING:
     from .admin_part import StoreAdminPart
@@ -104,6 +105,15 @@ class StoreDelayingTransport(DelayingTransport):
         return settings.store or "native_delay_store, which is not set"
 
 
+class FolderChannel(StoreDelayingChannel):
+    """On kombu's filesystem transport: whoever consumes finds complete files only."""
+
+    def _put(self, queue: str, message: dict[str, Any], **kwargs: Any) -> Any:
+        if self.due_of(message) is None:
+            return put_whole(self, super()._put, queue, message)
+        return super()._put(queue, message, **kwargs)
+
+
 class DatabaseChannel(StoreDelayingChannel):
     """On kombu's sqlalchemy transport, whose database is the store if no other is named."""
 
@@ -143,12 +153,15 @@ def delaying(kombus: type[virtual.Transport]) -> type[virtual.Transport]:
     """A subclass of one of kombu's transports whose messages can wait in a store."""
     plain = kombus.Channel
     is_database = hasattr(plain, "_engine_from_config")
+    mixin: type = StoreDelayingChannel
+    if is_database:
+        mixin = DatabaseChannel
+    elif is_folder(plain):
+        mixin = FolderChannel
     names: dict[str, Any] = {"__module__": __name__}
     if plain.Message is not virtual.Message:
         names["Message"] = type("Message", (Message, plain.Message), {})
-    channel = type(
-        "Channel", (DatabaseChannel if is_database else StoreDelayingChannel, plain), names
-    )
+    channel = type("Channel", (mixin, plain), names)
     return type(
         "Transport",
         (DatabaseTransport if is_database else StoreDelayingTransport, kombus),
