@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -288,6 +290,35 @@ def test_a_broker_that_stays_away_is_an_outage_too(folder_url: str) -> None:
     (outage,) = outages
     assert outage.what == "what is due cannot be dispatched"
     assert "No such file or directory" in str(outage)
+
+
+def test_the_command_line_declares_looks_and_gives_up(folder_url: str, tmp_path: Path) -> None:
+    settings = {**settings_of(folder_url), "namespace": "tests", "store_outage_seconds": 0.5}
+    shop = Project(tmp_path, settings=settings).write(
+        SHOP, folder_url, transport_options=options_of(folder_url)
+    )
+    store = space_of(folder_url) / "delays.db"
+    name = f"tests of sqlite:///{store}"
+    assert shop.lines("declare") == [f"{name}: its tables are there, in version 1"]
+    assert shop.lines("verify") == [f"{name}: as planned"]
+    assert shop.lines("plan", "90") == [f"90 s waits 90 s in {name}, then goes to 'celery'"]
+    with delaying(folder_url) as connection:
+        publish(connection, "hello", "jobs", delay=0.1)
+        with store_of(connection).engine.begin() as transaction:
+            transaction.execute(text("UPDATE native_delay_message SET due_us = due_us - 60000000"))
+    assert "1 message(s) overdue, the first for 6" in shop.delay("verify").stdout
+    command = [sys.executable, "-m", "celery", "-A", "shop", "delay", "promote"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as promote:
+        assert promote.stdout is not None
+        assert promote.stdout.readline().startswith(f"promoting: sqlite:///{store} holds")
+        with away(store):
+            assert "cannot be used: unable to open" in shop.delay("status").stderr
+            told, error = promote.communicate(timeout=PATIENCE_SECONDS)
+    assert told == "1 message(s) promoted, 0 parked\n"
+    assert "Error: what is due cannot be fetched for " in error
+    assert promote.returncode == 1
 
 
 def test_tables_of_another_version_are_left_alone(folder_url: str) -> None:
