@@ -6,6 +6,7 @@ A subclass of kombu's own is made when one is first asked for. Without
 
 from __future__ import annotations
 
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -96,6 +97,12 @@ class _Refusing:
 
 class StoreDelayingTransport(DelayingTransport):
     """What our transports do differently from kombu's; mixed in before them."""
+
+    def __init__(self, client: Any, **kwargs: Any) -> None:
+        super().__init__(client, **kwargs)  # type: ignore[call-arg]
+        if self.delaying:
+            with suppress(ImportError):  # told to whoever delays a message
+                from . import delays  # noqa: F401  a second, on a busy machine
 
     def waits_in(self: Any, settings: DelaySettings) -> str:
         """Where delayed messages wait; needs no connection."""
