@@ -29,6 +29,7 @@ from rich.table import Table
 from celery_native_delay.testing import BrokerFailed, BrokerMissing
 from example_project.app import app
 from example_project.demo_broker import REPOSITORY, SETTINGS, DemoBroker, demo_broker
+from example_project.folder_broker import settings_of
 from example_project.tasks import charge, collect, remind, send_email
 
 WORKER_NAME = "demo@localhost"
@@ -282,6 +283,7 @@ def demonstrate(asked: str | None, folder: Path, console: Console) -> bool:
     with demo_broker(asked) as broker:
         # This name outranks every other setting of the broker, here and in the worker.
         os.environ |= {"CELERY_BROKER_URL": broker.url, "EXAMPLE_RECORD": str(record)}
+        app.conf.update(settings_of(broker.url))
         console.print(f"starting a worker with two processes on {broker.name} …")
         with running_worker(log) as worker:
             runs = send_mix()

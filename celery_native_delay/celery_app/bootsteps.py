@@ -75,6 +75,8 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
                 expired=self._tallying.expired,
             )
             self._write_telemetry(c, installation)
+            # What a transport imports, the processes of the pool need not import once more.
+            _ = c.app.connection_for_write().transport
 
     def include_if(self, c: Any) -> bool:
         installation = installation_of(c.app)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import re
 
-# The password of `user:password@`, and one given as a parameter, as libpq takes it.
-_PASSWORD = re.compile(r"(?<=://)([^/@?#]*):[^/?#]*(?=@)|(?<=[?&]password=)[^&]*")
+# The password of `user:password@`, whatever stands in it: rather too much is hidden; and one given
+# as a parameter, as libpq takes it.
+_PASSWORD = re.compile(r"(?<=://)([^/:@?#]*):.*(?=@)|(?<=[?&]password=)[^&]*")
 
 
 def without_password(url: str) -> str:

@@ -15,7 +15,6 @@ from uuid import uuid4
 
 import pytest
 
-from celery_native_delay.kombu_hook import ALIASES
 from celery_native_delay.testing import require_rabbitmq, require_redis
 from pytest_celery_native_delay import installed
 from tests.acceptance.worker import LATE_SECONDS
@@ -130,20 +129,12 @@ def test_a_retry_returns_to_its_queue(shop: Shop, queue: str, call: str) -> None
             assert 0 <= seconds_late(start) <= LATE_SECONDS
 
 
-@pytest.fixture(
-    params=[
-        "rabbitmq",
-        pytest.param(
-            "embedded",
-            marks=pytest.mark.skipif("redis" not in ALIASES, reason="no Redis transport yet"),
-        ),
-    ]
-)
+@pytest.fixture(params=["rabbitmq", "embedded", "filesystem"])
 def demo_on(request: pytest.FixtureRequest) -> str:
     """A broker that `make demo BROKER=…` brings itself."""
     if request.param == "rabbitmq":
         installed(require_rabbitmq)
-    else:
+    elif request.param == "embedded":
         installed(require_redis, embedded=True)
     return str(request.param)
 
@@ -175,7 +166,7 @@ class TestDemo:
         demo = start_demo(uuid4().hex, "kafka")
         output, _ = demo.communicate(timeout=30)
         assert demo.returncode == 2
-        assert "rabbitmq, embedded or a url, got 'kafka'" in output
+        assert "rabbitmq, embedded, filesystem or a url, got 'kafka'" in " ".join(output.split())
 
     @pytest.mark.parametrize("url", ["redis://127.0.0.1:1/0", "amqp://127.0.0.1:1//"])
     def test_a_broker_that_is_not_there_is_one_sentence(self, url: str) -> None:

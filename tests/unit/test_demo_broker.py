@@ -18,6 +18,7 @@ from example_project.demo_broker import DemoBroker, choose
         ("rabbitmq", "rabbitmq embedded docker", "rabbitmq"),
         ("rabbitmq", "embedded docker", "docker"),
         ("embedded", "rabbitmq embedded docker", "embedded"),
+        ("filesystem", "", "filesystem"),
         ("redis://shop:6379/1", "", "redis://shop:6379/1"),
         ("amqp://", "embedded", "amqp://"),
     ],
@@ -34,7 +35,7 @@ def test_what_was_asked_for_else_the_best_there_is(
         ("", "", "apt install rabbitmq-server"),
         ("rabbitmq", "embedded", "make demo BROKER=embedded"),
         ("embedded", "rabbitmq docker", r"pip install 'celery_native_delay\[embedded\]'"),
-        ("redis", "rabbitmq", "expected BROKER to be rabbitmq, embedded or a url, got 'redis'"),
+        ("redis", "rabbitmq", "expected BROKER to be rabbitmq, embedded, filesystem or a url"),
     ],
 )
 def test_what_is_not_there_says_what_to_do(asked: str, there: str, said: str) -> None:
@@ -56,5 +57,6 @@ def test_the_way_of_a_delay_is_that_of_the_broker() -> None:
     assert rabbitmq.way_of(5) == "4 s → 1 s"
     redis = DemoBroker("a broker", "redis+socket:///tmp/redis.sock")
     assert redis.way_of(5) == "sorted set"
+    assert DemoBroker("a folder", "filesystem:///tmp/shop").way_of(5) == "SQLite"
     assert rabbitmq.way_of(0) == redis.way_of(0) == ""
     assert rabbitmq.waits_in != redis.waits_in

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from time import monotonic, time_ns
 from typing import Any, Protocol
 
+import sqlalchemy
+from kombu import Connection
 from kombu.utils.json import loads
-from sqlalchemy import Connection, exc, insert, select
+from sqlalchemy import exc, insert, select
 
 from ...kombu_hook import OPTION
 from .database import same_database
 from .delays import BROADCAST
 from .store import Batch, Store, Stored, reason_of
+from .whole_files import is_folder, put_whole
 
 #: Seconds after which a batch ends however much of it is left, for others wait meanwhile: those
 #: who publish, where the store is a file; those messages, where it is a server.
@@ -46,9 +50,11 @@ def hand_over_on(channel: Any, store: Store) -> HandOver:
 @contextmanager
 def handing_over(channel: Any, store: Store) -> Iterator[HandOver]:
     """The same on a connection of its own, where *channel* is one of ours."""
-    with channel.connection.client.clone() as connection:
-        # kombu's own channel: what is due is not to wait once more.
-        connection.transport_options = (connection.transport_options or {}) | {OPTION: False}
+    # Not clone(): kombu 5.7 cannot clone a connection of a pool.
+    information = dict(channel.connection.client._info(resolve=False))
+    # kombu's own channel: what is due is not to wait once more.
+    information["transport_options"] = (information["transport_options"] or {}) | {OPTION: False}
+    with Connection(**information) as connection:
         yield hand_over_on(connection.default_channel, store)
 
 
@@ -57,10 +63,9 @@ class Put:
 
     def __init__(self, channel: Any, store: Store) -> None:
         self._channel = channel
-        client = channel.connection.client
         self._lost: tuple[type[Exception], ...] = (
-            *client.connection_errors,
-            *client.recoverable_connection_errors,
+            OSError,
+            *channel.connection.client.connection_errors,
         )
 
     def __call__(self, batch: Batch, *, park: bool) -> Exception | None:
@@ -80,12 +85,15 @@ class Put:
         return None
 
     def _put(self, message: Stored) -> None:
-        envelope = loads(message.envelope)
+        channel, envelope = self._channel, loads(message.envelope)
+        call: Callable[[], Any] = partial(channel._put, message.queue, envelope)
         if message.queue == BROADCAST:
             info = envelope["properties"]["delivery_info"]
-            self._channel._put_fanout(info["exchange"], envelope, info["routing_key"])
+            call = partial(channel._put_fanout, info["exchange"], envelope, info["routing_key"])
+        if is_folder(channel):
+            put_whole(channel, call)
         else:
-            self._channel._put(message.queue, envelope)
+            call()
 
 
 class IntoTheSameDatabase:
@@ -122,7 +130,7 @@ class IntoTheSameDatabase:
                     raise
                 refuse(batch, message, error, park=park)
 
-    def _insert(self, connection: Connection, messages: list[Stored]) -> None:
+    def _insert(self, connection: sqlalchemy.Connection, messages: list[Stored]) -> None:
         rows = [
             {
                 "queue_id": self._id_of(connection, message.queue),
@@ -135,7 +143,7 @@ class IntoTheSameDatabase:
         if rows:
             connection.execute(insert(self._messages), rows)
 
-    def _id_of(self, connection: Connection, queue: str) -> int:
+    def _id_of(self, connection: sqlalchemy.Connection, queue: str) -> int:
         """The id of kombu's row for *queue*, which is made if it is not there."""
         if queue not in self._ids:
             named = select(self._queues.c.id).where(self._queues.c.name == queue)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
 from itertools import islice, pairwise
 from time import time_ns
@@ -104,10 +104,16 @@ class StoreLedger:
                 return Outcome(task_id, verdict, None, tuple(seen))
             self._store.on_add(new_due_us)
             if due_us is None:
-                # Where nobody dispatches now, it would still be counted among what waits.
-                with self._store.taking(until_us=time_ns() // 1000) as batch:
-                    self._hand_over(batch, park=False)
+                self._dispatch()
         return Outcome(task_id, Verdict.DONE, None if cancelled else new_due_us, tuple(done))
+
+    def _dispatch(self) -> None:
+        """Where nobody dispatches now, what is due would still be counted among what waits."""
+        lost = self._channel.connection.client.connection_errors
+        with suppress(OSError, *lost):  # then a worker will, when the broker is back
+            hand_over = self._hand_over
+            with self._store.taking(until_us=time_ns() // 1000) as batch:
+                hand_over(batch, park=False)
 
     @cached_property
     def _hand_over(self) -> HandOver:

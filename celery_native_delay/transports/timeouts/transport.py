@@ -6,6 +6,7 @@ A subclass of kombu's own is made when one is first asked for. Without
 
 from __future__ import annotations
 
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from ...core.settings import DelaySettings
 from ...core.shown_url import without_password
 from ...kombu_hook import OPTION, originals
 from ..virtual.channel import DelayingChannel, DelayingTransport, Message
+from .whole_files import is_folder, put_whole
 
 if TYPE_CHECKING:
     from .admin_part import StoreAdminPart
@@ -96,12 +98,27 @@ class _Refusing:
 class StoreDelayingTransport(DelayingTransport):
     """What our transports do differently from kombu's; mixed in before them."""
 
+    def __init__(self, client: Any, **kwargs: Any) -> None:
+        super().__init__(client, **kwargs)  # type: ignore[call-arg]
+        if self.delaying:
+            with suppress(ImportError):  # told to whoever delays a message
+                from . import delays  # noqa: F401  a second, on a busy machine
+
     def waits_in(self: Any, settings: DelaySettings) -> str:
         """Where delayed messages wait; needs no connection."""
         return f"{settings.namespace} of {without_password(self._store_url(settings))}"
 
     def _store_url(self, settings: DelaySettings) -> str:
         return settings.store or "native_delay_store, which is not set"
+
+
+class FolderChannel(StoreDelayingChannel):
+    """On kombu's filesystem transport: whoever consumes finds complete files only."""
+
+    def _put(self, queue: str, message: dict[str, Any], **kwargs: Any) -> Any:
+        if self.due_of(message) is None:
+            return put_whole(self, super()._put, queue, message)
+        return super()._put(queue, message, **kwargs)
 
 
 class DatabaseChannel(StoreDelayingChannel):
@@ -143,12 +160,15 @@ def delaying(kombus: type[virtual.Transport]) -> type[virtual.Transport]:
     """A subclass of one of kombu's transports whose messages can wait in a store."""
     plain = kombus.Channel
     is_database = hasattr(plain, "_engine_from_config")
+    mixin: type = StoreDelayingChannel
+    if is_database:
+        mixin = DatabaseChannel
+    elif is_folder(plain):
+        mixin = FolderChannel
     names: dict[str, Any] = {"__module__": __name__}
     if plain.Message is not virtual.Message:
         names["Message"] = type("Message", (Message, plain.Message), {})
-    channel = type(
-        "Channel", (DatabaseChannel if is_database else StoreDelayingChannel, plain), names
-    )
+    channel = type("Channel", (mixin, plain), names)
     return type(
         "Transport",
         (DatabaseTransport if is_database else StoreDelayingTransport, kombus),
