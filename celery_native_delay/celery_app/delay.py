@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 from time import time_ns
 from typing import Any, TypeVar
@@ -20,6 +20,9 @@ from .install import installation_of
 logger = get_logger(__name__)
 
 T = TypeVar("T")
+
+#: Read at a time.
+_PAGE = 1000
 
 #: A result in one of these is not the last one; Celery's own revoke overwrites the same.
 _UNREADY = (states.PENDING, states.RECEIVED, states.RETRY, states.REJECTED)
@@ -67,8 +70,12 @@ class Delay:
         query = _query(search)
 
         def found(ledger: Ledger) -> list[str]:
-            most = limit or ledger.count(query) or 1
-            return list(dict.fromkeys(task.id for task in ledger.page(query, limit=most).tasks))
+            ids: dict[str, None] = {}
+            for task in _all(ledger, query):
+                if len(ids) == limit:
+                    break
+                ids[task.id] = None
+            return list(ids)
 
         return self._ask(found)
 
@@ -215,6 +222,20 @@ class Delay:
                     type(exc).__name__,
                     exc,
                 )
+
+
+def _all(found: Ledger, query: Query) -> Iterator[Waiting]:
+    """All that match, earliest first, never many at a time. What is handed over moves nothing."""
+    skipped = 0
+    while True:
+        page = found.page(query, offset=skipped, limit=_PAGE).tasks
+        yield from page
+        if len(page) < _PAGE:
+            return
+        last_us = page[-1].due_us
+        begins_there = query.from_us == last_us
+        skipped = sum(task.due_us == last_us for task in page) + skipped * begins_there
+        query = query.due_within(last_us, query.until_us)
 
 
 def _query(search: str | Query) -> Query:

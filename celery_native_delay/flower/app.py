@@ -13,7 +13,7 @@ from ..metrics import Exposed, expose
 from . import api, pages
 from .asking import Asking
 from .patching import STATIC, PatchedTemplates
-from .refreshing import Refreshing
+from .refreshing import Refreshing, set_aside
 
 HANDLERS = [
     url(r"/delays", pages.DelaysPage, name="delays"),
@@ -56,6 +56,7 @@ class DelayFlower(Flower):
         # Flower's /metrics serves the default registry.
         with suppress(NativeDelayError):  # the page says why
             self._exposed = expose(self.capp)
+        set_aside()
         super().start()
 
     def stop(self) -> None:
