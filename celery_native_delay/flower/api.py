@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from flower.api import BaseApiHandler
@@ -13,7 +15,8 @@ from tornado import web
 from ..celery_app.delay import Delay
 from ..core.errors import InvalidDueTime, InvalidQuery
 from ..core.ledger import Outcome
-from .pages import Errors, listed, long_json
+from ..transports.contract import AdminPart
+from .pages import Errors, Parked, listed, long_json
 
 #: Changing takes a millisecond or two per task; this is patience for a busy broker.
 _CHANGE_SECONDS = 60.0
@@ -111,6 +114,47 @@ class ListDelays(ApiHandler):
             )
 
         self.write_json(await self.asking.delay(found))
+
+
+class ListParked(ApiHandler, Parked):
+    """As the page has them."""
+
+
+class ChangeParked(ApiHandler):
+    @web.authenticated
+    async def post(self, verb: str) -> None:
+        """``requeue`` sends on what can be, ``purge`` throws all away; 409 while a worker is at it.
+
+        ``{"parked": n}`` in the body is how many were seen: if they are not as many any more, none
+        is thrown away (409).
+        """
+        self.changes()
+        seen = self.body().get("parked")
+        try:
+            found = await self.asking.admin(
+                _requeued if verb == "requeue" else partial(_purged, seen=seen),
+                within_seconds=_CHANGE_SECONDS,
+            )
+        finally:
+            self.application.delays_summary = None
+        if isinstance(found, str):
+            self.set_status(409)
+            found = {"error": found}
+        self.write(found)
+
+
+def _requeued(part: AdminPart) -> dict[str, Any] | str:
+    outcome = part.requeue()
+    if outcome is None:
+        return "a worker is trying them right now; try again"
+    return asdict(outcome) | {"message": str(outcome)}
+
+
+def _purged(part: AdminPart, *, seen: int | None) -> dict[str, Any] | str:
+    parked = seen if seen is None else part.backlog().parked
+    if parked != seen:
+        return f"{seen} parked message(s) were seen, now there are {parked}: look again"
+    return {"purged": part.purge_parked()}
 
 
 class ShowDelay(ApiHandler):

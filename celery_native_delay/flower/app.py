@@ -23,6 +23,8 @@ HANDLERS = [
     url(r"/delays/ids", pages.MatchingIds, name="delays-ids"),
     url(r"/delays/static/(.*)", StaticFileHandler, {"path": str(STATIC)}, name="delays-static"),
     url(r"/api/delays", api.ListDelays),
+    url(r"/api/delays/parked", api.ListParked),
+    url(r"/api/delays/parked/(requeue|purge)", api.ChangeParked, name="delays-parked-change"),
     url(r"/api/delays/(cancel|reschedule|run-now)", api.ChangeMany, name="delays-change"),
     url(r"/api/delay/(cancel|reschedule|run-now)/(.+)", api.ChangeOne),
     url(r"/api/delay/(.+)", api.ShowDelay),

@@ -43,13 +43,15 @@ class Asking:
         """
         return await self._ask(lambda: question(Delay(self.app)), within_seconds)
 
-    async def admin(self, question: Callable[[AdminPart], T]) -> T:
+    async def admin(
+        self, question: Callable[[AdminPart], T], *, within_seconds: float = ANSWER_SECONDS
+    ) -> T:
         """The answer to *question* about the broker, as ``celery delay`` asks it.
 
         Raises:
             LedgerUnavailable: the broker is away, or slow.
         """
-        return await self._ask(lambda: self._with_admin_part(question), ANSWER_SECONDS)
+        return await self._ask(lambda: self._with_admin_part(question), within_seconds)
 
     def stop(self) -> None:
         """What nobody has begun to ask is not asked any more."""

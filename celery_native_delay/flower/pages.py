@@ -136,10 +136,13 @@ def _numbers(delay: Delay) -> dict[str, Any]:
 class Parked(Errors):
     @web.authenticated
     async def get(self) -> None:
-        """The first of the parked; null while a worker tries them again."""
+        """How many are parked, and the first of them; null while a worker tries them again."""
         found = await self.asking.admin(lambda part: part.parked(limit=_PARKED))
-        tasks = None if found is None else [asdict(task) for task in found[1]]
-        self.write({"tasks": tasks})
+        if found is None:
+            self.write({"total": None, "tasks": None})
+            return
+        total, tasks = found
+        self.write({"total": total, "tasks": [asdict(task) for task in tasks]})
 
 
 class DataTable(Errors):
