@@ -395,6 +395,7 @@ def test_on_rabbitmq_the_levels_are_shown_and_the_ledger_is_asked(
                 page.lists(38)
                 page.wait(lambda: page.text("#delays-levels li"))
                 assert page.find("#delays-levels li").is_displayed()
+                assert re.match(r"in 5\d min", page.text("#delays-levels-next"))
                 assert "is-stuck" not in page.find("#delays-levels").get_attribute("innerHTML")
         finally:
             flowers.close()

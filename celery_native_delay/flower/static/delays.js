@@ -90,6 +90,8 @@
         byId("waiting").textContent = number(found.waiting);
         byId("next").textContent = found.next_due_us ?
             inWords(found.next_due_us).replace(/^in /, "") : "\u2014";
+        byId("levels-next").textContent = found.next_due_us ? inWords(found.next_due_us) :
+            (found.error ? "unknown without a ledger" : "\u2014");
         byId("next").title = found.next_due_us ? at(found.next_due_us).format() : "";
         byId("overdue").textContent = number(found.overdue);
         byId("parked").textContent = number(found.parked);
