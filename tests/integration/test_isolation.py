@@ -255,6 +255,10 @@ def test_two_settings_of_one_namespace_deliver_side_by_side(
             declare_queue(connection, "orders")
             bind(connection, "orders", "shop", "orders.*")
         with inbox(vhost_url, "orders", levels=9) as letters:
+            for connection in (old, new):  # until each level queue has its leader
+                publish(connection, "first", "orders", delay=DELAY_SECONDS)
+            letters.wait_for(2)
+            letters.take()
             expected = []
             for number in range(10):
                 for name, connection in (("old", old), ("new", new)):

@@ -134,6 +134,27 @@ def test_due_ones_go_where_they_would_have_gone_undelayed(connection: Any, vhost
     assert arrival.waited
 
 
+@pytest.mark.parametrize("consumer", ["plain", "installed"])
+def test_a_cancelled_one_stays_cancelled(connection: Any, vhost_url: str, consumer: str) -> None:
+    """A worker that knows nothing of us must not run it: to such it has expired long ago."""
+    eta = eta_in(0)
+    headers = {"task": "t", "id": "task-1", "eta": eta, "expires": "2999-01-01T00:00:00+00:00"}
+    message = amqp.Message("hello", application_headers=dict(headers))
+    delays = delays_of(connection)
+    delays.put_back(message, "", "orders", queue=None, due_us=due_us(eta), cancelled=True)
+    wait_parked(connection, 1)
+    declare_queue(connection, "orders")
+    assert rescued(connection) == Rescue(delivered=1)
+    options = {"native_delay": True} if consumer == "installed" else {}
+    with Connection(vhost_url, transport_options=options) as receiving:
+        seen = Inbox(receiving).consume(["orders"]).wait_for(1)[0].message
+    if consumer == "plain":
+        assert seen.headers["expires"].startswith("2000-")
+    else:
+        assert seen.native_delay.cancelled
+        assert seen.headers["expires"] == headers["expires"]
+
+
 def test_those_that_still_have_to_wait_go_back_into_the_levels(connection: Any) -> None:
     eta = park_early(connection, "early", queue="orders", delay=4)
     declare_queue(connection, "orders")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
+from dataclasses import replace
 from itertools import permutations
 from time import monotonic, time_ns
 from typing import Any
@@ -11,13 +13,15 @@ import pytest
 from celery import Celery
 
 from celery_native_delay import Delay, LedgerUnavailable, NoLedger, install
+from celery_native_delay.bulk import bulk
 from celery_native_delay.testing import (
     PrivateRabbitMQ,
     PrivateRedis,
     private_redis,
     vhost_name,
 )
-from celery_native_delay.transports.rabbitmq.ledger.line import LedgerLine
+from celery_native_delay.transports.rabbitmq.ledger.entry import Entry
+from celery_native_delay.transports.rabbitmq.ledger.line import LedgerLine, line_of
 from celery_native_delay.transports.rabbitmq.ledger.scripts import (
     MARK_GRACE_MS,
     REPLACE,
@@ -65,6 +69,32 @@ def test_the_ledgers_password_is_not_shown() -> None:
     )
     assert "secret" not in repr(app.connection_for_write().transport_options)
     app.close()
+
+
+def test_a_template_records_what_apply_async_does(app: Celery, ledger_redis: PrivateRedis) -> None:
+    """All that is needed to send the message again, when its task is moved or cancelled."""
+    options = {"countdown": 3600, "priority": 3, "queue": "side", "headers": {"tenant": 7}}
+    ledger_redis.client.flushall()
+    with bulk(app, headers={"tenant": 7}) as batch:
+        for number in range(3):
+            batch.send("shop.remind", (number, "äöü"), countdown=3600, queue="side", priority=3)
+    sent = app.send_task("shop.remind", (2, "äöü"), **options)
+    line_of(app.conf.native_delay_ledger, "celery_delay").flush(None)
+    entries = {
+        member.decode().partition(":")[0]: Entry.decoded(data)
+        for member, data in ledger_redis.client.hgetall(KEYS.messages).items()
+    }
+    assert len(entries) == 4
+    expected = entries.pop(sent.id)
+    for task_id, entry in entries.items():
+        headers = entry.headers
+        assert headers["id"] == headers["root_id"] == entry.properties["correlation_id"] == task_id
+        assert json.loads(entry.body)[0] == [int(headers["argsrepr"][1]), "äöü"]
+    own = {name: expected.headers[name] for name in ("id", "root_id", "eta")}
+    last = next(each for each in entries.values() if each.body == expected.body)
+    same = {**last.properties, "correlation_id": sent.id}
+    same["application_headers"] = {**last.headers, **own}
+    assert replace(last, properties=same) == expected
 
 
 # ---- the races of a move ---------------------------------------------------------------------

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kombu.utils.json import dumps
 
-from celery_native_delay.transports.redis.envelope import Destination, entry_of, sealed
+from celery_native_delay.transports.redis.envelope import Destination, entry_of
 from celery_native_delay.transports.redis.template import Template, fields_of, refused_of
+from celery_native_delay.transports.virtual.trace import sealed
 
 texts = st.text(max_size=80)
 names = st.text(min_size=1, max_size=60)

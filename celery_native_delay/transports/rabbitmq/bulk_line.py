@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from time import monotonic, sleep, time_ns
 from typing import Any, TypeVar
 
@@ -18,6 +18,9 @@ from ...core.errors import NativeDelayError
 from ...core.random_ids import RandomIds
 from ...core.topology import Topology
 from ..contract import Line
+from .envelope import unseal
+from .ledger.entry import Entry
+from .ledger.line import LedgerLine
 from .outbox import LOST, Outbox
 from .routes import ROUTE_SECONDS
 from .template import FramedTask, TaskFields, Template
@@ -60,15 +63,34 @@ class BulkChannel(Channel):
 class Kind:
     """How tasks of one kind are sent without the long way; valid while the connection lives."""
 
-    def __init__(self, template: Template, to: tuple[str, str], topology: Topology) -> None:
+    def __init__(
+        self,
+        template: Template,
+        to: tuple[str, str],
+        topology: Topology,
+        properties: Mapping[str, Any],
+        ledger: LedgerLine | None,
+    ) -> None:
         self.template = template
         self.to = to
         self.topology = topology
+        self._properties = properties
+        self._ledger = ledger
         #: Until then the exchange is taken to lead where it did.
         self.valid_until_us = time_ns() // 1000 + round(ROUTE_SECONDS * 1_000_000)
         self._address = topology.address_or_hash(message_address(*to), *to)
         #: Entry exchange and routing key by the units of delay.
         self.ways: dict[int, tuple[str, str]] = {}
+
+    def record(self, fields: TaskFields, due_us: int) -> None:
+        """Note down in the ledger, if there is one, what is about to be sent."""
+        if self._ledger is None:
+            return
+        headers = self.template.headers(fields)
+        own = {"application_headers": headers, "correlation_id": fields.task_id}
+        properties = {**self._properties, **own}
+        entry = Entry(properties, fields.body, *self.to)
+        self._ledger.record(f"{fields.task_id}:{fields.delivery_id}", due_us, entry.encoded())
 
     def way(self, units: int) -> tuple[str, str]:
         """Entry exchange and routing key of a message that waits *units*, noted in :attr:`ways`."""
@@ -115,8 +137,6 @@ class BulkLine(Line[Outbox]):
         headers = publication.message.properties.get("application_headers") or {}
         if HEADER not in headers or "BCC" in headers or "expires" in headers[HEADER]:
             return None
-        if channel.delays.ledger is not None:
-            return None  # which keeps whole messages
         try:
             template = Template(publication.message.properties)
             same = template.frames(
@@ -124,9 +144,11 @@ class BulkLine(Line[Outbox]):
             ) == frames_of(publication, channel_id=7, frame_max=channel.connection.frame_max)
         except ValueError:
             return None
-        if not same:
+        opened = unseal(publication.message.properties, None)
+        if not same or opened is None:
             return None
-        return Kind(template, (exchange, routing_key), channel.delays.topology)
+        delays = channel.delays
+        return Kind(template, (exchange, routing_key), delays.topology, opened[0], delays.ledger)
 
     def send(
         self,
@@ -169,6 +191,7 @@ class BulkLine(Line[Outbox]):
             milliseconds_up(due_us),
             "" if ttl_ms is None else str(ttl_ms),
         )
+        kind.record(fields, due_us)
         framed = FramedTask(kind.template, fields, kind.to)
         try:
             self._outbox.send(framed)

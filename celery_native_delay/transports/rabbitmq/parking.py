@@ -19,7 +19,7 @@ import amqp
 from amqp.exceptions import AccessRefused, NotFound, ResourceLocked
 
 from ...core.address import queue_of_address
-from ...core.delayed import HEADER, Delayed
+from ...core.delayed import HEADER, Delayed, cancel
 from ...core.topology import Topology
 from ..contract import Rescue
 from .delays import Delays
@@ -191,6 +191,8 @@ def _back_to_levels(work: _Round, parked: Parked, delayed: Delayed) -> None:
         queue=parked.message.headers[HEADER].get("queue"),
         due_us=delayed.due_ms * 1000,
         delivery_id=delayed.delivery_id,
+        cancelled=delayed.cancelled,
+        recorded=not delayed.cancelled,
     )
     work.outcome.waiting_again += 1
 
@@ -200,8 +202,11 @@ def _publish_original(
 ) -> None:
     """To where it would have gone undelayed; the envelope stays, for the delivery id."""
     properties = dict(parked.properties)
-    envelope = {HEADER: parked.message.headers[HEADER]}
-    properties["application_headers"] = properties["application_headers"] | envelope
+    envelope = dict(parked.message.headers[HEADER])
+    headers = {**properties["application_headers"], HEADER: envelope}
+    if delayed.cancelled:
+        cancel(headers, envelope)
+    properties["application_headers"] = headers
     if delayed.expires_ms is not None:
         properties["expiration"] = str(delayed.expires_ms - now_ms)
     message = amqp.Message(parked.message.body, **properties)

@@ -8,7 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..contract import Backlog, ParkedTask, Rescue, Verification
-from .envelope import opened_entry, unsealed
+from ..virtual.trace import unsealed
+from .envelope import opened_entry
 from .server import advice, clock_danger, dangers
 from .store import Census, Store
 from .worker_part import rescue

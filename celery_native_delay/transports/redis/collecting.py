@@ -51,14 +51,14 @@ class Collecting:
         self: Any, exchange: str, message: dict[str, Any], routing_key: str, **kwargs: Any
     ) -> None:
         self._is_routed = True
-        if self._due_of(message) is None:
+        if self.due_of(message) is None:
             super()._put_fanout(exchange, message, routing_key, **kwargs)  # type: ignore[misc]
         else:
             self._collect(message, self.broadcast(exchange, routing_key))
 
     def _collect(self: Any, message: dict[str, Any], destination: Destination) -> None:
         self._is_routed = True
-        due_us = self._due_of(message)
+        due_us = self.due_of(message)
         if due_us is None:
             put = Put(destination, 0, "", dumps(message).encode())
         else:

@@ -13,7 +13,8 @@ from redis.exceptions import ResponseError
 from ...core.due_time import check_reach, milliseconds_up
 from ...core.errors import NativeDelayError
 from ...core.settings import DelaySettings
-from .envelope import Destination, entry_of, sealed
+from ..virtual.trace import sealed
+from .envelope import Destination, entry_of
 from .keys import Keys, member_of
 from .server import Server, check_server
 from .store import Store
@@ -68,11 +69,6 @@ class Delays:
             return Server.from_info(self.store.client.info())
         except ResponseError:
             return Server()
-
-    @staticmethod
-    def is_ahead(due_us: int) -> bool:
-        """Whether *due_us*, microseconds since the epoch, is still to come."""
-        return due_us > time_ns() // 1000
 
     def publish(
         self, message: dict[str, Any], destination: Destination, *, due_us: int, batch: Any = None

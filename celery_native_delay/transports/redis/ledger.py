@@ -20,8 +20,9 @@ from ...core.delayed import CANCELLED, HEADER
 from ...core.due_time import eta_of, milliseconds_up
 from ...core.errors import CannotDelay, LedgerUnavailable
 from ...core.ledger import Outcome, Waiting
+from ..virtual.trace import sealed, unsealed
 from ..waiting import Index, IndexedLedger
-from .envelope import Destination, entry_of, opened_entry, sealed, unsealed
+from .envelope import Destination, entry_of, opened_entry
 
 #: What kombu puts between the name of a queue and its priority.
 _SEPARATOR = "\x06\x16"

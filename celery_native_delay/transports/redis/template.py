@@ -19,7 +19,8 @@ from kombu.utils.json import dumps
 
 from ...core.delayed import HEADER
 from ...core.refusal import RefusedMessage
-from .envelope import opened_entry, unsealed
+from ..virtual.trace import unsealed
+from .envelope import opened_entry
 
 
 class TaskFields(NamedTuple):

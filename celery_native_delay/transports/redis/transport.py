@@ -7,19 +7,16 @@ back unacknowledged is pushed to its queue by kombu without passing here.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from kombu.transport import redis, virtual
+from kombu.transport import redis
 from redis.exceptions import RedisError
 
-from ...core.delayed import Delayed, due_of
-from ...core.errors import SettingsError, UnsupportedBroker
+from ...core.errors import NativeDelayError, SettingsError, UnsupportedBroker
 from ...core.settings import DelaySettings
-from ...kombu_hook import OPTION, asks_for_delays, settings_from_option
+from ..virtual.channel import DelayingChannel, DelayingTransport
 from .delays import Delays
-from .envelope import Destination, unsealed
+from .envelope import Destination
 from .keys import Keys
 
 if TYPE_CHECKING:
@@ -31,37 +28,14 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-class Message(virtual.Message):  # type: ignore[misc]
-    """A received message; one that waited looks as if it had not.
-
-    *native_delay* tells of its wait, None if there was none; *consumed_from* is the queue it came
-    from, "" for a broadcast, which no queue of this name ever held.
-    """
-
-    headers: dict[str, Any]
-    native_delay: Delayed | None = None
-    consumed_from: str = ""
-
-    def __init__(self, payload: Any, channel: Any = None, **kwargs: Any) -> None:
-        super().__init__(payload, channel=channel, **kwargs)
-        # kombu keeps the payload itself for redelivery; its trace must stay.
-        self.headers, self.native_delay = unsealed(self.headers, self.properties)
-
-
-class DelayingChannel:
+class RedisDelayingChannel(DelayingChannel):
     """What our channels do differently from kombu's; mixed in before them."""
 
-    Message = Message
-
-    @cached_property
-    def delays(self: Any) -> Delays:
+    def make_delays(
+        self, settings: DelaySettings, *, refusal: NativeDelayError | None = None
+    ) -> Delays:
         """Delayed delivery on this channel."""
-        option = (self.connection.client.transport_options or {}).get(OPTION)
-        try:
-            return Delays(self, settings_from_option(option))
-        except SettingsError as exc:
-            # Immediate messages are none of our business: only a delayed one is refused.
-            return Delays(self, DelaySettings(), refusal=exc)
+        return Delays(self, settings, refusal=refusal)
 
     def worker_part(self, settings: DelaySettings) -> RedisWorkerPart:
         """What a worker does for this broker."""
@@ -81,18 +55,9 @@ class DelayingChannel:
 
         return RedisLedger(self)
 
-    # --- publishing ----------------------------------------------------------------------
-
-    def _put(self, queue: str, message: dict[str, Any], **kwargs: Any) -> Any:
-        """Deliver to *queue*; a message whose ``eta`` header lies in the future waits first.
-
-        Raises:
-            NativeDelayError: it cannot wait there; nothing was sent.
-        """
-        due_us = self._due_of(message)
-        if due_us is None:
-            return super()._put(queue, message, **kwargs)  # type: ignore[misc]
-        return self.delays.publish(
+    def let_wait(self, queue: str, message: dict[str, Any], *, due_us: int, **kwargs: Any) -> None:
+        """Store *message* for the list that kombu would push it to."""
+        self.delays.publish(
             message,
             self.destination(queue, message),
             due_us=due_us,
@@ -103,7 +68,7 @@ class DelayingChannel:
         self: Any, exchange: str, message: dict[str, Any], routing_key: str, **kwargs: Any
     ) -> Any:
         """Broadcast; when it is due, to whoever listens then, as without the delay."""
-        due_us = self._due_of(message)
+        due_us = self.due_of(message)
         if due_us is None:
             return super()._put_fanout(exchange, message, routing_key, **kwargs)  # type: ignore[misc]
         return self.delays.publish(
@@ -112,13 +77,6 @@ class DelayingChannel:
             due_us=due_us,
             batch=kwargs.get("_publish_batch"),
         )
-
-    def _due_of(self, message: dict[str, Any]) -> int | None:
-        """When *message* is due, if it is to wait; not what kombu redelivers through here."""
-        if message.get("redelivered"):
-            return None
-        due_us = due_of(message.get("headers"))
-        return due_us if due_us is not None and self.delays.is_ahead(due_us) else None
 
     def destination(self: Any, queue: str, message: dict[str, Any]) -> Destination:
         """The keys that kombu would push *message* to, and prolong, for *queue*."""
@@ -140,41 +98,23 @@ class DelayingChannel:
         prefix = self.delays.keys.prefix
         return Destination(tuple(f"{prefix}{topic}" for topic in topics), broadcast=True)
 
-    # --- receiving -----------------------------------------------------------------------
 
-    def basic_consume(
-        self: Any,
-        queue: str,
-        no_ack: bool,
-        callback: Callable[[Any], Any],
-        *args: Any,
-        **kwargs: Any,
-    ) -> Any:
-        def noting(message: Any) -> Any:
-            message.consumed_from = "" if queue in self._fanout_queues else queue
-            return callback(message)
-
-        return super().basic_consume(queue, no_ack, noting, *args, **kwargs)  # type: ignore[misc]
-
-
-class Channel(DelayingChannel, redis.Channel):  # type: ignore[misc]
+class Channel(RedisDelayingChannel, redis.Channel):  # type: ignore[misc]
     """A channel whose messages with an ETA ahead wait in Redis."""
 
 
-class SentinelChannel(DelayingChannel, redis.SentinelChannel):  # type: ignore[misc]
+class SentinelChannel(RedisDelayingChannel, redis.SentinelChannel):  # type: ignore[misc]
     """The same, on the master that Sentinel names."""
 
 
-class Transport(redis.Transport):  # type: ignore[misc]
+class Transport(DelayingTransport, redis.Transport):  # type: ignore[misc]
     """kombu's redis transport; with the ``native_delay`` option, messages wait in the broker."""
 
     delaying_channel = Channel
 
     def establish_connection(self) -> Any:
-        if asks_for_delays((self.client.transport_options or {}).get(OPTION)):
-            self.Channel = self.delaying_channel
         established = super().establish_connection()
-        if self.Channel is self.delaying_channel:
+        if self.delaying:
             _say_once(self._avail_channels[-1].delays, self.client.as_uri())
         return established
 

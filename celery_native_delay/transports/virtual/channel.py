@@ -1,0 +1,115 @@
+"""A channel and a connection of kombu's virtual transports, taught to let messages wait.
+
+Mixed in before kombu's own. What only the broker behind them knows is :meth:`let_wait`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from time import time_ns
+from typing import Any, ClassVar
+
+from kombu.transport import virtual
+
+from ...core.delayed import Delayed, due_of
+from ...core.errors import NativeDelayError, SettingsError
+from ...core.settings import DelaySettings
+from ...kombu_hook import OPTION, asks_for_delays, settings_from_option
+from .trace import unsealed
+
+
+class Message(virtual.Message):  # type: ignore[misc]
+    """A received message; one that waited looks as if it had not.
+
+    *native_delay* tells of its wait, None if there was none; *consumed_from* is the queue it came
+    from, "" for a broadcast, which no queue of this name ever held.
+    """
+
+    headers: dict[str, Any]
+    native_delay: Delayed | None = None
+    consumed_from: str = ""
+
+    def __init__(self, payload: Any, channel: Any = None, **kwargs: Any) -> None:
+        super().__init__(payload, channel=channel, **kwargs)
+        # kombu keeps the payload itself for redelivery; its trace must stay.
+        self.headers, self.native_delay = unsealed(self.headers, self.properties)
+
+
+class DelayingChannel:
+    """What our channels do differently from kombu's; mixed in before them."""
+
+    Message = Message
+
+    def make_delays(
+        self, settings: DelaySettings, *, refusal: NativeDelayError | None = None
+    ) -> Any:
+        """Delayed delivery on this channel; with a *refusal*, whoever asks for it is told why."""
+        raise NotImplementedError
+
+    def let_wait(self, queue: str, message: dict[str, Any], *, due_us: int, **kwargs: Any) -> Any:
+        """Keep kombu's *message* for *queue* until it is due.
+
+        Args:
+            due_us: microseconds since the epoch.
+            **kwargs: kombu's own, such as ``_publish_batch``.
+
+        Raises:
+            NativeDelayError: it cannot wait there; nothing was sent.
+        """
+        raise NotImplementedError
+
+    @cached_property
+    def delays(self: Any) -> Any:
+        """Delayed delivery on this channel."""
+        option = (self.connection.client.transport_options or {}).get(OPTION)
+        try:
+            return self.make_delays(settings_from_option(option))
+        except SettingsError as exc:
+            # Immediate messages are none of our business: only a delayed one is refused.
+            return self.make_delays(DelaySettings(), refusal=exc)
+
+    def _put(self, queue: str, message: dict[str, Any], **kwargs: Any) -> Any:
+        """Deliver to *queue*; a message whose ``eta`` header lies in the future waits first."""
+        due_us = self.due_of(message)
+        if due_us is None:
+            return super()._put(queue, message, **kwargs)  # type: ignore[misc]
+        return self.let_wait(queue, message, due_us=due_us, **kwargs)
+
+    @staticmethod
+    def due_of(message: dict[str, Any]) -> int | None:
+        """When *message* is due, if it is to wait; not what kombu redelivers through here."""
+        if message.get("redelivered"):
+            return None
+        due_us = due_of(message.get("headers"))
+        return due_us if due_us is not None and due_us > time_ns() // 1000 else None
+
+    def basic_consume(
+        self: Any,
+        queue: str,
+        no_ack: bool,
+        callback: Callable[[Any], Any],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        def noting(message: Any) -> Any:
+            message.consumed_from = "" if queue in self._fanout_queues else queue
+            return callback(message)
+
+        return super().basic_consume(queue, no_ack, noting, *args, **kwargs)  # type: ignore[misc]
+
+
+class DelayingTransport:
+    """kombu's transport, with *delaying_channel* where a connection asks for delays."""
+
+    delaying_channel: ClassVar[type]
+
+    @property
+    def delaying(self: Any) -> bool:
+        """Whether this connection asks for delays."""
+        return asks_for_delays((self.client.transport_options or {}).get(OPTION))
+
+    def establish_connection(self: Any) -> Any:
+        if self.delaying:
+            self.Channel = self.delaying_channel
+        return super().establish_connection()  # type: ignore[misc]
