@@ -15,7 +15,8 @@ from ..core import ledger
 from ..core.due_time import check_countdown, due_us
 from ..core.errors import InvalidDueTime, NoLedger
 from ..core.ledger import Bar, Ledger, Outcome, Page, Query, Waiting
-from .install import installation_of
+from ..core.settings import DelaySettings
+from .install import delaying_channel, installed
 
 logger = get_logger(__name__)
 
@@ -170,7 +171,7 @@ class Delay:
             for last_try in (False, True):
                 try:
                     connection.ensure_connection(max_retries=1)
-                    return self._ask_on(connection.default_channel, question)
+                    return self._ask_on(*delaying_channel(self._app, connection), question)
                 except connection.recoverable_connection_errors:
                     # A pooled connection whose broker was restarted knows when it is used.
                     if last_try:
@@ -178,14 +179,9 @@ class Delay:
                     connection.collapse()
         raise AssertionError("unreachable")
 
-    def _ask_on(self, channel: Any, question: Callable[[Ledger], T]) -> T:
-        installation = installation_of(self._app)
-        if installation is None or not hasattr(channel, "ledger"):
-            raise NoLedger(
-                f"expected an app whose delayed tasks wait in the broker, got {self._app!r}: call "
-                f"install(app)"
-            )
-        found = channel.ledger(installation.settings())
+    @staticmethod
+    def _ask_on(channel: Any, settings: DelaySettings, question: Callable[[Ledger], T]) -> T:
+        found = channel.ledger(settings)
         if found is None:
             raise NoLedger(
                 "nobody can look into the delay levels of RabbitMQ: set native_delay_ledger = "
@@ -197,10 +193,7 @@ class Delay:
             found.close()
 
     def _longest_delay_seconds(self) -> float:
-        installation = installation_of(self._app)
-        if installation is None:
-            raise NoLedger(f"expected an installed app, got {self._app!r}")
-        return installation.settings().longest_delay_seconds
+        return installed(self._app).settings().longest_delay_seconds
 
     def _revoke_result(self, outcome: Outcome) -> None:
         """Tell the result backend now; chord and monitors are for the worker to tell, once."""

@@ -12,8 +12,8 @@ from celery import Celery
 from kombu.exceptions import OperationalError
 
 from ..celery_app.delay import Delay
-from ..celery_app.install import installation_of
-from ..core.errors import LedgerUnavailable, NoLedger
+from ..celery_app.install import delaying_channel
+from ..core.errors import LedgerUnavailable
 from ..transports.contract import AdminPart
 
 T = TypeVar("T")
@@ -50,6 +50,7 @@ class Asking:
 
         Raises:
             LedgerUnavailable: the broker is away, or slow.
+            SettingsError, UnsupportedBroker: see :func:`delaying_channel`.
         """
         return await self._ask(lambda: self._with_admin_part(question), within_seconds)
 
@@ -71,13 +72,10 @@ class Asking:
             raise LedgerUnavailable(f"the broker cannot be used: {exc}") from exc
 
     def _with_admin_part(self, question: Callable[[AdminPart], T]) -> T:
-        installation = installation_of(self.app)
         with self.app.connection_or_acquire() as connection:
             connection.ensure_connection(max_retries=1)
-            channel = connection.default_channel
-            if installation is None or not hasattr(channel, "admin_part"):
-                raise NoLedger(f"expected an installed app, got {self.app!r}: call install(app)")
-            return question(channel.admin_part(installation.settings()))
+            channel, settings = delaying_channel(self.app, connection)
+            return question(channel.admin_part(settings))
 
     @cached_property
     def _broker_errors(self) -> tuple[type[Exception], ...]:

@@ -11,8 +11,7 @@ from typing import Any
 from celery import Celery
 from celery.utils.log import get_logger
 
-from ..celery_app.install import installation_of
-from ..core.errors import UnsupportedBroker
+from ..celery_app.install import delaying_channel
 from ..transports.contract import Backlog
 
 logger = get_logger(__name__)
@@ -102,13 +101,8 @@ class Poll(Thread):
                 connect_timeout=TIMEOUT_SECONDS, transport_options=dict(_BOUNDED)
             )
         self._connection.ensure_connection(max_retries=1, interval_start=0)
-        channel = self._connection.default_channel
-        installation = installation_of(self._app)
-        if installation is None or not hasattr(channel, "admin_part"):
-            raise UnsupportedBroker(
-                f"expected a broker in which delayed tasks wait, got {self._connection.as_uri()}"
-            )
-        backlog: Backlog = channel.admin_part(installation.settings()).backlog()
+        channel, settings = delaying_channel(self._app, self._connection)
+        backlog: Backlog = channel.admin_part(settings).backlog()
         return backlog
 
     def _disconnect(self) -> None:

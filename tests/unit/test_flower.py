@@ -16,7 +16,7 @@ import pytest
 from celery import Celery
 from celery.events.state import Task
 
-from celery_native_delay import LedgerUnavailable, NoLedger, install
+from celery_native_delay import LedgerUnavailable, SettingsError, install
 from celery_native_delay.core.ledger import Outcome, Verdict, Waiting
 from celery_native_delay.flower.asking import Asking
 from celery_native_delay.flower.patching import PATCHES, PatchedTemplates, patched
@@ -129,8 +129,9 @@ def test_a_question_that_hangs_is_given_up() -> None:
 
 def test_an_app_that_is_not_installed_is_told_how() -> None:
     asking = Asking(Celery("plain", broker="memory://", set_as_current=False))
-    with pytest.raises(NoLedger, match="install"):
-        asyncio.run(asking.admin(lambda part: part.status()))
+    for question in (asking.admin(lambda part: part.status()), asking.delay(lambda it: it.count())):
+        with pytest.raises(SettingsError, match="install"):
+            asyncio.run(question)
     asking.stop()
 
 
