@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import gc
+import json
+import os
 import random
-from collections.abc import Callable
-from contextlib import ExitStack
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from resource import RUSAGE_SELF, getrusage
-from time import perf_counter, process_time
+from time import perf_counter, process_time, sleep
 from typing import Any
+from urllib.request import urlopen
 from uuid import uuid4
 
 from matplotlib.figure import Figure
 
-from benchmarks.apps import TASK, declare_for, make_app
+from benchmarks.apps import REPOSITORY, TASK, declare_for, make_app
 from benchmarks.charts import bars
 from benchmarks.measuring import Bench, Result, Target, median, percentile
 from celery_native_delay import Delay
@@ -29,6 +35,8 @@ ENTRY_BYTES = 900
 FEW, MANY = 100_000, 1_000_000
 LOOKS = 20
 PAGE = 50
+SEED_SECONDS = 120
+SETTLE_SECONDS = 2
 
 
 def run(bench: Bench) -> Result:
@@ -39,15 +47,21 @@ def run(bench: Bench) -> Result:
         row("RabbitMQ: apply_async, with a ledger", on[0]),
         row("RabbitMQ: a worker asks about a task", checks),
     ]
-    few, _ = looks(bench, bench.count(FEW, at_least=500), searches=True)
-    many, grown_bytes = looks(bench, bench.count(MANY, at_least=1_000), searches=False)
-    rows += [row(label, seconds) for label, seconds in (few | many).items()]
+    few, all_of_few, seeding_ms, asked_ms = looks_at_few(bench, bench.count(FEW, at_least=500))
+    many, grown_bytes = looks_at_many(bench, bench.count(MANY, at_least=1_000))
+    rows += [row(label, seconds) for label, seconds in (few | all_of_few | many).items()]
+    loop = {
+        "Flower's IO loop is late while it learns of them": seeding_ms,
+        "Flower's IO loop is late while it is asked": asked_ms,
+    }
+    rows += [row(label, [late / 1e3 for late in late_ms]) for label, late_ms in loop.items()]
     result = Result(
         "See, cancel and move what waits",
         f"apply_async() with confirm_publish wait, with native_delay_ledger on a Redis of its own "
         f"and without, {BLOCK} in a row, in turn, {len(on[1])} rounds. The worker's question: "
         f"{len(checks):,} tasks that the ledger knows. Looks: Delay(app) on Redis, with "
-        f"{bench.count(FEW):,} and {bench.count(MANY):,} tasks waiting, each {LOOKS} times.",
+        f"{bench.count(FEW):,} and {bench.count(MANY):,} tasks waiting, each {LOOKS} times; "
+        "and a Flower of its own with room for all of them, a request at a time.",
         rows,
         [
             Target("publish, ledger : none (medians)", median(on[0]) / median(off[0]), "≤", 1.25),
@@ -57,6 +71,10 @@ def run(bench: Bench) -> Result:
                 Target(f"{label}, p50", median(seconds) * 1e3, "≤", limit_ms, "ms")
                 for found, limit_ms in ((few, 300), (many, 1_000))
                 for label, seconds in found.items()
+            ),
+            *(
+                Target(f"{label}, at worst", max(late_ms), "≤", 50, "ms")
+                for label, late_ms in loop.items()
             ),
             Target("memory of the process that looked at all", grown_bytes / 1e6, "≤", 50, "MB"),
         ],
@@ -125,8 +143,9 @@ def worker_checks(bench: Bench) -> list[float]:
     return checks
 
 
-def looks(bench: Bench, count: int, *, searches: bool) -> tuple[dict[str, list[float]], int]:
-    """Seconds of each look, and by how many bytes this process grew."""
+@contextmanager
+def waiting(bench: Bench, count: int) -> Iterator[tuple[str, Delay]]:
+    """The URL of a Redis where so many wait, and what looks at them."""
     with private_redis() as redis:
         app = make_app("ours", redis.url)
         what = f"ledger: {count:,} waiting"
@@ -134,25 +153,104 @@ def looks(bench: Bench, count: int, *, searches: bool) -> tuple[dict[str, list[f
             for index in range(count):
                 batch.send(TASK, (index,), countdown=3600 + index * 0.1)
                 done(index)
-        delay = Delay(app)
-        middle = count // 2
-        ways: dict[str, Callable[[], Any]] = {
-            f"first {PAGE}": lambda: delay.ls(limit=PAGE),
-            f"{PAGE} in the middle": lambda: delay.ls(limit=PAGE, offset=middle),
-            "count": delay.count,
-            "histogram": lambda: delay.histogram(bars=100),
-        }
-        if searches:
-            ways[f"search, first {PAGE} of all"] = lambda: delay.ls(f"name:{TASK}", limit=PAGE)
-            ways["search that finds nothing"] = lambda: delay.ls("nothing", limit=PAGE)
-        assert delay.ls(limit=PAGE).total == count
-        before = getrusage(RUSAGE_SELF).ru_maxrss
-        found = {
-            f"{count:,} waiting: {label}": [timed(look) for _ in range(LOOKS)]
-            for label, look in ways.items()
-        }
+        assert Delay(app).count() == count
+        yield redis.url, Delay(app)
         app.close()
+
+
+Looks = dict[str, list[float]]
+"""Seconds of each look, by what was looked at."""
+
+
+def looks_at(count: int, ways: dict[str, Callable[[], Any]]) -> Looks:
+    return {
+        f"{count:,} waiting: {label}": [timed(look) for _ in range(LOOKS)]
+        for label, look in ways.items()
+    }
+
+
+def ways_to_look(delay: Delay, count: int) -> dict[str, Callable[[], Any]]:
+    middle = count // 2
+    return {
+        f"first {PAGE}": lambda: delay.ls(limit=PAGE),
+        f"{PAGE} in the middle": lambda: delay.ls(limit=PAGE, offset=middle),
+        "count": delay.count,
+        "histogram": lambda: delay.histogram(bars=100),
+    }
+
+
+def looks_at_few(bench: Bench, count: int) -> tuple[Looks, Looks, list[float], list[float]]:
+    """Also at so many at once that nobody waits for them on a page; and how many milliseconds late
+    Flower's IO loop was while it learnt of all, and while it was asked.
+    """
+    with waiting(bench, count) as (url, delay):
+        searches: dict[str, Callable[[], Any]] = {
+            f"search, first {PAGE} of all": lambda: delay.ls(f"name:{TASK}", limit=PAGE),
+            "search that finds nothing": lambda: delay.ls("nothing", limit=PAGE),
+        }
+        found = looks_at(count, ways_to_look(delay, count) | searches)
+        with flower(url, max_tasks=2 * count) as ask:
+            seeding_ms: list[float] = []
+
+            def seeded() -> int:
+                answer = ask("/late")
+                seeding_ms.extend(answer["late_ms"])
+                return int(answer["delayed"])
+
+            reached = bench.wait_for(
+                f"Flower: {count:,} waiting", seeded, count, timeout_seconds=SEED_SECONDS
+            )
+            assert reached == count
+            sleep(SETTLE_SECONDS)
+            seeded()
+            pages = {
+                f"first {PAGE}": f"/api/delays?limit={PAGE}",
+                f"{PAGE} in the middle": f"/api/delays?limit={PAGE}&offset={count // 2}",
+                "search that finds nothing": "/api/delays?search=nothing",
+                "cards and histogram": "/delays/summary",
+            }
+            all_of_them = {"10,000": "/api/delays?limit=10000", "ids of all": "/delays/ids"}
+            found |= looks_at(count, by_path(ask, pages))
+            found_all = looks_at(count, by_path(ask, all_of_them))
+            asked_ms = ask("/late")["late_ms"]
+    return found, found_all, seeding_ms, asked_ms
+
+
+def by_path(ask: Callable[[str], Any], paths: dict[str, str]) -> dict[str, Callable[[], Any]]:
+    return {f"Flower, {label}": partial(ask, path) for label, path in paths.items()}
+
+
+def looks_at_many(bench: Bench, count: int) -> tuple[Looks, int]:
+    """Also by how many bytes this process grew."""
+    with waiting(bench, count) as (_, delay):
+        before = getrusage(RUSAGE_SELF).ru_maxrss
+        found = looks_at(count, ways_to_look(delay, count))
         return found, 1024 * (getrusage(RUSAGE_SELF).ru_maxrss - before)
+
+
+@contextmanager
+def flower(url: str, *, max_tasks: int) -> Iterator[Callable[[str], Any]]:
+    """A Flower of its own; what asks it for a path."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "benchmarks.flower_app", url, str(max_tasks)],
+        cwd=REPOSITORY,
+        env=os.environ | {"FLOWER_UNAUTHENTICATED_API": "true"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdout is not None
+    with process:
+        address = process.stdout.readline().strip()
+
+        def ask(path: str) -> Any:
+            with urlopen(address + path, timeout=SEED_SECONDS) as answer:
+                return json.load(answer)
+
+        try:
+            yield ask
+        finally:
+            process.kill()
 
 
 def timed(look: Callable[[], object]) -> float:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime, timedelta
 from time import time_ns
 from typing import Any, TypeVar
@@ -15,11 +15,15 @@ from ..core import ledger
 from ..core.due_time import check_countdown, due_us
 from ..core.errors import InvalidDueTime, NoLedger
 from ..core.ledger import Bar, Ledger, Outcome, Page, Query, Waiting
-from .install import installation_of
+from ..core.settings import DelaySettings
+from .install import delaying_channel, installed
 
 logger = get_logger(__name__)
 
 T = TypeVar("T")
+
+#: Read at a time.
+_PAGE = 1000
 
 #: A result in one of these is not the last one; Celery's own revoke overwrites the same.
 _UNREADY = (states.PENDING, states.RECEIVED, states.RETRY, states.REJECTED)
@@ -67,8 +71,12 @@ class Delay:
         query = _query(search)
 
         def found(ledger: Ledger) -> list[str]:
-            most = limit or ledger.count(query) or 1
-            return list(dict.fromkeys(task.id for task in ledger.page(query, limit=most).tasks))
+            ids: dict[str, None] = {}
+            for task in _all(ledger, query):
+                if len(ids) == limit:
+                    break
+                ids[task.id] = None
+            return list(ids)
 
         return self._ask(found)
 
@@ -163,7 +171,7 @@ class Delay:
             for last_try in (False, True):
                 try:
                     connection.ensure_connection(max_retries=1)
-                    return self._ask_on(connection.default_channel, question)
+                    return self._ask_on(*delaying_channel(self._app, connection), question)
                 except connection.recoverable_connection_errors:
                     # A pooled connection whose broker was restarted knows when it is used.
                     if last_try:
@@ -171,14 +179,9 @@ class Delay:
                     connection.collapse()
         raise AssertionError("unreachable")
 
-    def _ask_on(self, channel: Any, question: Callable[[Ledger], T]) -> T:
-        installation = installation_of(self._app)
-        if installation is None or not hasattr(channel, "ledger"):
-            raise NoLedger(
-                f"expected an app whose delayed tasks wait in the broker, got {self._app!r}: call "
-                f"install(app)"
-            )
-        found = channel.ledger(installation.settings())
+    @staticmethod
+    def _ask_on(channel: Any, settings: DelaySettings, question: Callable[[Ledger], T]) -> T:
+        found = channel.ledger(settings)
         if found is None:
             raise NoLedger(
                 "nobody can look into the delay levels of RabbitMQ: set native_delay_ledger = "
@@ -190,10 +193,7 @@ class Delay:
             found.close()
 
     def _longest_delay_seconds(self) -> float:
-        installation = installation_of(self._app)
-        if installation is None:
-            raise NoLedger(f"expected an installed app, got {self._app!r}")
-        return installation.settings().longest_delay_seconds
+        return installed(self._app).settings().longest_delay_seconds
 
     def _revoke_result(self, outcome: Outcome) -> None:
         """Tell the result backend now; chord and monitors are for the worker to tell, once."""
@@ -215,6 +215,20 @@ class Delay:
                     type(exc).__name__,
                     exc,
                 )
+
+
+def _all(found: Ledger, query: Query) -> Iterator[Waiting]:
+    """All that match, earliest first, never many at a time. What is handed over moves nothing."""
+    skipped = 0
+    while True:
+        page = found.page(query, offset=skipped, limit=_PAGE).tasks
+        yield from page
+        if len(page) < _PAGE:
+            return
+        last_us = page[-1].due_us
+        begins_there = query.from_us == last_us
+        skipped = sum(task.due_us == last_us for task in page) + skipped * begins_there
+        query = query.due_within(last_us, query.until_us)
 
 
 def _query(search: str | Query) -> Query:

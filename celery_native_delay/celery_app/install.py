@@ -237,6 +237,38 @@ def installation_of(app: Any) -> Installation | None:
     return installation
 
 
+def installed(app: Any) -> Installation:
+    """The same.
+
+    Raises:
+        SettingsError: it was never called.
+    """
+    found = installation_of(app)
+    if found is None:
+        raise SettingsError(
+            f"native delay is not installed in {app!r}: "
+            f"add `from celery_native_delay import install; install(app)` to its module"
+        )
+    return found
+
+
+def delaying_channel(app: Any, connection: Any) -> tuple[Any, DelaySettings]:
+    """A channel that has the parts of :mod:`~celery_native_delay.transports.contract`, and the
+    settings to ask for them; *connection* is one of *app*.
+
+    Raises:
+        SettingsError: the app is not installed, or its settings are wrong.
+        UnsupportedBroker: no delayed task can wait there.
+    """
+    settings = installed(app).settings()
+    channel = connection.default_channel
+    if not hasattr(channel, "admin_part"):
+        raise UnsupportedBroker(
+            f"expected a broker in which delayed tasks can wait, got {connection.as_uri()}"
+        )
+    return channel, settings
+
+
 def _configured(app: Celery) -> dict[str, Any]:
     """The app's ``native_delay_*`` settings without their prefix, from any namespace."""
     app.conf.get("broker_url")  # reads a configuration that is still pending

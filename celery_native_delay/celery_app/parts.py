@@ -5,9 +5,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from ..transports.contract import ServesQueues
+from ..transports.contract import AdminPart, ServesQueues
+from .install import delaying_channel
 
 Part = TypeVar("Part")
+
+
+def admin_part(app: Any, connection: Any) -> AdminPart:
+    """What can be done on the broker of *connection*, which is one of *app*.
+
+    Raises:
+        SettingsError, UnsupportedBroker: as :func:`delaying_channel`.
+    """
+    channel, settings = delaying_channel(app, connection)
+    part: AdminPart = channel.admin_part(settings)
+    return serving(part, app)
 
 
 def serving(part: Part, app: Any, queues: Sequence[str] | None = None) -> Part:

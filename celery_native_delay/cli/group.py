@@ -79,8 +79,7 @@ def broker(ctx: click.Context) -> Iterator[AdminPart]:
     """What can be done on the app's broker, on a fresh connection."""
     from ..celery_app.parts import serving
 
-    chosen = installed_settings(ctx)
-    with _channel(ctx) as channel:
+    with _channel(ctx) as (channel, chosen):
         yield serving(channel.admin_part(chosen), ctx.obj.app)
 
 
@@ -94,38 +93,35 @@ def worker_part(
     """
     from ..celery_app.parts import serving
 
-    chosen = installed_settings(ctx)
-    with _channel(ctx) as channel:
+    with _channel(ctx) as (channel, chosen):
         part = serving(channel.worker_part(chosen), ctx.obj.app, queues)
         yield part, ctx.obj.app.connection_for_write().as_uri()
 
 
 @contextmanager
-def _channel(ctx: click.Context) -> Iterator[Any]:
+def _channel(ctx: click.Context) -> Iterator[tuple[Any, DelaySettings]]:
     from kombu.exceptions import OperationalError
 
+    from ..celery_app.install import delaying_channel
+
+    installed_settings(ctx)
     with ctx.obj.app.connection_for_write() as connection:
         connection.ensure_connection(max_retries=1)
-        channel = connection.default_channel
-        if not hasattr(channel, "admin_part"):
-            raise click.UsageError(f"{connection.as_uri()} has no delay levels")
         try:
-            yield channel
+            yield delaying_channel(ctx.obj.app, connection)
         except (*connection.connection_errors, *connection.channel_errors) as exc:
             raise OperationalError(str(exc)) from exc
 
 
 def installed_settings(ctx: click.Context) -> DelaySettings:
     """The app's settings; it must have delayed delivery."""
-    from ..celery_app.install import installation_of
+    from ..celery_app.install import installed
+    from ..core.errors import SettingsError
 
-    app = ctx.obj.app
-    installation = installation_of(app)
-    if installation is None:
-        raise click.UsageError(
-            f"native delay is not installed in {app!r}: "
-            f"add `from celery_native_delay import install; install(app)` to its module"
-        )
+    try:
+        installation = installed(ctx.obj.app)
+    except SettingsError as exc:
+        raise click.UsageError(str(exc)) from exc
     chosen = installation.settings()
     if not chosen.enabled:
         raise click.UsageError("native_delay_enabled is off in this app")

@@ -45,7 +45,7 @@ _filters = _all(
         "-s",
         "--search",
         default="",
-        help="Words as in Flower: name:… queue:… args:… kwargs:key=value, or any text.",
+        help="Words as in Flower: name:… queue:… args:… kwargs:key=value, or any text; OR, (…).",
     ),
     click.option("--from", "from_", type=moment, metavar="SECONDS|TIME", help="Due then or later."),
     click.option("--until", type=moment, metavar="SECONDS|TIME", help="Due before then."),

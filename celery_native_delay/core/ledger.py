@@ -1,19 +1,14 @@
-"""What is known of the tasks that wait, and what can be asked of them. Pure: time is an argument.
-
-A query's words are those of Flower's search box: ``name:``, ``queue:``, ``uuid:``, ``root:``,
-``args:``, ``kwargs:key=value``, and any other text for wherever it stands.
-"""
+"""What is known of the waiting tasks, and what can be asked of them. Pure: time is an argument."""
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from enum import Enum
 from typing import Any, Protocol
 
-from .errors import InvalidQuery
+from .search import Condition, parse
 
 
 @dataclass(frozen=True)
@@ -88,31 +83,15 @@ class Waiting:
         }
 
 
-_FIELDS = {
-    "name": "name",
-    "queue": "queue",
-    "uuid": "id",
-    "id": "id",
-    "root": "root_id",
-    "args": "args",
-    "kwargs": "kwargs",
-}
-
-#: Flower: words, or what stands between quotes.
-_WORD = re.compile(r'((?:[^\s"]|"(?:\\.|[^"\\])*")+)')
-_KEY_AND_VALUE = re.compile(r"(\w+)=(.*)", re.DOTALL)
-
-
 @dataclass(frozen=True)
 class Query:
-    """Which of the waiting: those that have all of *words*, and are due in the range.
+    """Which of the waiting: those that *condition* holds for, and that are due in the range.
 
-    *words* are pairs of a field of :class:`Waiting`, "" for any, and what it must contain.
     *from_us* is included, *until_us* is not; None is without limit. *name* and *queue* must be
     exactly so.
     """
 
-    words: tuple[tuple[str, str], ...] = ()
+    condition: Condition | None = None
     name: str | None = None
     queue: str | None = None
     from_us: int | None = None
@@ -123,28 +102,10 @@ class Query:
         """From the text of a search box.
 
         Raises:
-            InvalidQuery: a quote is left open, a word has nothing behind its colon, or words are
-                not to be there together.
+            InvalidQuery: a quote or a parenthesis is left open, a word has nothing behind its
+                colon, an operator stands alone, or something is asked not to be there.
         """
-        words = []
-        if _WORD.sub("", text).strip():
-            raise InvalidQuery(f"expected every quote to be closed, got {text!r}")
-        for word in _WORD.findall(text):
-            if word == "AND":
-                continue
-            if word in ("OR", "NOT"):
-                raise InvalidQuery(
-                    f"expected words that all must be there, got {word!r}: search twice, or put it "
-                    f"between quotes"
-                )
-            field, colon, value = word.partition(":")
-            if not colon or field not in _FIELDS:
-                field, value = "", word
-            value = _unquoted(value)
-            if not value:
-                raise InvalidQuery(f"expected something behind the colon of {word!r}")
-            words.append((_FIELDS.get(field, ""), value))
-        return cls(tuple(words))
+        return cls(parse(text))
 
     def due_within(self, from_us: int | None, until_us: int | None) -> Query:
         """The same, of those due from then until then."""
@@ -153,13 +114,19 @@ class Query:
     @property
     def is_by_time_only(self) -> bool:
         """Whether due times alone decide."""
-        return not (self.words or self.name or self.queue)
+        return not (self.condition or self.name or self.queue)
 
     @property
     def needles(self) -> list[str]:
         """Texts that stand somewhere in every message that matches, character by character."""
-        words = [_value_of(field, value) for field, value in self.words]
-        return [text for text in (self.name, self.queue, *words) if text]
+        alone = [group[0] for group in self.needles_in_any_case if len(group) == 1]
+        caseless = [text for text in alone if text == text.upper()]
+        return [text for text in (self.name, self.queue, *caseless) if text]
+
+    @property
+    def needles_in_any_case(self) -> list[tuple[str, ...]]:
+        """Groups, one text of each of which stands there in whatever case; in lower case."""
+        return self.condition.needles if self.condition else []
 
     def matches(self, task: Waiting) -> bool:
         """Whether *task* is one of them."""
@@ -168,35 +135,12 @@ class Query:
             and (self.queue is None or task.queue == self.queue)
             and (self.from_us is None or task.due_us >= self.from_us)
             and (self.until_us is None or task.due_us < self.until_us)
-            and all(_contains(task, field, value) for field, value in self.words)
+            and (self.condition is None or self.condition.matches(task))
         )
 
 
 #: Everything that waits.
 ALL = Query()
-
-_SEARCHED = ("id", "name", "args", "kwargs", "queue", "root_id", "exchange", "routing_key")
-
-
-def _contains(task: Waiting, field: str, value: str) -> bool:
-    if not field:
-        return any(value in getattr(task, name) for name in _SEARCHED)
-    if field == "kwargs" and (pair := _KEY_AND_VALUE.fullmatch(value)):
-        key, wanted = pair.groups()
-        shown = rf"'{re.escape(key)}': ['\"]?{re.escape(_unquoted(wanted))}"
-        return re.search(shown, task.kwargs) is not None
-    return value in getattr(task, field)
-
-
-def _value_of(field: str, value: str) -> str:
-    pair = _KEY_AND_VALUE.fullmatch(value) if field == "kwargs" else None
-    return _unquoted(pair[2]) if pair else value
-
-
-def _unquoted(text: str) -> str:
-    if len(text) >= 2 and text[0] == text[-1] == '"':
-        return re.sub(r"\\(.)", r"\1", text[1:-1])
-    return text
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 from flower.api import BaseApiHandler
@@ -12,10 +15,14 @@ from tornado import web
 from ..celery_app.delay import Delay
 from ..core.errors import InvalidDueTime, InvalidQuery
 from ..core.ledger import Outcome
-from .pages import Errors, listed
+from ..transports.contract import AdminPart
+from .pages import Errors, Parked, listed, long_json
 
 #: Changing takes a millisecond or two per task; this is patience for a busy broker.
 _CHANGE_SECONDS = 60.0
+
+#: Of them Flower's list of tasks learns so many before others have their turn on the IO loop.
+_TOLD_AT_ONCE = 200
 
 #: In one request, so that it ends in time.
 _MOST_AT_ONCE = 1000
@@ -74,8 +81,10 @@ class ApiHandler(Errors, BaseApiHandler):
         outcomes = await self.asking.delay(
             lambda delay: _CHANGES[verb](delay, ids, **moment), within_seconds=_CHANGE_SECONDS
         )
-        for outcome in outcomes:
+        for number, outcome in enumerate(outcomes):
             self.application.events.state.changed(outcome, cancelled=verb == "cancel")
+            if number % _TOLD_AT_ONCE == 0:
+                await asyncio.sleep(0)
         self.application.delays_summary = None
         return outcomes
 
@@ -94,17 +103,58 @@ class ListDelays(ApiHandler):
                 f"expected limit from 1 to 10000 and offset from 0, got {limit} and {offset}"
             )
         query = self.query(self.get_argument("search", "", escape=False))
-        page, in_all, counted = await self.asking.delay(
-            lambda delay: listed(delay, query, offset, limit)
-        )
-        self.write(
-            {
-                "total": page.total if counted else None,
-                "waiting": in_all,
-                "offset": offset,
-                "tasks": [task.as_json() for task in page.tasks],
-            }
-        )
+
+        def found(delay: Delay) -> str:
+            page, in_all, counted = listed(delay, query, offset, limit)
+            total = page.total if counted else None
+            return long_json(
+                {"total": total, "waiting": in_all, "offset": offset},
+                "tasks",
+                (task.as_json() for task in page.tasks),
+            )
+
+        self.write_json(await self.asking.delay(found))
+
+
+class ListParked(ApiHandler, Parked):
+    """As the page has them."""
+
+
+class ChangeParked(ApiHandler):
+    @web.authenticated
+    async def post(self, verb: str) -> None:
+        """``requeue`` sends on what can be, ``purge`` throws all away; 409 while a worker is at it.
+
+        ``{"parked": n}`` in the body is how many were seen: if they are not as many any more, none
+        is thrown away (409).
+        """
+        self.changes()
+        seen = self.body().get("parked")
+        try:
+            found = await self.asking.admin(
+                _requeued if verb == "requeue" else partial(_purged, seen=seen),
+                within_seconds=_CHANGE_SECONDS,
+            )
+        finally:
+            self.application.delays_summary = None
+        if isinstance(found, str):
+            self.set_status(409)
+            found = {"error": found}
+        self.write(found)
+
+
+def _requeued(part: AdminPart) -> dict[str, Any] | str:
+    outcome = part.requeue()
+    if outcome is None:
+        return "a worker is trying them right now; try again"
+    return asdict(outcome) | {"message": str(outcome)}
+
+
+def _purged(part: AdminPart, *, seen: int | None) -> dict[str, Any] | str:
+    parked = seen if seen is None else part.backlog().parked
+    if parked != seen:
+        return f"{seen} parked message(s) were seen, now there are {parked}: look again"
+    return {"purged": part.purge_parked()}
 
 
 class ShowDelay(ApiHandler):

@@ -13,7 +13,7 @@ from ..metrics import Exposed, expose
 from . import api, pages
 from .asking import Asking
 from .patching import STATIC, PatchedTemplates
-from .refreshing import Refreshing
+from .refreshing import Refreshing, set_aside
 
 HANDLERS = [
     url(r"/delays", pages.DelaysPage, name="delays"),
@@ -23,6 +23,8 @@ HANDLERS = [
     url(r"/delays/ids", pages.MatchingIds, name="delays-ids"),
     url(r"/delays/static/(.*)", StaticFileHandler, {"path": str(STATIC)}, name="delays-static"),
     url(r"/api/delays", api.ListDelays),
+    url(r"/api/delays/parked", api.ListParked),
+    url(r"/api/delays/parked/(requeue|purge)", api.ChangeParked, name="delays-parked-change"),
     url(r"/api/delays/(cancel|reschedule|run-now)", api.ChangeMany, name="delays-change"),
     url(r"/api/delay/(cancel|reschedule|run-now)/(.+)", api.ChangeOne),
     url(r"/api/delay/(.+)", api.ShowDelay),
@@ -56,6 +58,7 @@ class DelayFlower(Flower):
         # Flower's /metrics serves the default registry.
         with suppress(NativeDelayError):  # the page says why
             self._exposed = expose(self.capp)
+        set_aside()
         super().start()
 
     def stop(self) -> None:

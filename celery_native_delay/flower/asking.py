@@ -12,9 +12,8 @@ from celery import Celery
 from kombu.exceptions import OperationalError
 
 from ..celery_app.delay import Delay
-from ..celery_app.install import installation_of
-from ..celery_app.parts import serving
-from ..core.errors import LedgerUnavailable, NoLedger
+from ..celery_app.parts import admin_part
+from ..core.errors import LedgerUnavailable
 from ..transports.contract import AdminPart
 
 T = TypeVar("T")
@@ -44,13 +43,16 @@ class Asking:
         """
         return await self._ask(lambda: question(Delay(self.app)), within_seconds)
 
-    async def admin(self, question: Callable[[AdminPart], T]) -> T:
+    async def admin(
+        self, question: Callable[[AdminPart], T], *, within_seconds: float = ANSWER_SECONDS
+    ) -> T:
         """The answer to *question* about the broker, as ``celery delay`` asks it.
 
         Raises:
             LedgerUnavailable: the broker is away, or slow.
+            SettingsError, UnsupportedBroker: see :func:`admin_part`.
         """
-        return await self._ask(lambda: self._with_admin_part(question), ANSWER_SECONDS)
+        return await self._ask(lambda: self._with_admin_part(question), within_seconds)
 
     def stop(self) -> None:
         """What nobody has begun to ask is not asked any more."""
@@ -70,13 +72,9 @@ class Asking:
             raise LedgerUnavailable(f"the broker cannot be used: {exc}") from exc
 
     def _with_admin_part(self, question: Callable[[AdminPart], T]) -> T:
-        installation = installation_of(self.app)
         with self.app.connection_or_acquire() as connection:
             connection.ensure_connection(max_retries=1)
-            channel = connection.default_channel
-            if installation is None or not hasattr(channel, "admin_part"):
-                raise NoLedger(f"expected an installed app, got {self.app!r}: call install(app)")
-            return question(serving(channel.admin_part(installation.settings()), self.app))
+            return question(admin_part(self.app, connection))
 
     @cached_property
     def _broker_errors(self) -> tuple[type[Exception], ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
 from dataclasses import asdict
 from time import monotonic, time
 from typing import Any
@@ -57,6 +59,11 @@ class Errors(BaseHandler):
         """An argument in microseconds since the epoch."""
         found: int | None = self.get_argument(name, None, type=int)
         return found
+
+    def write_json(self, text: str) -> None:
+        """Answer with JSON that is made already."""
+        self.set_header("Content-Type", "application/json; charset=UTF-8")
+        self.write(text)
 
     def query(self, search: str) -> Query:
         """What is asked for, by *search*, ``from_us`` and ``until_us``."""
@@ -129,10 +136,13 @@ def _numbers(delay: Delay) -> dict[str, Any]:
 class Parked(Errors):
     @web.authenticated
     async def get(self) -> None:
-        """The first of the parked; null while a worker tries them again."""
+        """How many are parked, and the first of them; null while a worker tries them again."""
         found = await self.asking.admin(lambda part: part.parked(limit=_PARKED))
-        tasks = None if found is None else [asdict(task) for task in found[1]]
-        self.write({"tasks": tasks})
+        if found is None:
+            self.write({"total": None, "tasks": None})
+            return
+        total, tasks = found
+        self.write({"total": total, "tasks": [asdict(task) for task in tasks]})
 
 
 class DataTable(Errors):
@@ -156,6 +166,11 @@ class DataTable(Errors):
         self.write(answer)
 
 
+def long_json(answer: dict[str, Any], name: str, items: Iterable[Any]) -> str:
+    """*answer* with *items* under *name*. For a thread: the IO loop has its turn in between."""
+    return f'{json.dumps(answer)[:-1]}, "{name}": [{", ".join(map(json.dumps, items))}]}}'
+
+
 def listed(delay: Delay, query: Query, offset: int, limit: int) -> tuple[Page, int, bool]:
     """A page of what matches, how many wait in all, and whether the page's total is all of them."""
     searched = not query.is_by_time_only
@@ -172,9 +187,13 @@ class MatchingIds(Errors):
     async def get(self) -> None:
         """All ids that match now: what somebody confirms is what is changed, to the task."""
         query = self.query(self.get_argument("search", "", escape=False))
-        found = await self.asking.delay(lambda delay: delay.ids(query, limit=MOST_IDS + 1))
-        if len(found) > MOST_IDS:
-            raise InvalidQuery(
-                f"expected at most {MOST_IDS:,} tasks at a time, found more: narrow the search"
-            )
-        self.write({"ids": found})
+
+        def found(delay: Delay) -> str:
+            ids = delay.ids(query, limit=MOST_IDS + 1)
+            if len(ids) > MOST_IDS:
+                raise InvalidQuery(
+                    f"expected at most {MOST_IDS:,} tasks at a time, found more: narrow the search"
+                )
+            return long_json({"total": len(ids)}, "ids", ids)
+
+        self.write_json(await self.asking.delay(found))

@@ -7,10 +7,12 @@ is sent: Celery would rank its state above REVOKED, and take whoever sends it fo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from datetime import UTC, datetime
+from functools import cached_property
 from time import time
 from typing import Any
+from weakref import WeakSet
 
 from celery import states
 from celery.events.state import Task
@@ -33,9 +35,49 @@ def precedence(state: str) -> int:
 
 
 class WaitingTask(Task):
-    """A task that may be DELAYED."""
+    """A task that may be DELAYED.
+
+    Of what Celery's has besides its fields nothing is made before somebody asks, and nothing leads
+    back to the task: a hundred thousand of them are a burden to Python's garbage collector, which
+    runs on Flower's IO loop, and :mod:`.refreshing` keeps them from it.
+    """
 
     state: str
+
+    def __init__(
+        self, uuid: str | None = None, cluster_state: Any = None, children: Any = (), **saved: Any
+    ) -> None:
+        # Celery, too, passes over the children that were saved.
+        self.uuid, self.cluster_state = uuid, cluster_state
+        if saved:
+            self.__dict__.update(saved)
+
+    @cached_property
+    def children(self) -> WeakSet[Any]:
+        """The tasks that this one has sent."""
+        return WeakSet()
+
+    @property
+    def parent(self) -> Any:
+        """The task that sent it; None where it is not known."""
+        return self._other(self.parent_id)
+
+    @property
+    def root(self) -> Any:
+        """The first of its tasks; None where it is not known."""
+        return self._other(self.root_id)
+
+    def as_dict(self) -> dict[str, Any]:
+        """As Celery's, with ids in place of tasks."""
+        return {name: getattr(self, name) for name in self._fields} | {
+            "root": self.root_id,
+            "parent": self.parent_id,
+            "children": [task.id for task in self.children],
+        }
+
+    def _other(self, task_id: str | None) -> Any:
+        tasks = getattr(self.cluster_state, "tasks", {})
+        return getattr(tasks, "data", tasks).get(task_id) if task_id else None
 
     def event(
         self,
@@ -72,18 +114,21 @@ class WaitingState(EventsState):
             if task is not None:
                 self._note(task)
 
-    def saw(self, waiting: Iterable[Waiting]) -> None:
-        """These wait now."""
+    def saw(self, waiting: Iterable[Waiting]) -> int:
+        """These wait now; how many of them are new."""
+        added = 0
         for found in waiting:
             if not found.name:
                 continue  # no task
             task = self._known().get(found.id)
             if task is None:
                 self._add(found)
+                added += 1
             elif task.state in _MAY_WAIT:
                 self._update(task, found)
+        return added
 
-    def does_not_wait(self, ids: Collection[str]) -> None:
+    def does_not_wait(self, ids: Iterable[str]) -> None:
         """These were handed over; if nothing was heard of them since, nobody has received them."""
         for task_id in ids:
             task = self._known().get(task_id)
@@ -103,10 +148,10 @@ class WaitingState(EventsState):
             task.eta = _iso(outcome.due_us)
             self._become(task, DELAYED if outcome.due_us / 1e6 > time() else states.PENDING)
 
-    def due(self) -> set[str]:
-        """The DELAYED ones whose time has come."""
+    def due(self, ids: Iterable[str]) -> set[str]:
+        """Of these the DELAYED ones whose time has come."""
         now_us = time() * 1e6
-        return {task_id for task_id, due_us in self.delayed.items() if due_us <= now_us}
+        return {task_id for task_id in ids if self.delayed.get(task_id, now_us + 1) <= now_us}
 
     # --- private -------------------------------------------------------------------------
 

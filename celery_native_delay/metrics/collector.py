@@ -99,6 +99,12 @@ def _waiting(reading: Reading | None) -> Iterator[Metric]:
         "RabbitMQ's levels until it was due, and is then dropped.",
         None if backlog is None else backlog.waiting,
     )
+    yield _gauge(
+        "ledger_messages",
+        "Messages that wait as the ledger has them: without those that were cancelled or moved and "
+        "stay in RabbitMQ's levels until they were due. Absent without a ledger.",
+        None if backlog is None else backlog.in_ledger,
+    )
     levels = GaugeMetricFamily(
         "celery_delay_messages",
         "Messages in each delay level of RabbitMQ.",

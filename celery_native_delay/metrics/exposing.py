@@ -5,8 +5,7 @@ from __future__ import annotations
 from celery import Celery
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from ..celery_app.install import installation_of
-from ..core.errors import SettingsError
+from ..celery_app.install import installed
 from .collector import DelayCollector
 from .counting import Counts
 from .listening import Listener
@@ -62,8 +61,5 @@ def expose(
         SettingsError: the app is not installed, or its settings are wrong.
         ValueError: it is exposed in this registry already.
     """
-    installation = installation_of(app)
-    if installation is None:
-        raise SettingsError(f"expected an installed app, got {app!r}: call install(app)")
-    installation.settings()
+    installed(app).settings()
     return Exposed(app, registry, poll_seconds=poll_seconds, listens=listens)

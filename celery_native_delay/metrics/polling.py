@@ -11,10 +11,8 @@ from typing import Any
 from celery import Celery
 from celery.utils.log import get_logger
 
-from ..celery_app.install import installation_of
-from ..celery_app.parts import serving
-from ..core.errors import UnsupportedBroker
-from ..transports.contract import AdminPart, Backlog
+from ..celery_app.parts import admin_part
+from ..transports.contract import Backlog
 
 logger = get_logger(__name__)
 
@@ -103,14 +101,7 @@ class Poll(Thread):
                 connect_timeout=TIMEOUT_SECONDS, transport_options=dict(_BOUNDED)
             )
         self._connection.ensure_connection(max_retries=1, interval_start=0)
-        channel = self._connection.default_channel
-        installation = installation_of(self._app)
-        if installation is None or not hasattr(channel, "admin_part"):
-            raise UnsupportedBroker(
-                f"expected a broker in which delayed tasks wait, got {self._connection.as_uri()}"
-            )
-        part: AdminPart = serving(channel.admin_part(installation.settings()), self._app)
-        backlog: Backlog = part.backlog()
+        backlog: Backlog = admin_part(self._app, self._connection).backlog()
         return backlog
 
     def _disconnect(self) -> None:

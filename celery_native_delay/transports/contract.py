@@ -225,7 +225,7 @@ class Backlog:
 
     *ledger_answers* says whether the ledger does, None where none is kept. Only if it does, it is
     known when the first message is due: *until_first_us* in microseconds, below 0 since it was;
-    None if nothing waits.
+    None if nothing waits. *in_ledger* is how many it says wait, None where it does not.
     """
 
     waiting: int
@@ -233,6 +233,7 @@ class Backlog:
     levels: tuple[Level, ...] = ()
     ledger_answers: bool | None = None
     until_first_us: int | None = None
+    in_ledger: int | None = None
 
 
 class AdminPart(Protocol):

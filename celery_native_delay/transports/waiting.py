@@ -11,7 +11,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from itertools import islice
+from itertools import islice, product
 from typing import Any
 
 from ..core.ledger import ALL, Outcome, Page, Query, Verdict, Waiting
@@ -22,22 +22,54 @@ _TRIES = 10
 #: Entries that one script looks into, so that it keeps Redis from others for 1-2 ms only.
 CHUNK = 1000
 
-#: KEYS due, messages. ARGV first rank, last rank, then texts that an entry must contain. Returns
-#: members, due times and entries of those that do. Copying entries into Lua is what takes its
-#: time: 25 at once fit into the processor's cache. Few are found as a rule, so only theirs are
-#: the due times to be asked for.
+#: KEYS due, messages. ARGV first rank, last rank, how many texts follow that an entry must contain,
+#: these; then groups, of each of which it must contain one text in any case: how many there are,
+#: and of each that in lower case, how many ways there are to write a part of it, and these: looking
+#: for eight is cheaper than an entry in lower case. Returns members, due times and entries of those
+#: that do. Copying entries into Lua is what takes its time: 25 at once fit into the processor's
+#: cache. Few are found as a rule, so only theirs are the due times to be asked for.
 SEARCH = """
+local find, at = string.find, 3
+local function next_one() at = at + 1 return ARGV[at - 1] end
+local function next_ones()
+    local ones = {}
+    for one = 1, next_one() do ones[one] = next_one() end
+    return ones
+end
+local exact, groups = next_ones(), {}
+while at <= #ARGV do
+    local group = {}
+    for one = 1, next_one() do group[one] = {next_one(), next_ones()} end
+    groups[#groups + 1] = group
+end
+local function contains_one(entry, group)
+    local lowered
+    for _, one in ipairs(group) do
+        for _, way in ipairs(one[2]) do
+            if find(entry, way, 1, true) then
+                lowered = lowered or string.lower(entry)
+                if find(lowered, one[1], 1, true) then return true end
+                break
+            end
+        end
+    end
+end
+local function contains_all(entry)
+    for _, text in ipairs(exact) do
+        if not find(entry, text, 1, true) then return false end
+    end
+    for _, group in ipairs(groups) do
+        if not contains_one(entry, group) then return false end
+    end
+    return true
+end
 local names, found = redis.call('ZRANGE', KEYS[1], ARGV[1], ARGV[2]), {}
 for first = 1, #names, 25 do
     local last = math.min(first + 24, #names)
     local entries = redis.call('HMGET', KEYS[2], unpack(names, first, last))
     for index = 1, #entries do
         local entry = entries[index]
-        local contains = entry and true
-        for at = 3, #ARGV do
-            contains = contains and string.find(entry, ARGV[at], 1, true)
-        end
-        if contains then
+        if entry and contains_all(entry) then
             local name, next = names[first + index - 1], #found + 1
             found[next], found[next + 1] = name, redis.call('ZSCORE', KEYS[1], name)
             found[next + 2] = entry
@@ -181,9 +213,16 @@ class Index:
         self, query: Query, first: int, end: int, *, chunk: int = CHUNK
     ) -> Iterator[Waiting]:
         needles = [text for text in query.needles if is_itself_in_json(text)]
+        arguments: list[Any] = [len(needles), *needles]
+        for group in query.needles_in_any_case:
+            if all(map(is_itself_in_json, group)):
+                arguments.append(len(group))
+                for text in group:
+                    ways = _ways_to_write(_rarest_part(text))
+                    arguments += [text, len(ways), *ways]
         for start in range(first, end, chunk):
             last = min(start + chunk, end) - 1
-            for task in self._found([start, last, *needles]):
+            for task in self._found([start, last, *arguments]):
                 if query.matches(task):
                     yield task
 
@@ -198,6 +237,23 @@ class Index:
 def is_itself_in_json(text: str) -> bool:
     """Whether entries contain *text* as it is; the others must be decoded to be searched."""
     return text.isascii() and json.dumps(text) == f'"{text}"'
+
+
+#: From those that are rare in what waits to those that are in every message.
+_LETTERS = "zqxjkvwbypfghumcdlrnsiotae"
+
+
+def _rarest_part(text: str) -> str:
+    """Up to three characters of *text*: of few letters, since every one doubles the ways to write
+    it, and beginning with one that is rare.
+    """
+    parts = [text[at : at + 3] for at in range(max(1, len(text) - 2))]
+    return min(parts, key=lambda part: (sum(map(str.isalpha, part)), _LETTERS.find(part[0])))
+
+
+def _ways_to_write(part: str) -> list[str]:
+    """In lower, upper and mixed case."""
+    return ["".join(way) for way in product(*({char, char.upper()} for char in part))]
 
 
 class IndexedLedger(ABC):

@@ -212,6 +212,24 @@ def test_the_page_finds_filters_and_changes_what_waits(
         page.click("#delays-show-parked")
         page.wait(lambda: "note stray" in page.text("#delays-parked-list"))
         assert "elsewhere" in page.text("#delays-parked-list")
+        ledger_redis.client.delete("elsewhere")
+        page.click("#delays-requeue")
+        page.told("1 parked message(s) delivered")
+        page.wait(lambda: page.text("#delays-parked") == "0")
+        assert ledger_redis.client.llen("elsewhere") == 1
+        ledger_redis.client.set("elsewhere", "no queue")
+        app.send_task("note", queue="elsewhere", countdown=3600, task_id="lost")
+        assert delay.run_now("lost")
+        page.wait(lambda: page.text("#delays-parked") == "1")
+        page.click("#delays-show-parked")
+        page.click("#delays-purge")
+        page.wait(lambda: "Throw away 1 task?" in page.text("#delays-purge-question"))
+        page.wait(lambda: chrome.switch_to.active_element.get_attribute("id") == "delays-purge-no")
+        chrome.switch_to.active_element.send_keys(Keys.ENTER)
+        page.click("#delays-purge")
+        page.click("#delays-purge-yes")
+        page.told("1 task thrown away")
+        page.wait(lambda: page.text("#delays-parked") == "0")
         assert fleet.record.wait_for(task_id="task-6")[0].id == "task-6"
 
         chrome.execute_cdp_cmd(
@@ -239,6 +257,7 @@ def test_without_a_password_and_read_only_nothing_can_be_changed(flowers: Flower
     everybody = flowers.start(wait=False, **open_to_all)
     admin = flowers.start(user=USER, wait=False)
     cancel, many = f"/api/delay/cancel/{task_id}", "/api/delays/cancel"
+    requeue, purge = "/api/delays/parked/requeue", "/api/delays/parked/purge"
     body = {"ids": [task_id]}
 
     for flower in (nobody.ready(), reader.ready()):
@@ -246,10 +265,14 @@ def test_without_a_password_and_read_only_nothing_can_be_changed(flowers: Flower
         html = flower.ask("/delays")[1]
         assert "delays-closed" in html
         assert "data-change=" not in html
+        assert 'id="delays-purge"' not in html
     assert 'href="/delays"' in nobody.ask("/broker")[1]
-    for path, sent in ((cancel, {}), (many, body), ("/api/delays", None)):
+    for path, sent in (
+        *((cancel, {}), (many, body), (requeue, {}), (purge, {})),
+        *(("/api/delays", None), ("/api/delays/parked", None)),
+    ):
         assert nobody.ask(path, sent)[0] == 401
-    for path, sent in ((cancel, {}), (many, body)):
+    for path, sent in ((cancel, {}), (many, body), (requeue, {}), (purge, {})):
         status, text = reader.ask(path, sent)
         assert (status, "Read only" in text) == (403, True)
     assert reader.json("/api/delays?limit=3&search=order-1")["total"] == 11
@@ -257,8 +280,9 @@ def test_without_a_password_and_read_only_nothing_can_be_changed(flowers: Flower
     admin.ready()
     for path in ("/delays", "/delays/summary", "/delays/ids", "/api/delays", "/delays/datatable"):
         assert admin.ask(path, user="admin:wrong")[0] == 401
-    assert admin.ask(many, body, user="admin:wrong")[0] == 401
-    assert admin.ask(many, body, Sec_Fetch_Site="cross-site")[0] == 403
+    for path, sent in ((many, body), (requeue, {}), (purge, {})):
+        assert admin.ask(path, sent, user="admin:wrong")[0] == 401
+        assert admin.ask(path, sent, Sec_Fetch_Site="cross-site")[0] == 403
     assert admin.ask("/delays")[0] == 200
 
     everybody.ready()
@@ -274,11 +298,15 @@ def test_without_a_password_and_read_only_nothing_can_be_changed(flowers: Flower
         ("/api/delay/reschedule/task-1", {"countdown": "soon"}, 400, "'soon'"),
         ("/api/delay/reschedule/task-1", {"eta": "9999-01-01"}, 400, "native_delay_levels"),
         (many, {"ids": "task-1"}, 400, "list of ids"),
+        (purge, {"parked": 3}, 409, "now there are 0"),
         ("/api/delays?search=name:", None, 400, "behind the colon"),
         ("/api/delays?limit=0", None, 400, "limit"),
     ):
         status, text = everybody.ask(path, sent)
         assert (status, says in text) == (expected, True), (path, status, text)
+    assert everybody.json("/api/delays/parked") == {"total": 0, "tasks": []}
+    assert everybody.json(purge, {"parked": 0}) == {"purged": 0}
+    assert everybody.json(requeue, {})["still_parked"] == 0
     done = everybody.json(many, {"ids": [task_id, "task-1", "unknown"]})
     assert [each["verdict"] for each in done["outcomes"]] == ["done", "done", "unknown"]
 
@@ -367,6 +395,7 @@ def test_on_rabbitmq_the_levels_are_shown_and_the_ledger_is_asked(
                 page.lists(38)
                 page.wait(lambda: page.text("#delays-levels li"))
                 assert page.find("#delays-levels li").is_displayed()
+                assert re.match(r"in 5\d min", page.text("#delays-levels-next"))
                 assert "is-stuck" not in page.find("#delays-levels").get_attribute("innerHTML")
         finally:
             flowers.close()

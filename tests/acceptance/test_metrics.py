@@ -59,6 +59,7 @@ def test_what_waits_in_redis_is_told_and_what_came_of_it(
         for number in range(3):
             note.apply_async((number,), countdown=600 + number)
         exporter.wait_for("pending", 3)
+        assert exporter.value("ledger_messages") == 3
         assert_about(exporter.value("next_due_timestamp_seconds"), due)
 
         app.amqp.queues.add(Queue("no-list", routing_key="no-list"))
@@ -119,6 +120,7 @@ def test_what_waits_in_rabbitmq_is_told_and_what_came_of_it(shop: Shop) -> None:
     exporter = shop.exporter
     exporter.wait_for("messages", 3, level="level-12", ttl_seconds="512")
     exporter.wait_for("pending", 4)  # what is cancelled stays in its level
+    exporter.wait_for("ledger_messages", 3)
     assert exporter.value("messages", level="level-00", ttl_seconds="0.125") == 0
     assert exporter.value("overdue_seconds") == 0
     assert_about(exporter.value("next_due_timestamp_seconds"), shop.due)
@@ -128,7 +130,7 @@ def test_what_waits_in_rabbitmq_is_told_and_what_came_of_it(shop: Shop) -> None:
 
     shop.ledger.kill()
     exporter.wait_for("ledger_up", 0)
-    assert exporter.value("overdue_seconds") is None
+    assert exporter.value("overdue_seconds") is exporter.value("ledger_messages") is None
     assert exporter.value("pending") == 4
     shop.ledger.start()
     exporter.wait_for("ledger_up", 1)
@@ -138,7 +140,12 @@ def test_what_waits_in_rabbitmq_is_told_and_what_came_of_it(shop: Shop) -> None:
 def test_without_a_ledger_nothing_is_said_about_due_times(shop: Shop) -> None:
     with exporter_of(shop.fleet, native_delay_ledger=None) as exporter:
         exporter.wait_for("pending", 4)
-        for name in ("ledger_up", "next_due_timestamp_seconds", "overdue_seconds"):
+        for name in (
+            "ledger_up",
+            "ledger_messages",
+            "next_due_timestamp_seconds",
+            "overdue_seconds",
+        ):
             assert exporter.value(name) is None
 
 

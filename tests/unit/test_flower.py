@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import pickle
 from pathlib import Path
 from threading import Event
 from time import time
 from typing import Any
+from weakref import ref
 
 import flower as stock
 import pytest
 from celery import Celery
 from celery.events.state import Task
 
-from celery_native_delay import LedgerUnavailable, NoLedger, install
+from celery_native_delay import LedgerUnavailable, SettingsError, install
 from celery_native_delay.core.ledger import Outcome, Verdict, Waiting
 from celery_native_delay.flower.asking import Asking
 from celery_native_delay.flower.patching import PATCHES, PatchedTemplates, patched
@@ -127,6 +129,28 @@ def test_a_question_that_hangs_is_given_up() -> None:
 
 def test_an_app_that_is_not_installed_is_told_how() -> None:
     asking = Asking(Celery("plain", broker="memory://", set_as_current=False))
-    with pytest.raises(NoLedger, match="install"):
-        asyncio.run(asking.admin(lambda part: part.status()))
+    for question in (asking.admin(lambda part: part.status()), asking.delay(lambda it: it.count())):
+        with pytest.raises(SettingsError, match="install"):
+            asyncio.run(question)
     asking.stop()
+
+
+def test_a_task_that_flower_forgets_is_gone_without_the_garbage_collector(
+    state: WaitingState,
+) -> None:
+    """What is set aside is never looked at again, so nothing of it may lead back to it."""
+    state.saw([waiting()])
+    task = state.tasks["id"]
+    assert (task.root, task.parent, list(task.children)) == (task, None, [])
+    assert task.as_dict() | {"root_id": "id"} == task.as_dict()
+    happens(state, "received", name="note")
+    forgotten = ref(task)
+    gc.disable()
+    try:
+        del task
+        state.saw(waiting(f"task-{number}") for number in range(100))
+        assert "id" not in state.tasks
+        state.clear_tasks(ready=False)
+        assert forgotten() is None
+    finally:
+        gc.enable()

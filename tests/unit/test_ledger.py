@@ -6,6 +6,8 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
+from celery.events.state import Task
+from flower.utils.search import QuerySyntaxError, TaskSearchEngine
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -54,17 +56,68 @@ def task(**changes: Any) -> Waiting:
         ("queue:emails", False),
         ("a:b", False),
         ("soon AND reminders", True),
-        ('"OR"', False),
+        ("bob OR soon", True),
+        ("bob OR soon args:bob", False),
+        ("(bob OR soon) reminders", True),
+        ("(bob OR (soon AND (ada)))", True),
+        ('"OR" order', True),
+        ('"(bob"', False),
+        ("SHOP.Remind ADA", True),
+        ("NAME:REMIND", True),
+        ("kwargs:order=", False),
+        ('kwargs:text="Soon Over"', True),
+        ("kwargs:text=soon", False),
+        ("kwargs:soon", True),
+        ("kwargs:ORDER=7", True),
+        ("state:delayed", True),
+        ("state:SUCCESS", False),
+        ("worker:w1 OR result:ok", False),
+        (r"args:\"", False),
     ],
 )
 def test_a_search_finds_what_has_all_its_words(search: str, found: bool) -> None:
     assert Query.parse(search).matches(task()) is found
 
 
-@pytest.mark.parametrize("search", ['"open', "name:", 'a "', "a OR b", "NOT a"])
+@pytest.mark.parametrize(
+    "search",
+    [
+        *('"open', "name:", 'word "', '""', "NOT word", "-word", "AND word", "word OR", "OR"),
+        *("()", "(word", "word)", "word (AND word)", "(((((( word ))))))"),
+    ],
+)
 def test_a_search_that_makes_no_sense_is_refused(search: str) -> None:
     with pytest.raises(InvalidQuery, match="expected"):
         Query.parse(search)
+
+
+WORDS = st.sampled_from(
+    [
+        *("ada", "ADA", "remind", "bob", '"soon over"', "order-7", "name:shop", "args:ada"),
+        *("kwargs:order=7", "kwargs:order=70", 'kwargs:text="soon over"', "kwargs:soon", "a:bcd"),
+        *("state:delayed", "state:SUCCESS", "result:x1y", "worker:ada", r"\"ada\"", "a\\"),
+        *("AND", "OR", "(", ")", "NOT", "-ada", '"', '"('),
+    ]
+)
+
+
+@given(st.lists(WORDS, max_size=8))
+def test_a_search_means_what_it_means_in_flower(words: list[str]) -> None:
+    """What Flower refuses is refused, too, but for short words."""
+    text = " ".join(words)
+    engine = TaskSearchEngine()
+    known = task(queue="", exchange="", routing_key="", root_id="")
+    shown = {"name": known.name, "args": known.args, "kwargs": known.kwargs, "state": "DELAYED"}
+    engine.upsert(Task(known.id, **shown))
+    try:
+        expected = bool(engine.matching_ids(text))
+    except QuerySyntaxError as exc:
+        if "at least 3 characters" in str(exc):
+            return
+        with pytest.raises(InvalidQuery):
+            Query.parse(text)
+    else:
+        assert Query.parse(text).matches(known) is expected
 
 
 def test_a_range_of_due_times_includes_its_begin_and_not_its_end() -> None:

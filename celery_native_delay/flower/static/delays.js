@@ -90,6 +90,8 @@
         byId("waiting").textContent = number(found.waiting);
         byId("next").textContent = found.next_due_us ?
             inWords(found.next_due_us).replace(/^in /, "") : "\u2014";
+        byId("levels-next").textContent = found.next_due_us ? inWords(found.next_due_us) :
+            (found.error ? "unknown without a ledger" : "\u2014");
         byId("next").title = found.next_due_us ? at(found.next_due_us).format() : "";
         byId("overdue").textContent = number(found.overdue);
         byId("parked").textContent = number(found.parked);
@@ -142,9 +144,48 @@
         }));
     }
 
+    var parked = null;          // how many were shown
+
+    function sure(is) {
+        $(byId("parked-choice")).toggleClass("d-none", is);
+        $(byId("parked-sure")).toggleClass("d-none", !is);
+        if (is) {
+            byId("purge-question").textContent = "Throw away " + plural(parked) + "? This cannot be undone.";
+            byId("purge-no").focus();
+        } else {
+            byId("requeue").focus();
+        }
+    }
+
+    function changeParked(verb, body, done) {
+        var buttons = $("#delays-parked-dialog .modal-footer button").prop("disabled", true);
+        $.ajax({
+            type: "POST", url: urls[verb], contentType: "application/json", data: JSON.stringify(body)
+        }).done(function (answer) {
+            toast(done(answer), "success");
+        }).fail(function (xhr) {
+            toast(sayWhy(xhr), "danger");
+        }).always(function () {
+            buttons.prop("disabled", false);
+            refresh();
+            table.ajax.reload(null, false);
+            showParked();
+        });
+    }
+
     function showParked() {
         $.getJSON(urls.parked).done(function (answer) {
-            var list = $(byId("parked-list")).empty();
+            var list = $(byId("parked-list")).empty(),
+                dialog = bootstrap.Modal.getOrCreateInstance(document.getElementById("delays-parked-dialog"));
+            parked = answer.total;
+            if (parked === 0) {
+                dialog.hide();
+                return;
+            }
+            if (mayChange) {
+                sure(false);
+                $(byId("purge")).prop("disabled", parked === null);
+            }
             if (answer.tasks === null) {
                 list.append($("<li>").text("A worker is trying them right now."));
             }
@@ -154,7 +195,10 @@
                 list.append($("<li>").text((task.task || "(no task)") + " " + (task.id || ""))
                     .append($("<small>").text("to " + (where || "nobody knows") + due)));
             });
-            bootstrap.Modal.getOrCreateInstance(document.getElementById("delays-parked-dialog")).show();
+            if (answer.tasks && parked > answer.tasks.length) {
+                list.append($("<li>").text("and " + number(parked - answer.tasks.length) + " more"));
+            }
+            dialog.show();
         }).fail(function (xhr) { toast(sayWhy(xhr), "danger"); });
     }
 
@@ -457,6 +501,21 @@
         });
         $("#delays-form").on("submit", confirmed);
         $("#delays-show-parked").on("click", showParked);
+        $("#delays-requeue").on("click", function () {
+            changeParked("requeue", {}, function (answer) { return answer.message; });
+        });
+        $("#delays-purge").on("click", function () { sure(true); });
+        $("#delays-purge-no").on("click", function () { sure(false); });
+        $("#delays-purge-yes").on("click", function () {
+            changeParked("purge", {parked: parked}, function (answer) {
+                return plural(answer.purged) + " thrown away";
+            });
+        });
+        document.getElementById("delays-parked-dialog").addEventListener("shown.bs.modal", function () {
+            if (mayChange) {
+                byId("requeue").focus();
+            }
+        });
         $("#delays-filter-clear").on("click", function () { filterTimes(null); });
         $("#delays-table").on("change", ".delays-box", function () {
             var task = table.row($(this).closest("tr")).data();

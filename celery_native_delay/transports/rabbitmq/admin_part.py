@@ -73,13 +73,20 @@ class RabbitMQAdminPart:
         if ledger is None:
             return Backlog(waiting, parked, found)
         try:
-            span = ledger.span()
+            span, known = ledger.span(), ledger.count()
         except LedgerUnavailable:
             return Backlog(waiting, parked, found, ledger_answers=False)
         finally:
             ledger.close()
         first_us = None if span is None else span[0] - time_ns() // 1000
-        return Backlog(waiting, parked, found, ledger_answers=True, until_first_us=first_us)
+        return Backlog(
+            waiting,
+            parked,
+            found,
+            ledger_answers=True,
+            until_first_us=first_us,
+            in_ledger=known,
+        )
 
     def purge(self) -> int:
         """Empty every level queue; what landing queues hold stays."""

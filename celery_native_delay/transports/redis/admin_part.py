@@ -111,7 +111,13 @@ class RedisAdminPart:
         """The same as numbers; the store itself is the ledger."""
         census = self._store.census()
         first_us = -census.overdue_us if census.overdue else census.next_due_us
-        return Backlog(census.waiting, census.parked, ledger_answers=True, until_first_us=first_us)
+        return Backlog(
+            census.waiting,
+            census.parked,
+            ledger_answers=True,
+            until_first_us=first_us,
+            in_ledger=census.waiting,
+        )
 
     def purge(self) -> int:
         return self._store.purge()
