@@ -304,7 +304,8 @@ def test_the_command_line_declares_looks_and_gives_up(folder_url: str, tmp_path:
     assert shop.lines("plan", "90") == [f"90 s waits 90 s in {name}, then goes to 'celery'"]
     with delaying(folder_url) as connection:
         publish(connection, "hello", "jobs", delay=0.1)
-        with store_of(connection).engine.begin() as transaction:
+        waiting = store_of(connection)
+        with waiting.engine.begin() as transaction:
             transaction.execute(text("UPDATE native_delay_message SET due_us = due_us - 60000000"))
     assert "1 message(s) overdue, the first for 6" in shop.delay("verify").stdout
     command = [sys.executable, "-m", "celery", "-A", "shop", "delay", "promote"]
@@ -313,6 +314,7 @@ def test_the_command_line_declares_looks_and_gives_up(folder_url: str, tmp_path:
     ) as promote:
         assert promote.stdout is not None
         assert promote.stdout.readline().startswith(f"promoting: sqlite:///{store} holds")
+        wait_until(lambda: not waiting.census().waiting, timeout_seconds=PATIENCE_SECONDS)
         with away(store):
             assert "cannot be used: unable to open" in shop.delay("status").stderr
             told, error = promote.communicate(timeout=PATIENCE_SECONDS)

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from time import monotonic, time_ns
 from typing import Any, Protocol
 
@@ -17,7 +16,7 @@ from ...kombu_hook import OPTION
 from .database import same_database
 from .delays import BROADCAST
 from .store import Batch, Store, Stored, reason_of
-from .whole_files import is_folder, put_whole
+from .whole_files import is_folder, put_file, put_files
 
 #: Seconds after which a batch ends however much of it is left, for others wait meanwhile: those
 #: who publish, where the store is a file; those messages, where it is a server.
@@ -86,14 +85,16 @@ class Put:
 
     def _put(self, message: Stored) -> None:
         channel, envelope = self._channel, loads(message.envelope)
-        call: Callable[[], Any] = partial(channel._put, message.queue, envelope)
-        if message.queue == BROADCAST:
-            info = envelope["properties"]["delivery_info"]
-            call = partial(channel._put_fanout, info["exchange"], envelope, info["routing_key"])
-        if is_folder(channel):
-            put_whole(channel, call)
-        else:
-            call()
+        info = envelope["properties"]["delivery_info"]
+        match message.queue == BROADCAST, is_folder(channel):
+            case True, True:
+                put_files(channel, info["exchange"], envelope)
+            case True, False:
+                channel._put_fanout(info["exchange"], envelope, info["routing_key"])
+            case False, True:
+                put_file(channel, message.queue, envelope)
+            case _:
+                channel._put(message.queue, envelope)
 
 
 class IntoTheSameDatabase:

@@ -10,6 +10,7 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from kombu.exceptions import ChannelError
 from kombu.transport import virtual
 from kombu.utils.imports import symbol_by_name
 
@@ -18,7 +19,7 @@ from ...core.settings import DelaySettings
 from ...core.shown_url import without_password
 from ...kombu_hook import OPTION, originals
 from ..virtual.channel import DelayingChannel, DelayingTransport, Message
-from .whole_files import is_folder, put_whole
+from .whole_files import is_folder, put_file
 
 if TYPE_CHECKING:
     from .admin_part import StoreAdminPart
@@ -116,9 +117,12 @@ class FolderChannel(StoreDelayingChannel):
     """On kombu's filesystem transport: whoever consumes finds complete files only."""
 
     def _put(self, queue: str, message: dict[str, Any], **kwargs: Any) -> Any:
-        if self.due_of(message) is None:
-            return put_whole(self, super()._put, queue, message)
-        return super()._put(queue, message, **kwargs)
+        if self.due_of(message) is not None:
+            return super()._put(queue, message, **kwargs)
+        try:
+            return put_file(self, queue, message)
+        except OSError as exc:
+            raise ChannelError(f"Cannot add a file for {queue!r} to directory: {exc}") from exc
 
 
 class DatabaseChannel(StoreDelayingChannel):
