@@ -313,7 +313,7 @@ def test_the_command_line_declares_looks_and_gives_up(folder_url: str, tmp_path:
         command, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as promote:
         assert promote.stdout is not None
-        assert promote.stdout.readline().startswith(f"promoting: sqlite:///{store} holds")
+        assert promote.stdout.readline().startswith(f"promote runs: sqlite:///{store} holds")
         wait_until(lambda: not waiting.census().waiting, timeout_seconds=PATIENCE_SECONDS)
         with away(store):
             assert "cannot be used: unable to open" in shop.delay("status").stderr

@@ -111,6 +111,7 @@ class StoreAdminPart:
             census.parked,
             ledger_answers=True,
             until_first_us=census.until_first_us,
+            in_ledger=census.waiting,
         )
 
     def purge(self) -> int:

@@ -81,8 +81,13 @@ class StoreLedger:
 
     def _matching(self, query: Query) -> Iterator[Waiting]:
         needles = [text for text in query.needles if is_itself_in_json(text)]
+        groups = [
+            group for group in query.needles_in_any_case if all(map(is_itself_in_json, group))
+        ]
         with _explained(), self._store.rows() as rows:
-            for row in rows.waiting(query.from_us, query.until_us, containing=needles):
+            for row in rows.waiting(
+                query.from_us, query.until_us, containing=needles, containing_any=groups
+            ):
                 task = _decoded(row)
                 if task is not None and query.matches(task):
                     yield task

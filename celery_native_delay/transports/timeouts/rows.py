@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from sqlalchemy import Connection, delete, func, select, update
+from sqlalchemy import Connection, delete, func, or_, select, update
 
 from .schema import MESSAGES
 
@@ -56,11 +56,21 @@ class Rows:
         *,
         offset: int = 0,
         containing: Sequence[str] = (),
+        containing_any: Sequence[Sequence[str]] = (),
     ) -> Iterator[Row]:
-        """Those due in the range, earliest first, whose envelopes contain all of these."""
+        """Those due in the range, earliest first, whose envelopes contain all of these.
+
+        And of each of the other groups one text in any case.
+        """
         statement = (
             _SHOWN.where(self._mine, *_between(from_us, until_us))
             .where(*(_ROW.envelope.contains(text, autoescape=True) for text in containing))
+            .where(
+                *(
+                    or_(*(_ROW.envelope.icontains(text, autoescape=True) for text in group))
+                    for group in containing_any
+                )
+            )
             .order_by(_ROW.due_us, _ROW.id)
         )
         for start in count(offset, _CHUNK):
