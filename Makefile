@@ -45,7 +45,7 @@ bench: venv ## compare with worker-held ETA, Celery's own delayed delivery and B
 	@scripts/setup_spark.sh
 	$(PYTHON) -m benchmarks
 
-# BROKER is rabbitmq, embedded, filesystem or a url; see example_project/demo_broker.py.
+# BROKER is rabbitmq, embedded, filesystem, sqs or a url; see example_project/demo_broker.py.
 demo: venv ## show delayed tasks wait in the broker and run on time; BROKER=filesystem without any
 	@case '$(BROKER)' in ''|rabbitmq) scripts/setup_brokers.sh --rabbitmq || true ;; esac
 	$(PYTHON) -m example_project.demo '$(BROKER)'
