@@ -107,6 +107,13 @@ class DelaysPage:
                 exc.add_note(f"{css}: {self.text(css)!r} {self.find(css).get_attribute('value')!r}")
             raise
 
+    def focus(self, attribute: str) -> str | None:
+        """An attribute of what has the focus."""
+        found: str | None = self.chrome.execute_script(
+            "return document.activeElement.getAttribute(arguments[0])", attribute
+        )
+        return found
+
     def search(self, text: str) -> None:
         box = self.find("#delays-table_filter input")
         box.clear()
@@ -157,8 +164,11 @@ def test_the_page_finds_filters_and_changes_what_waits(
         page.lists(11)
         page.search(f"name:careful args:ada queue:{app.conf.task_default_queue}")
         page.lists(sum(n % CAREFUL == n % ADA == 0 for n in range(TASKS)))
+        page.search("(ORDER-3 OR order-40) AND args:ada")
+        page.lists(sum(str(n)[:1] == "3" or str(n)[:2] == "40" for n in range(0, TASKS, ADA)))
         page.search('"never closed')
         page.wait(lambda: "quote" in page.text("#delays-search-error"))
+        page.wait(lambda: page.text(".dataTables_empty") == "Nothing to show.")
         page.search("")
         page.lists(TASKS)
 
@@ -178,9 +188,10 @@ def test_the_page_finds_filters_and_changes_what_waits(
         page.wait(lambda: page.text("#delays-selected") == f"{careful} tasks selected")
         page.click("[data-change=cancel]")
         assert page.question() == f"Cancel {careful} tasks?"
-        page.wait(lambda: chrome.switch_to.active_element.get_attribute("id") == "delays-no")
+        page.wait(lambda: page.focus("id") == "delays-no")
         chrome.switch_to.active_element.send_keys(Keys.ENTER)
         page.wait(lambda: not page.dialog_is_open())
+        page.wait(lambda: page.focus("data-change") == "cancel")
         assert delay.count() == TASKS
         page.click("[data-change=cancel]")
         assert page.question() == f"Cancel {careful} tasks?"
@@ -200,7 +211,15 @@ def test_the_page_finds_filters_and_changes_what_waits(
         page.wait(lambda: delay.show("task-5")[0].due > datetime.now(UTC) + timedelta(hours=20))
         page.search("order-6 bob")
         page.wait(lambda: "order-6'" in page.text("#delays-table tbody tr:first-child"))
-        page.find("tbody tr:first-child .delays-box").send_keys(Keys.SPACE)
+        box = page.find("tbody tr:first-child .delays-box")
+        chrome.execute_script(
+            "arguments[0].focus(); arguments[0].dataset.old = 'yes';"
+            "$('#delays-table').DataTable().ajax.reload(null, false)",
+            box,
+        )
+        page.wait(lambda: not chrome.find_elements(By.CSS_SELECTOR, "[data-old]"))
+        assert page.focus("class") == "form-check-input delays-box", "lost while it was drawn again"
+        chrome.switch_to.active_element.send_keys(Keys.SPACE)
         page.find("[data-change=run-now]").send_keys(Keys.ENTER)
         assert page.question() == "Run 1 task now?"
         page.confirm()
@@ -224,7 +243,7 @@ def test_the_page_finds_filters_and_changes_what_waits(
         page.click("#delays-show-parked")
         page.click("#delays-purge")
         page.wait(lambda: "Throw away 1 task?" in page.text("#delays-purge-question"))
-        page.wait(lambda: chrome.switch_to.active_element.get_attribute("id") == "delays-purge-no")
+        page.wait(lambda: page.focus("id") == "delays-purge-no")
         chrome.switch_to.active_element.send_keys(Keys.ENTER)
         page.click("#delays-purge")
         page.click("#delays-purge-yes")

@@ -16,6 +16,9 @@
         allMatch = null,        // ids of everything that matches, if it was asked for
         matching = 0,
         counted = true,         // or there are more
+        failed = false,         // the last search was not answered
+        FOCUSABLE = "a, button, input",
+        held = null,            // row and place of the focus in the table, while it is drawn again
         table, bars = [];
 
     function byId(id) {
@@ -480,6 +483,7 @@
                         .text(answer.searchError || "");
                     matching = answer.recordsFiltered;
                     counted = answer.counted !== false;
+                    failed = Boolean(answer.searchError);
                     return answer.data;
                 }
             },
@@ -490,7 +494,21 @@
             infoCallback: function (settings, start, end, max, total, text) {
                 return counted ? text : text.replace(/ of ([\d,]+) tasks/, " of more than $1 tasks");
             },
-            drawCallback: function () { showSelection(); },
+            preDrawCallback: function () {
+                var row = document.activeElement && document.activeElement.closest("#delays-table tbody tr");
+                held = row && [row.id, $(row).find(FOCUSABLE).index(document.activeElement)];
+            },
+            drawCallback: function () {
+                var row = held && document.getElementById(held[0]),
+                    found = row && $(row).find(FOCUSABLE)[held[1]];
+                if (found) {
+                    found.focus({preventScroll: true});
+                }
+                if (failed) {
+                    $("#delays-table .dataTables_empty").text("Nothing to show.");
+                }
+                showSelection();
+            },
             columns: columns()
         });
         table.on("search.dt", function () { unselect(); });
@@ -498,6 +516,14 @@
         dialog = new bootstrap.Modal(document.getElementById("delays-dialog"));
         document.getElementById("delays-dialog").addEventListener("shown.bs.modal", function () {
             (wanted.verb === "reschedule" ? byId("countdown") : byId("no")).focus();
+        });
+        document.querySelectorAll(".modal").forEach(function (modal) {
+            var opener = null;
+            modal.addEventListener("show.bs.modal", function () { opener = document.activeElement; });
+            modal.addEventListener("hidden.bs.modal", function () {
+                var back = opener && opener.isConnected && opener.offsetParent && !opener.disabled;
+                (back ? opener : document.querySelector("#delays-table_filter input")).focus();
+            });
         });
         $("#delays-form").on("submit", confirmed);
         $("#delays-show-parked").on("click", showParked);
