@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from urllib.parse import quote
 
 import pytest
+from kombu.transport import filesystem
 from sqlalchemy import MetaData, create_engine, delete
 
 from celery_native_delay.testing import (
@@ -194,6 +195,8 @@ class Filesystem:
         self._numbers = count(1)
 
     def new_space(self) -> str:
+        # What is bound in one folder kombu takes to be bound in all of a process.
+        filesystem.Transport.global_state.clear()
         space = self._folder / str(next(self._numbers))
         for name in ("queues", "control"):
             (space / name).mkdir(parents=True)

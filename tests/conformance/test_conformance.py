@@ -272,16 +272,16 @@ def test_an_installed_worker_puts_back_what_a_plain_producer_sent(
     code = (
         "import json, time\n"
         "before = time.time()\n"
-        "ids = [app.tasks['note'].apply_async((n,), countdown=5).id for n in range(50)]\n"
+        "ids = [app.tasks['note'].apply_async((n,), countdown=8).id for n in range(50)]\n"
         "print(json.dumps([before, time.time(), ids]))"
     )
     before, after, ids = json.loads(fleet.produce(code))
-    wait_until(held_by_nobody, timeout_seconds=4)
-    assert time() < before + 5, "it held nothing before anything was due"
+    wait_until(held_by_nobody, timeout_seconds=7)
+    assert time() < before + 8, "it held nothing before anything was due"
     by_id = fleet.record.wait_for_ids(ids)
     for task_id in ids:
         (run,) = by_id[task_id]
-        run.assert_on_time(before + 5, after + 5, late_seconds=late_seconds(fleet.broker_url))
+        run.assert_on_time(before + 8, after + 8, late_seconds=late_seconds(fleet.broker_url))
 
 
 # ---- what happens to brokers -------------------------------------------------------------------

@@ -103,7 +103,7 @@ def test_what_this_process_adds_wakes_its_dispatcher(folder_url: str) -> None:
     ):
         publish(connection, "later", "jobs", delay=60)
         wait_until(lambda: dispatcher._sleeps_until_us > 0, timeout_seconds=PATIENCE_SECONDS)
-        publish(connection, "soon", "jobs", delay=0.2)
+        publish(connection, "soon", "jobs", delay=1)
         assert received.wait_for(1)[0].body == "soon"
 
 
@@ -120,9 +120,9 @@ def test_a_message_that_its_destination_refuses_is_parked_and_in_nobodys_way(
     )
     with delaying(folder_url) as connection, inbox(connection, "jobs") as received:
         headers = {"task": "shop.remind", "id": "task-1"}
-        publish(connection, "never", "no/such/folder", delay=0.3, headers=headers)
+        publish(connection, "never", "no/such/folder", delay=1, headers=headers)
         for number in range(150):
-            publish(connection, number, "jobs", delay=0.4)
+            publish(connection, number, "jobs", delay=1)
         with dispatching(folder_url) as dispatcher:
             received.wait_for(150)
             store = store_of(connection)
@@ -161,9 +161,9 @@ def test_one_message_that_the_database_refuses_does_not_hold_up_its_batch(
         url = f"sqla+{settings_of(postgresql.new_space())['store']}"
         queue = "q" * 201
         with delaying(url) as connection, inbox(connection, "jobs") as received:
-            publish(connection, "refused", queue, delay=0.3)
+            publish(connection, "refused", queue, delay=1)
             for number in range(50):
-                publish(connection, number, "jobs", delay=0.3)
+                publish(connection, number, "jobs", delay=1)
             with dispatching(url):
                 received.wait_for(50)
             store = store_of(connection)
@@ -188,10 +188,10 @@ def test_a_hand_over_inside_one_database_happens_as_a_whole_or_not_at_all(tmp_pa
     """A process that dies between insert and delete leaves neither."""
     url = f"sqla+sqlite:///{tmp_path}/broker.db"
     with delaying(url) as connection, Connection(url) as plain:
-        publish(connection, "hello", "jobs", delay=0.2)
+        publish(connection, "hello", "jobs", delay=60)
         store = store_of(connection)
         hand_over = handover.hand_over_on(plain.default_channel, store)
-        due_us = time_ns() // 1000 + 1_000_000
+        due_us = time_ns() // 1000 + 61_000_000
 
         def dies() -> None:
             with store.taking(until_us=due_us) as batch:
@@ -260,7 +260,7 @@ def test_an_outage_is_told_of_once_if_it_takes_too_long_and_never_otherwise(
         dispatching(folder_url, store_outage_seconds=OUTAGE_SECONDS) as dispatcher,
     ):
         dispatcher.on_outage = outages.append
-        publish(connection, "hello", "jobs", delay=0.2)
+        publish(connection, "hello", "jobs", delay=1)
         with away(space_of(folder_url) / "delays.db"):
             end = time() + away_seconds
             wait_until(lambda: time() > end, timeout_seconds=PATIENCE_SECONDS)
@@ -277,7 +277,7 @@ def test_a_broker_that_stays_away_is_an_outage_too(folder_url: str) -> None:
     outages: list[Outage] = []
     queues = Path(options_of(folder_url)["data_folder_in"])
     with delaying(folder_url) as connection:
-        publish(connection, "hello", "jobs", delay=0.3)
+        publish(connection, "hello", "jobs", delay=1)
         store = store_of(connection)
         aside = queues.rename(queues.with_name("aside"))
         with dispatching(folder_url, store_outage_seconds=OUTAGE_SECONDS) as dispatcher:
@@ -303,7 +303,7 @@ def test_the_command_line_declares_looks_and_gives_up(folder_url: str, tmp_path:
     assert shop.lines("verify") == [f"{name}: as planned"]
     assert shop.lines("plan", "90") == [f"90 s waits 90 s in {name}, then goes to 'celery'"]
     with delaying(folder_url) as connection:
-        publish(connection, "hello", "jobs", delay=0.1)
+        publish(connection, "hello", "jobs", delay=1)
         waiting = store_of(connection)
         with waiting.engine.begin() as transaction:
             transaction.execute(text("UPDATE native_delay_message SET due_us = due_us - 60000000"))
