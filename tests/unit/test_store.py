@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 from celery import Celery
+from sqlalchemy import Dialect
+from sqlalchemy.dialects import mysql, postgresql, sqlite
+from sqlalchemy.schema import CreateIndex, CreateTable
 
 from celery_native_delay import SettingsError, store_outage
 from celery_native_delay.celery_app.outage import react
@@ -13,6 +17,7 @@ from celery_native_delay.core.shown_url import without_password
 from celery_native_delay.transports.contract import Outage
 from celery_native_delay.transports.timeouts.breakers import Breaker, Breakers
 from celery_native_delay.transports.timeouts.database import engine_of, same_database
+from celery_native_delay.transports.timeouts.schema import METADATA, VERSION
 
 AWAY = OSError("it is away")
 
@@ -126,3 +131,22 @@ def test_a_database_that_cannot_be_used_is_named_without_its_password(url: str, 
     with pytest.raises(SettingsError, match=said) as refused:
         engine_of(url)
     assert "secret" not in str(refused.value)
+
+
+# ---- what lies in databases already ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dialect", [sqlite.dialect(), postgresql.dialect(), mysql.dialect()])
+def test_tables_of_version_1_are_frozen(dialect: Dialect) -> None:
+    """Databases in production hold them; to change them, add a version."""
+    statements = [
+        str(create(element).compile(dialect=dialect)).strip()
+        for table in METADATA.sorted_tables
+        for create, elements in (
+            (CreateTable, [table]),
+            (CreateIndex, sorted(table.indexes, key=lambda index: str(index.name))),
+        )
+        for element in elements
+    ]
+    golden = Path(__file__).parent / "golden" / f"store_v{VERSION}_{dialect.name}.sql"
+    assert ";\n".join([*statements, ""]) == golden.read_text()
