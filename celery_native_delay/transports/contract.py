@@ -130,7 +130,7 @@ class ServesQueues(Protocol):
 class Outage:
     """Something that delayed messages cannot do without has been away for too long.
 
-    *what* says what cannot be done, *reason* what it said last.
+    *what* is done in vain, such as "fetching what is due"; *reason* is what it said last.
     """
 
     what: str
@@ -138,7 +138,7 @@ class Outage:
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.what} for {self.seconds:.0f} s: {self.reason}"
+        return f"{self.what} has failed for {self.seconds:.0f} s: {self.reason}"
 
 
 @runtime_checkable

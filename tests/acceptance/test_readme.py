@@ -113,8 +113,8 @@ def test_the_store_example_is_an_app_whose_delayed_tasks_wait(
     app.send_task("shop.remind", countdown=60)
     assert Delay(app).count() == 1
     exec(next(block for block in PYTHON_BLOCKS if "store_outage" in block), names)
-    react(app, Outage("nothing can be stored", 120, "OSError: it is away"), pytest.fail)
-    assert capsys.readouterr().out == "nothing can be stored for 120 s: OSError: it is away\n"
+    react(app, Outage("storing", 120, "OSError: it is away"), pytest.fail)
+    assert capsys.readouterr().out == "storing has failed for 120 s: OSError: it is away\n"
     store_outage.disconnect(names["go_on_and_call_somebody"])
 
 

@@ -114,15 +114,15 @@ def test_a_worker_goes_on_after_a_short_outage_and_stops_warmly_after_a_long_one
     with away(store):
         with pytest.raises(StoreUnavailable):
             app.send_task("note", (2,), countdown=1)
-        worker.wait_for_log("what is due cannot be fetched, next attempt in")
+        worker.wait_for_log("fetching what is due failed, next attempt in")
     fleet.record.wait_for(1, task_id=first)
-    worker.wait_for_log("it works again")
+    worker.wait_for_log("fetching what is due works again")
     assert worker.process.poll() is None
 
     second = app.send_task("note", (3,), countdown=1).id
     with away(store):
         assert worker.process.wait(60) == 1
-        assert worker.log_lines("CRITICAL", "what is due cannot be fetched for 3 s")
+        assert worker.log_lines("CRITICAL", "fetching what is due has failed for 3 s")
         assert worker.log_lines("CRITICAL", "stopping; connect to store_outage")
     assert not fleet.record.runs(task_id=second)
     fleet.worker(queues="default")

@@ -268,7 +268,7 @@ def test_an_outage_is_told_of_once_if_it_takes_too_long_and_never_otherwise(
                 wait_until(lambda: bool(outages), timeout_seconds=PATIENCE_SECONDS)
         assert received.wait_for(1)[0].body == "hello"
     assert [outage.what for outage in outages] == (
-        ["what is due cannot be fetched"] if away_seconds > OUTAGE_SECONDS else []
+        ["fetching what is due"] if away_seconds > OUTAGE_SECONDS else []
     )
 
 
@@ -288,7 +288,7 @@ def test_a_broker_that_stays_away_is_an_outage_too(folder_url: str) -> None:
             with inbox(connection, "jobs") as received:
                 assert received.wait_for(1)[0].body == "hello"
     (outage,) = outages
-    assert outage.what == "what is due cannot be dispatched"
+    assert outage.what == "dispatching what is due"
     assert "No such file or directory" in str(outage)
 
 
@@ -319,7 +319,7 @@ def test_the_command_line_declares_looks_and_gives_up(folder_url: str, tmp_path:
             assert "cannot be used: unable to open" in shop.delay("status").stderr
             told, error = promote.communicate(timeout=PATIENCE_SECONDS)
     assert told == "1 message(s) promoted, 0 parked\n"
-    assert "Error: what is due cannot be fetched for " in error
+    assert "Error: fetching what is due has failed for " in error
     assert promote.returncode == 1
 
 
@@ -339,3 +339,27 @@ def test_a_broker_without_a_store_refuses_what_is_delayed_and_says_the_way_out()
         publish(connection, "now", "jobs-without-store")
         with pytest.raises(UnsupportedBroker, match="expected native_delay_store to be"):
             publish(connection, "later", "jobs-without-store", delay=60)
+
+
+def test_without_sqlalchemy_immediate_messages_go_and_delayed_ones_say_what_to_install() -> None:
+    code = """
+import sys
+sys.modules["sqlalchemy"] = None
+from kombu import Connection
+from celery_native_delay import DelaySettings, UnsupportedBroker, delay_headers
+settings = {"store": "sqlite:////tmp/never.db"}
+with Connection("memory://", transport_options={"native_delay": settings}) as connection:
+    producer = connection.Producer()
+    producer.publish("now", routing_key="jobs")
+    assert connection.default_channel._size("jobs") == 1
+    for ask in (
+        lambda: producer.publish("later", routing_key="jobs", headers=delay_headers(countdown=5)),
+        lambda: connection.default_channel.worker_part(DelaySettings(**settings)),
+    ):
+        try:
+            ask()
+        except UnsupportedBroker as exc:
+            print(exc)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.count("pip install 'celery_native_delay[sql]'") == 2

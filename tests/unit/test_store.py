@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import logging
+from pathlib import Path
 
 import pytest
 from celery import Celery
+from sqlalchemy import Dialect
+from sqlalchemy.dialects import mysql, postgresql, sqlite
+from sqlalchemy.schema import CreateIndex, CreateTable
 
 from celery_native_delay import SettingsError, store_outage
 from celery_native_delay.celery_app.outage import react
@@ -13,6 +17,7 @@ from celery_native_delay.core.shown_url import without_password
 from celery_native_delay.transports.contract import Outage
 from celery_native_delay.transports.timeouts.breakers import Breaker, Breakers
 from celery_native_delay.transports.timeouts.database import engine_of, same_database
+from celery_native_delay.transports.timeouts.schema import METADATA, VERSION
 
 AWAY = OSError("it is away")
 
@@ -21,11 +26,11 @@ AWAY = OSError("it is away")
 
 
 def test_a_breaker_opens_once_when_it_has_failed_for_so_long_and_closes_by_a_success() -> None:
-    breaker = Breaker("nothing works", 120)
+    breaker = Breaker("nothing", 120)
     assert [breaker.failed(AWAY, now=now) for now in (1000, 1060, 1119.9)] == [None, None, None]
     outage = breaker.failed(AWAY, now=1120)
-    assert outage == Outage("nothing works", 120, "OSError: it is away")
-    assert str(outage) == "nothing works for 120 s: OSError: it is away"
+    assert outage == Outage("nothing", 120, "OSError: it is away")
+    assert str(outage) == "nothing has failed for 120 s: OSError: it is away"
     assert breaker.failed(AWAY, now=2000) is None
     assert breaker.succeeded(now=2001) == 1001
     assert breaker.succeeded(now=2002) is None
@@ -34,7 +39,7 @@ def test_a_breaker_opens_once_when_it_has_failed_for_so_long_and_closes_by_a_suc
 
 
 def test_a_success_in_between_starts_the_time_anew() -> None:
-    breaker = Breaker("nothing works", 120)
+    breaker = Breaker("nothing", 120)
     breaker.failed(AWAY, now=0)
     breaker.succeeded(now=100)
     assert breaker.failed(AWAY, now=121) is None
@@ -48,14 +53,13 @@ def test_breakers_are_independent_and_tell_whoever_is_asked() -> None:
         breakers.failed(breakers.store, AWAY, now=now)
         breakers.failed(breakers.dispatch, AWAY, now=now + 1)
         breakers.fetch.succeeded(now=now)
-    assert [outage.what for outage in told] == ["nothing can be stored", told[1].what]
-    assert "dispatched" in told[1].what
+    assert [outage.what for outage in told] == ["storing", "dispatching what is due"]
 
 
 # ---- the hook ----------------------------------------------------------------------------------
 
 
-OUTAGE = Outage("what is due cannot be fetched", 120, "OSError: it is away")
+OUTAGE = Outage("fetching what is due", 120, "OSError: it is away")
 
 
 def test_a_worker_stops_unless_somebody_else_decides(caplog: pytest.LogCaptureFixture) -> None:
@@ -127,3 +131,22 @@ def test_a_database_that_cannot_be_used_is_named_without_its_password(url: str, 
     with pytest.raises(SettingsError, match=said) as refused:
         engine_of(url)
     assert "secret" not in str(refused.value)
+
+
+# ---- what lies in databases already ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dialect", [sqlite.dialect(), postgresql.dialect(), mysql.dialect()])
+def test_tables_of_version_1_are_frozen(dialect: Dialect) -> None:
+    """Databases in production hold them; to change them, add a version."""
+    statements = [
+        str(create(element).compile(dialect=dialect)).strip()
+        for table in METADATA.sorted_tables
+        for create, elements in (
+            (CreateTable, [table]),
+            (CreateIndex, sorted(table.indexes, key=lambda index: str(index.name))),
+        )
+        for element in elements
+    ]
+    golden = Path(__file__).parent / "golden" / f"store_v{VERSION}_{dialect.name}.sql"
+    assert ";\n".join([*statements, ""]) == golden.read_text()

@@ -12,7 +12,7 @@ from ..contract import Outage
 class Breaker:
     """Opens when what it watches has failed again and again for *outage_seconds*.
 
-    *what* says what cannot be done. It opens once; the first success closes it.
+    *what* is what is done. It opens once; the first success closes it.
     """
 
     what: str
@@ -54,9 +54,9 @@ class Breakers:
     dispatch: Breaker = field(init=False)
 
     def __post_init__(self) -> None:
-        self.store = Breaker("nothing can be stored", self.outage_seconds)
-        self.fetch = Breaker("what is due cannot be fetched", self.outage_seconds)
-        self.dispatch = Breaker("what is due cannot be dispatched", self.outage_seconds)
+        self.store = Breaker("storing", self.outage_seconds)
+        self.fetch = Breaker("fetching what is due", self.outage_seconds)
+        self.dispatch = Breaker("dispatching what is due", self.outage_seconds)
 
     def give_up_after(self, outage_seconds: float) -> None:
         """From now on that is too long."""

@@ -20,13 +20,16 @@ from ..contract import Outage
 from .alarm import Alarm
 from .breakers import Breaker, nobody_asked
 from .handover import HandOver, hand_over_on
-from .store import Store
+from .store import Batch, Store
 
 logger = logging.getLogger(__name__)
 
 #: Seconds between two looks at a file, and at a server.
 FILE_LOOK_SECONDS = 0.05
 SERVER_LOOK_SECONDS = 0.2
+
+#: Seconds until a look at what others were about to hand over.
+_TAKEN_PAUSE_SECONDS = 0.02
 
 #: Seconds between attempts to reach what is away.
 FIRST_PAUSE_SECONDS = 0.1
@@ -125,20 +128,30 @@ class Dispatcher:
         with self._store.taking(until_us=time_ns() // 1000) as batch:
             away = self._hand_over(batch, park=False)
         self.promoted += len(batch.delivered)
-        parked = [each for each in batch.put_off if each["due"] is None]
-        self.parked += len(parked)
-        for each in batch.put_off:
-            logger.log(
-                logging.ERROR if each["due"] is None else logging.WARNING,
-                "native delay: a destination refused message %d for the %d. time: %s%s",
-                each["one"],
-                each["tries"],
-                each["why"],
-                "; it is parked, see `celery -A PROJ delay parked list`"
-                if each["due"] is None
-                else "",
-            )
+        if batch.put_off:
+            self._tell_of(batch)
+        if not batch.messages and away is None:
+            # Others have taken what is due, and may put it back.
+            self._alarm.wait(_TAKEN_PAUSE_SECONDS)
         return away
+
+    def _tell_of(self, batch: Batch) -> None:
+        parked = sum(each["due"] is None for each in batch.put_off)
+        self.parked += parked
+        reason = batch.put_off[-1]["why"]
+        if parked:
+            logger.error(
+                "native delay: parked %d message(s), their destination refused them again and "
+                "again: %s; see `celery -A PROJ delay parked list`",
+                parked,
+                reason,
+            )
+        if later := len(batch.put_off) - parked:
+            logger.warning(
+                "native delay: put off %d message(s), their destination refused them: %s",
+                later,
+                reason,
+            )
 
     def _connected(self) -> HandOver:
         # kombu's own channel: what is due is not to wait once more.
@@ -157,9 +170,7 @@ class Dispatcher:
     def _works(self, breaker: Breaker) -> None:
         away_seconds = breaker.succeeded(now=monotonic())
         if away_seconds is not None:
-            logger.warning(
-                "native delay: it works again, after %.1f s: %s", away_seconds, breaker.what
-            )
+            logger.warning("native delay: %s works again, after %.1f s", breaker.what, away_seconds)
             self._pause_seconds = FIRST_PAUSE_SECONDS
 
     def _wait_for(self, breaker: Breaker, error: Exception) -> None:
@@ -167,7 +178,7 @@ class Dispatcher:
             return
         expected = isinstance(error, NativeDelayError | OSError) or self._connection is None
         logger.warning(
-            "native delay: %s, next attempt in %.1f s: %s: %s",
+            "native delay: %s failed, next attempt in %.1f s: %s: %s",
             breaker.what,
             self._pause_seconds,
             type(error).__name__,

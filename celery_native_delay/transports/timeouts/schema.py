@@ -13,6 +13,7 @@ from sqlalchemy import (
     Table,
     Text,
 )
+from sqlalchemy.dialects.mysql import LONGTEXT
 
 VERSION = 1
 
@@ -37,7 +38,8 @@ MESSAGES = Table(
     # Where kombu puts it; '' for a broadcast, whose exchange stands in the envelope.
     Column("queue", Text, nullable=False),
     # kombu's message as JSON, with the trace of its wait.
-    Column("envelope", Text, nullable=False),
+    # MySQL's TEXT ends at 64 kB.
+    Column("envelope", Text().with_variant(LONGTEXT(), "mysql", "mariadb"), nullable=False),
     # To be found by; MySQL indexes no longer text.
     Column("task_id", String(255), nullable=False),
     # How often its destination refused it, and what it said.

@@ -45,29 +45,30 @@ class StoreDelayingChannel(DelayingChannel):
                 "sqlite:////var/lib/shop/delays.db: this broker cannot delay by itself"
             )
         try:
-            from .delays import Delays
-        except ImportError as exc:
-            missing = UnsupportedBroker(
-                f"messages wait in a database here, which needs SQLAlchemy 2: "
-                f"pip install 'celery_native_delay[sql]' ({exc})"
-            )
-            return _Refusing(missing)  # type: ignore[return-value]
+            _require_sqlalchemy()
+        except UnsupportedBroker as exc:
+            return _Refusing(refusal or exc)  # type: ignore[return-value]
+        from .delays import Delays
+
         return Delays(settings, url, refusal=refusal)
 
     def worker_part(self, settings: DelaySettings) -> StoreWorkerPart:
         """What a worker does for the store."""
+        _require_sqlalchemy()
         from .worker_part import StoreWorkerPart
 
         return StoreWorkerPart(self, settings)
 
     def admin_part(self, settings: DelaySettings) -> StoreAdminPart:
         """What the command line does with the store."""
+        _require_sqlalchemy()
         from .admin_part import StoreAdminPart
 
         return StoreAdminPart(self)
 
     def ledger(self, settings: DelaySettings) -> StoreLedger:
         """What waits in the store."""
+        _require_sqlalchemy()
         from .ledger import StoreLedger
 
         return StoreLedger(self)
@@ -86,6 +87,21 @@ class StoreDelayingChannel(DelayingChannel):
         return self.delays.publish(message, "", due_us=due_us)
 
 
+def _require_sqlalchemy() -> None:
+    """What stands beside this module needs it.
+
+    Raises:
+        UnsupportedBroker: it is not installed, or too old.
+    """
+    try:
+        from . import store  # noqa: F401
+    except ImportError as exc:
+        raise UnsupportedBroker(
+            f"messages wait in a database here, which needs SQLAlchemy 2: "
+            f"pip install 'celery_native_delay[sql]' ({exc})"
+        ) from exc
+
+
 class _Refusing:
     """Delays where nothing can be delayed; whoever asks for one is told why."""
 
@@ -102,8 +118,8 @@ class StoreDelayingTransport(DelayingTransport):
     def __init__(self, client: Any, **kwargs: Any) -> None:
         super().__init__(client, **kwargs)  # type: ignore[call-arg]
         if self.delaying:
-            with suppress(ImportError):  # told to whoever delays a message
-                from . import delays  # noqa: F401  a second, on a busy machine
+            with suppress(UnsupportedBroker):  # told to whoever delays a message
+                _require_sqlalchemy()  # it takes a second, on a busy machine
 
     def waits_in(self: Any, settings: DelaySettings) -> str:
         """Where delayed messages wait; needs no connection."""

@@ -8,6 +8,7 @@ https://github.com/celery/kombu/blob/v5.5.0/kombu/transport/filesystem.py#L238
 from __future__ import annotations
 
 import errno
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -33,14 +34,17 @@ def put_file(channel: Any, queue: str, message: dict[str, Any]) -> None:
         OSError: the folder is not there, or full, or not ours to write to.
     """
     folder = Path(channel.data_folder_out)
-    final = folder / f"{round(monotonic() * 1000)}_{uuid4()}.{queue}.msg"
+    name = f"{round(monotonic() * 1000)}_{uuid4()}"
+    # No consumer's: those of kombu 5.5 look for the name of their queue anywhere.
+    unfinished = folder / f"{name}.unfinished"
     try:
-        unfinished = final.with_name(f"{final.name}.unfinished")  # which is no consumer's
         unfinished.write_bytes(dumps(message).encode())
-        unfinished.rename(final)
+        unfinished.rename(folder / f"{name}.{queue}.msg")
     except OSError as exc:
+        with suppress(OSError):
+            unfinished.unlink()
         if exc.errno in _BY_NAME and folder.is_dir():
-            raise ChannelError(f"Cannot add file {str(final)!r} to directory") from exc
+            raise ChannelError(f"Cannot add file for {queue!r} to directory") from exc
         raise
 
 

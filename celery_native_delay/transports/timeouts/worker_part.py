@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from ...core.errors import NativeDelayError
@@ -34,8 +35,15 @@ class StoreWorkerPart:
         )
 
     def dangers(self) -> list[str]:
-        """None that a store tells of."""
-        return []
+        """A file that each process may look for elsewhere."""
+        store: Store = self._delays.store
+        if not store.is_file or Path(store.engine.url.database or "").is_absolute():
+            return []
+        danger = (
+            f"{store.shown_url} is another file for each folder that a process starts in: name it "
+            f"with four slashes, as in sqlite:////var/lib/shop/delays.db"
+        )
+        return [danger]
 
     def put_back(self, early: Sequence[Early]) -> list[tuple[Early, NativeDelayError]]:
         """Store messages again for the queues they came from."""

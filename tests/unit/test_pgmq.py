@@ -1,0 +1,34 @@
+"""On pgmq the broker itself delays; what reaches it is told for how long. No server is asked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.traffic import eta_in
+
+pgmq = pytest.importorskip("celery_native_delay.transports.pgmq", reason="kombu before 5.7")
+
+
+def sent(**headers: Any) -> dict[str, Any]:
+    """What kombu hands to pgmq's ``send`` for a message with these headers."""
+    channel = object.__new__(pgmq.Channel)
+    message = {"headers": headers, "properties": {"priority": 0}}
+    found: dict[str, Any] = channel._pgmq_send_kwargs(message)
+    return found
+
+
+@pytest.mark.parametrize(("seconds", "delays"), [(0.3, {1}), (4.5, {5}), (3600, {3600})])
+def test_a_delay_is_rounded_up_to_whole_seconds(seconds: float, delays: set[int]) -> None:
+    assert {sent(eta=eta_in(seconds))["delay"]} == delays
+
+
+def test_what_is_due_or_not_delayed_is_sent_at_once() -> None:
+    assert "delay" not in sent(eta=eta_in(-5))
+    assert "delay" not in sent(task="shop.remind")
+
+
+def test_a_connection_delays_if_it_is_asked_to() -> None:
+    assert issubclass(pgmq.Transport.delaying_channel, pgmq.Transport.Channel)
+    assert pgmq.Transport.Channel.__module__ == "kombu.transport.pgmq"
