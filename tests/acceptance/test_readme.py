@@ -16,7 +16,13 @@ from kombu import Connection
 
 from celery_native_delay import Delay, DelaySettings, install, store_outage
 from celery_native_delay.celery_app.outage import react
-from celery_native_delay.testing import PrivateRedis, require_rabbitmq, require_redis
+from celery_native_delay.testing import (
+    PrivateRedis,
+    private_sqs,
+    require_rabbitmq,
+    require_redis,
+    require_sqs,
+)
 from celery_native_delay.transports.contract import Outage
 from pytest_celery_native_delay import installed
 from tests.waiting import wait_until
@@ -88,7 +94,9 @@ def test_the_private_brokers_are_as_shown(
     installed(require_redis, embedded=True)
     monkeypatch.chdir(short_path)
     exec(next(block for block in PYTHON_BLOCKS if "embedded_broker" in block), {})
-    assert capsys.readouterr().out == f"redis+socket://{short_path}/var/broker/redis.sock\n"
+    said = capsys.readouterr().out
+    assert f"redis+socket://{short_path}/var/broker/redis.sock\n" in said
+    assert "sqs://private:private@127.0.0.1:" in said
 
 
 @pytest.mark.parametrize("server_name", ["redis"], indirect=True)
@@ -99,6 +107,19 @@ def test_the_redis_example_is_an_app_whose_delayed_tasks_wait(empty_redis: Priva
     names["app"].send_task("shop.remind", countdown=60)  # type: ignore[attr-defined]
     assert empty_redis.client.zcard("celery_delay.v2.due") == 1
     assert empty_redis.client.llen("celery") == 0
+
+
+def test_the_sqs_example_is_an_app_whose_delayed_tasks_wait() -> None:
+    installed(require_sqs)
+    block = next(block for block in PYTHON_BLOCKS if 'broker="sqs://"' in block)
+    names: dict[str, Any] = {}
+    with private_sqs() as sqs:
+        exec(block.replace("sqs://", sqs.url), names)
+        names["app"].send_task("shop.remind", countdown=60)
+        waiting = "ApproximateNumberOfMessagesDelayed"
+        url = sqs.client.get_queue_url(QueueName="celery")["QueueUrl"]
+        found = sqs.client.get_queue_attributes(QueueUrl=url, AttributeNames=[waiting])
+        assert found["Attributes"][waiting] == "1"
 
 
 def test_the_store_example_is_an_app_whose_delayed_tasks_wait(
@@ -145,8 +166,10 @@ def test_every_delay_command_exists(line: str, shop: Path) -> None:
     assert expected in done.stdout
 
 
-def test_the_plan_shown_is_what_the_command_prints(shop: Path) -> None:
-    command, shown = re.findall(r"\$ celery (-A shop delay plan 90)\n(.*?)```", README, re.S)[-1]
+@pytest.mark.parametrize(
+    ("command", "shown"), re.findall(r"\$ celery (-A shop delay plan .*)\n((?:[^$]+?))```", README)
+)
+def test_the_plan_shown_is_what_the_command_prints(shop: Path, command: str, shown: str) -> None:
     done = subprocess.run(
         [CELERY, *shlex.split(command)], cwd=shop, capture_output=True, text=True, check=True
     )

@@ -21,5 +21,5 @@ def die(*_: object) -> None:
 if __name__ == "__main__":
     url, queue, visibility_seconds = sys.argv[1:]
     register_transports()
-    relay._Line._delete = die  # type: ignore[method-assign]
+    relay.Line._delete = die  # type: ignore[method-assign]
     relay.Relay(lambda: delaying(url), [queue], visibility_seconds=int(visibility_seconds)).run()

@@ -103,6 +103,10 @@ class Relay:
                 _complain("relaying", exc, pause.next_seconds)
                 pause.wait()
 
+    def line(self, channel: Any, queue: str) -> Line:
+        """What is done for one destination, step by step."""
+        return Line(self, channel, queue, visibility_seconds=self._visibility_seconds)
+
     def stop(self) -> None:
         """Have :meth:`run` return soon.
 
@@ -129,7 +133,7 @@ class Relay:
             thread.join(max(deadline - monotonic(), 0))
 
     def _serve(self, channel: Any, queue: str) -> None:
-        line = _Line(self, channel, queue, visibility_seconds=self._visibility_seconds)
+        line = self.line(channel, queue)
         pause = _Pause(self._stopping)
         while not self._stopping.is_set():
             try:
@@ -148,7 +152,7 @@ class _NoDelayQueue(NativeDelayError):
     """It should have been among the predefined queues."""
 
 
-class _Line:
+class Line:
     """What one thread does for one destination."""
 
     def __init__(self, relay: Relay, channel: Any, queue: str, *, visibility_seconds: int) -> None:
