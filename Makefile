@@ -21,7 +21,7 @@ $(VENV)/.complete: pyproject.toml constraints.txt
 	$(PYTHON) -m pip install --quiet --editable '.[dev]' --constraint constraints.txt
 	@touch $@
 
-brokers: ## install RabbitMQ and Redis for the tests; for 4.3, too: NATIVE_DELAY_TEST_43=1
+brokers: ## install RabbitMQ, Redis and PostgreSQL for the tests; for 4.3, too: NATIVE_DELAY_TEST_43=1
 	scripts/setup_brokers.sh
 
 # At home a broker (or a Java, a Chromium) that cannot be installed is a reason to skip its tests, in CI to fail.
@@ -45,8 +45,8 @@ bench: venv ## compare with worker-held ETA, Celery's own delayed delivery and B
 	@scripts/setup_spark.sh
 	$(PYTHON) -m benchmarks
 
-# BROKER is rabbitmq, embedded or a url; see example_project/demo_broker.py.
-demo: venv ## show delayed tasks wait in the broker and run on time; BROKER=embedded without RabbitMQ
+# BROKER is rabbitmq, embedded, filesystem, sqs or a url; see example_project/demo_broker.py.
+demo: venv ## show delayed tasks wait in the broker and run on time; BROKER=filesystem without any
 	@case '$(BROKER)' in ''|rabbitmq) scripts/setup_brokers.sh --rabbitmq || true ;; esac
 	$(PYTHON) -m example_project.demo '$(BROKER)'
 

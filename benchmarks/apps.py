@@ -32,6 +32,7 @@ from kombu.transport import native_delayed_delivery as celerys_own
 
 from benchmarks.measuring import resident_bytes
 from celery_native_delay import install
+from example_project.folder_broker import settings_of
 
 LABELS = {
     "ours": "ours",
@@ -72,6 +73,7 @@ def make_app(method: str, url: str, *, confirm: bool = False, **settings: Any) -
         task_ignore_result=True,
         broker_transport_options={"confirm_publish": confirm},
     )
+    app.conf.update(settings_of(url))
     if method == "ours":
         install(app, **settings)
     app.task(record_start, name=TASK)

@@ -25,6 +25,7 @@ from benchmarks import (
     report,
     spark,
     steady,
+    store,
     throughput,
 )
 from benchmarks.measuring import BROKER_CONFIG, Bench, Result, load_average, log, machine
@@ -40,6 +41,7 @@ SCENARIOS: dict[str, ModuleType] = {
     "steady": steady,
     "redis-lateness": redis_lateness,
     "redis-store": redis_store,
+    "store": store,
     "ledger": ledger,
     "spark": spark,
     "reconcile": reconcile,

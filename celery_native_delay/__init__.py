@@ -10,6 +10,7 @@ set ``transport_options={"native_delay": True}`` and publish with :func:`delay_h
 
 from .celery_app.delay import Delay
 from .celery_app.install import install
+from .celery_app.outage import store_outage
 from .core.errors import (
     BrokerFull,
     CannotDelay,
@@ -26,13 +27,14 @@ from .core.errors import (
     NotPermitted,
     PublishRefused,
     SettingsError,
+    StoreUnavailable,
     TopologyMismatch,
     UnsupportedBroker,
 )
 from .core.ledger import Outcome, Query, Verdict, Waiting
 from .core.refusal import RefusedMessage
 from .core.settings import DelaySettings
-from .kombu_hook import delay_headers, flush_delayed, register_transports
+from .kombu_hook import delay_headers, flush_delayed, register_transports, transport_for
 
 __version__ = "0.1.0"
 
@@ -57,6 +59,7 @@ __all__ = (
     "Query",
     "RefusedMessage",
     "SettingsError",
+    "StoreUnavailable",
     "TopologyMismatch",
     "UnsupportedBroker",
     "Verdict",
@@ -64,6 +67,8 @@ __all__ = (
     "delay_headers",
     "flush_delayed",
     "install",
+    "store_outage",
+    "transport_for",
 )
 
 register_transports()

@@ -14,17 +14,44 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from kombu import transport
-from kombu.utils.url import maybe_sanitize_url
 
 from .core.due_time import check_countdown, due_us
 from .core.errors import InvalidDueTime, SettingsError
 from .core.settings import DelaySettings
+from .core.shown_url import without_password
 
 #: The key in a connection's ``transport_options``.
 OPTION = "native_delay"
 
 _RABBITMQ = "celery_native_delay.transports.rabbitmq"
 _REDIS = "celery_native_delay.transports.redis"
+_SQS = "celery_native_delay.transports.sqs"
+
+_TIMEOUTS = "celery_native_delay.transports.timeouts"
+_PGMQ = "celery_native_delay.transports.pgmq"
+
+#: kombu's transports on which nothing can wait: their messages do in ``native_delay_store``.
+_WITHOUT_DELAYS = (
+    "memory",
+    "filesystem",
+    "sqlalchemy",
+    "sqla",
+    "mongodb",
+    "zookeeper",
+    "consul",
+    "etcd",
+    "pyro",
+    "SLMQ",
+    "slmq",
+    "azurestoragequeues",
+    "azureservicebus",
+    "gcpubsub",
+    "confluentkafka",
+    "kafka",
+)
+
+#: Those of them that are a database themselves.
+_OWN_STORE = ("sqlalchemy", "sqla")
 
 #: kombu's aliases and what they lead to from now on; modules are imported when first used.
 ALIASES = {
@@ -34,15 +61,51 @@ ALIASES = {
     "redis": f"{_REDIS}:Transport",
     "rediss": f"{_REDIS}:Transport",
     "sentinel": f"{_REDIS}:SentinelTransport",
+    "sqs": f"{_SQS}:Transport",
+    "SQS": f"{_SQS}:Transport",
+    "pgmq": f"{_PGMQ}:Transport",
+    **{alias: f"{_TIMEOUTS}:{alias}" for alias in _WITHOUT_DELAYS},
 }
+
+#: What the aliases led to before.
+originals: dict[str, Any] = {}
 
 
 def register_transports() -> None:
-    """Point kombu's aliases at our transports. Idempotent."""
+    """Point kombu's aliases at our transports, as far as it has them. Idempotent."""
     for alias, path in ALIASES.items():
-        if transport.TRANSPORT_ALIASES.get(alias) != path:
+        present = transport.TRANSPORT_ALIASES.get(alias)
+        if present is not None and present != path:
+            originals[alias] = present
             transport.TRANSPORT_ALIASES[alias] = path
             transport._transport_cache.pop(alias, None)
+
+
+def transport_for(url: str, *, store: str | None = None) -> str | None:
+    """Which of our transports serves a broker: the one place where that is decided.
+
+    Args:
+        url: the broker's, as Celery takes it; of several the first.
+        store: ``native_delay_store``, without which most of kombu's transports cannot delay.
+
+    Returns:
+        "rabbitmq", "redis", "sqs", "pgmq" or "timeouts", the name of its module; None if none does.
+    """
+    scheme = url.partition("://")[0]
+    return transport_of(scheme.partition("+")[0], store=store)
+
+
+def transport_of(alias: object, *, store: str | None) -> str | None:
+    """The same for one of kombu's aliases; a class of somebody else's is served by none."""
+    path = ALIASES.get(alias) if isinstance(alias, str) else None
+    if path is None or (needs_store(alias) and store is None):
+        return None
+    return path.partition(":")[0].rpartition(".")[2]
+
+
+def needs_store(alias: object) -> bool:
+    """Whether messages can wait on this transport of kombu's only in a database beside it."""
+    return alias in _WITHOUT_DELAYS and alias not in _OWN_STORE
 
 
 #: What sends off everything that publishing keeps in memory, given the time for it in seconds;
@@ -68,7 +131,18 @@ def flush_delayed(*, timeout_seconds: float | None = 60.0) -> None:
         flush(timeout_seconds)
 
 
-_NOT_FOR_PUBLISHING = ("management_url", "telemetry", "fence", "fence_policy", "ledger_away")
+_NOT_FOR_PUBLISHING = (
+    "management_url",
+    "telemetry",
+    "fence",
+    "fence_policy",
+    "ledger_away",
+    "store_outage_seconds",
+    "strict",
+)
+
+#: Settings whose URLs may hold a password, which the option must not show.
+_URLS = ("ledger", "store")
 
 
 def option_of(settings: DelaySettings | SettingsError) -> dict[str, Any] | bool:
@@ -88,15 +162,16 @@ def option_of(settings: DelaySettings | SettingsError) -> dict[str, Any] | bool:
         if field.name not in _NOT_FOR_PUBLISHING
         and getattr(settings, field.name) != getattr(defaults, field.name)
     }
-    if settings.ledger is not None:
-        shown = maybe_sanitize_url(settings.ledger)
-        _ledgers[shown] = settings.ledger
-        changed["ledger"] = shown
+    for name in _URLS:
+        if name in changed:
+            shown = without_password(changed[name])
+            _whole_urls[shown] = changed[name]
+            changed[name] = shown
     return changed or True
 
 
-#: Ledgers by their URL without its password.
-_ledgers: dict[str, str] = {}
+#: Of ledgers and stores, by the same without its password.
+_whole_urls: dict[str, str] = {}
 
 
 def asks_for_delays(option: Any) -> bool:
@@ -125,9 +200,12 @@ def settings_from_option(option: Any) -> DelaySettings:
         case {"misconfigured": error}:
             raise SettingsError(error)
         case Mapping():
-            ledger = option.get("ledger")
-            known = {"ledger": _ledgers[ledger]} if ledger in _ledgers else {}
-            return DelaySettings.from_mapping({**option, **known})
+            whole = {
+                name: _whole_urls.get(option[name], option[name])
+                for name in _URLS
+                if option.get(name)
+            }
+            return DelaySettings.from_mapping({**option, **whole})
     raise SettingsError(
         f'expected transport_options["native_delay"] to be True, a dict of settings or '
         f"DelaySettings, got {option!r}"

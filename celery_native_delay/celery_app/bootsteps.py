@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import logging
 from datetime import UTC, datetime
+from functools import partial
 from threading import Thread
 from typing import Any
 
 import celery.worker.consumer.delayed_delivery
 from celery import bootsteps, signals
+from celery.platforms import EX_FAILURE
+from celery.worker import state
 from celery.worker.consumer.tasks import Tasks
 
 from ..core.errors import NativeDelayError, SettingsError
 from ..kombu_hook import flush_delayed
-from ..transports.contract import KeepsLedger, Promoter, Promotes, Receipts, WorkerPart
+from ..transports.contract import (
+    GivesUp,
+    KeepsLedger,
+    Outage,
+    Promoter,
+    Promotes,
+    Receipts,
+    ServesQueues,
+    WorkerPart,
+)
 from . import remote  # noqa: F401  registers its command
 from .adoption import AdoptingStrategies, EarlyTask, Waker, forget_eta
 from .attendant import Attendant
 from .fencing import Fence, Guard, NoFence
 from .install import Installation, installation_of, keep_celerys_own_off
+from .outage import react
 from .tallying import Tallying
 from .telemetry import Telemetry
 
@@ -62,6 +75,8 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
                 expired=self._tallying.expired,
             )
             self._write_telemetry(c, installation)
+            # What a transport imports, the processes of the pool need not import once more.
+            _ = c.app.connection_for_write().transport
 
     def include_if(self, c: Any) -> bool:
         installation = installation_of(c.app)
@@ -79,6 +94,8 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         try:
             settings = installation.settings()
             part: WorkerPart = channel.worker_part(settings)
+            if isinstance(part, ServesQueues):
+                part.serve([queue.name for queue in c.task_consumer.queues])
             prepared = part.prepare(where)
             if self._receipts is None and isinstance(part, KeepsLedger):
                 self._receipts = part.receipts()
@@ -96,10 +113,20 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         self._attendant.look_for_parked()
         if self._promoter is None and isinstance(part, Promotes):
             self._promoter = part.promoter(c.app.connection_for_write)
+            if isinstance(self._promoter, GivesUp):
+                self._promoter.on_outage = partial(self._stop_worker, c)
             self._promoting = Thread(
                 target=self._promoter.run, name="native-delay-promoter", daemon=True
             )
             self._promoting.start()
+
+    @staticmethod
+    def _stop_worker(c: Any, outage: Outage) -> None:
+        def stop_warmly() -> None:
+            state.should_stop = EX_FAILURE
+            c.strategies.wake()
+
+        react(c.app, outage, stop_warmly)
 
     def _fence_of(self, c: Any, installation: Installation) -> Guard:
         try:

@@ -32,10 +32,10 @@ _UNREADY = (states.PENDING, states.RECEIVED, states.RETRY, states.REJECTED)
 class Delay:
     """What waits for one app, to be seen, cancelled and moved.
 
-    On Redis it is the broker itself that is asked; on RabbitMQ ``native_delay_ledger``. Every
-    method raises :class:`~celery_native_delay.LedgerUnavailable` if that is not there, and errors
-    of kombu if the broker is not. What changes something answers with an
-    :class:`~celery_native_delay.Outcome`, true if it was done.
+    On Redis it is the broker itself that is asked, on RabbitMQ ``native_delay_ledger``, elsewhere
+    ``native_delay_store``. Every method raises :class:`~celery_native_delay.LedgerUnavailable` if
+    that is not there, and errors of kombu if the broker is not. What changes something answers
+    with an :class:`~celery_native_delay.Outcome`, true if it was done.
     """
 
     def __init__(self, app: Celery) -> None:

@@ -18,7 +18,7 @@ from kombu.transport import TRANSPORT_ALIASES
 from ..core.due_time import check_countdown
 from ..core.errors import SettingsError, UnsupportedBroker
 from ..core.settings import DelaySettings, check_settings
-from ..kombu_hook import ALIASES, OPTION, option_of, register_transports
+from ..kombu_hook import OPTION, needs_store, option_of, register_transports, transport_of
 
 logger = logging.getLogger(__name__)
 
@@ -33,7 +33,13 @@ LONGEST_CELERY_SECONDS = 1e9
 EXPECTED_URLS = {
     "amqp": "amqp:// or amqps:// (py-amqp)",
     "redis": "redis://, rediss://, redis+socket:// or sentinel://",
+    "sqs": "sqs://",
 }
+
+_WAY_TO_STORE = (
+    "; set native_delay_store to the URL of a database, such as "
+    '"sqlite:////var/lib/shop/delays.db", in workers and producers'
+)
 
 #: The consumer bootstep by name: only a worker loads it.
 BOOTSTEP = "celery_native_delay.celery_app.bootsteps:NativeDelay"
@@ -85,9 +91,11 @@ class Installation:
         """``app._connection``, with delayed delivery asked for in its transport options."""
         connection = self._connect(*args, **kwargs)
         self._connected_enabled = self.enabled
-        if self._connected_enabled and self._fits(connection):
-            options = {OPTION: self._option()} | (connection.transport_options or {})
-            connection.transport_options = options
+        if self._connected_enabled:
+            settings = self._settings_or_error()
+            if self._fits(connection, settings):
+                options = {OPTION: option_of(settings)} | (connection.transport_options or {})
+                connection.transport_options = options
         return connection
 
     def send_task(
@@ -110,11 +118,11 @@ class Installation:
                 _give_eta_header(self._amqp)
         return self._send_task(name, args, kwargs, countdown, *more, **options)
 
-    def _option(self) -> Any:
+    def _settings_or_error(self) -> DelaySettings | SettingsError:
         try:
-            return option_of(self.settings())
+            return self.settings()
         except SettingsError as exc:
-            return option_of(exc)
+            return exc
 
     def _longest_delay_seconds(self) -> float:
         try:
@@ -122,14 +130,17 @@ class Installation:
         except SettingsError:
             return DelaySettings().longest_delay_seconds
 
-    def _fits(self, connection: Connection) -> bool:
+    def _fits(self, connection: Connection, settings: DelaySettings | SettingsError) -> bool:
         """Whether a transport of ours serves *connection*.
 
         Raises:
-            UnsupportedBroker: it reaches such a broker through somebody else's transport class.
+            UnsupportedBroker: it reaches such a broker through somebody else's transport class;
+                or nothing fits, and ``native_delay_strict`` is on.
         """
         name = connection.transport_cls
-        if name in ALIASES:
+        # Misconfigured, it is to be one of ours: so whoever delays a message is told.
+        store = settings.store if isinstance(settings, DelaySettings) else ""
+        if transport_of(name, store=store) is not None:
             return True
         transport = connection.get_transport_cls()
         expected = EXPECTED_URLS.get(getattr(transport, "driver_type", ""))
@@ -139,12 +150,19 @@ class Installation:
                 f"transport {name!r}, which cannot delay: use pyamqp:// to avoid librabbitmq, "
                 f"remove broker_transport, or set native_delay_enabled = False"
             )
+        problem = (
+            f"native delay has no {'store' if needs_store(name) else 'transport'} for "
+            f"{name if name in TRANSPORT_ALIASES else repr(name)}"
+        )
+        way_out = _WAY_TO_STORE if needs_store(name) else ""
+        if isinstance(settings, DelaySettings) and settings.strict:
+            raise UnsupportedBroker(f"{problem}, and native_delay_strict is on{way_out}")
         if name not in self._warned_of:
             self._warned_of.add(name)
             logger.warning(
-                "native delay has no transport for %s: tasks with an ETA stay with Celery, in "
-                "the memory of its workers",
-                name if name in TRANSPORT_ALIASES else repr(name),
+                "%s: tasks with an ETA stay with Celery, in the memory of its workers%s",
+                problem,
+                way_out,
             )
         return False
 

@@ -6,7 +6,7 @@ Loaded on every celery command: nothing of ours but this is imported until one i
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -77,15 +77,25 @@ def _errors_explained() -> Iterator[None]:
 @contextmanager
 def broker(ctx: click.Context) -> Iterator[AdminPart]:
     """What can be done on the app's broker, on a fresh connection."""
+    from ..celery_app.parts import serving
+
     with _channel(ctx) as (channel, chosen):
-        yield channel.admin_part(chosen)
+        yield serving(channel.admin_part(chosen), ctx.obj.app)
 
 
 @contextmanager
-def worker_part(ctx: click.Context) -> Iterator[tuple[WorkerPart, str]]:
-    """What a worker does for the app's broker, on a fresh connection, and the broker's URL."""
+def worker_part(
+    ctx: click.Context, queues: Sequence[str] | None = None
+) -> Iterator[tuple[WorkerPart, str]]:
+    """What a worker does for the app's broker, on a fresh connection, and the broker's URL.
+
+    For *queues*, where that matters; None for all of the app's.
+    """
+    from ..celery_app.parts import serving
+
     with _channel(ctx) as (channel, chosen):
-        yield channel.worker_part(chosen), ctx.obj.app.connection_for_write().as_uri()
+        part = serving(channel.worker_part(chosen), ctx.obj.app, queues)
+        yield part, ctx.obj.app.connection_for_write().as_uri()
 
 
 @contextmanager

@@ -1,27 +1,73 @@
-"""``delay plan``: the way of a delay through the levels, without a broker."""
+"""``delay plan``: the way of a delay through the broker, and on SQS its price; without a broker."""
 
 from __future__ import annotations
+
+import re
+from typing import Any
 
 import click
 
 from .group import as_json_option, command, print_json, settings, table
 
+_UNITS = {"d": 86_400, "h": 3600, "m": 60, "s": 1}
+
+#: Of the way through SQS so many sends are shown at most.
+_SHOWN = 10
+
+
+def _duration(text: str) -> float:
+    """Seconds of a number, or of ``365d``, ``1h30m``."""
+    try:
+        return float(text)
+    except ValueError:
+        if not re.fullmatch(r"(\d+(\.\d+)?[dhms])+", text):
+            raise click.BadParameter(
+                f"expected seconds, or such as 365d or 1h30m, got {text!r}"
+            ) from None
+    parts = re.findall(r"([\d.]+)([dhms])", text)
+    return sum(float(number) * _UNITS[unit] for number, unit in parts)
+
 
 @command(name="plan")
-@click.argument("seconds", type=float)
+@click.argument("seconds", type=_duration, metavar="SECONDS")
 @click.option("--queue", default="celery", show_default=True, help="The destination queue.")
+@click.option(
+    "--transport",
+    type=click.Choice(["rabbitmq", "sqs"]),
+    help="Another broker than the app's.",
+)
+@click.option(
+    "--price-per-million",
+    type=click.FloatRange(min=0),
+    default=0.5,
+    show_default=True,
+    help="What a million requests to SQS cost.",
+)
 @as_json_option
-def plan(ctx: click.Context, seconds: float, queue: str, as_json: bool) -> None:
-    """Show the path, hops and routing key of a delay of SECONDS. Needs no broker."""
+def plan(
+    ctx: click.Context,
+    seconds: float,
+    queue: str,
+    transport: str | None,
+    price_per_million: float,
+    as_json: bool,
+) -> None:
+    """Show the path, hops and routing key of a delay of SECONDS, which may be 365d or 1h30m.
+
+    On SQS also what it costs. Needs no broker.
+    """
     from ..core.address import message_address
     from ..core.due_time import check_countdown, units_until
     from ..core.topology import Topology
 
     chosen = settings(ctx)
     check_countdown(seconds, longest_delay_seconds=chosen.longest_delay_seconds)
-    transport = ctx.obj.app.connection_for_write().transport
-    if hasattr(transport, "waits_in"):
-        _plan_without_levels(transport.waits_in(chosen), seconds, queue, as_json)
+    apps: Any = None if transport else ctx.obj.app.connection_for_write().transport
+    if transport == "sqs" or getattr(apps, "driver_type", "") == "sqs":
+        _plan_hops(chosen.sqs_hop_seconds, seconds, queue, price_per_million, as_json)
+        return
+    if hasattr(apps, "waits_in"):
+        _plan_without_levels(apps.waits_in(chosen), seconds, queue, as_json)
         return
     topology = Topology(chosen)
     units = units_until(round(seconds * 1_000_000), now_us=0, resolution_ms=chosen.resolution_ms)
@@ -54,3 +100,41 @@ def _plan_without_levels(key: str, seconds: float, queue: str, as_json: bool) ->
         print_json({"delay_seconds": seconds, "waits_seconds": waits, "key": key, "hops": []})
     else:
         click.echo(f"{seconds:g} s waits {waits:g} s in {key}, then goes to {queue!r}")
+
+
+def _plan_hops(
+    hop_seconds: int, seconds: float, queue: str, price_per_million: float, as_json: bool
+) -> None:
+    """SQS keeps a message for a hop at a time, and a relay sends it on."""
+    from ..core.hops import Itinerary
+
+    way = Itinerary.of(max(seconds, 0), hop_seconds=hop_seconds)
+    alone, batched = way.requests, way.requests_in_batches
+    if as_json:
+        print_json(
+            {
+                "delay_seconds": seconds,
+                "waits_seconds": way.waits_seconds,
+                "hop_seconds": hop_seconds,
+                "hop_count": way.hops,
+                "requests": alone,
+                "requests_in_batches": batched,
+                "price_per_million": price_per_million,
+                "price": alone * price_per_million / 1e6,
+                "price_in_batches": batched * price_per_million / 1e6,
+            }
+        )
+        return
+    click.echo(
+        f"{seconds:,.10g} s waits {way.waits_seconds:,} s in {way.hops:,} hop(s) of "
+        f"{hop_seconds} s, then goes to {queue!r}"
+    )
+    if way.hops < _SHOWN:
+        rows = [
+            (f"{queue}-delay.fifo" if number < way.hops else queue, left)
+            for number, left in enumerate(way.remainders)
+        ]
+        click.echo(table(("sent to", "seconds left"), rows))
+    prices = [f"{number * price_per_million / 1e6:.7f}" for number in (alone, batched)]
+    costs = [("alone", f"{alone:,}", prices[0]), ("with nine others", f"{batched:,.1f}", prices[1])]
+    click.echo(table(("travelling", "requests", f"at {price_per_million:g} per million"), costs))

@@ -12,6 +12,7 @@
     ├── NotPermitted             the broker user may not declare or bind what is needed
     ├── UnsupportedBroker        no transport of ours fits, or the broker is too old
     ├── BrokerFull               the broker takes no more messages that wait
+    ├── StoreUnavailable         the database of a timeout store is away, or cannot be used
     ├── InvalidQuery             a search for waiting tasks that cannot be understood
     ├── LedgerUnavailable        nobody can say what waits, or change it: the ledger is away
     │   └── NoLedger             there is none
@@ -76,6 +77,10 @@ class UnsupportedBroker(NativeDelayError):
 
 class BrokerFull(NativeDelayError):
     """The broker takes no more messages that wait; nothing was sent."""
+
+
+class StoreUnavailable(NativeDelayError):
+    """The database in which messages wait cannot be reached or used; nothing was stored."""
 
 
 class InvalidQuery(NativeDelayError, ValueError):

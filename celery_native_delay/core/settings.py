@@ -15,6 +15,7 @@ from typing import Any
 
 from . import fence
 from .errors import SettingsError
+from .hops import LONGEST_HOP_SECONDS
 
 #: RabbitMQ refuses a longer ``x-message-ttl``: rabbit_misc.erl, check_expiry/1.
 MAX_TTL_MS = 315_360_000_000
@@ -26,6 +27,12 @@ _NAMESPACE = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 _NAMESPACE_BYTES = 64
 
 _LEDGER_URLS = ("redis://", "rediss://", "redis+socket://", "unix://")
+
+# Not SQLite in memory: nobody else would see it, and it ends with the process.
+_STORE_URL = re.compile(
+    r"(?!sqlite(\+\w+)?://(/?(\?|$)|/:memory:))[A-Za-z][\w.]*(\+\w+)?://", re.ASCII
+)
+_EXPECTED_STORE = 'None or a SQLAlchemy URL of a database that outlives the process, such as "sqlite:///delays.db"'
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +79,18 @@ class DelaySettings:
     ledger_away: str = "run"
     """While the ledger does not answer, a task that is due may "run", although it may have been
     cancelled or moved; or it is to "wait" in the broker until the ledger does."""
+
+    sqs_hop_seconds: int = LONGEST_HOP_SECONDS
+    """Seconds of one hop on SQS, the same in producers, workers and relays. Lower it in tests
+    only: every hop costs requests. Defaults to 900, the longest that SQS has."""
+    store: str | None = None
+    """SQLAlchemy URL of the database in which messages wait whose broker can delay nothing, such
+    as ``sqlite:////var/lib/shop/delays.db``. Defaults to None: a ``sqla+…`` broker is its own
+    store, with other brokers Celery keeps its own way."""
+    store_outage_seconds: float = 120.0
+    """So long the store may be away before a worker calls it critical, and stops warmly."""
+    strict: bool = False
+    """An app whose broker no transport of ours fits raises, instead of a warning."""
 
     telemetry: str | None = None
     """Folder to which every process of a worker writes what its tasks did, one line of JSON when
@@ -159,7 +178,7 @@ def _as_tuple(value: Any) -> Any:
 def _check(name: str, value: Any) -> None:
     expected = _expected(name, value)
     if expected:
-        if name == "fence" and isinstance(value, str):
+        if name in ("fence", "store") and isinstance(value, str):
             value = value.partition("://")[0]  # the rest may hold a password
         raise SettingsError(f"expected native_delay_{name} to be {expected}, got {value!r}")
 
@@ -167,7 +186,7 @@ def _check(name: str, value: Any) -> None:
 def _expected(name: str, value: Any) -> str:
     """What *name* should have been, or "" when *value* will do."""
     match name:
-        case "enabled" | "adopt":
+        case "enabled" | "adopt" | "strict":
             return "" if isinstance(value, bool) else "True or False"
         case "namespace":
             fits = (
@@ -203,6 +222,15 @@ def _expected(name: str, value: Any) -> str:
             return "" if fits else f"None or a URL that starts with {' or '.join(_LEDGER_URLS)}"
         case "ledger_away":
             return "" if value in ("run", "wait") else '"run" or "wait"'
+        case "sqs_hop_seconds":
+            fits = _is_int(value) and 1 <= value <= LONGEST_HOP_SECONDS
+            return "" if fits else f"whole seconds from 1 to {LONGEST_HOP_SECONDS}"
+        case "store":
+            fits = value is None or (isinstance(value, str) and bool(_STORE_URL.match(value)))
+            return "" if fits else _EXPECTED_STORE
+        case "store_outage_seconds":
+            fits = _is_number(value) and 0 < value <= 86_400
+            return "" if fits else "seconds, more than 0 and at most 86400"
         case "telemetry":
             fits = value is None or (isinstance(value, str) and value != "" and "\0" not in value)
             return "" if fits else "None or the path of a folder"

@@ -12,7 +12,7 @@ from celery import Celery
 from kombu.exceptions import OperationalError
 
 from ..celery_app.delay import Delay
-from ..celery_app.install import delaying_channel
+from ..celery_app.parts import admin_part
 from ..core.errors import LedgerUnavailable
 from ..transports.contract import AdminPart
 
@@ -50,7 +50,7 @@ class Asking:
 
         Raises:
             LedgerUnavailable: the broker is away, or slow.
-            SettingsError, UnsupportedBroker: see :func:`delaying_channel`.
+            SettingsError, UnsupportedBroker: see :func:`admin_part`.
         """
         return await self._ask(lambda: self._with_admin_part(question), within_seconds)
 
@@ -74,8 +74,7 @@ class Asking:
     def _with_admin_part(self, question: Callable[[AdminPart], T]) -> T:
         with self.app.connection_or_acquire() as connection:
             connection.ensure_connection(max_retries=1)
-            channel, settings = delaying_channel(self.app, connection)
-            return question(channel.admin_part(settings))
+            return question(admin_part(self.app, connection))
 
     @cached_property
     def _broker_errors(self) -> tuple[type[Exception], ...]:

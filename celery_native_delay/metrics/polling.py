@@ -11,7 +11,7 @@ from typing import Any
 from celery import Celery
 from celery.utils.log import get_logger
 
-from ..celery_app.install import delaying_channel
+from ..celery_app.parts import admin_part
 from ..transports.contract import Backlog
 
 logger = get_logger(__name__)
@@ -101,8 +101,7 @@ class Poll(Thread):
                 connect_timeout=TIMEOUT_SECONDS, transport_options=dict(_BOUNDED)
             )
         self._connection.ensure_connection(max_retries=1, interval_start=0)
-        channel, settings = delaying_channel(self._app, self._connection)
-        backlog: Backlog = channel.admin_part(settings).backlog()
+        backlog: Backlog = admin_part(self._app, self._connection).backlog()
         return backlog
 
     def _disconnect(self) -> None:

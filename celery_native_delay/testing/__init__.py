@@ -18,6 +18,7 @@ from .rabbitmq_installation import RabbitMQInstallation, find_rabbitmq, require_
 from .redis import PrivateRedis, embedded_broker, private_redis
 from .redis_installation import RedisInstallation, find_redis, require_redis
 from .sentinel import PrivateSentinel, private_sentinel
+from .sqs import PrivateSqs, private_sqs, require_sqs
 
 __all__ = [
     "BrokerFailed",
@@ -25,6 +26,7 @@ __all__ = [
     "PrivateRabbitMQ",
     "PrivateRedis",
     "PrivateSentinel",
+    "PrivateSqs",
     "RabbitMQInstallation",
     "RedisInstallation",
     "embedded_broker",
@@ -33,7 +35,9 @@ __all__ = [
     "private_rabbitmq",
     "private_redis",
     "private_sentinel",
+    "private_sqs",
     "require_rabbitmq",
     "require_redis",
+    "require_sqs",
     "vhost_name",
 ]

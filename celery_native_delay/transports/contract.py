@@ -118,6 +118,37 @@ class Promotes(Protocol):
         """A promoter; *connect* makes kombu connections, given their ``transport_options``."""
 
 
+@runtime_checkable
+class ServesQueues(Protocol):
+    """A part on a broker where every queue needs something of its own."""
+
+    def serve(self, queues: Sequence[str]) -> None:
+        """Take care of these, by name: those a worker consumes from, or all of the app's."""
+
+
+@dataclass(frozen=True)
+class Outage:
+    """Something that delayed messages cannot do without has been away for too long.
+
+    *what* says what cannot be done, *reason* what it said last.
+    """
+
+    what: str
+    seconds: float
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.what} for {self.seconds:.0f} s: {self.reason}"
+
+
+@runtime_checkable
+class GivesUp(Protocol):
+    """A promoter whose messages wait in a store of their own, which may stay away."""
+
+    on_outage: Callable[[Outage], object]
+    """Called in its thread when that has been away for too long, once each time."""
+
+
 class Receipts(Protocol):
     """What a worker asks about every message that waited, before anything is done with it."""
 

@@ -212,10 +212,10 @@ class Index:
     def _matching(
         self, query: Query, first: int, end: int, *, chunk: int = CHUNK
     ) -> Iterator[Waiting]:
-        needles = [text for text in query.needles if _is_itself_in_json(text)]
+        needles = [text for text in query.needles if is_itself_in_json(text)]
         arguments: list[Any] = [len(needles), *needles]
         for group in query.needles_in_any_case:
-            if all(map(_is_itself_in_json, group)):
+            if all(map(is_itself_in_json, group)):
                 arguments.append(len(group))
                 for text in group:
                     ways = _ways_to_write(_rarest_part(text))
@@ -234,7 +234,7 @@ class Index:
                 yield task
 
 
-def _is_itself_in_json(text: str) -> bool:
+def is_itself_in_json(text: str) -> bool:
     """Whether entries contain *text* as it is; the others must be decoded to be searched."""
     return text.isascii() and json.dumps(text) == f'"{text}"'
 

@@ -15,8 +15,7 @@ from uuid import uuid4
 
 import pytest
 
-from celery_native_delay.kombu_hook import ALIASES
-from celery_native_delay.testing import require_rabbitmq, require_redis
+from celery_native_delay.testing import require_rabbitmq, require_redis, require_sqs
 from pytest_celery_native_delay import installed
 from tests.acceptance.worker import LATE_SECONDS
 from tests.waiting import wait_until
@@ -130,20 +129,14 @@ def test_a_retry_returns_to_its_queue(shop: Shop, queue: str, call: str) -> None
             assert 0 <= seconds_late(start) <= LATE_SECONDS
 
 
-@pytest.fixture(
-    params=[
-        "rabbitmq",
-        pytest.param(
-            "embedded",
-            marks=pytest.mark.skipif("redis" not in ALIASES, reason="no Redis transport yet"),
-        ),
-    ]
-)
+@pytest.fixture(params=["rabbitmq", "embedded", "filesystem", "sqs"])
 def demo_on(request: pytest.FixtureRequest) -> str:
     """A broker that `make demo BROKER=…` brings itself."""
     if request.param == "rabbitmq":
         installed(require_rabbitmq)
-    else:
+    elif request.param == "sqs":
+        installed(require_sqs)
+    elif request.param == "embedded":
         installed(require_redis, embedded=True)
     return str(request.param)
 
@@ -164,7 +157,7 @@ class TestDemo:
         demo = start_demo(mark, demo_on)
         assert demo.stdout is not None
         for line in demo.stdout:
-            if " ran, the worker holds" in line:  # broker, worker and producer are at work
+            if " of 19 ran" in line:  # broker, worker and producer are at work
                 break
         demo.send_signal(signal.SIGINT)
         demo.communicate(timeout=60)
@@ -175,7 +168,7 @@ class TestDemo:
         demo = start_demo(uuid4().hex, "kafka")
         output, _ = demo.communicate(timeout=30)
         assert demo.returncode == 2
-        assert "rabbitmq, embedded or a url, got 'kafka'" in output
+        assert "filesystem, sqs or a url, got 'kafka'" in " ".join(output.split())
 
     @pytest.mark.parametrize("url", ["redis://127.0.0.1:1/0", "amqp://127.0.0.1:1//"])
     def test_a_broker_that_is_not_there_is_one_sentence(self, url: str) -> None:

@@ -8,13 +8,16 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 from celery import Celery
 from kombu import Connection
 
-from celery_native_delay import Delay, DelaySettings, install
+from celery_native_delay import Delay, DelaySettings, install, store_outage
+from celery_native_delay.celery_app.outage import react
 from celery_native_delay.testing import PrivateRedis, require_rabbitmq, require_redis
+from celery_native_delay.transports.contract import Outage
 from pytest_celery_native_delay import installed
 from tests.waiting import wait_until
 
@@ -96,6 +99,23 @@ def test_the_redis_example_is_an_app_whose_delayed_tasks_wait(empty_redis: Priva
     names["app"].send_task("shop.remind", countdown=60)  # type: ignore[attr-defined]
     assert empty_redis.client.zcard("celery_delay.v2.due") == 1
     assert empty_redis.client.llen("celery") == 0
+
+
+def test_the_store_example_is_an_app_whose_delayed_tasks_wait(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    block = next(block for block in PYTHON_BLOCKS if 'broker="filesystem://"' in block)
+    names: dict[str, Any] = {}
+    exec(block.replace("/var/lib/shop", str(tmp_path)), names)
+    app = names["app"]
+    folders = ("data_folder_in", "data_folder_out", "control_folder")
+    app.conf.broker_transport_options = dict.fromkeys(folders, str(tmp_path))
+    app.send_task("shop.remind", countdown=60)
+    assert Delay(app).count() == 1
+    exec(next(block for block in PYTHON_BLOCKS if "store_outage" in block), names)
+    react(app, Outage("nothing can be stored", 120, "OSError: it is away"), pytest.fail)
+    assert capsys.readouterr().out == "nothing can be stored for 120 s: OSError: it is away\n"
+    store_outage.disconnect(names["go_on_and_call_somebody"])
 
 
 def test_the_bulk_example_sends_tasks_that_wait(

@@ -5,22 +5,41 @@ A new transport adds its broker here and its id in conftest.py; the promises sta
 
 from __future__ import annotations
 
+import shutil
+import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import count
-from typing import Protocol
+from pathlib import Path
+from typing import Any, Protocol
 from urllib.parse import quote
+
+import pytest
+from sqlalchemy import MetaData, create_engine, delete
 
 from celery_native_delay.testing import (
     PrivateRabbitMQ,
     PrivateRedis,
+    PrivateSqs,
     private_redis,
+    private_sqs,
     require_redis,
+    require_sqs,
     vhost_name,
 )
 from celery_native_delay.testing.redis_installation import ServerName
 from pytest_celery_native_delay import installed
 from tests.brokers import MORTAL, installed_rabbitmq
+from tests.postgresql import PrivatePostgreSQL, find_postgresql, private_postgresql
+
+#: Those that take a batch, see bulk(); the others are kombu's own with a store beside them.
+WITH_BULK = [
+    pytest.param("rabbitmq-3.10", marks=pytest.mark.rabbitmq310),
+    pytest.param("rabbitmq-4.3", marks=pytest.mark.rabbitmq43),
+    "redis",
+    "valkey",
+]
+BROKERS = [*WITH_BULK, "filesystem", "filesystem-postgresql", "sqla", "sqs"]
 
 
 class Broker(Protocol):
@@ -48,8 +67,65 @@ def running_broker(name: str, running_rabbitmq: Callable[..., PrivateRabbitMQ]) 
         case ["redis" | "valkey" as server]:
             with private_redis(server=redis_server(server), config=Redis.CONFIG) as redis:
                 yield Redis(redis)
+        case ["filesystem"]:
+            with folder() as spaces:
+                yield Filesystem(spaces)
+        case ["filesystem", "postgresql"]:
+            installed(find_postgresql)
+            with folder() as spaces, private_postgresql() as server:
+                yield Filesystem(spaces, server)
+        case ["sqla"]:
+            with folder() as spaces:
+                yield Database(spaces)
+        case ["sqs"]:
+            installed(require_sqs)
+            with ExitStack() as stack:
+                yield SQS(stack)
         case _:
             raise LookupError(name)
+
+
+def knows_bindings(url: str) -> bool:
+    """Whether all who are connected know every binding, so that broadcasts and remote control work.
+
+    kombu's sqlalchemy and SQS transports keep those of each connection to itself, and have no
+    broadcasts.
+    """
+    return not url.startswith(("sqla+", "sqs://"))
+
+
+def whole_seconds(url: str) -> bool:
+    """Whether a delay ends with a whole second there, so that 0.5 s are 1 s."""
+    return url.startswith("sqs://")
+
+
+@contextmanager
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="native-delay-spaces-") as path:
+        yield Path(path)
+
+
+def options_of(url: str) -> dict[str, Any]:
+    """The transport options without which kombu does not find this space."""
+    scheme, _, path = url.partition("://")
+    if scheme == "sqs":
+        # One who drains several queues asks for one after the other.
+        return {"wait_time_seconds": 0, "polling_interval": 0.1}
+    if scheme != "filesystem":
+        return {}
+    queues = f"{path}/queues"
+    return {
+        "data_folder_in": queues,
+        "data_folder_out": queues,
+        "control_folder": f"{path}/control",
+        "polling_interval": 0.1,
+    }
+
+
+def settings_of(url: str) -> dict[str, Any]:
+    """The settings without which nothing can wait there."""
+    scheme, _, path = url.partition("://")
+    return {"store": Path(path, "store").read_text()} if scheme == "filesystem" else {}
 
 
 def redis_server(name: ServerName) -> ServerName:
@@ -107,3 +183,98 @@ class Redis:
     def restart(self) -> None:
         self._server.stop()
         self._server.start()
+
+
+class Filesystem:
+    """A space is a folder with the queues, and a store beside it."""
+
+    def __init__(self, folder: Path, server: PrivatePostgreSQL | None = None) -> None:
+        self._folder = folder
+        self._server = server
+        self._numbers = count(1)
+
+    def new_space(self) -> str:
+        space = self._folder / str(next(self._numbers))
+        for name in ("queues", "control"):
+            (space / name).mkdir(parents=True)
+        store = self._server.new_database() if self._server else f"sqlite:///{space}/delays.db"
+        (space / "store").write_text(store)
+        return f"filesystem://{space}"
+
+    def remove_space(self, url: str) -> None:
+        shutil.rmtree(url.partition("://")[2])
+
+    def wipe(self, url: str) -> None:
+        """The file of the store is removed under whoever has it open, tables are dropped."""
+        space = Path(url.partition("://")[2])
+        for name in ("queues", "control"):
+            for file in (space / name).iterdir():
+                file.unlink()
+        for file in space.glob("delays.db*"):
+            file.unlink()
+        if self._server:
+            drop_tables(settings_of(url)["store"])
+
+    def restart(self) -> None:
+        """A folder cannot be."""
+        if self._server:
+            self._server.stop()
+            self._server.start()
+
+
+class Database:
+    """A space is a SQLite file with kombu's tables and ours."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._numbers = count(1)
+
+    def new_space(self) -> str:
+        return f"sqla+sqlite:///{self._folder}/{next(self._numbers)}.db"
+
+    def remove_space(self, url: str) -> None:
+        for file in self._folder.glob(f"{Path(url).name}*"):
+            file.unlink()
+
+    def wipe(self, url: str) -> None:
+        """kombu never makes its tables again where they were; they are emptied."""
+        drop_tables(url.removeprefix("sqla+"))
+
+    def restart(self) -> None:
+        """A file cannot be."""
+
+
+def drop_tables(url: str) -> None:
+    """Drop our tables and empty kombu's."""
+    engine = create_engine(url)
+    with engine.begin() as connection:
+        tables = MetaData()
+        tables.reflect(connection)
+        for table in reversed(tables.sorted_tables):
+            if table.name.startswith("kombu"):
+                connection.execute(delete(table))
+            else:
+                table.drop(connection)
+    engine.dispose()
+
+
+class SQS:
+    """A space is a moto server of its own: no AWS, see celery_native_delay.testing.sqs."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        self._stack = stack
+        self._spaces: dict[str, PrivateSqs] = {}
+
+    def new_space(self) -> str:
+        sqs = self._stack.enter_context(private_sqs())
+        self._spaces[sqs.url] = sqs
+        return sqs.url
+
+    def remove_space(self, url: str) -> None:
+        self._spaces.pop(url).kill()
+
+    def wipe(self, url: str) -> None:
+        self._spaces[url].wipe()
+
+    def restart(self) -> None:
+        pytest.skip("moto keeps its messages in memory: what survives in AWS cannot be shown on it")

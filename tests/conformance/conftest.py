@@ -7,18 +7,17 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from celery_native_delay.testing import PrivateRabbitMQ
-from tests.conformance.brokers import Broker, running_broker
+from tests.conformance.brokers import BROKERS, Broker, running_broker
 
 
-@pytest.fixture(
-    scope="session",
-    params=[
-        pytest.param("rabbitmq-3.10", marks=pytest.mark.rabbitmq310),
-        pytest.param("rabbitmq-4.3", marks=pytest.mark.rabbitmq43),
-        "redis",
-        "valkey",
-    ],
-)
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """On all brokers, or on those that the module names."""
+    if "broker" in metafunc.fixturenames:
+        names = getattr(metafunc.module, "BROKERS", BROKERS)
+        metafunc.parametrize("broker", names, indirect=True, scope="session")
+
+
+@pytest.fixture(scope="session")
 def broker(
     request: pytest.FixtureRequest, running_rabbitmq: Callable[..., PrivateRabbitMQ]
 ) -> Iterator[Broker]:

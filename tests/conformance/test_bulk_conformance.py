@@ -14,11 +14,13 @@ from kombu import Exchange, Queue
 
 from celery_native_delay import DelayTooLong, InvalidDueTime, UnsupportedBroker, install
 from celery_native_delay.bulk import BulkResult, bulk
-from tests.conformance.brokers import Broker
+from tests.conformance.brokers import WITH_BULK, Broker
 from tests.conformance.traffic import SETTINGS, attended
 from tests.integration.traffic import Arrival, bodies, inbox
 from tests.traffic import eta_in
 from tests.waiting import wait_until
+
+BROKERS = WITH_BULK
 
 ORDERS = Queue("orders", Exchange("shop", type="topic"), routing_key="order.#")
 PLAIN = Queue("plain")

@@ -10,7 +10,8 @@ from typing import Any
 from kombu import Connection
 
 from celery_native_delay import DelaySettings
-from celery_native_delay.transports.contract import Promotes, WorkerPart
+from celery_native_delay.transports.contract import AdminPart, Promotes, ServesQueues, WorkerPart
+from tests.conformance.brokers import options_of, settings_of
 from tests.traffic import beside
 
 #: On RabbitMQ few and short levels, which are quick to declare; the longest delay is 163.84 s.
@@ -19,16 +20,21 @@ SETTINGS = {"namespace": "tests", "levels": 13, "resolution": 0.02}
 _LOOK_SECONDS = 0.2
 
 
+def plain(url: str, **transport_options: Any) -> Any:
+    """A kombu connection."""
+    return Connection(url, transport_options=options_of(url) | transport_options)
+
+
 def delaying(url: str, *, transport_options: dict[str, Any] | None = None) -> Any:
     """A kombu connection whose messages with an ETA ahead wait in the broker."""
-    option = {"native_delay": SETTINGS}
-    return Connection(url, transport_options=option | (transport_options or {}))
+    option = {"native_delay": SETTINGS | settings_of(url)}
+    return plain(url, **(option | (transport_options or {})))
 
 
 @contextmanager
 def attended(url: str) -> Iterator[None]:
     """A worker that consumes nothing: it prepares the broker, promotes and rescues."""
-    settings = DelaySettings.from_mapping(SETTINGS)
+    settings = DelaySettings.from_mapping(SETTINGS | settings_of(url))
     with ExitStack() as stack:
         connection = stack.enter_context(delaying(url))
         part: WorkerPart = connection.default_channel.worker_part(settings)
@@ -48,4 +54,15 @@ def attended(url: str) -> Iterator[None]:
 
 def waiting_count(connection: Any) -> int:
     """How many messages wait; they are thrown away."""
-    return int(connection.default_channel.admin_part(DelaySettings.from_mapping(SETTINGS)).purge())
+    part = connection.default_channel.admin_part(DelaySettings.from_mapping(SETTINGS))
+    if isinstance(part, ServesQueues):  # and throws away part of it only
+        return waiting_now(connection, "jobs", "other")
+    return int(part.purge())
+
+
+def waiting_now(connection: Any, *queues: str) -> int:
+    """How many messages wait, on a broker that counts them by queue for *queues*."""
+    part: AdminPart = connection.default_channel.admin_part(DelaySettings.from_mapping(SETTINGS))
+    if isinstance(part, ServesQueues):
+        part.serve(queues)
+    return part.backlog().waiting

@@ -37,6 +37,7 @@ def test_the_public_names() -> None:
         "Query",
         "RefusedMessage",
         "SettingsError",
+        "StoreUnavailable",
         "TopologyMismatch",
         "UnsupportedBroker",
         "Verdict",
@@ -44,6 +45,8 @@ def test_the_public_names() -> None:
         "delay_headers",
         "flush_delayed",
         "install",
+        "store_outage",
+        "transport_for",
     ]
     for name in celery_native_delay.__all__:
         assert hasattr(celery_native_delay, name)

@@ -18,8 +18,10 @@ from example_project.demo_broker import DemoBroker, choose
         ("rabbitmq", "rabbitmq embedded docker", "rabbitmq"),
         ("rabbitmq", "embedded docker", "docker"),
         ("embedded", "rabbitmq embedded docker", "embedded"),
+        ("filesystem", "", "filesystem"),
         ("redis://shop:6379/1", "", "redis://shop:6379/1"),
         ("amqp://", "embedded", "amqp://"),
+        ("sqs", "", "sqs"),
     ],
 )
 def test_what_was_asked_for_else_the_best_there_is(
@@ -34,7 +36,7 @@ def test_what_was_asked_for_else_the_best_there_is(
         ("", "", "apt install rabbitmq-server"),
         ("rabbitmq", "embedded", "make demo BROKER=embedded"),
         ("embedded", "rabbitmq docker", r"pip install 'celery_native_delay\[embedded\]'"),
-        ("redis", "rabbitmq", "expected BROKER to be rabbitmq, embedded or a url, got 'redis'"),
+        ("redis", "rabbitmq", "expected BROKER to be .*, sqs or a url, got 'redis'"),
     ],
 )
 def test_what_is_not_there_says_what_to_do(asked: str, there: str, said: str) -> None:
@@ -56,5 +58,8 @@ def test_the_way_of_a_delay_is_that_of_the_broker() -> None:
     assert rabbitmq.way_of(5) == "4 s → 1 s"
     redis = DemoBroker("a broker", "redis+socket:///tmp/redis.sock")
     assert redis.way_of(5) == "sorted set"
-    assert rabbitmq.way_of(0) == redis.way_of(0) == ""
+    assert DemoBroker("a folder", "filesystem:///tmp/shop").way_of(5) == "SQLite"
+    sqs = DemoBroker("a broker", "sqs://key:secret@127.0.0.1:5000")
+    assert sqs.way_of(5) == "its queue"
+    assert rabbitmq.way_of(0) == redis.way_of(0) == sqs.way_of(0) == ""
     assert rabbitmq.waits_in != redis.waits_in

@@ -404,14 +404,36 @@ def test_a_broker_we_have_nothing_for_warns_once_and_works(
     ours = [record for record in caplog.records if record.name.startswith("celery_native_delay")]
     assert [record.getMessage() for record in ours] == [
         (
-            "native delay has no transport for memory: tasks with an ETA stay with Celery, in "
-            "the memory of its workers"
+            "native delay has no store for memory: tasks with an ETA stay with Celery, in the "
+            "memory of its workers; set native_delay_store to the URL of a database, such as "
+            '"sqlite:////var/lib/shop/delays.db", in workers and producers'
         )
     ]
     with app.connection_for_read() as connection, connection.SimpleQueue("unit-warns") as queue:
         delayed, immediate = queue.get_nowait(), queue.get_nowait()
         assert delayed.headers["eta"]
         assert not immediate.headers["eta"]
+
+
+@pytest.mark.parametrize(
+    ("broker", "said"),
+    [
+        ("memory://", "no store for memory, .* set native_delay_store"),
+        ("qpid://", "transport for qpid"),
+    ],
+)
+def test_strict_refuses_a_broker_we_have_nothing_for(broker: str, said: str) -> None:
+    app = install(Celery("proj", broker=broker, set_as_current=False), strict=True)
+    with pytest.raises(UnsupportedBroker, match=said):
+        app.connection_for_write()
+
+
+def test_a_store_is_asked_for_without_its_password() -> None:
+    store = "postgresql+psycopg://shop:secret@db/shop"
+    app = install(Celery("proj", broker="memory://", set_as_current=False), store=store)
+    option = app.connection_for_write().transport_options[OPTION]
+    assert option == {"store": "postgresql+psycopg://shop:**@db/shop"}
+    assert asked_by(app) == DelaySettings(store=store)
 
 
 def test_task_protocol_1_carries_its_eta_in_a_header_too() -> None:

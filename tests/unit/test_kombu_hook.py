@@ -14,6 +14,8 @@ from kombu import Connection
 from kombu import transport as kombu_transport
 from kombu.transport import pyamqp, resolve_transport
 from kombu.transport import redis as kombu_redis
+from kombu.transport.SQS import Transport as KombuSqsTransport
+from kombu.utils.imports import symbol_by_name
 
 from celery_native_delay import (
     DelaySettings,
@@ -22,9 +24,10 @@ from celery_native_delay import (
     SettingsError,
     delay_headers,
     register_transports,
+    transport_for,
 )
-from celery_native_delay.kombu_hook import ALIASES, option_of, settings_from_option
-from celery_native_delay.transports import rabbitmq, redis
+from celery_native_delay.kombu_hook import ALIASES, option_of, originals, settings_from_option
+from celery_native_delay.transports import rabbitmq, redis, sqs
 
 NOON = datetime(2026, 11, 20, 12, 0, tzinfo=UTC)
 
@@ -41,6 +44,8 @@ NOON = datetime(2026, 11, 20, 12, 0, tzinfo=UTC)
         ("redis", redis.Transport, kombu_redis.Transport),
         ("rediss", redis.Transport, kombu_redis.Transport),
         ("sentinel", redis.SentinelTransport, kombu_redis.SentinelTransport),
+        ("sqs", sqs.Transport, KombuSqsTransport),
+        ("SQS", sqs.Transport, KombuSqsTransport),
     ],
 )
 def test_an_alias_leads_to_our_transport_which_is_kombus(
@@ -49,6 +54,35 @@ def test_an_alias_leads_to_our_transport_which_is_kombus(
     assert resolve_transport(alias) is ours
     assert Connection(f"{alias}://").get_transport_cls() is ours
     assert issubclass(ours, kombus)
+
+
+@pytest.mark.parametrize(
+    ("url", "store", "ours"),
+    [
+        ("amqp://", None, "rabbitmq"),
+        ("redis+socket:///run/redis.sock", None, "redis"),
+        ("sentinel://a;sentinel://b", None, "redis"),
+        ("pgmq://", None, "pgmq"),
+        ("sqla+sqlite:///broker.db", None, "timeouts"),
+        ("filesystem://", "sqlite:///delays.db", "timeouts"),
+        ("azureservicebus://", "postgresql://db/shop", "timeouts"),
+        ("filesystem://", None, None),
+        ("qpid://", "sqlite:///delays.db", None),
+    ],
+)
+def test_a_url_says_which_transport_serves_it(
+    url: str, store: str | None, ours: str | None
+) -> None:
+    assert transport_for(url, store=store) == ours
+
+
+@pytest.mark.parametrize("alias", ["memory", "filesystem", "sqla", "sqlalchemy"])
+def test_a_broker_without_delays_keeps_kombus_transport_with_ours_in_front(alias: str) -> None:
+    kombus = symbol_by_name(originals[alias])
+    ours = resolve_transport(alias)
+    assert issubclass(ours, kombus)
+    assert ours.Channel is kombus.Channel
+    assert issubclass(ours.delaying_channel, kombus.Channel)
 
 
 def test_no_other_alias_is_touched() -> None:

@@ -12,6 +12,7 @@ import pytest
 from celery_native_delay import DelaySettings, SettingsError
 from celery_native_delay.core.settings import check_settings
 
+STORE = 'None or a SQLAlchemy URL of a database that outlives the process, such as "sqlite:///delays.db"'
 FENCE = "None or a URL that starts with redis://, rediss:// or redis+socket://"
 
 
@@ -31,10 +32,33 @@ def test_defaults() -> None:
         "management_url": None,
         "ledger": None,
         "ledger_away": "run",
+        "sqs_hop_seconds": 900,
+        "store": None,
+        "store_outage_seconds": 120.0,
+        "strict": False,
         "telemetry": None,
         "fence": None,
         "fence_policy": "run",
     }
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["sqlite:///delays.db", "sqlite:////var/delays.db?synchronous=full", "mysql+mysqldb://u:p@h/d"],
+)
+def test_any_database_that_lasts_is_a_store(url: str) -> None:
+    assert DelaySettings(store=url).store == url
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["sqlite://", "sqlite:///:memory:", "sqlite+pysqlite:///?cache=shared", "user:secret@host"],
+)
+def test_a_store_that_ends_with_its_process_is_refused_without_its_password(url: str) -> None:
+    with pytest.raises(SettingsError) as refused:
+        DelaySettings(store=url)
+    assert STORE in str(refused.value)
+    assert "secret" not in str(refused.value) or "://" not in url
 
 
 def test_the_default_levels_reach_eight_and_a_half_years() -> None:
@@ -141,6 +165,10 @@ RESOLUTION = "seconds from 0.001 to 3600, a whole number of milliseconds"
         ("ledger", "amqp://", LEDGER),
         ("ledger", "stream", "None or the URL of a Redis: a ledger in a stream is not built yet"),
         ("ledger_away", True, '"run" or "wait"'),
+        ("store", True, STORE),
+        ("store_outage_seconds", 0, "seconds, more than 0 and at most 86400"),
+        ("store_outage_seconds", True, "seconds, more than 0 and at most 86400"),
+        ("strict", "yes", "True or False"),
         ("telemetry", "", "None or the path of a folder"),
         ("telemetry", True, "None or the path of a folder"),
         ("fence", "store:6379", FENCE),

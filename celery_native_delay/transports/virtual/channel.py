@@ -93,7 +93,9 @@ class DelayingChannel:
         **kwargs: Any,
     ) -> Any:
         def noting(message: Any) -> Any:
-            message.consumed_from = "" if queue in self._fanout_queues else queue
+            # Some of kombu's hold queues for broadcasts, and some none at all.
+            broadcast = queue in getattr(self, "_fanout_queues", ())
+            message.consumed_from = "" if broadcast else queue
             return callback(message)
 
         return super().basic_consume(queue, no_ack, noting, *args, **kwargs)  # type: ignore[misc]

@@ -1,0 +1,217 @@
+"""Timeout store: what it costs to let a message wait in SQLite, and how late it is on a folder."""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import monotonic_ns, perf_counter, time_ns
+from typing import Any
+
+import kombu
+from kombu import Connection
+from matplotlib.figure import Figure
+from sqlalchemy import insert
+
+from benchmarks.charts import bars_on, figure
+from benchmarks.lateness import starts_on
+from benchmarks.measuring import (
+    Bench,
+    Result,
+    Target,
+    lateness_columns,
+    median,
+    percentile,
+)
+from celery_native_delay.transports.timeouts.handover import HandOver, hand_over_on
+from celery_native_delay.transports.timeouts.schema import MESSAGES
+from celery_native_delay.transports.timeouts.store import BATCH, Store
+from example_project.folder_broker import SCHEME, settings_of
+
+PENDING = 100_000
+ROUNDS = 40
+BLOCK = 200
+"""Adds of one variant in a row; then comes the next variant."""
+DISPATCHED = 1_000
+"""Messages that one round dispatches."""
+TASKS = 1_000
+FAR_US = 3_600_000_000
+
+QUEUE = "bench"
+ENVELOPE = json.dumps(
+    {
+        "body": "e" * 400,
+        "content-type": "application/json",
+        "content-encoding": "utf-8",
+        "headers": {"task": "bench", "id": "e" * 36, "native_delay": {"v": 1, "due": 1}},
+        "properties": {
+            "delivery_tag": "e" * 36,
+            "delivery_info": {"exchange": "", "routing_key": QUEUE},
+        },
+    }
+)
+"""About as long as that of a task with one argument."""
+
+MODES = ("normal", "full")
+TABLE, FILES = "into the broker's tables", "into files"
+
+
+def run(bench: Bench) -> Result:
+    pending = bench.count(PENDING, at_least=500)
+    rounds = bench.count(ROUNDS, at_least=3)
+    added: dict[str, list[float]] = {mode: [] for mode in MODES}
+    dispatched: dict[tuple[str, str], list[float]] = {}
+    stores = {mode: filled(bench, mode, pending) for mode in MODES}
+    order = random.Random(6)
+    with quiet(), bench.progress("store: add and dispatch", rounds) as done:
+        for number in range(rounds):
+            for mode in order.sample(MODES, 2):
+                gc.collect()
+                added[mode].append(add_rate(stores[mode]))
+                for place in order.sample((TABLE, FILES), 2):
+                    with destination(bench, stores[mode], place) as hand_over:
+                        rates = dispatched.setdefault((mode, place), [])
+                        rates.append(dispatch_rate(stores[mode], hand_over))
+            done(number + 1)
+    for store in stores.values():
+        store.engine.dispose()
+    late_ms = lateness(bench)
+    result = Result(
+        "Timeout store: SQLite",
+        f"{pending:,} messages pending, {rounds} rounds of each in turn, medians. Add: one message "
+        f"of {len(ENVELOPE)} bytes in a transaction of its own, {BLOCK} in a row. Dispatch: "
+        f"{DISPATCHED} due messages in batches of {BATCH}, by one dispatcher: into the tables of "
+        f"kombu's sqlalchemy transport in the same database, or into files of its filesystem "
+        f"transport. Lateness: {len(late_ms):,} tasks with random delays of 2-6 s on a filesystem "
+        f"broker with polling_interval 0.05; a prefork worker with two processes dispatches them "
+        f"and notes the start.",
+        rows=[
+            {
+                "synchronous": mode.upper(),
+                "added/s": median(added[mode]),
+                f"dispatched/s, {TABLE}": median(dispatched[mode, TABLE]),
+                f"dispatched/s, {FILES}": median(dispatched[mode, FILES]),
+            }
+            for mode in MODES
+        ],
+        targets=[
+            Target("added in a second, NORMAL", median(added["normal"]), "≥", 5_000, "messages"),
+            *(
+                Target(
+                    f"dispatched in a second, {place}, NORMAL",
+                    median(dispatched["normal", place]),
+                    "≥",
+                    5_000,
+                    "messages",
+                )
+                for place in (TABLE, FILES)
+            ),
+            Target("p50, due to start of the task", median(late_ms), "≤", 150, "ms"),
+        ],
+    )
+    shown = ", ".join(f"{name} {value:.0f}" for name, value in lateness_columns(late_ms).items())
+    result.notes.append(
+        "Each round has a folder of its own: on ext4 one from which many files were removed within "
+        "the last five seconds takes new ones ten times as slowly, also from kombu alone."
+    )
+    result.notes.append(f"Lateness on the filesystem broker: {shown}.")
+    rates = {f"add, {mode.upper()}": added[mode] for mode in MODES}
+    rates |= {
+        f"dispatch {place}, {mode.upper()}": dispatched[mode, place] for mode, place in dispatched
+    }
+    for label, values in sorted(rates.items()):
+        result.series[label] = [percentile(values, percent) for percent in (25, 50, 75)]
+    return result
+
+
+def filled(bench: Bench, mode: str, count: int) -> Store:
+    store = Store(f"sqlite:///{bench.folder}/store-{mode}.db?synchronous={mode}", "celery_delay")
+    fill(store, count, time_ns() // 1000 + FAR_US)
+    return store
+
+
+def fill(store: Store, count: int, first_us: int) -> None:
+    store.prepare()
+    rows = [
+        {
+            "namespace": store.namespace,
+            "due_us": first_us + number,
+            "queue": QUEUE,
+            "envelope": ENVELOPE,
+            "task_id": f"{random.getrandbits(128):036x}",
+        }
+        for number in range(count)
+    ]
+    with store.engine.begin() as connection:
+        connection.execute(insert(MESSAGES), rows)
+
+
+def add_rate(store: Store) -> float:
+    """Messages a second that are due after all others; they are few beside those that wait."""
+    ids = [f"{random.getrandbits(128):036x}" for _ in range(BLOCK)]
+    due_us = time_ns() // 1000 + 2 * FAR_US
+    started = perf_counter()
+    for task_id in ids:
+        store.add(QUEUE, ENVELOPE, due_us=due_us, task_id=task_id)
+    return BLOCK / (perf_counter() - started)
+
+
+def dispatch_rate(store: Store, hand_over: HandOver) -> float:
+    fill(store, DISPATCHED, time_ns() // 1000 - 1_000_000)
+    count = 0
+    started = perf_counter()
+    while count < DISPATCHED:
+        with store.taking(until_us=time_ns() // 1000) as batch:
+            assert hand_over(batch, park=False) is None
+        count += len(batch.delivered)
+    return count / (perf_counter() - started)
+
+
+@contextmanager
+def destination(bench: Bench, store: Store, place: str) -> Iterator[HandOver]:
+    """An empty queue."""
+    if place == TABLE:
+        with Connection(f"sqla+{store.url.partition('?')[0]}") as connection:
+            channel = connection.default_channel
+            yield hand_over_on(channel, store)
+            channel._purge(QUEUE)
+            channel.session.close()
+        return
+    # A new folder each: emptied, ext4 would take new files ten times as slowly for five seconds.
+    with folder_broker(bench.folder / f"folder-{monotonic_ns()}") as connection:
+        yield hand_over_on(connection.default_channel, store)
+
+
+def folder_broker(folder: Path) -> Any:
+    options = settings_of(f"{SCHEME}{folder}")["broker_transport_options"]
+    return kombu.Connection(f"{SCHEME}{folder}", transport_options=options)
+
+
+def lateness(bench: Bench) -> list[float]:
+    """Milliseconds that each task starts late."""
+    chosen = random.Random(7)
+    count = bench.count(TASKS, at_least=20)
+    delays = [round(chosen.uniform(2, 6), 3) for _ in range(count)]
+    return starts_on(f"{SCHEME}{bench.folder}/late", bench, "ours", delays, "store, lateness")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No garbage collection but by hand."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+def draw(result: Result) -> Figure:
+    picture, (axes,) = figure("Timeout store in SQLite, 100,000 messages pending", height=3.6)
+    rows = [
+        (label, middle, (low, high), True) for label, (low, middle, high) in result.series.items()
+    ]
+    bars_on(axes, "messages per second: median, with the middle half", rows)
+    return picture

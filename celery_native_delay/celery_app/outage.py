@@ -1,0 +1,29 @@
+"""What becomes of a worker whose delayed tasks have been out of reach for too long.
+
+Their store, or the broker that they are dispatched to: see ``native_delay_store_outage_seconds``.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from celery.utils.dispatch import Signal
+
+from ..transports.contract import Outage
+
+logger = logging.getLogger(__name__)
+
+#: Connect a receiver to decide yourself; without one, the worker stops warmly with exit status 1,
+#: so that whoever watches it starts it again or calls somebody. Receivers get the app as *sender*
+#: and the *outage*: its *what*, *seconds* and *reason*. They are called in a thread of their own.
+store_outage = Signal(name="native_delay_store_outage", providing_args={"outage"})
+
+
+def react(app: Any, outage: Outage, stop: Callable[[], object]) -> None:
+    """Tell of *outage*, and *stop* unless somebody else decides."""
+    logger.critical("native delay: %s", outage)
+    if not store_outage.send(sender=app, outage=outage):
+        logger.critical("native delay: stopping; connect to store_outage to do something else")
+        stop()

@@ -1,0 +1,42 @@
+"""``python moto_server.py PORT``: moto's SQS on 127.0.0.1.
+
+Two things are put right. Moto may give one message to two receivers that ask at the same time,
+and it looks for delayed messages that have become visible only once a second.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from threading import Lock
+from time import monotonic, sleep
+from typing import Any
+
+_LOOK_SECONDS = 0.02
+
+
+def _receive_one_at_a_time() -> None:
+    from moto.sqs.models import SQSBackend
+
+    receive, lock = SQSBackend.receive_message, Lock()
+
+    def receive_message(
+        self: Any, queue_name: str, count: int, wait_seconds_timeout: int, *args: Any, **kwargs: Any
+    ) -> Any:
+        deadline = monotonic() + int(wait_seconds_timeout or 0)
+        while True:
+            with lock:
+                found = receive(self, queue_name, count, 0, *args, **kwargs)
+            if found or monotonic() >= deadline:
+                return found
+            sleep(_LOOK_SECONDS)
+
+    SQSBackend.receive_message = receive_message  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    from moto.server import main
+
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    _receive_one_at_a_time()
+    main(["--host", "127.0.0.1", "--port", sys.argv[1]])

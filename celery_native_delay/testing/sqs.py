@@ -1,0 +1,132 @@
+"""A private SQS for tests and demos: moto's server, in a process of its own.
+
+    with private_sqs() as sqs:
+        app = Celery(broker=sqs.url)
+
+Moto keeps everything in memory and is no SQS: what it cannot prove is that AWS remembers a
+deduplication id for five minutes also once its message is deleted (moto forgets it then), refuses
+a queue with ``DelaySeconds`` over 900 (moto takes it), deletes what is older than its retention,
+throttles, and delivers a message of a standard queue twice now and then.
+"""
+
+from __future__ import annotations
+
+import signal
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from urllib.request import Request, urlopen
+
+from .errors import BrokerMissing
+from .ports import claim_ports, port_of
+from .processes import KeptServer
+
+_BOOT_SECONDS = 60
+"""It takes half a second."""
+
+
+def require_sqs() -> None:
+    """Raise BrokerMissing, which says what to install, unless there are moto and boto3."""
+    for module in ("boto3", "flask_cors", "moto"):
+        if find_spec(module) is None:
+            raise BrokerMissing(f"{module} is not installed: pip install moto flask flask-cors")
+
+
+@contextmanager
+def private_sqs() -> Iterator[PrivateSqs]:
+    """Run an SQS of our own until the block ends.
+
+    Raises:
+        BrokerMissing: moto or boto3 is not installed; the message says how to get it.
+        BrokerFailed: it does not start.
+    """
+    require_sqs()
+    sqs = PrivateSqs()
+    try:
+        sqs.start()
+        yield sqs
+    finally:
+        sqs.close()
+
+
+class PrivateSqs:
+    """An SQS that belongs to this process; made by private_sqs()."""
+
+    port: int
+    """TCP port on 127.0.0.1, the same after kill() and start()."""
+
+    def __init__(self) -> None:
+        self._claims = claim_ports(1)
+        self.port = port_of(self._claims[0])
+        home = Path(tempfile.mkdtemp(prefix="private-sqs-"))
+        program = Path(__file__).with_name("moto_server.py")
+        self._server = KeptServer(
+            "moto's SQS", [sys.executable, str(program), str(self.port)], home=home
+        )
+
+    @property
+    def url(self) -> str:
+        """Url as Celery takes it."""
+        return f"sqs://private:private@127.0.0.1:{self.port}"
+
+    @property
+    def endpoint(self) -> str:
+        """Url as boto3 takes it for its ``endpoint_url``."""
+        return f"http://127.0.0.1:{self.port}"
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the server; None when it is down."""
+        return self._server.pid
+
+    @cached_property
+    def client(self) -> Any:
+        """A boto3 client; it lives as long as this object."""
+        import boto3
+
+        return boto3.Session("private", "private", region_name="us-east-1").client(
+            "sqs", endpoint_url=self.endpoint
+        )
+
+    def start(self) -> None:
+        """Start the server, on the same port and with nothing in it.
+
+        Raises BrokerFailed with the end of its log when it does not within 60 s.
+        """
+        self._server.start(self._serves, within_seconds=_BOOT_SECONDS)
+
+    def stop(self) -> None:
+        """Stop the server; all it holds is lost, which no AWS would do."""
+        self._server.end(signal.SIGTERM, within_seconds=60)
+
+    def kill(self) -> None:
+        """SIGKILL the server; all it holds is lost."""
+        self._server.end(signal.SIGKILL)
+
+    def wipe(self) -> None:
+        """Delete every queue."""
+        urlopen(Request(f"{self.endpoint}/moto-api/reset", method="POST"), timeout=30).close()
+
+    def close(self) -> None:
+        """Kill the server. Not needed at exit."""
+        self._server.close()
+        if "client" in vars(self):
+            self.client.close()
+        for claim in self._claims:
+            claim.close()
+
+    def log_tail(self, lines: int = 30) -> str:
+        """The last *lines* that the server logged."""
+        return self._server.log_tail(lines)
+
+    def _serves(self) -> bool:
+        try:
+            urlopen(f"{self.endpoint}/moto-api/", timeout=5).close()
+        except OSError:
+            return False
+        return True

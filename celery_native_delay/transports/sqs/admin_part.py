@@ -1,0 +1,167 @@
+"""What the command line does on SQS."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ..contract import Backlog, ParkedTask, Rescue, Verification
+from .delay_queue import can_delay, delay_queue_of, mismatches, overdue_in, waiting_in
+from .queues import explained
+from .worker_part import set_up
+
+_DELAYED = "ApproximateNumberOfMessagesDelayed"
+
+
+@dataclass(frozen=True)
+class Declared:
+    """Delay queues that are there now, and those that should have been predefined."""
+
+    queues: list[str]
+    lacking: list[str]
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def lines(self, table: Callable[..., str]) -> list[str]:
+        return [f"{name}: ready" for name in self.queues] + [
+            f"{name}: expected among predefined_queues" for name in self.lacking
+        ]
+
+
+@dataclass(frozen=True)
+class QueueStatus:
+    """About how many messages wait for one destination.
+
+    *here* in the destination itself, for less than a hop; *on_the_way* in its delay queue, None
+    where there is none; *overdue* there without anybody who takes them.
+    """
+
+    queue: str
+    here: int
+    on_the_way: int | None
+    overdue: int
+
+
+@dataclass(frozen=True)
+class Status:
+    """What waits in SQS."""
+
+    queues: list[QueueStatus]
+
+    @property
+    def waiting(self) -> int:
+        return sum(each.here + (each.on_the_way or 0) for each in self.queues)
+
+    def as_json(self) -> dict[str, Any]:
+        return {"waiting": self.waiting} | asdict(self)
+
+    def lines(self, table: Callable[..., str]) -> list[str]:
+        rows = [
+            (each.queue, each.here, "-" if each.on_the_way is None else each.on_the_way)
+            for each in self.queues
+        ]
+        overdue = [
+            f"{each.queue}: {each.overdue} message(s) lie in its delay queue and nobody takes them"
+            for each in self.queues
+            if each.overdue
+        ]
+        return [table(("queue", "waiting here", "in its delay queue"), rows), *overdue]
+
+
+class SqsAdminPart:
+    """On one channel; see :class:`~celery_native_delay.transports.contract.AdminPart`.
+
+    Only the queues that are served: others of the same account belong to somebody else.
+    """
+
+    parking = "none: what cannot be delivered is tried again from its delay queue"
+
+    def __init__(self, channel: Any) -> None:
+        self._channel = channel
+        self._delays = channel.delays
+        self._queues: list[str] = []
+        self.name = "the delay queues of this app"
+
+    def serve(self, queues: Sequence[str]) -> None:
+        """See :class:`~celery_native_delay.transports.contract.ServesQueues`."""
+        self._queues = [queue for queue in queues if can_delay(queue)]
+        self.name = ", ".join(name for _, name in self._named())
+
+    def declare(self, queues: Sequence[Any]) -> Declared:
+        """Create the delay queues of *queues*."""
+        self._delays.prepare()
+        names = [queue.name for queue in queues if can_delay(queue.name)]
+        return Declared(*set_up(self._delays, names))
+
+    def verify(self) -> Verification:
+        """Compare the delay queues with what they must be."""
+        self._delays.prepare()
+        differences = []
+        for queue, name in self._named():
+            attributes = self._attributes(queue)
+            if attributes is None:
+                differences.append(f"{name}: missing; `celery -A PROJ delay declare` creates it")
+                continue
+            differences += mismatches(name, attributes, hop_seconds=self._delays.hop_seconds)
+            overdue = overdue_in(attributes)
+            if overdue:
+                differences.append(
+                    f"{name}: about {overdue} message(s) have done their wait and nobody takes "
+                    f"them: no installed worker and no `celery -A PROJ delay relay` is running"
+                )
+        return Verification(differences, [], [])
+
+    def status(self) -> Status:
+        """Count what waits, as far as SQS tells: its numbers are some seconds old."""
+        return Status([self._status(queue) for queue in self._queues])
+
+    def backlog(self) -> Backlog:
+        """The same as one number; when the first is due nobody can know."""
+        return Backlog(self.status().waiting, 0)
+
+    def purge(self) -> int:
+        """Empty the delay queues. What waits in its own queue stays: SQS cannot tell it apart."""
+        purged = 0
+        for queue, name in self._named():
+            attributes = self._attributes(queue)
+            if not attributes:
+                continue
+            source = delay_queue_of(queue)
+            with explained(name, "sqs:PurgeQueue"):
+                self._delays.queues.client(source).purge_queue(
+                    QueueUrl=self._delays.queues.url(source)
+                )
+            purged += waiting_in(attributes)
+        return purged
+
+    def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]]:
+        return 0, []
+
+    def requeue(self) -> Rescue:
+        return Rescue()
+
+    def purge_parked(self) -> int:
+        return 0
+
+    # --- private -------------------------------------------------------------------------
+
+    def _named(self) -> Iterator[tuple[str, str]]:
+        for queue in self._queues:
+            yield queue, self._delays.queues.name(delay_queue_of(queue))
+
+    def _attributes(self, queue: str) -> dict[str, str] | None:
+        """Of its delay queue; None if there is none."""
+        return self._asked(delay_queue_of(queue))
+
+    def _status(self, queue: str) -> QueueStatus:
+        attributes = self._attributes(queue)
+        on_the_way = None if attributes is None else waiting_in(attributes)
+        here = int((self._asked(queue) or {}).get(_DELAYED) or 0)
+        return QueueStatus(queue, here, on_the_way, overdue_in(attributes or {}))
+
+    def _asked(self, queue: str) -> dict[str, str] | None:
+        url = self._delays.queues.find(queue)
+        found: dict[str, str] | None = url and self._delays.queues.attributes(queue, url)
+        return found

@@ -1,0 +1,87 @@
+"""Delay queues: their name, what they must be, and what is wrong with one. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+FIFO = ".fifo"
+_SUFFIX = f"-delay{FIFO}"
+
+#: 14 days in seconds, the longest that SQS keeps a message. It is counted anew with every hop.
+RETENTION_SECONDS = 1_209_600
+
+#: Attributes that decide how a delay queue behaves, and what they tell.
+ASKED = [
+    "ApproximateNumberOfMessages",
+    "ApproximateNumberOfMessagesDelayed",
+    "ApproximateNumberOfMessagesNotVisible",
+    "DelaySeconds",
+    "FifoQueue",
+    "MessageRetentionPeriod",
+    "RedrivePolicy",
+]
+
+
+def delay_queue_of(queue: str) -> str:
+    """Where messages for *queue* wait for longer than a hop; the name as kombu would be given."""
+    return f"{queue}{_SUFFIX}"
+
+
+def can_delay(queue: str) -> bool:
+    """Whether messages for *queue* can wait in SQS: FIFO queues take no delay per message."""
+    return not queue.endswith(FIFO)
+
+
+def attributes_of(hop_seconds: int, user: Mapping[str, Any]) -> dict[str, str]:
+    """Attributes to create a delay queue with.
+
+    Args:
+        user: kombu's ``sqs-creation-attributes``, such as a key to encrypt with.
+    """
+    others = {name: value for name, value in user.items() if name != "RedrivePolicy"}
+    return others | {
+        "FifoQueue": "true",
+        "DelaySeconds": str(hop_seconds),
+        "MessageRetentionPeriod": str(RETENTION_SECONDS),
+        # Without these two a FIFO queue takes 300 requests a second.
+        "DeduplicationScope": "messageGroup",
+        "FifoThroughputLimit": "perMessageGroupId",
+    }
+
+
+def mismatches(name: str, attributes: Mapping[str, str], *, hop_seconds: int) -> list[str]:
+    """What is wrong with a delay queue, a sentence each."""
+    expected = {"DelaySeconds": hop_seconds, "MessageRetentionPeriod": RETENTION_SECONDS}
+    found = []
+    for attribute, value in expected.items():
+        has = attributes.get(attribute)
+        if has != str(value):
+            found.append(
+                f"{name}: {attribute} is {has}, expected {value}: aws sqs set-queue-attributes "
+                f"--queue-url … --attributes {attribute}={value}"
+            )
+    if attributes.get("FifoQueue") != "true":
+        found.append(f"{name}: expected a FIFO queue: delete it, a worker creates it")
+    if attributes.get("RedrivePolicy"):
+        found.append(
+            f"{name}: RedrivePolicy is {attributes['RedrivePolicy']}, expected none, since it "
+            f"takes away messages that still wait: aws sqs set-queue-attributes --queue-url … "
+            f"--attributes RedrivePolicy="
+        )
+    return found
+
+
+def waiting_in(attributes: Mapping[str, str]) -> int:
+    """How many messages are in a delay queue, about."""
+    return sum(int(attributes.get(name) or 0) for name in ASKED[:3])
+
+
+def overdue_in(attributes: Mapping[str, str]) -> int:
+    """How many a relay should have taken, if none seems to run: some lie there, none is in flight.
+
+    A relay that runs holds what it has taken for a moment, and leaves nothing lying.
+    """
+    lying = int(attributes.get("ApproximateNumberOfMessages") or 0)
+    in_flight = int(attributes.get("ApproximateNumberOfMessagesNotVisible") or 0)
+    return lying if in_flight == 0 else 0

@@ -1,0 +1,208 @@
+"""Delayed publishing on one channel: straight to its queue, or into the delay queue beside it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from time import monotonic, time_ns
+from typing import Any, NamedTuple, TypeVar
+
+from botocore.exceptions import ClientError
+
+from ...core.delayed import HEADER
+from ...core.due_time import check_reach, milliseconds_up
+from ...core.errors import CannotDelay, NativeDelayError, TopologyMismatch
+from ...core.hops import seconds_up
+from ...core.settings import DelaySettings
+from ..virtual.trace import sealed
+from .delay_queue import can_delay, delay_queue_of, mismatches, overdue_in
+from .entry import Entry, Parcel, check_size
+from .queues import Queues, explained, is_gone
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+#: Seconds until a delay queue is looked at again: one request each, by whoever sends into it.
+LOOK_SECONDS = 600.0
+#: The same while there is none.
+LOOK_FOR_SECONDS = 60.0
+
+
+class _Look(NamedTuple):
+    """*url* is None if there is no delay queue."""
+
+    at: float
+    url: str | None
+
+
+class Delays:
+    """Everything delayed delivery does on one SQS channel.
+
+    With a *refusal* nothing is delayed: whoever asks for it is told why.
+    """
+
+    def __init__(
+        self, channel: Any, settings: DelaySettings, *, refusal: NativeDelayError | None = None
+    ) -> None:
+        self.settings = settings
+        self.queues = Queues(channel)
+        self._channel = channel
+        self._refusal = refusal
+        self._looks: dict[str, _Look] = {}
+
+    @property
+    def hop_seconds(self) -> int:
+        """The longest single wait."""
+        return self.settings.sqs_hop_seconds
+
+    def prepare(self) -> None:
+        """Raise what is wrong with the settings."""
+        if self._refusal is not None:
+            raise self._refusal
+
+    def publish(
+        self,
+        queue: str,
+        message: dict[str, Any],
+        *,
+        due_us: int,
+        delivery_id: str | None = None,
+        entry_id: str | None = None,
+    ) -> None:
+        """Have kombu's *message* wait for *queue*.
+
+        Args:
+            due_us: microseconds since the epoch.
+            delivery_id: what tells this delivery from every other; None for its delivery tag.
+            entry_id: the same for this wait, as far as it goes through the delay queue; a second
+                attempt changes nothing. None for *delivery_id*.
+
+        Raises:
+            CannotDelay: it is too large, or for a FIFO queue.
+            DelayTooLong, SettingsError, TopologyMismatch, NotPermitted: nothing was sent; the
+                text says why and the way out.
+        """
+        self.prepare()
+        if not can_delay(queue):
+            raise CannotDelay(
+                f"expected a queue that can delay, got the FIFO queue {queue!r}: SQS takes no "
+                f"delay for a single message there"
+            )
+        wait_ms = milliseconds_up(due_us - time_ns() // 1000)
+        check_reach(
+            wait_ms, max_units=round(self.settings.longest_delay_seconds * 1000), resolution_ms=1
+        )
+        delivery_id = delivery_id or str(message["properties"]["delivery_tag"])
+        due_ms = milliseconds_up(due_us)
+        told = sealed(message, due_ms=due_ms)
+        # SQS puts a receipt where other brokers leave the delivery tag.
+        told["headers"][HEADER]["id"] = delivery_id
+        parcel = Parcel.of(told, base64=self._channel.sqs_base64_encoding)
+        waits_here = seconds_up(wait_ms) <= self.hop_seconds
+        entry = Entry(entry_id or delivery_id, wait_ms, due_ms, parcel)
+        check_size(parcel.size_bytes if waits_here else entry.size_bytes, queue=queue)
+        if waits_here or not self._send_into_delay_queue(queue, entry):
+            self._send(queue, parcel, min(seconds_up(wait_ms), self.hop_seconds))
+
+    def _send(self, queue: str, parcel: Parcel, delay_seconds: int) -> None:
+        def send() -> None:
+            url = self.queues.url(queue)
+            with explained(self.queues.name(queue), "sqs:SendMessage"):
+                self.queues.client(queue).send_message(
+                    QueueUrl=url, DelaySeconds=delay_seconds, **parcel.arguments()
+                )
+
+        self._anew_if_gone(queue, send)
+
+    def _send_into_delay_queue(self, queue: str, entry: Entry) -> bool:
+        """False if there is none, or none any more."""
+        name = delay_queue_of(queue)
+        for _ in range(2):
+            url = self._usable(queue)
+            if url is None:
+                return False
+            try:
+                with explained(self.queues.name(name), "sqs:SendMessage"):
+                    self.queues.client(name).send_message(QueueUrl=url, **entry.arguments())
+            except ClientError as exc:
+                if not is_gone(exc):
+                    raise
+                self.queues.forget(name)
+                self._looks.pop(queue, None)
+            else:
+                return True
+        return False
+
+    def _anew_if_gone(self, queue: str, send: Callable[[], T]) -> T:
+        """*send*; once more if the queue was deleted under us, which kombu then creates."""
+        try:
+            return send()
+        except ClientError as exc:
+            if not is_gone(exc):
+                raise
+            self.queues.forget(queue)
+            return send()
+
+    def _usable(self, queue: str) -> str | None:
+        """Where the delay queue of *queue* is, looked at now and then; None if there is none.
+
+        What can be known of the receiver: whether anybody has set up its delay queue, and whether
+        messages lie there that a relay would have taken.
+
+        Raises:
+            TopologyMismatch: messages would not wait there as they should.
+        """
+        look = self._looks.get(queue)
+        if look is None or monotonic() - look.at > (
+            LOOK_SECONDS if look.url is not None else LOOK_FOR_SECONDS
+        ):
+            look = self._looks[queue] = _Look(monotonic(), self._look_at(queue))
+        return look.url
+
+    def _look_at(self, queue: str) -> str | None:
+        name = self.queues.name(delay_queue_of(queue))
+        url = self.queues.find(delay_queue_of(queue))
+        attributes = None if url is None else self.queues.attributes(delay_queue_of(queue), url)
+        if attributes is None:
+            predefined = self._channel.predefined_queues
+            way_out = "add it to predefined_queues" if predefined else "start an installed worker"
+            _say_once(
+                f"{name}: not found, so nobody relays for {queue!r}. Tasks that are due in more "
+                f"than {self.hop_seconds} s wait for so long in SQS and then in the memory of a "
+                f"worker, where visibility_timeout may run them twice: {way_out} or run `celery -A "
+                f"PROJ delay relay`"
+            )
+            return None
+        found = mismatches(name, attributes, hop_seconds=self.hop_seconds)
+        if found:
+            raise TopologyMismatch("; ".join(found))
+        overdue = overdue_in(attributes)
+        if overdue:
+            logger.warning(
+                "native delay: %s: about %d message(s) have done their wait and nobody takes them: "
+                "no relay seems to run; start an installed worker for %r or `celery -A PROJ delay "
+                "relay`. SQS keeps them for 14 days",
+                name,
+                overdue,
+                queue,
+            )
+        return url
+
+
+#: What this process has said already.
+_said: set[str] = set()
+
+
+def _say_once(sentence: str) -> None:
+    if sentence not in _said:
+        _said.add(sentence)
+        logger.warning("native delay: %s", sentence)
+
+
+def leave_to_celery(queue: str) -> None:
+    """Say once that tasks of a FIFO queue of the user's are not delayed."""
+    _say_once(
+        f"{queue!r} is a FIFO queue, where SQS takes no delay for a single message: its tasks with "
+        f"an ETA stay with Celery, in the memory of its workers"
+    )

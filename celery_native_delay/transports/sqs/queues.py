@@ -1,0 +1,125 @@
+"""Finding, creating and asking SQS queues, by way of a channel of kombu's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from botocore.exceptions import ClientError
+from kombu.transport.SQS import DoesNotExistQueueException, UndefinedQueueException
+
+from ...core.errors import CannotDelay, NativeDelayError, NotPermitted
+from .delay_queue import ASKED, attributes_of, delay_queue_of
+
+_GONE = ("AWS.SimpleQueueService.NonExistentQueue", "QueueDoesNotExist")
+_MESSAGE_REFUSED = (
+    "InvalidParameterValue",
+    "InvalidMessageContents",
+    "AWS.SimpleQueueService.BatchRequestTooLong",
+    "BatchRequestTooLong",
+)
+_DENIED = ("AccessDenied", "AccessDeniedException")
+
+
+class Queues:
+    """The queues of one channel, by the names that kombu's users give them."""
+
+    def __init__(self, channel: Any) -> None:
+        self._channel = channel
+
+    def client(self, queue: str) -> Any:
+        """The boto client for *queue*; predefined queues have each their own."""
+        return self._channel.sqs(queue=self.name(queue))
+
+    def name(self, queue: str) -> str:
+        """What *queue* is called in SQS."""
+        return str(self._channel.canonical_queue_name(queue))
+
+    def url(self, queue: str) -> str:
+        """Where *queue* is; it is created if it is not there, as kombu does when it publishes."""
+        return str(self._channel._new_queue(queue))
+
+    def forget(self, queue: str) -> None:
+        """Look for *queue* anew: it is not where it was."""
+        self._channel._queue_cache.pop(self.name(queue), None)
+
+    def find(self, queue: str) -> str | None:
+        """Where *queue* is; None if there is none."""
+        try:
+            return str(self._channel._resolve_queue_url(queue))
+        except (DoesNotExistQueueException, UndefinedQueueException):
+            return None
+
+    def make_delay_queue(self, queue: str, *, hop_seconds: int) -> str | None:
+        """Where the delay queue of *queue* is, created if need be.
+
+        None if it should have been predefined.
+
+        Raises:
+            NotPermitted: SQS does not allow us to.
+        """
+        found = self.find(delay_queue_of(queue))
+        if found is not None or self._channel.predefined_queues:
+            return found
+        options = self._channel.transport_options
+        tags = options.get("queue_tags")
+        name = self.name(delay_queue_of(queue))
+        with explained(name, "sqs:CreateQueue"):
+            answer = self._channel.sqs(queue=name).create_queue(
+                QueueName=name,
+                Attributes=attributes_of(hop_seconds, options.get("sqs-creation-attributes") or {}),
+                **({"tags": tags} if tags else {}),
+            )
+        self._channel._queue_cache[name] = answer["QueueUrl"]
+        return str(answer["QueueUrl"])
+
+    def attributes(self, queue: str, url: str) -> dict[str, str] | None:
+        """What SQS says of *queue* at *url*, if it can be a delay queue; None if it is gone.
+
+        Raises:
+            NotPermitted: SQS does not allow us to ask.
+        """
+        name = self.name(queue)
+        asked = ASKED if name.endswith(".fifo") else [each for each in ASKED if each != "FifoQueue"]
+        with explained(name, "sqs:GetQueueAttributes"):
+            try:
+                answer = self.client(queue).get_queue_attributes(QueueUrl=url, AttributeNames=asked)
+            except ClientError as exc:
+                if not is_gone(exc):
+                    raise
+                self.forget(queue)
+                return None
+        return dict(answer.get("Attributes") or {})
+
+
+def is_gone(exc: ClientError) -> bool:
+    """Whether the queue that was asked for does not exist any more."""
+    return exc.response.get("Error", {}).get("Code") in _GONE
+
+
+def is_about_a_message(exc: ClientError) -> bool:
+    """Whether SQS refuses a message, or a batch for one of its messages, and not everything."""
+    return exc.response.get("Error", {}).get("Code") in _MESSAGE_REFUSED
+
+
+@contextmanager
+def explained(name: str, action: str) -> Iterator[None]:
+    """Errors of SQS that a person can do something about, in plain words."""
+    try:
+        yield
+    except ClientError as exc:
+        explanation = _explanation(exc, name, action)
+        if explanation is None:
+            raise
+        raise explanation from exc
+
+
+def _explanation(exc: ClientError, name: str, action: str) -> NativeDelayError | None:
+    error = exc.response.get("Error", {})
+    code, text = str(error.get("Code")), str(error.get("Message"))
+    if code in _DENIED:
+        return NotPermitted(f"expected to be allowed {action} on {name}: {text}")
+    if code == "InvalidParameterValue" and ("shorter than" in text or "size" in text.lower()):
+        return CannotDelay(f"{name} does not take this message: {text}")
+    return None

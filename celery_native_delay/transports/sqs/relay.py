@@ -1,0 +1,361 @@
+"""Sends on what comes out of delay queues: in every worker, or in a process of its own.
+
+A thread for each queue, because a long poll takes its time. A message is deleted once SQS has it
+on its next way, so that nothing is lost when a relay dies; who receives it then repeats a send
+that SQS recognises, as long as it goes back into the delay queue. Any number may run at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from threading import Event, Thread
+from time import monotonic
+from typing import Any
+
+from botocore.exceptions import BotoCoreError, ClientError
+from kombu.exceptions import KombuError
+
+from ...core.errors import NativeDelayError
+from ...core.hops import BATCH, Reception, retry_seconds, seconds_up
+from .delay_queue import delay_queue_of
+from .entry import MOST_BYTES, Entry, opened
+from .queues import Queues, is_about_a_message, is_gone
+
+logger = logging.getLogger(__name__)
+
+#: The longest that SQS waits for messages before it answers that there are none.
+LONG_POLL_SECONDS = 20
+
+#: After so many seconds another relay is given what this one has received and not sent on; short
+#: of the five minutes for which SQS recognises a repeated send.
+VISIBILITY_SECONDS = 30
+
+#: Seconds between attempts after a failure.
+FIRST_PAUSE_SECONDS = 0.5
+LONGEST_PAUSE_SECONDS = 60.0
+
+#: Seconds that the end of a relay is put off for what is in its hands.
+PATIENCE_SECONDS = 3.0
+
+_ASKED = ["ApproximateFirstReceiveTimestamp", "ApproximateReceiveCount", "SentTimestamp"]
+
+_EXPECTED = (NativeDelayError, ClientError, BotoCoreError, KombuError, OSError)
+
+
+@dataclass(frozen=True)
+class _Received:
+    """An entry, when it was received (monotonic, seconds), and how to delete it."""
+
+    entry: Entry
+    reception: Reception
+    at: float
+    receipt: str
+
+    @property
+    def left_ms(self) -> int:
+        """What is left of its delay now."""
+        waited_ms = int((monotonic() - self.at) * 1000)
+        return self.reception.left_ms(self.entry.left_ms) - waited_ms
+
+    @property
+    def retry_seconds(self) -> int:
+        return retry_seconds(self.reception.receive_count)
+
+
+class Relay:
+    """See the module's docstring.
+
+    *promoted* counts messages that were sent to their destination, *relayed* those that were sent
+    back to wait on, *failed* attempts at either that SQS refused.
+    """
+
+    parked = 0
+    """Nothing is: what cannot be sent on waits in its delay queue."""
+
+    def __init__(
+        self,
+        connect: Callable[..., Any],
+        queues: Sequence[str],
+        *,
+        visibility_seconds: int = VISIBILITY_SECONDS,
+    ) -> None:
+        """*connect* makes a kombu connection; *queues* are destinations."""
+        self.promoted = 0
+        self.relayed = 0
+        self.failed = 0
+        self._connect = connect
+        self._queues = list(queues)
+        self._visibility_seconds = visibility_seconds
+        self._stopping = Event()
+
+    def run(self) -> None:
+        """Relay until :meth:`stop`, however often SQS cannot be reached."""
+        pause = _Pause(self._stopping)
+        while not self._stopping.is_set():
+            try:
+                with self._connect() as connection:
+                    self._run_on(connection.default_channel)
+            except Exception as exc:  # the loop must outlive whatever the network brings
+                _complain("relaying", exc, pause.next_seconds)
+                pause.wait()
+
+    def stop(self) -> None:
+        """Have :meth:`run` return soon.
+
+        A long poll cannot be interrupted: what it still brings is sent on as long as this process
+        lives, and else received by another relay when :data:`VISIBILITY_SECONDS` are over.
+        """
+        self._stopping.set()
+
+    def _run_on(self, channel: Any) -> None:
+        threads = [
+            Thread(
+                target=self._serve,
+                args=(channel, queue),
+                name=f"native-delay-relay-{queue}",
+                daemon=True,
+            )
+            for queue in self._queues
+        ]
+        for thread in threads:
+            thread.start()
+        self._stopping.wait()
+        deadline = monotonic() + PATIENCE_SECONDS
+        for thread in threads:
+            thread.join(max(deadline - monotonic(), 0))
+
+    def _serve(self, channel: Any, queue: str) -> None:
+        line = _Line(self, channel, queue, visibility_seconds=self._visibility_seconds)
+        pause = _Pause(self._stopping)
+        while not self._stopping.is_set():
+            try:
+                line.step()
+                pause.reset()
+            except _NoDelayQueue:
+                return  # whoever prepared us has said so
+            except Exception as exc:  # as above
+                if self._stopping.is_set():
+                    return
+                _complain(f"relaying for {queue!r}", exc, pause.next_seconds)
+                pause.wait()
+
+
+class _NoDelayQueue(NativeDelayError):
+    """It should have been among the predefined queues."""
+
+
+class _Line:
+    """What one thread does for one destination."""
+
+    def __init__(self, relay: Relay, channel: Any, queue: str, *, visibility_seconds: int) -> None:
+        self._relay = relay
+        self._queues: Queues = channel.delays.queues
+        self._hop_seconds = channel.delays.hop_seconds
+        self._destination = queue
+        self._source = delay_queue_of(queue)
+        self._visibility_seconds = visibility_seconds
+
+    def step(self) -> None:
+        """Receive up to ten messages and send them on; what SQS does not take rests by itself."""
+        try:
+            answer = self._client(self._source).receive_message(
+                QueueUrl=self._url(self._source),
+                MaxNumberOfMessages=BATCH,
+                WaitTimeSeconds=LONG_POLL_SECONDS,
+                VisibilityTimeout=self._visibility_seconds,
+                MessageSystemAttributeNames=_ASKED,
+            )
+        except ClientError as exc:
+            if is_gone(exc):
+                self._queues.forget(self._source)
+            raise
+        messages = answer.get("Messages") or []
+        received = self._read(messages, now_ms=_dated_ms(answer))
+        onward: list[_Received] = []
+        home: list[_Received] = []
+        for each in received:
+            is_last = each.reception.is_last_hop(each.entry.left_ms, hop_seconds=self._hop_seconds)
+            (home if is_last else onward).append(each)
+        # In this order: a repeated send is recognised by the message that it repeats, which may
+        # be among those that go home.
+        self._relay.relayed += self._send_all(self._source, onward, self._onward)
+        self._relay.promoted += self._send_all(self._destination, home, self._home)
+
+    def _read(self, messages: Sequence[dict[str, Any]], *, now_ms: int) -> Iterator[_Received]:
+        at = monotonic()
+        for message in messages:
+            told = message["Attributes"]
+            count = int(told["ApproximateReceiveCount"])
+            try:
+                entry = opened(message["Body"])
+            except ValueError as exc:
+                logger.error("native delay: %s: message left alone: %s", self._source, exc)
+                self._let_rest([(message["ReceiptHandle"], retry_seconds(count))])
+                continue
+            reception = Reception(
+                int(told["SentTimestamp"]),
+                int(told["ApproximateFirstReceiveTimestamp"]),
+                count,
+                now_ms,
+            )
+            yield _Received(entry, reception, at, message["ReceiptHandle"])
+
+    # --- sending on ----------------------------------------------------------------------
+
+    def _home(self, each: _Received) -> dict[str, Any]:
+        """To the destination."""
+        return each.entry.parcel.arguments() | {"DelaySeconds": seconds_up(each.left_ms)}
+
+    def _onward(self, each: _Received) -> dict[str, Any]:
+        """Back into the delay queue."""
+        return each.entry.again(each.left_ms).arguments()
+
+    def _send_all(
+        self,
+        queue: str,
+        received: Sequence[_Received],
+        arguments: Callable[[_Received], dict[str, Any]],
+    ) -> int:
+        """Send *received* to *queue* and delete what SQS has taken; how many."""
+        taken = 0
+        for batch in _batches(received):
+            try:
+                refused = self._send(queue, [arguments(each) for each in batch])
+            except BaseException:
+                # Another relay may reach what this one does not.
+                self._let_rest([(each.receipt, 0) for each in batch])
+                raise
+            self._delete([each for at, each in enumerate(batch) if at not in refused])
+            taken += len(batch) - len(refused)
+            if refused:
+                self._relay.failed += len(refused)
+                logger.error(
+                    "native delay: %s did not take %d of %d message(s), they are tried again: %s",
+                    queue,
+                    len(refused),
+                    len(batch),
+                    next(iter(refused.values())),
+                )
+                failed = [batch[at] for at in refused]
+                self._let_rest([(each.receipt, each.retry_seconds) for each in failed])
+        return taken
+
+    def _send(self, queue: str, messages: Sequence[dict[str, Any]]) -> dict[int, str]:
+        """Which of *messages* SQS did not take, and why."""
+        entries = [{"Id": str(at)} | message for at, message in enumerate(messages)]
+
+        def send() -> dict[str, Any]:
+            url = self._url(queue)
+            answer: dict[str, Any] = self._client(queue).send_message_batch(
+                QueueUrl=url, Entries=entries
+            )
+            return answer
+
+        try:
+            answer = send()
+        except ClientError as exc:
+            if is_gone(exc):
+                self._queues.forget(queue)
+                answer = send()  # into a new one, as kombu does
+            elif not is_about_a_message(exc):
+                raise
+            elif len(messages) == 1:
+                return {0: str(exc)}
+            else:  # not the whole batch for one
+                alone = (self._send(queue, [message]) for message in messages)
+                return {at: refused[0] for at, refused in enumerate(alone) if refused}
+        failed = answer.get("Failed") or []
+        return {int(each["Id"]): f"{each['Code']}: {each.get('Message')}" for each in failed}
+
+    def _delete(self, sent: Sequence[_Received]) -> None:
+        if not sent:
+            return
+        answer = self._client(self._source).delete_message_batch(
+            QueueUrl=self._url(self._source),
+            Entries=[
+                {"Id": str(at), "ReceiptHandle": each.receipt} for at, each in enumerate(sent)
+            ],
+        )
+        failed = answer.get("Failed") or []
+        if failed:
+            logger.warning(
+                "native delay: %s: %d message(s) sent on and not deleted, they may come twice: %s",
+                self._source,
+                len(failed),
+                failed[0].get("Message"),
+            )
+
+    def _let_rest(self, receipts: Sequence[tuple[str, int]]) -> None:
+        """Have SQS deliver messages again, after seconds each; else it does by itself."""
+        entries = [
+            {"Id": str(at), "ReceiptHandle": receipt, "VisibilityTimeout": seconds}
+            for at, (receipt, seconds) in enumerate(receipts)
+        ]
+        with suppress(ClientError, BotoCoreError, OSError):
+            self._client(self._source).change_message_visibility_batch(
+                QueueUrl=self._url(self._source), Entries=entries
+            )
+
+    def _url(self, queue: str) -> str:
+        """Of the destination or the delay queue; created if it is gone."""
+        if queue == self._destination:
+            return self._queues.url(queue)
+        url = self._queues.make_delay_queue(self._destination, hop_seconds=self._hop_seconds)
+        if url is None:
+            raise _NoDelayQueue(f"expected {self._source!r} among predefined_queues")
+        return url
+
+    def _client(self, queue: str) -> Any:
+        """Asked for each time: the tokens of predefined queues expire."""
+        return self._queues.client(queue)
+
+
+class _Pause:
+    """Waits twice as long each time, until :meth:`reset`."""
+
+    def __init__(self, stopping: Event) -> None:
+        self._stopping = stopping
+        self.next_seconds = FIRST_PAUSE_SECONDS
+
+    def wait(self) -> None:
+        self._stopping.wait(self.next_seconds)
+        self.next_seconds = min(self.next_seconds * 2, LONGEST_PAUSE_SECONDS)
+
+    def reset(self) -> None:
+        self.next_seconds = FIRST_PAUSE_SECONDS
+
+
+def _batches(received: Sequence[_Received]) -> Iterator[list[_Received]]:
+    """Most often one: a request may be no larger than a message."""
+    batch: list[_Received] = []
+    size_bytes = 0
+    for each in received:
+        its_bytes = each.entry.size_bytes
+        if batch and size_bytes + its_bytes > MOST_BYTES:
+            yield batch
+            batch, size_bytes = [], 0
+        batch.append(each)
+        size_bytes += its_bytes
+    if batch:
+        yield batch
+
+
+def _dated_ms(answer: dict[str, Any]) -> int:
+    """When SQS answered, by its own clock; Unix time in milliseconds, in whole seconds."""
+    dated = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
+    return int(parsedate_to_datetime(dated).timestamp()) * 1000 if dated else 0
+
+
+def _complain(what: str, exc: BaseException, pause_seconds: float) -> None:
+    logger.warning(
+        "native delay: %s stopped, next attempt in %.1f s: %s: %s",
+        what,
+        pause_seconds,
+        type(exc).__name__,
+        exc,
+        exc_info=None if isinstance(exc, _EXPECTED) else exc,
+    )

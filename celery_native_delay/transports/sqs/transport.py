@@ -1,0 +1,80 @@
+"""kombu's SQS transport, taught to let messages wait in the broker.
+
+Without ``transport_options["native_delay"]`` it is kombu's own in every respect.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from kombu.transport import SQS
+
+from ...core.delayed import HEADER
+from ...core.errors import NativeDelayError, NoLedger
+from ...core.settings import DelaySettings
+from ..virtual import channel as virtual
+from .delay_queue import can_delay
+from .delays import Delays, leave_to_celery
+
+if TYPE_CHECKING:
+    from .admin_part import SqsAdminPart
+    from .worker_part import SqsWorkerPart
+
+
+class Message(virtual.Message):
+    """A received message; its delivery tag is a receipt, so the id of its wait is in the trace."""
+
+    def __init__(self, payload: Any, channel: Any = None, **kwargs: Any) -> None:
+        super().__init__(payload, channel=channel, **kwargs)
+        if self.native_delay is not None:
+            delivery_id = str(payload["headers"][HEADER].get("id"))
+            self.native_delay = self.native_delay._replace(delivery_id=delivery_id)
+
+
+class Channel(virtual.DelayingChannel, SQS.Channel):  # type: ignore[misc]
+    """A channel whose messages with an ETA ahead wait in SQS."""
+
+    Message = Message
+
+    def make_delays(
+        self, settings: DelaySettings, *, refusal: NativeDelayError | None = None
+    ) -> Delays:
+        """Delayed delivery on this channel."""
+        return Delays(self, settings, refusal=refusal)
+
+    def let_wait(self, queue: str, message: dict[str, Any], *, due_us: int, **kwargs: Any) -> Any:
+        """Send *message* with a delay, or into the delay queue of *queue*."""
+        if not can_delay(queue):
+            leave_to_celery(queue)
+            return SQS.Channel._put(self, queue, message, **kwargs)
+        return self.delays.publish(queue, message, due_us=due_us)
+
+    def worker_part(self, settings: DelaySettings) -> SqsWorkerPart:
+        """What a worker does for this broker."""
+        from .worker_part import SqsWorkerPart
+
+        return SqsWorkerPart(self, settings)
+
+    def admin_part(self, settings: DelaySettings) -> SqsAdminPart:
+        """What the command line does on this broker."""
+        from .admin_part import SqsAdminPart
+
+        return SqsAdminPart(self)
+
+    def ledger(self, settings: DelaySettings) -> None:
+        """Nobody can look into SQS.
+
+        Raises:
+            NoLedger: saying what remains.
+        """
+        raise NoLedger(
+            "SQS shows nobody what waits and gives nothing back before it is due: tasks cannot be "
+            "listed, cancelled or moved there. What remains: `expires`, a check in the task itself "
+            "when it runs, or Redis or RabbitMQ with native_delay_ledger as the broker"
+        )
+
+
+class Transport(virtual.DelayingTransport, SQS.Transport):  # type: ignore[misc]
+    """kombu's SQS transport; with the ``native_delay`` option, messages wait in the broker."""
+
+    delaying_channel = Channel

@@ -1,0 +1,121 @@
+"""What a worker does for SQS: set up delay queues, relay, take in what came too early."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from botocore.exceptions import BotoCoreError, ClientError
+from kombu.exceptions import OperationalError
+
+from ...core.errors import NativeDelayError, TopologyMismatch
+from ...core.settings import DelaySettings
+from ..contract import Early, Rescue
+from .delay_queue import can_delay, delay_queue_of, mismatches
+from .relay import Relay
+
+logger = logging.getLogger(__name__)
+
+
+class SqsWorkerPart:
+    """On one channel; see :class:`~celery_native_delay.transports.contract.WorkerPart`."""
+
+    def __init__(self, channel: Any, settings: DelaySettings) -> None:
+        self.settings = settings
+        self._channel = channel
+        self._delays = channel.delays
+        self._queues: list[str] = []
+
+    def serve(self, queues: Sequence[str]) -> None:
+        """See :class:`~celery_native_delay.transports.contract.ServesQueues`."""
+        self._queues = [queue for queue in queues if can_delay(queue)]
+
+    def prepare(self, where: str) -> str:
+        """Set up the delay queues of what is consumed.
+
+        Raises:
+            TopologyMismatch: one of them is not as it must be; naming each attribute.
+            NotPermitted: SQS does not allow us to look or to create.
+        """
+        self._delays.prepare()
+        found, lacking = set_up(self._delays, self._queues)
+        for name in lacking:
+            logger.warning(
+                "native delay: %s: not among predefined_queues: tasks that are due in more than "
+                "%d s are held by workers for the rest; add it",
+                name,
+                self._delays.hop_seconds,
+            )
+        return (
+            f"{where} holds delayed tasks, for longer than {self._delays.hop_seconds} s in "
+            f"{', '.join(found) or 'no queue'}; relaying in this process; longest delay "
+            f"{self.settings.longest_delay_seconds / 86400:.0f} days; adopting "
+            f"{'on' if self.settings.adopt else 'off'}"
+        )
+
+    def dangers(self) -> list[str]:
+        """None that prepare() would not have refused."""
+        return []
+
+    def put_back(self, early: Sequence[Early]) -> list[tuple[Early, NativeDelayError]]:
+        """Send messages again to the queues they came from, with what is left of their delay."""
+        refused = []
+        for task in early:
+            message, message_id = _as_sent(task.message._raw)
+            try:
+                self._delays.publish(
+                    task.queue,
+                    message,
+                    due_us=task.due_us,
+                    delivery_id=task.delivery_id or message_id,
+                    entry_id=message_id,
+                )
+            except NativeDelayError as exc:
+                refused.append((task, exc))
+            except (ClientError, BotoCoreError) as exc:
+                raise OperationalError(str(exc)) from exc
+        return refused
+
+    def rescue(self) -> Rescue:
+        """Nothing parks: the relay tries again by itself."""
+        return Rescue()
+
+    def promoter(self, connect: Callable[..., Any]) -> Relay:
+        """Relays for the queues that are served, on a connection of its own."""
+        return Relay(connect, self._queues)
+
+
+def set_up(delays: Any, queues: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Names of the delay queues of *queues*, and of those that should have been predefined.
+
+    Raises:
+        TopologyMismatch, NotPermitted: as of :meth:`SqsWorkerPart.prepare`.
+    """
+    found, lacking, wrong = [], [], []
+    for queue in queues:
+        name = delays.queues.name(delay_queue_of(queue))
+        url = delays.queues.make_delay_queue(queue, hop_seconds=delays.hop_seconds)
+        if url is None:
+            lacking.append(name)
+            continue
+        found.append(name)
+        attributes = delays.queues.attributes(delay_queue_of(queue), url) or {}
+        wrong += mismatches(name, attributes, hop_seconds=delays.hop_seconds)
+    if wrong:
+        raise TopologyMismatch("; ".join(wrong))
+    return found, lacking
+
+
+def _as_sent(raw: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    """A received message as its producer sent it, and the id that SQS knows it by."""
+    properties = dict(raw["properties"])
+    info = dict(properties.get("delivery_info") or {})
+    received = info.pop("sqs_message", None) or {}
+    info.pop("sqs_queue", None)
+    properties["delivery_info"] = info
+    message_id = str(received.get("MessageId") or properties["delivery_tag"])
+    properties["delivery_tag"] = message_id
+    if received.get("MessageAttributes"):
+        properties["message_attributes"] = received["MessageAttributes"]
+    return {**raw, "properties": properties}, message_id

@@ -1,0 +1,85 @@
+"""Delayed publishing on one channel: an insert a message, and it is safe."""
+
+from __future__ import annotations
+
+from time import time_ns
+from typing import Any
+from uuid import uuid4
+
+from kombu.utils.json import dumps
+
+from ...core.due_time import check_reach, milliseconds_up
+from ...core.errors import NativeDelayError
+from ...core.settings import DelaySettings
+from ..virtual.trace import sealed
+from .store import Store
+
+#: The queue of a message for all that listen to its exchange.
+BROADCAST = ""
+
+
+class Delays:
+    """Everything delayed delivery does on one channel.
+
+    With a *refusal* nothing is delayed: whoever asks for it is told why.
+    """
+
+    def __init__(
+        self, settings: DelaySettings, url: str, *, refusal: NativeDelayError | None = None
+    ) -> None:
+        self.settings = settings
+        self._url = url
+        self._refusal = refusal
+
+    @property
+    def store(self) -> Store:
+        """What the messages wait in; another one after a fork.
+
+        Raises:
+            SettingsError, UnsupportedBroker: there is none; saying the way out.
+        """
+        if self._refusal is not None:
+            raise self._refusal
+        return Store.of(self._url, self.settings.namespace)
+
+    def publish(self, message: dict[str, Any], queue: str, *, due_us: int) -> None:
+        """Store kombu's *message* for *queue*, or for :data:`BROADCAST`.
+
+        Args:
+            due_us: microseconds since the epoch.
+
+        Raises:
+            DelayTooLong, SettingsError, StoreUnavailable, TopologyMismatch, UnsupportedBroker:
+                nothing was stored; the text says why and the way out.
+        """
+        store = self.store
+        self.check_reach(due_us)
+        envelope = dumps(sealed(message, due_ms=milliseconds_up(due_us)))
+        store.add(queue, envelope, due_us=due_us, task_id=id_of(message))
+
+    def put_back(self, message: dict[str, Any], queue: str, *, due_us: int) -> None:
+        """Let a received message, as it lay in *queue*, wait (again) for it alone.
+
+        It gets a new delivery tag: its present one is about to be acknowledged.
+        """
+        properties = {**message["properties"], "delivery_tag": str(uuid4())}
+        self.publish({**message, "properties": properties}, queue, due_us=due_us)
+
+    def check_reach(self, due_us: int) -> None:
+        """Refuse what is further away than the longest delay.
+
+        Raises:
+            DelayTooLong: it is.
+        """
+        check_reach(
+            milliseconds_up(due_us - time_ns() // 1000),
+            max_units=round(self.settings.longest_delay_seconds * 1000),
+            resolution_ms=1,
+        )
+
+
+def id_of(message: dict[str, Any]) -> str:
+    """Under which id people look for *message*."""
+    headers, properties = message.get("headers") or {}, message["properties"]
+    found = headers.get("id") or properties.get("correlation_id") or properties["delivery_tag"]
+    return str(found)

@@ -1,0 +1,109 @@
+"""Looking into a store, and changing it, message by message."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from sqlalchemy import Connection, delete, func, or_, select, update
+
+from .schema import MESSAGES
+
+#: Rows that are read at a time by who looks for some of them.
+_CHUNK = 1000
+
+_ROW = MESSAGES.c
+
+_SHOWN = select(_ROW.id, _ROW.queue, _ROW.envelope, _ROW.due_us)
+
+
+@dataclass(frozen=True)
+class Row:
+    """A message as it lies there; *due_us* is None for one that is parked."""
+
+    id: int
+    queue: str
+    envelope: str
+    due_us: int | None
+
+
+class Rows:
+    """Those of one namespace, in one transaction."""
+
+    def __init__(self, connection: Connection, namespace: str, *, to_change: bool) -> None:
+        self._connection = connection
+        self._mine = _ROW.namespace == namespace
+        self._to_change = to_change
+
+    def count(self, from_us: int | None, until_us: int | None) -> int:
+        """How many are due from then until before then; None is without limit."""
+        statement = select(func.count()).select_from(MESSAGES)
+        statement = statement.where(self._mine, *_between(from_us, until_us))
+        return int(self._connection.execute(statement).scalar() or 0)
+
+    def span(self) -> tuple[int, int] | None:
+        """When the first and the last are due; None if nothing waits."""
+        statement = select(func.min(_ROW.due_us), func.max(_ROW.due_us)).where(self._mine)
+        first_us, last_us = self._connection.execute(statement).one()
+        return None if first_us is None else (int(first_us), int(last_us))
+
+    def waiting(
+        self,
+        from_us: int | None,
+        until_us: int | None,
+        *,
+        offset: int = 0,
+        containing: Sequence[str] = (),
+        containing_any: Sequence[Sequence[str]] = (),
+    ) -> Iterator[Row]:
+        """Those due in the range, earliest first, whose envelopes contain all of these.
+
+        And of each of the other groups one text in any case.
+        """
+        statement = (
+            _SHOWN.where(self._mine, *_between(from_us, until_us))
+            .where(*(_ROW.envelope.contains(text, autoescape=True) for text in containing))
+            .where(
+                *(
+                    or_(*(_ROW.envelope.icontains(text, autoescape=True) for text in group))
+                    for group in containing_any
+                )
+            )
+            .order_by(_ROW.due_us, _ROW.id)
+        )
+        for start in count(offset, _CHUNK):
+            rows = self._connection.execute(statement.offset(start).limit(_CHUNK)).all()
+            for row in rows:
+                yield Row(*row)
+            if len(rows) < _CHUNK:
+                return
+
+    def of(self, task_id: str) -> list[Row]:
+        """What waits or is parked under *task_id*; locked, if it is to be changed."""
+        statement = _SHOWN.where(self._mine, _ROW.task_id == task_id[:255]).order_by(_ROW.due_us)
+        if self._to_change:
+            statement = statement.with_for_update()
+        return [Row(*row) for row in self._connection.execute(statement).all()]
+
+    def replace(self, row: Row, envelope: str, due_us: int) -> None:
+        """Have *row* be another message, due then."""
+        self._connection.execute(
+            update(MESSAGES)
+            .where(_ROW.id == row.id)
+            .values(envelope=envelope, due_us=due_us, attempts=0, reason=None)
+        )
+
+    def remove(self, row: Row) -> None:
+        """Have *row* be gone."""
+        self._connection.execute(delete(MESSAGES).where(_ROW.id == row.id))
+
+
+def _between(from_us: int | None, until_us: int | None) -> list[Any]:
+    conditions: list[Any] = [_ROW.due_us.is_not(None)]
+    if from_us is not None:
+        conditions.append(_ROW.due_us >= from_us)
+    if until_us is not None:
+        conditions.append(_ROW.due_us < until_us)
+    return conditions

@@ -1,0 +1,345 @@
+"""Messages that wait in a table, by due time.
+
+Threads may share a store; after a fork the child makes its own. Several processes may dispatch
+from one: PostgreSQL and MySQL lock the rows that are taken and skip those that others have taken,
+SQLite locks the file while a batch is handed over.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from threading import Lock
+from time import monotonic, time_ns
+from typing import Any, TypeVar
+
+from sqlalchemy import (
+    Connection,
+    bindparam,
+    delete,
+    exc,
+    func,
+    insert,
+    inspect,
+    select,
+    update,
+)
+
+from ...core.errors import StoreUnavailable, TopologyMismatch
+from ...core.shown_url import without_password
+from .breakers import Breakers
+from .database import READS, engine_of
+from .rows import Rows
+from .schema import MESSAGES, METADATA, SCHEMA, VERSION
+
+T = TypeVar("T")
+
+#: Messages that are taken at a time. More are no faster, and keep others waiting longer.
+BATCH = 100
+
+#: As far as they are counted: what is parked is tried for as long as it lies there.
+_MOST_ATTEMPTS = 30_000
+
+_ROW = MESSAGES.c
+
+_ADD = insert(MESSAGES)
+_MINE = _ROW.namespace == bindparam("mine")
+_NEXT = select(func.min(_ROW.due_us)).where(_MINE)
+_TAKE = (
+    select(_ROW.id, _ROW.queue, _ROW.envelope, _ROW.attempts)
+    .where(_MINE, _ROW.due_us <= bindparam("until"))
+    .order_by(_ROW.due_us)
+    .limit(bindparam("most"))
+    .with_for_update(skip_locked=True)
+)
+_TAKE_PARKED = (
+    select(_ROW.id, _ROW.queue, _ROW.envelope, _ROW.attempts)
+    .where(_MINE, _ROW.due_us.is_(None), _ROW.id > bindparam("after"))
+    .order_by(_ROW.id)
+    .limit(bindparam("most"))
+    .with_for_update(skip_locked=True)
+)
+_REMOVE = delete(MESSAGES).where(_ROW.id.in_(bindparam("ids", expanding=True)))
+_PUT_OFF = (
+    update(MESSAGES)
+    .where(_ROW.id == bindparam("one"))
+    .values(due_us=bindparam("due"), attempts=bindparam("tries"), reason=bindparam("why"))
+)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A message that was taken out of the store, and stays there unless it is handed over."""
+
+    id: int
+    queue: str
+    envelope: str
+    attempts: int
+
+
+@dataclass
+class Batch:
+    """Messages that this transaction alone has, and what became of them.
+
+    Those that are neither :attr:`delivered` nor :attr:`put_off` are as they were.
+    """
+
+    connection: Connection
+    messages: list[Stored]
+    delivered: list[int] = field(default_factory=list)
+    put_off: list[dict[str, Any]] = field(default_factory=list)
+
+    def refused(self, message: Stored, reason: str, due_us: int | None) -> None:
+        """Its destination did not take it: to be tried again at *due_us*, or parked by None."""
+        self.put_off.append(
+            {
+                "one": message.id,
+                "due": due_us,
+                "tries": min(message.attempts + 1, _MOST_ATTEMPTS),
+                "why": reason[:1000],
+            }
+        )
+
+
+@dataclass(frozen=True)
+class Census:
+    """What lies in the store: numbers of messages, microseconds until the first is due.
+
+    Below 0 since it was; None if nothing waits.
+    """
+
+    waiting: int
+    parked: int
+    overdue: int
+    until_first_us: int | None
+
+
+_stores: dict[tuple[str, str], Store] = {}
+
+# A child must not use its parent's connections, nor close them, as forgetting them would.
+_inherited: list[Store] = []
+
+
+def _inherit() -> None:
+    _inherited.extend(_stores.values())
+    _stores.clear()
+
+
+os.register_at_fork(after_in_child=_inherit)
+
+
+class Store:
+    """See the module's docstring. Every method that asks the database raises StoreUnavailable."""
+
+    def __init__(self, url: str, namespace: str) -> None:
+        self.shown_url = without_password(url)
+        self.url = url
+        self.namespace = namespace
+        self.engine = engine_of(url)
+        self.breakers = Breakers(float("inf"))
+        #: Called with the due time of whatever this process adds.
+        self.on_add: Callable[[int], object] = lambda due_us: None
+        self._is_ready = False
+        self._preparing = Lock()
+
+    @classmethod
+    def of(cls, url: str, namespace: str) -> Store:
+        """The one of this process."""
+        store = _stores.get((url, namespace))
+        if store is None:
+            store = _stores.setdefault((url, namespace), cls(url, namespace))
+        return store
+
+    @property
+    def is_file(self) -> bool:
+        """Whether it is SQLite's: local, and quick to ask."""
+        return self.engine.dialect.name == "sqlite"
+
+    # --- the tables ----------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Make sure that our tables are there, in the version that we know; once.
+
+        Raises:
+            TopologyMismatch: they are of another version.
+            StoreUnavailable: it is away, or this user may not create them.
+        """
+        if self._is_ready:
+            return
+        with self._preparing, self._explained():
+            if not self._is_ready:
+                if not self._has_tables():
+                    self._create()
+                self._check_version()
+                self._is_ready = True
+
+    def _has_tables(self) -> bool:
+        with self.engine.connect().execution_options(**{READS: True}) as connection:
+            found = inspect(connection)
+            return all(found.has_table(table.name) for table in METADATA.sorted_tables)
+
+    def _create(self) -> None:
+        # Where somebody else creates them as well, "if it is not there" is no promise.
+        for last_try in (False, True):
+            try:
+                with self.engine.begin() as connection:
+                    METADATA.create_all(connection)
+                    if connection.execute(select(SCHEMA.c.version)).first() is None:
+                        connection.execute(insert(SCHEMA).values(version=VERSION))
+                return
+            except (exc.IntegrityError, exc.ProgrammingError, exc.OperationalError):
+                if last_try:
+                    raise
+
+    def _check_version(self) -> None:
+        with self._reading() as connection:
+            found = sorted(connection.execute(select(SCHEMA.c.version)).scalars())
+        if found != [VERSION]:
+            raise TopologyMismatch(
+                f"expected the tables of version {VERSION} in {self.shown_url}, found version "
+                f"{' and '.join(map(str, found)) or 'none'}: use the release of "
+                f"celery_native_delay that has made them, or another database"
+            )
+
+    # --- in ------------------------------------------------------------------------------
+
+    def add(self, queue: str, envelope: str, *, due_us: int, task_id: str) -> None:
+        """Have *envelope* put into *queue* at *due_us*; it is there when this returns."""
+        values = {
+            "namespace": self.namespace,
+            "due_us": due_us,
+            "queue": queue,
+            "envelope": envelope,
+            "task_id": task_id[:255],
+        }
+        try:
+            self._ready(lambda connection: connection.execute(_ADD, values))
+        except StoreUnavailable as error:
+            self.breakers.failed(self.breakers.store, error, now=monotonic())
+            raise
+        self.breakers.store.succeeded(now=monotonic())
+        self.on_add(due_us)
+
+    # --- out -----------------------------------------------------------------------------
+
+    def next_due_us(self) -> int | None:
+        """When the first message is due, microseconds since the epoch; None if nothing waits."""
+        with self._explained(), self._reading() as connection:
+            due_us = connection.execute(_NEXT, {"mine": self.namespace}).scalar()
+        return None if due_us is None else int(due_us)
+
+    @contextmanager
+    def taking(self, *, until_us: int) -> Iterator[Batch]:
+        """A batch of what is due, earliest first, for as long as the block lasts.
+
+        What the block has marked is settled at its end. If it raises, or this process dies,
+        nothing has happened here, and all of it is there to be taken again.
+        """
+        parameters = {"mine": self.namespace, "until": until_us, "most": BATCH}
+        with self._batch(_TAKE, parameters) as batch:
+            yield batch
+
+    @contextmanager
+    def taking_parked(self, *, after_id: int) -> Iterator[Batch]:
+        """The same for what is parked, in the order of ids."""
+        parameters = {"mine": self.namespace, "after": after_id, "most": BATCH}
+        with self._batch(_TAKE_PARKED, parameters) as batch:
+            yield batch
+
+    @contextmanager
+    def _batch(self, statement: Any, parameters: dict[str, Any]) -> Iterator[Batch]:
+        with self._explained(), self.engine.begin() as connection:
+            rows = connection.execute(statement, parameters).all()
+            batch = Batch(connection, [Stored(*row) for row in rows])
+            yield batch
+            if batch.delivered:
+                connection.execute(_REMOVE, {"ids": batch.delivered})
+            if batch.put_off:
+                connection.execute(_PUT_OFF, batch.put_off)
+
+    # --- looking -------------------------------------------------------------------------
+
+    def census(self) -> Census:
+        """Count what is there."""
+        now_us = time_ns() // 1000
+        columns = (func.count(_ROW.due_us), func.count(_ROW.id), func.min(_ROW.due_us))
+        with self._explained(), self._reading() as connection:
+            mine = {"mine": self.namespace}
+            waiting, total, first_us = connection.execute(select(*columns).where(_MINE), mine).one()
+            overdue = connection.execute(
+                select(func.count()).select_from(MESSAGES).where(_MINE, _ROW.due_us <= now_us), mine
+            ).scalar()
+        until_first_us = None if first_us is None else int(first_us) - now_us
+        return Census(int(waiting), int(total) - int(waiting), int(overdue or 0), until_first_us)
+
+    @contextmanager
+    def rows(self, *, to_change: bool = False) -> Iterator[Rows]:
+        """All that is there, one by one; locked when it is looked at *to_change* it."""
+        connected = self.engine.begin() if to_change else self._reading()
+        with self._explained(), connected as connection:
+            yield Rows(connection, self.namespace, to_change=to_change)
+
+    def count_parked(self) -> int:
+        """How many are parked."""
+        statement = select(func.count()).select_from(MESSAGES).where(_MINE, _ROW.due_us.is_(None))
+        with self._explained(), self._reading() as connection:
+            return int(connection.execute(statement, {"mine": self.namespace}).scalar() or 0)
+
+    def parked(self, *, limit: int) -> list[tuple[str, str]]:
+        """Envelopes of the first *limit* parked messages, and why each was refused."""
+        statement = (
+            select(_ROW.envelope, _ROW.reason)
+            .where(_MINE, _ROW.due_us.is_(None))
+            .order_by(_ROW.id)
+            .limit(limit)
+        )
+        with self._explained(), self._reading() as connection:
+            rows = connection.execute(statement, {"mine": self.namespace}).all()
+        return [(envelope, reason or "") for envelope, reason in rows]
+
+    def purge(self, *, parked: bool) -> int:
+        """Throw away all that waits, or all that is parked; how many."""
+        which = _ROW.due_us.is_(None) if parked else _ROW.due_us.is_not(None)
+        statement = delete(MESSAGES).where(_MINE, which)
+        return self._ready(
+            lambda connection: connection.execute(statement, {"mine": self.namespace}).rowcount
+        )
+
+    # --- private -------------------------------------------------------------------------
+
+    def _ready(self, change: Callable[[Connection], T]) -> T:
+        """*change* in a transaction of its own; tables that are gone are made anew."""
+        self.prepare()
+        with self._explained():
+            try:
+                with self.engine.begin() as connection:
+                    return change(connection)
+            except (exc.OperationalError, exc.ProgrammingError):
+                if self._has_tables():
+                    raise
+                self._is_ready = False
+        self.prepare()
+        with self._explained(), self.engine.begin() as connection:
+            return change(connection)
+
+    @contextmanager
+    def _reading(self) -> Iterator[Connection]:
+        with self.engine.connect().execution_options(**{READS: True}) as connection:
+            yield connection
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except exc.SQLAlchemyError as error:
+            raise StoreUnavailable(
+                f"the store {self.shown_url} cannot be used: {reason_of(error)}"
+            ) from error
+
+
+def reason_of(error: BaseException) -> str:
+    """What the driver said, in one line."""
+    said = str(getattr(error, "orig", None) or error).strip()
+    return said.splitlines()[0] if said else type(error).__name__

@@ -1,0 +1,50 @@
+"""Messages of kombu's filesystem transport, as files that appear when they are complete.
+
+kombu makes a file under its final name and fills it then; a consumer that looks in between takes an
+empty file, fails on it and has lost the message.
+https://github.com/celery/kombu/blob/v5.5.0/kombu/transport/filesystem.py#L238
+"""
+
+from __future__ import annotations
+
+import errno
+from pathlib import Path
+from time import monotonic
+from typing import Any
+from uuid import uuid4
+
+from kombu.exceptions import ChannelError
+from kombu.utils.json import dumps
+
+#: What the name of the queue is to blame for, where the folder is there.
+_BY_NAME = (errno.ENOENT, errno.ENOTDIR, errno.EINVAL, errno.ENAMETOOLONG)
+
+
+def is_folder(channel: Any) -> bool:
+    """Whether *channel* puts messages into files."""
+    return hasattr(channel, "data_folder_out")
+
+
+def put_file(channel: Any, queue: str, message: dict[str, Any]) -> None:
+    """Put *message* where kombu's *channel* would, under a name as it would have.
+
+    Raises:
+        ChannelError: no file can have this name.
+        OSError: the folder is not there, or full, or not ours to write to.
+    """
+    folder = Path(channel.data_folder_out)
+    final = folder / f"{round(monotonic() * 1000)}_{uuid4()}.{queue}.msg"
+    try:
+        unfinished = final.with_name(f"{final.name}.unfinished")  # which is no consumer's
+        unfinished.write_bytes(dumps(message).encode())
+        unfinished.rename(final)
+    except OSError as exc:
+        if exc.errno in _BY_NAME and folder.is_dir():
+            raise ChannelError(f"Cannot add file {str(final)!r} to directory") from exc
+        raise
+
+
+def put_files(channel: Any, exchange: str, message: dict[str, Any]) -> None:
+    """The same for every queue that is bound to a fanout exchange now."""
+    for bound in channel.get_table(exchange):
+        put_file(channel, bound.queue, message)

@@ -1,0 +1,78 @@
+"""What a worker does for a store: dispatch, take in what came too early, try what is parked."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ...core.errors import NativeDelayError
+from ...core.settings import DelaySettings
+from ..contract import Early, Rescue
+from .dispatcher import Dispatcher
+from .handover import handing_over
+from .store import Store
+
+
+class StoreWorkerPart:
+    """On one channel; see :class:`~celery_native_delay.transports.contract.WorkerPart`."""
+
+    def __init__(self, channel: Any, settings: DelaySettings) -> None:
+        self.settings = settings
+        self._channel = channel
+        self._delays = channel.delays
+
+    def prepare(self, where: str) -> str:
+        """Make the tables, if they are not there."""
+        store: Store = self._delays.store
+        store.prepare()
+        census = store.census()
+        return (
+            f"{store.shown_url} holds delayed tasks of {where}: {census.waiting} waiting, "
+            f"{census.parked} parked; dispatching in this worker; longest delay "
+            f"{self.settings.longest_delay_seconds / 86400:.0f} days; adopting "
+            f"{'on' if self.settings.adopt else 'off'}"
+        )
+
+    def dangers(self) -> list[str]:
+        """None that a store tells of."""
+        return []
+
+    def put_back(self, early: Sequence[Early]) -> list[tuple[Early, NativeDelayError]]:
+        """Store messages again for the queues they came from."""
+        refused = []
+        for task in early:
+            try:
+                self._delays.put_back(task.message._raw, task.queue, due_us=task.due_us)
+            except NativeDelayError as exc:
+                refused.append((task, exc))
+        return refused
+
+    def rescue(self) -> Rescue:
+        """Try every parked message once more; several processes may be at it."""
+        return rescue(self._channel, self._delays.store)
+
+    def promoter(self, connect: Callable[..., Any]) -> Dispatcher:
+        """Hands over what is due, on a connection of its own."""
+        store: Store = self._delays.store
+        store.breakers.give_up_after(self.settings.store_outage_seconds)
+        return Dispatcher(store, connect)
+
+
+def rescue(channel: Any, store: Store) -> Rescue:
+    """Try what is parked now; what is refused again stays parked."""
+    outcome = Rescue()
+    if not store.count_parked():
+        return outcome
+    after_id = 0
+    with handing_over(channel, store) as hand_over:
+        while True:
+            with store.taking_parked(after_id=after_id) as batch:
+                error = hand_over(batch, park=True)
+            outcome.delivered += len(batch.delivered)
+            outcome.still_parked += len(batch.put_off)
+            settled = [*batch.delivered, *(each["one"] for each in batch.put_off)]
+            if error is not None:
+                raise error
+            if not settled:
+                return outcome
+            after_id = max(settled)

@@ -1,0 +1,25 @@
+"""A folder as the broker, for `filesystem:///var/shop`: no server at all, on one machine."""
+
+from pathlib import Path
+from typing import Any
+
+SCHEME = "filesystem://"
+
+
+def settings_of(broker_url: str) -> dict[str, Any]:
+    """What an app on such a broker has to say besides its url; nothing for any other broker."""
+    if not broker_url.startswith(SCHEME):
+        return {}
+    folder = Path(broker_url.removeprefix(SCHEME))
+    for name in ("queues", "control"):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+    return {
+        "broker_transport_options": {
+            "data_folder_in": str(folder / "queues"),
+            "data_folder_out": str(folder / "queues"),
+            "control_folder": str(folder / "control"),
+            "polling_interval": 0.05,  # seconds; 1 by default
+        },
+        # A folder cannot delay: what waits is in a database beside it.
+        "native_delay_store": f"sqlite:///{folder}/delays.db",
+    }

@@ -1,0 +1,139 @@
+"""Tasks on SQS, with real workers: any sender, any receiver, delays below and above one hop.
+
+On moto's server, with hops of three seconds instead of fifteen minutes. Remote control does not
+exist on SQS, so what a worker holds is read in its log.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from datetime import datetime
+from typing import Any
+
+import pytest
+
+from celery_native_delay.testing import private_sqs, require_sqs
+from pytest_celery_native_delay import installed
+from tests.acceptance.worker import LATE_SECONDS, REPOSITORY, Fleet, Worker, fleet_on
+
+HOP_SECONDS = 3
+SHORT, LONG = 2.5, 6.0
+
+#: The resolution of SQS, and what kombu may poll too late.
+SQS_LATE_SECONDS = LATE_SECONDS + 1
+
+#: By the queue that they consume from.
+RECEIVERS = ("installed", "plain", "relayed")
+
+
+@pytest.fixture(scope="module")
+def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
+    installed(require_sqs)
+    conf: dict[str, Any] = {
+        "native_delay_sqs_hop_seconds": HOP_SECONDS,
+        "broker_transport_options": {"wait_time_seconds": 1, "polling_interval": 0.1},
+        "task_create_missing_queues": True,
+        "task_queues": None,
+    }
+    folder = tmp_path_factory.mktemp("fleet")
+    with private_sqs() as sqs, fleet_on(sqs.url, folder, **conf) as fleet:
+        yield fleet
+
+
+@pytest.fixture(scope="module")
+def workers(fleet: Fleet) -> Iterator[dict[str, Worker]]:
+    """One with a relay, one without, and one whose relay is a process beside it."""
+    started = {
+        name: fleet.worker(queues=name, installed=name == "installed", name=name, wait=False)
+        for name in RECEIVERS
+    }
+    command = [sys.executable, "-m", "celery", "-A", "tests.acceptance.apps.installed", "delay"]
+    with subprocess.Popen(
+        [*command, "relay", "-Q", "relayed"],
+        cwd=REPOSITORY,
+        env=fleet.environment(),
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as relay:
+        try:
+            assert relay.stdout is not None
+            assert "relayed-delay.fifo" in relay.stdout.readline()
+            for worker in started.values():
+                worker.wait_ready()
+            yield started
+        finally:
+            relay.terminate()
+
+
+def time_of(line: str) -> float:
+    """Unix time of a line in a worker's log."""
+    return datetime.strptime(line[1:24], "%Y-%m-%d %H:%M:%S,%f").timestamp()
+
+
+def test_every_cell_of_a_mixed_fleet_runs_on_time_and_once(
+    fleet: Fleet, workers: dict[str, Worker]
+) -> None:
+    """Above one hop a plain receiver without a relay gets its tasks early, and holds them."""
+    code = (
+        "import json, time\n"
+        "sent = []\n"
+        f"for queue in {RECEIVERS!r}:\n"
+        f"    for delay in ({SHORT}, {LONG}):\n"
+        "        task = app.tasks['note'].apply_async((delay,), countdown=delay, queue=queue)\n"
+        "        sent.append((queue, delay, task.id, time.time() + delay))\n"
+        "print(json.dumps(sent))"
+    )
+    sent: dict[str, tuple[str, str, float, float]] = {}
+    for sender, is_installed in (("installed", True), ("plain", False)):
+        for queue, delay, task_id, due in json.loads(fleet.produce(code, installed=is_installed)):
+            sent[task_id] = (sender, queue, delay, due)
+    by_id = fleet.record.wait_for_ids(list(sent), timeout_seconds=60)
+    for task_id, (sender, queue, delay, due) in sent.items():
+        cell = f"{delay} s from {sender} to {queue}"
+        assert len(by_id[task_id]) == 1, cell
+        (run,) = by_id[task_id]
+        assert run.due is not None
+        late = run.started - run.due
+        assert -0.001 <= late <= SQS_LATE_SECONDS, f"{cell}: {late} s late"
+        assert run.due <= due, cell
+        (received,) = workers[queue].log_lines(task_id, "received")
+        held = run.due - time_of(received) > 0.5
+        # Installed workers hold nothing, plain ones whatever comes with its ETA ahead.
+        expected = queue != "installed" and (
+            sender == "plain" or (delay == LONG and queue == "plain")
+        )
+        assert held == expected, cell
+
+
+def test_an_installed_producer_is_told_whose_receiver_does_not_relay(fleet: Fleet) -> None:
+    code = (
+        "import logging\n"
+        "logging.basicConfig()\n"
+        "for queue in ('nobody', 'nobody', 'installed'):\n"
+        "    app.tasks['note'].apply_async((1,), countdown=3600, queue=queue)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", f"from tests.acceptance.apps.installed import app\n{code}"],
+        cwd=REPOSITORY,
+        env=fleet.environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    (warning,) = [line for line in done.stderr.splitlines() if "native delay" in line]
+    assert "nobody-delay.fifo: not found, so nobody relays for 'nobody'" in warning
+
+
+def test_a_worker_whose_delay_queue_is_wrong_says_so_and_runs_what_is_immediate(
+    fleet: Fleet,
+) -> None:
+    worker = fleet.worker(queues="other", native_delay_sqs_hop_seconds=1)
+    worker.stop()
+    worker = fleet.worker(queues="other")
+    (line,) = worker.log_lines("CRITICAL", "native delay is OFF in this worker")
+    assert "other-delay.fifo: DelaySeconds is 1, expected 3: aws sqs set-queue-attributes" in line
+    task = fleet.app().tasks["note"].apply_async((0,), queue="other")
+    fleet.record.wait_for(1, task_id=task.id)

@@ -1,0 +1,147 @@
+"""Workers whose broker cannot delay, with a store beside it: killed, and cut off from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from time import time
+from typing import Any
+
+import pytest
+from sqlalchemy import create_engine, text
+
+from celery_native_delay import Delay, StoreUnavailable
+from tests.acceptance.worker import Fleet, Record, fleet_on
+from tests.conformance.brokers import Broker, options_of, running_broker, settings_of
+from tests.integration.test_store_dispatching import away, space_of
+from tests.waiting import wait_until
+
+TASKS = 5_000
+KILLS = 6
+
+#: Of a batch that was put and not removed yet when its worker was killed.
+BATCH = 100
+
+OUTAGE_SECONDS = 3.0
+
+
+@pytest.fixture(scope="module", params=["filesystem", "sqla"])
+def broker(request: pytest.FixtureRequest) -> Iterator[Broker]:
+    with running_broker(request.param, pytest.fail) as broker:
+        yield broker
+
+
+@pytest.fixture
+def fleet(broker: Broker, tmp_path: Path) -> Iterator[Fleet]:
+    yield from fleet_in(broker.new_space(), tmp_path)
+
+
+@pytest.fixture
+def folder_fleet(tmp_path: Path) -> Iterator[Fleet]:
+    with running_broker("filesystem", pytest.fail) as filesystem:
+        yield from fleet_in(filesystem.new_space(), tmp_path)
+
+
+def fleet_in(url: str, tmp_path: Path) -> Iterator[Fleet]:
+    conf: dict[str, Any] = {"broker_transport_options": options_of(url)}
+    conf |= {f"native_delay_{name}": value for name, value in settings_of(url).items()}
+    with fleet_on(url, tmp_path, **conf) as fleet:
+        yield fleet
+
+
+def ran(record: Record) -> int:
+    return len({run.id for run in record.runs()})
+
+
+def test_all_of_5000_tasks_run_although_who_dispatches_them_is_killed_again_and_again(
+    fleet: Fleet,
+) -> None:
+    """At least once; inside one database each is handed over, and runs, exactly once.
+
+    The workers that are killed consume another queue: what a worker of kombu's filesystem or
+    sqlalchemy transport has taken and not yet run dies with it, delayed or not.
+    """
+    app = fleet.app()
+    consumer = fleet.worker(installed=False, queues="default", log_level="WARNING", wait=False)
+    start = time() + 10
+    ids = [
+        app.send_task("note", (number,), countdown=start + number / 500 - time()).id
+        for number in range(TASKS)
+    ]
+    assert Delay(app).count() == TASKS
+    for _ in range(KILLS):
+        before = ran(fleet.record)
+        worker = fleet.worker(queues="side")
+        wait_until(
+            lambda before=before: ran(fleet.record) > before + TASKS / 20,  # type: ignore[misc]
+            timeout_seconds=60,
+        )
+        worker.kill()
+    assert ran(fleet.record) < TASKS, "the last one was killed in the middle of it"
+    fleet.worker(queues="side", wait=False)
+    by_id = fleet.record.wait_for_ids(ids, timeout_seconds=90)
+    assert consumer.process.poll() is None
+    assert Delay(app).count() == 0
+    runs = [len(by_id[task_id]) for task_id in ids]
+    if fleet.broker_url.startswith("sqla+"):
+        assert set(runs) == {1}
+        assert handed_over(fleet.broker_url) == TASKS
+    else:
+        assert sum(runs) - TASKS <= KILLS * BATCH
+
+
+def handed_over(url: str) -> int:
+    """kombu never deletes a row."""
+    engine = create_engine(url.removeprefix("sqla+"))
+    with engine.connect() as connection:
+        statement = text(
+            'SELECT count(*) FROM kombu_message WHERE payload LIKE \'%"task": "note"%\''
+        )
+        count = int(connection.execute(statement).scalar_one())
+    engine.dispose()
+    return count
+
+
+def test_a_worker_goes_on_after_a_short_outage_and_stops_warmly_after_a_long_one(
+    folder_fleet: Fleet,
+) -> None:
+    """Publishing meanwhile says so; what waited runs, by whoever comes next."""
+    fleet = folder_fleet
+    app = fleet.app()
+    store = space_of(fleet.broker_url) / "delays.db"
+    worker = fleet.worker(queues="default", native_delay_store_outage_seconds=OUTAGE_SECONDS)
+    first = app.send_task("note", (1,), countdown=1).id
+    with away(store):
+        with pytest.raises(StoreUnavailable):
+            app.send_task("note", (2,), countdown=1)
+        worker.wait_for_log("what is due cannot be fetched, next attempt in")
+    fleet.record.wait_for(1, task_id=first)
+    worker.wait_for_log("it works again")
+    assert worker.process.poll() is None
+
+    second = app.send_task("note", (3,), countdown=1).id
+    with away(store):
+        assert worker.process.wait(60) == 1
+        assert worker.log_lines("CRITICAL", "what is due cannot be fetched for 3 s")
+        assert worker.log_lines("CRITICAL", "stopping; connect to store_outage")
+    assert not fleet.record.runs(task_id=second)
+    fleet.worker(queues="default")
+    fleet.record.wait_for(1, task_id=second)
+
+
+def test_tasks_run_once_and_on_time_with_several_workers_on_a_filesystem(
+    folder_fleet: Fleet,
+) -> None:
+    fleet = folder_fleet
+    app = fleet.app()
+    workers = [fleet.worker(queues="default", name=name, wait=False) for name in ("one", "two")]
+    for worker in workers:
+        worker.wait_ready()
+    before = time()
+    delays = [0.5 + number / 50 for number in range(50)]
+    sent = [app.send_task("note", (delay,), countdown=delay).id for delay in delays]
+    after = time()
+    by_id = fleet.record.wait_for_ids(sent)
+    for delay, task_id in zip(delays, sent, strict=True):
+        (run,) = by_id[task_id]
+        run.assert_on_time(before + delay, after + delay)

@@ -1,0 +1,25 @@
+"""A relay that dies: ``python -m tests.integration.sqs_relay_process URL QUEUE VISIBILITY``.
+
+It is killed by SIGKILL once it has sent its first messages on, before it deletes them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+
+from celery_native_delay import register_transports
+from celery_native_delay.transports.sqs import relay
+from tests.integration.sqs_traffic import delaying
+
+
+def die(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    url, queue, visibility_seconds = sys.argv[1:]
+    register_transports()
+    relay._Line._delete = die  # type: ignore[method-assign]
+    relay.Relay(lambda: delaying(url), [queue], visibility_seconds=int(visibility_seconds)).run()

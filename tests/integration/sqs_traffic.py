@@ -1,0 +1,58 @@
+"""What the integration tests need on SQS: connections that delay, relays, delay queues."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kombu import Connection
+
+from celery_native_delay import DelaySettings
+from celery_native_delay.testing import PrivateSqs
+from celery_native_delay.transports.sqs.delay_queue import ASKED, waiting_in
+from celery_native_delay.transports.sqs.relay import Relay
+from tests.traffic import beside
+
+#: Seconds of one hop; 900 where nobody waits for a test.
+HOP_SECONDS = 1
+
+#: Beyond the due time, in seconds: the resolution, and an allowance for a busy machine.
+LATE_SECONDS = 1.0 + 1.5
+
+
+def delaying(url: str, *, transport_options: dict[str, Any] | None = None, **settings: Any) -> Any:
+    """A kombu connection whose messages with an ETA ahead wait in SQS; it does not poll long.
+
+    Its channel is made already: that takes boto3 longer than some delays here.
+    """
+    settings = {"sqs_hop_seconds": HOP_SECONDS} | settings
+    options = {"native_delay": settings, "wait_time_seconds": 0} | (transport_options or {})
+    connection = Connection(url, transport_options=options)
+    connection.default_channel  # noqa: B018
+    return connection
+
+
+def part_of(connection: Any, *queues: str) -> Any:
+    """What a worker does that consumes from *queues*."""
+    part = connection.default_channel.worker_part(DelaySettings(sqs_hop_seconds=HOP_SECONDS))
+    part.serve(queues)
+    return part
+
+
+@contextmanager
+def relaying(connect: Callable[..., Any], *queues: str, **options: Any) -> Iterator[Relay]:
+    """A relay in a thread of its own, as a worker has it."""
+    relay = Relay(connect, queues, **options)
+    with beside(relay.run, stop=relay.stop):
+        yield relay
+
+
+def url_of(sqs: PrivateSqs, name: str) -> str:
+    return str(sqs.client.get_queue_url(QueueName=name)["QueueUrl"])
+
+
+def waiting_on(sqs: PrivateSqs, name: str = "jobs-delay.fifo") -> int:
+    """How many messages are in a delay queue, received ones as well."""
+    answer = sqs.client.get_queue_attributes(QueueUrl=url_of(sqs, name), AttributeNames=ASKED)
+    return waiting_in(answer["Attributes"])

@@ -1,0 +1,129 @@
+"""``celery -A shop delay …`` on SQS, which is moto's."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from celery_native_delay import register_transports
+from celery_native_delay.testing import PrivateSqs, private_sqs, require_sqs
+from pytest_celery_native_delay import installed
+from tests.integration.project import Project
+from tests.integration.sqs_traffic import delaying, url_of, waiting_on
+from tests.traffic import inbox, publish
+
+APP = """
+from celery import Celery
+from kombu import Queue
+from celery_native_delay import install
+
+app = install(Celery("shop", broker={url!r}))
+app.conf.update(task_queues=[Queue("jobs"), Queue("jobs.fifo")], **{settings!r})
+"""
+
+NAME = "jobs-delay.fifo"
+
+
+@pytest.fixture(scope="module")
+def shared_sqs() -> Iterator[PrivateSqs]:
+    installed(require_sqs)
+    with private_sqs() as sqs:
+        yield sqs
+
+
+@pytest.fixture
+def sqs(shared_sqs: PrivateSqs) -> PrivateSqs:
+    register_transports()
+    shared_sqs.wipe()
+    return shared_sqs
+
+
+@pytest.fixture
+def shop(tmp_path: Path, sqs: PrivateSqs) -> Project:
+    return Project(tmp_path, {"native_delay_sqs_hop_seconds": 1}).write(APP, sqs.url)
+
+
+def test_declare_makes_what_verify_misses(shop: Project, sqs: PrivateSqs) -> None:
+    found = shop.told("verify", status=1)
+    assert found["differences"] == [f"{NAME}: missing; `celery -A PROJ delay declare` creates it"]
+    assert shop.told("declare") == {"queues": [NAME], "lacking": []}
+    assert shop.lines("declare") == [f"{NAME}: ready"]
+    assert shop.lines("verify") == [f"{NAME}: as planned"]
+    sqs.client.set_queue_attributes(
+        QueueUrl=url_of(sqs, NAME), Attributes={"MessageRetentionPeriod": "60"}
+    )
+    (difference,) = shop.told("verify", status=1)["differences"]
+    assert difference.startswith(f"{NAME}: MessageRetentionPeriod is 60, expected 1209600: aws sqs")
+
+
+def test_status_counts_by_queue_and_purge_spares_what_it_cannot_tell_apart(
+    shop: Project, sqs: PrivateSqs
+) -> None:
+    shop.delay("declare")
+    with delaying(sqs.url) as connection:
+        publish(connection, "near", "jobs", delay=1)
+        for _ in range(2):
+            publish(connection, "far", "jobs", delay=3600)
+        assert shop.told("status")["queues"][0]["on_the_way"] == 2
+        assert shop.lines("status")[0] == "queue waiting here in its delay queue"
+        assert shop.told("purge", "--force") == {"name": NAME, "purged": 2}
+        assert waiting_on(sqs) == 0
+        with inbox(connection, "jobs") as received:
+            assert received.wait_for(1)[0].body == "near"
+    assert shop.told("parked", "list") == {"parked": 0, "messages": []}
+
+
+def test_a_relay_as_a_process_of_its_own(shop: Project, sqs: PrivateSqs) -> None:
+    """It makes the delay queue, relays until it is told to stop, and says how much it did."""
+    command = [sys.executable, "-m", "celery", "-A", "shop", "delay", "relay", "-Q", "jobs"]
+    with subprocess.Popen(command, cwd=shop.folder, stdout=subprocess.PIPE, text=True) as relay:
+        assert relay.stdout is not None
+        assert relay.stdout.readline().startswith("relay runs: sqs://private:**@127.0.0.1")
+        with delaying(sqs.url) as connection, inbox(connection, "jobs") as received:
+            publish(connection, "hello", "jobs", delay=2.5)
+            (arrival,) = received.wait_for(1)
+        relay.send_signal(signal.SIGTERM)
+        assert relay.stdout.read() == "1 message(s) promoted, 0 parked\n"
+    assert relay.returncode == 0
+    assert arrival.lateness_seconds >= 0
+
+
+def test_plan_tells_hops_requests_and_price(shop: Project) -> None:
+    """Without a broker; those of an app on another one with --transport."""
+    Project(shop.folder).write(APP, "redis://127.0.0.1:9")
+    assert shop.lines("plan", "32m5s", "--transport", "sqs") == [
+        "1,925 s waits 1,925 s in 2 hop(s) of 900 s, then goes to 'celery'",
+        "sent to seconds left",
+        "celery-delay.fifo 1925",
+        "celery-delay.fifo 1025",
+        "celery 125",
+        "travelling requests at 0.5 per million",
+        "alone 7 0.0000035",
+        "with nine others 1.6 0.0000008",
+    ]
+    Project(shop.folder).write(APP, "sqs://127.0.0.1:9")
+    told = shop.told("plan", "365d", "--price-per-million", "1")
+    assert (told["hop_count"], told["requests"]) == (35_039, 105_118)
+    assert told["price"] == pytest.approx(0.105118)
+    assert "expected seconds, or such as 365d" in shop.delay("plan", "1y").stderr
+
+
+def test_nobody_can_look_into_it_and_a_broker_that_is_not_there_is_one_sentence(
+    shop: Project,
+) -> None:
+    assert "SQS shows nobody what waits" in shop.delay("ls").stderr
+    assert "SQS shows nobody what waits" in shop.delay("cancel", "task-1").stderr
+    Project(shop.folder).write(
+        APP,
+        "sqs://127.0.0.1:9",
+        broker_transport_options={"client-config": {"retries": {"max_attempts": 0}}},
+    )
+    done = shop.delay("status")
+    assert done.returncode == 1
+    assert len(done.stderr.splitlines()) == 1, done.stderr
+    assert "the broker cannot be used" in done.stderr

@@ -1,0 +1,399 @@
+"""Delays on SQS and the relay: right times over any number of hops, no loss, whoever dies.
+
+On moto's server over HTTP, with hops of one second instead of fifteen minutes. What that cannot
+prove: that AWS recognises a deduplication id for five minutes also when its message is deleted
+meanwhile (moto forgets it then), that it keeps FIFO queues in this order at any throughput, and
+anything about throttling and permissions.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from kombu import Connection
+
+from celery_native_delay import CannotDelay, NoLedger, TopologyMismatch, register_transports
+from celery_native_delay.testing import PrivateSqs, private_sqs, require_sqs
+from celery_native_delay.transports.sqs import delays
+from celery_native_delay.transports.sqs import relay as relay_module
+from celery_native_delay.transports.sqs.delay_queue import attributes_of
+from pytest_celery_native_delay import installed
+from tests.integration.sqs_traffic import (
+    HOP_SECONDS,
+    LATE_SECONDS,
+    delaying,
+    part_of,
+    relaying,
+    url_of,
+    waiting_on,
+)
+from tests.traffic import PATIENCE_SECONDS, inbox, publish
+from tests.waiting import wait_until
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(scope="module")
+def shared_sqs() -> Iterator[PrivateSqs]:
+    installed(require_sqs)
+    with private_sqs() as sqs:
+        yield sqs
+
+
+@pytest.fixture
+def sqs(shared_sqs: PrivateSqs, monkeypatch: pytest.MonkeyPatch) -> PrivateSqs:
+    """An SQS without any queue, and a process that has not warned of anything yet."""
+    register_transports()
+    shared_sqs.wipe()
+    monkeypatch.setattr(delays, "_said", set())
+    monkeypatch.setattr(relay_module, "LONG_POLL_SECONDS", 1)  # it outlives the relay that asked
+    return shared_sqs
+
+
+def make_delay_queue(sqs: PrivateSqs, queue: str = "jobs", **changed: str) -> str:
+    """As an administrator creates it beforehand."""
+    attributes = {**attributes_of(HOP_SECONDS, {}), **changed}
+    name = f"{queue}-delay.fifo"
+    made = sqs.client.create_queue(QueueName=name, Attributes=attributes)
+    return str(made["QueueUrl"])
+
+
+# ---- hops --------------------------------------------------------------------------------------
+
+
+def test_it_comes_when_it_is_due_after_any_number_of_hops(sqs: PrivateSqs) -> None:
+    """None: in the destination itself. One to three: through the delay queue."""
+    with delaying(sqs.url) as connection, relaying(lambda: delaying(sqs.url), "jobs") as relay:
+        assert "jobs-delay.fifo" in part_of(connection, "jobs").prepare(sqs.url)
+        for delay in (0.5, 1.5, 2.5, 3.5):
+            publish(connection, delay, "jobs", delay=delay, headers={"customer": 7})
+        with delaying(sqs.url) as consumer, inbox(consumer, "jobs") as received:
+            arrivals = received.wait_for(4)
+        wait_until(lambda: waiting_on(sqs) == 0, timeout_seconds=PATIENCE_SECONDS)
+    assert [arrival.body for arrival in arrivals] == [0.5, 1.5, 2.5, 3.5]
+    for arrival in arrivals:
+        assert 0 <= arrival.lateness_seconds <= LATE_SECONDS
+        assert arrival.waited
+        assert arrival.message.headers["customer"] == 7
+    assert (relay.promoted, relay.relayed, relay.failed) == (3, 0 + 1 + 2, 0)
+
+
+def test_what_kombu_keeps_beside_the_body_arrives_after_hops(sqs: PrivateSqs) -> None:
+    attributes = {"shop": {"DataType": "String", "StringValue": "Löhne"}}
+    options = {"fetch_message_attributes": {"MessageAttributeNames": ["shop"]}}
+    with (
+        delaying(sqs.url, transport_options=options) as connection,
+        relaying(lambda: delaying(sqs.url), "jobs"),
+        inbox(connection, "jobs") as received,
+    ):
+        part_of(connection, "jobs").prepare(sqs.url)
+        for delay in (1, 2):
+            publish(connection, delay, "jobs", delay=delay, message_attributes=attributes)
+        for arrival in received.wait_for(2):
+            message = arrival.message.delivery_info["sqs_message"]
+            assert message["MessageAttributes"] == attributes
+
+
+def test_a_batch_of_ten_costs_three_requests(sqs: PrivateSqs) -> None:
+    requests: list[str] = []
+
+    def connect() -> Any:
+        connection = delaying(sqs.url)
+        events = connection.default_channel.sqs().meta.events
+        events.register("before-call.sqs", lambda model, **_: requests.append(model.name))
+        return connection
+
+    make_delay_queue(sqs)
+    url = url_of(sqs, "jobs-delay.fifo")
+    with delaying(sqs.url) as connection:
+        for number in range(10):
+            publish(connection, number, "jobs", delay=HOP_SECONDS + 1.5)
+
+        def ready() -> bool:
+            answer = sqs.client.get_queue_attributes(QueueUrl=url, AttributeNames=["All"])
+            return int(answer["Attributes"]["ApproximateNumberOfMessages"]) == 10
+
+        wait_until(ready, timeout_seconds=PATIENCE_SECONDS)
+        with relaying(connect, "jobs") as relay, inbox(connection, "jobs") as received:
+            received.wait_for(10)
+            assert relay.promoted == 10
+    first = requests.index("ReceiveMessage")
+    assert requests[first : first + 4] == [
+        "ReceiveMessage", "SendMessageBatch", "DeleteMessageBatch", "ReceiveMessage",
+    ]  # fmt: skip
+
+
+# ---- relays that die, or are many --------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("delay", "copies"), [(3.0, 1), (2.0, 2)], ids=["on-the-way", "at-the-end"]
+)
+def test_a_relay_is_killed_between_sending_and_deleting(
+    sqs: PrivateSqs, delay: float, copies: int
+) -> None:
+    """Nothing is lost. On its way a message is not doubled either: SQS recognises the second send.
+
+    At the end, where it goes to a standard queue, there is no such thing: at least once, and both
+    copies are one delivery. Moto recognises a send only while the first one is still in the queue,
+    which it is here; AWS for five minutes, whatever became of it.
+    """
+    make_delay_queue(sqs)
+    with delaying(sqs.url) as connection, inbox(connection, "jobs") as received:
+        publish(connection, "hello", "jobs", delay=delay)
+        killed = subprocess.run(
+            [sys.executable, "-m", "tests.integration.sqs_relay_process", sqs.url, "jobs", "2"],
+            cwd=REPOSITORY,
+            timeout=60,
+        )
+        assert killed.returncode == -9
+        with relaying(lambda: delaying(sqs.url), "jobs"):
+            assert received.receive_until(lambda: len(received.arrivals) >= copies)
+            wait_until(lambda: waiting_on(sqs) == 0, timeout_seconds=PATIENCE_SECONDS)
+            received.receive_until(lambda: False, timeout_seconds=1.5)
+    assert len(received.arrivals) == copies
+    assert len({each.message.native_delay.delivery_id for each in received.arrivals}) == 1
+    assert received.arrivals[0].lateness_seconds >= 0
+
+
+def test_two_relays_share_the_work_and_double_nothing(sqs: PrivateSqs) -> None:
+    """Moto itself would give one message to two who ask at the same time; ours does not."""
+    make_delay_queue(sqs)
+    with (
+        delaying(sqs.url) as connection,
+        relaying(lambda: delaying(sqs.url), "jobs") as one,
+        relaying(lambda: delaying(sqs.url), "jobs") as other,
+        inbox(connection, "jobs") as received,
+    ):
+        for number in range(60):
+            publish(connection, number, "jobs", delay=2 + number % 20 / 10)
+        arrivals = received.wait_for(60)
+        wait_until(lambda: waiting_on(sqs) == 0, timeout_seconds=PATIENCE_SECONDS)
+        received.receive_until(lambda: False, timeout_seconds=1)
+    assert Counter(arrival.body for arrival in received.arrivals) == Counter(range(60))
+    assert one.promoted + other.promoted == 60
+    assert min(arrival.lateness_seconds for arrival in arrivals) >= 0
+
+
+def test_a_destination_that_is_gone_is_made_again_as_kombu_does(sqs: PrivateSqs) -> None:
+    make_delay_queue(sqs)
+    with delaying(sqs.url) as connection, relaying(lambda: delaying(sqs.url), "jobs") as relay:
+        publish(connection, "first", "jobs", delay=1.5)
+        wait_until(lambda: relay.promoted == 1, timeout_seconds=PATIENCE_SECONDS)
+        publish(connection, "second", "jobs", delay=1.5)
+        sqs.client.delete_queue(QueueUrl=url_of(sqs, "jobs"))
+        with delaying(sqs.url) as consumer:
+            wait_until(lambda: relay.promoted == 2, timeout_seconds=PATIENCE_SECONDS)
+            with inbox(consumer, "jobs") as received:
+                assert received.wait_for(1)[0].body == "second"
+
+
+def test_what_cannot_be_sent_on_rests_and_holds_up_nobody(
+    sqs: PrivateSqs, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A message that the destination takes no more, and one that is none of ours."""
+    source = make_delay_queue(sqs)
+    small = sqs.client.create_queue(QueueName="jobs", Attributes={"MaximumMessageSize": "2048"})
+    sqs.client.send_message(
+        QueueUrl=source, MessageBody="hello", MessageGroupId="x", MessageDeduplicationId="x"
+    )
+    with (
+        delaying(sqs.url) as connection,
+        relaying(lambda: delaying(sqs.url), "jobs") as relay,
+        inbox(connection, "jobs") as received,
+    ):
+        publish(connection, "x" * 4096, "jobs", delay=1.5)
+        wait_until(lambda: relay.failed > 0, timeout_seconds=PATIENCE_SECONDS)
+        publish(connection, "hello", "jobs", delay=1.5)
+        assert received.receive_until(lambda: len(received.arrivals) == 1)
+        assert received.arrivals[0].body == "hello"
+        sqs.client.set_queue_attributes(
+            QueueUrl=small["QueueUrl"], Attributes={"MaximumMessageSize": "262144"}
+        )
+        assert received.receive_until(lambda: len(received.arrivals) == 2)
+    assert "message left alone: expected a message that celery_native_delay sent" in caplog.text
+    assert waiting_on(sqs) == 1
+
+
+# ---- delay queues that are not as they must be -------------------------------------------------
+
+
+def test_each_wrong_attribute_is_named_to_worker_and_producer(sqs: PrivateSqs) -> None:
+    make_delay_queue(sqs, DelaySeconds="3", MessageRetentionPeriod="60")
+    with delaying(sqs.url) as connection:
+        with pytest.raises(TopologyMismatch) as told:
+            part_of(connection, "jobs").prepare(sqs.url)
+        assert "jobs-delay.fifo: DelaySeconds is 3, expected 1" in str(told.value)
+        assert "jobs-delay.fifo: MessageRetentionPeriod is 60, expected 1209600" in str(told.value)
+        with pytest.raises(TopologyMismatch, match="DelaySeconds is 3, expected 1"):
+            publish(connection, "hello", "jobs", delay=60)
+        publish(connection, "short", "jobs", delay=1)
+    assert waiting_on(sqs) == 0
+
+
+def test_a_redrive_policy_is_refused(sqs: PrivateSqs) -> None:
+    dead = sqs.client.create_queue(QueueName="dead.fifo", Attributes={"FifoQueue": "true"})
+    arn = sqs.client.get_queue_attributes(QueueUrl=dead["QueueUrl"], AttributeNames=["QueueArn"])
+    policy = {"deadLetterTargetArn": arn["Attributes"]["QueueArn"], "maxReceiveCount": 3}
+    make_delay_queue(sqs, RedrivePolicy=json.dumps(policy))
+    with delaying(sqs.url) as connection:
+        with pytest.raises(TopologyMismatch, match=r"RedrivePolicy is .*, expected none"):
+            part_of(connection, "jobs").prepare(sqs.url)
+
+
+def test_predefined_queues_are_used_and_the_one_that_lacks_is_named(
+    sqs: PrivateSqs, caplog: pytest.LogCaptureFixture
+) -> None:
+    """kombu creates no queue then, nor do we."""
+    jobs = sqs.client.create_queue(QueueName="jobs")["QueueUrl"]
+    fifo = make_delay_queue(sqs)
+    every = {"jobs": {"url": jobs}, "jobs-delay.fifo": {"url": fifo}}
+    all_of_them = {"predefined_queues": every}
+    without_ours = {"predefined_queues": {"jobs": {"url": jobs}}}
+
+    def connect() -> Any:
+        return delaying(sqs.url, transport_options=all_of_them)
+
+    with connect() as connection, relaying(connect, "jobs"), inbox(connection, "jobs") as received:
+        part_of(connection, "jobs").prepare(sqs.url)
+        publish(connection, "hello", "jobs", delay=2.5)
+        (arrival,) = received.wait_for(1)
+        assert 0 <= arrival.lateness_seconds <= LATE_SECONDS
+    with delaying(sqs.url, transport_options=without_ours) as connection:
+        part_of(connection, "jobs").prepare(sqs.url)
+        assert "jobs-delay.fifo: not among predefined_queues" in caplog.text
+        publish(connection, "hello", "jobs", delay=3.5)
+        assert "add it to predefined_queues" in caplog.text
+    names = [url.rpartition("/")[2] for url in sqs.client.list_queues()["QueueUrls"]]
+    assert sorted(names) == ["jobs", "jobs-delay.fifo"]
+
+
+# ---- mixed fleets: who relays, and who knows ---------------------------------------------------
+
+
+def test_a_short_delay_needs_nobody(sqs: PrivateSqs) -> None:
+    """Installed producer, plain consumer, no relay."""
+    with (
+        delaying(sqs.url) as connection,
+        Connection(sqs.url, transport_options={"wait_time_seconds": 0}) as plain,
+        inbox(plain, "jobs") as received,
+    ):
+        publish(connection, "hello", "jobs", delay=HOP_SECONDS - 0.5)
+        (arrival,) = received.wait_for(1)
+    assert 0 <= arrival.lateness_seconds <= LATE_SECONDS
+    assert type(arrival.message).__module__.startswith("kombu.")
+
+
+def test_a_sender_is_told_that_nobody_has_ever_relayed(
+    sqs: PrivateSqs, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The message is not lost in a queue that nobody reads: it waits one hop, then in a worker."""
+    with delaying(sqs.url) as connection, inbox(connection, "jobs") as received:
+        for _ in range(2):
+            publish(connection, "hello", "jobs", delay=60)
+        arrivals = received.wait_for(2)
+        assert "jobs-delay.fifo: not found, so nobody relays for 'jobs'" in caplog.text
+        assert caplog.text.count("not found") == 1
+        assert [round(60 + each.lateness_seconds) for each in arrivals] == [HOP_SECONDS] * 2
+
+
+def test_a_sender_is_told_that_nobody_relays_now(
+    sqs: PrivateSqs, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As far as can be known: messages have done their wait, and nobody holds any."""
+    make_delay_queue(sqs)
+    with delaying(sqs.url) as connection:
+        publish(connection, "hello", "jobs", delay=HOP_SECONDS + 1)
+        assert "no relay" not in caplog.text
+        status = connection.default_channel.admin_part(None)
+        status.serve(["jobs"])
+        wait_until(lambda: status.status().queues[0].overdue == 1, timeout_seconds=PATIENCE_SECONDS)
+        (said,) = status.verify().differences
+        assert "no `celery -A PROJ delay relay` is running" in said
+    with delaying(sqs.url) as connection:
+        publish(connection, "hello", "jobs", delay=60)
+        assert "about 1 message(s) have done their wait and nobody takes them" in caplog.text
+        assert waiting_on(sqs) == 2
+
+
+# ---- limits ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("delay", [1, 60])
+def test_a_message_that_is_too_large_is_refused_before_it_is_sent(
+    sqs: PrivateSqs, delay: float
+) -> None:
+    make_delay_queue(sqs)
+    with delaying(sqs.url) as connection:
+        with pytest.raises(CannotDelay, match="expected a message of at most 1,048,576 bytes"):
+            publish(connection, "x" * 600_000, "jobs", delay=delay)
+        publish(connection, "x" * 500_000, "jobs", delay=delay)
+
+
+def test_large_messages_travel_in_as_many_requests_as_they_need(sqs: PrivateSqs) -> None:
+    make_delay_queue(sqs)
+    with (
+        delaying(sqs.url) as connection,
+        relaying(lambda: delaying(sqs.url), "jobs"),
+        inbox(connection, "jobs") as received,
+    ):
+        for number in range(3):
+            publish(connection, str(number) * 400_000, "jobs", delay=2.5)
+        assert {arrival.body[0] for arrival in received.wait_for(3)} == {"0", "1", "2"}
+
+
+def test_a_fifo_queue_of_the_users_stays_as_it_is(
+    sqs: PrivateSqs, caplog: pytest.LogCaptureFixture
+) -> None:
+    """SQS takes no delay for a single message there: it is sent at once, a worker holds it."""
+    with delaying(sqs.url) as connection, inbox(connection, "jobs.fifo") as received:
+        publish(connection, "hello", "jobs.fifo", delay=60)
+        (arrival,) = received.wait_for(1)
+        assert not arrival.waited
+    assert "'jobs.fifo' is a FIFO queue" in caplog.text
+
+
+def test_a_producer_goes_on_after_its_delay_queue_was_deleted(
+    sqs: PrivateSqs, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_delay_queue(sqs)
+    with delaying(sqs.url) as connection, inbox(connection, "jobs") as received:
+        publish(connection, "lost", "jobs", delay=60)
+        sqs.wipe()
+        publish(connection, "hello", "jobs", delay=60)
+        received.connection.default_channel.queue_declare(queue="jobs")
+        assert received.wait_for(1)[0].body == "hello"
+    assert "not found, so nobody relays" in caplog.text
+
+
+def test_nobody_can_look_into_sqs_and_that_is_said(sqs: PrivateSqs) -> None:
+    with delaying(sqs.url) as connection:
+        with pytest.raises(NoLedger, match="SQS shows nobody what waits"):
+            connection.default_channel.ledger(None)
+
+
+def test_only_the_queues_that_are_served_are_counted_and_purged(sqs: PrivateSqs) -> None:
+    """Others of the same account belong to somebody else."""
+    make_delay_queue(sqs)
+    make_delay_queue(sqs, "foreign")
+    with delaying(sqs.url) as connection:
+        publish(connection, "near", "jobs", delay=HOP_SECONDS)
+        for queue in ("jobs", "foreign"):
+            publish(connection, "far", queue, delay=3600)
+        admin = connection.default_channel.admin_part(None)
+        admin.serve(["jobs", "nobody"])
+        (jobs, nobody) = admin.status().queues
+        assert (jobs.here, jobs.on_the_way) == (1, 1)
+        assert (nobody.here, nobody.on_the_way) == (0, None)
+        assert admin.backlog().waiting == 2
+        assert admin.purge() == 1
+    assert waiting_on(sqs) == 0
+    assert waiting_on(sqs, "foreign-delay.fifo") == 1
+    assert "nobody" not in str(sqs.client.list_queues())

@@ -1,0 +1,341 @@
+"""What is due leaves the store, whatever happens to the store, the broker or a destination."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from time import time, time_ns
+from typing import Any
+
+import pytest
+from kombu import Connection
+from sqlalchemy import text
+
+from celery_native_delay import (
+    DelaySettings,
+    StoreUnavailable,
+    TopologyMismatch,
+    UnsupportedBroker,
+)
+from celery_native_delay.transports.contract import Outage, Rescue
+from celery_native_delay.transports.timeouts import handover
+from celery_native_delay.transports.timeouts.dispatcher import Dispatcher
+from celery_native_delay.transports.timeouts.store import Store
+from tests.conformance.brokers import Broker, options_of, running_broker, settings_of
+from tests.conformance.traffic import delaying, waiting_count
+from tests.integration.project import Project
+from tests.traffic import PATIENCE_SECONDS, beside, inbox, publish
+from tests.waiting import wait_until
+
+OUTAGE_SECONDS = 1.0
+
+
+@pytest.fixture(scope="module")
+def filesystem() -> Iterator[Broker]:
+    with running_broker("filesystem", pytest.fail) as broker:
+        yield broker
+
+
+@pytest.fixture(scope="module", params=["filesystem", "filesystem-postgresql", "sqla"])
+def broker(request: pytest.FixtureRequest) -> Iterator[Broker]:
+    with running_broker(request.param, pytest.fail) as broker:
+        yield broker
+
+
+@pytest.fixture
+def url(broker: Broker) -> str:
+    return broker.new_space()
+
+
+@pytest.fixture
+def folder_url(filesystem: Broker) -> str:
+    return filesystem.new_space()
+
+
+def store_of(connection: Any) -> Store:
+    store: Store = connection.default_channel.delays.store
+    return store
+
+
+@contextmanager
+def dispatching(url: str, *, own_store: bool = False, **settings: Any) -> Iterator[Dispatcher]:
+    with delaying(url) as connection:
+        known = DelaySettings.from_mapping({**settings_of(url), "namespace": "tests", **settings})
+        part = connection.default_channel.worker_part(known)
+        part.prepare(url)
+        if own_store:  # as in another process
+            store = store_of(connection)
+            store = Store(store.url, store.namespace)
+            dispatcher = Dispatcher(store, lambda **options: delaying(url, **options))
+        else:
+            dispatcher = part.promoter(lambda **options: delaying(url, **options))
+        with beside(dispatcher.run, stop=dispatcher.stop):
+            yield dispatcher
+        if own_store:
+            store.engine.dispose()
+
+
+def test_many_dispatchers_hand_over_each_message_once(url: str) -> None:
+    with delaying(url) as connection, inbox(connection, "jobs") as received:
+        due = time() + 1.5
+        for number in range(500):
+            publish(connection, number, "jobs", delay=due - time())
+        wait_until(lambda: time() > due, timeout_seconds=PATIENCE_SECONDS)
+        with (
+            dispatching(url, own_store=True),
+            dispatching(url, own_store=True),
+            dispatching(url, own_store=True),
+        ):
+            arrivals = received.wait_for(500)
+        assert sorted(arrival.body for arrival in arrivals) == list(range(500))
+        assert waiting_count(connection) == 0
+
+
+def test_what_this_process_adds_wakes_its_dispatcher(folder_url: str) -> None:
+    with (
+        delaying(folder_url) as connection,
+        inbox(connection, "jobs") as received,
+        dispatching(folder_url) as dispatcher,
+    ):
+        publish(connection, "later", "jobs", delay=60)
+        wait_until(lambda: dispatcher._sleeps_until_us > 0, timeout_seconds=PATIENCE_SECONDS)
+        publish(connection, "soon", "jobs", delay=0.2)
+        assert received.wait_for(1)[0].body == "soon"
+
+
+# ---- destinations that refuse -------------------------------------------------------------------
+
+
+def test_a_message_that_its_destination_refuses_is_parked_and_in_nobodys_way(
+    folder_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is tried again at longer and longer intervals before."""
+    monkeypatch.setattr(handover, "TRIES", 2)
+    shop = Project(tmp_path, settings={**settings_of(folder_url), "namespace": "tests"}).write(
+        SHOP, folder_url, transport_options=options_of(folder_url)
+    )
+    with delaying(folder_url) as connection, inbox(connection, "jobs") as received:
+        headers = {"task": "shop.remind", "id": "task-1"}
+        publish(connection, "never", "no/such/folder", delay=0.3, headers=headers)
+        for number in range(150):
+            publish(connection, number, "jobs", delay=0.4)
+        with dispatching(folder_url) as dispatcher:
+            received.wait_for(150)
+            store = store_of(connection)
+            wait_until(lambda: store.count_parked() == 1, timeout_seconds=PATIENCE_SECONDS)
+        assert (dispatcher.promoted, dispatcher.parked) == (150, 1)
+        (_, reason), *_ = store.parked(limit=2)
+        assert reason.startswith("ChannelError: Cannot add file")
+    assert shop.told("status")["parked"] == 1
+    listed = shop.told("parked", "list")
+    assert (listed["parked"], listed["messages"][0]["id"]) == (1, "task-1")
+    assert shop.told("parked", "requeue")["still_parked"] == 1
+    assert shop.told("parked", "purge", "--yes") == {"purged": 1}
+    assert shop.told("parked", "list") == {"parked": 0, "messages": []}
+
+
+SHOP = """
+from celery import Celery
+from celery_native_delay import install
+
+settings = {settings!r}
+app = Celery("shop", broker={url!r})
+app.conf.broker_transport_options = settings.pop("transport_options")
+install(app, **settings)
+"""
+
+
+def test_one_message_that_the_database_refuses_does_not_hold_up_its_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On PostgreSQL a queue of kombu's has a name of at most 200 characters.
+
+    What is parked is rescued when its destination takes it.
+    """
+    monkeypatch.setattr(handover, "TRIES", 1)
+    with running_broker("filesystem-postgresql", pytest.fail) as postgresql:
+        url = f"sqla+{settings_of(postgresql.new_space())['store']}"
+        queue = "q" * 201
+        with delaying(url) as connection, inbox(connection, "jobs") as received:
+            publish(connection, "refused", queue, delay=0.3)
+            for number in range(50):
+                publish(connection, number, "jobs", delay=0.3)
+            with dispatching(url):
+                received.wait_for(50)
+            store = store_of(connection)
+            assert store.count_parked() == 1
+            part = connection.default_channel.worker_part(DelaySettings())
+            assert part.rescue().still_parked == 1
+            with store.engine.begin() as transaction:
+                transaction.execute(text("ALTER TABLE kombu_queue ALTER name TYPE varchar(300)"))
+            assert part.rescue().delivered == 1
+            assert part.rescue() == Rescue()
+            with store.engine.begin() as transaction:
+                count = transaction.execute(text("SELECT count(*) FROM kombu_message"))
+                assert count.scalar_one() == 51
+            connection.default_channel.session.close()
+            connection.default_channel._open()[0].dispose()
+
+
+# ---- in one transaction -------------------------------------------------------------------------
+
+
+def test_a_hand_over_inside_one_database_happens_as_a_whole_or_not_at_all(tmp_path: Path) -> None:
+    """A process that dies between insert and delete leaves neither."""
+    url = f"sqla+sqlite:///{tmp_path}/broker.db"
+    with delaying(url) as connection, Connection(url) as plain:
+        publish(connection, "hello", "jobs", delay=0.2)
+        store = store_of(connection)
+        hand_over = handover.hand_over_on(plain.default_channel, store)
+        due_us = time_ns() // 1000 + 1_000_000
+
+        def dies() -> None:
+            with store.taking(until_us=due_us) as batch:
+                assert hand_over(batch, park=False) is None
+                assert len(batch.delivered) == 1
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            dies()
+        assert plain.default_channel._size("jobs") == 0
+        plain.default_channel.session.rollback()
+        with store.taking(until_us=due_us) as batch:
+            hand_over(batch, park=False)
+        assert plain.default_channel._size("jobs") == 1
+        assert store.next_due_us() is None
+        stored = plain.default_channel.session.execute(text("SELECT payload FROM kombu_message"))
+        assert json.loads(stored.scalar_one())["headers"]["native_delay"]["v"] == 1
+
+
+# ---- a store that is away -----------------------------------------------------------------------
+
+
+def space_of(url: str) -> Path:
+    return Path(url.partition("://")[2])
+
+
+@contextmanager
+def away(store: Path) -> Iterator[None]:
+    """The database's file cannot be opened, nor made."""
+    hidden = [
+        file.rename(file.with_name(f"hidden-{file.name}"))
+        for file in store.parent.glob(f"{store.name}*")
+    ]
+    store.mkdir()
+    try:
+        yield
+    finally:
+        store.rmdir()
+        for file in hidden:
+            file.rename(file.with_name(file.name.removeprefix("hidden-")))
+
+
+def test_a_delayed_publish_says_that_the_store_is_away_and_works_again(folder_url: str) -> None:
+    """Immediate ones go their way."""
+    with delaying(folder_url) as connection, inbox(connection, "jobs") as received:
+        publish(connection, "before", "jobs", delay=60)
+        with away(space_of(folder_url) / "delays.db"):
+            with pytest.raises(
+                StoreUnavailable, match=r"delays\.db cannot be used: unable to open"
+            ):
+                publish(connection, "lost?", "jobs", delay=60)
+            publish(connection, "now", "jobs")
+            assert received.wait_for(1)[0].body == "now"
+        publish(connection, "after", "jobs", delay=60)
+        assert waiting_count(connection) == 2
+
+
+@pytest.mark.parametrize("away_seconds", [OUTAGE_SECONDS / 3, OUTAGE_SECONDS * 2])
+def test_an_outage_is_told_of_once_if_it_takes_too_long_and_never_otherwise(
+    folder_url: str, away_seconds: float
+) -> None:
+    outages: list[Outage] = []
+    with (
+        delaying(folder_url) as connection,
+        inbox(connection, "jobs") as received,
+        dispatching(folder_url, store_outage_seconds=OUTAGE_SECONDS) as dispatcher,
+    ):
+        dispatcher.on_outage = outages.append
+        publish(connection, "hello", "jobs", delay=0.2)
+        with away(space_of(folder_url) / "delays.db"):
+            end = time() + away_seconds
+            wait_until(lambda: time() > end, timeout_seconds=PATIENCE_SECONDS)
+            if away_seconds > OUTAGE_SECONDS:
+                wait_until(lambda: bool(outages), timeout_seconds=PATIENCE_SECONDS)
+        assert received.wait_for(1)[0].body == "hello"
+    assert [outage.what for outage in outages] == (
+        ["what is due cannot be fetched"] if away_seconds > OUTAGE_SECONDS else []
+    )
+
+
+def test_a_broker_that_stays_away_is_an_outage_too(folder_url: str) -> None:
+    """Its messages are not to blame: none is put off or parked."""
+    outages: list[Outage] = []
+    queues = Path(options_of(folder_url)["data_folder_in"])
+    with delaying(folder_url) as connection:
+        publish(connection, "hello", "jobs", delay=0.3)
+        store = store_of(connection)
+        aside = queues.rename(queues.with_name("aside"))
+        with dispatching(folder_url, store_outage_seconds=OUTAGE_SECONDS) as dispatcher:
+            dispatcher.on_outage = outages.append
+            wait_until(lambda: bool(outages), timeout_seconds=PATIENCE_SECONDS)
+            assert (store.census().overdue, store.count_parked()) == (1, 0)
+            aside.rename(queues)
+            with inbox(connection, "jobs") as received:
+                assert received.wait_for(1)[0].body == "hello"
+    (outage,) = outages
+    assert outage.what == "what is due cannot be dispatched"
+    assert "No such file or directory" in str(outage)
+
+
+def test_the_command_line_declares_looks_and_gives_up(folder_url: str, tmp_path: Path) -> None:
+    settings = {**settings_of(folder_url), "namespace": "tests", "store_outage_seconds": 0.5}
+    shop = Project(tmp_path, settings=settings).write(
+        SHOP, folder_url, transport_options=options_of(folder_url)
+    )
+    store = space_of(folder_url) / "delays.db"
+    name = f"tests of sqlite:///{store}"
+    assert shop.lines("declare") == [f"{name}: its tables are there, in version 1"]
+    assert shop.lines("verify") == [f"{name}: as planned"]
+    assert shop.lines("plan", "90") == [f"90 s waits 90 s in {name}, then goes to 'celery'"]
+    with delaying(folder_url) as connection:
+        publish(connection, "hello", "jobs", delay=0.1)
+        waiting = store_of(connection)
+        with waiting.engine.begin() as transaction:
+            transaction.execute(text("UPDATE native_delay_message SET due_us = due_us - 60000000"))
+    assert "1 message(s) overdue, the first for 6" in shop.delay("verify").stdout
+    command = [sys.executable, "-m", "celery", "-A", "shop", "delay", "promote"]
+    with subprocess.Popen(
+        command, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as promote:
+        assert promote.stdout is not None
+        assert promote.stdout.readline().startswith(f"promote runs: sqlite:///{store} holds")
+        wait_until(lambda: not waiting.census().waiting, timeout_seconds=PATIENCE_SECONDS)
+        with away(store):
+            assert "cannot be used: unable to open" in shop.delay("status").stderr
+            told, error = promote.communicate(timeout=PATIENCE_SECONDS)
+    assert told == "1 message(s) promoted, 0 parked\n"
+    assert "Error: what is due cannot be fetched for " in error
+    assert promote.returncode == 1
+
+
+def test_tables_of_another_version_are_left_alone(folder_url: str) -> None:
+    with delaying(folder_url) as connection:
+        store = store_of(connection)
+        store.prepare()
+        with store.engine.begin() as transaction:
+            transaction.execute(text("UPDATE native_delay_schema SET version = 7"))
+        other = Store(store.url, store.namespace)
+        with pytest.raises(TopologyMismatch, match=r"the tables of version 1 .* version 7"):
+            other.add("jobs", "{}", due_us=1, task_id="task-1")
+
+
+def test_a_broker_without_a_store_refuses_what_is_delayed_and_says_the_way_out() -> None:
+    with Connection("memory://", transport_options={"native_delay": True}) as connection:
+        publish(connection, "now", "jobs-without-store")
+        with pytest.raises(UnsupportedBroker, match="expected native_delay_store to be"):
+            publish(connection, "later", "jobs-without-store", delay=60)

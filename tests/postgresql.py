@@ -1,0 +1,105 @@
+"""A private PostgreSQL: on a unix socket in a folder of its own, gone with this process."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import shutil
+import signal
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import count
+from pathlib import Path
+
+from celery_native_delay.testing import BrokerFailed, BrokerMissing
+from celery_native_delay.testing.processes import KeptServer
+
+_BOOT_SECONDS = 60
+
+
+def find_postgresql() -> Path:
+    """The folder of its programs.
+
+    Raises:
+        BrokerMissing: it is not installed.
+    """
+    found = sorted(Path("/usr/lib/postgresql").glob("*/bin"), key=lambda bin: int(bin.parent.name))
+    on_path = shutil.which("postgres")
+    folders = [*([Path(on_path).resolve().parent] if on_path else []), *reversed(found)]
+    for folder in folders:
+        if (folder / "initdb").exists() and (folder / "postgres").exists():
+            return folder
+    raise BrokerMissing("PostgreSQL is not installed: run scripts/setup_brokers.sh")
+
+
+class PrivatePostgreSQL:
+    """Made by private_postgresql()."""
+
+    def __init__(self, programs: Path) -> None:
+        self._programs = programs
+        self._folder = Path(tempfile.mkdtemp(prefix="private-postgresql-"))
+        self._numbers = count(1)
+        # It refuses to run as root.
+        self._as_user = ["setpriv", "--reuid=postgres", "--regid=postgres", "--clear-groups"]
+        if os.geteuid() == 0:
+            shutil.chown(self._folder, "postgres", pwd.getpwnam("postgres").pw_gid)
+        else:
+            self._as_user = []
+        data = self._folder / "data"
+        initdb = [str(programs / "initdb"), "-D", str(data), "-U", "postgres", "-A", "trust"]
+        done = subprocess.run(
+            [*self._as_user, *initdb, "-E", "UTF8", "--locale=C", "--no-sync"],
+            cwd="/",
+            capture_output=True,
+            text=True,
+        )
+        if done.returncode:
+            shutil.rmtree(self._folder)
+            raise BrokerFailed(f"initdb failed:\n{done.stdout}{done.stderr}")
+        serve = [str(programs / "postgres"), "-D", str(data), "-k", str(self._folder)]
+        self._server = KeptServer(
+            "PostgreSQL",
+            [*self._as_user, *serve, "-c", "listen_addresses=", "-c", "fsync=off"],
+            home=self._folder,
+        )
+
+    def url(self, database: str) -> str:
+        """Of one of its databases, for SQLAlchemy."""
+        return f"postgresql+psycopg://postgres@/{database}?host={self._folder}"
+
+    def new_database(self) -> str:
+        """The url of an empty one."""
+        name = f"space{next(self._numbers)}"
+        command = [str(self._programs / "createdb"), "-h", str(self._folder), "-U", "postgres"]
+        subprocess.run([*command, name], cwd="/", check=True, capture_output=True)
+        return self.url(name)
+
+    def start(self) -> None:
+        """Start it, again on the same data, and wait until it answers."""
+        self._server.start(self._serves, within_seconds=_BOOT_SECONDS)
+
+    def stop(self) -> None:
+        """Stop it in good order; whoever is connected is not."""
+        self._server.end(signal.SIGINT)
+
+    def close(self) -> None:
+        """Kill it, and remove its folder."""
+        self._server.end(signal.SIGQUIT)
+        self._server.close()
+
+    def _serves(self) -> bool:
+        ready = [str(self._programs / "pg_isready"), "-q", "-h", str(self._folder)]
+        return subprocess.run(ready, cwd="/").returncode == 0
+
+
+@contextmanager
+def private_postgresql() -> Iterator[PrivatePostgreSQL]:
+    """Run a PostgreSQL of our own until the block ends."""
+    server = PrivatePostgreSQL(find_postgresql())
+    try:
+        server.start()
+        yield server
+    finally:
+        server.close()

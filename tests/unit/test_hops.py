@@ -1,0 +1,107 @@
+"""A delay on SQS is cut into hops: never early, at most a second late, not one hop too many."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from celery_native_delay.core.hops import Itinerary, Reception, remainders, retry_seconds
+
+delays_ms = st.integers(0, 10 * 365 * 86_400_000)
+
+
+@pytest.mark.parametrize(
+    ("minutes", "seconds", "sends"),
+    [(14, 5, [845]), (32, 5, [1925, 1025, 125])],
+)
+def test_the_examples_that_nservicebus_publishes(
+    minutes: int, seconds: int, sends: list[int]
+) -> None:
+    assert remainders((minutes * 60 + seconds) * 1000) == sends
+
+
+@pytest.mark.parametrize(
+    ("delay_ms", "sends"),
+    [
+        (-5, [0]),
+        (0, [0]),
+        (1, [1]),
+        (1000, [1]),
+        (1001, [2]),
+        (900_000, [900]),
+        (900_001, [901, 1]),
+        (1_800_000, [1800, 900]),
+    ],
+)
+def test_the_edges_of_a_hop_and_of_a_second(delay_ms: int, sends: list[int]) -> None:
+    assert remainders(delay_ms) == sends
+
+
+@given(delay_ms=st.integers(0, 40 * 86_400_000), hop_seconds=st.integers(60, 900))
+def test_every_hop_but_the_last_is_whole_and_their_sum_is_the_delay(
+    delay_ms: int, hop_seconds: int
+) -> None:
+    sends = remainders(delay_ms, hop_seconds=hop_seconds)
+    waits = [hop_seconds] * (len(sends) - 1) + [sends[-1]]
+    assert 0 <= sum(waits) * 1000 - delay_ms < 1000
+    assert 0 <= sends[-1] <= hop_seconds
+    assert (sends[-1] == 0) == (delay_ms == 0)
+
+
+@given(
+    delay_ms=delays_ms,
+    sent_ms=st.integers(0, 2**45),
+    waited_ms=st.integers(0, 2**40),
+    again_ms=st.integers(0, 2**40),
+    receive_count=st.integers(1, 9),
+)
+def test_what_is_left_is_never_less_than_by_the_brokers_clock(
+    delay_ms: int, sent_ms: int, waited_ms: int, again_ms: int, receive_count: int
+) -> None:
+    """Also of a message that was received before; the broker dates its answers in seconds."""
+    first_ms = sent_ms + waited_ms
+    truly_ms = first_ms if receive_count == 1 else first_ms + again_ms
+    reception = Reception(sent_ms, first_ms, receive_count, truly_ms // 1000 * 1000)
+    found_ms = reception.left_ms(delay_ms)
+    exact_ms = delay_ms - (truly_ms - sent_ms)
+    assert 0 <= found_ms - exact_ms < 1000
+    if receive_count == 1:
+        assert found_ms == exact_ms
+
+
+@pytest.mark.parametrize(
+    ("received_after_seconds", "again_after_seconds", "home"),
+    [
+        (900, None, False),  # 901 s are left
+        (901, None, True),  # 900
+        (900, 30, False),  # 871, but who received it first has sent it back
+        (900, 299, False),
+        (900, 301, True),  # nobody recognises that any more
+        (7200, None, True),  # nobody relayed for hours
+    ],
+)
+def test_who_repeats_a_send_decides_as_the_one_that_died(
+    received_after_seconds: int, again_after_seconds: int | None, home: bool
+) -> None:
+    first_ms = received_after_seconds * 1000
+    count, now_ms = (1, 0)
+    if again_after_seconds is not None:
+        count, now_ms = 2, first_ms + again_after_seconds * 1000
+    reception = Reception(0, first_ms, count, now_ms)
+    assert reception.is_last_hop(1_801_000, hop_seconds=900) == home
+
+
+def test_who_cannot_be_sent_on_rests_twice_as_long_each_time() -> None:
+    assert [retry_seconds(count) for count in (1, 2, 3, 9)] == [2, 4, 8, 512]
+    assert retry_seconds(10_000) == 900
+
+
+def test_a_year_is_35040_waits_of_which_the_last_is_at_the_destination() -> None:
+    year = Itinerary.of(365 * 86400)
+    assert len(year.remainders) == 35_040
+    assert year.hops == 35_039
+    assert year.requests == 1 + 3 * 35_039
+    assert year.requests_in_batches == pytest.approx(10_512.7)
+    assert Itinerary.of(0.5).remainders == (1,)
+    assert Itinerary.of(0.5).requests == 1

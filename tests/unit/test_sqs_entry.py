@@ -1,0 +1,147 @@
+"""What SQS is given: as kombu sends it, carried through every hop unread, refused if too large."""
+
+from __future__ import annotations
+
+import json
+from base64 import b64decode
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from celery_native_delay import CannotDelay
+from celery_native_delay.transports.sqs.delay_queue import (
+    attributes_of,
+    can_delay,
+    delay_queue_of,
+    mismatches,
+    overdue_in,
+    waiting_in,
+)
+from celery_native_delay.transports.sqs.entry import (
+    MOST_BYTES,
+    Entry,
+    Parcel,
+    check_size,
+    opened,
+)
+
+ATTRIBUTES = {
+    "customer": {"DataType": "String", "StringValue": "Ada ä"},
+    "key": {"DataType": "Binary", "BinaryValue": b"\0\xff"},
+}
+
+
+def message(**properties: Any) -> dict[str, Any]:
+    return {"body": "Ym9keQ==", "headers": {"id": "task-1"}, "properties": properties}
+
+
+@pytest.mark.parametrize("base64", [True, False])
+def test_a_parcel_is_what_kombu_sends(base64: bool) -> None:
+    sent = message(delivery_tag="tag", message_attributes=ATTRIBUTES, MessageGroupId="customer-7")
+    parcel = Parcel.of(sent, base64=base64)
+    text = b64decode(parcel.body).decode() if base64 else parcel.body
+    assert json.loads(text) == message(delivery_tag="tag", MessageGroupId="customer-7")
+    assert parcel.arguments() == {
+        "MessageBody": parcel.body,
+        "MessageAttributes": ATTRIBUTES,
+        "MessageGroupId": "customer-7",
+    }
+    assert "message_attributes" in sent["properties"], "another queue may get it, too"
+
+
+@given(
+    body=st.text(max_size=200),
+    left_ms=st.integers(0, 2**48),
+    due_ms=st.integers(0, 2**48),
+    entry_id=st.text(st.characters(min_codepoint=33, max_codepoint=126), min_size=1),
+    with_attributes=st.booleans(),
+)
+def test_an_entry_comes_out_as_it_went_in(
+    body: str, left_ms: int, due_ms: int, entry_id: str, with_attributes: bool
+) -> None:
+    parcel = Parcel(body, ATTRIBUTES if with_attributes else {}, "group")
+    entry = Entry(entry_id, left_ms, due_ms, parcel)
+    for _ in range(3):
+        assert opened(entry.text()) == entry
+        assert entry.text().endswith(f"\n{body}")
+        entry = entry.again(left_ms // 2)
+
+
+def test_every_hop_has_a_deduplication_id_of_its_own_that_a_second_attempt_shares() -> None:
+    first = Entry("id", 5000, 1, Parcel("body"))
+    assert first.arguments()["MessageDeduplicationId"] == "id:0"
+    assert first.again(1).arguments()["MessageDeduplicationId"] == "id:1"
+    assert first.again(9).again(1).arguments()["MessageDeduplicationId"] == "id:2"
+    assert first.arguments()["MessageGroupId"] == first.again(1).arguments()["MessageGroupId"]
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{}\n", "hello\nworld", '{"v": 1}\nbody', "[1]\n", '{"v":2}\n']
+)
+def test_what_somebody_else_put_into_a_delay_queue_is_told_from_ours(text: str) -> None:
+    with pytest.raises(ValueError):
+        opened(text)
+
+
+def test_a_message_as_large_as_sqs_takes_passes_and_one_byte_more_is_refused() -> None:
+    parcel = Parcel("x" * (MOST_BYTES - 7), {"n": {"DataType": "", "StringValue": "123456"}})
+    assert parcel.size_bytes == MOST_BYTES
+    check_size(parcel.size_bytes, queue="jobs")
+    with pytest.raises(CannotDelay, match=r"at most 1,048,576 bytes.*got 1,048,577 for 'jobs'"):
+        check_size(Parcel("x" * (MOST_BYTES + 1)).size_bytes, queue="jobs")
+    entry = Entry("id", 5000, 1, Parcel("x" * (MOST_BYTES - 10)))
+    assert entry.size_bytes > MOST_BYTES, "the line in front counts as well"
+
+
+# ---- delay queues ----------------------------------------------------------------------------
+
+
+def good(**changed: str | None) -> dict[str, str]:
+    attributes: dict[str, str | None] = {**attributes_of(900, {}), **changed}
+    return {name: value for name, value in attributes.items() if value is not None}
+
+
+def test_a_delay_queue_as_we_create_it_has_nothing_wrong() -> None:
+    assert delay_queue_of("jobs") == "jobs-delay.fifo"
+    assert can_delay("jobs")
+    assert not can_delay("jobs.fifo")
+    assert good()["DelaySeconds"] == "900"
+    assert good()["MessageRetentionPeriod"] == str(14 * 86400)
+    assert mismatches("jobs-delay.fifo", good(), hop_seconds=900) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"DelaySeconds": "0"}, "DelaySeconds is 0, expected 900: aws sqs set-queue-attributes"),
+        ({"MessageRetentionPeriod": "345600"}, "is 345600, expected 1209600"),
+        ({"RedrivePolicy": '{"maxReceiveCount":3}'}, 'RedrivePolicy is {"maxReceiveCount":3}'),
+        ({"FifoQueue": None}, "expected a FIFO queue: delete it"),
+    ],
+)
+def test_each_wrong_attribute_is_named(changed: dict[str, str | None], named: str) -> None:
+    (sentence,) = mismatches("jobs-delay.fifo", good(**changed), hop_seconds=900)
+    assert sentence.startswith("jobs-delay.fifo: ")
+    assert named in sentence
+
+
+def test_what_the_user_wants_of_all_queues_a_delay_queue_gets_but_for_a_redrive_policy() -> None:
+    wanted = {"KmsMasterKeyId": "alias/shop", "RedrivePolicy": "…", "DelaySeconds": "5"}
+    made = attributes_of(900, wanted)
+    assert made["KmsMasterKeyId"] == "alias/shop"
+    assert "RedrivePolicy" not in made
+    assert made["DelaySeconds"] == "900"
+
+
+def test_messages_are_overdue_that_lie_there_while_nobody_holds_any() -> None:
+    numbers = {
+        "ApproximateNumberOfMessages": "3",
+        "ApproximateNumberOfMessagesDelayed": "4",
+        "ApproximateNumberOfMessagesNotVisible": "0",
+    }
+    assert waiting_in(numbers) == 7
+    assert overdue_in(numbers) == 3
+    assert overdue_in(numbers | {"ApproximateNumberOfMessagesNotVisible": "2"}) == 0
+    assert overdue_in({}) == 0

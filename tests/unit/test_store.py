@@ -1,0 +1,129 @@
+"""The parts of a timeout store that decide without asking anybody."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+from celery import Celery
+
+from celery_native_delay import SettingsError, store_outage
+from celery_native_delay.celery_app.outage import react
+from celery_native_delay.core.shown_url import without_password
+from celery_native_delay.transports.contract import Outage
+from celery_native_delay.transports.timeouts.breakers import Breaker, Breakers
+from celery_native_delay.transports.timeouts.database import engine_of, same_database
+
+AWAY = OSError("it is away")
+
+
+# ---- breakers ----------------------------------------------------------------------------------
+
+
+def test_a_breaker_opens_once_when_it_has_failed_for_so_long_and_closes_by_a_success() -> None:
+    breaker = Breaker("nothing works", 120)
+    assert [breaker.failed(AWAY, now=now) for now in (1000, 1060, 1119.9)] == [None, None, None]
+    outage = breaker.failed(AWAY, now=1120)
+    assert outage == Outage("nothing works", 120, "OSError: it is away")
+    assert str(outage) == "nothing works for 120 s: OSError: it is away"
+    assert breaker.failed(AWAY, now=2000) is None
+    assert breaker.succeeded(now=2001) == 1001
+    assert breaker.succeeded(now=2002) is None
+    assert breaker.failed(AWAY, now=3000) is None
+    assert breaker.failed(AWAY, now=3120) is not None
+
+
+def test_a_success_in_between_starts_the_time_anew() -> None:
+    breaker = Breaker("nothing works", 120)
+    breaker.failed(AWAY, now=0)
+    breaker.succeeded(now=100)
+    assert breaker.failed(AWAY, now=121) is None
+
+
+def test_breakers_are_independent_and_tell_whoever_is_asked() -> None:
+    breakers = Breakers(10)
+    told: list[Outage] = []
+    breakers.on_outage = told.append
+    for now in (0, 5, 10):
+        breakers.failed(breakers.store, AWAY, now=now)
+        breakers.failed(breakers.dispatch, AWAY, now=now + 1)
+        breakers.fetch.succeeded(now=now)
+    assert [outage.what for outage in told] == ["nothing can be stored", told[1].what]
+    assert "dispatched" in told[1].what
+
+
+# ---- the hook ----------------------------------------------------------------------------------
+
+
+OUTAGE = Outage("what is due cannot be fetched", 120, "OSError: it is away")
+
+
+def test_a_worker_stops_unless_somebody_else_decides(caplog: pytest.LogCaptureFixture) -> None:
+    app, stops, seen = Celery("shop", set_as_current=False), [], []
+    with caplog.at_level(logging.CRITICAL, "celery_native_delay"):
+        react(app, OUTAGE, lambda: stops.append(1))
+    assert stops == [1]
+    assert str(OUTAGE) in caplog.text
+
+    def decide(sender: Celery, outage: Outage, **_: object) -> None:
+        seen.append((sender, outage))
+
+    store_outage.connect(decide)
+    try:
+        react(app, OUTAGE, lambda: stops.append(2))
+    finally:
+        store_outage.disconnect(decide)
+    assert (stops, seen) == ([1], [(app, OUTAGE)])
+
+
+# ---- URLs --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("sqlite:////var/delays.db?synchronous=full", "sqlite:////var/delays.db?synchronous=full"),
+        (
+            "postgresql+psycopg://shop:a:b@db/x?host=/run",
+            "postgresql+psycopg://shop:**@db/x?host=/run",
+        ),
+        (
+            "postgresql:///x?user=shop&password=secret&port=1",
+            "postgresql:///x?user=shop&password=**&port=1",
+        ),
+        ("mysql://shop:s/e@c?ret@db/x", "mysql://shop:**@db/x"),
+        ("redis://:secret@store:6379/1", "redis://:**@store:6379/1"),
+        ("redis://store:6379/1", "redis://store:6379/1"),
+    ],
+)
+def test_a_url_is_shown_without_its_password(url: str, shown: str) -> None:
+    assert without_password(url) == shown
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("sqlite:////var/a.db", "sqlite+pysqlite:////var/x/../a.db?synchronous=full", True),
+        ("sqlite:///a.db", "sqlite:///b.db", False),
+        ("postgresql://a:b@db/shop", "postgresql+psycopg://c:d@db/shop", True),
+        ("postgresql:///shop?host=/run/1", "postgresql:///shop?host=/run/2", False),
+        ("postgresql://db/shop", "mysql://db/shop", False),
+        ("postgresql://db:5432/shop", "postgresql://db:5433/shop", False),
+    ],
+)
+def test_a_database_is_known_by_its_place(one: str, other: str, same: bool) -> None:
+    assert same_database(one, other) is same
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("nosuch://db/shop", "nosuch"),
+        ("sqlite:///a.db?synchronous=off", "expected synchronous=normal or full"),
+        ("postgresql+nodriver://shop:secret@db/shop", "cannot be used"),
+    ],
+)
+def test_a_database_that_cannot_be_used_is_named_without_its_password(url: str, said: str) -> None:
+    with pytest.raises(SettingsError, match=said) as refused:
+        engine_of(url)
+    assert "secret" not in str(refused.value)
