@@ -85,6 +85,7 @@ class ApiHandler(Errors, BaseApiHandler):
             self.application.events.state.changed(outcome, cancelled=verb == "cancel")
             if number % _TOLD_AT_ONCE == 0:
                 await asyncio.sleep(0)
+        self.application.refreshing.indexed(len(outcomes))
         self.application.delays_summary = None
         return outcomes
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from time import monotonic
 from typing import Any
 
@@ -27,7 +27,7 @@ _CHUNK = 200
 
 _PAUSE_SECONDS = 5.0
 
-#: After so many new tasks in one round they are set aside, within milliseconds.
+#: After so many that came or changed between two rounds they are set aside, within milliseconds.
 _SET_ASIDE = 1000
 
 #: A round may take this part of the time.
@@ -38,7 +38,7 @@ def set_aside() -> None:
     """Have the garbage collector pass over what is here now, after one last look.
 
     What is no garbage now, and later becomes part of a cycle, is not freed any more: so this is
-    done at the start, and while many tasks come at once.
+    done at the start, and while many tasks come, change or go at once.
     """
     gc.collect()
     gc.freeze()
@@ -53,6 +53,7 @@ class Refreshing:
         self._ends = False
         self._told = ""
         self._missed: set[str] = set()
+        self._indexed = 0
 
     @property
     def _state(self) -> WaitingState:
@@ -67,7 +68,8 @@ class Refreshing:
                 await self._round()
                 self._told = ""
             except NoLedger:
-                await self._do_not_wait(self._state.due(self._state.delayed))
+                async for some in _in_turns(self._state.delayed):
+                    self._do_not_wait(self._state.due(some))
             except NativeDelayError as exc:
                 if not self._told:
                     logger.warning("native delay: the list of tasks may be stale: %s", exc)
@@ -80,33 +82,44 @@ class Refreshing:
         """From any thread."""
         self._ends = True
 
+    def indexed(self, count: int) -> None:
+        """So many tasks have come, changed or gone: Flower has indexed them anew."""
+        self._indexed += count
+        if self._indexed >= _SET_ASIDE:
+            self._indexed = 0
+            set_aside()
+
     async def _round(self) -> None:
-        before = set(self._state.delayed)
+        before = list(self._state.delayed)
         seen: set[str] = set()
-        offset, total, added = 0, 1, 0
+        offset, total, self._indexed = 0, 1, 0
         most = self._state.tasks.limit // 2
         while offset < min(total, most) and not self._ends:
             page = await self._page(offset)
-            added += self._state.saw(page.tasks)
-            if added >= _SET_ASIDE:
-                set_aside()
-                added = 0
+            self.indexed(self._state.saw(page.tasks))
             seen.update(task.id for task in page.tasks)
             total = page.total or 0
             offset += _CHUNK
         if total > most:
             return  # nobody knows of the others
         # What becomes due meanwhile moves the others up, past the reader: missed once is not gone.
-        missing = before - seen
-        await self._do_not_wait(self._state.due(missing) | (missing & self._missed))
-        self._missed = {task_id for task_id in missing if task_id in self._state.delayed}
+        missed, self._missed = self._missed, set()
+        async for some in _in_turns(before):
+            missing = set(some) - seen
+            self._do_not_wait(self._state.due(missing) | (missing & missed))
+            self._missed |= missing & self._state.delayed.keys()
 
-    async def _do_not_wait(self, ids: Iterable[str]) -> None:
-        """Whoever waits for Flower meanwhile has his turn."""
-        gone = list(ids)
-        for start in range(0, len(gone), _CHUNK):
-            self._state.does_not_wait(gone[start : start + _CHUNK])
-            await asyncio.sleep(0)
+    def _do_not_wait(self, ids: set[str]) -> None:
+        self._state.does_not_wait(ids)
+        self.indexed(len(ids))
 
     async def _page(self, offset: int) -> Any:
         return await self._asking.delay(lambda delay: delay.ls(limit=_CHUNK, offset=offset))
+
+
+async def _in_turns(ids: Iterable[str]) -> AsyncIterator[list[str]]:
+    """A few at a time; whoever waits for Flower meanwhile has his turn."""
+    known = list(ids)
+    for start in range(0, len(known), _CHUNK):
+        yield known[start : start + _CHUNK]
+        await asyncio.sleep(0)

@@ -115,18 +115,18 @@ class WaitingState(EventsState):
                 self._note(task)
 
     def saw(self, waiting: Iterable[Waiting]) -> int:
-        """These wait now; how many of them are new."""
-        added = 0
+        """These wait now; how many of them are new, or have changed."""
+        changes = 0
         for found in waiting:
             if not found.name:
                 continue  # no task
             task = self._known().get(found.id)
             if task is None:
                 self._add(found)
-                added += 1
+                changes += 1
             elif task.state in _MAY_WAIT:
-                self._update(task, found)
-        return added
+                changes += self._update(task, found)
+        return changes
 
     def does_not_wait(self, ids: Iterable[str]) -> None:
         """These were handed over; if nothing was heard of them since, nobody has received them."""
@@ -170,16 +170,17 @@ class WaitingState(EventsState):
             self.delayed.pop(evicted, None)
         self.delayed[found.id] = found.due_us
 
-    def _update(self, task: Any, found: Waiting) -> None:
+    def _update(self, task: Any, found: Waiting) -> bool:
         if self.delayed.get(found.id) == found.due_us:
-            return
+            return False
         if task.state == states.RECEIVED and found.due_us <= time() * 1e6:
-            return  # it was read a moment before it was received
+            return False  # it was read a moment before it was received
         # What stock Flower had saved is stock, too.
         task.__class__ = self.Task
         self._describe(task, found)
         self._become(task, DELAYED)
         self.delayed[found.id] = found.due_us
+        return True
 
     def _describe(self, task: Any, found: Waiting) -> None:
         task.name, task.args, task.kwargs = found.name, found.args, found.kwargs

@@ -91,6 +91,22 @@ def test_searches_and_histograms_see_every_task(app: Celery, delay: Delay) -> No
     assert sum(bar.count for bar in bars) == 20
 
 
+def test_ids_are_read_a_few_at_a_time_and_all_of_them(
+    app: Celery, delay: Delay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of more tasks that are due together than are read at a time."""
+    monkeypatch.setattr("celery_native_delay.celery_app.delay._PAGE", 3)
+    eta = datetime.now(UTC) + timedelta(hours=1)
+    for number in range(12):
+        later = timedelta(seconds=max(0, number - 8))
+        app.send_task("shop.remind", eta=eta + later, task_id=f"order-{number:02}", queue=QUEUE)
+    every = [f"order-{number:02}" for number in range(12)]
+    wait_until(lambda: delay.count() == 12, timeout_seconds=20)
+    assert delay.ids() == every
+    assert delay.ids(limit=7) == every[:7]
+    assert delay.ids("order-1") == every[10:]
+
+
 def test_a_cancelled_task_leaves_at_once_marked_so_that_no_worker_runs_it(
     app: Celery, delay: Delay, arrivals: Inbox
 ) -> None:

@@ -117,7 +117,15 @@ def test_a_search_means_what_it_means_in_flower(words: list[str]) -> None:
         with pytest.raises(InvalidQuery):
             Query.parse(text)
     else:
-        assert Query.parse(text).matches(known) is expected
+        query = Query.parse(text)
+        assert query.matches(known) is expected
+        written = f"{known.id} {known.name} {known.args} {known.kwargs}"
+        if expected:
+            assert all(needle in written for needle in query.needles)
+            assert all(
+                any(text in written.lower() for text in group)
+                for group in query.needles_in_any_case
+            )
 
 
 def test_a_range_of_due_times_includes_its_begin_and_not_its_end() -> None:
