@@ -21,6 +21,7 @@ from functools import cached_property
 from typing import Any
 
 from .address import SHORTSTR_BYTES, hashed_address, queue_address, short_word
+from .ledger_streams import LedgerStreams
 from .settings import DelaySettings
 
 VERSION = "v1"
@@ -108,7 +109,10 @@ class Topology:
         self.parking_exchange = self.parking_queue = f"{self.space}.parked"
         self.rescue_lock_queue = f"{self.space}.rescue-lock"
         self.delivery_exchange = f"{self.name}.delivery"
-        self.ready_exchange = f"{self.name}.{settings.routing}.ready"
+        self._levels_ready = f"{self.name}.{settings.routing}.ready"
+        self._ledger_ready = f"{self.name}.{settings.routing}.ledger.ready"
+        self.ready_exchange = self._ledger_ready if settings.streams_ledger else self._levels_ready
+        self.ledger = LedgerStreams(self.name, settings)
 
     # --- names ---------------------------------------------------------------------------
 
@@ -255,7 +259,13 @@ class Topology:
             yield Queue(hop.queue, self._level_arguments(hop.ttl_ms, self._below(place)))
             yield Binding(entry, hop.queue, "")
         yield from self._bindings()
-        yield Exchange(self.ready_exchange, "fanout")
+        yield Exchange(self._levels_ready, "fanout")
+        if self.settings.streams_ledger:
+            yield Exchange(self.ledger.exchange, "direct")
+            for stream in self.ledger.streams:
+                yield Queue(stream.name, stream.arguments)
+                yield Binding(self.ledger.exchange, stream.name, stream.name)
+            yield Exchange(self._ledger_ready, "fanout")
 
     def landing(self, exchange: str) -> Queue:
         """The landing queue of *exchange*: what reaches it goes on at once.

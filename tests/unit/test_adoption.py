@@ -23,6 +23,7 @@ from celery_native_delay.celery_app.adoption import (
 from celery_native_delay.core.delayed import Delayed
 from celery_native_delay.core.due_time import due_us
 from celery_native_delay.core.fence import HEADER
+from celery_native_delay.transports.contract import Answer
 
 NOON = datetime(2026, 11, 20, 12, 0, tzinfo=UTC)
 
@@ -114,7 +115,7 @@ class Worker:
     """Strategies around one that notes what Celery is given; its ledger answers *answer*."""
 
     takes: bool = True
-    answer: bool | None = True
+    answer: Answer = Answer.RUN
     runs_unasked: bool = True
     admits: Callable[[FencedTask], bool] = lambda task: True
     ran: list[tuple[Any, ...]] = field(default_factory=list)
@@ -136,7 +137,7 @@ class Worker:
         [outcome] = [name for name, calls in outcomes.items() if calls]
         return outcome
 
-    def may_run(self, headers: dict[str, Any], delivery_id: str) -> bool | None:
+    def may_run(self, headers: dict[str, Any], delayed: Delayed) -> Answer:
         return self.answer
 
     def _adopt(self, task: EarlyTask) -> bool:
@@ -379,9 +380,9 @@ def test_other_messages_are_not_discarded(
 # ---- cancelled and moved tasks -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("answer", [True, None])
+@pytest.mark.parametrize("answer", [Answer.RUN, Answer.AWAY])
 def test_a_cancelled_task_goes_to_celery_at_once_whatever_its_times_say(
-    answer: bool | None,
+    answer: Answer,
 ) -> None:
     """Put back or discarded it would lose its mark, and run; the canceller's clock may be ahead."""
     cancelled = delayed(ms_from_now(-1))._replace(cancelled=True)
@@ -392,14 +393,14 @@ def test_a_cancelled_task_goes_to_celery_at_once_whatever_its_times_say(
 @pytest.mark.parametrize(
     ("answer", "runs_unasked", "outcome"),
     [
-        (True, False, "ran"),
-        (False, True, "acked"),
-        (None, True, "ran"),
-        (None, False, "adopted"),
+        (Answer.RUN, False, "ran"),
+        (Answer.DROP, True, "acked"),
+        (Answer.AWAY, True, "ran"),
+        (Answer.AWAY, False, "adopted"),
     ],
 )
 def test_a_task_that_waited_does_what_the_ledger_says(
-    answer: bool | None, runs_unasked: bool, outcome: str
+    answer: Answer, runs_unasked: bool, outcome: str
 ) -> None:
     worker = Worker(answer=answer, runs_unasked=runs_unasked)
     message = Message({"id": "1", "task": "t", "eta": in_seconds(-1)}, delayed())
@@ -408,4 +409,4 @@ def test_a_task_that_waited_does_what_the_ledger_says(
 
 
 def test_a_task_that_did_not_wait_is_nothing_to_the_ledger() -> None:
-    assert Worker(answer=False).receives(Message({"id": "1"})) == "ran"
+    assert Worker(answer=Answer.DROP).receives(Message({"id": "1"})) == "ran"

@@ -115,7 +115,7 @@ class BulkLine(Line[Outbox]):
         headers = publication.message.properties.get("application_headers") or {}
         if HEADER not in headers or "BCC" in headers or "expires" in headers[HEADER]:
             return None
-        if channel.delays.ledger is not None:
+        if channel.delays.settings.ledger is not None:
             return None  # which keeps whole messages
         try:
             template = Template(publication.message.properties)
@@ -238,7 +238,7 @@ def frames_of(publication: Publication, *, channel_id: int, frame_max: int) -> b
     """The bytes that py-amqp writes for *publication*."""
     recorder = _Recorder(frame_max)
     write = frame_writer(recorder, recorder)
-    exchange, key, mandatory = publication[1:]
+    exchange, key, mandatory = publication[1:4]
     args = amqp.serialization.dumps("Bssbb", (0, exchange, key, mandatory, False))
     write(1, channel_id, amqp.spec.Basic.Publish, args, publication.message)
     return b"".join(recorder.written)

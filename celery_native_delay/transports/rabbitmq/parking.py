@@ -191,6 +191,8 @@ def _back_to_levels(work: _Round, parked: Parked, delayed: Delayed) -> None:
         queue=parked.message.headers[HEADER].get("queue"),
         due_us=delayed.due_ms * 1000,
         delivery_id=delayed.delivery_id,
+        cancelled=delayed.cancelled,
+        replaces=delayed.replaces,
     )
     work.outcome.waiting_again += 1
 
