@@ -53,6 +53,8 @@ class LedgerStreams:
     def __init__(self, name: str, settings: DelaySettings) -> None:
         #: A direct exchange that leads to each of them by its name.
         self.exchange = f"{name}.ledger"
+        #: Says that the set is complete.
+        self.ready_exchange = f"{name}.ledger.ready"
         self._name = name
         self._longest_seconds = math.ceil(settings.longest_delay_seconds)
 

@@ -109,9 +109,7 @@ class Topology:
         self.parking_exchange = self.parking_queue = f"{self.space}.parked"
         self.rescue_lock_queue = f"{self.space}.rescue-lock"
         self.delivery_exchange = f"{self.name}.delivery"
-        self._levels_ready = f"{self.name}.{settings.routing}.ready"
-        self._ledger_ready = f"{self.name}.{settings.routing}.ledger.ready"
-        self.ready_exchange = self._ledger_ready if settings.streams_ledger else self._levels_ready
+        self.ready_exchange = f"{self.name}.{settings.routing}.ready"
         self.ledger = LedgerStreams(self.name, settings)
 
     # --- names ---------------------------------------------------------------------------
@@ -234,6 +232,20 @@ class Topology:
 
     def plan(self) -> Iterator[Declaration]:
         """Every declaration of the set, in an order the broker accepts."""
+        yield from self.levels_plan()
+        if self.settings.streams_ledger:
+            yield from self.ledger_plan()
+
+    def ledger_plan(self) -> Iterator[Declaration]:
+        """The streams of a ledger: by themselves, as messages wait without them, too."""
+        yield Exchange(self.ledger.exchange, "direct")
+        for stream in self.ledger.streams:
+            yield Queue(stream.name, stream.arguments)
+            yield Binding(self.ledger.exchange, stream.name, stream.name)
+        yield Exchange(self.ledger.ready_exchange, "fanout")
+
+    def levels_plan(self) -> Iterator[Declaration]:
+        """All that messages need to wait."""
         yield Exchange(self.parking_exchange, "fanout")
         yield Queue(
             self.parking_queue,
@@ -259,13 +271,7 @@ class Topology:
             yield Queue(hop.queue, self._level_arguments(hop.ttl_ms, self._below(place)))
             yield Binding(entry, hop.queue, "")
         yield from self._bindings()
-        yield Exchange(self._levels_ready, "fanout")
-        if self.settings.streams_ledger:
-            yield Exchange(self.ledger.exchange, "direct")
-            for stream in self.ledger.streams:
-                yield Queue(stream.name, stream.arguments)
-                yield Binding(self.ledger.exchange, stream.name, stream.name)
-            yield Exchange(self._ledger_ready, "fanout")
+        yield Exchange(self.ready_exchange, "fanout")
 
     def landing(self, exchange: str) -> Queue:
         """The landing queue of *exchange*: what reaches it goes on at once.

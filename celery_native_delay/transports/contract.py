@@ -137,6 +137,9 @@ class Receipts(Protocol):
     def may_run(self, headers: Mapping[str, Any], delayed: Delayed) -> Answer:
         """By a message's headers and the trace of its wait."""
 
+    def close(self) -> None:
+        """The worker ends."""
+
 
 @runtime_checkable
 class KeepsLedger(Protocol):

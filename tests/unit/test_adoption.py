@@ -81,6 +81,17 @@ def test_a_task_that_waited_reaches_celery_without_its_eta_and_gets_it_back() ->
 
 
 @dataclass
+class Timer:
+    """What is to be called later."""
+
+    calls: list[Callable[[], Any]] = field(default_factory=list)
+
+    def call_after(self, seconds: float, call: Callable[[], Any]) -> None:
+        assert 0 < seconds < 5
+        self.calls.append(call)
+
+
+@dataclass
 class Consumer:
     """What strategies need of Celery's consumer."""
 
@@ -92,6 +103,7 @@ class Consumer:
 
     hub: Any = "a hub"
     pool: Any = None
+    timer: Any = field(default_factory=lambda: Timer())
 
     def call_soon(self, function: Callable[..., Any], *args: Any) -> None:
         self.soon.append(partial(function, *args))
@@ -123,7 +135,7 @@ class Worker:
     acked: list[tuple[Any, ...]] = field(default_factory=list)
     consumer: Consumer = field(default_factory=Consumer)
 
-    def receives(self, message: Message, payload: Any = None) -> str:
+    def strategies(self) -> AdoptingStrategies:
         strategies = AdoptingStrategies(
             self.consumer,
             self._adopt,
@@ -132,6 +144,10 @@ class Worker:
             waits=(lambda task: False) if self.runs_unasked else self._adopt,
         )
         strategies["t"] = lambda *args, **kwargs: self.ran.append((args, kwargs))
+        return strategies
+
+    def receives(self, message: Message, payload: Any = None) -> str:
+        strategies = self.strategies()
         strategies["t"](message, payload, self._ack, "reject", ["callback"])
         outcomes = {"ran": self.ran, "adopted": self.adopted, "acked": self.acked}
         [outcome] = [name for name, calls in outcomes.items() if calls]
@@ -406,6 +422,25 @@ def test_a_task_that_waited_does_what_the_ledger_says(
     message = Message({"id": "1", "task": "t", "eta": in_seconds(-1)}, delayed())
     assert worker.receives(message) == outcome
     assert [task.delivery_id for task in worker.adopted] == ["id-1"] * (outcome == "adopted")
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_a_task_that_is_not_decided_on_is_asked_about_again(cancelled: bool) -> None:
+    """Unacknowledged, and not in vain if its connection is gone meanwhile."""
+    worker = Worker(answer=Answer.NOT_YET)
+    message = Message({"id": "1", "task": "t"}, delayed()._replace(cancelled=cancelled))
+    strategies = worker.strategies()
+    strategies["t"](message, None, worker._ack, "reject", ["callback"])
+    assert (worker.ran, worker.adopted, worker.acked) == ([], [], [])
+    [call] = worker.consumer.timer.calls
+    worker.answer = Answer.RUN
+    call()
+    [judge] = worker.consumer.soon
+    judge()
+    assert len(worker.ran) == 1
+    message.channel.connection = None
+    call()
+    assert len(worker.consumer.soon) == 1
 
 
 def test_a_task_that_did_not_wait_is_nothing_to_the_ledger() -> None:

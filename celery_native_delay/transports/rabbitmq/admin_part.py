@@ -53,7 +53,10 @@ class RabbitMQAdminPart:
         with permissions_explained(self._topology):
             for queue in queues:
                 queue(self._channel).declare()
-            return Declared(self.name, self._delays.prepare(redeclare=True, consuming=True))
+            prepared = self._delays.prepare(redeclare=True, consuming=True)
+            if self._settings.streams_ledger:
+                self._delays.prepare_ledger(redeclare=True)
+            return Declared(self.name, prepared)
 
     def verify(self) -> Verification:
         """Compare the broker with the plan."""

@@ -238,7 +238,7 @@ def frames_of(publication: Publication, *, channel_id: int, frame_max: int) -> b
     """The bytes that py-amqp writes for *publication*."""
     recorder = _Recorder(frame_max)
     write = frame_writer(recorder, recorder)
-    exchange, key, mandatory = publication[1:4]
+    exchange, key, mandatory = publication[1:]
     args = amqp.serialization.dumps("Bssbb", (0, exchange, key, mandatory, False))
     write(1, channel_id, amqp.spec.Basic.Publish, args, publication.message)
     return b"".join(recorder.written)

@@ -42,7 +42,7 @@ class Delays(Preparation):
         self._confirmer: OwnChannel | None = None
         self._in_batch = False
         self._outbox_connects = 0
-        self._recorder = Recorder(self.topology)
+        self._recorder = Recorder(self)
 
     @property
     def publisher(self) -> OwnChannel:
@@ -145,8 +145,8 @@ class Delays(Preparation):
         delivery_id = self._delivery_id(message.properties.get("application_headers"))
         sealed = self._sealed(message, exchange, routing_key, due_us, now_us, units, delivery_id)
         routed = self._routed(sealed, units, exchange, routing_key, lands=lands)
-        entry = self._recorder.record(message, exchange, routing_key, sealed, due_us)
-        return routed._replace(entry=entry)
+        self._recorder.record(message, exchange, routing_key, sealed, due_us)
+        return routed
 
     def _follow_outbox(self) -> None:
         """The outbox had to connect again: what this connection relies on may be gone too.
@@ -202,12 +202,10 @@ class Delays(Preparation):
             cancelled,
             replaces,
         )
-        entry = None
         if recorded:
-            entry = self._recorder.record(message, exchange, routing_key, sealed, due_us, queue)
+            self._recorder.record(message, exchange, routing_key, sealed, due_us, queue)
         to = (exchange, routing_key) if queue is None else ("", queue)
-        routed = self._routed(sealed, units, *to, lands=lands)
-        self._send(routed._replace(entry=entry), confirmed=True)
+        self._send(self._routed(sealed, units, *to, lands=lands), confirmed=True)
 
     @contextmanager
     def one_confirm(self) -> Iterator[None]:
@@ -320,9 +318,7 @@ class Delays(Preparation):
         for last_try in (False, True):
             try:
                 channel = self.confirmer if confirmed else self.publisher
-                if publication.entry is not None:
-                    channel.publish(*publication.entry[:4], timeout_seconds=timeout_seconds)
-                tag = channel.publish(*publication[:4], timeout_seconds=timeout_seconds)
+                tag = channel.publish(*publication, timeout_seconds=timeout_seconds)
                 if not self._in_batch:
                     if confirmed:
                         channel.wait_confirmed(

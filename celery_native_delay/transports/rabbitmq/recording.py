@@ -8,25 +8,28 @@ from time import time_ns
 import amqp
 
 from ...core.delayed import HEADER
-from ...core.topology import Topology
 from .ledger.entry import Entry, member_of
 from .ledger.line import LedgerLine, line_of
-from .streams.notes import Noted, note_message
-from .streams.own_writes import own_writes
-from .window import Publication
+from .preparation import Preparation
+from .streams.line import StreamLine, stream_line_of
+from .streams.notes import Noted
 
 
 class Recorder:
-    """Of one connection; without a ledger it does nothing."""
+    """Of one connection; without a ledger it does nothing. Never fails, hardly waits."""
 
-    def __init__(self, topology: Topology) -> None:
-        self._topology = topology
-        self._settings = topology.settings
+    def __init__(self, delays: Preparation) -> None:
+        self._delays = delays
+        self._settings = delays.settings
 
     @cached_property
     def _line(self) -> LedgerLine | None:
         url = self._settings.ledger_url
         return None if url is None else line_of(url, self._settings.namespace)
+
+    @cached_property
+    def _stream_line(self) -> StreamLine:
+        return stream_line_of(self._delays.connection.client, self._settings)
 
     def record(
         self,
@@ -36,19 +39,15 @@ class Recorder:
         sealed: amqp.Message,
         due_us: int,
         queue: str | None = None,
-    ) -> Publication | None:
-        """Note down what is about to be sent: a worker may have it soon.
-
-        Returns:
-            what is to be published first, where streams keep the ledger.
-        """
+    ) -> None:
+        """Note down what is about to be sent: a worker may have it soon."""
         if self._settings.ledger is None:
-            return None
+            return
         envelope = sealed.properties["application_headers"][HEADER]
         headers = message.properties.get("application_headers") or {}
         member = member_of(headers, envelope["id"])
         if member is None:
-            return None
+            return
         body = message.body
         entry = Entry(
             message.properties,
@@ -60,13 +59,10 @@ class Recorder:
         ).encoded()
         if self._line is not None:
             self._line.record(member, due_us, entry)
-            return None
-        own_writes.add()
-        streams = self._topology.ledger
-        stream = streams.for_entry((due_us - time_ns() // 1000) / 1_000_000)
+            return
+        stream = self._delays.topology.ledger.for_entry((due_us - time_ns() // 1000) / 1_000_000)
         replaced = envelope["replaces"][0] if "replaces" in envelope else None
-        noted = note_message(Noted(envelope["id"], due_us, replaced), entry)
-        return Publication(noted, streams.exchange, stream.name)
+        self._stream_line.record(stream, Noted(envelope["id"], due_us, replaced), entry)
 
     def forget(self, message: amqp.Message, delivery_id: str) -> None:
         """The broker did not take what was noted down; what stands in a stream is due some day."""

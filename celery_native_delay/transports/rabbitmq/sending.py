@@ -59,8 +59,6 @@ class Sender:
             NativeDelayError: the levels are gone and cannot be declared again; not sent.
             OSError, amqp.exceptions.AMQPError: the connection is gone; not sent.
         """
-        if message.entry is not None:
-            self.send(message.entry, timeout_seconds=timeout_seconds)
         if self._unseen and self._channel is not None and self._channel.connection is not None:
             self._unseen -= 1
             self._channel.send(message, timeout_seconds=timeout_seconds)

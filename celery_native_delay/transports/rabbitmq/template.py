@@ -148,9 +148,6 @@ class FramedTask:
 
     __slots__ = ("fields", "template", "to")
 
-    #: A ledger keeps whole messages; those go the long way.
-    entry = None
-
     def __init__(self, template: Template, fields: TaskFields, to: tuple[str, str]) -> None:
         """*to* is the user's own exchange and routing key."""
         self.template = template

@@ -33,10 +33,6 @@ class Sendable(Protocol):
     def id(self) -> Hashable:
         """What the message is known by when the broker returns it."""
 
-    @property
-    def entry(self) -> Sendable | None:
-        """What is noted down about it, and goes first; None for nothing."""
-
     def write(self, channel: Any) -> None:
         """Write its frames for *channel* to the socket."""
 
@@ -45,13 +41,12 @@ class Sendable(Protocol):
 
 
 class Publication(NamedTuple):
-    """A message on its way, and with what it is published; *entry* goes into the ledger first."""
+    """A message on its way, and with what it is published."""
 
     message: amqp.Message
     exchange: str
     routing_key: str
     mandatory: bool = True
-    entry: Publication | None = None
 
     @property
     def id(self) -> Hashable:
@@ -62,7 +57,7 @@ class Publication(NamedTuple):
     def write(self, channel: Any) -> None:
         """See :class:`Sendable`."""
         channel.write_now()
-        channel.write_publish(*self[:4])
+        channel.write_publish(*self)
 
     def refused(self, reason: str) -> RefusedMessage:
         """See :class:`Sendable`."""

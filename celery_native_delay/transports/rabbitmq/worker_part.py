@@ -117,3 +117,6 @@ class LedgerReceipts:
             case False:
                 return Answer.DROP
         return Answer.AWAY
+
+    def close(self) -> None:
+        """The connection goes with the process."""

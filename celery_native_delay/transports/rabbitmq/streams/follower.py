@@ -6,6 +6,7 @@ Plain AMQP 0-9-1, on a connection of its own: https://www.rabbitmq.com/docs/stre
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime, timedelta
@@ -14,6 +15,7 @@ from secrets import token_hex
 from threading import Condition, Thread
 from time import monotonic
 from typing import Any, Protocol
+from weakref import WeakSet
 
 import amqp
 from amqp import spec
@@ -23,7 +25,7 @@ from kombu import Connection
 from ....core.errors import LedgerUnavailable, NativeDelayError
 from ....core.ledger_streams import LedgerStreams, Stream
 from ..own_channel import OwnChannel
-from .notes import Mark, Note, note_message, note_of
+from .notes import Mark, Note, Noted, note_message, note_of
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +45,10 @@ FRESH_SECONDS = 1.0
 #: Without anything read for so long, whoever waits for the end of the streams gives up.
 PATIENCE_SECONDS = 10.0
 
-_LONGEST_RETRY_SECONDS = 5.0
+#: The same while there is no connection.
+_LOST_SECONDS = 2.0
+
+_LONGEST_RETRY_SECONDS = 1.0
 
 #: py-amqp raises AttributeError where a connection went away under it.
 _LOST = (AMQPError, OSError, AttributeError)
@@ -95,6 +100,7 @@ class Follower(Thread):
         self._unacked = 0
         self._error: Exception | None = None
         self._stopping = False
+        _followers.add(self)
 
     # --- for other threads ---------------------------------------------------------------
 
@@ -145,14 +151,21 @@ class Follower(Thread):
         with self.lock:
             self._asked_at = self._read_at = monotonic()
             while not condition():
-                if self._stopping or monotonic() - self._read_at > PATIENCE_SECONDS:
-                    reason = self._error or f"nothing was read for {PATIENCE_SECONDS:g} s"
+                patience_seconds = PATIENCE_SECONDS if self._error is None else _LOST_SECONDS
+                if self._stopping or monotonic() - self._read_at > patience_seconds:
+                    reason = self._error or f"nothing was read for {patience_seconds:g} s"
                     raise LedgerUnavailable(
                         f"the ledger in RabbitMQ's streams cannot be read: {reason}; tasks wait "
                         f"and run as ever, but cannot be listed, cancelled or moved until it can"
                     )
                 self.lock.wait(_PING_SECONDS)
-            self._asked_at = monotonic()
+                self._asked_at = monotonic()
+
+    def abandon(self) -> None:
+        """Close our end of the socket without a word: in a forked child it is the parent's."""
+        transport = getattr(self._client._connection, "_transport", None)
+        if transport is not None and transport.sock is not None:
+            transport.sock.close()
 
     # --- the thread ----------------------------------------------------------------------
 
@@ -179,7 +192,7 @@ class Follower(Thread):
     def _connect(self) -> None:
         self._client.connect()
         connection = self._client.connection
-        connection.delays.prepare()
+        connection.delays.prepare_ledger(redeclare=self._error is not None)
         channel = self._channel = OwnChannel(connection)
         channel.auto_decode = False
         channel.basic_qos(0, _PREFETCH, False)
@@ -196,7 +209,9 @@ class Follower(Thread):
                 callback=partial(self._on_message, rank),
                 arguments={"x-stream-offset": begin},
             )
-        write_marks(channel, self._ledger, self._streams, token)
+        for stream in self._streams:
+            mark = note_message(Mark(token))
+            channel.publish(mark, self._ledger.exchange, stream.name, mandatory=True)
         self._pinged_at = self._answered_at = monotonic()
         while token in self._marks and not self._stopping:
             self._follow()
@@ -210,13 +225,14 @@ class Follower(Thread):
     def _follow(self) -> None:
         channel = self._channel
         assert channel is not None
-        if channel._is_readable(_PING_SECONDS):
+        is_readable = channel._is_readable(_PING_SECONDS)
+        if is_readable:
             channel._read()
-            with self.lock:
-                self.lock.notify_all()
         if channel.connection is None:
             raise ConnectionError(f"the broker closed the channel: {channel.closed_with}")
-        if self._unacked >= _ACK_EVERY:
+        # Also the last ones: RabbitMQ closes a channel on which a message is not acknowledged for
+        # half an hour.
+        if self._unacked >= _ACK_EVERY or (self._unacked and not is_readable):
             channel.basic_ack(0, multiple=True)  # 0: all
             self._unacked = 0
         is_answered = spec.Basic.QosOk not in channel._pending
@@ -231,7 +247,9 @@ class Follower(Thread):
         channel.send_method(spec.Basic.Qos, "lBb", (0, _PREFETCH, False))
 
     def _on_answer(self, *_: Any) -> None:
-        self._answered_at = monotonic()
+        with self.lock:
+            self._answered_at = monotonic()
+            self.lock.notify_all()
 
     def _on_message(self, rank: int, message: amqp.Message) -> None:
         self._unacked += 1
@@ -246,6 +264,8 @@ class Follower(Thread):
                 ranks.discard(rank)
                 if not ranks:
                     del self._marks[note.token]
+            if not isinstance(note, Noted):  # nobody waits for those, which may be very many
+                self.lock.notify_all()
 
     def _lose(self, exc: Exception, *, is_expected: bool) -> None:
         first = self._error is None
@@ -273,14 +293,15 @@ class Follower(Thread):
             self._client.close()
 
 
-def write_marks(
-    channel: OwnChannel, ledger: LedgerStreams, streams: Sequence[Stream], token: str
-) -> None:
-    """Write a mark into every stream, without waiting until it stands there."""
-    for stream in streams:
-        write_note(channel, ledger, stream, Mark(token))
+#: Of this process.
+_followers: WeakSet[Follower] = WeakSet()
 
 
-def write_note(channel: OwnChannel, ledger: LedgerStreams, stream: Stream, note: Note) -> None:
-    """Write a note into a stream, without waiting until it stands there."""
-    channel.publish(note_message(note), ledger.exchange, stream.name, mandatory=True)
+def _leave_to_parent() -> None:
+    """A forked child has its parent's sockets, but not its threads."""
+    for follower in list(_followers):
+        follower.abandon()
+    _followers.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

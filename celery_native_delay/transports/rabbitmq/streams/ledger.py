@@ -8,15 +8,13 @@ counts and the copy does not: whoever dies in between, one of them runs.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from secrets import token_hex
 from threading import Lock
 from time import monotonic, time_ns
 from typing import Any, TypeVar
 
 import amqp
-from amqp.exceptions import AMQPError
 
 from ....core.delayed import Replaces
 from ....core.errors import LedgerUnavailable
@@ -26,11 +24,10 @@ from ....core.settings import DelaySettings
 from ..ledger.entry import Entry
 from ..ledger.ledger import due_then
 from ..outbox import outbox_key
-from ..own_channel import OwnChannel
-from .follower import Follower, write_marks, write_note
+from .follower import Follower
+from .line import stream_line_of
 from .memory import Found, Memory, Place
-from .notes import Decision, Note, Noted, Purge, note_of
-from .own_writes import own_writes
+from .notes import Decision, Mark, Note, Noted, Purge, note_of
 
 T = TypeVar("T")
 
@@ -47,16 +44,14 @@ _DECIDE_SECONDS = 5.0
 #: Seconds without a question after which nothing is followed any more.
 _IDLE_SECONDS = 60.0
 
-_FETCH_SECONDS = 10.0
-
 
 class Followed:
     """What was read of the streams, and is followed, for whoever asks in this process."""
 
     def __init__(self, client: Any, ledger: LedgerStreams) -> None:
         self.memory = Memory()
-        #: Our own publishes that are known to have been read.
-        self.writes_seen = -1
+        #: How many entries of this process are known to have been read.
+        self.recorded_seen = -1
         self.streams = ledger.streams
         self.follower = Follower(client, ledger, self.streams, self, idle_seconds=_IDLE_SECONDS)
         self.follower.start()
@@ -85,7 +80,7 @@ class StreamLedger:
         self._delays = delays
         self._settings = settings
         self._streams: LedgerStreams = delays.topology.ledger
-        self._fetcher: OwnChannel | None = None
+        self._line = stream_line_of(delays.connection.client, settings)
 
     def count(self, query: Query = ALL) -> int:
         return self._ask(lambda memory, now_us: memory.count(query, now_us=now_us))
@@ -105,10 +100,7 @@ class StreamLedger:
         return self._ask(lambda memory, now_us: memory.span(now_us=now_us))
 
     def close(self) -> None:
-        """Give up the channel; the process goes on following for a while."""
-        fetcher, self._fetcher = self._fetcher, None
-        if fetcher is not None and fetcher.connection is not None:
-            fetcher.close()
+        """Nothing is its own: the process goes on following for a while."""
 
     def cancel(self, task_id: str) -> Outcome:
         return self._change(task_id, None, cancelled=True)
@@ -120,12 +112,8 @@ class StreamLedger:
 
     def purge(self) -> None:
         """Forget everything that waits; whoever calls empties the levels."""
-        self._delays.prepare()
-        with self._explained():
-            for stream in self._streams.of_entries:
-                write_note(self._delays.confirmer, self._streams, stream, Purge())
-            self._delays.confirmer.wait_all()
-        own_writes.add()
+        self._line.write([(stream, Purge()) for stream in self._streams.of_entries])
+        self._line.recorded += 1
 
     # --- changing ------------------------------------------------------------------------
 
@@ -174,9 +162,7 @@ class StreamLedger:
         decision = Decision(task.delivery_id, new_id, task.due_us // 1000, due_us // 1000)
         left_seconds = decision.last_due_ms / 1000 - made_ms / 1000
         stream = self._streams.for_decision(left_seconds)
-        with self._explained():
-            write_note(self._delays.confirmer, self._streams, stream, decision)
-            self._delays.confirmer.wait_all()
+        self._line.write([(stream, decision)])
         followed = self._followed()
 
         def decided() -> bool:
@@ -188,27 +174,8 @@ class StreamLedger:
 
     def _fetch(self, place: Place, delivery_id: str) -> Entry:
         """A message as it was published, from where it stands."""
-        stream = self._followed().streams[place.rank]
-        came: list[amqp.Message] = []
-        with self._explained():
-            if self._fetcher is None or self._fetcher.connection is None:
-                self._fetcher = OwnChannel(self._delays.connection, confirm=False)
-                self._fetcher.auto_decode = False
-                self._fetcher.basic_qos(0, 1, False)
-            channel = self._fetcher
-            tag = channel.basic_consume(
-                stream.name, callback=came.append, arguments={"x-stream-offset": place.offset}
-            )
-            deadline = monotonic() + _FETCH_SECONDS
-            while not came:
-                left = deadline - monotonic()
-                if left <= 0:
-                    raise LedgerUnavailable(f"{stream.name} does not yield offset {place.offset}")
-                if channel._is_readable(left):
-                    channel._read()
-            message = came[0]
-            channel.basic_cancel(getattr(tag, "consumer_tag", tag))
-            channel.basic_ack(0, multiple=True)
+        stream = self._streams.streams[place.rank]
+        message = self._line.fetch(stream, place.offset)
         note = note_of(message.properties["application_headers"])
         if not isinstance(note, Noted) or note.delivery_id != delivery_id:
             raise LedgerUnavailable(
@@ -231,16 +198,14 @@ class StreamLedger:
         """All that this process has published was read; what others have, milliseconds later."""
         followed = self._followed()
         followed.follower.wait_current()
-        writes = own_writes.count
-        if followed.writes_seen != writes:
+        recorded = self._line.recorded
+        if followed.recorded_seen != recorded:
+            self._line.flush(None)
             token = token_hex(8)
             followed.follower.expect(token)
-            with self._explained():
-                confirmer = self._delays.confirmer
-                write_marks(confirmer, self._streams, followed.streams, token)
-                confirmer.wait_all()
+            self._line.write([(stream, Mark(token)) for stream in self._streams.streams])
             followed.follower.wait_for_mark(token)
-            followed.writes_seen = writes
+            followed.recorded_seen = recorded
         return followed
 
     def _followed(self) -> Followed:
@@ -251,16 +216,6 @@ class StreamLedger:
             if followed is None or followed.follower.has_ended:
                 followed = _followed[key] = Followed(client, self._streams)
             return followed
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except (AMQPError, OSError) as exc:
-            raise LedgerUnavailable(
-                f"the ledger in RabbitMQ's streams does not answer: {exc}; tasks wait and run as "
-                f"ever, but cannot be listed, cancelled or moved until it is back"
-            ) from exc
 
 
 def _too_late(task: Waiting) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
 from itertools import islice, pairwise
 from sys import intern
 from typing import NamedTuple
@@ -176,12 +175,9 @@ def _due(task: Waiting) -> int:
 
 
 def _slim(task: Waiting) -> Waiting:
-    """The same with texts shared that many have."""
-    return replace(
-        task,
-        name=intern(task.name),
-        queue=intern(task.queue),
-        exchange=intern(task.exchange),
-        routing_key=intern(task.routing_key),
-        root_id=task.id if task.root_id == task.id else task.root_id,
-    )
+    """The same, with texts shared that many have."""
+    for name in ("name", "queue", "exchange", "routing_key"):
+        object.__setattr__(task, name, intern(getattr(task, name)))
+    if task.root_id == task.id:
+        object.__setattr__(task, "root_id", task.id)
+    return task
