@@ -168,7 +168,7 @@ class Delay:
                     # A pooled connection whose broker was restarted knows when it is used.
                     if last_try:
                         raise
-                    connection.collapse()
+                    connection.collect()
         raise AssertionError("unreachable")
 
     def _ask_on(self, channel: Any, question: Callable[[Ledger], T]) -> T:

@@ -48,7 +48,7 @@ class RabbitMQWorkerPart:
     def dangers(self) -> list[str]:
         """Policies that override the arguments of our queues."""
         api = management_of(self._delays.connection.client, self.settings)
-        return overriding_policies(api, self._delays.topology.ledger)
+        return overriding_policies(api, self._delays.topology)
 
     def put_back(self, early: Sequence[Early]) -> list[tuple[Early, NativeDelayError]]:
         """Put messages into the levels, with one wait for the broker."""
