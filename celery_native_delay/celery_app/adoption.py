@@ -23,7 +23,7 @@ from ..core.delayed import Delayed
 from ..core.due_time import due_us
 from ..core.errors import InvalidDueTime
 from ..core.fence import HEADER
-from ..transports.contract import Receipts
+from ..transports.contract import Answer, Receipts
 from .announcing import arrived
 
 logger = get_logger(__name__)
@@ -38,6 +38,9 @@ SHORTEST_WAIT_US = 100_000
 
 #: For so long a task waits again while nobody can tell whether it may run, in microseconds.
 AWAY_US = 5_000_000
+
+#: Until a message is asked about again that is not decided on yet.
+NOT_YET_SECONDS = 0.5
 
 _CLOCK_SKEW = timedelta(microseconds=CLOCK_SKEW_US)
 _NONE = timedelta()
@@ -140,11 +143,14 @@ class AdoptingStrategies(dict[str, Any]):
             if delayed is not None:
                 receipts = self._receipts()
                 if receipts is not None and fields is message.headers:
-                    may_run = receipts.may_run(fields, delayed.delivery_id)
-                    if may_run is False:
+                    answer = receipts.may_run(fields, delayed)
+                    if answer is Answer.DROP:
                         logger.info("dropping task %s, which was moved", fields.get("id"))
                         return ack(logger, self._consumer.connection_errors)
-                    if may_run is None and not cancelled:
+                    if answer is Answer.NOT_YET:
+                        again = partial(on_task, message, payload, ack, reject, callbacks, **kwargs)
+                        return self._later(message, self._judging(message, payload, again))
+                    if answer is Answer.AWAY and not cancelled:
                         until_us = now_us + AWAY_US
                         if waits(self._waits, until_us, delivery_id=delayed.delivery_id):
                             return None
@@ -176,24 +182,37 @@ class AdoptingStrategies(dict[str, Any]):
     def _fenced(
         self, message: Any, payload: Any, fields: dict[str, Any], judge: Callable[[], Any]
     ) -> FencedTask:
+        return FencedTask(
+            message,
+            fields.get("task", ""),
+            fields.get("id", ""),
+            queue_of(self._consumer, message),
+            self._ack_soon(message),
+            self._judging(message, payload, judge),
+        )
+
+    def _judging(self, message: Any, payload: Any, judge: Callable[[], Any]) -> Callable[[], Any]:
+        """*judge* in the consumer's thread, with the errors that Celery expects of strategies."""
         consumer = self._consumer
 
         def again() -> None:
             try:
                 judge()
-            except (InvalidTaskError, ContentDisallowed) as exc:  # as where Celery calls strategies
+            except (InvalidTaskError, ContentDisallowed) as exc:
                 consumer.on_invalid_task(payload, message, exc)
             except DecodeError as exc:
                 consumer.on_decode_error(message, exc)
 
-        return FencedTask(
-            message,
-            fields.get("task", ""),
-            fields.get("id", ""),
-            queue_of(consumer, message),
-            self._ack_soon(message),
-            self._then_wake(self._unless_green(consumer.call_soon), again),
-        )
+        return self._then_wake(self._unless_green(consumer.call_soon), again)
+
+    def _later(self, message: Any, again: Callable[[], Any]) -> None:
+        """Call *again* in a moment; meanwhile the message is unacknowledged."""
+
+        def unless_gone() -> None:
+            if message.channel.connection is not None:
+                again()
+
+        self._consumer.timer.call_after(NOT_YET_SECONDS, unless_gone)
 
     def _ack_soon(self, message: Any) -> Callable[[], Any]:
         """Acknowledge *message* in the consumer's thread.

@@ -177,6 +177,9 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         if self._telemetry is not None:
             self._telemetry.disconnect()
             self._telemetry = None
+        if self._receipts is not None:
+            self._receipts.close()
+            self._receipts = None
         if self._attendant is not None:
             self._attendant.stop()
             self._attendant = None

@@ -176,7 +176,7 @@ class Delay:
                     # A pooled connection whose broker was restarted knows when it is used.
                     if last_try:
                         raise
-                    connection.collapse()
+                    connection.collect()
         raise AssertionError("unreachable")
 
     @staticmethod

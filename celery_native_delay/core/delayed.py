@@ -12,11 +12,19 @@ from .errors import InvalidDueTime
 HEADER = "native_delay"
 
 
+class Replaces(NamedTuple):
+    """The delivery that a copy is to take the place of, and when it was made, in ms since 1970."""
+
+    delivery_id: str
+    made_ms: int
+
+
 class Delayed(NamedTuple):
     """What a message that waited carries about its wait.
 
     *delivery_id* is equal only for copies of one delivery; *due_ms* and *expires_ms* are
-    milliseconds since the epoch. One that was *cancelled* comes to be announced, not to run.
+    milliseconds since the epoch. One that was *cancelled* comes to be announced, not to run. One
+    that *replaces* another counts only if a ledger in streams says so.
     """
 
     delivery_id: str
@@ -25,6 +33,7 @@ class Delayed(NamedTuple):
     routing_key: str
     expires_ms: int | None = None
     cancelled: bool = False
+    replaces: Replaces | None = None
 
 
 def due_of(headers: Mapping[str, Any] | None) -> int | None:

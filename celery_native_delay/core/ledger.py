@@ -11,7 +11,7 @@ from typing import Any, Protocol
 from .search import Condition, parse
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Waiting:
     """A message that waits. *args* and *kwargs* are their reprs, as Celery's events have them.
 
@@ -189,7 +189,7 @@ class Verdict(Enum):
 
     DONE = "done"
     TOO_LATE = "too late"
-    """It was there, and was handed over before it could be changed."""
+    """It was there, and was handed over before it could be changed, or is about to be."""
     UNKNOWN = "unknown"
     """Nothing waits under this id: its time has come, or it never waited."""
 
@@ -198,13 +198,15 @@ class Verdict(Enum):
 class Outcome:
     """What became of a wish to cancel or move the task *id*; true if it was done.
 
-    *due_us* is when it is due now, None if it is not. *tasks* are what it was about, as it was.
+    *due_us* is when it is due now, None if it is not. *tasks* are what it was about, as it was;
+    *late* says why it was too late.
     """
 
     id: str
     verdict: Verdict
     due_us: int | None = None
     tasks: tuple[Waiting, ...] = ()
+    late: str = "it was handed over meanwhile"
 
     def __bool__(self) -> bool:
         return self.verdict is Verdict.DONE
@@ -217,7 +219,7 @@ class Outcome:
                 due = datetime.fromtimestamp((self.due_us or 0) / 1_000_000, UTC)
                 return f"{self.id} is due {due.isoformat(timespec='milliseconds')}"
             case Verdict.TOO_LATE:
-                return f"{self.id}: too late, it was handed over meanwhile"
+                return f"{self.id}: too late, {self.late}"
         return f"{self.id}: nothing waits under this id"
 
 

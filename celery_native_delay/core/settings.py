@@ -34,6 +34,9 @@ _STORE_URL = re.compile(
 )
 _EXPECTED_STORE = 'None or a SQLAlchemy URL of a database that outlives the process, such as "sqlite:///delays.db"'
 
+#: The value of ``native_delay_ledger`` that has RabbitMQ keep the ledger itself.
+STREAM = "stream"
+
 
 @dataclass(frozen=True, kw_only=True)
 class DelaySettings:
@@ -74,8 +77,9 @@ class DelaySettings:
     and credentials, port 15672. Only ``verify``, ``status`` and the policy check read it."""
 
     ledger: str | None = None
-    """URL of a Redis that keeps what waits in RabbitMQ: needed there to list, cancel and move
-    tasks; on a Redis broker the store itself is the ledger. Defaults to None: off."""
+    """What keeps a copy of what waits in RabbitMQ: the URL of a Redis, or "stream" for streams of
+    RabbitMQ's own. Needed there to list, cancel and move tasks; on a Redis broker the store itself
+    is the ledger. Defaults to None: off."""
     ledger_away: str = "run"
     """While the ledger does not answer, a task that is due may "run", although it may have been
     cancelled or moved; or it is to "wait" in the broker until the ledger does."""
@@ -120,6 +124,16 @@ class DelaySettings:
     def resolution_ms(self) -> int:
         """Milliseconds of level 0."""
         return round(self.resolution * 1000)
+
+    @property
+    def streams_ledger(self) -> bool:
+        """Whether RabbitMQ keeps the ledger itself."""
+        return self.ledger == STREAM
+
+    @property
+    def ledger_url(self) -> str | None:
+        """The Redis that keeps the ledger, None without one."""
+        return None if self.streams_ledger else self.ledger
 
     @property
     def longest_delay_seconds(self) -> float:
@@ -216,10 +230,11 @@ def _expected(name: str, value: Any) -> str:
             fits = isinstance(value, tuple) and all(isinstance(v, str) and v for v in value)
             return "" if fits else "a list of exchange names"
         case "ledger":
-            if value == "stream":
-                return "None or the URL of a Redis: a ledger in a stream is not built yet"
-            fits = value is None or (isinstance(value, str) and value.startswith(_LEDGER_URLS))
-            return "" if fits else f"None or a URL that starts with {' or '.join(_LEDGER_URLS)}"
+            fits = value in (None, STREAM) or (
+                isinstance(value, str) and value.startswith(_LEDGER_URLS)
+            )
+            urls = " or ".join(_LEDGER_URLS)
+            return "" if fits else f'None, "{STREAM}" or a URL that starts with {urls}'
         case "ledger_away":
             return "" if value in ("run", "wait") else '"run" or "wait"'
         case "sqs_hop_seconds":

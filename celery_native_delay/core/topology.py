@@ -21,6 +21,7 @@ from functools import cached_property
 from typing import Any
 
 from .address import SHORTSTR_BYTES, hashed_address, queue_address, short_word
+from .ledger_streams import LedgerStreams
 from .settings import DelaySettings
 
 VERSION = "v1"
@@ -109,6 +110,7 @@ class Topology:
         self.rescue_lock_queue = f"{self.space}.rescue-lock"
         self.delivery_exchange = f"{self.name}.delivery"
         self.ready_exchange = f"{self.name}.{settings.routing}.ready"
+        self.ledger = LedgerStreams(self.name, settings)
 
     # --- names ---------------------------------------------------------------------------
 
@@ -230,6 +232,20 @@ class Topology:
 
     def plan(self) -> Iterator[Declaration]:
         """Every declaration of the set, in an order the broker accepts."""
+        yield from self.levels_plan()
+        if self.settings.streams_ledger:
+            yield from self.ledger_plan()
+
+    def ledger_plan(self) -> Iterator[Declaration]:
+        """The streams of a ledger: by themselves, as messages wait without them, too."""
+        yield Exchange(self.ledger.exchange, "direct")
+        for stream in self.ledger.streams:
+            yield Queue(stream.name, stream.arguments)
+            yield Binding(self.ledger.exchange, stream.name, stream.name)
+        yield Exchange(self.ledger.ready_exchange, "fanout")
+
+    def levels_plan(self) -> Iterator[Declaration]:
+        """All that messages need to wait."""
         yield Exchange(self.parking_exchange, "fanout")
         yield Queue(
             self.parking_queue,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from enum import Enum
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from ..core.delayed import Delayed
@@ -149,11 +150,26 @@ class GivesUp(Protocol):
     """Called in its thread when that has been away for too long, once each time."""
 
 
+class Answer(Enum):
+    """What is to become of a message that waited."""
+
+    RUN = "run"
+    DROP = "drop"
+    """Its task was cancelled or moved; another message has taken its place."""
+    NOT_YET = "not yet"
+    """It is about to take the place of another: ask again in a moment."""
+    AWAY = "away"
+    """Nobody can tell right now."""
+
+
 class Receipts(Protocol):
     """What a worker asks about every message that waited, before anything is done with it."""
 
-    def may_run(self, headers: Mapping[str, Any], delivery_id: str) -> bool | None:
-        """False for a message whose task was moved; None if nobody can tell right now."""
+    def may_run(self, headers: Mapping[str, Any], delayed: Delayed) -> Answer:
+        """By a message's headers and the trace of its wait."""
+
+    def close(self) -> None:
+        """The worker ends."""
 
 
 @runtime_checkable

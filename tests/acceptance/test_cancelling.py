@@ -17,6 +17,11 @@ from tests.brokers import on_one_version
 
 
 @pytest.fixture
+def margin_seconds() -> float:
+    return 0.0
+
+
+@pytest.fixture
 def fleet(vhost_url: str, ledger_redis: PrivateRedis, tmp_path: Path) -> Iterator[Fleet]:
     conf = {"native_delay_ledger": ledger_redis.url} | results_in(ledger_redis)  # noqa: F405
     with fleet_on(vhost_url, tmp_path, **conf) as fleet:

@@ -14,6 +14,11 @@ from tests.acceptance.worker import Fleet, fleet_on
 
 
 @pytest.fixture
+def margin_seconds() -> float:
+    return 0.0
+
+
+@pytest.fixture
 def fleet(ledger_redis: PrivateRedis, tmp_path: Path) -> Iterator[Fleet]:
     """Its broker is the Redis that others take for a ledger."""
     with fleet_on(ledger_redis.url, tmp_path, **results_in(ledger_redis)) as fleet:  # noqa: F405

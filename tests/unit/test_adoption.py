@@ -23,6 +23,7 @@ from celery_native_delay.celery_app.adoption import (
 from celery_native_delay.core.delayed import Delayed
 from celery_native_delay.core.due_time import due_us
 from celery_native_delay.core.fence import HEADER
+from celery_native_delay.transports.contract import Answer
 
 NOON = datetime(2026, 11, 20, 12, 0, tzinfo=UTC)
 
@@ -80,6 +81,17 @@ def test_a_task_that_waited_reaches_celery_without_its_eta_and_gets_it_back() ->
 
 
 @dataclass
+class Timer:
+    """What is to be called later."""
+
+    calls: list[Callable[[], Any]] = field(default_factory=list)
+
+    def call_after(self, seconds: float, call: Callable[[], Any]) -> None:
+        assert 0 < seconds < 5
+        self.calls.append(call)
+
+
+@dataclass
 class Consumer:
     """What strategies need of Celery's consumer."""
 
@@ -91,6 +103,7 @@ class Consumer:
 
     hub: Any = "a hub"
     pool: Any = None
+    timer: Any = field(default_factory=lambda: Timer())
 
     def call_soon(self, function: Callable[..., Any], *args: Any) -> None:
         self.soon.append(partial(function, *args))
@@ -114,7 +127,7 @@ class Worker:
     """Strategies around one that notes what Celery is given; its ledger answers *answer*."""
 
     takes: bool = True
-    answer: bool | None = True
+    answer: Answer = Answer.RUN
     runs_unasked: bool = True
     admits: Callable[[FencedTask], bool] = lambda task: True
     ran: list[tuple[Any, ...]] = field(default_factory=list)
@@ -122,7 +135,7 @@ class Worker:
     acked: list[tuple[Any, ...]] = field(default_factory=list)
     consumer: Consumer = field(default_factory=Consumer)
 
-    def receives(self, message: Message, payload: Any = None) -> str:
+    def strategies(self) -> AdoptingStrategies:
         strategies = AdoptingStrategies(
             self.consumer,
             self._adopt,
@@ -131,12 +144,16 @@ class Worker:
             waits=(lambda task: False) if self.runs_unasked else self._adopt,
         )
         strategies["t"] = lambda *args, **kwargs: self.ran.append((args, kwargs))
+        return strategies
+
+    def receives(self, message: Message, payload: Any = None) -> str:
+        strategies = self.strategies()
         strategies["t"](message, payload, self._ack, "reject", ["callback"])
         outcomes = {"ran": self.ran, "adopted": self.adopted, "acked": self.acked}
         [outcome] = [name for name, calls in outcomes.items() if calls]
         return outcome
 
-    def may_run(self, headers: dict[str, Any], delivery_id: str) -> bool | None:
+    def may_run(self, headers: dict[str, Any], delayed: Delayed) -> Answer:
         return self.answer
 
     def _adopt(self, task: EarlyTask) -> bool:
@@ -379,9 +396,9 @@ def test_other_messages_are_not_discarded(
 # ---- cancelled and moved tasks -----------------------------------------------------------
 
 
-@pytest.mark.parametrize("answer", [True, None])
+@pytest.mark.parametrize("answer", [Answer.RUN, Answer.AWAY])
 def test_a_cancelled_task_goes_to_celery_at_once_whatever_its_times_say(
-    answer: bool | None,
+    answer: Answer,
 ) -> None:
     """Put back or discarded it would lose its mark, and run; the canceller's clock may be ahead."""
     cancelled = delayed(ms_from_now(-1))._replace(cancelled=True)
@@ -392,14 +409,14 @@ def test_a_cancelled_task_goes_to_celery_at_once_whatever_its_times_say(
 @pytest.mark.parametrize(
     ("answer", "runs_unasked", "outcome"),
     [
-        (True, False, "ran"),
-        (False, True, "acked"),
-        (None, True, "ran"),
-        (None, False, "adopted"),
+        (Answer.RUN, False, "ran"),
+        (Answer.DROP, True, "acked"),
+        (Answer.AWAY, True, "ran"),
+        (Answer.AWAY, False, "adopted"),
     ],
 )
 def test_a_task_that_waited_does_what_the_ledger_says(
-    answer: bool | None, runs_unasked: bool, outcome: str
+    answer: Answer, runs_unasked: bool, outcome: str
 ) -> None:
     worker = Worker(answer=answer, runs_unasked=runs_unasked)
     message = Message({"id": "1", "task": "t", "eta": in_seconds(-1)}, delayed())
@@ -407,5 +424,24 @@ def test_a_task_that_waited_does_what_the_ledger_says(
     assert [task.delivery_id for task in worker.adopted] == ["id-1"] * (outcome == "adopted")
 
 
+@pytest.mark.parametrize("cancelled", [False, True])
+def test_a_task_that_is_not_decided_on_is_asked_about_again(cancelled: bool) -> None:
+    """Unacknowledged, and not in vain if its connection is gone meanwhile."""
+    worker = Worker(answer=Answer.NOT_YET)
+    message = Message({"id": "1", "task": "t"}, delayed()._replace(cancelled=cancelled))
+    strategies = worker.strategies()
+    strategies["t"](message, None, worker._ack, "reject", ["callback"])
+    assert (worker.ran, worker.adopted, worker.acked) == ([], [], [])
+    [call] = worker.consumer.timer.calls
+    worker.answer = Answer.RUN
+    call()
+    [judge] = worker.consumer.soon
+    judge()
+    assert len(worker.ran) == 1
+    message.channel.connection = None
+    call()
+    assert len(worker.consumer.soon) == 1
+
+
 def test_a_task_that_did_not_wait_is_nothing_to_the_ledger() -> None:
-    assert Worker(answer=False).receives(Message({"id": "1"})) == "ran"
+    assert Worker(answer=Answer.DROP).receives(Message({"id": "1"})) == "ran"

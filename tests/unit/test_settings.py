@@ -107,7 +107,9 @@ def test_values_that_are_accepted(name: str, value: Any) -> None:
 NAMESPACE = "1 to 64 letters, digits, _, - or inner dots"
 LEVELS = "a whole number from 1 to 60"
 CONFIRM = '"wait", "window" or "off"'
-LEDGER = "None or a URL that starts with redis:// or rediss:// or redis+socket:// or unix://"
+LEDGER = (
+    'None, "stream" or a URL that starts with redis:// or rediss:// or redis+socket:// or unix://'
+)
 RESOLUTION = "seconds from 0.001 to 3600, a whole number of milliseconds"
 
 
@@ -163,7 +165,6 @@ RESOLUTION = "seconds from 0.001 to 3600, a whole number of milliseconds"
         ("management_url", "rabbit:15672", "None or an http(s) URL"),
         ("management_url", 15672, "None or an http(s) URL"),
         ("ledger", "amqp://", LEDGER),
-        ("ledger", "stream", "None or the URL of a Redis: a ledger in a stream is not built yet"),
         ("ledger_away", True, '"run" or "wait"'),
         ("store", True, STORE),
         ("store_outage_seconds", 0, "seconds, more than 0 and at most 86400"),

@@ -111,6 +111,7 @@ FROZEN: dict[str, dict[str, Any]] = {
     "chain_b4": {"routing": "chain", "base": 4},
     "chain_b16": {"routing": "chain", "base": 16},
     "skip_b2_classic": {"queue_type": "classic"},
+    "skip_b2_stream_ledger": {"ledger": "stream"},
 }
 
 

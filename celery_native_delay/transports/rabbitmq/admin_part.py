@@ -17,6 +17,7 @@ from .inspection import Status, levels, status, verify
 from .management import ManagementAPI, management_of
 from .parking import count, peek, rescue
 from .preparation import Prepared
+from .streams.ledger import StreamLedger
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,10 @@ class RabbitMQAdminPart:
         with permissions_explained(self._topology):
             for queue in queues:
                 queue(self._channel).declare()
-            return Declared(self.name, self._delays.prepare(redeclare=True, consuming=True))
+            prepared = self._delays.prepare(redeclare=True, consuming=True)
+            if self._settings.streams_ledger:
+                self._delays.prepare_ledger(redeclare=True)
+            return Declared(self.name, prepared)
 
     def verify(self) -> Verification:
         """Compare the broker with the plan."""
@@ -91,6 +95,8 @@ class RabbitMQAdminPart:
     def purge(self) -> int:
         """Empty every level queue; what landing queues hold stays."""
         with permissions_explained(self._topology):
+            if self._settings.streams_ledger:
+                StreamLedger(self._delays, self._settings).purge()
             return sum(self._purged(hop.queue) for hop in self._topology.level_queues)
 
     def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]] | None:

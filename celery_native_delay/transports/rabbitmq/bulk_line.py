@@ -20,8 +20,8 @@ from ...core.topology import Topology
 from ..contract import Line
 from .envelope import unseal
 from .ledger.entry import Entry
-from .ledger.line import LedgerLine
 from .outbox import LOST, Outbox
+from .recording import Recorder
 from .routes import ROUTE_SECONDS
 from .template import FramedTask, TaskFields, Template
 from .transport import Channel
@@ -69,13 +69,13 @@ class Kind:
         to: tuple[str, str],
         topology: Topology,
         properties: Mapping[str, Any],
-        ledger: LedgerLine | None,
+        recorder: Recorder,
     ) -> None:
         self.template = template
         self.to = to
         self.topology = topology
         self._properties = properties
-        self._ledger = ledger
+        self._recorder = recorder
         #: Until then the exchange is taken to lead where it did.
         self.valid_until_us = time_ns() // 1000 + round(ROUTE_SECONDS * 1_000_000)
         self._address = topology.address_or_hash(message_address(*to), *to)
@@ -84,13 +84,13 @@ class Kind:
 
     def record(self, fields: TaskFields, due_us: int) -> None:
         """Note down in the ledger, if there is one, what is about to be sent."""
-        if self._ledger is None:
+        if not self._recorder.is_on:
             return
         headers = self.template.headers(fields)
         own = {"application_headers": headers, "correlation_id": fields.task_id}
         properties = {**self._properties, **own}
         entry = Entry(properties, fields.body, *self.to)
-        self._ledger.record(f"{fields.task_id}:{fields.delivery_id}", due_us, entry.encoded())
+        self._recorder.note(f"{fields.task_id}:{fields.delivery_id}", due_us, entry)
 
     def way(self, units: int) -> tuple[str, str]:
         """Entry exchange and routing key of a message that waits *units*, noted in :attr:`ways`."""
@@ -148,7 +148,7 @@ class BulkLine(Line[Outbox]):
         if not same or opened is None:
             return None
         delays = channel.delays
-        return Kind(template, (exchange, routing_key), delays.topology, opened[0], delays.ledger)
+        return Kind(template, (exchange, routing_key), delays.topology, opened[0], delays.recorder)
 
     def send(
         self,

@@ -14,17 +14,16 @@ import amqp
 from amqp.exceptions import AccessRefused, MessageNacked, NotFound, RecoverableConnectionError
 
 from ...core.address import landing_address, message_address
-from ...core.delayed import HEADER
+from ...core.delayed import Replaces
 from ...core.due_time import check_reach, units_until
 from ...core.errors import CannotDelay, NativeDelayError, TopologyMismatch
 from ...core.settings import DelaySettings
 from .declaring import broker_version, not_permitted
 from .envelope import seal
-from .ledger.entry import Entry, member_of
-from .ledger.line import LedgerLine, line_of
 from .outbox import Outbox, outbox_key, outbox_of
 from .own_channel import OwnChannel
 from .preparation import Preparation
+from .recording import Recorder
 from .window import Publication
 
 #: The headers dict and delivery id of a publish that failed in this thread: kombu's retry passes
@@ -43,6 +42,7 @@ class Delays(Preparation):
         self._confirmer: OwnChannel | None = None
         self._in_batch = False
         self._outbox_connects = 0
+        self.recorder = Recorder(self)
 
     @property
     def publisher(self) -> OwnChannel:
@@ -71,12 +71,6 @@ class Delays(Preparation):
     @cached_property
     def _outbox_key(self) -> Any:
         return outbox_key(self.connection.client, self.settings)
-
-    @cached_property
-    def ledger(self) -> LedgerLine | None:
-        """Where messages that are about to wait are noted down; None for nowhere."""
-        url = self.settings.ledger
-        return None if url is None else line_of(url, self.settings.namespace)
 
     @cached_property
     def _limits_priority(self) -> bool:
@@ -121,7 +115,7 @@ class Delays(Preparation):
                     confirm_timeout_seconds=confirm_timeout_seconds,
                 )
         except MessageNacked:
-            self._forget(message, str(publication.id))
+            self.recorder.forget(message, str(publication.id))
             raise
         _failed.publish = None
         return None
@@ -151,7 +145,7 @@ class Delays(Preparation):
         delivery_id = self._delivery_id(message.properties.get("application_headers"))
         sealed = self._sealed(message, exchange, routing_key, due_us, now_us, units, delivery_id)
         routed = self._routed(sealed, units, exchange, routing_key, lands=lands)
-        self._record(message, exchange, routing_key, sealed, due_us)
+        self.recorder.record(message, exchange, routing_key, sealed, due_us)
         return routed
 
     def _follow_outbox(self) -> None:
@@ -174,6 +168,7 @@ class Delays(Preparation):
         due_us: int,
         delivery_id: str | None = None,
         cancelled: bool = False,
+        replaces: Replaces | None = None,
         recorded: bool = True,
     ) -> None:
         """Let a message that was received wait (again), then deliver it.
@@ -185,6 +180,7 @@ class Delays(Preparation):
             due_us: microseconds since the epoch; a past one is delivered at once.
             delivery_id: the id it has had so far.
             cancelled: it comes to be announced, not to run.
+            replaces: the delivery that it takes the place of, where streams keep the ledger.
             recorded: the ledger is told of it.
         """
         if queue is not None or not exchange:
@@ -195,10 +191,19 @@ class Delays(Preparation):
         units = max(self.units(due_us, now_us), 1)
         delivery_id = delivery_id or token_hex(16)
         sealed = self._sealed(
-            message, exchange, routing_key, due_us, now_us, units, delivery_id, queue, cancelled
+            message,
+            exchange,
+            routing_key,
+            due_us,
+            now_us,
+            units,
+            delivery_id,
+            queue,
+            cancelled,
+            replaces,
         )
         if recorded:
-            self._record(message, exchange, routing_key, sealed, due_us, queue)
+            self.recorder.record(message, exchange, routing_key, sealed, due_us, queue)
         to = (exchange, routing_key) if queue is None else ("", queue)
         self._send(self._routed(sealed, units, *to, lands=lands), confirmed=True)
 
@@ -231,6 +236,7 @@ class Delays(Preparation):
         delivery_id: str,
         queue: str | None = None,
         cancelled: bool = False,
+        replaces: Replaces | None = None,
     ) -> amqp.Message:
         properties = seal(
             message.properties,
@@ -242,46 +248,12 @@ class Delays(Preparation):
             limit_priority=self._limits_priority,
             queue=queue,
             cancelled=cancelled,
+            replaces=replaces,
         )
         first_ttl_ms = self.topology.first_ttl_ms(units, remaining_us=due_us - now_us)
         if first_ttl_ms is not None:
             properties["expiration"] = str(first_ttl_ms)
         return amqp.Message(message.body, **properties)
-
-    def _record(
-        self,
-        message: amqp.Message,
-        exchange: str,
-        routing_key: str,
-        sealed: amqp.Message,
-        due_us: int,
-        queue: str | None = None,
-    ) -> None:
-        """Note down in the ledger what is about to be sent: a worker may have it soon."""
-        if self.ledger is None:
-            return
-        envelope = sealed.properties["application_headers"][HEADER]
-        headers = message.properties.get("application_headers") or {}
-        member = member_of(headers, envelope["id"])
-        if member is None:
-            return
-        body = message.body
-        entry = Entry(
-            message.properties,
-            body.encode() if isinstance(body, str) else bytes(body),
-            exchange,
-            routing_key,
-            queue,
-            envelope.get("expires"),
-        )
-        self.ledger.record(member, due_us, entry.encoded())
-
-    def _forget(self, message: amqp.Message, delivery_id: str) -> None:
-        """The broker did not take what was noted down."""
-        headers = message.properties.get("application_headers") or {}
-        member = member_of(headers, delivery_id)
-        if self.ledger is not None and member is not None:
-            self.ledger.forget(member)
 
     def is_ahead(self, due_us: int, *, now_us: int) -> bool:
         """Whether there is anything to wait for.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...core.delayed import HEADER, Delayed, cancel, due_ms_of, uncover
+from ...core.delayed import HEADER, Delayed, Replaces, cancel, due_ms_of, uncover
 from ...core.due_time import milliseconds_up
 from ...core.errors import CannotDelay
 from ...core.topology import is_delay_name
@@ -44,11 +44,12 @@ def seal(
     limit_priority: bool,
     queue: str | None = None,
     cancelled: bool = False,
+    replaces: Replaces | None = None,
 ) -> dict[str, Any]:
     """The properties with which a message enters the delay levels.
 
     With *queue* it goes to that queue alone, wherever it was published to once. One that was
-    *cancelled* goes there to be announced.
+    *cancelled* goes there to be announced; one that *replaces* another names it.
 
     Raises:
         CannotDelay: the message names further routing keys of its own (CC, BCC), or its
@@ -83,6 +84,8 @@ def seal(
     if limit_priority and priority and priority > HIGHEST_SAFE_PRIORITY:
         envelope["priority"] = priority
         sealed["priority"] = HIGHEST_SAFE_PRIORITY
+    if replaces is not None:
+        envelope["replaces"] = list(replaces)
     if cancelled:
         cancel(headers, envelope)
     headers[HEADER] = envelope
@@ -141,6 +144,7 @@ def unseal(
         routing_key=envelope["rk"],
         expires_ms=envelope.get("expires"),
         cancelled=cancelled,
+        replaces=Replaces(*envelope["replaces"]) if "replaces" in envelope else None,
     )
     return opened, info, delayed
 

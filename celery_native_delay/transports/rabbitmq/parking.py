@@ -192,6 +192,7 @@ def _back_to_levels(work: _Round, parked: Parked, delayed: Delayed) -> None:
         due_us=delayed.due_ms * 1000,
         delivery_id=delayed.delivery_id,
         cancelled=delayed.cancelled,
+        replaces=delayed.replaces,
         recorded=not delayed.cancelled,
     )
     work.outcome.waiting_again += 1

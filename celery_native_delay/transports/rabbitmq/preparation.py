@@ -86,9 +86,15 @@ class Preparation:
         return Prepared(declared, mirrored, monotonic() - started)
 
     def declare(self) -> None:
-        """Declare the whole set, whether it is there or not."""
+        """Declare the levels, whether they are there or not."""
         with refusals_explained(self.topology):
-            apply(self.declarer, self.topology.plan())
+            apply(self.declarer, self.topology.levels_plan())
+
+    def prepare_ledger(self, *, redeclare: bool = False) -> None:
+        """Make sure of the ledger's streams; raises as :meth:`prepare`."""
+        if redeclare or not self._is_there(self.topology.ledger.ready_exchange):
+            with refusals_explained(self.topology):
+                apply(self.declarer, self.topology.ledger_plan())
 
     def prepare_to_consume(self, queue: str) -> None:
         """Mirror what was declared for a consumer; never fails, consuming must go on."""
@@ -105,13 +111,16 @@ class Preparation:
             logger.log(level, "native delay: delayed messages may park, nothing is bound: %s", exc)
 
     def _is_complete(self) -> bool:
-        """Whether the last exchange of the plan is there.
+        return self._is_there(self.topology.ready_exchange)
+
+    def _is_there(self, exchange: str) -> bool:
+        """Whether the last exchange of a plan is.
 
         RabbitMQ 4.3 asks for the configure permission even here; who lacks it relies on
         somebody else's declaring, and a publish finds out.
         """
         try:
-            self.declarer.exchange_declare(self.topology.ready_exchange, "fanout", passive=True)
+            self.declarer.exchange_declare(exchange, "fanout", passive=True)
         except NotFound:
             return False
         except AccessRefused:

@@ -23,8 +23,8 @@ from .mirror import is_internal
 from .publish_batch import PublishBatch
 
 if TYPE_CHECKING:
+    from ...core.ledger import Ledger
     from .admin_part import RabbitMQAdminPart
-    from .ledger.ledger import RabbitMQLedger
     from .worker_part import RabbitMQWorkerPart
 
 #: Milliseconds until the kernel gives up on unacknowledged data. py-amqp's default of 1 s turns
@@ -71,10 +71,14 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
 
         return RabbitMQAdminPart(self, settings)
 
-    def ledger(self, settings: DelaySettings) -> RabbitMQLedger | None:
+    def ledger(self, settings: DelaySettings) -> Ledger | None:
         """What waits on this broker, by the ledger that the settings name; None without."""
         if settings.ledger is None:
             return None
+        if settings.streams_ledger:
+            from .streams.ledger import StreamLedger
+
+            return StreamLedger(self.delays, settings)
         from .ledger.ledger import RabbitMQLedger
 
         return RabbitMQLedger(self.delays, settings)

@@ -8,14 +8,16 @@ from typing import Any
 import amqp
 from amqp.exceptions import AccessRefused
 
+from ...core.delayed import Delayed
 from ...core.errors import NativeDelayError, NotPermitted
 from ...core.settings import DelaySettings
-from ..contract import Early, Receipts, Rescue
+from ..contract import Answer, Early, Receipts, Rescue
 from .ledger.entry import member_of
 from .ledger.ledger import RabbitMQLedger
 from .ledger.line import LedgerLine
 from .management import management_of, overriding_policies
 from .parking import rescue
+from .streams.receipts import StreamReceipts
 
 
 class RabbitMQWorkerPart:
@@ -54,6 +56,8 @@ class RabbitMQWorkerPart:
         with self._delays.one_confirm():
             for task in early:
                 message = task.message
+                delayed: Delayed | None = getattr(message, "native_delay", None)
+                is_same = delayed is not None and delayed.delivery_id == task.delivery_id
                 try:
                     self._delays.put_back(
                         amqp.Message(message.raw_body, **message.properties),
@@ -62,6 +66,7 @@ class RabbitMQWorkerPart:
                         queue=task.queue,
                         due_us=task.due_us,
                         delivery_id=task.delivery_id,
+                        replaces=delayed.replaces if delayed is not None and is_same else None,
                     )
                 except NativeDelayError as exc:
                     refused.append((task, exc))
@@ -69,13 +74,14 @@ class RabbitMQWorkerPart:
 
     def receipts(self) -> Receipts | None:
         """What is asked about every message that waited; None without a ledger."""
-        if self.settings.ledger is None:
-            return None
-        return LedgerReceipts(LedgerLine(self.settings.ledger, self.settings.namespace))
+        if self.settings.streams_ledger:
+            return StreamReceipts(self._delays.connection.client, self._delays.topology.ledger)
+        url = self.settings.ledger_url
+        return None if url is None else LedgerReceipts(LedgerLine(url, self.settings.namespace))
 
     def sweep(self) -> int:
         """Remove entries whose messages nobody has told the ledger of."""
-        if self.settings.ledger is None:
+        if self.settings.ledger_url is None:
             return 0
         ledger = RabbitMQLedger(self._delays, self.settings)
         try:
@@ -100,7 +106,17 @@ class LedgerReceipts:
         self._line = line
         line.connect()
 
-    def may_run(self, headers: Mapping[str, Any], delivery_id: str) -> bool | None:
+    def may_run(self, headers: Mapping[str, Any], delayed: Delayed) -> Answer:
         """See :class:`~celery_native_delay.transports.contract.Receipts`."""
-        member = member_of(headers, delivery_id)
-        return True if member is None else self._line.received(member)
+        member = member_of(headers, delayed.delivery_id)
+        if member is None:
+            return Answer.RUN
+        match self._line.received(member):
+            case True:
+                return Answer.RUN
+            case False:
+                return Answer.DROP
+        return Answer.AWAY
+
+    def close(self) -> None:
+        """The connection goes with the process."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from json import JSONDecoder
 from typing import Any
 
 from kombu.utils.json import JSONEncoder, loads
@@ -12,6 +13,7 @@ from ....core.ledger import Waiting
 
 #: kombu's dumps() makes an encoder for each call, which takes three times as long.
 _as_json: Callable[[Any], str] = JSONEncoder(separators=(",", ":")).encode
+_plain_json: Callable[[str], Any] = JSONDecoder().decode
 
 
 @dataclass(frozen=True)
@@ -48,16 +50,16 @@ class Entry:
 
 
 def waiting(member: str, data: bytes, due_us: int) -> Waiting:
-    """What people see of an entry."""
-    entry = Entry.decoded(data)
-    # Of the default exchange, the routing key is the queue's name.
-    queue = entry.queue or ("" if entry.exchange else entry.routing_key)
+    """What people see of an entry, whose body and objects need not be made for that."""
+    known = _plain_json(data[: data.index(b"\n")].decode())
+    exchange, routing_key, queue, _, properties = known
     return Waiting.of(
-        entry.headers,
-        entry.properties,
-        queue=queue,
-        exchange=entry.exchange,
-        routing_key=entry.routing_key,
+        properties.get("application_headers") or {},
+        properties,
+        # Of the default exchange, the routing key is the queue's name.
+        queue=queue or ("" if exchange else routing_key),
+        exchange=exchange,
+        routing_key=routing_key,
         due_us=due_us,
         delivery_id=member.rpartition(":")[2],
     )

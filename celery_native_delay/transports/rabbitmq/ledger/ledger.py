@@ -92,7 +92,7 @@ class RabbitMQLedger(IndexedLedger):
         old_mark, new_mark = self._keys.marks + old_id, self._keys.marks + new_id
         with self._explained():
             self._client.set(new_mark, member, px=new_ttl_ms)
-        moved = _due_then(Entry.decoded(entry), new_due_us, now_ms)
+        moved = due_then(Entry.decoded(entry), new_due_us, now_ms)
         self._delays.put_back(
             amqp.Message(moved.body, **moved.properties),
             moved.exchange,
@@ -121,7 +121,7 @@ class RabbitMQLedger(IndexedLedger):
             ) from exc
 
 
-def _due_then(entry: Entry, due_us: int, now_ms: int) -> Entry:
+def due_then(entry: Entry, due_us: int, now_ms: int) -> Entry:
     """The same message, due at another time; what is left of its ``expiration`` counts on."""
     headers = {**entry.headers, "eta": eta_of(due_us)}
     properties = {**entry.properties, "application_headers": headers}

@@ -1,0 +1,307 @@
+"""A thread that reads streams from as far back as they matter, and follows them.
+
+Plain AMQP 0-9-1, on a connection of its own: https://www.rabbitmq.com/docs/streams#consuming
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from secrets import token_hex
+from threading import Condition, Thread
+from time import monotonic
+from typing import Any, Protocol
+from weakref import WeakSet
+
+import amqp
+from amqp import spec
+from amqp.exceptions import AMQPError
+from kombu import Connection
+
+from ....core.errors import LedgerUnavailable, NativeDelayError
+from ....core.ledger_streams import LedgerStreams, Stream
+from ..own_channel import OwnChannel
+from .notes import Mark, Note, Noted, note_message, note_of
+
+logger = logging.getLogger(__name__)
+
+#: Messages on their way at a time, and after how many of them they are acknowledged.
+_PREFETCH = 2000
+_ACK_EVERY = 500
+
+#: Clocks differ.
+_CLOCKS = timedelta(minutes=10)
+
+#: The broker is asked this often whether it is there, in seconds.
+_PING_SECONDS = 0.25
+
+#: What was read is up to date if the broker has answered within so many seconds.
+FRESH_SECONDS = 1.0
+
+#: Without anything read for so long, whoever waits for the end of the streams gives up.
+PATIENCE_SECONDS = 10.0
+
+#: The same while there is no connection.
+_LOST_SECONDS = 2.0
+
+_LONGEST_RETRY_SECONDS = 1.0
+
+#: py-amqp raises AttributeError where a connection went away under it.
+_LOST = (AMQPError, OSError, AttributeError)
+
+
+class Reader(Protocol):
+    """What is done with what is read; called with the follower's lock held."""
+
+    def restart(self) -> None:
+        """All streams are read from the beginning again."""
+
+    def read(self, rank: int, note: Note, message: Any) -> None:
+        """A message of the *rank*-th stream, and what it is; no mark."""
+
+
+class Follower(Thread):
+    """See the module's docstring. *lock* is held while the reader is given something."""
+
+    def __init__(
+        self,
+        client: Any,
+        ledger: LedgerStreams,
+        streams: Sequence[Stream],
+        reader: Reader,
+        *,
+        idle_seconds: float | None = None,
+    ) -> None:
+        """*client* is a kombu connection to the same broker, which is not touched.
+
+        Args:
+            idle_seconds: the thread ends if nobody has waited for it for so long; None: never.
+        """
+        super().__init__(name="native-delay-follower", daemon=True)
+        # Its pings take the place of heartbeats.
+        self._client = Connection(**dict(client._info(resolve=False), heartbeat=0))
+        self._ledger = ledger
+        self._streams = streams
+        self._reader = reader
+        self._idle_seconds = idle_seconds
+        self._channel: OwnChannel | None = None
+        self.lock = Condition()
+        #: Marks that are to be seen: their tokens, and the streams in which they were not yet.
+        self._marks: dict[str, set[int]] = {}
+        self._is_current = False
+        self._answered_at = 0.0
+        self._pinged_at = 0.0
+        self._read_at = monotonic()
+        self._asked_at = monotonic()
+        self._unacked = 0
+        self._error: Exception | None = None
+        self._stopping = False
+        _followers.add(self)
+
+    # --- for other threads ---------------------------------------------------------------
+
+    @property
+    def is_fresh(self) -> bool:
+        """Whether everything has been read that was written until about a second ago."""
+        return self._is_current and monotonic() - self._answered_at < FRESH_SECONDS
+
+    def wait_fresh(self, timeout_seconds: float) -> bool:
+        """:attr:`is_fresh`, or becomes so in time."""
+        if self.is_fresh:
+            return True
+        with self.lock:
+            return self.lock.wait_for(lambda: self.is_fresh, timeout_seconds)
+
+    def wait_current(self) -> None:
+        """Return when everything has been read once.
+
+        Raises:
+            LedgerUnavailable: it cannot be read, or nothing comes.
+        """
+        self._wait(lambda: self._is_current)
+
+    def expect(self, token: str) -> None:
+        """A mark with this token is about to be written into every stream."""
+        with self.lock:
+            self._marks[token] = set(range(len(self._streams)))
+
+    def wait_for_mark(self, token: str) -> None:
+        """Return when everything has been read that stands before a mark; raises likewise."""
+        # A new connection has forgotten it, and read everything again.
+        self._wait(lambda: self._is_current and token not in self._marks)
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Return when *condition* of what was read holds; raises likewise."""
+        self._wait(condition)
+
+    def stop(self) -> None:
+        """Have the thread end soon."""
+        self._stopping = True
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether nothing is read any more, or will soon not be."""
+        return self._stopping
+
+    def _wait(self, condition: Callable[[], bool]) -> None:
+        with self.lock:
+            self._asked_at = self._read_at = monotonic()
+            while not condition():
+                patience_seconds = PATIENCE_SECONDS if self._error is None else _LOST_SECONDS
+                if self._stopping or monotonic() - self._read_at > patience_seconds:
+                    reason = self._error or f"nothing was read for {patience_seconds:g} s"
+                    raise LedgerUnavailable(
+                        f"the ledger in RabbitMQ's streams cannot be read: {reason}; tasks wait "
+                        f"and run as ever, but cannot be listed, cancelled or moved until it can"
+                    )
+                self.lock.wait(_PING_SECONDS)
+                self._asked_at = monotonic()
+
+    def abandon(self) -> None:
+        """Close our end of the socket without a word: in a forked child it is the parent's."""
+        transport = getattr(self._client._connection, "_transport", None)
+        if transport is not None and transport.sock is not None:
+            transport.sock.close()
+
+    # --- the thread ----------------------------------------------------------------------
+
+    def run(self) -> None:
+        retry_seconds = 0.05
+        while not self._stopping:
+            try:
+                self._connect()
+                retry_seconds = 0.05
+                while not self._stopping and not self._is_idle:
+                    self._follow()
+                self._stopping = True
+            except Exception as exc:  # the thread must outlive whatever the broker says
+                self._lose(exc, is_expected=isinstance(exc, (*_LOST, NativeDelayError)))
+                with self.lock:
+                    self.lock.wait(retry_seconds)
+                retry_seconds = min(retry_seconds * 2, _LONGEST_RETRY_SECONDS)
+        self._disconnect()
+
+    @property
+    def _is_idle(self) -> bool:
+        return self._idle_seconds is not None and monotonic() - self._asked_at > self._idle_seconds
+
+    def _connect(self) -> None:
+        self._client.connect()
+        connection = self._client.connection
+        connection.delays.prepare_ledger(redeclare=self._error is not None)
+        channel = self._channel = OwnChannel(connection)
+        channel.auto_decode = False
+        channel.basic_qos(0, _PREFETCH, False)
+        token = token_hex(8)
+        with self.lock:
+            self._reader.restart()
+            self._marks[token] = set(range(len(self._streams)))
+            self._unacked = 0
+        for rank, stream in enumerate(self._streams):
+            begin = datetime.now(UTC) - timedelta(seconds=stream.reach_seconds) - _CLOCKS
+            channel.basic_consume(
+                stream.name,
+                consumer_tag=str(rank),
+                callback=partial(self._on_message, rank),
+                arguments={"x-stream-offset": begin},
+            )
+        for stream in self._streams:
+            mark = note_message(Mark(token))
+            channel.publish(mark, self._ledger.exchange, stream.name, mandatory=True)
+        self._pinged_at = self._answered_at = monotonic()
+        while token in self._marks and not self._stopping:
+            self._follow()
+        with self.lock:
+            self._is_current = True
+            if self._error is not None:
+                logger.info("native delay: the ledger's streams are read again")
+            self._error = None
+            self.lock.notify_all()
+
+    def _follow(self) -> None:
+        channel = self._channel
+        assert channel is not None
+        is_readable = channel._is_readable(_PING_SECONDS)
+        if is_readable:
+            channel._read()
+        if channel.connection is None:
+            raise ConnectionError(f"the broker closed the channel: {channel.closed_with}")
+        # Also the last ones: RabbitMQ closes a channel on which a message is not acknowledged for
+        # half an hour.
+        if self._unacked >= _ACK_EVERY or (self._unacked and not is_readable):
+            channel.basic_ack(0, multiple=True)  # 0: all
+            self._unacked = 0
+        is_answered = spec.Basic.QosOk not in channel._pending
+        if is_answered and monotonic() - self._pinged_at > _PING_SECONDS:
+            self._ping(channel)
+
+    def _ping(self, channel: Any) -> None:
+        # Any method with an answer will do. It is not waited for, and comes behind what was sent
+        # to us before.
+        self._pinged_at = monotonic()
+        channel._pending[spec.Basic.QosOk] = self._on_answer
+        channel.send_method(spec.Basic.Qos, "lBb", (0, _PREFETCH, False))
+
+    def _on_answer(self, *_: Any) -> None:
+        with self.lock:
+            self._answered_at = monotonic()
+            self.lock.notify_all()
+
+    def _on_message(self, rank: int, message: amqp.Message) -> None:
+        self._unacked += 1
+        self._read_at = monotonic()
+        note = note_of(message.properties.get("application_headers") or {})
+        if note is None:
+            return
+        with self.lock:
+            if not isinstance(note, Mark):
+                self._reader.read(rank, note, message)
+            elif (ranks := self._marks.get(note.token)) is not None:
+                ranks.discard(rank)
+                if not ranks:
+                    del self._marks[note.token]
+            if not isinstance(note, Noted):  # nobody waits for those, which may be very many
+                self.lock.notify_all()
+
+    def _lose(self, exc: Exception, *, is_expected: bool) -> None:
+        first = self._error is None
+        with self.lock:
+            self._is_current = False
+            self._error = exc
+            # A mark from before is never told from one that is still to come.
+            self._marks.clear()
+        if first and not self._stopping:
+            logger.warning(
+                "native delay: the ledger's streams cannot be read, trying on: %s: %s",
+                type(exc).__name__,
+                exc,
+                exc_info=not is_expected,
+            )
+        self._disconnect()
+
+    def _disconnect(self) -> None:
+        self._channel = None
+        connection = self._client._connection
+        if connection is not None:
+            with suppress(*_LOST):
+                connection.collect()
+        with suppress(*_LOST):
+            self._client.close()
+
+
+#: Of this process.
+_followers: WeakSet[Follower] = WeakSet()
+
+
+def _leave_to_parent() -> None:
+    """A forked child has its parent's sockets, but not its threads."""
+    for follower in list(_followers):
+        follower.abandon()
+    _followers.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

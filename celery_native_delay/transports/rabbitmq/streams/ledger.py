@@ -1,0 +1,246 @@
+"""Seeing and changing what waits in the levels, through the copies that RabbitMQ keeps of it.
+
+A message in a level cannot be taken back. To move one, a copy with a new delivery id is sent that
+names what it replaces; then a decision is noted. Until workers read the decision, the old one
+counts and the copy does not: whoever dies in between, one of them runs.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from secrets import token_hex
+from threading import Lock
+from time import monotonic, time_ns
+from typing import Any, TypeVar
+
+import amqp
+
+from ....core.delayed import Replaces
+from ....core.errors import LedgerUnavailable
+from ....core.ledger import ALL, Outcome, Page, Query, Verdict, Waiting
+from ....core.ledger_streams import LedgerStreams
+from ....core.settings import DelaySettings
+from ..ledger.entry import Entry
+from ..ledger.ledger import due_then
+from ..outbox import outbox_key
+from .follower import Follower
+from .line import stream_line_of
+from .memory import Found, Memory, Place
+from .notes import Decision, Mark, Note, Noted, Purge, note_of
+
+T = TypeVar("T")
+
+#: A message that is due sooner, in seconds, can neither be cancelled nor moved: workers might not
+#: have read of it in time.
+MARGIN_SECONDS = 2.0
+
+#: A copy that is to come now comes so much later, in µs: after what was decided about it.
+_HANDOVER_US = 500_000
+
+#: A decision must follow its copy within so many seconds.
+_DECIDE_SECONDS = 5.0
+
+#: Seconds without a question after which nothing is followed any more.
+_IDLE_SECONDS = 60.0
+
+
+class Followed:
+    """What was read of the streams, and is followed, for whoever asks in this process."""
+
+    def __init__(self, client: Any, ledger: LedgerStreams) -> None:
+        self.memory = Memory()
+        #: How many entries of this process are known to have been read.
+        self.recorded_seen = -1
+        self.streams = ledger.streams
+        self.follower = Follower(client, ledger, self.streams, self, idle_seconds=_IDLE_SECONDS)
+        self.follower.start()
+
+    def restart(self) -> None:
+        """See :class:`~.follower.Reader`."""
+        self.memory = Memory()
+
+    def read(self, rank: int, note: Note, message: Any) -> None:
+        """See :class:`~.follower.Reader`."""
+        now_us = time_ns() // 1000
+        match note:
+            case Noted():
+                offset = message.properties["application_headers"]["x-stream-offset"]
+                self.memory.add(note, message.body, Place(rank, offset), now_us=now_us)
+            case Decision():
+                self.memory.decide(note, rank=rank, now_us=now_us)
+            case Purge():
+                self.memory.purge(rank)
+
+
+class StreamLedger:
+    """On one connection; see :class:`~celery_native_delay.core.ledger.Ledger`."""
+
+    def __init__(self, delays: Any, settings: DelaySettings) -> None:
+        self._delays = delays
+        self._settings = settings
+        self._streams: LedgerStreams = delays.topology.ledger
+        self._line = stream_line_of(delays.connection.client, settings)
+
+    def count(self, query: Query = ALL) -> int:
+        return self._ask(lambda memory, now_us: memory.count(query, now_us=now_us))
+
+    def page(self, query: Query = ALL, *, offset: int = 0, limit: int = 50) -> Page:
+        return self._ask(
+            lambda memory, now_us: memory.page(query, offset=offset, limit=limit, now_us=now_us)
+        )
+
+    def get(self, task_id: str) -> list[Waiting]:
+        return [found.task for found in self._find(task_id)]
+
+    def counts(self, edges_us: Sequence[int]) -> list[int]:
+        return self._ask(lambda memory, now_us: memory.counts(edges_us, now_us=now_us))
+
+    def span(self) -> tuple[int, int] | None:
+        return self._ask(lambda memory, now_us: memory.span(now_us=now_us))
+
+    def close(self) -> None:
+        """Nothing is its own: the process goes on following for a while."""
+
+    def cancel(self, task_id: str) -> Outcome:
+        return self._change(task_id, None, cancelled=True)
+
+    def move(self, task_id: str, due_us: int | None) -> Outcome:
+        if due_us is not None:
+            self._delays.is_ahead(due_us, now_us=time_ns() // 1000)  # or too far
+        return self._change(task_id, due_us, cancelled=False)
+
+    def purge(self) -> None:
+        """Forget everything that waits; whoever calls empties the levels."""
+        self._line.write([(stream, Purge()) for stream in self._streams.of_entries])
+        self._line.recorded += 1
+
+    # --- changing ------------------------------------------------------------------------
+
+    def _change(self, task_id: str, due_us: int | None, *, cancelled: bool) -> Outcome:
+        found = self._find(task_id)
+        tasks = tuple(each.task for each in found)
+        if not found:
+            return Outcome(task_id, Verdict.UNKNOWN)
+        late = ""
+        is_due_us: int | None = None
+        for each in found:
+            new_due_us = time_ns() // 1000 + _HANDOVER_US if due_us is None else due_us
+            late_now = self._replace(each, new_due_us, cancelled=cancelled)
+            late = late or late_now
+            if not late_now:
+                is_due_us = new_due_us
+        if is_due_us is None:
+            return Outcome(task_id, Verdict.TOO_LATE, None, tasks, late)
+        return Outcome(task_id, Verdict.DONE, None if cancelled else is_due_us, tasks)
+
+    def _replace(self, found: Found, due_us: int, *, cancelled: bool) -> str:
+        """Send a copy and note that it counts; why it is too late for that, or ""."""
+        task = found.task
+        if late := _too_late(task):
+            return late
+        entry = self._fetch(found.place, task.delivery_id)
+        made_ms = time_ns() // 1_000_000
+        begun = monotonic()
+        moved = due_then(entry, due_us, made_ms)
+        new_id = token_hex(16)
+        self._delays.put_back(
+            amqp.Message(moved.body, **moved.properties),
+            moved.exchange,
+            moved.routing_key,
+            queue=moved.queue,
+            due_us=due_us,
+            delivery_id=new_id,
+            cancelled=cancelled,
+            replaces=Replaces(task.delivery_id, made_ms),
+            recorded=not cancelled,
+        )
+        if late := _too_late(task):
+            return late
+        if monotonic() - begun > _DECIDE_SECONDS:
+            return "the broker is too slow"
+        decision = Decision(task.delivery_id, new_id, task.due_us // 1000, due_us // 1000)
+        left_seconds = decision.last_due_ms / 1000 - made_ms / 1000
+        stream = self._streams.for_decision(left_seconds)
+        self._line.write([(stream, decision)])
+        followed = self._followed()
+
+        def decided() -> bool:
+            return followed.memory.decisions.successor(task.delivery_id) is not None
+
+        followed.follower.wait_until(decided)
+        winner = followed.memory.decisions.successor(task.delivery_id)
+        return "" if winner == new_id else "somebody else has changed it meanwhile"
+
+    def _fetch(self, place: Place, delivery_id: str) -> Entry:
+        """A message as it was published, from where it stands."""
+        stream = self._streams.streams[place.rank]
+        message = self._line.fetch(stream, place.offset)
+        note = note_of(message.properties["application_headers"])
+        if not isinstance(note, Noted) or note.delivery_id != delivery_id:
+            raise LedgerUnavailable(
+                f"expected delivery {delivery_id} at offset {place.offset} of {stream.name}, got "
+                f"{note}: it is no longer kept"
+            )
+        return Entry.decoded(message.body)
+
+    # --- asking --------------------------------------------------------------------------
+
+    def _find(self, task_id: str) -> list[Found]:
+        return self._ask(lambda memory, now_us: memory.find(task_id, now_us=now_us))
+
+    def _ask(self, question: Callable[[Memory, int], T]) -> T:
+        followed = self._up_to_date()
+        with followed.follower.lock:
+            return question(followed.memory, time_ns() // 1000)
+
+    def _up_to_date(self) -> Followed:
+        """All that this process has published was read; what others have, milliseconds later."""
+        followed = self._followed()
+        followed.follower.wait_current()
+        recorded = self._line.recorded
+        if followed.recorded_seen != recorded:
+            self._line.flush(None)
+            token = token_hex(8)
+            followed.follower.expect(token)
+            self._line.write([(stream, Mark(token)) for stream in self._streams.streams])
+            followed.follower.wait_for_mark(token)
+            followed.recorded_seen = recorded
+        return followed
+
+    def _followed(self) -> Followed:
+        client = self._delays.connection.client
+        key = outbox_key(client, self._settings)
+        with _registering:
+            followed = _followed.get(key)
+            if followed is None or followed.follower.has_ended:
+                followed = _followed[key] = Followed(client, self._streams)
+            return followed
+
+
+def _too_late(task: Waiting) -> str:
+    seconds = (task.due_us - time_ns() // 1000) / 1_000_000
+    if seconds >= MARGIN_SECONDS:
+        return ""
+    if seconds <= 0:
+        return "it was handed over meanwhile"
+    return (
+        f"it is due in {seconds:.1f} s, and a ledger in streams takes changes until "
+        f"{MARGIN_SECONDS:g} s before"
+    )
+
+
+# ---- what this process follows ---------------------------------------------------------------
+
+_followed: dict[Any, Followed] = {}
+_registering = Lock()
+
+
+def _leave_to_parent() -> None:
+    """A forked child follows by itself."""
+    global _registering
+    _registering = Lock()
+    _followed.clear()
+
+
+os.register_at_fork(after_in_child=_leave_to_parent)

@@ -1,0 +1,278 @@
+"""A connection for what is written into the ledger's streams, and read by its place there.
+
+A stream that is not there may cost its publisher the connection (506 in RabbitMQ 4.3), and delaying
+must go on without a ledger: so nothing of this happens on anybody else's. Entries are sent and not
+waited for. If that fails, what is unconfirmed is kept, up to :data:`WINDOW`; the streams are left
+alone for a while, and one warning tells so.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from threading import RLock
+from time import monotonic
+from typing import Any, TypeVar
+
+import amqp
+from kombu import Connection
+
+from ....core.errors import LedgerUnavailable
+from ....core.ledger_streams import LedgerStreams, Stream
+from ....core.settings import DelaySettings
+from ....kombu_hook import flushes
+from ..ledger.line import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, PATIENCE_SECONDS
+from ..outbox import LOST, outbox_key
+from ..own_channel import OwnChannel
+from ..window import Publication, Sendable, WindowChannel
+from .notes import Note, Noted, note_message
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+#: Entries that may be unconfirmed at a time.
+WINDOW = 1000
+
+#: Confirms are read at every so many entries, or after so many seconds.
+_READ_EVERY = 64
+_READ_AFTER_SECONDS = 0.05
+
+#: People wait longer than publishers, in seconds.
+_ANSWER_SECONDS = 5.0
+
+
+class _Entry(Publication):
+    """What is noted down of a message that waits."""
+
+
+class StreamLine:
+    """See the module's docstring. For any thread of one process."""
+
+    def __init__(self, client: Any) -> None:
+        """*client* is a kombu connection to the same broker, which is not touched."""
+        self._client = Connection(**dict(client._info(resolve=False), heartbeat=0))
+        self._lock = RLock()
+        self._channel: WindowChannel | None = None
+        self._fetcher: OwnChannel | None = None
+        self._unsent: deque[Sendable] = deque(maxlen=WINDOW)
+        self._unread = 0
+        self._read_at = 0.0
+        self._retry_at = 0.0
+        self._pause_seconds = FIRST_PAUSE_SECONDS
+        self._failed = False
+        #: Changes with every entry: whoever reads wants to see those of this process at once.
+        self.recorded = 0
+
+    # --- entries: never fail -------------------------------------------------------------
+
+    def record(self, stream: Stream, note: Noted, entry: bytes) -> None:
+        """Note down a message that is about to wait."""
+        with self._lock:
+            self.recorded += 1
+            if self._channel is None and monotonic() < self._retry_at:
+                return
+            try:
+                channel = self._connected()
+                publication = _Entry(note_message(note, entry), *self._to(stream))
+                if channel.unconfirmed_count >= WINDOW:
+                    self._settle(channel, PATIENCE_SECONDS, most=WINDOW // 2)
+                channel.send(publication, timeout_seconds=PATIENCE_SECONDS)
+                self._unread += 1
+                if self._unread >= _READ_EVERY or monotonic() - self._read_at > _READ_AFTER_SECONDS:
+                    channel.read_ready()
+                    self._see_to_answers(channel)
+            except Exception as exc:  # whatever it is, publishing must go on
+                self._lose(exc)
+
+    def flush(self, timeout_seconds: float | None) -> None:
+        """Wait a moment for what is unconfirmed: what follows is to stand behind it."""
+        most_seconds = min(timeout_seconds or PATIENCE_SECONDS, PATIENCE_SECONDS)
+        with self._lock:
+            if self._channel is None:
+                return
+            try:
+                self._settle(self._channel, most_seconds)
+            except Exception as exc:
+                self._lose(exc)
+
+    # --- for who asks --------------------------------------------------------------------
+
+    def write(self, notes: Sequence[tuple[Stream, Note]]) -> None:
+        """Write notes; they stand there when this returns.
+
+        Raises:
+            LedgerUnavailable: the streams do not take them; some may stand there.
+        """
+
+        def write(channel: WindowChannel) -> None:
+            for stream, note in notes:
+                channel.send(
+                    Publication(note_message(note), *self._to(stream)),
+                    timeout_seconds=_ANSWER_SECONDS,
+                )
+            self._settle(channel, _ANSWER_SECONDS)
+
+        self._try(write)
+
+    def fetch(self, stream: Stream, offset: int) -> amqp.Message:
+        """The message that stands there.
+
+        Raises:
+            LedgerUnavailable: it cannot be read.
+        """
+
+        def fetch(_: WindowChannel) -> amqp.Message:
+            came: list[amqp.Message] = []
+            channel = self._fetcher
+            if channel is None or channel.connection is None:
+                channel = self._fetcher = OwnChannel(self._client.connection, confirm=False)
+                channel.auto_decode = False
+                channel.basic_qos(0, 1, False)
+            begin = {"x-stream-offset": offset}
+            channel.basic_consume(
+                stream.name, consumer_tag="fetch", callback=came.append, arguments=begin
+            )
+            deadline = monotonic() + _ANSWER_SECONDS
+            while not came:
+                if not channel._is_readable(max(deadline - monotonic(), 0)):
+                    raise TimeoutError(f"{stream.name} yields nothing at offset {offset}")
+                channel._read()
+            channel.basic_cancel("fetch")
+            channel.basic_ack(0, multiple=True)  # 0: all
+            return came[0]
+
+        return self._try(fetch)
+
+    def _try(self, action: Callable[[WindowChannel], T]) -> T:
+        """Also on a second connection: the first may have been lost long ago."""
+        with self._lock:
+            for last_try in (False, True):
+                try:
+                    return action(self._connected())
+                except Exception as exc:
+                    self._lose(exc)
+                    if last_try:
+                        raise LedgerUnavailable(
+                            f"the ledger in RabbitMQ's streams does not answer: {exc}; tasks wait "
+                            f"and run as ever, but cannot be listed, cancelled or moved until it "
+                            f"does"
+                        ) from exc
+        raise AssertionError("unreachable")
+
+    # --- the connection ------------------------------------------------------------------
+
+    def _to(self, stream: Stream) -> tuple[str, str]:
+        return self._ledger.exchange, stream.name
+
+    @property
+    def _ledger(self) -> LedgerStreams:
+        ledger: LedgerStreams = self._client.connection.delays.topology.ledger
+        return ledger
+
+    def _connected(self) -> WindowChannel:
+        channel = self._channel
+        if channel is not None and channel.is_usable:
+            return channel
+        if channel is not None:
+            self._drop()
+        self._client.connect()
+        connection = self._client.connection
+        connection.delays.prepare_ledger(redeclare=self._failed)
+        channel = self._channel = WindowChannel(connection)
+        while self._unsent:
+            channel.send(self._unsent[0], timeout_seconds=PATIENCE_SECONDS)
+            self._unsent.popleft()
+        return channel
+
+    def _settle(self, channel: WindowChannel, seconds: float, *, most: int = 0) -> None:
+        """Return when at most *most* are unconfirmed."""
+        deadline = monotonic() + seconds
+        channel.read_until(lambda: channel.unconfirmed_count <= most, deadline=deadline)
+        self._see_to_answers(channel)
+
+    def _see_to_answers(self, channel: WindowChannel) -> None:
+        self._unread, self._read_at = 0, monotonic()
+        if returned := channel.take_returned():
+            self._keep(returned)
+            raise ConnectionError(f"{self._ledger.exchange} leads nowhere")
+        if nacked := channel.take_nacked():
+            self._keep(nacked)
+            raise ConnectionError(f"{self._ledger.exchange} takes nothing")
+        self._pause_seconds = FIRST_PAUSE_SECONDS
+        if self._failed:
+            self._failed = False
+            logger.info("native delay: the ledger in RabbitMQ's streams is back")
+
+    def _lose(self, exc: Exception) -> None:
+        self._drop()
+        self._retry_at = monotonic() + self._pause_seconds
+        self._pause_seconds = min(self._pause_seconds * 2, LONGEST_PAUSE_SECONDS)
+        if not self._failed:
+            self._failed = True
+            logger.warning(
+                "native delay: the ledger in RabbitMQ's streams is away: tasks are delayed as "
+                "ever, but cannot be listed, cancelled or moved until it is back: %s: %s",
+                type(exc).__name__,
+                exc,
+            )
+
+    def _keep(self, messages: Iterable[Sendable]) -> None:
+        """To be sent again: entries alone, as who wrote anything else was told that it failed."""
+        self._unsent.extend(message for message in messages if isinstance(message, _Entry))
+
+    def _drop(self) -> None:
+        channel, self._channel, self._fetcher = self._channel, None, None
+        if channel is not None:
+            self._keep(channel.unconfirmed)
+        connection = self._client._connection
+        if connection is not None:
+            with suppress(*LOST):
+                connection.collect()
+        with suppress(*LOST):
+            self._client.close()
+
+    def abandon(self) -> None:
+        """Close our end of the socket without a word: in a forked child it is the parent's."""
+        transport = getattr(self._client._connection, "_transport", None)
+        if transport is not None and transport.sock is not None:
+            transport.sock.close()
+
+
+# ---- the lines of this process ---------------------------------------------------------------
+
+_lines: dict[Any, StreamLine] = {}
+_registering = RLock()
+
+
+def stream_line_of(client: Any, settings: DelaySettings) -> StreamLine:
+    """The process's line to the broker that *client*, a kombu connection, leads to."""
+    key = outbox_key(client, settings)
+    with _registering:
+        line = _lines.get(key)
+        if line is None:
+            line = _lines[key] = StreamLine(client)
+        return line
+
+
+def _flush_all(timeout_seconds: float | None) -> None:
+    for line in list(_lines.values()):
+        line.flush(timeout_seconds)
+
+
+def _leave_to_parent() -> None:
+    """A forked child has lines of its own."""
+    global _registering
+    _registering = RLock()
+    for line in _lines.values():
+        line.abandon()
+    _lines.clear()
+
+
+flushes.append(_flush_all)
+atexit.register(_flush_all, None)
+os.register_at_fork(after_in_child=_leave_to_parent)

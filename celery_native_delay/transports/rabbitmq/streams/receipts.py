@@ -1,0 +1,76 @@
+"""What a worker asks about each message that waited: answered from memory, without I/O."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from time import monotonic, time_ns
+from typing import Any
+
+from ....core.delayed import Delayed
+from ....core.errors import LedgerUnavailable
+from ....core.ledger_streams import LedgerStreams
+from ...contract import Answer
+from ..ledger.entry import member_of
+from .decisions import Decisions
+from .follower import Follower
+from .notes import Decision, Note
+
+logger = logging.getLogger(__name__)
+
+#: Seconds that a message waits for a follower that has fallen behind: its thread may not have had
+#: its turn.
+_FALLEN_BEHIND_SECONDS = 0.3
+
+
+class _DecisionReader:
+    """A follower's reader that keeps decisions. Those that were read once stay."""
+
+    def __init__(self, decisions: Decisions) -> None:
+        self._decisions = decisions
+
+    def restart(self) -> None:
+        """See :class:`~.follower.Reader`."""
+
+    def read(self, rank: int, note: Note, message: Any) -> None:
+        """See :class:`~.follower.Reader`."""
+        if isinstance(note, Decision):
+            self._decisions.add(note, rank=rank, now_ms=time_ns() // 1_000_000)
+
+
+class StreamReceipts:
+    """See the module's docstring and :class:`~celery_native_delay.transports.contract.Receipts`."""
+
+    def __init__(self, client: Any, ledger: LedgerStreams) -> None:
+        """Returns when all decisions have been read, or none can be.
+
+        *client* is a kombu connection to the broker, which is not touched.
+        """
+        self._decisions = Decisions()
+        reader = _DecisionReader(self._decisions)
+        self._follower = Follower(client, ledger, ledger.of_decisions, reader)
+        self._follower.start()
+        started = monotonic()
+        try:
+            self._follower.wait_current()
+        except LedgerUnavailable as exc:
+            logger.warning("native delay: %s", exc)
+            return
+        seconds = monotonic() - started
+        logger.info(
+            "native delay: %d decisions of the ledger read in %.1f s", len(self._decisions), seconds
+        )
+
+    def may_run(self, headers: Mapping[str, Any], delayed: Delayed) -> Answer:
+        """See :class:`~celery_native_delay.transports.contract.Receipts`."""
+        if member_of(headers, delayed.delivery_id) is None:
+            return Answer.RUN
+        answer = self._decisions.answer(delayed, now_ms=time_ns() // 1_000_000)
+        # What was decided stays decided, however old the news.
+        if answer is not Answer.RUN or self._follower.wait_fresh(_FALLEN_BEHIND_SECONDS):
+            return answer
+        return Answer.AWAY
+
+    def close(self) -> None:
+        """End the thread."""
+        self._follower.stop()

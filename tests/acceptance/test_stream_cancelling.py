@@ -1,0 +1,83 @@
+"""Cancelling and moving tasks that wait in RabbitMQ, with the ledger in its streams."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from time import monotonic, time, time_ns
+
+import amqp
+import pytest
+from celery import Celery
+
+from celery_native_delay import Delay
+from celery_native_delay.core.delayed import Replaces
+from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis
+from celery_native_delay.transports.rabbitmq.streams.decisions import PENDING_MS
+from celery_native_delay.transports.rabbitmq.streams.ledger import MARGIN_SECONDS
+from tests.acceptance.cancelling import *  # noqa: F403
+from tests.acceptance.worker import Fleet, fleet_on
+from tests.waiting import wait_until
+
+
+@pytest.fixture
+def margin_seconds() -> float:
+    return MARGIN_SECONDS
+
+
+@pytest.fixture
+def fleet(vhost_url: str, ledger_redis: PrivateRedis, tmp_path: Path) -> Iterator[Fleet]:
+    conf = {"native_delay_ledger": "stream"} | results_in(ledger_redis)  # noqa: F405
+    with fleet_on(vhost_url, tmp_path, **conf) as fleet:
+        yield fleet
+    gc.collect()  # results unsubscribe
+
+
+def test_nobody_runs_what_was_cancelled_before_the_broker_was_killed(
+    mortal_rabbitmq: PrivateRabbitMQ, mortal_url: str, tmp_path: Path
+) -> None:
+    """Nor a copy whose mover died before its decision: the original runs, once."""
+    with fleet_on(mortal_url, tmp_path, native_delay_ledger="stream") as fleet:
+        app = fleet.app()
+        delay = Delay(app)
+        note = app.tasks["note"]
+        dropped, kept, late = (note.apply_async((n,), countdown=25) for n in range(3))
+        started = monotonic()
+        worker = fleet.worker(pool="solo")
+        copy_without_decision(app, delay, kept.id)
+        assert delay.cancel(dropped.id)
+        worker.wait_for_log("Discarding revoked task", dropped.id)
+        worker.wait_for_log("was never decided on")
+        # A node that is killed within three seconds of its very first stream loses all of those.
+        wait_until(lambda: monotonic() - started > 6 or None, timeout_seconds=10)
+        mortal_rabbitmq.kill()
+        mortal_rabbitmq.start()
+        assert delay.cancel(late.id)
+        fleet.record.wait_for(task_id=kept.id, timeout_seconds=60)
+        worker.wait_for_log("dropping task", dropped.id, timeout_seconds=30)
+        worker.wait_for_log("dropping task", late.id, timeout_seconds=30)
+        assert [run.id for run in fleet.record.runs()] == [kept.id]
+
+
+def copy_without_decision(app: Celery, delay: Delay, task_id: str) -> None:
+    """What is left of a mover that died; a worker waits for its decision for another second."""
+    (task,) = delay.show(task_id)
+    made_ms = round(time() * 1000) - PENDING_MS + 1500
+    with app.connection_for_write() as connection:
+        body = b'[["a copy"], {}, {"callbacks": null, "errbacks": null, "chain": null}]'
+        connection.default_channel.delays.put_back(
+            amqp.Message(
+                body,
+                application_headers={"task": task.name, "id": task.id, "lang": "py"},
+                content_type="application/json",
+                content_encoding="utf-8",
+                correlation_id=task.id,
+            ),
+            "",
+            task.queue,
+            queue=None,
+            due_us=time_ns() // 1000,
+            replaces=Replaces(task.delivery_id, made_ms),
+            recorded=False,
+        )

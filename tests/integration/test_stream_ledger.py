@@ -1,0 +1,154 @@
+"""What waits in RabbitMQ, kept by RabbitMQ itself: the same promises, and those of its own."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from time import monotonic, time, time_ns
+
+import pytest
+from celery import Celery
+
+from celery_native_delay import Delay, LedgerUnavailable, Verdict, install
+from celery_native_delay.core.delayed import Delayed
+from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis
+from celery_native_delay.transports.contract import Answer
+from celery_native_delay.transports.rabbitmq.streams.follower import Follower
+from celery_native_delay.transports.rabbitmq.streams.ledger import MARGIN_SECONDS
+from celery_native_delay.transports.rabbitmq.streams.line import StreamLine
+from celery_native_delay.transports.rabbitmq.streams.receipts import StreamReceipts
+from tests.integration.ledger_promises import *  # noqa: F403
+from tests.waiting import wait_until
+
+
+@pytest.fixture
+def app(vhost_url: str, ledger_redis: PrivateRedis) -> Iterator[Celery]:
+    app = Celery("shop", broker=vhost_url, set_as_current=False)
+    app.conf.result_backend = ledger_redis.url.replace("/0", "/1")
+    yield install(app, ledger="stream")
+    app.close()
+
+
+@pytest.fixture
+def plain_app(vhost_url: str) -> Iterator[Celery]:
+    with Celery("shop", broker=vhost_url, set_as_current=False) as app:
+        yield app
+
+
+def test_what_is_due_in_a_moment_can_no_longer_be_changed(app: Celery, delay: Delay) -> None:
+    """A worker might not have read of it in time; whoever asks is told when it is due."""
+    send(app, 0, countdown=3600)  # noqa: F405  # declares
+    assert delay.count() == 1
+    send(app, 1, countdown=MARGIN_SECONDS - 0.1)  # noqa: F405
+    for outcome in (delay.cancel("order-1"), delay.run_now("order-1")):
+        assert outcome.verdict is Verdict.TOO_LATE
+        assert re.search(r"it is due in [01]\.\d s", str(outcome))
+    assert delay.count() == 2
+
+
+def test_who_follows_reads_what_others_send_and_writes_nothing(
+    app: Celery, delay: Delay, vhost_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A monitor that asks every second would fill the streams; and is not read anew each time."""
+    send(app, 1, countdown=3600)  # noqa: F405
+    assert delay.count() == 1
+    monkeypatch.setattr(StreamLine, "write", None)
+    monkeypatch.setattr(Follower, "start", None)
+    other = f"""
+from celery import Celery
+from celery_native_delay import install
+with install(Celery("shop", broker={vhost_url!r}), ledger="stream") as app:
+    app.send_task("shop.remind", countdown=3600, queue="reminders")
+"""
+    subprocess.run([sys.executable, "-c", other], check=True, timeout=60)
+
+    def both() -> bool:
+        return delay.count() == 2
+
+    wait_until(both, timeout_seconds=10)
+
+
+def test_the_plan_is_on_the_broker_and_a_purge_empties_ledger_and_levels(
+    app: Celery, delay: Delay
+) -> None:
+    for number in range(3):
+        send(app, number, countdown=3600 * 40**number)  # noqa: F405
+    with app.connection_for_write() as connection:
+        admin = connection.default_channel.admin_part(app._native_delay.settings())
+        assert admin.verify().differences == []
+        assert admin.backlog().ledger_answers
+        assert admin.purge() == 3
+        assert admin.backlog().until_first_us is None
+    send(app, 7, countdown=3600)  # noqa: F405
+    assert [task.id for task in delay.ls().tasks] == ["order-7"]
+
+
+def test_a_stream_that_was_deleted_is_declared_again(app: Celery, delay: Delay) -> None:
+    """What is sent meanwhile is in the ledger, and nothing is lost."""
+    send(app, 1, countdown=3600)  # noqa: F405
+    assert delay.count() == 1
+    with app.connection_for_write() as connection:
+        channel = connection.channel()
+        for stream in connection.default_channel.delays.topology.ledger.of_entries:
+            channel.queue_delete(stream.name)
+    send(app, 2, countdown=3600)  # noqa: F405
+
+    def the_second() -> bool:
+        return [task.id for task in delay.ls().tasks] == ["order-2"]
+
+    wait_until(the_second, timeout_seconds=20)
+
+
+def test_a_worker_knows_when_it_cannot_tell_and_never_forgets(
+    mortal_rabbitmq: PrivateRabbitMQ, mortal_url: str
+) -> None:
+    """Its reader is lost with the broker, comes back, and knows what was decided meanwhile."""
+    app = Celery("shop", broker=mortal_url, set_as_current=False)
+    install(app, ledger="stream")
+    delay = Delay(app)
+    started = monotonic()
+    ids = {}
+    for name in ("before", "after", "kept"):
+        send(app, 1, task_id=name, countdown=3600)  # noqa: F405
+        ids[name] = delay.show(name)[0].delivery_id
+    assert delay.cancel("before")
+    with app.connection_for_write() as connection:
+        ledger = connection.default_channel.delays.topology.ledger
+        receipts = StreamReceipts(connection, ledger)
+
+    def answer(name: str) -> Answer:
+        delayed = Delayed(ids[name], round(time() * 1000), "", QUEUE)  # noqa: F405
+        return receipts.may_run({"task": "shop.remind", "id": name}, delayed)
+
+    assert [answer(name) for name in ids] == [Answer.DROP, Answer.RUN, Answer.RUN]
+    # A node that is killed within three seconds of its very first stream loses all of those.
+    wait_until(lambda: monotonic() - started > 6 or None, timeout_seconds=10)
+    mortal_rabbitmq.kill()
+    wait_until(lambda: answer("kept") is Answer.AWAY or None, timeout_seconds=10)
+    assert answer("before") is Answer.DROP
+    with pytest.raises((LedgerUnavailable, OSError)):
+        delay.count()
+    mortal_rabbitmq.start()
+    assert delay.cancel("after")
+    wait_until(lambda: answer("kept") is Answer.RUN or None, timeout_seconds=30)
+    # Before the margin of a change is over.
+    wait_until(lambda: answer("after") is Answer.DROP or None, timeout_seconds=MARGIN_SECONDS)
+    assert [answer(name) for name in ids] == [Answer.DROP, Answer.DROP, Answer.RUN]
+    receipts.close()
+    app.close()
+
+
+def test_a_workers_question_is_answered_from_memory(app: Celery, delay: Delay) -> None:
+    """Microseconds: what it costs a worker that nothing was cancelled."""
+    send(app, 1, countdown=3600)  # noqa: F405
+    with app.connection_for_write() as connection:
+        topology = connection.default_channel.delays.topology
+        receipts = StreamReceipts(connection, topology.ledger)
+    delayed = Delayed("id", 0, "", QUEUE)  # noqa: F405
+    headers = {"task": "shop.remind", "id": "1"}
+    started = time_ns()
+    assert all(receipts.may_run(headers, delayed) is Answer.RUN for _ in range(1000))
+    assert (time_ns() - started) / 1000 / 1000 < 50
+    receipts.close()
