@@ -263,7 +263,7 @@ def test_messages_wait_through_a_failover(sentinel: PrivateSentinel) -> None:
     master = {"master_name": sentinel.master_name}
     with promoting(connector(sentinel.url, **master)) as promoter:
         with delaying(sentinel.url, transport_options=master) as connection:
-            publish(connection, "before", "jobs", delay=0.2)
+            publish(connection, "before", "jobs", delay=1)
             wait_until(lambda: promoter.promoted == 1, timeout_seconds=PATIENCE_SECONDS)
             for number in range(20):
                 publish(connection, number, "jobs", delay=5)
