@@ -214,17 +214,25 @@ class Index:
     ) -> Iterator[Waiting]:
         needles = [text for text in query.needles if is_itself_in_json(text)]
         arguments: list[Any] = [len(needles), *needles]
-        for group in query.needles_in_any_case:
+        groups = query.needles_in_any_case
+        sample = self._sample(first) if groups else ""
+        for group in groups:
             if all(map(is_itself_in_json, group)):
                 arguments.append(len(group))
                 for text in group:
-                    ways = _ways_to_write(_rarest_part(text))
+                    ways = _ways_to_write(_telling_part(text, sample))
                     arguments += [text, len(ways), *ways]
         for start in range(first, end, chunk):
             last = min(start + chunk, end) - 1
             for task in self._found([start, last, *arguments]):
                 if query.matches(task):
                     yield task
+
+    def _sample(self, rank: int) -> str:
+        """One of the entries, in lower case."""
+        members = self._client.zrange(self._due, rank, rank)
+        entry = self._client.hget(self._messages, members[0]) if members else None
+        return (entry or b"").decode("utf-8", "replace").lower()
 
     def _found(self, arguments: list[Any]) -> Iterator[Waiting]:
         found = self._search(keys=[self._due, self._messages], args=arguments)
@@ -239,16 +247,16 @@ def is_itself_in_json(text: str) -> bool:
     return text.isascii() and json.dumps(text) == f'"{text}"'
 
 
-#: From those that are rare in what waits to those that are in every message.
-_LETTERS = "zqxjkvwbypfghumcdlrnsiotae"
-
-
-def _rarest_part(text: str) -> str:
-    """Up to three characters of *text*: of few letters, since every one doubles the ways to write
-    it, and beginning with one that is rare.
+def _telling_part(text: str, sample: str) -> str:
+    """Up to three characters of *text*: not in *sample*, for entries are much alike; with few
+    letters, since every one doubles the ways to write it; and beginning with a rare one.
     """
     parts = [text[at : at + 3] for at in range(max(1, len(text) - 2))]
-    return min(parts, key=lambda part: (sum(map(str.isalpha, part)), _LETTERS.find(part[0])))
+
+    def cost(part: str) -> tuple[bool, int, int]:
+        return part in sample, sum(map(str.isalpha, part)), sample.count(part[0])
+
+    return min(parts, key=cost)
 
 
 def _ways_to_write(part: str) -> list[str]:
