@@ -30,7 +30,8 @@ _SQS = "celery_native_delay.transports.sqs"
 _TIMEOUTS = "celery_native_delay.transports.timeouts"
 _PGMQ = "celery_native_delay.transports.pgmq"
 
-#: kombu's transports on which nothing can wait: their messages do in ``native_delay_store``.
+#: kombu's transports on which nothing can wait: their messages do in ``native_delay_store``. Not
+#: gcpubsub: who dispatches must know the topic of a queue, which kombu tells only who has bound it.
 _WITHOUT_DELAYS = (
     "memory",
     "filesystem",
@@ -45,7 +46,6 @@ _WITHOUT_DELAYS = (
     "slmq",
     "azurestoragequeues",
     "azureservicebus",
-    "gcpubsub",
     "confluentkafka",
     "kafka",
 )

@@ -12,7 +12,7 @@ from time import time, time_ns
 from typing import Any
 
 import pytest
-from kombu import Connection
+from kombu import Connection, Exchange, Queue
 from sqlalchemy import text
 
 from celery_native_delay import (
@@ -105,6 +105,26 @@ def test_what_this_process_adds_wakes_its_dispatcher(folder_url: str) -> None:
         wait_until(lambda: dispatcher._sleeps_until_us > 0, timeout_seconds=PATIENCE_SECONDS)
         publish(connection, "soon", "jobs", delay=1)
         assert received.wait_for(1)[0].body == "soon"
+
+
+def test_in_memory_a_broadcast_reaches_whoever_listens_when_it_is_due(tmp_path: Path) -> None:
+    settings = {"store": f"sqlite:///{tmp_path}/delays.db"}
+    news = Exchange("news-in-memory", type="fanout")
+
+    def connect(**options: Any) -> Any:
+        asked = {"native_delay": settings} | options.get("transport_options", {})
+        return Connection("memory://", transport_options=asked)
+
+    with connect() as producer, connect() as consumer:
+        news(producer.default_channel).declare()
+        publish(producer, "hello", "", exchange=news, delay=1)
+        part = consumer.default_channel.worker_part(DelaySettings(**settings))
+        dispatcher = part.promoter(connect)
+        with (
+            inbox(consumer, Queue("listener-in-memory", news)) as received,
+            beside(dispatcher.run, stop=dispatcher.stop),
+        ):
+            assert received.wait_for(1)[0].body == "hello"
 
 
 # ---- destinations that refuse -------------------------------------------------------------------
@@ -345,7 +365,7 @@ def test_without_sqlalchemy_immediate_messages_go_and_delayed_ones_say_what_to_i
     code = """
 import sys
 sys.modules["sqlalchemy"] = None
-from kombu import Connection
+from kombu import Connection, Exchange, Queue
 from celery_native_delay import DelaySettings, UnsupportedBroker, delay_headers
 settings = {"store": "sqlite:////tmp/never.db"}
 with Connection("memory://", transport_options={"native_delay": settings}) as connection:

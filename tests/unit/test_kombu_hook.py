@@ -68,6 +68,7 @@ def test_an_alias_leads_to_our_transport_which_is_kombus(
         ("azureservicebus://", "postgresql://db/shop", "timeouts"),
         ("filesystem://", None, None),
         ("qpid://", "sqlite:///delays.db", None),
+        ("gcpubsub://projects/shop", "sqlite:///delays.db", None),
     ],
 )
 def test_a_url_says_which_transport_serves_it(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import select
+import selectors
 from contextlib import suppress
 from socket import socketpair
 
@@ -14,6 +14,8 @@ class Alarm:
         self._reader, self._writer = socketpair()
         self._reader.setblocking(False)
         self._writer.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._reader, selectors.EVENT_READ)
 
     def ring(self) -> None:
         """Have the present :meth:`wait` return, or else the next one."""
@@ -22,14 +24,12 @@ class Alarm:
 
     def wait(self, seconds: float) -> None:
         """Sleep so long at most."""
-        poll = select.poll()
-        poll.register(self._reader, select.POLLIN)
-        # Rounded up: what is awake too early would have to sleep again.
-        if poll.poll(-(-seconds * 1000 // 1) if seconds > 0 else 0):
+        if self._selector.select(max(seconds, 0)):
             with suppress(OSError):
                 self._reader.recv(4096)
 
     def close(self) -> None:
         """Free the sockets."""
+        self._selector.close()
         self._reader.close()
         self._writer.close()

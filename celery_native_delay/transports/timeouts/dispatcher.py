@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 #: Seconds between two looks at a file, and at a server.
 FILE_LOOK_SECONDS = 0.05
-SERVER_LOOK_SECONDS = 0.2
+SERVER_LOOK_SECONDS = 0.25
 
 #: Seconds until a look at what others were about to hand over.
 _TAKEN_PAUSE_SECONDS = 0.02

@@ -65,6 +65,7 @@ class Put:
         self._lost: tuple[type[Exception], ...] = (
             OSError,
             *channel.connection.client.connection_errors,
+            *getattr(channel.connection, "recoverable_connection_errors", ()),
         )
 
     def __call__(self, batch: Batch, *, park: bool) -> Exception | None:

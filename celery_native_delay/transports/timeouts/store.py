@@ -127,7 +127,8 @@ def _inherit() -> None:
     _stores.clear()
 
 
-os.register_at_fork(after_in_child=_inherit)
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_inherit)
 
 
 class Store:
