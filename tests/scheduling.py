@@ -20,6 +20,7 @@ _ORDER = [
     "RabbitMQ 3.10: test_configuration",
     "RabbitMQ",
     "tests/acceptance/test_versions",
+    "SQS",
     "tasks on Redis",
     "tests/acceptance",
     "",
@@ -42,6 +43,8 @@ def scope_of(nodeid: str) -> str:
         r"conformance\.py.*[\[-](redis|valkey|filesystem(?:-postgresql)?|sqla|sqs)[\]-]", nodeid
     ):
         return f"conformance of {broker[1]}"
+    if part := re.search(r"(?:integration|acceptance)/test_sqs_(\w+)", nodeid):
+        return f"SQS: {part[1]}"
     if "test_redis_tasks.py" in nodeid:
         return "tasks on Redis"
     return nodeid

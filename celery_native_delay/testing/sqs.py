@@ -59,14 +59,16 @@ class PrivateSqs:
 
     port: int
     """TCP port on 127.0.0.1, the same after kill() and start()."""
+    folder: Path
+    """Where it logs; removed with it."""
 
     def __init__(self) -> None:
         self._claims = claim_ports(1)
         self.port = port_of(self._claims[0])
-        home = Path(tempfile.mkdtemp(prefix="private-sqs-"))
+        self.folder = Path(tempfile.mkdtemp(prefix="private-sqs-"))
         program = Path(__file__).with_name("moto_server.py")
         self._server = KeptServer(
-            "moto's SQS", [sys.executable, str(program), str(self.port)], home=home
+            "moto's SQS", [sys.executable, str(program), str(self.port)], home=self.folder
         )
 
     @property

@@ -108,6 +108,7 @@ def test_every_cell_of_a_mixed_fleet_runs_on_time_and_once(
         assert held == expected, cell
 
 
+@pytest.mark.usefixtures("workers")
 def test_an_installed_producer_is_told_whose_receiver_does_not_relay(fleet: Fleet) -> None:
     code = (
         "import logging\n"

@@ -1,6 +1,6 @@
 """A relay that dies: ``python -m tests.integration.sqs_relay_process URL QUEUE VISIBILITY``.
 
-It is killed by SIGKILL once it has sent its first messages on, before it deletes them.
+Says "ready"; is killed by SIGKILL once it has sent its first messages on, before it deletes them.
 """
 
 from __future__ import annotations
@@ -22,4 +22,7 @@ if __name__ == "__main__":
     url, queue, visibility_seconds = sys.argv[1:]
     register_transports()
     relay.Line._delete = die  # type: ignore[method-assign]
-    relay.Relay(lambda: delaying(url), [queue], visibility_seconds=int(visibility_seconds)).run()
+    doomed = relay.Relay(lambda: delaying(url), [queue], visibility_seconds=int(visibility_seconds))
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    doomed.run()

@@ -29,6 +29,7 @@ from tests.integration.sqs_traffic import (
     HOP_SECONDS,
     LATE_SECONDS,
     delaying,
+    names,
     part_of,
     relaying,
     url_of,
@@ -72,33 +73,36 @@ def test_it_comes_when_it_is_due_after_any_number_of_hops(sqs: PrivateSqs) -> No
     """None: in the destination itself. One to three: through the delay queue."""
     with delaying(sqs.url) as connection, relaying(lambda: delaying(sqs.url), "jobs") as relay:
         assert "jobs-delay.fifo" in part_of(connection, "jobs").prepare(sqs.url)
-        for delay in (0.5, 1.5, 2.5, 3.5):
+        for delay in (0.9, 1.9, 2.9, 3.9):
             publish(connection, delay, "jobs", delay=delay, headers={"customer": 7})
         with delaying(sqs.url) as consumer, inbox(consumer, "jobs") as received:
             arrivals = received.wait_for(4)
         wait_until(lambda: waiting_on(sqs) == 0, timeout_seconds=PATIENCE_SECONDS)
-    assert [arrival.body for arrival in arrivals] == [0.5, 1.5, 2.5, 3.5]
+    assert [arrival.body for arrival in arrivals] == [0.9, 1.9, 2.9, 3.9]
     for arrival in arrivals:
         assert 0 <= arrival.lateness_seconds <= LATE_SECONDS
         assert arrival.waited
         assert arrival.message.headers["customer"] == 7
-    assert (relay.promoted, relay.relayed, relay.failed) == (3, 0 + 1 + 2, 0)
+    assert (relay.promoted, relay.failed) == (3, 0)
+    assert 2 <= relay.relayed <= 0 + 1 + 2, "one hop less for who is received a second late"
 
 
 def test_what_kombu_keeps_beside_the_body_arrives_after_hops(sqs: PrivateSqs) -> None:
     attributes = {"shop": {"DataType": "String", "StringValue": "Löhne"}}
-    options = {"fetch_message_attributes": {"MessageAttributeNames": ["shop"]}}
-    with (
-        delaying(sqs.url, transport_options=options) as connection,
-        relaying(lambda: delaying(sqs.url), "jobs"),
-        inbox(connection, "jobs") as received,
-    ):
+    received: list[dict[str, Any]] = []
+    with delaying(sqs.url) as connection, relaying(lambda: delaying(sqs.url), "jobs"):
         part_of(connection, "jobs").prepare(sqs.url)
-        for delay in (1, 2):
+        for delay in (1, 2.5):
             publish(connection, delay, "jobs", delay=delay, message_attributes=attributes)
-        for arrival in received.wait_for(2):
-            message = arrival.message.delivery_info["sqs_message"]
-            assert message["MessageAttributes"] == attributes
+        url = url_of(sqs, "jobs")
+
+        def both_came() -> bool:
+            answer = sqs.client.receive_message(QueueUrl=url, MessageAttributeNames=["All"])
+            received.extend(answer.get("Messages", []))
+            return len(received) == 2
+
+        wait_until(both_came, timeout_seconds=PATIENCE_SECONDS)
+    assert [message["MessageAttributes"] for message in received] == [attributes] * 2
 
 
 def test_a_batch_of_ten_costs_three_requests(sqs: PrivateSqs) -> None:
@@ -134,7 +138,7 @@ def test_a_batch_of_ten_costs_three_requests(sqs: PrivateSqs) -> None:
 
 
 @pytest.mark.parametrize(
-    ("delay", "copies"), [(3.0, 1), (2.0, 2)], ids=["on-the-way", "at-the-end"]
+    ("delay", "copies"), [(6.0, 1), (2.0, 2)], ids=["on-the-way", "at-the-end"]
 )
 def test_a_relay_is_killed_between_sending_and_deleting(
     sqs: PrivateSqs, delay: float, copies: int
@@ -147,13 +151,14 @@ def test_a_relay_is_killed_between_sending_and_deleting(
     """
     make_delay_queue(sqs)
     with delaying(sqs.url) as connection, inbox(connection, "jobs") as received:
-        publish(connection, "hello", "jobs", delay=delay)
-        killed = subprocess.run(
-            [sys.executable, "-m", "tests.integration.sqs_relay_process", sqs.url, "jobs", "2"],
-            cwd=REPOSITORY,
-            timeout=60,
-        )
-        assert killed.returncode == -9
+        program = [sys.executable, "-m", "tests.integration.sqs_relay_process"]
+        with subprocess.Popen(
+            [*program, sqs.url, "jobs", "2"], cwd=REPOSITORY, stdout=subprocess.PIPE, text=True
+        ) as doomed:
+            assert doomed.stdout is not None
+            assert doomed.stdout.readline() == "ready\n"
+            publish(connection, "hello", "jobs", delay=delay)
+        assert doomed.returncode == -9
         with relaying(lambda: delaying(sqs.url), "jobs"):
             assert received.receive_until(lambda: len(received.arrivals) >= copies)
             wait_until(lambda: waiting_on(sqs) == 0, timeout_seconds=PATIENCE_SECONDS)
@@ -180,6 +185,19 @@ def test_two_relays_share_the_work_and_double_nothing(sqs: PrivateSqs) -> None:
     assert Counter(arrival.body for arrival in received.arrivals) == Counter(range(60))
     assert one.promoted + other.promoted == 60
     assert min(arrival.lateness_seconds for arrival in arrivals) >= 0
+
+
+def test_a_relay_outlives_an_outage_of_sqs(sqs: PrivateSqs) -> None:
+    """It sets its delay queue up again: moto has lost it, which AWS would not."""
+    with relaying(lambda: delaying(sqs.url), "jobs") as relay:
+        wait_until(lambda: "jobs-delay.fifo" in names(sqs), timeout_seconds=PATIENCE_SECONDS)
+        sqs.kill()
+        sqs.start()
+        wait_until(lambda: "jobs-delay.fifo" in names(sqs), timeout_seconds=PATIENCE_SECONDS)
+        with delaying(sqs.url) as connection, inbox(connection, "jobs") as received:
+            publish(connection, "hello", "jobs", delay=2.5)
+            assert received.wait_for(1)[0].lateness_seconds >= 0
+    assert relay.promoted == 1
 
 
 def test_a_destination_that_is_gone_is_made_again_as_kombu_does(sqs: PrivateSqs) -> None:
@@ -271,8 +289,7 @@ def test_predefined_queues_are_used_and_the_one_that_lacks_is_named(
         assert "jobs-delay.fifo: not among predefined_queues" in caplog.text
         publish(connection, "hello", "jobs", delay=3.5)
         assert "add it to predefined_queues" in caplog.text
-    names = [url.rpartition("/")[2] for url in sqs.client.list_queues()["QueueUrls"]]
-    assert sorted(names) == ["jobs", "jobs-delay.fifo"]
+    assert sorted(names(sqs)) == ["jobs", "jobs-delay.fifo"]
 
 
 # ---- mixed fleets: who relays, and who knows ---------------------------------------------------

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from celery_native_delay import CannotDelay
 from celery_native_delay.transports.sqs.delay_queue import (
+    advice,
     attributes_of,
     can_delay,
     delay_queue_of,
@@ -110,6 +111,9 @@ def test_a_delay_queue_as_we_create_it_has_nothing_wrong() -> None:
     assert good()["DelaySeconds"] == "900"
     assert good()["MessageRetentionPeriod"] == str(14 * 86400)
     assert mismatches("jobs-delay.fifo", good(), hop_seconds=900) == []
+    assert advice("jobs-delay.fifo", good()) == []
+    (better,) = advice("jobs-delay.fifo", good(FifoThroughputLimit="perQueue"))
+    assert "takes 300 requests a second" in better
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..contract import Backlog, ParkedTask, Rescue, Verification
-from .delay_queue import can_delay, delay_queue_of, mismatches, overdue_in, waiting_in
+from .delay_queue import advice, can_delay, delay_queue_of, mismatches, overdue_in, waiting_in
 from .queues import explained
 from .worker_part import set_up
 
@@ -98,20 +98,22 @@ class SqsAdminPart:
     def verify(self) -> Verification:
         """Compare the delay queues with what they must be."""
         self._delays.prepare()
-        differences = []
+        differences: list[str] = []
+        advices: list[str] = []
         for queue, name in self._named():
             attributes = self._attributes(queue)
             if attributes is None:
                 differences.append(f"{name}: missing; `celery -A PROJ delay declare` creates it")
                 continue
             differences += mismatches(name, attributes, hop_seconds=self._delays.hop_seconds)
+            advices += advice(name, attributes)
             overdue = overdue_in(attributes)
             if overdue:
                 differences.append(
                     f"{name}: about {overdue} message(s) have done their wait and nobody takes "
                     f"them: no installed worker and no `celery -A PROJ delay relay` is running"
                 )
-        return Verification(differences, [], [])
+        return Verification(differences, [], advices)
 
     def status(self) -> Status:
         """Count what waits, as far as SQS tells: its numbers are some seconds old."""

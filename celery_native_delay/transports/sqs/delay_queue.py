@@ -11,16 +11,20 @@ _SUFFIX = f"-delay{FIFO}"
 #: 14 days in seconds, the longest that SQS keeps a message. It is counted anew with every hop.
 RETENTION_SECONDS = 1_209_600
 
-#: Attributes that decide how a delay queue behaves, and what they tell.
-ASKED = [
+_COUNTS = [
     "ApproximateNumberOfMessages",
     "ApproximateNumberOfMessagesDelayed",
     "ApproximateNumberOfMessagesNotVisible",
-    "DelaySeconds",
-    "FifoQueue",
-    "MessageRetentionPeriod",
-    "RedrivePolicy",
 ]
+_FIFO_ONLY = ["DeduplicationScope", "FifoQueue", "FifoThroughputLimit"]
+
+#: What a delay queue is asked: what is in it, and what decides how it behaves.
+ASKED = [*_COUNTS, *_FIFO_ONLY, "DelaySeconds", "MessageRetentionPeriod", "RedrivePolicy"]
+
+
+def asked_of(name: str) -> list[str]:
+    """The same of any queue; SQS refuses to be asked for what only FIFO queues have."""
+    return ASKED if name.endswith(FIFO) else _COUNTS
 
 
 def delay_queue_of(queue: str) -> str:
@@ -72,9 +76,18 @@ def mismatches(name: str, attributes: Mapping[str, str], *, hop_seconds: int) ->
     return found
 
 
+def advice(name: str, attributes: Mapping[str, str]) -> list[str]:
+    """What would be better, a sentence each."""
+    if attributes.get("FifoThroughputLimit") == "perMessageGroupId":
+        return []
+    way = "DeduplicationScope=messageGroup,FifoThroughputLimit=perMessageGroupId"
+    command = f"aws sqs set-queue-attributes --queue-url … --attributes {way}"
+    return [f"{name}: takes 300 requests a second: {command}"]
+
+
 def waiting_in(attributes: Mapping[str, str]) -> int:
     """How many messages are in a delay queue, about."""
-    return sum(int(attributes.get(name) or 0) for name in ASKED[:3])
+    return sum(int(attributes.get(name) or 0) for name in _COUNTS)
 
 
 def overdue_in(attributes: Mapping[str, str]) -> int:

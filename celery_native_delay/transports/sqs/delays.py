@@ -169,9 +169,9 @@ class Delays:
             way_out = "add it to predefined_queues" if predefined else "start an installed worker"
             _say_once(
                 f"{name}: not found, so nobody relays for {queue!r}. Tasks that are due in more "
-                f"than {self.hop_seconds} s wait for so long in SQS and then in the memory of a "
-                f"worker, where visibility_timeout may run them twice: {way_out} or run `celery -A "
-                f"PROJ delay relay`"
+                f"than {self.hop_seconds} s wait for so long in SQS, and then in the memory of a "
+                f"plain worker, where visibility_timeout may run them twice: {way_out} or run "
+                f"`celery -A PROJ delay relay`"
             )
             return None
         found = mismatches(name, attributes, hop_seconds=self.hop_seconds)

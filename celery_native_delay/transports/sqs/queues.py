@@ -10,7 +10,7 @@ from botocore.exceptions import ClientError
 from kombu.transport.SQS import DoesNotExistQueueException, UndefinedQueueException
 
 from ...core.errors import CannotDelay, NativeDelayError, NotPermitted
-from .delay_queue import ASKED, attributes_of, delay_queue_of
+from .delay_queue import asked_of, attributes_of, delay_queue_of
 
 _GONE = ("AWS.SimpleQueueService.NonExistentQueue", "QueueDoesNotExist")
 _MESSAGE_REFUSED = (
@@ -75,16 +75,17 @@ class Queues:
         return str(answer["QueueUrl"])
 
     def attributes(self, queue: str, url: str) -> dict[str, str] | None:
-        """What SQS says of *queue* at *url*, if it can be a delay queue; None if it is gone.
+        """What SQS says of *queue* at *url*; None if it is gone.
 
         Raises:
             NotPermitted: SQS does not allow us to ask.
         """
         name = self.name(queue)
-        asked = ASKED if name.endswith(".fifo") else [each for each in ASKED if each != "FifoQueue"]
         with explained(name, "sqs:GetQueueAttributes"):
             try:
-                answer = self.client(queue).get_queue_attributes(QueueUrl=url, AttributeNames=asked)
+                answer = self.client(queue).get_queue_attributes(
+                    QueueUrl=url, AttributeNames=asked_of(name)
+                )
             except ClientError as exc:
                 if not is_gone(exc):
                     raise

@@ -36,6 +36,12 @@ class Channel(virtual.DelayingChannel, SQS.Channel):  # type: ignore[misc]
 
     Message = Message
 
+    @property
+    def _queue_cache(self) -> dict[str, str]:
+        """URLs by queue, of this connection alone; before kombu 5.7 of all in the process."""
+        cache: dict[str, str] = self.connection.urls_by_queue
+        return cache
+
     def make_delays(
         self, settings: DelaySettings, *, refusal: NativeDelayError | None = None
     ) -> Delays:
@@ -78,3 +84,7 @@ class Transport(virtual.DelayingTransport, SQS.Transport):  # type: ignore[misc]
     """kombu's SQS transport; with the ``native_delay`` option, messages wait in the broker."""
 
     delaying_channel = Channel
+
+    def __init__(self, client: Any, **kwargs: Any) -> None:
+        super().__init__(client, **kwargs)
+        self.urls_by_queue: dict[str, str] = {}

@@ -43,7 +43,7 @@ class SqsWorkerPart:
         for name in lacking:
             logger.warning(
                 "native delay: %s: not among predefined_queues: tasks that are due in more than "
-                "%d s are held by workers for the rest; add it",
+                "%d s come back to a worker that often; add it",
                 name,
                 self._delays.hop_seconds,
             )

@@ -1,0 +1,50 @@
+"""A private SQS: there in a second, gone without a trace, one that gives each message once."""
+
+from __future__ import annotations
+
+from threading import Thread
+
+import pytest
+
+from celery_native_delay.testing import private_sqs, require_sqs
+from pytest_celery_native_delay import installed
+from tests.processes import assert_nothing_left_when_killed
+
+
+@pytest.fixture(autouse=True)
+def _is_installed() -> None:
+    installed(require_sqs)
+
+
+def test_who_ask_at_the_same_time_get_different_messages() -> None:
+    """Moto by itself would give one to both."""
+    with private_sqs() as sqs:
+        url = sqs.client.create_queue(QueueName="jobs")["QueueUrl"]
+        received: list[str] = []
+
+        def receive() -> None:
+            for _ in range(10):
+                answer = sqs.client.receive_message(QueueUrl=url, WaitTimeSeconds=2)
+                received.extend(message["Body"] for message in answer.get("Messages", []))
+
+        threads = [Thread(target=receive) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for number in range(40):
+            sqs.client.send_message(QueueUrl=url, MessageBody=str(number))
+        for thread in threads:
+            thread.join()
+        assert sorted(received, key=int) == [str(number) for number in range(40)]
+
+
+def test_it_is_empty_and_on_its_port_when_it_comes_back() -> None:
+    with private_sqs() as sqs:
+        for end in (sqs.wipe, sqs.stop, sqs.kill):
+            sqs.client.create_queue(QueueName="jobs")
+            end()
+            sqs.start()
+            assert "QueueUrls" not in sqs.client.list_queues()
+
+
+def test_nothing_is_left_of_it_when_its_process_is_killed() -> None:
+    assert_nothing_left_when_killed("private_sqs()", "broker.folder")
