@@ -185,7 +185,7 @@ class Delay:
         if found is None:
             raise NoLedger(
                 "nobody can look into the delay levels of RabbitMQ: set native_delay_ledger = "
-                '"redis://…" in workers and producers'
+                '"redis://…" or "stream" in workers and producers'
             )
         try:
             return question(found)

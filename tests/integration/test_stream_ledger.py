@@ -13,7 +13,7 @@ from celery import Celery
 
 from celery_native_delay import Delay, LedgerUnavailable, Verdict, install
 from celery_native_delay.core.delayed import Delayed
-from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis
+from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, vhost_name
 from celery_native_delay.transports.contract import Answer
 from celery_native_delay.transports.rabbitmq.streams.follower import Follower
 from celery_native_delay.transports.rabbitmq.streams.ledger import MARGIN_SECONDS
@@ -24,10 +24,10 @@ from tests.waiting import wait_until
 
 
 @pytest.fixture
-def app(vhost_url: str, ledger_redis: PrivateRedis) -> Iterator[Celery]:
+def app(rabbitmq: PrivateRabbitMQ, vhost_url: str, ledger_redis: PrivateRedis) -> Iterator[Celery]:
     app = Celery("shop", broker=vhost_url, set_as_current=False)
     app.conf.result_backend = ledger_redis.url.replace("/0", "/1")
-    yield install(app, ledger="stream")
+    yield install(app, ledger="stream", management_url=rabbitmq.management_url)
     app.close()
 
 
@@ -71,13 +71,16 @@ with install(Celery("shop", broker={vhost_url!r}), ledger="stream") as app:
 
 
 def test_the_plan_is_on_the_broker_and_a_purge_empties_ledger_and_levels(
-    app: Celery, delay: Delay
+    app: Celery, delay: Delay, rabbitmq: PrivateRabbitMQ, vhost_url: str
 ) -> None:
     for number in range(3):
         send(app, number, countdown=3600 * 40**number)  # noqa: F405
     with app.connection_for_write() as connection:
         admin = connection.default_channel.admin_part(app._native_delay.settings())
         assert admin.verify().differences == []
+        vhost = vhost_name(vhost_url)
+        rabbitmq.set_policy(vhost, "short", "ledger", {"max-age": "1h"})
+        assert "sets max-age" in str(admin.verify().differences)
         assert admin.backlog().ledger_answers
         assert admin.purge() == 3
         assert admin.backlog().until_first_us is None

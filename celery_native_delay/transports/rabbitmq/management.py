@@ -23,6 +23,7 @@ OVERRIDING_KEYS = (
     "max-length",
     "max-length-bytes",
     "max-in-memory-length",
+    "max-age",  # of the streams of a ledger
     "overflow",
     "expires",
     "dead-letter-exchange",
@@ -136,14 +137,17 @@ def overriding_policies(api: ManagementAPI, topology: Topology) -> list[str]:
     Raises:
         ManagementUnavailable
     """
-    queues = {hop.queue: topology.settings.queue_type for hop in topology.level_queues}
-    queues[topology.parking_queue] = "quorum"
+    levels = f"{topology.settings.queue_type}_queues"
+    queues = {hop.queue: levels for hop in topology.level_queues}
+    queues[topology.parking_queue] = "quorum_queues"
+    if topology.settings.streams_ledger:
+        queues |= {stream.name: "streams" for stream in topology.ledger.streams}
     touched: dict[tuple[str, str], list[str]] = {}
     for kind, key in POLICY_KINDS.items():
         policies = api.policies(kind)
         described = {} if policies is not None else _described(api, topology, key)
-        for queue, queue_type in queues.items():
-            name, definition = described.get(queue) or applied_policy(policies, queue, queue_type)
+        for queue, kinds in queues.items():
+            name, definition = described.get(queue) or applied_policy(policies, queue, kinds)
             if keys := [key for key in OVERRIDING_KEYS if key in definition]:
                 touched.setdefault((f"{kind} {name!r}", ", ".join(keys)), []).append(queue)
     return [
@@ -154,14 +158,15 @@ def overriding_policies(api: ManagementAPI, topology: Topology) -> list[str]:
 
 
 def applied_policy(
-    policies: Sequence[Mapping[str, Any]] | None, queue: str, queue_type: str
+    policies: Sequence[Mapping[str, Any]] | None, queue: str, kinds: str
 ) -> tuple[str, Mapping[str, Any]]:
     """Name and definition of the policy in force for a queue: of those that match, the one of
-    highest priority. https://www.rabbitmq.com/docs/policies"""
+    highest priority. *kinds* is how policies name its kind, such as ``quorum_queues``.
+    https://www.rabbitmq.com/docs/policies"""
     matching = [
         policy
         for policy in policies or []
-        if policy.get("apply-to", "all") in ("all", "queues", f"{queue_type}_queues")
+        if policy.get("apply-to", "all") in ("all", "queues", kinds)
         and _matches(policy["pattern"], queue)
     ]
     best = max(matching, key=lambda policy: policy.get("priority", 0), default=None)
