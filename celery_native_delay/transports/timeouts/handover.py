@@ -85,17 +85,19 @@ class Put:
         return None
 
     def _put(self, message: Stored) -> None:
-        channel, envelope = self._channel, loads(message.envelope)
+        channel = self._channel
+        if message.queue != BROADCAST and is_folder(channel):
+            put_file(channel, message.queue, message.envelope)
+            return
+        envelope = loads(message.envelope)
+        if message.queue != BROADCAST:
+            channel._put(message.queue, envelope)
+            return
         info = envelope["properties"]["delivery_info"]
-        match message.queue == BROADCAST, is_folder(channel):
-            case True, True:
-                put_files(channel, info["exchange"], envelope)
-            case True, False:
-                channel._put_fanout(info["exchange"], envelope, info["routing_key"])
-            case False, True:
-                put_file(channel, message.queue, envelope)
-            case _:
-                channel._put(message.queue, envelope)
+        if is_folder(channel):
+            put_files(channel, info["exchange"], message.envelope)
+        else:
+            channel._put_fanout(info["exchange"], envelope, info["routing_key"])
 
 
 class IntoTheSameDatabase:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kombu.exceptions import ChannelError
 from kombu.transport import virtual
 from kombu.utils.imports import symbol_by_name
+from kombu.utils.json import dumps
 
 from ...core.errors import NativeDelayError, UnsupportedBroker
 from ...core.settings import DelaySettings
@@ -136,7 +137,7 @@ class FolderChannel(StoreDelayingChannel):
         if self.due_of(message) is not None:
             return super()._put(queue, message, **kwargs)
         try:
-            return put_file(self, queue, message)
+            return put_file(self, queue, dumps(message))
         except OSError as exc:
             raise ChannelError(f"Cannot add a file for {queue!r} to directory: {exc}") from exc
 

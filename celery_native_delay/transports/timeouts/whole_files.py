@@ -15,7 +15,6 @@ from typing import Any
 from uuid import uuid4
 
 from kombu.exceptions import ChannelError
-from kombu.utils.json import dumps
 
 #: What the name of the queue is to blame for, where the folder is there.
 _BY_NAME = (errno.ENOENT, errno.ENOTDIR, errno.EINVAL, errno.ENAMETOOLONG)
@@ -26,8 +25,8 @@ def is_folder(channel: Any) -> bool:
     return hasattr(channel, "data_folder_out")
 
 
-def put_file(channel: Any, queue: str, message: dict[str, Any]) -> None:
-    """Put *message* where kombu's *channel* would, under a name as it would have.
+def put_file(channel: Any, queue: str, envelope: str) -> None:
+    """Put a message, as JSON, where kombu's *channel* would, under a name as it would have.
 
     Raises:
         ChannelError: no file can have this name.
@@ -38,7 +37,7 @@ def put_file(channel: Any, queue: str, message: dict[str, Any]) -> None:
     # No consumer's: those of kombu 5.5 look for the name of their queue anywhere.
     unfinished = folder / f"{name}.unfinished"
     try:
-        unfinished.write_bytes(dumps(message).encode())
+        unfinished.write_bytes(envelope.encode())
         unfinished.rename(folder / f"{name}.{queue}.msg")
     except OSError as exc:
         with suppress(OSError):
@@ -48,7 +47,7 @@ def put_file(channel: Any, queue: str, message: dict[str, Any]) -> None:
         raise
 
 
-def put_files(channel: Any, exchange: str, message: dict[str, Any]) -> None:
+def put_files(channel: Any, exchange: str, envelope: str) -> None:
     """The same for every queue that is bound to a fanout exchange now."""
     for bound in channel.get_table(exchange):
-        put_file(channel, bound.queue, message)
+        put_file(channel, bound.queue, envelope)
