@@ -165,9 +165,10 @@ class Line:
 
     def step(self) -> None:
         """Receive up to ten messages and send them on; what SQS does not take rests by itself."""
+        url = self._url(self._source)
         try:
             answer = self._client(self._source).receive_message(
-                QueueUrl=self._url(self._source),
+                QueueUrl=url,
                 MaxNumberOfMessages=BATCH,
                 WaitTimeSeconds=LONG_POLL_SECONDS,
                 VisibilityTimeout=self._visibility_seconds,
