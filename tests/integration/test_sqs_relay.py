@@ -206,6 +206,23 @@ def test_a_relay_outlives_an_outage_of_sqs(sqs: PrivateSqs) -> None:
     assert relay.promoted == 1
 
 
+def test_one_relay_has_a_socket_for_each_of_many_queues(
+    sqs: PrivateSqs, caplog: pytest.LogCaptureFixture
+) -> None:
+    queues = [f"jobs-{number}" for number in range(15)]
+
+    def connect() -> Any:
+        return Connection(sqs.url, transport_options={"native_delay": {"sqs_hop_seconds": 1}})
+
+    with delaying(sqs.url) as connection:
+        part_of(connection, *queues).prepare(sqs.url)
+        for queue in queues:
+            publish(connection, "hello", queue, delay=2.5)
+        with relaying(connect, *queues) as relay:
+            wait_until(lambda: relay.promoted == len(queues), timeout_seconds=PATIENCE_SECONDS)
+    assert "pool is full" not in caplog.text
+
+
 def test_a_destination_that_is_gone_is_made_again_as_kombu_does(sqs: PrivateSqs) -> None:
     make_delay_queue(sqs)
     with delaying(sqs.url) as connection, relaying(lambda: delaying(sqs.url), "jobs") as relay:
