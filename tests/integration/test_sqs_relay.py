@@ -19,7 +19,13 @@ from typing import Any
 import pytest
 from kombu import Connection
 
-from celery_native_delay import CannotDelay, NoLedger, TopologyMismatch, register_transports
+from celery_native_delay import (
+    CannotDelay,
+    NoLedger,
+    TopologyMismatch,
+    UnsupportedBroker,
+    register_transports,
+)
 from celery_native_delay.testing import PrivateSqs, private_sqs, require_sqs
 from celery_native_delay.transports.sqs import delays
 from celery_native_delay.transports.sqs import relay as relay_module
@@ -200,6 +206,23 @@ def test_a_relay_outlives_an_outage_of_sqs(sqs: PrivateSqs) -> None:
     assert relay.promoted == 1
 
 
+def test_one_relay_has_a_socket_for_each_of_many_queues(
+    sqs: PrivateSqs, caplog: pytest.LogCaptureFixture
+) -> None:
+    queues = [f"jobs-{number}" for number in range(15)]
+
+    def connect() -> Any:
+        return Connection(sqs.url, transport_options={"native_delay": {"sqs_hop_seconds": 1}})
+
+    with delaying(sqs.url) as connection:
+        part_of(connection, *queues).prepare(sqs.url)
+        for queue in queues:
+            publish(connection, "hello", queue, delay=2.5)
+        with relaying(connect, *queues) as relay:
+            wait_until(lambda: relay.promoted == len(queues), timeout_seconds=PATIENCE_SECONDS)
+    assert "pool is full" not in caplog.text
+
+
 def test_a_destination_that_is_gone_is_made_again_as_kombu_does(sqs: PrivateSqs) -> None:
     make_delay_queue(sqs)
     with delaying(sqs.url) as connection, relaying(lambda: delaying(sqs.url), "jobs") as relay:
@@ -284,11 +307,15 @@ def test_predefined_queues_are_used_and_the_one_that_lacks_is_named(
         publish(connection, "hello", "jobs", delay=2.5)
         (arrival,) = received.wait_for(1)
         assert 0 <= arrival.lateness_seconds <= LATE_SECONDS
-    with delaying(sqs.url, transport_options=without_ours) as connection:
+    with (
+        delaying(sqs.url, transport_options=without_ours) as connection,
+        relaying(lambda: delaying(sqs.url, transport_options=without_ours), "jobs"),
+    ):
         part_of(connection, "jobs").prepare(sqs.url)
         assert "jobs-delay.fifo: not among predefined_queues" in caplog.text
         publish(connection, "hello", "jobs", delay=3.5)
         assert "add it to predefined_queues" in caplog.text
+    assert "next attempt" not in caplog.text
     assert sorted(names(sqs)) == ["jobs", "jobs-delay.fifo"]
 
 
@@ -352,6 +379,21 @@ def test_a_message_that_is_too_large_is_refused_before_it_is_sent(
         with pytest.raises(CannotDelay, match="expected a message of at most 1,048,576 bytes"):
             publish(connection, "x" * 600_000, "jobs", delay=delay)
         publish(connection, "x" * 500_000, "jobs", delay=delay)
+
+
+def test_what_the_queue_itself_takes_no_more_is_refused_in_plain_words(sqs: PrivateSqs) -> None:
+    sqs.client.create_queue(QueueName="jobs", Attributes={"MaximumMessageSize": "2048"})
+    with delaying(sqs.url) as connection:
+        with pytest.raises(CannotDelay, match=r"jobs does not take this message: .*2048 bytes"):
+            publish(connection, "x" * 4096, "jobs", delay=1)
+
+
+def test_what_sqs_does_not_let_us_do_is_named(sqs: PrivateSqs) -> None:
+    """Here a queue of a name that is too long."""
+    name = "j" * 75
+    with delaying(sqs.url) as connection:
+        with pytest.raises(UnsupportedBroker, match=r"fifo: expected SQS to do sqs:CreateQueue"):
+            part_of(connection, name).prepare(sqs.url)
 
 
 def test_large_messages_travel_in_as_many_requests_as_they_need(sqs: PrivateSqs) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..contract import Backlog, ParkedTask, Rescue, Verification
 from .delay_queue import advice, can_delay, delay_queue_of, mismatches, overdue_in, waiting_in
-from .queues import explained
+from .queues import administered
 from .worker_part import set_up
 
 _DELAYED = "ApproximateNumberOfMessagesDelayed"
@@ -131,7 +131,7 @@ class SqsAdminPart:
             if not attributes:
                 continue
             source = delay_queue_of(queue)
-            with explained(name, "sqs:PurgeQueue"):
+            with administered(name, "sqs:PurgeQueue"):
                 self._delays.queues.client(source).purge_queue(
                     QueueUrl=self._delays.queues.url(source)
                 )

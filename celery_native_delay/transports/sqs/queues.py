@@ -9,7 +9,7 @@ from typing import Any
 from botocore.exceptions import ClientError
 from kombu.transport.SQS import DoesNotExistQueueException, UndefinedQueueException
 
-from ...core.errors import CannotDelay, NativeDelayError, NotPermitted
+from ...core.errors import CannotDelay, NativeDelayError, NotPermitted, UnsupportedBroker
 from .delay_queue import asked_of, attributes_of, delay_queue_of
 
 _GONE = ("AWS.SimpleQueueService.NonExistentQueue", "QueueDoesNotExist")
@@ -57,7 +57,7 @@ class Queues:
         None if it should have been predefined.
 
         Raises:
-            NotPermitted: SQS does not allow us to.
+            NotPermitted, UnsupportedBroker: SQS does not let us.
         """
         found = self.find(delay_queue_of(queue))
         if found is not None or self._channel.predefined_queues:
@@ -65,7 +65,7 @@ class Queues:
         options = self._channel.transport_options
         tags = options.get("queue_tags")
         name = self.name(delay_queue_of(queue))
-        with explained(name, "sqs:CreateQueue"):
+        with administered(name, "sqs:CreateQueue"):
             answer = self._channel.sqs(queue=name).create_queue(
                 QueueName=name,
                 Attributes=attributes_of(hop_seconds, options.get("sqs-creation-attributes") or {}),
@@ -78,10 +78,10 @@ class Queues:
         """What SQS says of *queue* at *url*; None if it is gone.
 
         Raises:
-            NotPermitted: SQS does not allow us to ask.
+            NotPermitted, UnsupportedBroker: SQS does not let us ask.
         """
         name = self.name(queue)
-        with explained(name, "sqs:GetQueueAttributes"):
+        with administered(name, "sqs:GetQueueAttributes"):
             try:
                 answer = self.client(queue).get_queue_attributes(
                     QueueUrl=url, AttributeNames=asked_of(name)
@@ -114,6 +114,20 @@ def explained(name: str, action: str) -> Iterator[None]:
         if explanation is None:
             raise
         raise explanation from exc
+
+
+@contextmanager
+def administered(name: str, action: str) -> Iterator[None]:
+    """The same of what is no message: every error of SQS is one that a person must see to.
+
+    Raises:
+        UnsupportedBroker: with SQS' own words.
+    """
+    try:
+        with explained(name, action):
+            yield
+    except ClientError as exc:
+        raise UnsupportedBroker(f"{name}: expected SQS to do {action}, got: {exc}") from exc
 
 
 def _explanation(exc: ClientError, name: str, action: str) -> NativeDelayError | None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
-from threading import Event, Thread
+from threading import Event, Lock, Thread
 from time import monotonic
 from typing import Any
 
@@ -91,6 +91,7 @@ class Relay:
         self._queues = list(queues)
         self._visibility_seconds = visibility_seconds
         self._stopping = Event()
+        self._counting = Lock()
 
     def run(self) -> None:
         """Relay until :meth:`stop`, however often SQS cannot be reached."""
@@ -98,6 +99,7 @@ class Relay:
         while not self._stopping.is_set():
             try:
                 with self._connect() as connection:
+                    _leave_room(connection, len(self._queues))
                     self._run_on(connection.default_channel)
             except Exception as exc:  # the loop must outlive whatever the network brings
                 _complain("relaying", exc, pause.next_seconds)
@@ -106,6 +108,13 @@ class Relay:
     def line(self, channel: Any, queue: str) -> Line:
         """What is done for one destination, step by step."""
         return Line(self, channel, queue, visibility_seconds=self._visibility_seconds)
+
+    def count(self, *, promoted: int = 0, relayed: int = 0, failed: int = 0) -> None:
+        """Add to the counters; from any of the threads."""
+        with self._counting:
+            self.promoted += promoted
+            self.relayed += relayed
+            self.failed += failed
 
     def stop(self) -> None:
         """Have :meth:`run` return soon.
@@ -165,9 +174,10 @@ class Line:
 
     def step(self) -> None:
         """Receive up to ten messages and send them on; what SQS does not take rests by itself."""
+        url = self._url(self._source)
         try:
             answer = self._client(self._source).receive_message(
-                QueueUrl=self._url(self._source),
+                QueueUrl=url,
                 MaxNumberOfMessages=BATCH,
                 WaitTimeSeconds=LONG_POLL_SECONDS,
                 VisibilityTimeout=self._visibility_seconds,
@@ -186,8 +196,8 @@ class Line:
             (home if is_last else onward).append(each)
         # In this order: a repeated send is recognised by the message that it repeats, which may
         # be among those that go home.
-        self._relay.relayed += self._send_all(self._source, onward, self._onward)
-        self._relay.promoted += self._send_all(self._destination, home, self._home)
+        self._relay.count(relayed=self._send_all(self._source, onward, self._onward))
+        self._relay.count(promoted=self._send_all(self._destination, home, self._home))
 
     def _read(self, messages: Sequence[dict[str, Any]], *, now_ms: int) -> Iterator[_Received]:
         at = monotonic()
@@ -236,7 +246,7 @@ class Line:
             self._delete([each for at, each in enumerate(batch) if at not in refused])
             taken += len(batch) - len(refused)
             if refused:
-                self._relay.failed += len(refused)
+                self._relay.count(failed=len(refused))
                 logger.error(
                     "native delay: %s did not take %d of %d message(s), they are tried again: %s",
                     queue,
@@ -331,6 +341,14 @@ class _Pause:
 
     def reset(self) -> None:
         self.next_seconds = FIRST_PAUSE_SECONDS
+
+
+def _leave_room(connection: Any, threads: int) -> None:
+    """Let boto3 keep a socket for each thread; of more than ten it throws some away."""
+    options = connection.transport_options or {}
+    room = {"max_pool_connections": max(threads, 10)}
+    config = {"client-config": room | (options.get("client-config") or {})}
+    connection.transport_options = options | config
 
 
 def _batches(received: Sequence[_Received]) -> Iterator[list[_Received]]:
