@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ from celery_native_delay import Delay, LedgerUnavailable, Verdict, install
 from celery_native_delay.core.delayed import Delayed
 from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, vhost_name
 from celery_native_delay.transports.contract import Answer
+from celery_native_delay.transports.rabbitmq.streams import ledger as stream_ledger
 from celery_native_delay.transports.rabbitmq.streams.follower import Follower
 from celery_native_delay.transports.rabbitmq.streams.ledger import MARGIN_SECONDS
 from celery_native_delay.transports.rabbitmq.streams.line import StreamLine
@@ -89,19 +91,48 @@ def test_the_plan_is_on_the_broker_and_a_purge_empties_ledger_and_levels(
 
 
 def test_a_stream_that_was_deleted_is_declared_again(app: Celery, delay: Delay) -> None:
-    """What is sent meanwhile is in the ledger, and nothing is lost."""
+    """Tasks wait meanwhile as ever; those sent after that are in the ledger."""
     send(app, 1, countdown=3600)  # noqa: F405
     assert delay.count() == 1
     with app.connection_for_write() as connection:
         channel = connection.channel()
         for stream in connection.default_channel.delays.topology.ledger.of_entries:
             channel.queue_delete(stream.name)
-    send(app, 2, countdown=3600)  # noqa: F405
+    sent = 0
 
-    def the_second() -> bool:
-        return [task.id for task in delay.ls().tasks] == ["order-2"]
+    def listed_again() -> bool:
+        nonlocal sent
+        sent += 1
+        send(app, sent, countdown=3600)  # noqa: F405
+        return delay.count() > 0
 
-    wait_until(the_second, timeout_seconds=20)
+    wait_until(listed_again, timeout_seconds=20)
+    with app.connection_for_write() as connection:
+        admin = connection.default_channel.admin_part(app._native_delay.settings())
+        assert admin.verify().differences == []
+        assert admin.backlog().waiting == sent + 1
+
+
+def test_who_may_declare_nothing_uses_what_is_there(
+    app: Celery, rabbitmq: PrivateRabbitMQ, vhost_url: str
+) -> None:
+    """Also on a connection after one that was lost."""
+    send(app, 1, countdown=3600)  # noqa: F405
+    vhost = vhost_name(vhost_url)
+    url = rabbitmq.add_user(f"limited-{vhost}", "secret", configure="^$", vhost=vhost)
+    with Celery("shop", broker=url, set_as_current=False) as limited:
+        delay = Delay(install(limited, ledger="stream"))
+        assert delay.count() == 1
+        followed = list(stream_ledger._followed.values())[-1]
+        followed.follower._client.connection.sock.shutdown(socket.SHUT_RDWR)
+
+        def cancelled() -> bool:
+            try:
+                return bool(delay.cancel("order-1"))
+            except LedgerUnavailable:
+                return False
+
+        wait_until(cancelled, timeout_seconds=10)
 
 
 def test_a_worker_knows_when_it_cannot_tell_and_never_forgets(

@@ -25,6 +25,7 @@ from kombu import Connection
 from ....core.errors import LedgerUnavailable, NativeDelayError
 from ....core.ledger_streams import LedgerStreams, Stream
 from ..own_channel import OwnChannel
+from .line import GONE, LeadsNowhere
 from .notes import Mark, Note, Noted, note_message, note_of
 
 logger = logging.getLogger(__name__)
@@ -192,7 +193,7 @@ class Follower(Thread):
     def _connect(self) -> None:
         self._client.connect()
         connection = self._client.connection
-        connection.delays.prepare_ledger(redeclare=self._error is not None)
+        connection.delays.prepare_ledger(redeclare=isinstance(self._error, GONE))
         channel = self._channel = OwnChannel(connection)
         channel.auto_decode = False
         channel.basic_qos(0, _PREFETCH, False)
@@ -215,6 +216,8 @@ class Follower(Thread):
         self._pinged_at = self._answered_at = monotonic()
         while token in self._marks and not self._stopping:
             self._follow()
+            if channel.take_returned():
+                raise LeadsNowhere(f"{self._ledger.exchange} leads nowhere")
         with self.lock:
             self._is_current = True
             if self._error is not None:

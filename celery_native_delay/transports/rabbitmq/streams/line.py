@@ -19,6 +19,7 @@ from time import monotonic
 from typing import Any, TypeVar
 
 import amqp
+from amqp.exceptions import NotFound
 from kombu import Connection
 
 from ....core.errors import LedgerUnavailable
@@ -46,6 +47,14 @@ _READ_AFTER_SECONDS = 0.05
 _ANSWER_SECONDS = 5.0
 
 
+class LeadsNowhere(ConnectionError):
+    """A stream, or the exchange in front of it, is not there, or takes nothing."""
+
+
+#: After these, the streams are declared again. Whoever may not, goes on without at the next try.
+GONE = (NotFound, LeadsNowhere)
+
+
 class _Entry(Publication):
     """What is noted down of a message that waits."""
 
@@ -64,7 +73,7 @@ class StreamLine:
         self._read_at = 0.0
         self._retry_at = 0.0
         self._pause_seconds = FIRST_PAUSE_SECONDS
-        self._failed = False
+        self._error: Exception | None = None
         #: Changes with every entry: whoever reads wants to see those of this process at once.
         self.recorded = 0
 
@@ -182,7 +191,7 @@ class StreamLine:
             self._drop()
         self._client.connect()
         connection = self._client.connection
-        connection.delays.prepare_ledger(redeclare=self._failed)
+        connection.delays.prepare_ledger(redeclare=isinstance(self._error, GONE))
         channel = self._channel = WindowChannel(connection)
         while self._unsent:
             channel.send(self._unsent[0], timeout_seconds=PATIENCE_SECONDS)
@@ -199,21 +208,23 @@ class StreamLine:
         self._unread, self._read_at = 0, monotonic()
         if returned := channel.take_returned():
             self._keep(returned)
-            raise ConnectionError(f"{self._ledger.exchange} leads nowhere")
+            raise LeadsNowhere(f"{self._ledger.exchange} leads nowhere")
         if nacked := channel.take_nacked():
             self._keep(nacked)
-            raise ConnectionError(f"{self._ledger.exchange} takes nothing")
+            raise LeadsNowhere(f"{self._ledger.exchange} takes nothing")
+        if channel.unconfirmed_count == channel.published_count:
+            return
         self._pause_seconds = FIRST_PAUSE_SECONDS
-        if self._failed:
-            self._failed = False
+        if self._error is not None:
+            self._error = None
             logger.info("native delay: the ledger in RabbitMQ's streams is back")
 
     def _lose(self, exc: Exception) -> None:
         self._drop()
         self._retry_at = monotonic() + self._pause_seconds
         self._pause_seconds = min(self._pause_seconds * 2, LONGEST_PAUSE_SECONDS)
-        if not self._failed:
-            self._failed = True
+        is_first, self._error = self._error is None, exc
+        if is_first:
             logger.warning(
                 "native delay: the ledger in RabbitMQ's streams is away: tasks are delayed as "
                 "ever, but cannot be listed, cancelled or moved until it is back: %s: %s",
