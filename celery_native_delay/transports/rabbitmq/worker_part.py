@@ -37,7 +37,7 @@ class RabbitMQWorkerPart:
             f"{prepared.seconds * 1000:.0f} ms; {self._delays.mirror.known_count} bindings; "
             f"longest delay {settings.longest_delay_seconds / 86400:.0f} days; adopting "
             f"{'on' if settings.adopt else 'off'}; ledger "
-            f"{'off' if settings.ledger is None else 'at ' + settings.ledger.rpartition('@')[2]}"
+            f"{_where_the_ledger_is(settings)}"
             + (
                 "; classic levels may lose what hops while the broker crashes"
                 if settings.queue_type == "classic"
@@ -97,6 +97,12 @@ class RabbitMQWorkerPart:
             raise NotPermitted(
                 f"{exc.reply_text}; grant its user configure on ^{self.settings.namespace}\\."
             ) from exc
+
+
+def _where_the_ledger_is(settings: DelaySettings) -> str:
+    if settings.streams_ledger:
+        return "in streams"
+    return "off" if settings.ledger is None else f"at {settings.ledger.rpartition('@')[2]}"
 
 
 class LedgerReceipts:

@@ -111,9 +111,9 @@ class Follower(Thread):
         return self._is_current and monotonic() - self._answered_at < FRESH_SECONDS
 
     def wait_fresh(self, timeout_seconds: float) -> bool:
-        """:attr:`is_fresh`, or becomes so in time."""
-        if self.is_fresh:
-            return True
+        """:attr:`is_fresh`, or becomes so in time; whoever has no connection will not."""
+        if self.is_fresh or not self._is_current:
+            return self._is_current
         with self.lock:
             return self.lock.wait_for(lambda: self.is_fresh, timeout_seconds)
 
