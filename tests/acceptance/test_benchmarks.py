@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from celery_native_delay.testing import require_redis
+from celery_native_delay.testing import require_redis, require_sqs
 from pytest_celery_native_delay import installed
 from tests.brokers import on_one_version
 
@@ -21,7 +21,8 @@ REPOSITORY = Path(__file__).resolve().parent.parent.parent
 @pytest.mark.usefixtures("rabbitmq_version")
 def test_scenarios_write_tables_and_pictures(tmp_path: Path) -> None:
     installed(require_redis)
-    names = ["declare", "publish", "redis-store", "store"]
+    installed(require_sqs)
+    names = ["declare", "publish", "redis-store", "store", "relay"]
     options = [f"--only={name}" for name in names]
     run = subprocess.run(
         [sys.executable, "-m", "benchmarks", *options, "--scale=0.02", "--out", str(tmp_path)],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
+from uuid import uuid4
 
 from botocore.exceptions import BotoCoreError, ClientError
 from kombu.exceptions import OperationalError
@@ -114,7 +115,7 @@ def _as_sent(raw: dict[str, Any]) -> tuple[dict[str, Any], str]:
     received = info.pop("sqs_message", None) or {}
     info.pop("sqs_queue", None)
     properties["delivery_info"] = info
-    message_id = str(received.get("MessageId") or properties["delivery_tag"])
+    message_id = str(received.get("MessageId") or uuid4())
     properties["delivery_tag"] = message_id
     if received.get("MessageAttributes"):
         properties["message_attributes"] = received["MessageAttributes"]
