@@ -97,12 +97,14 @@ class Dispatcher:
         self._works(breakers.fetch)
         now_us = time_ns() // 1000
         if next_us is None or next_us > now_us:
+            self._works(breakers.dispatch)  # others may have done it
             self._sleep(next_us, now_us)
             return
         try:
             away = self._hand_over_batch()
         except StoreUnavailable as error:
-            self._wait_for(breakers.fetch, error)
+            # It can be read, and not written to: the broker is not to blame.
+            self._wait_for(breakers.dispatch, error)
             return
         except Exception as error:
             away = error
@@ -128,6 +130,8 @@ class Dispatcher:
         with self._store.taking(until_us=time_ns() // 1000) as batch:
             away = self._hand_over(batch, park=False)
         self.promoted += len(batch.delivered)
+        if batch.delivered:
+            self._works(self._store.breakers.store)
         if batch.put_off:
             self._tell_of(batch)
         if not batch.messages and away is None:
