@@ -8,7 +8,9 @@ import pytest
 
 from tests.traffic import eta_in
 
-pgmq = pytest.importorskip("celery_native_delay.transports.pgmq", reason="kombu before 5.7")
+pgmq = pytest.importorskip(
+    "celery_native_delay.transports.pgmq", reason="kombu before 5.7", exc_type=ImportError
+)
 
 
 def sent(**headers: Any) -> dict[str, Any]:

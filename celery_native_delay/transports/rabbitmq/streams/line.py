@@ -29,7 +29,7 @@ from ....kombu_hook import flushes
 from ..ledger.line import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, PATIENCE_SECONDS
 from ..outbox import LOST, outbox_key
 from ..own_channel import OwnChannel
-from ..window import Publication, Sendable, WindowChannel
+from ..window import NotConfirmedInTime, Publication, Sendable, WindowChannel
 from .notes import Note, Noted, note_message
 
 logger = logging.getLogger(__name__)
@@ -106,6 +106,8 @@ class StreamLine:
                 return
             try:
                 self._settle(self._channel, most_seconds)
+            except NotConfirmedInTime:
+                pass  # what follows on this connection stands behind it all the same
             except Exception as exc:
                 self._lose(exc)
 
