@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -174,3 +175,16 @@ def ledger_redis(ledger_server: PrivateRedis) -> PrivateRedis:
     """The same, emptied for this test."""
     ledger_server.client.flushall()
     return ledger_server
+
+
+@pytest.fixture(autouse=True)
+def nobody_follows_streams() -> Iterator[None]:
+    """Whoever asked a ledger in streams follows them for a minute; not into the next test."""
+    yield
+    module = sys.modules.get("celery_native_delay.transports.rabbitmq.streams.follower")
+    followers = list(module._followers) if module else []
+    for follower in followers:
+        follower.stop()
+    for follower in followers:
+        if follower.is_alive():
+            follower.join(10)

@@ -96,7 +96,7 @@ class RabbitMQAdminPart:
         """Empty every level queue; what landing queues hold stays."""
         with permissions_explained(self._topology):
             if self._settings.streams_ledger:
-                StreamLedger(self._delays, self._settings).purge()
+                StreamLedger(self._delays).purge()
             return sum(self._purged(hop.queue) for hop in self._topology.level_queues)
 
     def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]] | None:

@@ -78,7 +78,7 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
         if settings.streams_ledger:
             from .streams.ledger import StreamLedger
 
-            return StreamLedger(self.delays, settings)
+            return StreamLedger(self.delays)
         from .ledger.ledger import RabbitMQLedger
 
         return RabbitMQLedger(self.delays, settings)

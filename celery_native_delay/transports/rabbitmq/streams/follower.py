@@ -142,6 +142,8 @@ class Follower(Thread):
     def stop(self) -> None:
         """Have the thread end soon."""
         self._stopping = True
+        with self.lock:
+            self.lock.notify_all()
 
     @property
     def has_ended(self) -> bool:
@@ -172,18 +174,18 @@ class Follower(Thread):
 
     def run(self) -> None:
         retry_seconds = 0.05
-        while not self._stopping:
+        while not self._stopping and not self._is_idle:
             try:
                 self._connect()
                 retry_seconds = 0.05
                 while not self._stopping and not self._is_idle:
                     self._follow()
-                self._stopping = True
             except Exception as exc:  # the thread must outlive whatever the broker says
                 self._lose(exc, is_expected=isinstance(exc, (*_LOST, NativeDelayError)))
                 with self.lock:
                     self.lock.wait(retry_seconds)
                 retry_seconds = min(retry_seconds * 2, _LONGEST_RETRY_SECONDS)
+        self._stopping = True
         self._disconnect()
 
     @property

@@ -76,11 +76,12 @@ class Followed:
 class StreamLedger:
     """On one connection; see :class:`~celery_native_delay.core.ledger.Ledger`."""
 
-    def __init__(self, delays: Any, settings: DelaySettings) -> None:
+    def __init__(self, delays: Any) -> None:
         self._delays = delays
-        self._settings = settings
+        # Those of whoever publishes here: its line is the one whose entries are to be seen at once.
+        self._settings: DelaySettings = delays.settings
         self._streams: LedgerStreams = delays.topology.ledger
-        self._line = stream_line_of(delays.connection.client, settings)
+        self._line = stream_line_of(delays.connection.client, self._settings)
 
     def count(self, query: Query = ALL) -> int:
         return self._ask(lambda memory, now_us: memory.count(query, now_us=now_us))
