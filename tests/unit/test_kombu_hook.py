@@ -87,12 +87,12 @@ def test_a_broker_without_delays_keeps_kombus_transport_with_ours_in_front(alias
 
 
 def test_no_other_alias_is_touched() -> None:
-    ours = [
+    ours = {
         alias
         for alias, path in kombu_transport.TRANSPORT_ALIASES.items()
         if path.startswith("celery_native_delay.")
-    ]
-    assert sorted(ours) == sorted(ALIASES)
+    }
+    assert ours | {"pgmq"} == set(ALIASES)  # which kombu has since 5.7
 
 
 def test_registering_clears_what_kombu_had_resolved_before(monkeypatch: pytest.MonkeyPatch) -> None:
