@@ -10,11 +10,12 @@ from __future__ import annotations
 import atexit
 import logging
 import os
+import select
 from collections import deque
 from contextlib import suppress
 from hashlib import sha1
 from threading import Lock
-from time import monotonic
+from time import monotonic, perf_counter
 from typing import Any
 
 from ....core.errors import UnsupportedBroker
@@ -31,6 +32,9 @@ PATIENCE_SECONDS = 0.3
 #: Seconds for which a ledger that failed is left alone, doubled each time.
 FIRST_PAUSE_SECONDS = 1.0
 LONGEST_PAUSE_SECONDS = 30.0
+
+#: Seconds for which a worker looks out for an answer before it goes to sleep.
+_AWAKE_SECONDS = 0.00005
 
 #: Answers are read at every so many messages, or after so many seconds.
 _READ_EVERY = 64
@@ -77,6 +81,7 @@ class LedgerLine:
         self._where = url.rpartition("@")[2]
         self._make_connection = ConnectionPool.from_url(to, **options).make_connection
         self._connection: Any = None
+        self._answers = select.poll()
         self._lock = Lock()
         #: When each command that waits for its answer was sent.
         self._sent: deque[float] = deque()
@@ -169,6 +174,7 @@ class LedgerLine:
             try:
                 socket = self._connection._sock
                 socket.sendall(b"*9\r\n" + self._received + arguments)
+                self._look_out()
                 answer = socket.recv(4096)
                 if answer.startswith(b"-NOSCRIPT"):
                     socket.sendall(b"*9\r\n" + self._received_whole + arguments)
@@ -186,6 +192,13 @@ class LedgerLine:
                 return None
             self._works()
             return bool(answer == _RUN)
+
+    def _look_out(self) -> None:
+        """Wait awake for as long as an answer takes: falling asleep and waking up takes longer."""
+        is_there = self._answers.poll
+        until = perf_counter() + _AWAKE_SECONDS
+        while not is_there(0) and perf_counter() < until:
+            pass
 
     def connect(self) -> bool:
         """Connect now, so that no task has to wait for it; False if that fails."""
@@ -206,6 +219,8 @@ class LedgerLine:
             self._lose(exc)
             return False
         self._connection = connection
+        self._answers = select.poll()
+        self._answers.register(connection._sock, select.POLLIN)
         return True
 
     def _works(self) -> None:
