@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import platform
 import re
@@ -227,3 +228,13 @@ def resident_bytes(pid: int) -> int:
 
 def log(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No garbage collection but by hand."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()

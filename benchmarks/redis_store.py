@@ -15,7 +15,7 @@ import kombu
 from matplotlib.figure import Figure
 
 from benchmarks.charts import bars_on, figure
-from benchmarks.measuring import Bench, Result, Target, median, percentile
+from benchmarks.measuring import Bench, Result, Target, median, percentile, quiet
 from celery_native_delay.testing import PrivateRedis, private_redis
 from celery_native_delay.transports.redis.envelope import Destination, entry_of
 from celery_native_delay.transports.redis.store import BATCH, Rounds, Store
@@ -261,16 +261,6 @@ def headers_in(seconds: float) -> dict[str, str]:
 
 def delaying(redis: PrivateRedis) -> Any:
     return kombu.Connection(redis.url, transport_options={"native_delay": True})
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """No garbage collection but by hand."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def draw(result: Result) -> Figure:

@@ -25,6 +25,7 @@ from benchmarks.measuring import (
     lateness_columns,
     median,
     percentile,
+    quiet,
 )
 from celery_native_delay.transports.timeouts.handover import HandOver, hand_over_on
 from celery_native_delay.transports.timeouts.schema import MESSAGES
@@ -196,16 +197,6 @@ def lateness(bench: Bench) -> list[float]:
     count = bench.count(TASKS, at_least=20)
     delays = [round(chosen.uniform(2, 6), 3) for _ in range(count)]
     return starts_on(f"{SCHEME}{bench.folder}/late", bench, "ours", delays, "store, lateness")
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """No garbage collection but by hand."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 def draw(result: Result) -> Figure:

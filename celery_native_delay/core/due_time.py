@@ -69,6 +69,15 @@ def check_reach(units: int, *, max_units: int, resolution_ms: int) -> None:
         )
 
 
+def check_due(due_us: int, *, now_us: int, longest_delay_seconds: float) -> None:
+    """The same where nothing but the longest delay bounds it; counted in milliseconds."""
+    check_reach(
+        milliseconds_up(due_us - now_us),
+        max_units=round(longest_delay_seconds * 1000),
+        resolution_ms=1,
+    )
+
+
 def check_countdown(countdown: object, *, longest_delay_seconds: float) -> None:
     """Refuse a countdown that is no time at all, or longer than the levels reach.
 

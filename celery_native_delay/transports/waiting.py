@@ -217,7 +217,7 @@ class Index:
         groups = query.needles_in_any_case
         sample = self._sample(first) if groups else ""
         for group in groups:
-            if all(map(is_itself_in_json, group)):
+            if group[0] not in needles and all(map(is_itself_in_json, group)):
                 arguments.append(len(group))
                 for text in group:
                     ways = _ways_to_write(_telling_part(text, sample))

@@ -5,14 +5,12 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from celery_native_delay import register_transports
-from celery_native_delay.testing import PrivateSqs, private_sqs, require_sqs
-from pytest_celery_native_delay import installed
+from celery_native_delay.testing import PrivateSqs
 from tests.integration.project import Project
 from tests.integration.sqs_traffic import delaying, url_of, waiting_on
 from tests.traffic import inbox, publish
@@ -27,13 +25,6 @@ app.conf.update(task_queues=[Queue("jobs"), Queue("jobs.fifo")], **{settings!r})
 """
 
 NAME = "jobs-delay.fifo"
-
-
-@pytest.fixture(scope="module")
-def shared_sqs() -> Iterator[PrivateSqs]:
-    installed(require_sqs)
-    with private_sqs() as sqs:
-        yield sqs
 
 
 @pytest.fixture

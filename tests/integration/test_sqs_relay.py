@@ -12,7 +12,6 @@ import json
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +25,10 @@ from celery_native_delay import (
     UnsupportedBroker,
     register_transports,
 )
-from celery_native_delay.testing import PrivateSqs, private_sqs, require_sqs
+from celery_native_delay.testing import PrivateSqs
 from celery_native_delay.transports.sqs import delays
 from celery_native_delay.transports.sqs import relay as relay_module
 from celery_native_delay.transports.sqs.delay_queue import attributes_of
-from pytest_celery_native_delay import installed
 from tests.integration.sqs_traffic import (
     HOP_SECONDS,
     LATE_SECONDS,
@@ -45,13 +43,6 @@ from tests.traffic import PATIENCE_SECONDS, inbox, publish
 from tests.waiting import wait_until
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-
-
-@pytest.fixture(scope="module")
-def shared_sqs() -> Iterator[PrivateSqs]:
-    installed(require_sqs)
-    with private_sqs() as sqs:
-        yield sqs
 
 
 @pytest.fixture

@@ -40,17 +40,6 @@ def filesystem() -> Iterator[Broker]:
         yield broker
 
 
-@pytest.fixture(scope="module", params=["filesystem", "filesystem-postgresql", "sqla"])
-def broker(request: pytest.FixtureRequest) -> Iterator[Broker]:
-    with running_broker(request.param, pytest.fail) as broker:
-        yield broker
-
-
-@pytest.fixture
-def url(broker: Broker) -> str:
-    return broker.new_space()
-
-
 @pytest.fixture
 def folder_url(filesystem: Broker) -> str:
     return filesystem.new_space()

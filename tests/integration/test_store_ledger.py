@@ -12,20 +12,9 @@ from celery import Celery
 
 from celery_native_delay import Delay, LedgerUnavailable, UnsupportedBroker, Verdict, install
 from celery_native_delay.transports.timeouts.store import Store
-from tests.conformance.brokers import Broker, options_of, running_broker, settings_of
+from tests.conformance.brokers import Broker, options_of, settings_of
 from tests.integration.ledger_promises import *  # noqa: F403
 from tests.traffic import beside
-
-
-@pytest.fixture(scope="module", params=["filesystem", "filesystem-postgresql", "sqla"])
-def broker(request: pytest.FixtureRequest) -> Iterator[Broker]:
-    with running_broker(request.param, pytest.fail) as broker:
-        yield broker
-
-
-@pytest.fixture
-def url(broker: Broker) -> str:
-    return broker.new_space()
 
 
 def new_app(url: str, results: Path) -> Celery:

@@ -8,14 +8,12 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..contract import Backlog, ParkedTask, Rescue, Verification
+from ..virtual.status import Status, backlog_of
 from ..virtual.trace import unsealed
 from .envelope import opened_entry
 from .server import advice, clock_danger, dangers
 from .store import Census, Store
 from .worker_part import rescue
-
-#: Longer overdue, in seconds, and nobody seems to promote.
-_PATIENCE_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
@@ -30,43 +28,6 @@ class Ready:
 
     def lines(self, table: Callable[..., str]) -> list[str]:
         return [f"{self.name}: nothing to declare, {self.server} can hold delayed messages"]
-
-
-@dataclass(frozen=True)
-class Status:
-    """What waits in Redis; times in seconds."""
-
-    name: str
-    waiting: int
-    next_due_within_seconds: float | None
-    overdue: int
-    overdue_seconds: float
-    parked: int
-
-    @classmethod
-    def of(cls, name: str, census: Census) -> Status:
-        next_us = census.next_due_us
-        return cls(
-            name,
-            census.waiting,
-            None if next_us is None else next_us / 1_000_000,
-            census.overdue,
-            census.overdue_us / 1_000_000,
-            census.parked,
-        )
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def lines(self, table: Callable[..., str]) -> list[str]:
-        due = self.next_due_within_seconds
-        late = f", the first for {self.overdue_seconds:g} s" if self.overdue else ""
-        return [
-            f"waiting   {self.waiting}",
-            f"next due  {'-' if due is None else f'within {due:g} s'}",
-            f"overdue   {self.overdue}{late}",
-            f"parked    {self.parked}",
-        ]
 
 
 class RedisAdminPart:
@@ -109,15 +70,7 @@ class RedisAdminPart:
 
     def backlog(self) -> Backlog:
         """The same as numbers; the store itself is the ledger."""
-        census = self._store.census()
-        first_us = -census.overdue_us if census.overdue else census.next_due_us
-        return Backlog(
-            census.waiting,
-            census.parked,
-            ledger_answers=True,
-            until_first_us=first_us,
-            in_ledger=census.waiting,
-        )
+        return backlog_of(self._store.census())
 
     def purge(self) -> int:
         return self._store.purge()
@@ -140,13 +93,7 @@ def _compare(name: str, census: Census) -> list[str]:
         differences.append(
             f"{name}: {abs(surplus)} message(s) {'without a due time' if surplus > 0 else 'lost'}"
         )
-    if census.overdue_us > _PATIENCE_SECONDS * 1_000_000:
-        differences.append(
-            f"{name}: {census.overdue} message(s) overdue, the first for "
-            f"{census.overdue_us / 1_000_000:.0f} s: no installed worker and no "
-            f"`celery -A PROJ delay promote` is running"
-        )
-    return differences
+    return [*differences, *Status.of(name, census).differences()]
 
 
 def _parked_task(entry: bytes) -> ParkedTask:

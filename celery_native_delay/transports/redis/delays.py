@@ -10,7 +10,7 @@ import redis
 from kombu.utils.json import dumps
 from redis.exceptions import ResponseError
 
-from ...core.due_time import check_reach, milliseconds_up
+from ...core.due_time import check_due, milliseconds_up
 from ...core.errors import NativeDelayError
 from ...core.settings import DelaySettings
 from ..virtual.trace import sealed
@@ -130,8 +130,8 @@ class Delays:
         Raises:
             DelayTooLong: it is.
         """
-        check_reach(
-            milliseconds_up(due_us - time_ns() // 1000),
-            max_units=round(self.settings.longest_delay_seconds * 1000),
-            resolution_ms=1,
+        check_due(
+            due_us,
+            now_us=time_ns() // 1000,
+            longest_delay_seconds=self.settings.longest_delay_seconds,
         )

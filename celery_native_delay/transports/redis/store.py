@@ -67,6 +67,11 @@ class Census:
     next_due_us: int | None
     """Microseconds until the next message is due; None if none waits."""
 
+    @property
+    def until_first_us(self) -> int | None:
+        """Microseconds until the first is due, below 0 since it was; None if nothing waits."""
+        return -self.overdue_us if self.overdue_us else self.next_due_us
+
 
 class Store:
     """The waiting messages under *keys*, through *client*."""

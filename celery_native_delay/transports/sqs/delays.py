@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 from botocore.exceptions import ClientError
 
 from ...core.delayed import HEADER
-from ...core.due_time import check_reach, milliseconds_up
+from ...core.due_time import check_due, milliseconds_up
 from ...core.errors import CannotDelay, NativeDelayError, TopologyMismatch
 from ...core.hops import seconds_up
 from ...core.settings import DelaySettings
@@ -89,10 +89,9 @@ class Delays:
                 f"expected a queue that can delay, got the FIFO queue {queue!r}: SQS takes no "
                 f"delay for a single message there"
             )
-        wait_ms = milliseconds_up(due_us - time_ns() // 1000)
-        check_reach(
-            wait_ms, max_units=round(self.settings.longest_delay_seconds * 1000), resolution_ms=1
-        )
+        now_us = time_ns() // 1000
+        check_due(due_us, now_us=now_us, longest_delay_seconds=self.settings.longest_delay_seconds)
+        wait_ms = milliseconds_up(due_us - now_us)
         delivery_id = delivery_id or str(message["properties"]["delivery_tag"])
         due_ms = milliseconds_up(due_us)
         told = sealed(message, due_ms=due_ms)

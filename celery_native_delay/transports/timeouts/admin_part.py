@@ -8,13 +8,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..contract import Backlog, ParkedTask, Rescue, Verification
+from ..virtual.status import Status, backlog_of
 from ..virtual.trace import unsealed
 from .schema import MESSAGES, VERSION
-from .store import Census, Store
+from .store import Store
 from .worker_part import rescue
-
-#: Longer overdue, in seconds, and nobody seems to dispatch.
-_PATIENCE_SECONDS = 15.0
 
 
 @dataclass(frozen=True)
@@ -29,44 +27,6 @@ class Ready:
 
     def lines(self, table: Callable[..., str]) -> list[str]:
         return [f"{self.name}: its tables are there, in version {self.version}"]
-
-
-@dataclass(frozen=True)
-class Status:
-    """What waits in a store; times in seconds."""
-
-    name: str
-    waiting: int
-    next_due_within_seconds: float | None
-    overdue: int
-    overdue_seconds: float
-    parked: int
-
-    @classmethod
-    def of(cls, name: str, census: Census) -> Status:
-        until_us = census.until_first_us
-        is_late = until_us is not None and until_us < 0
-        return cls(
-            name,
-            census.waiting,
-            None if until_us is None else max(until_us, 0) / 1_000_000,
-            census.overdue,
-            -(until_us or 0) / 1_000_000 if is_late else 0.0,
-            census.parked,
-        )
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def lines(self, table: Callable[..., str]) -> list[str]:
-        due = self.next_due_within_seconds
-        late = f", the first for {self.overdue_seconds:g} s" if self.overdue else ""
-        return [
-            f"waiting   {self.waiting}",
-            f"next due  {'-' if due is None else f'within {due:g} s'}",
-            f"overdue   {self.overdue}{late}",
-            f"parked    {self.parked}",
-        ]
 
 
 class StoreAdminPart:
@@ -86,16 +46,7 @@ class StoreAdminPart:
     def verify(self) -> Verification:
         """Check the version of the tables, and that somebody dispatches."""
         self._store.prepare()
-        census = self._store.census()
-        late_seconds = -(census.until_first_us or 0) / 1_000_000
-        differences = []
-        if late_seconds > _PATIENCE_SECONDS:
-            differences.append(
-                f"{self.name}: {census.overdue} message(s) overdue, the first for "
-                f"{late_seconds:.0f} s: no installed worker and no "
-                f"`celery -A PROJ delay promote` is running"
-            )
-        return Verification(differences, [], [])
+        return Verification(Status.of(self.name, self._store.census()).differences(), [], [])
 
     def status(self) -> Status:
         """Count what waits and what is parked."""
@@ -105,14 +56,7 @@ class StoreAdminPart:
     def backlog(self) -> Backlog:
         """The same as numbers; the store itself is the ledger."""
         self._store.prepare()
-        census = self._store.census()
-        return Backlog(
-            census.waiting,
-            census.parked,
-            ledger_answers=True,
-            until_first_us=census.until_first_us,
-            in_ledger=census.waiting,
-        )
+        return backlog_of(self._store.census())
 
     def purge(self) -> int:
         return self._store.purge(parked=False)

@@ -1,0 +1,31 @@
+"""Brokers that several modules start."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from celery_native_delay.testing import PrivateSqs, private_sqs, require_sqs
+from pytest_celery_native_delay import installed
+from tests.conformance.brokers import Broker, running_broker
+
+
+@pytest.fixture(scope="module")
+def shared_sqs() -> Iterator[PrivateSqs]:
+    installed(require_sqs)
+    with private_sqs() as sqs:
+        yield sqs
+
+
+@pytest.fixture(scope="module", params=["filesystem", "filesystem-postgresql", "sqla"])
+def broker(request: pytest.FixtureRequest) -> Iterator[Broker]:
+    """One whose messages wait in a store."""
+    with running_broker(request.param, pytest.fail) as broker:
+        yield broker
+
+
+@pytest.fixture
+def url(broker: Broker) -> str:
+    """An empty space of it."""
+    return broker.new_space()
