@@ -23,7 +23,6 @@ from typing import Any, Self
 from celery import Celery, Task
 from celery.utils.saferepr import saferepr
 from kombu.utils import json
-from kombu.utils.imports import symbol_by_name
 
 from .celery_app.install import LONGEST_CELERY_SECONDS, installation_of
 from .celery_app.plain_publishing import is_plain, nobody_listens, publishes_plainly
@@ -31,14 +30,9 @@ from .core.due_time import due_us as due_us_of
 from .core.errors import PublishRefused, UnsupportedBroker
 from .core.random_ids import RandomIds
 from .core.refusal import RefusedMessage
+from .kombu_hook import OPTION, asks_for_delays
 
 __all__ = ("Bulk", "BulkResult", "bulk")
-
-#: Lines by the driver type of kombu's transports; modules are imported when first used.
-LINES = {
-    "amqp": "celery_native_delay.transports.rabbitmq.bulk_line:BulkLine",
-    "redis": "celery_native_delay.transports.redis.bulk_line:BulkLine",
-}
 
 #: Options that are the same for all tasks of a kind and leave their trace in the template.
 _TEMPLATE_OPTIONS = frozenset(
@@ -122,10 +116,8 @@ class Bulk:
 
     def __enter__(self) -> Self:
         with self._app.connection_for_write() as connection:
-            driver = connection.transport.driver_type
-            if driver not in LINES:
-                raise UnsupportedBroker(f"expected a broker of {sorted(LINES)}, got {driver!r}")
-            self._line = symbol_by_name(LINES[driver])(connection, window=self._window)
+            check_broker(connection)
+            self._line = connection.transport.bulk_line(window=self._window)
         self._app.finalize()
         self._tasks = self._app._tasks
         self._timezone = self._app.timezone
@@ -330,10 +322,23 @@ def bulk(app: Celery, **options: Any) -> Bulk:
         headers: what every message of the batch carries besides its own; also by template.
 
     Raises:
-        UnsupportedBroker: *app* is not installed, or has no broker that can take a batch.
+        UnsupportedBroker: *app* is not installed, or nothing can wait on its broker.
         PublishRefused: leaving the block, when some were refused or are in doubt.
     """
     return Bulk(app, **options)
+
+
+def check_broker(connection: Any) -> None:
+    """Refuse a broker in which nothing can wait; *connection* is an installed app's.
+
+    Raises:
+        UnsupportedBroker: saying the way out.
+    """
+    if not asks_for_delays((connection.transport_options or {}).get(OPTION)):
+        raise UnsupportedBroker(
+            f"expected a broker in which delayed tasks can wait, got {connection.as_uri()}: set "
+            f"native_delay_store to the URL of a database, or use another broker"
+        )
 
 
 def short_repr(arguments: Any, max_size: int) -> str | None:

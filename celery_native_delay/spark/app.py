@@ -15,9 +15,9 @@ from celery.app.routes import MapRoute
 from celery.local import Proxy
 from kombu.utils.imports import symbol_by_name
 
-from ..bulk import LINES
+from ..bulk import check_broker
 from ..celery_app.install import installation_of
-from ..core.errors import InvalidFanOut
+from ..core.errors import InvalidFanOut, UnsupportedBroker
 from ..core.settings import DelaySettings
 from .options import FanOutOptions
 
@@ -100,7 +100,7 @@ def describe(call: Call) -> AppFacts:
 
     Raises:
         InvalidFanOut: see :func:`load_app`; the task is not registered or does not take these
-            arguments; the broker takes no batches.
+            arguments; nothing can wait on its broker.
     """
     app = load_app(call.app)
     app.loader.import_default_modules()
@@ -115,9 +115,12 @@ def describe(call: Call) -> AppFacts:
     if (task := app.tasks.get(call.task)) is not None:
         _check_arguments(task, call)
         options = {"queue": task.queue} if getattr(task, "queue", None) else {}
-    driver = app.connection_for_write().transport.driver_type
-    if driver not in LINES:
-        raise InvalidFanOut(f"expected a broker of {sorted(LINES)}, got {driver!r}")
+    connection = app.connection_for_write()
+    try:
+        check_broker(connection)
+    except UnsupportedBroker as exc:
+        raise InvalidFanOut(str(exc)) from exc
+    driver = connection.transport.driver_type
     queues = {*app.amqp.queues, app.conf.task_default_queue, *_routed_queues(app.amqp.routes)}
     queue = app.amqp.router.route(options, call.task).get("queue")
     route = getattr(queue, "name", queue) or ""

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from celery_native_delay import Delay, LedgerUnavailable, UnsupportedBroker, Verdict, install
+from celery_native_delay import Delay, LedgerUnavailable, Verdict, install
 from celery_native_delay.transports.timeouts.store import Store
 from tests.conformance.brokers import Broker, options_of, settings_of
 from tests.integration.ledger_promises import *  # noqa: F403
@@ -49,14 +49,6 @@ def store_of(app: Celery) -> Store:
     with app.connection_for_write() as connection:
         store: Store = connection.default_channel.delays.store
         return store
-
-
-def test_tasks_sent_in_bulk_are_there_too(app: Celery) -> None:
-    """They are refused: nothing sends them any faster here."""
-    from celery_native_delay.bulk import bulk
-
-    with pytest.raises(UnsupportedBroker, match="expected a broker of"), bulk(app):
-        pass
 
 
 def test_who_comes_after_the_dispatcher_is_told_that_it_is_too_late(

@@ -7,59 +7,75 @@ waits, nor for one that has been handed over since, nor for an immediate one.
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Callable
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from hashlib import sha1
-from threading import Event, RLock, Thread
-from time import monotonic, sleep
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, Self
 from uuid import uuid4
 
-from kombu.exceptions import OperationalError
+from kombu.utils.json import dumps
 from redis import exceptions
 
 from ...core.errors import NativeDelayError
-from ...core.refusal import RefusedMessage
-from .collecting import BulkChannel, SentinelBulkChannel
-from .envelope import Destination
-from .keys import Keys
+from ..virtual import outbox
+from ..virtual.collecting import Collecting
+from .envelope import Destination, front_of
+from .keys import Keys, member
 from .promoter import CONNECTION_OPTIONS
 from .scripts import ADD_MANY, PUSH
-from .store import BATCH, refusals_explained
-from .template import refused_of
-from .transport import SentinelTransport
-
-T = TypeVar("T")
-
-#: What says that a connection or its server is gone, or that it is no master any more.
-LOST = (
-    exceptions.ConnectionError,
-    exceptions.TimeoutError,
-    exceptions.ReadOnlyError,
-    OperationalError,
-    OSError,
-)
-
-#: Seconds to try on while there is no connection.
-PATIENCE_SECONDS = 60.0
-
-#: A batch that is not full is sent after this, also if nothing follows it for an hour.
-LINGER_SECONDS = 0.01
-
-IN_DOUBT = "the server has not answered for it"
-NOWHERE = "no queue is bound for it"
-
-_PAUSE_SECONDS = 0.2
-
-#: Bytes that one script takes at most, so that it keeps Redis from others for a moment only.
-_BATCH_BYTES = 1_000_000
+from .store import refusals_explained
+from .transport import Channel, SentinelChannel, SentinelTransport
 
 _DIGESTS = {
     script: sha1(script.encode(), usedforsecurity=False).hexdigest() for script in (ADD_MANY, PUSH)
 }
+
+
+class Put(NamedTuple):
+    """A message on its way to *destination*: it waits as *member*, due then, or without one not.
+
+    *front* is what its entry begins with.
+    """
+
+    destination: Destination
+    front: bytes
+    due_us: int
+    member: str
+    envelope: bytes
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.envelope)
+
+    def another(self, envelope: str, *, due_us: int, task_id: str, delivery_tag: str) -> Self:
+        destination, front = self.destination, self.front
+        name = member(task_id, delivery_tag, destination.keys[0])
+        return self.__class__(destination, front, due_us, name, envelope.encode())
+
+
+class _Collecting(Collecting):
+    def put_for(self: Any, queue: str, message: dict[str, Any]) -> Put:
+        return self._put_to(self.destination(queue, message), message)  # type: ignore[no-any-return]
+
+    def put_for_all(self: Any, exchange: str, message: dict[str, Any], routing_key: str) -> Put:
+        return self._put_to(self.broadcast(exchange, routing_key), message)  # type: ignore[no-any-return]
+
+    def _put_to(self: Any, destination: Destination, message: dict[str, Any]) -> Put:
+        due_us = self.due_of(message)
+        if due_us is None:
+            return Put(destination, b"", 0, "", dumps(message).encode())
+        name, entry = self.delays.stored(message, destination, due_us=due_us)
+        front = front_of(destination)
+        return Put(destination, front, due_us, name, entry[len(front) :])
+
+
+class BulkChannel(_Collecting, Channel):
+    """See :class:`~..virtual.collecting.Collecting`."""
+
+
+class SentinelBulkChannel(_Collecting, SentinelChannel):
+    """The same."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +85,7 @@ class Parcel:
     script: str
     keys: tuple[str, ...]
     arguments: list[Any]
-    entries: list[bytes]
+    puts: list[Put]
 
     def packed(self, connection: Any, *, whole: bool = False) -> Any:
         """The command's bytes; *whole* with the script itself, for a server that forgot it."""
@@ -77,165 +93,54 @@ class Parcel:
         return connection.pack_command(*name, len(self.keys), *self.keys, *self.arguments)
 
 
-class Outbox:
-    """See the module's docstring. For one thread; what it holds back, a second one sends in time.
+class Outbox(outbox.Outbox[Put, Parcel]):
+    """See the module's docstring."""
 
-    *parcels* are all that the server has yet to answer for, and the first so many of them have
-    been *written* to the connection of now.
-    """
+    lost = (
+        *outbox.Outbox.lost,
+        exceptions.ConnectionError,
+        exceptions.TimeoutError,
+        # It is no master any more.
+        exceptions.ReadOnlyError,
+    )
+    connection_options = CONNECTION_OPTIONS
 
     def __init__(self, client: Any, window: int) -> None:
-        """*client* is a kombu connection to the same server, which is not touched."""
-        options = {**(client.transport_options or {}), **CONNECTION_OPTIONS}
-        self._clone = partial(client.clone, transport_options=options)
-        self._window = window
-        self._batch = min(BATCH, window)
+        super().__init__(client, window)
         self._name = uuid4().hex
-        #: Held by whoever does anything here.
-        self.lock = RLock()
-        #: On kombu's connection; None until there was one.
-        self.channel: Any = None
-        self.connects = 0
-        self._client: Any = None
         #: redis-py's; None while there is none.
         self._connection: Any = None
-        #: What the next script is to take: member, due time and entry of each message.
-        self._held: list[Any] = []
-        self._held_bytes = 0
-        self._held_since = 0.0
-        self._parcels: deque[Parcel] = deque()
-        self._written = 0
         self._parcelled = 0
-        self._unanswered = 0
-        self._refused: list[RefusedMessage] = []
-        self._already_named: set[tuple[str | None, str | None]] = set()
-        self._wanted = Event()
-        self._closed = Event()
-        self._thread = Thread(target=self._send_in_time, name="native-delay-bulk", daemon=True)
 
-    def hold(self, name: str, due_us: int, entry: bytes) -> None:
-        """Send a message that waits, soon, together with others; after :meth:`make_room`."""
-        if not self._held:
-            self._held_since = monotonic()
-            self._want()
-        self._held += (name, due_us, entry)
-        self._held_bytes += len(entry)
+    def take(self, put: Put) -> None:
+        """What does not wait is sent at once."""
+        if put.due_us:
+            super().take(put)
+        else:
+            to = put.destination
+            self._add(self._parcel(PUSH, to.keys, [to.ttl_ms, put.envelope], [put]))
 
-    def push(self, to: Destination, envelope: bytes) -> None:
-        """Send a message that does not wait; after :meth:`make_room`."""
-        self._parcel(PUSH, to.keys, [to.ttl_ms, envelope], [envelope])
-
-    def refuse_returned(self, envelopes: list[bytes]) -> None:
-        """Report messages that no queue is bound for."""
-        self._refused += [replace(each, returned=True) for each in self._named(NOWHERE, envelopes)]
-
-    def make_room(self) -> None:
-        """Send what is held if that is enough, and wait for answers while the window is full.
-
-        Before a message is taken, so that one that cannot be sent is not held either.
-
-        Raises:
-            One of :data:`LOST`: there has been no connection for :data:`PATIENCE_SECONDS`.
-        """
-        if len(self._held) >= 3 * self._batch or self._held_bytes >= _BATCH_BYTES:
-            self._close_batch()
-        if self._written < len(self._parcels):
-            self.patiently(lambda _: self._write())
-        if self._unanswered > self._window - self._batch:
-            self.patiently(lambda _: self._read_down())
-
-    def patiently(self, attempt: Callable[[Any], T]) -> T:
-        """What *attempt* returns, given a channel; again on a new one if the connection is lost.
-
-        Raises:
-            Whatever *attempt* does; one of :data:`LOST` after :data:`PATIENCE_SECONDS`.
-        """
-        deadline = monotonic() + PATIENCE_SECONDS
-        while True:
-            try:
-                self._connect()
-                return attempt(self.channel)
-            except LOST:
-                if monotonic() > deadline:
-                    raise
-                self._lose()
-                sleep(_PAUSE_SECONDS)
-
-    def settle(self, *, timeout_seconds: float | None) -> None:
-        """Return when the server has answered for everything.
-
-        Raises:
-            TimeoutError: it has not after *timeout_seconds*.
-        """
-        deadline = None if timeout_seconds is None else monotonic() + timeout_seconds
-        with self.lock:
-            self._close_batch()
-            while self._parcels:
-                if deadline is not None and monotonic() > deadline:
-                    raise TimeoutError(f"{self._unanswered} message(s) not answered for in time")
-                try:
-                    self._write()
-                    self._read_ready(timeout_seconds=_PAUSE_SECONDS)
-                except LOST:
-                    self._lose()
-                    sleep(_PAUSE_SECONDS)
-
-    def take_refused(self) -> list[RefusedMessage]:
-        """What the server did not take since the last time."""
-        with self.lock:
-            refused, self._refused = self._refused, []
-            return refused
-
-    @property
-    def unanswered_count(self) -> int:
-        """How many messages the server has yet to answer for."""
-        return self._unanswered + len(self._held) // 3
-
-    def give_up(self) -> list[RefusedMessage]:
-        """The messages that the server has yet to answer for; they are given up."""
-        with self.lock:
-            self._close_batch()
-            entries = [entry for parcel in self._parcels for entry in parcel.entries]
-            self._parcels.clear()
-            self._written = self._unanswered = 0
-            return self._named(IN_DOUBT, entries)
-
-    def close(self) -> None:
-        """Close the connection; what is in doubt is given up."""
-        with self.lock:
-            self._closed.set()
-            self._wanted.set()
-            if self._connection is not None:
-                with suppress(*LOST, exceptions.ResponseError):
-                    self.channel.delays.store.client.delete(self._keys.taken(self._name))
-            self._parcels.clear()
-            self._lose()
-        if self._thread.ident is not None:
-            self._thread.join()
-
-    # --- out -----------------------------------------------------------------------------
+    # --- private -------------------------------------------------------------------------
 
     @property
     def _keys(self) -> Keys:
         keys: Keys = self.channel.delays.keys
         return keys
 
-    def _close_batch(self) -> None:
-        if self._held:
-            held, self._held, self._held_bytes = self._held, [], 0
-            keys = self._keys
-            names = (keys.due, keys.messages, keys.wake, keys.ids)
-            self._parcel(ADD_MANY, names, held, held[2::3])
+    def _packed(self, puts: list[Put]) -> Iterable[Parcel]:
+        keys = self._keys
+        names = (keys.due, keys.messages, keys.wake, keys.ids)
+        arguments: list[Any] = []
+        for put in puts:
+            arguments += (put.member, put.due_us, put.front + put.envelope)
+        return (self._parcel(ADD_MANY, names, arguments, puts),)
 
     def _parcel(
-        self, script: str, keys: tuple[str, ...], arguments: list[Any], entries: list[bytes]
-    ) -> None:
+        self, script: str, keys: tuple[str, ...], arguments: list[Any], puts: list[Put]
+    ) -> Parcel:
         self._parcelled += 1
         taken = self._keys.taken(self._name)
-        parcel = Parcel(script, (taken, *keys), [self._parcelled, *arguments], entries)
-        self._parcels.append(parcel)
-        self._unanswered += len(entries)
-        self._want()
+        return Parcel(script, (taken, *keys), [self._parcelled, *arguments], puts)
 
     def _write(self) -> None:
         self._connect()
@@ -246,10 +151,7 @@ class Outbox:
             )
             self._written += 1
 
-    # --- in ------------------------------------------------------------------------------
-
     def _read_down(self) -> None:
-        """Read answers until another batch fits into the window."""
         self._write()
         while self._unanswered > self._window - self._batch:
             self._read_one()
@@ -263,7 +165,7 @@ class Outbox:
         try:
             with refusals_explained(self._keys):
                 self._connection.read_response()
-        except LOST:
+        except self.lost:
             raise
         except exceptions.NoScriptError:
             # This answer comes after those that are on their way.
@@ -278,71 +180,27 @@ class Outbox:
             reason = str(exc)
         parcel = self._parcels.popleft()
         self._written -= 1
-        self._unanswered -= len(parcel.entries)
+        self._unanswered -= len(parcel.puts)
         if reason is not None:
-            self._refused += self._named(reason, parcel.entries)
+            self._refuse(reason, parcel.puts)
 
-    def _named(self, reason: str, entries: list[bytes]) -> list[RefusedMessage]:
-        """Each message once, to however many queues it was going."""
-        messages = {
-            (message.delivery_id, message.task_id): message
-            for message in (refused_of(reason, entry) for entry in entries)
-        }
-        new = messages.keys() - self._already_named
-        self._already_named |= new
-        return [message for key, message in messages.items() if key in new]
-
-    # --- the connection ------------------------------------------------------------------
-
-    def _connect(self) -> None:
-        if self._connection is not None:
-            return
-        self._lose()
-        client = self._client = self._clone()
-        # Once for each URL; the pauses between attempts are ours.
-        tries = len(client.alt) or 1
-        client.ensure_connection(max_retries=tries, interval_start=0, interval_step=0)
+    def _open(self, client: Any) -> Collecting:
         is_sentinel = isinstance(client.transport, SentinelTransport)
         channel = (SentinelBulkChannel if is_sentinel else BulkChannel)(client.connection)
         client.connection.channels.append(channel)
         channel.delays.prepare()
         connection = channel.pool.make_connection()
         connection.connect()
-        self.channel, self._connection = channel, connection
-        self.connects += 1
+        self._connection = connection
+        return channel
+
+    def _forget(self) -> None:
+        with suppress(exceptions.ResponseError):
+            self.channel.delays.store.client.delete(self._keys.taken(self._name))
 
     def _lose(self) -> None:
         connection, self._connection = self._connection, None
-        client, self._client = self._client, None
-        self._written = 0
-        for each, leave in ((connection, "disconnect"), (client, "close")):
-            if each is not None:
-                with suppress(Exception):  # it is gone, whatever it says to that
-                    getattr(each, leave)()
-
-    # --- the second thread ---------------------------------------------------------------
-
-    def _want(self) -> None:
-        if not self._wanted.is_set():
-            self._wanted.set()
-            if self._thread.ident is None:
-                self._thread.start()
-
-    def _send_in_time(self) -> None:
-        pause_seconds = LINGER_SECONDS
-        while self._wanted.wait() and not self._closed.wait(pause_seconds):
-            pause_seconds = LINGER_SECONDS
-            with self.lock:
-                if self._closed.is_set():
-                    break
-                try:
-                    if self._held and monotonic() - self._held_since >= LINGER_SECONDS:
-                        self._close_batch()
-                    if self._parcels:
-                        self._write()
-                        self._read_ready()
-                except (*LOST, NativeDelayError):
-                    self._lose()
-                    pause_seconds = _PAUSE_SECONDS
-                if not self._held and not self._parcels:
-                    self._wanted.clear()
+        if connection is not None:
+            with suppress(Exception):  # it is gone, whatever it says to that
+                connection.disconnect()
+        super()._lose()

@@ -20,6 +20,7 @@ from .envelope import Destination
 from .keys import Keys
 
 if TYPE_CHECKING:
+    from ..virtual.bulk_line import BulkLine
     from .admin_part import RedisAdminPart
     from .ledger import RedisLedger
     from .worker_part import RedisWorkerPart
@@ -122,6 +123,13 @@ class Transport(DelayingTransport, redis.Transport):  # type: ignore[misc]
         """The key under which delayed messages wait; needs no connection."""
         prefix = (self.client.transport_options or {}).get("global_keyprefix") or ""
         return Keys(prefix, settings.namespace).due
+
+    def bulk_line(self, *, window: int) -> BulkLine:
+        """A way of their own for many messages; the connection itself is not touched."""
+        from ..virtual.bulk_line import BulkLine
+        from .outbox import Outbox
+
+        return BulkLine(Outbox(self.client, window))
 
 
 #: Servers that cannot hold delayed messages and of which this process has said so.

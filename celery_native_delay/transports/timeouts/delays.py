@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from time import time_ns
-from typing import Any
+from typing import Any, NamedTuple, Self
 from uuid import uuid4
 
 from kombu.utils.json import dumps
@@ -16,6 +16,22 @@ from .store import Store
 
 #: The queue of a message for all that listen to its exchange.
 BROADCAST = ""
+
+
+class Put(NamedTuple):
+    """A message that is to wait for *queue* under *task_id*."""
+
+    queue: str
+    due_us: int
+    task_id: str
+    envelope: str
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.envelope)
+
+    def another(self, envelope: str, *, due_us: int, task_id: str, delivery_tag: str) -> Self:
+        return self.__class__(self.queue, due_us, task_id, envelope)
 
 
 class Delays:
@@ -53,9 +69,14 @@ class Delays:
                 nothing was stored; the text says why and the way out.
         """
         store = self.store
+        waiting = self.stored(message, queue, due_us=due_us)
+        store.add(queue, waiting.envelope, due_us=due_us, task_id=waiting.task_id)
+
+    def stored(self, message: dict[str, Any], queue: str, *, due_us: int) -> Put:
+        """kombu's *message* as it is stored; raises as :meth:`publish`."""
         self.check_reach(due_us)
         envelope = dumps(sealed(message, due_ms=milliseconds_up(due_us)))
-        store.add(queue, envelope, due_us=due_us, task_id=id_of(message))
+        return Put(queue, due_us, id_of(message), envelope)
 
     def put_back(self, message: dict[str, Any], queue: str, *, due_us: int) -> None:
         """Let a received message, as it lay in *queue*, wait (again) for it alone.

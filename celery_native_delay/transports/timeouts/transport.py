@@ -23,6 +23,7 @@ from ..virtual.channel import DelayingChannel, DelayingTransport, Message
 from .whole_files import is_folder, put_file
 
 if TYPE_CHECKING:
+    from ..virtual.bulk_line import BulkLine
     from .admin_part import StoreAdminPart
     from .delays import Delays
     from .ledger import StoreLedger
@@ -125,6 +126,14 @@ class StoreDelayingTransport(DelayingTransport):
     def waits_in(self: Any, settings: DelaySettings) -> str:
         """Where delayed messages wait; needs no connection."""
         return f"{settings.namespace} of {without_password(self._store_url(settings))}"
+
+    def bulk_line(self: Any, *, window: int) -> BulkLine:
+        """A way of their own for many messages; the connection itself is not touched."""
+        _require_sqlalchemy()
+        from ..virtual.bulk_line import BulkLine
+        from .outbox import Outbox
+
+        return BulkLine(Outbox(self.client, window))
 
     def _store_url(self, settings: DelaySettings) -> str:
         return settings.store or "native_delay_store, which is not set"

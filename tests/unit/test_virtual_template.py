@@ -11,8 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kombu.utils.json import dumps
 
-from celery_native_delay.transports.redis.envelope import Destination, entry_of
-from celery_native_delay.transports.redis.template import Template, fields_of, refused_of
+from celery_native_delay.transports.virtual.template import Template, fields_of, refused_of
 from celery_native_delay.transports.virtual.trace import sealed
 
 texts = st.text(max_size=80)
@@ -86,7 +85,7 @@ def test_a_refused_task_is_named_with_all_that_is_needed_to_send_it_again(
     data: st.DataObject, kind: dict[str, Any]
 ) -> None:
     one = envelope(data.draw, kind)
-    refused = refused_of("why", entry_of(Destination(("jobs",)), dumps(one)))
+    refused = refused_of("why", dumps(one))
     assert (refused.reason, refused.task_id) == ("why", one["headers"]["id"])
     assert (refused.exchange, refused.routing_key) == tuple(kind["to"].values())
     assert refused.headers == {k: v for k, v in one["headers"].items() if k != "native_delay"}

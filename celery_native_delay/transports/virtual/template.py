@@ -19,8 +19,7 @@ from kombu.utils.json import dumps
 
 from ...core.delayed import HEADER
 from ...core.refusal import RefusedMessage
-from ..virtual.trace import unsealed
-from .envelope import opened_entry
+from .trace import unsealed
 
 
 class TaskFields(NamedTuple):
@@ -56,6 +55,8 @@ class Template:
         if headers.get("root_id") == task_id:
             marked["root_id"] = marks["task_id"]
         marked[HEADER] = {**headers[HEADER], "due": marks["due_ms"]}
+        if headers[HEADER].get("id") == properties["delivery_tag"]:
+            marked[HEADER]["id"] = marks["delivery_tag"]
         differs = {"correlation_id": marks["task_id"], "delivery_tag": marks["delivery_tag"]}
         text: str = dumps(
             {
@@ -108,9 +109,8 @@ def fields_of(envelope: Mapping[str, Any]) -> TaskFields:
         raise ValueError(f"expected a delayed Celery task with {exc}") from exc
 
 
-def refused_of(reason: str, entry: bytes) -> RefusedMessage:
-    """What is reported of a message whose *entry*, or whose envelope alone, was not taken."""
-    text = entry if entry.startswith(b"{") else opened_entry(entry)[1]
+def refused_of(reason: str, text: str | bytes) -> RefusedMessage:
+    """What is reported of a message whose envelope was not taken."""
     envelope = json.loads(text)
     properties = envelope["properties"]
     headers, delayed = unsealed(envelope.get("headers"), properties)

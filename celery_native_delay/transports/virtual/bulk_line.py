@@ -1,4 +1,4 @@
-"""A line of its own for many messages: one connection, envelopes by template, none twice."""
+"""A line of its own for many messages: one connection, envelopes by template, sent in batches."""
 
 from __future__ import annotations
 
@@ -13,8 +13,6 @@ from ...core.due_time import milliseconds_up
 from ...core.random_ids import RandomIds
 from ..contract import Line
 from .collecting import Put
-from .envelope import Destination, front_of
-from .keys import member
 from .outbox import Outbox
 from .template import TaskFields, Template, fields_of
 
@@ -23,22 +21,20 @@ ROUTE_SECONDS = 60.0
 
 
 class Kind:
-    """How tasks of one kind are sent without the long way."""
+    """How tasks of one kind are sent without the long way: like *put*."""
 
-    def __init__(self, template: Template, destination: Destination) -> None:
+    def __init__(self, template: Template, put: Put) -> None:
         self.template = template
-        self.key = destination.keys[0]
-        self.front = front_of(destination)
+        self.put = put
         #: Until then the exchange is taken to lead where it did.
         self.valid_until_us = time_ns() // 1000 + round(ROUTE_SECONDS * 1_000_000)
 
 
-class BulkLine(Line[Outbox]):
+class BulkLine(Line[Outbox[Any, Any]]):
     """See the module's docstring. For one thread."""
 
-    def __init__(self, client: Any, *, window: int) -> None:
-        """*client* is a kombu connection to the same server, which is not touched."""
-        super().__init__(Outbox(client, window))
+    def __init__(self, outbox: Outbox[Any, Any]) -> None:
+        super().__init__(outbox)
         self._ids = RandomIds()
         self._last: list[Put] = []
 
@@ -46,7 +42,7 @@ class BulkLine(Line[Outbox]):
         """Send one message the long way: *publish* gets a kombu producer.
 
         Raises:
-            Whatever *publish* does; one of :data:`~.outbox.LOST`: there has been no connection for
+            Whatever *publish* does; one of :attr:`Outbox.lost`: there has been no connection for
                 :data:`~.outbox.PATIENCE_SECONDS`; not sent.
         """
 
@@ -60,27 +56,24 @@ class BulkLine(Line[Outbox]):
             self._last, returned = self._outbox.patiently(collect)
             self._outbox.refuse_returned(returned)
             for put in self._last:
-                if put.member:
-                    self._outbox.hold(put.member, put.due_us, put.entry)
-                else:
-                    self._outbox.push(put.destination, put.entry)
+                self._outbox.take(put)
 
     def learn(self) -> Kind | None:
         """What the last message teaches about others of its kind; None if it does not.
 
         A template is only used if it makes the very envelope that the long way did.
         """
-        if len(self._last) != 1 or not self._last[0].member:
+        if len(self._last) != 1 or not self._last[0].due_us:
             return None
         put = self._last[0]
-        text = put.entry[len(front_of(put.destination)) :].decode()
+        text = put.envelope if isinstance(put.envelope, str) else put.envelope.decode()
         envelope = json.loads(text)
         try:
             template = Template(envelope)
             same = template.envelope(fields_of(envelope)) == text
         except ValueError:
             return None
-        return Kind(template, put.destination) if same else None
+        return Kind(template, put) if same else None
 
     def send(
         self,
@@ -97,8 +90,8 @@ class BulkLine(Line[Outbox]):
         That is for a task that is due already, and when what was learnt is too old.
 
         Raises:
-            DelayTooLong: not sent.
-            One of :data:`~.outbox.LOST`: there has been no connection for a minute; not sent.
+            NativeDelayError: it cannot wait; not sent.
+            One of :attr:`Outbox.lost`: there has been no connection for a minute; not sent.
         """
         now_us = time_ns() // 1000
         channel = self._outbox.channel
@@ -108,8 +101,9 @@ class BulkLine(Line[Outbox]):
         tag = self._ids.uuid()
         due_ms = milliseconds_up(due_us)
         fields = TaskFields(task_id, eta, argsrepr, kwargsrepr, body, due_ms, tag)
-        entry = kind.front + kind.template.envelope(fields).encode()
+        envelope = kind.template.envelope(fields)
+        put = kind.put.another(envelope, due_us=due_us, task_id=task_id, delivery_tag=tag)
         with self._outbox.lock:
             self._outbox.make_room()
-            self._outbox.hold(member(task_id, tag, kind.key), due_us, entry)
+            self._outbox.take(put)
         return True

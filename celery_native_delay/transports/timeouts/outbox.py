@@ -1,0 +1,98 @@
+"""Many messages into a store: a hundred in a transaction, none twice whatever is lost on the way.
+
+Each batch has a number, which the transaction that stores it writes down. One that is done again,
+because its commit was not answered, finds its number and changes nothing: neither for a message
+that still waits, nor for one that has been handed over since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+from uuid import uuid4
+
+from ...core.errors import StoreUnavailable
+from ..virtual.collecting import Collecting, PlainPut
+from ..virtual.outbox import Batch, CallingOutbox, NotTaken
+from .delays import BROADCAST, Put
+from .store import Store, is_about_a_row
+
+
+class CollectingChannel(Collecting):
+    """Mixed in before one of ours."""
+
+    def put_for(self: Any, queue: str, message: dict[str, Any]) -> Put | PlainPut:
+        due_us = self.due_of(message)
+        if due_us is None:
+            return PlainPut(queue, message)
+        return self.delays.stored(message, queue, due_us=due_us)  # type: ignore[no-any-return]
+
+    def put_for_all(self: Any, exchange: str, message: dict[str, Any], routing_key: str) -> Put:
+        return self.delays.stored(  # type: ignore[no-any-return]
+            message, BROADCAST, due_us=self.due_of(message)
+        )
+
+
+class Outbox(CallingOutbox[Put | PlainPut]):
+    """See the module's docstring. What does not wait goes to the broker as ever."""
+
+    def __init__(self, client: Any, window: int) -> None:
+        super().__init__(client, window)
+        self.lost = (*self.lost, StoreUnavailable, *client.recoverable_connection_errors)
+        self._line = uuid4().hex
+        self._number = 0
+        self._is_open = False
+
+    def _open(self, client: Any) -> Collecting:
+        transport = client.transport
+        plain = transport.delaying_channel
+        channel: Any = type("BulkChannel", (CollectingChannel, plain), {})(client.connection)
+        client.connection.channels.append(channel)
+        store: Store = channel.delays.store
+        store.prepare()
+        if not self._is_open:
+            store.open_line(self._line)
+            self._is_open = True
+        return channel  # type: ignore[no-any-return]
+
+    def _packed(self, puts: list[Put | PlainPut]) -> Iterable[Batch[Put | PlainPut]]:
+        waiting = [put for put in puts if isinstance(put, Put)]
+        if waiting:
+            yield Batch(waiting)
+        for put in puts:
+            if isinstance(put, PlainPut):
+                yield Batch([put])
+
+    def _deliver(self, batch: Batch[Put | PlainPut]) -> None:
+        rows = []
+        for put in batch.puts:
+            if isinstance(put, PlainPut):
+                self._put_plainly(put)
+            else:
+                rows.append((put.queue, put.envelope, put.due_us, put.task_id))
+        if not rows:
+            return
+        try:
+            self._store.add_many(rows, line=self._line, number=self._number + 1)
+        except StoreUnavailable as error:
+            if is_about_a_row(error):
+                raise NotTaken(str(error)) from error
+            raise
+        self._number += 1
+
+    def _put_plainly(self, put: PlainPut) -> None:
+        try:
+            self.channel.put_plainly(put)
+        except self.lost:
+            raise
+        except Exception as error:  # whatever a transport raises
+            raise NotTaken(f"{type(error).__name__}: {error}") from error
+
+    def _forget(self) -> None:
+        if self._is_open:
+            self._store.close_line(self._line, self._number)
+
+    @property
+    def _store(self) -> Store:
+        store: Store = self.channel.delays.store
+        return store

@@ -1,0 +1,346 @@
+"""What the broker has yet to answer for, kept until it has: written in batches, sent again if lost.
+
+Shared by all of kombu's virtual transports. What a batch is, and how it goes out, only the one
+for the broker knows.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
+from threading import Event, RLock, Thread
+from time import monotonic, sleep
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+from kombu.exceptions import OperationalError
+
+from ...core.errors import NativeDelayError
+from ...core.refusal import RefusedMessage
+from .collecting import Collecting, Put
+from .template import refused_of
+
+T = TypeVar("T")
+PutT = TypeVar("PutT", bound=Put)
+
+#: Messages that are written at a time. More are no faster, and keep others waiting longer.
+BATCH = 100
+
+#: Seconds to try on while there is no connection.
+PATIENCE_SECONDS = 60.0
+
+#: A batch that is not full is sent after this, also if nothing follows it for an hour.
+LINGER_SECONDS = 0.01
+
+IN_DOUBT = "the server has not answered for it"
+NOWHERE = "no queue is bound for it"
+
+#: Between two attempts to connect.
+PAUSE_SECONDS = 0.2
+
+#: Bytes that one batch takes at most, so that it keeps the server from others for a moment only.
+_BATCH_BYTES = 1_000_000
+
+
+class Parcel(Protocol):
+    """Messages that go out together."""
+
+    @property
+    def puts(self) -> Sequence[Put]: ...
+
+
+ParcelT = TypeVar("ParcelT", bound=Parcel)
+
+
+class Outbox(ABC, Generic[PutT, ParcelT]):
+    """See the module's docstring. For one thread; what it holds back, a second one sends in time.
+
+    *parcels* are all that the server has yet to answer for, and the first so many of them have
+    been *written* to the connection of now.
+    """
+
+    lost: tuple[type[Exception], ...] = (OSError, OperationalError)
+    """What says that a connection or its server is gone."""
+
+    connection_options: ClassVar[dict[str, Any]] = {}
+    """Transport options of its own connection."""
+
+    def __init__(self, client: Any, window: int) -> None:
+        """*client* is a kombu connection to the same server, which is not touched."""
+        options = {**(client.transport_options or {}), **self.connection_options}
+        self._clone = partial(client.clone, transport_options=options)
+        self._window = window
+        self._batch = min(BATCH, window)
+        #: Held by whoever does anything here.
+        self.lock = RLock()
+        #: On kombu's connection; None until there was one.
+        self.channel: Any = None
+        self.connects = 0
+        self._client: Any = None
+        #: What the next batch is to take.
+        self._held: list[PutT] = []
+        self._held_bytes = 0
+        self._held_since = 0.0
+        self._parcels: deque[ParcelT] = deque()
+        self._written = 0
+        self._unanswered = 0
+        self._refused: list[RefusedMessage] = []
+        self._already_named: set[tuple[str | None, str | None]] = set()
+        self._wanted = Event()
+        self._closed = Event()
+        self._thread = Thread(target=self._send_in_time, name="native-delay-bulk", daemon=True)
+
+    def take(self, put: PutT) -> None:
+        """Send a message, soon, together with others; after :meth:`make_room`."""
+        if not self._held:
+            self._held_since = monotonic()
+            self._want()
+        self._held.append(put)
+        self._held_bytes += put.size_bytes
+
+    def refuse_returned(self, envelopes: list[bytes]) -> None:
+        """Report messages that no queue is bound for."""
+        self._refused += [replace(each, returned=True) for each in self._named(NOWHERE, envelopes)]
+
+    def make_room(self) -> None:
+        """Send what is held if that is enough, and wait for answers while the window is full.
+
+        Before a message is taken, so that one that cannot be sent is not held either.
+
+        Raises:
+            One of :attr:`lost`: there has been no connection for :data:`PATIENCE_SECONDS`.
+        """
+        if len(self._held) >= self._batch or self._held_bytes >= _BATCH_BYTES:
+            self._close_batch()
+        if self._written < len(self._parcels):
+            self.patiently(lambda _: self._write())
+        if self._unanswered > self._window - self._batch:
+            self.patiently(lambda _: self._read_down())
+
+    def patiently(self, attempt: Callable[[Any], T]) -> T:
+        """What *attempt* returns, given a channel; again on a new one if the connection is lost.
+
+        Raises:
+            Whatever *attempt* does; one of :attr:`lost` after :data:`PATIENCE_SECONDS`.
+        """
+        deadline = monotonic() + PATIENCE_SECONDS
+        while True:
+            try:
+                self._connect()
+                return attempt(self.channel)
+            except self.lost:
+                if monotonic() > deadline:
+                    raise
+                self._lose()
+                sleep(PAUSE_SECONDS)
+
+    def settle(self, *, timeout_seconds: float | None) -> None:
+        """Return when the server has answered for everything.
+
+        Raises:
+            TimeoutError: it has not after *timeout_seconds*.
+        """
+        deadline = None if timeout_seconds is None else monotonic() + timeout_seconds
+        with self.lock:
+            self._close_batch()
+            while self._parcels:
+                if deadline is not None and monotonic() > deadline:
+                    raise TimeoutError(f"{self._unanswered} message(s) not answered for in time")
+                try:
+                    self._write()
+                    self._read_ready(timeout_seconds=PAUSE_SECONDS)
+                except self.lost:
+                    self._lose()
+                    sleep(PAUSE_SECONDS)
+
+    def take_refused(self) -> list[RefusedMessage]:
+        """What the server did not take since the last time."""
+        with self.lock:
+            refused, self._refused = self._refused, []
+            return refused
+
+    @property
+    def unanswered_count(self) -> int:
+        """How many messages the server has yet to answer for."""
+        return self._unanswered + len(self._held)
+
+    def give_up(self) -> list[RefusedMessage]:
+        """The messages that the server has yet to answer for; they are given up."""
+        with self.lock:
+            self._close_batch()
+            envelopes = [put.envelope for parcel in self._parcels for put in parcel.puts]
+            self._parcels.clear()
+            self._written = self._unanswered = 0
+            return self._named(IN_DOUBT, envelopes)
+
+    def close(self) -> None:
+        """Close the connection; what is in doubt is given up."""
+        with self.lock:
+            self._closed.set()
+            self._wanted.set()
+            if self._client is not None:
+                with suppress(*self.lost, NativeDelayError):
+                    self._forget()
+            self._parcels.clear()
+            self._lose()
+        if self._thread.ident is not None:
+            self._thread.join()
+
+    # --- what only the one for a broker knows ---------------------------------------------
+
+    @abstractmethod
+    def _open(self, client: Any) -> Collecting:
+        """A channel on a kombu connection that stands; and whatever else it takes to write."""
+
+    @abstractmethod
+    def _packed(self, puts: list[PutT]) -> Iterable[ParcelT]:
+        """What is to go out, as parcels."""
+
+    @abstractmethod
+    def _write(self) -> None:
+        """Send all parcels that are not written yet, on a connection."""
+
+    def _read_down(self) -> None:
+        """Read answers until another batch fits into the window."""
+
+    def _read_ready(self, *, timeout_seconds: float = 0) -> None:
+        """Read those answers that have come, or come in time."""
+
+    def _forget(self) -> None:
+        """Remove what the server keeps of this outbox, which is about to close."""
+
+    # --- out and in -------------------------------------------------------------------------
+
+    def _close_batch(self) -> None:
+        if self._held:
+            held, self._held, self._held_bytes = self._held, [], 0
+            for parcel in self._packed(held):
+                self._add(parcel)
+
+    def _add(self, parcel: ParcelT) -> None:
+        self._parcels.append(parcel)
+        self._unanswered += len(parcel.puts)
+        self._want()
+
+    def _refuse(self, reason: str, puts: Iterable[Put]) -> None:
+        self._refused += self._named(reason, [put.envelope for put in puts])
+
+    def _named(self, reason: str, envelopes: Iterable[str | bytes]) -> list[RefusedMessage]:
+        """Each message once, to however many queues it was going."""
+        messages = {
+            (message.delivery_id, message.task_id): message
+            for message in (refused_of(reason, envelope) for envelope in envelopes)
+        }
+        new = messages.keys() - self._already_named
+        self._already_named |= new
+        return [message for key, message in messages.items() if key in new]
+
+    # --- the connection ------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        if self._client is not None:
+            return
+        client = self._clone()
+        try:
+            # Once for each URL; the pauses between attempts are ours.
+            tries = len(client.alt) or 1
+            client.ensure_connection(max_retries=tries, interval_start=0, interval_step=0)
+            self.channel = self._open(client)
+        except BaseException:
+            with suppress(Exception):
+                client.close()
+            raise
+        self._client = client
+        self.connects += 1
+
+    def _lose(self) -> None:
+        client, self._client = self._client, None
+        self._written = 0
+        if client is not None:
+            with suppress(Exception):  # it is gone, whatever it says to that
+                client.close()
+
+    # --- the second thread ---------------------------------------------------------------
+
+    def _want(self) -> None:
+        if not self._wanted.is_set():
+            self._wanted.set()
+            if self._thread.ident is None:
+                self._thread.start()
+
+    def _send_in_time(self) -> None:
+        expected: tuple[type[Exception], ...] = (*self.lost, NativeDelayError)
+        pause_seconds = LINGER_SECONDS
+        while self._wanted.wait() and not self._closed.wait(pause_seconds):
+            pause_seconds = LINGER_SECONDS
+            with self.lock:
+                if self._closed.is_set():
+                    break
+                try:
+                    if self._held and monotonic() - self._held_since >= LINGER_SECONDS:
+                        self._close_batch()
+                    if self._parcels:
+                        self._write()
+                        self._read_ready()
+                except expected:
+                    self._lose()
+                    pause_seconds = PAUSE_SECONDS
+                if not self._held and not self._parcels:
+                    self._wanted.clear()
+
+
+class NotTaken(Exception):
+    """The broker does not take one of these messages, or all of them; it has taken none."""
+
+
+class Batch(Generic[PutT]):
+    """Messages that go out together; those that the broker has taken are not in it any more."""
+
+    def __init__(self, puts: Sequence[PutT]) -> None:
+        self.puts = list(puts)
+
+
+class CallingOutbox(Outbox[PutT, Batch[PutT]]):
+    """For a broker whose answer is the return of a call."""
+
+    @abstractmethod
+    def _deliver(self, batch: Batch[PutT]) -> None:
+        """Hand over *batch*; what the broker has taken, or refused for good, leaves it.
+
+        Raises:
+            One of :attr:`lost`: what is left of it is to be tried again.
+            NotTaken: it is to be tried one by one.
+        """
+
+    def _write(self) -> None:
+        self._connect()
+        while self._parcels:
+            batch = self._parcels[0]
+            try:
+                self._deliver(batch)
+            except NotTaken as exc:
+                self._parcels.popleft()
+                if len(batch.puts) > 1:  # not all of them for one
+                    self._parcels.extendleft(Batch([put]) for put in reversed(batch.puts))
+                    continue
+                self._unanswered -= len(batch.puts)
+                self._refuse(str(exc), batch.puts)
+            except self.lost:
+                raise
+            except NativeDelayError as exc:
+                self._settled(batch, batch.puts, reason=str(exc))
+                self._parcels.popleft()
+            else:
+                self._settled(batch, batch.puts)
+                self._parcels.popleft()
+
+    def _settled(self, batch: Batch[PutT], puts: Sequence[PutT], *, reason: str = "") -> None:
+        """The broker has answered for *puts* of *batch*: refused them, if there is a *reason*."""
+        if reason:
+            self._refuse(reason, puts)
+        self._unanswered -= len(puts)
+        gone = {id(put) for put in puts}
+        batch.puts = [put for put in batch.puts if id(put) not in gone]
