@@ -33,14 +33,16 @@ from pytest_celery_native_delay import installed
 from tests.brokers import MORTAL, installed_rabbitmq
 from tests.postgresql import PrivatePostgreSQL, find_postgresql, private_postgresql
 
-#: Those that take a batch, see bulk(); the others are kombu's own with a store beside them.
-WITH_BULK = [
+BROKERS = [
     pytest.param("rabbitmq-3.10", marks=pytest.mark.rabbitmq310),
     pytest.param("rabbitmq-4.3", marks=pytest.mark.rabbitmq43),
     "redis",
     "valkey",
+    "filesystem",
+    "filesystem-postgresql",
+    "sqla",
+    "sqs",
 ]
-BROKERS = [*WITH_BULK, "filesystem", "filesystem-postgresql", "sqla", "sqs"]
 
 
 class Broker(Protocol):

@@ -14,13 +14,11 @@ from kombu import Exchange, Queue
 
 from celery_native_delay import DelayTooLong, InvalidDueTime, UnsupportedBroker, install
 from celery_native_delay.bulk import BulkResult, bulk
-from tests.conformance.brokers import WITH_BULK, Broker
-from tests.conformance.traffic import SETTINGS, attended
-from tests.integration.traffic import Arrival, bodies, inbox
+from tests.conformance.brokers import Broker, options_of, settings_of
+from tests.conformance.traffic import SETTINGS, attended, delaying
+from tests.integration.traffic import Arrival, Inbox, bodies
 from tests.traffic import eta_in
 from tests.waiting import wait_until
-
-BROKERS = WITH_BULK
 
 ORDERS = Queue("orders", Exchange("shop", type="topic"), routing_key="order.#")
 PLAIN = Queue("plain")
@@ -31,15 +29,25 @@ PER_TASK = ("id", "root_id", "eta", "expires")
 def make_app(url: str) -> Celery:
     app = Celery("shop", broker=url, set_as_current=False)
     app.conf.update(
-        task_queues=[PLAIN, ORDERS], task_default_queue="plain", task_ignore_result=True
+        task_queues=[PLAIN, ORDERS],
+        task_default_queue="plain",
+        task_ignore_result=True,
+        broker_transport_options=options_of(url),
     )
-    install(app, **SETTINGS)
+    install(app, **SETTINGS, **settings_of(url))
 
     @app.task(name="shop.remind", shared=False)
     def remind(number: int = 0, text: str = "") -> None:
         """Never run here."""
 
     return app
+
+
+@contextmanager
+def inbox(url: str, *queues: str) -> Iterator[Inbox]:
+    """An inbox on a connection of its own."""
+    with delaying(url) as connection:
+        yield Inbox(connection).consume(queues)
 
 
 @contextmanager
@@ -50,7 +58,7 @@ def ready_app(url: str) -> Iterator[Celery]:
         with bulk(app) as batch:
             for queue in ("plain", "orders"):
                 batch.send("shop.warm_up", queue=queue, countdown=0.01)
-        with inbox(url, "plain", "orders", **SETTINGS) as letters:
+        with inbox(url, "plain", "orders") as letters:
             letters.wait_for(2)
         yield app
     app.close()
@@ -111,7 +119,7 @@ def test_a_task_in_bulk_is_the_task_that_apply_async_sends(
 ) -> None:
     send = shared_app.tasks["shop.remind"].apply_async
     arguments = (7,), {"text": 'é % "quoted"'}
-    with inbox(shared_app.conf.broker_url, "plain", "orders", **SETTINGS) as letters:
+    with inbox(shared_app.conf.broker_url, "plain", "orders") as letters:
         send(*arguments, countdown=1, **options)
         with bulk(shared_app) as batch:
             ids = [batch.send("shop.remind", *arguments, countdown=1, **options) for _ in range(3)]
@@ -129,7 +137,7 @@ def test_a_task_in_bulk_is_the_task_that_apply_async_sends(
 
 def test_mixed_due_times_and_queues_arrive_once_and_on_time(app: Celery, url: str) -> None:
     """Due already, due at once, later; by countdown, aware and naive ETA, and as text."""
-    with inbox(url, "plain", "orders", **SETTINGS) as letters:
+    with inbox(url, "plain", "orders") as letters:
         with bulk(app, window=50) as batch:
             for number in range(1_000):
                 at = datetime.now(UTC) + timedelta(seconds=number % 40 / 10)
@@ -159,7 +167,7 @@ def test_mixed_due_times_and_queues_arrive_once_and_on_time(app: Celery, url: st
 
 def test_what_a_batch_says_stands_in_every_message(app: Celery, url: str) -> None:
     """Whichever way it goes; of its own headers each has its own."""
-    with inbox(url, "plain", **SETTINGS) as letters:
+    with inbox(url, "plain") as letters:
         with bulk(app, headers={"tenant": "a", "run": "r/0/0"}) as batch:
             for _ in range(3):
                 batch.send("shop.remind", countdown=0.5)
@@ -179,7 +187,7 @@ def test_a_signal_is_sent_for_every_task(app: Celery, url: str) -> None:
         heard.append(headers["id"])
         headers["tenant"] = "a"
 
-    with inbox(url, "plain", **SETTINGS) as letters:
+    with inbox(url, "plain") as letters:
         with bulk(app) as batch:
             batch.send("shop.remind", countdown=1)
             signals.before_task_publish.connect(listen)
@@ -213,7 +221,7 @@ def test_what_cannot_wait_is_refused_and_the_rest_goes_on(app: Celery, url: str)
 def test_large_and_unknown_tasks(app: Celery, url: str) -> None:
     """A body of several frames; a task that is registered nowhere here."""
     text = "x" * 300_000
-    with inbox(url, "plain", **SETTINGS) as letters:
+    with inbox(url, "plain") as letters:
         with bulk(app) as batch:
             for _ in range(3):
                 batch.send("shop.remind", (1, text), countdown=1)
@@ -242,7 +250,7 @@ def test_an_app_that_is_not_installed_is_refused(url: str) -> None:
 
 def test_what_is_not_enough_for_a_batch_is_sent_in_time(app: Celery, url: str) -> None:
     """Nobody has to send another, or to leave the block, for a task to arrive when it is due."""
-    with inbox(url, "plain", **SETTINGS) as letters, bulk(app) as batch:
+    with inbox(url, "plain") as letters, bulk(app) as batch:
         for _ in range(3):
             batch.send("shop.remind", eta=eta_in(0.3))
         assert letters.wait_for(3)
