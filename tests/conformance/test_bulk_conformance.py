@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
-from typing import Any
+from functools import partial
+from typing import Any, Self
 
 import pytest
 from celery import Celery, signals
@@ -14,7 +15,7 @@ from kombu import Exchange, Queue
 
 from celery_native_delay import DelayTooLong, InvalidDueTime, UnsupportedBroker, install
 from celery_native_delay.bulk import BulkResult, bulk
-from tests.conformance.brokers import Broker, options_of, settings_of
+from tests.conformance.brokers import Broker, options_of, settings_of, whole_seconds
 from tests.conformance.traffic import SETTINGS, attended, delaying
 from tests.integration.traffic import Arrival, Inbox, bodies
 from tests.traffic import eta_in
@@ -43,11 +44,26 @@ def make_app(url: str) -> Celery:
     return app
 
 
+class Acknowledging(Inbox):
+    """On SQS nobody but a worker can do without."""
+
+    def consume(self, queues: Iterable[str]) -> Self:
+        for queue in queues:
+            self._channel.basic_consume(
+                queue, no_ack=False, callback=partial(self._on, queue), consumer_tag=queue
+            )
+        return self
+
+    def _on(self, queue: str, raw: Any) -> None:
+        super()._on(queue, raw)
+        self.arrivals[-1].message.ack()
+
+
 @contextmanager
 def inbox(url: str, *queues: str) -> Iterator[Inbox]:
     """An inbox on a connection of its own."""
     with delaying(url) as connection:
-        yield Inbox(connection).consume(queues)
+        yield Acknowledging(connection).consume(queues)
 
 
 @contextmanager
@@ -120,9 +136,11 @@ def test_a_task_in_bulk_is_the_task_that_apply_async_sends(
     send = shared_app.tasks["shop.remind"].apply_async
     arguments = (7,), {"text": 'é % "quoted"'}
     with inbox(shared_app.conf.broker_url, "plain", "orders") as letters:
-        send(*arguments, countdown=1, **options)
+        send(*arguments, countdown=0.3, **options)
         with bulk(shared_app) as batch:
-            ids = [batch.send("shop.remind", *arguments, countdown=1, **options) for _ in range(3)]
+            ids = [
+                batch.send("shop.remind", *arguments, countdown=0.3, **options) for _ in range(3)
+            ]
         single, *many = letters.wait_for(4)
     if single.message.headers["id"] in ids:
         single = next(a for a in many if a.message.headers["id"] not in ids)
@@ -137,9 +155,10 @@ def test_a_task_in_bulk_is_the_task_that_apply_async_sends(
 
 def test_mixed_due_times_and_queues_arrive_once_and_on_time(app: Celery, url: str) -> None:
     """Due already, due at once, later; by countdown, aware and naive ETA, and as text."""
+    count = 100 if whole_seconds(url) else 1_000  # moto takes its time
     with inbox(url, "plain", "orders") as letters:
         with bulk(app, window=50) as batch:
-            for number in range(1_000):
+            for number in range(count):
                 at = datetime.now(UTC) + timedelta(seconds=number % 40 / 10)
                 when: dict[str, Any] = [
                     {"countdown": number % 40 / 10},
@@ -150,8 +169,8 @@ def test_mixed_due_times_and_queues_arrive_once_and_on_time(app: Celery, url: st
                 ][number % 5]
                 queue = ("plain", "orders")[number % 2]
                 batch.send("shop.remind", (number,), queue=queue, **when)
-        came = letters.wait_for(1_000)
-    assert sorted(body[0][0] for body in bodies(came)) == list(range(1_000))
+        came = letters.wait_for(count)
+    assert sorted(body[0][0] for body in bodies(came)) == list(range(count))
     for arrival in came:
         number = arrival.body[0][0]
         assert arrival.queue == ("plain", "orders")[number % 2]
@@ -161,8 +180,8 @@ def test_mixed_due_times_and_queues_arrive_once_and_on_time(app: Celery, url: st
             due = due if due.tzinfo else due.replace(tzinfo=UTC)
             assert arrival.at >= due.timestamp()
     result = batch.result
-    assert (result.sent, result.confirmed, result.refused) == (1_000, 1_000, [])
-    assert result.by_template > 500
+    assert (result.sent, result.confirmed, result.refused) == (count, count, [])
+    assert result.by_template > count / 2
 
 
 def test_what_a_batch_says_stands_in_every_message(app: Celery, url: str) -> None:

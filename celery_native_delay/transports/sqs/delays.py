@@ -16,7 +16,7 @@ from ...core.hops import seconds_up
 from ...core.settings import DelaySettings
 from ..virtual.trace import sealed
 from .delay_queue import can_delay, delay_queue_of, mismatches, overdue_in
-from .entry import Entry, Parcel, check_size
+from .entry import Entry, Parcel, Put, check_size
 from .queues import Queues, explained, is_gone
 
 logger = logging.getLogger(__name__)
@@ -83,26 +83,67 @@ class Delays:
             DelayTooLong, SettingsError, TopologyMismatch, NotPermitted: nothing was sent; the
                 text says why and the way out.
         """
+        put = self.sealed(queue, message, due_us=due_us, delivery_id=delivery_id)
+        if entry_id is not None:
+            put = put._replace(id=entry_id)
+        now_us = time_ns() // 1000
+        self.check_size(put, now_us=now_us)
+        if not self.is_far(put, now_us=now_us) or not self._send_into_delay_queue(
+            queue, put.entry(now_us=now_us)
+        ):
+            self._send(queue, put.parcel, self.seconds_here(put, now_us=now_us))
+
+    def sealed(
+        self,
+        queue: str,
+        message: dict[str, Any],
+        *,
+        due_us: int,
+        delivery_id: str | None = None,
+    ) -> Put:
+        """kombu's *message* as it waits; raises as :meth:`publish`, but for its size."""
         self.prepare()
         if not can_delay(queue):
             raise CannotDelay(
                 f"expected a queue that can delay, got the FIFO queue {queue!r}: SQS takes no "
                 f"delay for a single message there"
             )
-        now_us = time_ns() // 1000
-        check_due(due_us, now_us=now_us, longest_delay_seconds=self.settings.longest_delay_seconds)
-        wait_ms = milliseconds_up(due_us - now_us)
+        self.check_reach(due_us)
         delivery_id = delivery_id or str(message["properties"]["delivery_tag"])
-        due_ms = milliseconds_up(due_us)
-        told = sealed(message, due_ms=due_ms)
+        told = sealed(message, due_ms=milliseconds_up(due_us))
         # SQS puts a receipt where other brokers leave the delivery tag.
         told["headers"][HEADER]["id"] = delivery_id
-        parcel = Parcel.of(told, base64=self._channel.sqs_base64_encoding)
-        waits_here = seconds_up(wait_ms) <= self.hop_seconds
-        entry = Entry(entry_id or delivery_id, wait_ms, due_ms, parcel)
-        check_size(parcel.size_bytes if waits_here else entry.size_bytes, queue=queue)
-        if waits_here or not self._send_into_delay_queue(queue, entry):
-            self._send(queue, parcel, min(seconds_up(wait_ms), self.hop_seconds))
+        base64 = self._channel.sqs_base64_encoding
+        return Put(queue, due_us, delivery_id, Parcel.of(told, base64=base64), base64)
+
+    def check_reach(self, due_us: int) -> None:
+        """Refuse what is further away than the longest delay.
+
+        Raises:
+            DelayTooLong: it is.
+        """
+        check_due(
+            due_us,
+            now_us=time_ns() // 1000,
+            longest_delay_seconds=self.settings.longest_delay_seconds,
+        )
+
+    def check_size(self, put: Put, *, now_us: int) -> None:
+        """Refuse what is too large for SQS.
+
+        Raises:
+            CannotDelay: it is.
+        """
+        sized = put.entry(now_us=now_us) if self.is_far(put, now_us=now_us) else put.parcel
+        check_size(sized.size_bytes, queue=put.queue)
+
+    def is_far(self, put: Put, *, now_us: int) -> bool:
+        """Whether it is due later than a single wait ends."""
+        return seconds_up(milliseconds_up(put.due_us - now_us)) > self.hop_seconds
+
+    def seconds_here(self, put: Put, *, now_us: int) -> int:
+        """How long it is to wait in its own queue."""
+        return min(seconds_up(milliseconds_up(put.due_us - now_us)), self.hop_seconds)
 
     def _send(self, queue: str, parcel: Parcel, delay_seconds: int) -> None:
         def send() -> None:
@@ -118,7 +159,7 @@ class Delays:
         """False if there is none, or none any more."""
         name = delay_queue_of(queue)
         for _ in range(2):
-            url = self._usable(queue)
+            url = self.usable(queue)
             if url is None:
                 return False
             try:
@@ -143,7 +184,7 @@ class Delays:
             self.queues.forget(queue)
             return send()
 
-    def _usable(self, queue: str) -> str | None:
+    def usable(self, queue: str) -> str | None:
         """Where the delay queue of *queue* is, looked at now and then; None if there is none.
 
         What can be known of the receiver: whether anybody has set up its delay queue, and whether

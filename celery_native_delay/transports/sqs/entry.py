@@ -6,14 +6,18 @@ on its way, a newline, and the body that the destination will get: no hop reads 
 
 from __future__ import annotations
 
-from base64 import b64encode
-from collections.abc import Mapping
+from base64 import b64decode, b64encode
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Self
+from typing import Any, NamedTuple, Self, TypeVar
 
 from kombu.utils.json import dumps, loads
 
+from ...core.due_time import milliseconds_up
 from ...core.errors import CannotDelay
+from ...core.hops import BATCH
+
+T = TypeVar("T")
 
 VERSION = 1
 
@@ -42,8 +46,11 @@ class Parcel:
         properties = dict(message["properties"])
         attributes = properties.pop(_ATTRIBUTES, None) or {}
         text = dumps({**message, "properties": properties})
-        body = b64encode(text.encode()).decode() if base64 else text
-        return cls(body, attributes, properties.get("MessageGroupId"))
+        return cls("", attributes, properties.get("MessageGroupId")).holding(text, base64=base64)
+
+    def holding(self, text: str, *, base64: bool) -> Self:
+        """The same with another message's JSON."""
+        return replace(self, body=b64encode(text.encode()).decode() if base64 else text)
 
     @property
     def size_bytes(self) -> int:
@@ -107,6 +114,35 @@ class Entry:
         }
 
 
+class Put(NamedTuple):
+    """A message that is to wait for *queue*; *id* is that of its wait, *base64* kombu's setting."""
+
+    queue: str
+    due_us: int
+    id: str
+    parcel: Parcel
+    base64: bool
+
+    @property
+    def envelope(self) -> str:
+        """kombu's message as JSON."""
+        body = self.parcel.body
+        return b64decode(body).decode() if self.base64 else body
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.parcel.body)
+
+    def another(self, envelope: str, *, due_us: int, task_id: str, delivery_tag: str) -> Self:
+        parcel = self.parcel.holding(envelope, base64=self.base64)
+        return self.__class__(self.queue, due_us, delivery_tag, parcel, self.base64)
+
+    def entry(self, *, now_us: int) -> Entry:
+        """It in the delay queue."""
+        wait_ms = milliseconds_up(self.due_us - now_us)
+        return Entry(self.id, wait_ms, milliseconds_up(self.due_us), self.parcel)
+
+
 def opened(text: str) -> Entry:
     """The opposite of :meth:`Entry.text`.
 
@@ -135,6 +171,21 @@ def check_size(size_bytes: int, *, queue: str) -> None:
             f"expected a message of at most {MOST_BYTES:,} bytes, which is all that SQS takes, got "
             f"{size_bytes:,} for {queue!r}: send a reference to what is large, or compress it"
         )
+
+
+def in_requests(items: Iterable[T], size_bytes: Callable[[T], int]) -> Iterator[list[T]]:
+    """*items* by ten, or fewer if they are large: a request may be no larger than a message."""
+    batch: list[T] = []
+    batch_bytes = 0
+    for each in items:
+        its_bytes = size_bytes(each)
+        if batch and (len(batch) == BATCH or batch_bytes + its_bytes > MOST_BYTES):
+            yield batch
+            batch, batch_bytes = [], 0
+        batch.append(each)
+        batch_bytes += its_bytes
+    if batch:
+        yield batch
 
 
 def _bytes(part: Any) -> bytes:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 from botocore.exceptions import ClientError
 from kombu.transport.SQS import DoesNotExistQueueException, UndefinedQueueException
@@ -20,6 +20,13 @@ _MESSAGE_REFUSED = (
     "BatchRequestTooLong",
 )
 _DENIED = ("AccessDenied", "AccessDeniedException")
+
+
+class Failure(NamedTuple):
+    """Why SQS did not take a message; *is_final* if it would not if it were sent again."""
+
+    reason: str
+    is_final: bool
 
 
 class Queues:
@@ -73,6 +80,43 @@ class Queues:
             )
         self._channel._queue_cache[name] = answer["QueueUrl"]
         return str(answer["QueueUrl"])
+
+    def send_many(
+        self, queue: str, messages: Sequence[Mapping[str, Any]], *, url: Callable[[], str]
+    ) -> dict[int, Failure]:
+        """Send up to ten at once; which of *messages* SQS did not take, and why.
+
+        Args:
+            messages: arguments of ``send_message`` without the URL.
+            url: where *queue* is, creating it if need be.
+        """
+        entries = [{"Id": str(at), **message} for at, message in enumerate(messages)]
+
+        def send() -> dict[str, Any]:
+            answer: dict[str, Any] = self.client(queue).send_message_batch(
+                QueueUrl=url(), Entries=entries
+            )
+            return answer
+
+        try:
+            answer = send()
+        except ClientError as exc:
+            if is_gone(exc):
+                self.forget(queue)
+                answer = send()  # into a new one, as kombu does
+            elif not is_about_a_message(exc):
+                raise
+            elif len(messages) == 1:
+                return {0: Failure(str(exc), is_final=True)}
+            else:  # not the whole batch for one
+                alone = (self.send_many(queue, [message], url=url) for message in messages)
+                return {at: failed[0] for at, failed in enumerate(alone) if failed}
+        return {
+            int(each["Id"]): Failure(
+                f"{each['Code']}: {each.get('Message')}", is_final=bool(each.get("SenderFault"))
+            )
+            for each in answer.get("Failed") or []
+        }
 
     def attributes(self, queue: str, url: str) -> dict[str, str] | None:
         """What SQS says of *queue* at *url*; None if it is gone.

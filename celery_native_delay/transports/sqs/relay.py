@@ -22,8 +22,8 @@ from kombu.exceptions import KombuError
 from ...core.errors import NativeDelayError
 from ...core.hops import BATCH, Reception, retry_seconds, seconds_up
 from .delay_queue import delay_queue_of
-from .entry import MOST_BYTES, Entry, opened
-from .queues import Queues, is_about_a_message, is_gone
+from .entry import Entry, in_requests, opened
+from .queues import Queues, is_gone
 
 logger = logging.getLogger(__name__)
 
@@ -236,7 +236,7 @@ class Line:
     ) -> int:
         """Send *received* to *queue* and delete what SQS has taken; how many."""
         taken = 0
-        for batch in _batches(received):
+        for batch in in_requests(received, lambda each: each.entry.size_bytes):
             try:
                 refused = self._send(queue, [arguments(each) for each in batch])
             except BaseException:
@@ -260,30 +260,8 @@ class Line:
 
     def _send(self, queue: str, messages: Sequence[dict[str, Any]]) -> dict[int, str]:
         """Which of *messages* SQS did not take, and why."""
-        entries = [{"Id": str(at)} | message for at, message in enumerate(messages)]
-
-        def send() -> dict[str, Any]:
-            url = self._url(queue)
-            answer: dict[str, Any] = self._client(queue).send_message_batch(
-                QueueUrl=url, Entries=entries
-            )
-            return answer
-
-        try:
-            answer = send()
-        except ClientError as exc:
-            if is_gone(exc):
-                self._queues.forget(queue)
-                answer = send()  # into a new one, as kombu does
-            elif not is_about_a_message(exc):
-                raise
-            elif len(messages) == 1:
-                return {0: str(exc)}
-            else:  # not the whole batch for one
-                alone = (self._send(queue, [message]) for message in messages)
-                return {at: refused[0] for at, refused in enumerate(alone) if refused}
-        failed = answer.get("Failed") or []
-        return {int(each["Id"]): f"{each['Code']}: {each.get('Message')}" for each in failed}
+        failed = self._queues.send_many(queue, messages, url=lambda: self._url(queue))
+        return {at: failure.reason for at, failure in failed.items()}
 
     def _delete(self, sent: Sequence[_Received]) -> None:
         if not sent:
@@ -349,21 +327,6 @@ def _leave_room(connection: Any, threads: int) -> None:
     room = {"max_pool_connections": max(threads, 10)}
     config = {"client-config": room | (options.get("client-config") or {})}
     connection.transport_options = options | config
-
-
-def _batches(received: Sequence[_Received]) -> Iterator[list[_Received]]:
-    """Most often one: a request may be no larger than a message."""
-    batch: list[_Received] = []
-    size_bytes = 0
-    for each in received:
-        its_bytes = each.entry.size_bytes
-        if batch and size_bytes + its_bytes > MOST_BYTES:
-            yield batch
-            batch, size_bytes = [], 0
-        batch.append(each)
-        size_bytes += its_bytes
-    if batch:
-        yield batch
 
 
 def _dated_ms(answer: dict[str, Any]) -> int:

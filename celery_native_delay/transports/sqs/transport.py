@@ -17,6 +17,7 @@ from .delay_queue import can_delay
 from .delays import Delays, leave_to_celery
 
 if TYPE_CHECKING:
+    from ..virtual.bulk_line import BulkLine
     from .admin_part import SqsAdminPart
     from .worker_part import SqsWorkerPart
 
@@ -88,3 +89,10 @@ class Transport(virtual.DelayingTransport, SQS.Transport):  # type: ignore[misc]
     def __init__(self, client: Any, **kwargs: Any) -> None:
         super().__init__(client, **kwargs)
         self.urls_by_queue: dict[str, str] = {}
+
+    def bulk_line(self, *, window: int) -> BulkLine:
+        """A way of their own for many messages; the connection itself is not touched."""
+        from ..virtual.bulk_line import BulkLine
+        from .outbox import Outbox
+
+        return BulkLine(Outbox(self.client, window))

@@ -1,0 +1,136 @@
+"""Many messages to SQS: ten in a request, what it does not take is sent again or named.
+
+A request whose answer was lost is sent again. SQS recognises that in a delay queue, for five
+minutes; in a queue that is no FIFO queue it does not, nor does it for anybody else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from time import time_ns
+from typing import Any
+
+from botocore.exceptions import BotoCoreError, ClientError
+
+from ..virtual.collecting import Collecting, PlainPut
+from ..virtual.outbox import Batch, CallingOutbox, NotTaken
+from .delay_queue import can_delay, delay_queue_of
+from .delays import Delays
+from .entry import Put, in_requests
+from .queues import explained
+from .transport import Channel
+
+
+class NotYet(Exception):
+    """SQS did not take some messages now; it may in a moment."""
+
+
+class BulkChannel(Collecting, Channel):
+    """See :class:`Collecting`."""
+
+    def put_for(self, queue: str, message: dict[str, Any]) -> Put | PlainPut:
+        due_us = self.due_of(message)
+        if due_us is None or not can_delay(queue):
+            return PlainPut(queue, message)
+        put: Put = self.delays.sealed(queue, message, due_us=due_us)
+        self.check(put)
+        return put
+
+    def check(self, put: Put) -> None:
+        """Raise what stands against sending it, before it is among those that are sent."""
+        delays: Delays = self.delays
+        now_us = time_ns() // 1000
+        delays.check_size(put, now_us=now_us)
+        with explained(delays.queues.name(put.queue), "sqs:CreateQueue"):
+            delays.queues.url(put.queue)
+        if delays.is_far(put, now_us=now_us):
+            delays.usable(put.queue)
+
+
+class Outbox(CallingOutbox[Put | PlainPut]):
+    """See the module's docstring. What does not wait is sent as ever, one by one."""
+
+    lost = (*CallingOutbox.lost, BotoCoreError, ClientError, NotYet)
+
+    def take(self, put: Put | PlainPut) -> None:
+        if isinstance(put, Put):
+            self.channel.check(put)
+        super().take(put)
+
+    # --- private -------------------------------------------------------------------------
+
+    def _open(self, client: Any) -> Collecting:
+        channel = BulkChannel(client.connection)
+        client.connection.channels.append(channel)
+        channel.delays.prepare()
+        return channel
+
+    def _packed(self, puts: list[Put | PlainPut]) -> Iterable[Batch[Put | PlainPut]]:
+        """Those together that go to the same queue."""
+        delays, now_us = self._delays, time_ns() // 1000
+        ways: dict[tuple[str, bool], list[Put | PlainPut]] = {}
+        for put in puts:
+            if isinstance(put, PlainPut):
+                yield Batch([put])
+            else:
+                way = put.queue, delays.is_far(put, now_us=now_us)
+                ways.setdefault(way, []).append(put)
+        for together in ways.values():
+            # By the size of an entry, which is some 200 bytes more than the message.
+            yield from map(Batch, in_requests(together, lambda put: put.size_bytes + 1000))
+
+    def _deliver(self, batch: Batch[Put | PlainPut]) -> None:
+        waiting = [put for put in batch.puts if isinstance(put, Put)]
+        for put in batch.puts:
+            if isinstance(put, PlainPut):
+                self._put_plainly(put)
+        if not waiting:
+            return
+        # Since it was packed, some may have become due sooner than a wait in the delay queue ends.
+        delays, now_us = self._delays, time_ns() // 1000
+        queue = waiting[0].queue
+        url = delays.usable(queue)
+        far = [put for put in waiting if url and delays.is_far(put, now_us=now_us)]
+        near = [put for put in waiting if put not in far]
+        if far:
+            entries = [put.entry(now_us=now_us).arguments() for put in far]
+            self._send(batch, far, delay_queue_of(queue), entries, lambda: str(url))
+        if near:
+            messages = [
+                {**put.parcel.arguments(), "DelaySeconds": delays.seconds_here(put, now_us=now_us)}
+                for put in near
+            ]
+            self._send(batch, near, queue, messages, lambda: delays.queues.url(queue))
+
+    def _send(
+        self,
+        batch: Batch[Put | PlainPut],
+        puts: list[Put],
+        queue: str,
+        messages: list[dict[str, Any]],
+        url: Callable[[], str],
+    ) -> None:
+        queues = self._delays.queues
+        with explained(queues.name(queue), "sqs:SendMessage"):
+            failures = queues.send_many(queue, messages, url=url)
+        self._settled(batch, [put for at, put in enumerate(puts) if at not in failures])
+        for at, failure in failures.items():
+            if failure.is_final:
+                self._settled(batch, [puts[at]], reason=failure.reason)
+        again = [failure.reason for failure in failures.values() if not failure.is_final]
+        if again:
+            raise NotYet(again[0])
+
+    def _put_plainly(self, put: PlainPut) -> None:
+        try:
+            with explained(self._delays.queues.name(put.queue), "sqs:SendMessage"):
+                self.channel.put_plainly(put)
+        except self.lost:
+            raise
+        except Exception as error:  # of kombu, for a queue that there cannot be
+            raise NotTaken(f"{type(error).__name__}: {error}") from error
+
+    @property
+    def _delays(self) -> Delays:
+        delays: Delays = self.channel.delays
+        return delays
