@@ -5,13 +5,17 @@ In kombu since 5.7. Delays are whole seconds there, so they are rounded up: neve
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from time import time_ns
 from typing import Any
 
 from kombu.transport import pgmq
 
 from ..core.settings import DelaySettings
+from .virtual.bulk_line import BulkLine
 from .virtual.channel import DelayingChannel, DelayingTransport
+from .virtual.collecting import Collecting, PlainPut
+from .virtual.outbox import Batch, CallingOutbox, NotTaken
 
 
 class Channel(pgmq.Channel):  # type: ignore[misc]
@@ -27,6 +31,56 @@ class Channel(pgmq.Channel):  # type: ignore[misc]
         return found
 
 
+class BulkChannel(Collecting, Channel):
+    """See :class:`Collecting`; what pgmq itself routes goes its way one by one."""
+
+    def put_for(self, queue: str, message: dict[str, Any]) -> PlainPut:
+        return PlainPut(queue, message)
+
+    def _put_fanout(self, *args: Any, **kwargs: Any) -> None:
+        self._is_routed = True
+        Channel._put_fanout(self, *args, **kwargs)
+
+    def _put_topic(self, *args: Any, **kwargs: Any) -> None:
+        self._is_routed = True
+        super()._put_topic(*args, **kwargs)
+
+
+class Outbox(CallingOutbox[PlainPut]):
+    """Many messages to pgmq: a hundred in a transaction, those together that wait as long."""
+
+    def __init__(self, client: Any, window: int) -> None:
+        super().__init__(client, window)
+        self.lost = (*self.lost, *client.recoverable_connection_errors)
+
+    def _open(self, client: Any) -> Collecting:
+        channel = BulkChannel(client.connection)
+        client.connection.channels.append(channel)
+        return channel
+
+    def _packed(self, puts: list[PlainPut]) -> Iterable[Batch[PlainPut]]:
+        return (Batch(puts),)
+
+    def _deliver(self, batch: Batch[PlainPut]) -> None:
+        channel = self.channel
+        alike: dict[tuple[str, int], list[tuple[dict[str, Any], dict[str, Any]]]] = {}
+        for put in batch.puts:
+            told = channel._pgmq_send_kwargs(put.message)
+            way = channel._queue_name(put.queue), told.get("delay", 0)
+            alike.setdefault(way, []).append((put.message, told.get("headers", {})))
+        try:
+            with channel.pgmq.pool.connection() as connection, connection.transaction():
+                for (queue, delay_seconds), sent in alike.items():
+                    messages, headers = map(list, zip(*sent, strict=True))
+                    channel.pgmq.send_batch(
+                        queue, messages, headers=headers, delay=delay_seconds, conn=connection
+                    )
+        except self.lost:
+            raise
+        except pgmq.psycopg.Error as error:
+            raise NotTaken(str(error)) from error
+
+
 class Transport(DelayingTransport, pgmq.Transport):  # type: ignore[misc]
     """kombu's pgmq transport; with the ``native_delay`` option, messages wait in the broker."""
 
@@ -35,3 +89,7 @@ class Transport(DelayingTransport, pgmq.Transport):  # type: ignore[misc]
     def waits_in(self, settings: DelaySettings) -> str:
         """Where delayed messages wait; needs no connection."""
         return "their queue of pgmq, invisible"
+
+    def bulk_line(self, *, window: int) -> BulkLine:
+        """A way of their own for many messages; the connection itself is not touched."""
+        return BulkLine(Outbox(self.client, window))

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import psycopg
 import pytest
+from celery import Celery
 from kombu import Connection, Exchange, Queue
 
+from celery_native_delay import install
+from celery_native_delay.bulk import bulk
 from pytest_celery_native_delay import installed
 from tests.postgresql import find_postgresql, private_postgresql
 from tests.traffic import inbox, publish
@@ -29,15 +33,18 @@ def database() -> Iterator[str]:
             yield connection.info.dsn  # pgmq takes no URL of a socket
 
 
-@pytest.fixture
-def connection(database: str) -> Iterator[Any]:
-    options = {
+def options_of(database: str) -> dict[str, Any]:
+    return {
         "conn_string": database,
         "init_extension": False,
         "wait_time_seconds": 0,
         "polling_interval": 0.05,
     }
-    delaying = {"native_delay": True, **options}
+
+
+@pytest.fixture
+def connection(database: str) -> Iterator[Any]:
+    delaying = {"native_delay": True, **options_of(database)}
     with Connection("pgmq://", transport_options=delaying) as connection:
         yield connection
 
@@ -53,3 +60,21 @@ def test_a_message_arrives_when_it_is_due_and_not_before(connection: Any, queue:
         now, late = received.wait_for(2)
     assert (now.body, late.body) == ("now", "late")
     assert 0 <= late.lateness_seconds < 10
+
+
+def test_many_tasks_at_once(database: str, connection: Any) -> None:
+    """Each once and when it is due; one that PostgreSQL does not take is named, alone."""
+    app = Celery("shop", broker="pgmq://", set_as_current=False)
+    app.conf.update(task_default_queue="many", broker_transport_options=options_of(database))
+    install(app)
+    with inbox(connection, "many") as received:
+        with bulk(app, check=False) as batch:
+            for number in range(250):
+                countdown = (0, 0.5, 1.5)[number % 3]
+                headers = {"note": "\0"} if number == 100 else {}
+                batch.send("shop.remind", (number,), countdown=countdown, headers=headers)
+        came = received.wait_for(249)
+    assert (batch.result.sent, batch.result.confirmed) == (250, 249)
+    assert [json.loads(each.body)[0][0] for each in batch.result.refused] == [100]
+    assert sorted(each.body[0][0] for each in came) == [*range(100), *range(101, 250)]
+    assert min(each.lateness_seconds for each in came if each.message.headers["eta"]) >= 0
