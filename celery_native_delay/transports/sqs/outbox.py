@@ -130,6 +130,11 @@ class Outbox(CallingOutbox[Put | PlainPut]):
         except Exception as error:  # of kombu, for a queue that there cannot be
             raise NotTaken(f"{type(error).__name__}: {error}") from error
 
+    def _lose(self) -> None:
+        """Only at the end: what a request needs of a connection it makes by itself."""
+        if self._closed.is_set():
+            super()._lose()
+
     @property
     def _delays(self) -> Delays:
         delays: Delays = self.channel.delays

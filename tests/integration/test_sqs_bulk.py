@@ -1,0 +1,139 @@
+"""``bulk(app)`` on SQS: ten in a request, and what one of them is refused for is its own affair.
+
+What holds on every broker is tested in tests/conformance. On moto, which refuses no single message
+of a request: its answers are altered on their way to the client here, nothing else is.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from celery_native_delay import CannotDelay, PublishRefused, install, register_transports
+from celery_native_delay.bulk import Bulk, bulk
+from celery_native_delay.testing import PrivateSqs
+from celery_native_delay.transports.sqs import delays
+from tests.integration.sqs_traffic import HOP_SECONDS, delaying, part_of, url_of, waiting_on
+
+HOUR = 3600
+
+
+@pytest.fixture
+def app(shared_sqs: PrivateSqs, monkeypatch: pytest.MonkeyPatch) -> Iterator[Celery]:
+    """With a delay queue beside its queue."""
+    register_transports()
+    shared_sqs.wipe()
+    monkeypatch.setattr(delays, "_said", set())
+    with delaying(shared_sqs.url) as connection:
+        part_of(connection, "jobs").prepare(shared_sqs.url)
+    app = Celery("shop", broker=shared_sqs.url, set_as_current=False)
+    app.conf.update(task_default_queue="jobs", task_ignore_result=True)
+    yield install(app, sqs_hop_seconds=HOP_SECONDS)
+    app.close()
+
+
+def listen(batch: Bulk, event: str, listener: Callable[..., None]) -> None:
+    """Tell *listener* of the requests of *batch*, which has sent something."""
+    events = batch._line._outbox.channel.sqs().meta.events
+    events.register(f"{event}.sqs.SendMessageBatch", listener)
+
+
+def numbers(batch: Bulk) -> list[int]:
+    return sorted(json.loads(message.body)[0][0] for message in batch.result.refused)
+
+
+def test_ten_go_in_a_request(shared_sqs: PrivateSqs, app: Celery) -> None:
+    sizes: list[int] = []
+
+    def count(params: dict[str, Any], **_: Any) -> None:
+        sizes.append(len(params["Entries"]))
+
+    with bulk(app) as batch:
+        batch.send("shop.remind", (0,), countdown=HOUR)
+        batch._line.settle(timeout_seconds=60)
+        listen(
+            batch,
+            "before-parameter-build",
+            lambda params, **_: sizes.append(len(params["Entries"])),
+        )
+        with batch._line._outbox.lock:  # so that the batch is sent when it is full, and not before
+            for number in range(1, 101):
+                batch.send("shop.remind", (number,), countdown=HOUR)
+    assert sizes == [10] * 10
+    assert waiting_on(shared_sqs) == 101
+
+
+def test_what_is_refused_for_now_is_sent_again_alone_and_is_there_once(
+    shared_sqs: PrivateSqs, app: Celery
+) -> None:
+    """SQS recognises the entries that it had taken after all."""
+    asked: list[set[str]] = []
+
+    def throttle(parsed: dict[str, Any], **_: Any) -> None:
+        if len(asked) < 3:
+            asked.append({each["Id"] for each in parsed["Successful"]})
+            late = parsed["Successful"].pop()
+            failed = {"Id": late["Id"], "SenderFault": False, "Code": "RequestThrottled"}
+            parsed["Failed"] = [failed]
+
+    with bulk(app) as batch:
+        batch.send("shop.remind", (0,), countdown=HOUR)
+        batch._line.settle(timeout_seconds=60)
+        listen(batch, "after-call", throttle)
+        with batch._line._outbox.lock:
+            for number in range(1, 11):
+                batch.send("shop.remind", (number,), countdown=HOUR)
+    assert batch.result.confirmed == 11
+    assert [len(ids) for ids in asked] == [10, 1, 1]
+    assert waiting_on(shared_sqs) == 11
+
+
+def test_what_is_refused_for_good_is_named(shared_sqs: PrivateSqs, app: Celery) -> None:
+    """By an answer for one of ten, and by a queue that takes none of its size."""
+    sqs = shared_sqs.client
+    sqs.set_queue_attributes(
+        QueueUrl=url_of(shared_sqs, "jobs-delay.fifo"), Attributes={"MaximumMessageSize": "4096"}
+    )
+    with bulk(app, check=False) as batch:
+        for number in range(20):
+            text = "x" * 8192 if number == 7 else ""
+            batch.send("shop.remind", (number, text), countdown=HOUR)
+    assert batch.result.confirmed == 19
+    assert numbers(batch) == [7]
+    assert waiting_on(shared_sqs) == 19
+
+
+def test_what_is_too_large_for_sqs_is_refused_at_once(app: Celery) -> None:
+    with bulk(app) as batch:
+        for _ in range(2):
+            batch.send("shop.remind", (0,), countdown=HOUR)
+            with pytest.raises(CannotDelay, match="at most 1,048,576 bytes"):
+                batch.send("shop.remind", ("x" * 900_000,), countdown=HOUR)
+    assert (batch.result.sent, batch.result.confirmed) == (2, 2)
+
+
+def test_an_sqs_that_is_away_leaves_them_in_doubt(shared_sqs: PrivateSqs, app: Celery) -> None:
+    app.conf.broker_transport_options = {
+        "client-config": {"retries": {"max_attempts": 0}, "connect_timeout": 1}
+    }
+    batch = bulk(app, timeout_seconds=0.5)
+
+    def send_all() -> None:
+        with batch:
+            batch.send("shop.remind", (0,), countdown=HOUR)
+            batch._line.settle(timeout_seconds=60)
+            shared_sqs.kill()
+            for number in range(1, 21):
+                batch.send("shop.remind", (number,), countdown=HOUR)
+
+    try:
+        with pytest.raises(PublishRefused, match="20 in doubt") as caught:
+            send_all()
+    finally:
+        shared_sqs.start()
+    doubted = sorted(json.loads(message.body)[0][0] for message in caught.value.refused)
+    assert doubted == list(range(1, 21))

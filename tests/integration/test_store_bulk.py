@@ -1,0 +1,201 @@
+"""``bulk(app)`` with a store: each task once whatever is lost on the way, none unseen.
+
+What holds on every broker is tested in tests/conformance.
+"""
+
+from __future__ import annotations
+
+import json
+from base64 import b64decode
+from collections.abc import Iterator
+from threading import Event, Thread
+from time import time_ns
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from celery import Celery
+from kombu import Queue
+from sqlalchemy import create_engine, text
+
+from celery_native_delay import PublishRefused, UnsupportedBroker, install
+from celery_native_delay.bulk import bulk
+from celery_native_delay.transports.timeouts.schema import METADATA
+from celery_native_delay.transports.timeouts.store import Store
+from tests.conformance.brokers import Broker, options_of, running_broker, settings_of
+from tests.traffic import PATIENCE_SECONDS
+from tests.waiting import wait_until
+
+
+def make_app(url: str, **settings: Any) -> Celery:
+    app = Celery("shop", broker=url, set_as_current=False)
+    app.conf.update(
+        task_queues=[Queue("plain"), Queue("no\0queue")],
+        task_default_queue="plain",
+        task_ignore_result=True,
+        broker_transport_options=options_of(url),
+    )
+    return install(app, **settings)
+
+
+def store_of(app: Celery) -> Store:
+    with app.connection_for_write() as connection:
+        store: Store = connection.default_channel.delays.store
+        store.prepare()
+        return store
+
+
+def numbers(store: Store) -> list[int]:
+    """The first argument of each task in *store*."""
+    with store.rows() as rows:
+        envelopes = [row.envelope for row in rows.waiting(None, None)]
+    bodies = [b64decode(json.loads(envelope)["body"]) for envelope in envelopes]
+    return sorted(json.loads(body)[0][0] for body in bodies)
+
+
+def lines(store: Store) -> int:
+    with store.engine.connect() as connection:
+        counting = text("SELECT COUNT(*) FROM native_delay_message WHERE namespace = '#lines'")
+        return int(connection.execute(counting).scalar_one())
+
+
+@pytest.fixture
+def app(url: str) -> Iterator[Celery]:
+    app = make_app(url, **settings_of(url))
+    yield app
+    app.close()
+
+
+@pytest.fixture(scope="module")
+def postgresql() -> Iterator[Broker]:
+    with running_broker("filesystem-postgresql", pytest.fail) as broker:
+        yield broker
+
+
+@pytest.fixture
+def shop(postgresql: Broker) -> Iterator[Celery]:
+    """Its store is a PostgreSQL of this module's own."""
+    url = postgresql.new_space()
+    app = make_app(url, **settings_of(url))
+    yield app
+    app.close()
+
+
+# ---- each once -----------------------------------------------------------------------------------
+
+
+def test_a_batch_that_is_stored_again_changes_nothing(app: Celery) -> None:
+    """Whether it still waits or was handed over since; nor does it take the next one's place."""
+    store, line = store_of(app), uuid4().hex
+    store.open_line(line)
+    due_us = time_ns() // 1000
+    batches = [[("plain", f'"{n}"', due_us, f"task-{n}")] for n in range(3)]
+    for _ in range(2):
+        store.add_many(batches[0], line=line, number=1)
+    assert store.census().waiting == 1
+    with store.taking(until_us=due_us) as taken:
+        taken.delivered += [message.id for message in taken.messages]
+    store.add_many(batches[0], line=line, number=1)
+    assert store.census().waiting == 0
+    for _ in range(2):
+        store.add_many(batches[1], line=line, number=2)
+    assert store.census().waiting == 1
+    METADATA.drop_all(store.engine)
+    store.add_many(batches[2], line=line, number=3)
+    assert store.census().waiting == 1
+    store.close_line(line, 3)
+    assert lines(store) == 0
+
+
+def test_connections_that_are_killed_again_and_again(shop: Celery) -> None:
+    store = store_of(shop)
+    admin = create_engine(store.url, isolation_level="AUTOCOMMIT")
+    kill_others = text(
+        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+        "WHERE datname = current_database() AND pid <> pg_backend_pid()"
+    )
+    ended, kills = Event(), 0
+
+    def kill() -> None:
+        nonlocal kills
+        with admin.connect() as connection:
+            while not ended.wait(0.1):
+                connection.execute(kill_others)
+                kills += 1
+
+    killer = Thread(target=kill, daemon=True)
+    killer.start()
+    with bulk(shop, window=300) as batch:
+        sent = 0
+        while kills < 8 or sent < 1_000:
+            batch.send("shop.remind", (sent,), countdown=600)
+            sent += 1
+    ended.set()
+    killer.join()
+    admin.dispose()
+    assert batch.result.confirmed == sent
+    assert numbers(store) == list(range(sent))
+    assert lines(store) == 0
+
+
+def test_a_store_that_is_restarted_in_the_middle(postgresql: Broker, shop: Celery) -> None:
+    with bulk(shop) as batch:
+        for number in range(1_000):
+            if number == 500:
+                postgresql.restart()
+            batch.send("shop.remind", (number,), countdown=600)
+    assert batch.result.confirmed == 1_000
+    assert numbers(store_of(shop)) == list(range(1_000))
+
+
+# ---- refused and in doubt ------------------------------------------------------------------------
+
+
+def test_what_the_database_does_not_take_is_named_and_holds_up_nobody(shop: Celery) -> None:
+    with bulk(shop, check=False) as batch:
+        for number in range(50):
+            queue = "no\0queue" if number == 20 else "plain"
+            batch.send("shop.remind", (number,), countdown=600, queue=queue)
+    assert batch.result.confirmed == 49
+    assert [json.loads(each.body)[0][0] for each in batch.result.refused] == [20]
+    assert numbers(store_of(shop)) == [*range(20), *range(21, 50)]
+
+
+def test_a_store_that_stays_away_leaves_them_in_doubt(postgresql: Broker, shop: Celery) -> None:
+    store_of(shop)
+    batch = bulk(shop, timeout_seconds=0.5)
+
+    def send_all() -> None:
+        with batch:
+            batch.send("shop.remind", (0,), countdown=600)
+            wait_until(
+                lambda: not batch._line._outbox.unanswered_count, timeout_seconds=PATIENCE_SECONDS
+            )
+            postgresql._server.stop()  # type: ignore[attr-defined]
+            for number in range(1, 51):
+                batch.send("shop.remind", (number,), countdown=600)
+
+    try:
+        with pytest.raises(PublishRefused, match="50 in doubt") as caught:
+            send_all()
+    finally:
+        postgresql._server.start()  # type: ignore[attr-defined]
+    doubted = sorted(json.loads(message.body)[0][0] for message in caught.value.refused)
+    assert doubted == list(range(1, 51))
+
+
+def test_what_leads_nowhere_is_returned(app: Celery) -> None:
+    """kombu drops it in silence."""
+    with bulk(app, check=False) as batch:
+        for number in range(3):
+            batch.send("shop.remind", (number,), countdown=600)
+            batch.send("shop.remind", (number,), countdown=600, exchange="nobodys", routing_key="x")
+    assert batch.result.confirmed == 3
+    assert [message.exchange for message in batch.result.returned] == ["nobodys"] * 3
+    assert numbers(store_of(app)) == [0, 1, 2]
+
+
+def test_without_a_store_it_is_refused_with_the_way_out() -> None:
+    app = make_app("filesystem://")
+    with pytest.raises(UnsupportedBroker, match="set native_delay_store"), bulk(app):
+        pass
