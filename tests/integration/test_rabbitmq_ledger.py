@@ -71,6 +71,25 @@ def test_the_ledgers_password_is_not_shown() -> None:
     app.close()
 
 
+def test_what_is_thrown_away_where_it_is_parked_is_listed_no_more(
+    app: Celery, delay: Delay
+) -> None:
+    """What waits in the levels is, as ever."""
+    send(app, 1, countdown=3600)  # noqa: F405
+    for number in range(2, 152):
+        send(app, number, countdown=1, queue="nobody")  # noqa: F405
+    with app.connection_for_write() as connection:
+        connection.default_channel.queue_delete("nobody")
+        admin = connection.default_channel.admin_part(app._native_delay.settings())
+        wait_until(lambda: admin.backlog().parked == 150, timeout_seconds=20)
+        assert delay.count() == 151
+        assert admin.purge_parked() == 150
+        assert admin.backlog().parked == 0
+        assert admin.purge_parked() == 0
+    wait_until(lambda: delay.count() == 1, timeout_seconds=10)
+    assert [task.id for task in delay.ls().tasks] == ["order-1"]
+
+
 def test_a_template_records_what_apply_async_does(app: Celery, ledger_redis: PrivateRedis) -> None:
     """All that is needed to send the message again, when its task is moved or cancelled."""
     options = {"countdown": 3600, "priority": 3, "queue": "side", "headers": {"tenant": 7}}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import re
+import signal
 import socket
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from time import monotonic, time, time_ns
 
 import pytest
@@ -16,6 +19,7 @@ from celery_native_delay import Delay, LedgerUnavailable, Verdict, install
 from celery_native_delay.core.delayed import Delayed
 from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, vhost_name
 from celery_native_delay.transports.contract import Answer
+from celery_native_delay.transports.rabbitmq.streams import follower
 from celery_native_delay.transports.rabbitmq.streams import ledger as stream_ledger
 from celery_native_delay.transports.rabbitmq.streams.follower import Follower
 from celery_native_delay.transports.rabbitmq.streams.ledger import MARGIN_SECONDS
@@ -182,6 +186,53 @@ def test_a_worker_knows_when_it_cannot_tell_and_never_forgets(
     wait_until(is_dropped, timeout_seconds=30)
     assert [answer(name) for name in ids] == [Answer.DROP, Answer.DROP, Answer.RUN]
     receipts.close()
+    app.close()
+
+
+def test_a_worker_that_has_fallen_behind_heeds_what_it_reads_while_it_waits(
+    app: Celery, delay: Delay
+) -> None:
+    send(app, 1, countdown=3600)  # noqa: F405
+    (task,) = delay.show("order-1")
+    with app.connection_for_write() as connection:
+        receipts = StreamReceipts(connection, connection.default_channel.delays.topology.ledger)
+    delayed = Delayed(task.delivery_id, round(time() * 1000), "", QUEUE)  # noqa: F405
+    reading = receipts._follower
+    wait_until(lambda: reading.is_fresh, timeout_seconds=10)
+    with ThreadPoolExecutor(1) as executor:
+        with reading.lock:  # its thread does not have its turn
+            assert delay.cancel("order-1")
+            wait_until(lambda: not reading.is_fresh, timeout_seconds=10)
+            headers = {"task": "shop.remind", "id": "order-1"}
+            answer = executor.submit(receipts.may_run, headers, delayed)
+        assert answer.result(timeout=10) is Answer.DROP
+    receipts.close()
+
+
+def test_a_broker_that_hangs_is_taken_for_lost_and_read_again(
+    mortal_rabbitmq: PrivateRabbitMQ, mortal_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its socket stays open, as that of a machine that vanished behind a proxy."""
+    monkeypatch.setattr(follower, "_UNANSWERED_SECONDS", 1)
+    app = Celery("shop", broker=mortal_url, set_as_current=False)
+    delay = Delay(install(app, ledger="stream"))
+    send(app, 1, countdown=3600)  # noqa: F405
+    assert delay.count() == 1
+    assert mortal_rabbitmq.pid is not None
+    os.kill(mortal_rabbitmq.pid, signal.SIGSTOP)
+    try:
+        followed = list(stream_ledger._followed.values())[-1]
+        wait_until(lambda: followed.follower._error is not None, timeout_seconds=20)
+    finally:
+        os.kill(mortal_rabbitmq.pid, signal.SIGCONT)
+
+    def counted_again() -> bool:
+        try:
+            return delay.count() == 1
+        except LedgerUnavailable:
+            return False
+
+    wait_until(counted_again, timeout_seconds=30)
     app.close()
 
 

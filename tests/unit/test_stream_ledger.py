@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import permutations
 
 import pytest
@@ -86,16 +87,29 @@ def message(delivery_id: str, replaces: str | None = None, *, age_ms: int = 600)
 def test_of_a_message_and_its_copy_one_may_run() -> None:
     """Before the decision, after it, and if none ever comes."""
     decisions = Decisions()
-    ask = decisions.answer
-    assert ask(message("old"), now_ms=NOW_MS) is Answer.RUN
-    assert ask(message("new", "old"), now_ms=NOW_MS) is Answer.NOT_YET
-    assert ask(message("new", "old", age_ms=PENDING_MS), now_ms=NOW_MS) is Answer.DROP
+    ask = partial(decisions.answer, now_ms=NOW_MS, is_fresh=True)
+    assert ask(message("old")) is Answer.RUN
+    assert ask(message("new", "old")) is Answer.NOT_YET
+    assert ask(message("new", "old", age_ms=PENDING_MS)) is Answer.DROP
     decisions.add(moved("old", "new"), rank=0, now_ms=NOW_MS)
-    assert ask(message("old"), now_ms=NOW_MS) is Answer.DROP
-    assert ask(message("new", "old", age_ms=PENDING_MS), now_ms=NOW_MS) is Answer.RUN
+    assert ask(message("old")) is Answer.DROP
+    assert ask(message("new", "old", age_ms=PENDING_MS)) is Answer.RUN
     decisions.add(moved("new", "newer"), rank=0, now_ms=NOW_MS)
-    assert ask(message("new", "old"), now_ms=NOW_MS) is Answer.DROP
-    assert ask(message("newer", "new"), now_ms=NOW_MS) is Answer.RUN
+    assert ask(message("new", "old")) is Answer.DROP
+    assert ask(message("newer", "new")) is Answer.RUN
+
+
+def test_who_cannot_read_decisions_drops_nothing_but_what_was_decided() -> None:
+    """A copy of which the decision was not read may be all that is left of its task."""
+    decisions = Decisions()
+    ask = partial(decisions.answer, now_ms=NOW_MS, is_fresh=False)
+    assert ask(message("old")) is Answer.AWAY
+    assert ask(message("new", "old")) is Answer.NOT_YET
+    assert ask(message("new", "old", age_ms=PENDING_MS)) is Answer.AWAY
+    decisions.add(moved("old", "new"), rank=0, now_ms=NOW_MS)
+    assert ask(message("new", "old", age_ms=PENDING_MS)) is Answer.AWAY
+    assert ask(message("late", "old", age_ms=PENDING_MS)) is Answer.DROP
+    assert ask(message("old")) is Answer.DROP
 
 
 def test_of_two_who_move_at_once_everybody_sees_the_same_win() -> None:

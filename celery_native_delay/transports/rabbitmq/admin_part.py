@@ -15,7 +15,7 @@ from ..contract import Backlog, ParkedTask, Rescue, Verification
 from .declaring import permissions_explained
 from .inspection import Status, levels, status, verify
 from .management import ManagementAPI, management_of
-from .parking import count, peek, rescue
+from .parking import count, peek, purge, rescue
 from .preparation import Prepared
 from .streams.ledger import StreamLedger
 
@@ -115,8 +115,10 @@ class RabbitMQAdminPart:
             return rescue(self._delays)
 
     def purge_parked(self) -> int:
-        """Empty the parking queue."""
+        """Empty the parking queue; a ledger in Redis forgets what was there."""
         with permissions_explained(self._topology):
+            if self._settings.ledger_url is not None:
+                return purge(self._delays)
             return self._purged(self.parking)
 
     def _purged(self, queue: str) -> int:

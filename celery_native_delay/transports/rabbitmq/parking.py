@@ -132,6 +132,23 @@ def peek(delays: Delays, *, limit: int) -> list[Parked]:
         channel.close()
 
 
+def purge(delays: Delays) -> int:
+    """Throw away what is parked now, and have the ledger forget it; how many."""
+    left = total = count(delays)
+    if not total:
+        return 0
+    with _arrivals(delays) as arrivals:
+        while left > 0 and (batch := arrivals.take(min(left, BATCH))):
+            left -= len(batch)
+            arrivals.settle(batch)
+            for parked in map(_parked, batch):
+                if parked.delayed is not None:
+                    delays.recorder.forget(
+                        amqp.Message(**parked.properties), parked.delayed.delivery_id
+                    )
+    return total - left
+
+
 def _parked(message: amqp.Message) -> Parked:
     unsealed = unseal(message.properties, message.delivery_info)
     if unsealed is None:

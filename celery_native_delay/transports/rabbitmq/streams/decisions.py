@@ -63,20 +63,25 @@ class Decisions:
         replaced = self._replaced.get(delivery_id)
         return None if replaced is None else replaced.new
 
-    def answer(self, delayed: Delayed, *, now_ms: int) -> Answer:
-        """Whether a message that waited may run, for all that is known."""
+    def answer(self, delayed: Delayed, *, now_ms: int, is_fresh: bool) -> Answer:
+        """Whether a message that waited may run.
+
+        Without *is_fresh*, when decisions may not have been read yet, only what was decided counts,
+        which no news can change.
+        """
         if delayed.delivery_id in self._replaced:
             return Answer.DROP
-        if delayed.replaces is None:
-            return Answer.RUN
-        successor = self.successor(delayed.replaces.delivery_id)
-        if successor is not None:
-            return Answer.RUN if successor == delayed.delivery_id else Answer.DROP
-        if now_ms - delayed.replaces.made_ms < PENDING_MS:
-            return Answer.NOT_YET
-        logger.warning(
-            "native delay: a copy of delivery %s was never decided on, and is dropped: the "
-            "original is due when it was",
-            delayed.replaces.delivery_id,
-        )
-        return Answer.DROP
+        if delayed.replaces is not None:
+            successor = self.successor(delayed.replaces.delivery_id)
+            if successor is None and now_ms - delayed.replaces.made_ms < PENDING_MS:
+                return Answer.NOT_YET
+            if successor is None and is_fresh:
+                logger.warning(
+                    "native delay: a copy of delivery %s was never decided on, and is dropped: "
+                    "the original is due when it was",
+                    delayed.replaces.delivery_id,
+                )
+                return Answer.DROP
+            if successor not in (None, delayed.delivery_id):
+                return Answer.DROP
+        return Answer.RUN if is_fresh else Answer.AWAY

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from secrets import token_hex
@@ -40,10 +40,14 @@ _CLOCKS = timedelta(minutes=10)
 #: The broker is asked this often whether it is there, in seconds.
 _PING_SECONDS = 0.25
 
+#: A broker that owes an answer, and has sent nothing for so many seconds, is not there any more.
+_UNANSWERED_SECONDS = 30.0
+
 #: What was read is up to date if the broker has answered within so many seconds.
 FRESH_SECONDS = 1.0
 
-#: Without anything read for so long, whoever waits for the end of the streams gives up.
+#: Without anything read for so long, whoever waits for the end of the streams gives up, and they
+#: are read on another connection.
 PATIENCE_SECONDS = 10.0
 
 #: The same while there is no connection.
@@ -96,6 +100,7 @@ class Follower(Thread):
         self._is_current = False
         self._answered_at = 0.0
         self._pinged_at = 0.0
+        self._heard_at = 0.0
         self._read_at = monotonic()
         self._asked_at = monotonic()
         self._unacked = 0
@@ -117,13 +122,16 @@ class Follower(Thread):
         with self.lock:
             return self.lock.wait_for(lambda: self.is_fresh, timeout_seconds)
 
-    def wait_current(self) -> None:
-        """Return when everything has been read once.
+    @contextmanager
+    def current(self) -> Iterator[None]:
+        """Hold the lock while everything has been read once.
 
         Raises:
             LedgerUnavailable: it cannot be read, or nothing comes.
         """
-        self._wait(lambda: self._is_current)
+        with self.lock:
+            self._wait(lambda: self._is_current)
+            yield
 
     def expect(self, token: str) -> None:
         """A mark with this token is about to be written into every stream."""
@@ -145,17 +153,19 @@ class Follower(Thread):
         with self.lock:
             self.lock.notify_all()
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether nothing is read any more, or will soon not be."""
-        return self._stopping
+    def is_asked(self) -> bool:
+        """Go on reading for whoever asks now; False if nothing is read any more."""
+        with self.lock:
+            self._asked_at = monotonic()
+            return not self._stopping
 
     def _wait(self, condition: Callable[[], bool]) -> None:
         with self.lock:
-            self._asked_at = self._read_at = monotonic()
+            begun = self._asked_at = monotonic()
             while not condition():
                 patience_seconds = PATIENCE_SECONDS if self._error is None else _LOST_SECONDS
-                if self._stopping or monotonic() - self._read_at > patience_seconds:
+                waited_seconds = monotonic() - max(begun, self._read_at)
+                if self._stopping or waited_seconds > patience_seconds:
                     reason = self._error or f"nothing was read for {patience_seconds:g} s"
                     raise LedgerUnavailable(
                         f"the ledger in RabbitMQ's streams cannot be read: {reason}; tasks wait "
@@ -174,23 +184,24 @@ class Follower(Thread):
 
     def run(self) -> None:
         retry_seconds = 0.05
-        while not self._stopping and not self._is_idle:
+        while not self._ends():
             try:
                 self._connect()
                 retry_seconds = 0.05
-                while not self._stopping and not self._is_idle:
+                while not self._ends():
                     self._follow()
             except Exception as exc:  # the thread must outlive whatever the broker says
                 self._lose(exc, is_expected=isinstance(exc, (*_LOST, NativeDelayError)))
                 with self.lock:
                     self.lock.wait(retry_seconds)
                 retry_seconds = min(retry_seconds * 2, _LONGEST_RETRY_SECONDS)
-        self._stopping = True
         self._disconnect()
 
-    @property
-    def _is_idle(self) -> bool:
-        return self._idle_seconds is not None and monotonic() - self._asked_at > self._idle_seconds
+    def _ends(self) -> bool:
+        if self._idle_seconds is not None:
+            with self.lock:
+                self._stopping |= monotonic() - self._asked_at > self._idle_seconds
+        return self._stopping
 
     def _connect(self) -> None:
         self._client.connect()
@@ -215,9 +226,11 @@ class Follower(Thread):
         for stream in self._streams:
             mark = note_message(Mark(token))
             channel.publish(mark, self._ledger.exchange, stream.name, mandatory=True)
-        self._pinged_at = self._answered_at = monotonic()
+        self._pinged_at = self._answered_at = self._heard_at = self._read_at = monotonic()
         while token in self._marks and not self._stopping:
             self._follow()
+            if monotonic() - self._read_at > PATIENCE_SECONDS:
+                raise TimeoutError(f"nothing was read for {PATIENCE_SECONDS:g} s")
             if channel.take_returned():
                 raise LeadsNowhere(f"{self._ledger.exchange} leads nowhere")
         with self.lock:
@@ -233,6 +246,7 @@ class Follower(Thread):
         is_readable = channel._is_readable(_PING_SECONDS)
         if is_readable:
             channel._read()
+            self._heard_at = monotonic()
         if channel.connection is None:
             raise ConnectionError(f"the broker closed the channel: {channel.closed_with}")
         # Also the last ones: RabbitMQ closes a channel on which a message is not acknowledged for
@@ -240,8 +254,10 @@ class Follower(Thread):
         if self._unacked >= _ACK_EVERY or (self._unacked and not is_readable):
             channel.basic_ack(0, multiple=True)  # 0: all
             self._unacked = 0
-        is_answered = spec.Basic.QosOk not in channel._pending
-        if is_answered and monotonic() - self._pinged_at > _PING_SECONDS:
+        if spec.Basic.QosOk in channel._pending:
+            if monotonic() - self._heard_at > _UNANSWERED_SECONDS:
+                raise TimeoutError(f"the broker has not answered for {_UNANSWERED_SECONDS:g} s")
+        elif monotonic() - self._pinged_at > _PING_SECONDS:
             self._ping(channel)
 
     def _ping(self, channel: Any) -> None:

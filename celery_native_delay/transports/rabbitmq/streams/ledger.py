@@ -192,13 +192,15 @@ class StreamLedger:
 
     def _ask(self, question: Callable[[Memory, int], T]) -> T:
         followed = self._up_to_date()
-        with followed.follower.lock:
+        # Which may have been lost meanwhile, to be read anew.
+        with followed.follower.current():
             return question(followed.memory, time_ns() // 1000)
 
     def _up_to_date(self) -> Followed:
         """All that this process has published was read; what others have, milliseconds later."""
         followed = self._followed()
-        followed.follower.wait_current()
+        with followed.follower.current():
+            pass
         recorded = self._line.recorded
         if followed.recorded_seen != recorded:
             self._line.flush(None)
@@ -214,7 +216,7 @@ class StreamLedger:
         key = outbox_key(client, self._settings)
         with _registering:
             followed = _followed.get(key)
-            if followed is None or followed.follower.has_ended:
+            if followed is None or not followed.follower.is_asked():
                 followed = _followed[key] = Followed(client, self._streams)
             return followed
 

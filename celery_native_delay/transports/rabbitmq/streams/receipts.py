@@ -52,7 +52,8 @@ class StreamReceipts:
         self._follower.start()
         started = monotonic()
         try:
-            self._follower.wait_current()
+            with self._follower.current():
+                pass
         except LedgerUnavailable as exc:
             logger.warning("native delay: %s", exc)
             return
@@ -65,11 +66,17 @@ class StreamReceipts:
         """See :class:`~celery_native_delay.transports.contract.Receipts`."""
         if member_of(headers, delayed.delivery_id) is None:
             return Answer.RUN
-        answer = self._decisions.answer(delayed, now_ms=time_ns() // 1_000_000)
-        # What was decided stays decided, however old the news.
-        if answer is not Answer.RUN or self._follower.wait_fresh(_FALLEN_BEHIND_SECONDS):
-            return answer
-        return Answer.AWAY
+        answer = self._answer(delayed, is_fresh=self._follower.is_fresh)
+        if answer is Answer.AWAY:
+            # What was read while it waited counts.
+            answer = self._answer(
+                delayed, is_fresh=self._follower.wait_fresh(_FALLEN_BEHIND_SECONDS)
+            )
+        return answer
+
+    def _answer(self, delayed: Delayed, *, is_fresh: bool) -> Answer:
+        now_ms = time_ns() // 1_000_000
+        return self._decisions.answer(delayed, now_ms=now_ms, is_fresh=is_fresh)
 
     def close(self) -> None:
         """End the thread."""
