@@ -118,7 +118,7 @@ class Delay:
         """Have a task due at another time, as its ``eta`` then says.
 
         Args:
-            countdown: seconds from now.
+            countdown: seconds from now; below 0 is now.
             eta: the due time; a naive one is UTC. Either *countdown* or *eta*.
 
         Raises:
@@ -138,7 +138,7 @@ class Delay:
             raise InvalidDueTime(f"expected countdown or eta, got {countdown=} and {eta=}")
         if countdown is not None:
             check_countdown(countdown, longest_delay_seconds=self._longest_delay_seconds())
-            eta = datetime.now(UTC) + timedelta(seconds=countdown)
+            eta = datetime.now(UTC) + timedelta(seconds=max(countdown, 0))
         assert eta is not None
         at_us = due_us(eta)
         moment = at_us if at_us > time_ns() // 1000 else None

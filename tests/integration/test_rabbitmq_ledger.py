@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import permutations
@@ -95,6 +96,26 @@ def test_a_template_records_what_apply_async_does(app: Celery, ledger_redis: Pri
     same = {**last.properties, "correlation_id": sent.id}
     same["application_headers"] = {**last.headers, **own}
     assert replace(last, properties=same) == expected
+
+
+def test_what_is_thrown_away_or_was_never_sent_does_not_stay_in_the_ledger(
+    app: Celery, ledger_redis: PrivateRedis
+) -> None:
+    """Else it could be run after all; what is due is with a worker soon, and is kept."""
+    delay = Delay(app)
+    ledger_redis.client.flushall()
+    with pytest.raises(struct.error):  # AMQP has room for 255 bytes
+        send(app, 1, countdown=3600, task_id="x" * 300)  # noqa: F405
+    line = line_of(app.conf.native_delay_ledger, "celery_delay")
+    line.flush(None)
+    assert delay.ls().tasks == ()
+    send(app, 2, countdown=3600)  # noqa: F405
+    line.record("due:d", time_ns() // 1000, b"[]\n")
+    line.flush(None)
+    with app.connection_for_write() as connection:
+        assert connection.default_channel.admin_part(app._native_delay.settings()).purge()
+    assert ledger_redis.client.zrange(KEYS.ids, 0, -1) == [b"due:d"]
+    ledger_redis.client.flushall()
 
 
 # ---- the races of a move ---------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -85,6 +87,8 @@ def test_the_command_line_lists_cancels_and_moves(
         "order-5",
     ]
     assert shop.delay("cancel", "--search", "käse", answer="n\n").returncode == 1
+    seen = shop.told("cancel", "order-1", "order-1", "order-99", "--dry-run")
+    assert seen["ids"] == ["order-1"]
     assert delay.count() == 6
     done = shop.delay("cancel", "--search", "käse", answer="y\n")
     assert "Cancel 3 task(s)?" in done.stdout
@@ -101,3 +105,25 @@ def test_the_command_line_lists_cancels_and_moves(
     }
     assert [task.id for task in delay.ls().tasks if task.id != "order-2"] == ["order-4", "order-0"]
     assert shop.delay("cancel").returncode == 2
+
+
+@pytest.mark.parametrize("server_name", ["redis"], indirect=True)
+def test_what_users_wrote_stays_in_its_cell_and_a_closed_pipe_is_no_broker_that_is_away(
+    app: Celery, tmp_path: Path
+) -> None:
+    (tmp_path / "shop.py").write_text(shop_source(app))
+    for number in range(2000):  # more than a pipe holds
+        send(app, number, countdown=1000 + number, task_id=f"\x1b[2J\n{number}")  # noqa: F405
+    (_, line, told) = Project(tmp_path).lines("ls", "--limit", "1")
+    assert "\\x1b[2J\\n0" in line
+    assert told == "1 of 2,000 waiting"
+    listing = [sys.executable, "-m", "celery", "-A", "shop", "delay", "ls", "-n", "2000"]
+    with subprocess.Popen(
+        listing, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as reader:
+        assert reader.stdout is not None
+        assert reader.stderr is not None
+        reader.stdout.readline()
+        reader.stdout.close()
+        assert reader.stderr.read() == ""
+        assert reader.wait(timeout=60) == 1
