@@ -216,6 +216,28 @@ def test_publishing_goes_on_while_the_ledger_is_away(
         app.close()
 
 
+def test_a_change_of_many_goes_on_over_a_new_connection_and_says_how_far_it_came(
+    vhost_url: str,
+) -> None:
+    with private_redis() as server:
+        app = Celery("shop", broker=vhost_url, set_as_current=False)
+        install(app, ledger=server.url)
+        ids = [send(app, number, countdown=3600) for number in range(5)]  # noqa: F405
+        dies = {ids[1]: lambda: sockets.pop().close(), ids[4]: server.kill}
+        sockets: list[Any] = []
+
+        def cancel(found: Any, task_id: str) -> Any:
+            sockets.append(found._delays.connection.transport.sock)
+            dies.pop(task_id, lambda: None)()
+            return found.cancel(task_id)
+
+        delay = Delay(app)
+        assert all(delay._change(ids[:3], cancel))
+        with pytest.raises(LedgerUnavailable, match="1 of 2 were changed, then the ledger"):
+            delay._change(ids[3:], cancel)
+        app.close()
+
+
 def test_a_sweep_removes_what_nobody_has_told_the_ledger_of(
     app: Celery, ledger_redis: PrivateRedis
 ) -> None:

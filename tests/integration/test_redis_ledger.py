@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 from celery import Celery
+from kombu import Queue
 
-from celery_native_delay import Delay, install
+from celery_native_delay import CannotDelay, Delay, delay_headers, install
 from celery_native_delay.testing import PrivateRedis
 from tests.integration.ledger_promises import *  # noqa: F403
 from tests.integration.project import Project
@@ -53,6 +54,28 @@ def test_nothing_is_left_of_what_was_handed_over(app: Celery, empty_redis: Priva
             [],
             [store.keys.wake.encode()],
         )
+
+
+def test_what_is_no_task_is_listed_and_stops_no_change_of_many(
+    app: Celery, delay: Delay, empty_redis: PrivateRedis
+) -> None:
+    """Whatever its headers are like."""
+    with app.connection_for_write() as connection:
+        connection.Producer().publish(
+            {},
+            routing_key=QUEUE,  # noqa: F405
+            declare=[Queue(QUEUE)],  # noqa: F405
+            headers=delay_headers(countdown=1000) | {"retries": "many"},
+        )
+    for number in range(2):
+        send(app, number, countdown=2000)  # noqa: F405
+    (note, *tasks) = delay.ids()
+    with pytest.raises(CannotDelay, match="others can be cancelled"):
+        delay.run_now(note)
+    outcomes = delay.run_all_now([note, *tasks])
+    assert list(map(bool, outcomes)) == [False, True, True]
+    assert "others can be cancelled" in str(outcomes[0])
+    assert delay.cancel(note)
 
 
 def shop_source(app: Celery) -> str:
