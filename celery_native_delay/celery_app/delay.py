@@ -13,8 +13,8 @@ from celery.utils.log import get_logger
 
 from ..core import ledger
 from ..core.due_time import check_countdown, due_us
-from ..core.errors import InvalidDueTime, NoLedger
-from ..core.ledger import Bar, Ledger, Outcome, Page, Query, Waiting
+from ..core.errors import CannotDelay, InvalidDueTime, LedgerUnavailable, NoLedger
+from ..core.ledger import Bar, Ledger, Outcome, Page, Query, Verdict, Waiting
 from ..core.settings import DelaySettings
 from .install import delaying_channel, installed
 
@@ -118,7 +118,7 @@ class Delay:
         """Have a task due at another time, as its ``eta`` then says.
 
         Args:
-            countdown: seconds from now.
+            countdown: seconds from now; below 0 is now.
             eta: the due time; a naive one is UTC. Either *countdown* or *eta*.
 
         Raises:
@@ -138,7 +138,7 @@ class Delay:
             raise InvalidDueTime(f"expected countdown or eta, got {countdown=} and {eta=}")
         if countdown is not None:
             check_countdown(countdown, longest_delay_seconds=self._longest_delay_seconds())
-            eta = datetime.now(UTC) + timedelta(seconds=countdown)
+            eta = datetime.now(UTC) + timedelta(seconds=max(countdown, 0))
         assert eta is not None
         at_us = due_us(eta)
         moment = at_us if at_us > time_ns() // 1000 else None
@@ -164,7 +164,26 @@ class Delay:
         self, task_ids: Iterable[str], change: Callable[[Ledger, str], Outcome]
     ) -> list[Outcome]:
         ids = list(task_ids)
-        return self._ask(lambda found: [change(found, task_id) for task_id in ids])
+        outcomes: list[Outcome] = []
+
+        def rest(found: Ledger) -> list[Outcome]:
+            # Asked once more on another connection, those that are changed are not waiting.
+            for task_id in ids[len(outcomes) :]:
+                try:
+                    outcomes.append(change(found, task_id))
+                except CannotDelay as exc:
+                    if len(ids) == 1:
+                        raise
+                    outcomes.append(Outcome(task_id, Verdict.IMPOSSIBLE, late=str(exc)))
+            return outcomes
+
+        try:
+            return self._ask(rest)
+        except LedgerUnavailable as exc:
+            if not outcomes:
+                raise
+            done = sum(map(bool, outcomes))
+            raise LedgerUnavailable(f"{done} of {len(ids)} were changed, then {exc}") from exc
 
     def _ask(self, question: Callable[[Ledger], T]) -> T:
         with self._app.connection_or_acquire() as connection:

@@ -67,6 +67,8 @@ def _errors_explained() -> Iterator[None]:
         yield
     except NativeDelayError as exc:
         raise click.ClickException(str(exc)) from exc
+    except BrokenPipeError:
+        raise  # of `| head`: click ends quietly
     except (OperationalError, AMQPError, OSError) as exc:
         said = str(exc).rstrip(".")  # redis-py ends its sentences
         raise click.ClickException(
@@ -148,9 +150,17 @@ def show(report: Report, as_json: bool) -> None:
         click.echo("\n".join(report.lines(table)))
 
 
+def printable(value: object) -> str:
+    """*value* on one line, with nothing in it that a terminal obeys."""
+    return "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(value))
+
+
 def table(headings: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
     """Columns as wide as they need to be; numbers to the right."""
-    cells = [headings, *(tuple("" if cell is None else str(cell) for cell in row) for row in rows)]
+    cells = [
+        headings,
+        *(tuple("" if cell is None else printable(cell) for cell in row) for row in rows),
+    ]
     widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
     lines = []
     for index, line in enumerate(cells):

@@ -9,7 +9,15 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from .group import as_json_option, command, installed_settings, print_json, table, yes_option
+from .group import (
+    as_json_option,
+    command,
+    installed_settings,
+    print_json,
+    printable,
+    table,
+    yes_option,
+)
 
 if TYPE_CHECKING:
     from ..celery_app.delay import Delay
@@ -110,7 +118,7 @@ def show_task(ctx: click.Context, task_id: str, as_json: bool) -> None:
         click.echo(f"{task_id}: nothing waits under this id")
     for task in () if as_json else tasks:
         for name, value in task.as_json().items():
-            click.echo(f"{name:<12} {value}".rstrip())
+            click.echo(f"{name:<12} {printable(value)}".rstrip())
     ctx.exit(0 if tasks else 1)
 
 
@@ -184,9 +192,9 @@ def _change(
     if bool(ids) == by_search:
         raise click.UsageError("give IDs, or a search (--search, --from, --until)")
     delay = _delay(ctx)
-    chosen = list(ids) or delay.ids(_query(search, from_, until))
+    chosen = list(dict.fromkeys(ids)) or delay.ids(_query(search, from_, until))
     if dry_run:
-        _say_dry(delay, chosen, verb, as_json)
+        _say_dry(delay, chosen, verb, as_json, found=by_search)
         return
     if by_search and chosen and not force:
         click.confirm(f"{verb.capitalize()} {len(chosen):,} task(s)?", abort=True, err=as_json)
@@ -203,7 +211,8 @@ def _change(
     ctx.exit(1 if failed and not by_search else 0)
 
 
-def _say_dry(delay: Delay, ids: list[str], verb: str, as_json: bool) -> None:
+def _say_dry(delay: Delay, chosen: list[str], verb: str, as_json: bool, *, found: bool) -> None:
+    ids = chosen if found else [task_id for task_id in chosen if delay.show(task_id)]
     if as_json:
         print_json({"would": verb, "ids": ids})
         return

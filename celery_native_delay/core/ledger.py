@@ -55,7 +55,7 @@ class Waiting:
             exchange,
             routing_key,
             due_us,
-            int(headers.get("retries") or 0),
+            _number(headers.get("retries")),
             str(headers.get("root_id") or ""),
             delivery_id,
             not headers.get("ignore_result"),
@@ -81,6 +81,14 @@ class Waiting:
             "root_id": self.root_id,
             "delivery_id": self.delivery_id,
         }
+
+
+def _number(value: Any) -> int:
+    """0 for none: in what is no task of Celery's, a header may mean anything."""
+    try:
+        return int(value or 0)
+    except (TypeError, ValueError, OverflowError):
+        return 0
 
 
 @dataclass(frozen=True)
@@ -192,6 +200,8 @@ class Verdict(Enum):
     """It was there, and was handed over before it could be changed, or is about to be."""
     UNKNOWN = "unknown"
     """Nothing waits under this id: its time has come, or it never waited."""
+    IMPOSSIBLE = "impossible"
+    """It waits as it did: what is no task of protocol 2 cannot be moved on Redis."""
 
 
 @dataclass(frozen=True)
@@ -199,7 +209,7 @@ class Outcome:
     """What became of a wish to cancel or move the task *id*; true if it was done.
 
     *due_us* is when it is due now, None if it is not. *tasks* are what it was about, as it was;
-    *late* says why it was too late.
+    *late* says why it was too late, or impossible.
     """
 
     id: str
@@ -220,6 +230,8 @@ class Outcome:
                 return f"{self.id} is due {due.isoformat(timespec='milliseconds')}"
             case Verdict.TOO_LATE:
                 return f"{self.id}: too late, {self.late}"
+            case Verdict.IMPOSSIBLE:
+                return f"{self.id}: {self.late}"
         return f"{self.id}: nothing waits under this id"
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from . import fence
 from .errors import SettingsError
 from .hops import LONGEST_HOP_SECONDS
+from .shown_url import without_password
 
 #: RabbitMQ refuses a longer ``x-message-ttl``: rabbit_misc.erl, check_expiry/1.
 MAX_TTL_MS = 315_360_000_000
@@ -194,6 +195,8 @@ def _check(name: str, value: Any) -> None:
     if expected:
         if name in ("fence", "store") and isinstance(value, str):
             value = value.partition("://")[0]  # the rest may hold a password
+        elif isinstance(value, str):
+            value = without_password(value)
         raise SettingsError(f"expected native_delay_{name} to be {expected}, got {value!r}")
 
 

@@ -64,11 +64,13 @@ class ApiHandler(Errors, BaseApiHandler):
         return found
 
     def body(self) -> dict[str, Any]:
-        """The JSON object that came; empty for none."""
-        if not self.request.body or "json" not in self.request.headers.get("Content-Type", "json"):
+        """The JSON object that came, whatever it is called, as by Flower; empty for none."""
+        text = self.request.body.strip()
+        is_json = "json" in self.request.headers.get("Content-Type", "json")
+        if not text or not (is_json or text.startswith((b"{", b"["))):
             return {}
         try:
-            found = json.loads(self.request.body)
+            found = json.loads(text)
         except ValueError as exc:
             raise web.HTTPError(400, f"expected JSON, {exc}") from exc
         if not isinstance(found, dict):
@@ -131,6 +133,8 @@ class ChangeParked(ApiHandler):
         """
         self.changes()
         seen = self.body().get("parked")
+        if seen is not None and type(seen) is not int:
+            raise web.HTTPError(400, "expected parked to be how many were seen")
         try:
             found = await self.asking.admin(
                 _requeued if verb == "requeue" else partial(_purged, seen=seen),

@@ -67,7 +67,7 @@ class FlowerProcess:
             sent["Authorization"] = "Basic " + b64encode((user or self.user).encode()).decode()
         data = None if body is None else json.dumps(body).encode()
         if data is not None:
-            sent["Content-Type"] = "application/json"
+            sent.setdefault("Content-Type", "application/json")
         try:
             with urlopen(Request(self.url + path, data, sent), timeout=30) as answer:
                 return answer.status, answer.read().decode()

@@ -318,11 +318,14 @@ def test_without_a_password_and_read_only_nothing_can_be_changed(flowers: Flower
         ("/api/delay/reschedule/task-1", {"eta": "9999-01-01"}, 400, "native_delay_levels"),
         (many, {"ids": "task-1"}, 400, "list of ids"),
         (purge, {"parked": 3}, 409, "now there are 0"),
+        (purge, {"parked": "3"}, 400, "how many were seen"),
         ("/api/delays?search=name:", None, 400, "behind the colon"),
         ("/api/delays?limit=0", None, 400, "limit"),
     ):
         status, text = everybody.ask(path, sent)
         assert (status, says in text) == (expected, True), (path, status, text)
+    by_curl = {"Content_Type": "application/x-www-form-urlencoded"}
+    assert everybody.ask(purge, {"parked": 3}, **by_curl)[0] == 409
     assert everybody.json("/api/delays/parked") == {"total": 0, "tasks": []}
     assert everybody.json(purge, {"parked": 0}) == {"purged": 0}
     assert everybody.json(requeue, {})["still_parked"] == 0

@@ -164,6 +164,12 @@ def test_a_task_runs_now_if_asked_to(app: Celery, delay: Delay, arrivals: Inbox)
     assert datetime.fromisoformat(arrival.message.headers["eta"]) <= datetime.now(UTC)
 
 
+def test_a_countdown_that_is_over_is_now(app: Celery, delay: Delay, arrivals: Inbox) -> None:
+    send(app, 1, countdown=3600)
+    assert delay.reschedule("order-1", countdown=-1e20)
+    assert arrivals.wait_for(1)
+
+
 def test_what_cannot_be_stays_as_it_is(app: Celery, delay: Delay) -> None:
     send(app, 1, countdown=3600)
     (task,) = delay.show("order-1")

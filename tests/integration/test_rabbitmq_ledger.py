@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import permutations
@@ -116,6 +117,26 @@ def test_a_template_records_what_apply_async_does(app: Celery, ledger_redis: Pri
     assert replace(last, properties=same) == expected
 
 
+def test_what_is_thrown_away_or_was_never_sent_does_not_stay_in_the_ledger(
+    app: Celery, ledger_redis: PrivateRedis
+) -> None:
+    """Else it could be run after all; what is due is with a worker soon, and is kept."""
+    delay = Delay(app)
+    ledger_redis.client.flushall()
+    with pytest.raises(struct.error):  # AMQP has room for 255 bytes
+        send(app, 1, countdown=3600, task_id="x" * 300)  # noqa: F405
+    line = line_of(app.conf.native_delay_ledger, "celery_delay")
+    line.flush(None)
+    assert delay.ls().tasks == ()
+    send(app, 2, countdown=3600)  # noqa: F405
+    line.record("due:d", time_ns() // 1000, b"[]\n")
+    line.flush(None)
+    with app.connection_for_write() as connection:
+        assert connection.default_channel.admin_part(app._native_delay.settings()).purge()
+    assert ledger_redis.client.zrange(KEYS.ids, 0, -1) == [b"due:d"]
+    ledger_redis.client.flushall()
+
+
 # ---- the races of a move ---------------------------------------------------------------------
 
 
@@ -211,6 +232,28 @@ def test_publishing_goes_on_while_the_ledger_is_away(
         wait_until(noted_down_again, timeout_seconds=40)
         assert delay.cancel(delay.ls().tasks[0].id)
         assert told() == 1
+        app.close()
+
+
+def test_a_change_of_many_goes_on_over_a_new_connection_and_says_how_far_it_came(
+    vhost_url: str,
+) -> None:
+    with private_redis() as server:
+        app = Celery("shop", broker=vhost_url, set_as_current=False)
+        install(app, ledger=server.url)
+        ids = [send(app, number, countdown=3600) for number in range(5)]  # noqa: F405
+        dies = {ids[1]: lambda: sockets.pop().close(), ids[4]: server.kill}
+        sockets: list[Any] = []
+
+        def cancel(found: Any, task_id: str) -> Any:
+            sockets.append(found._delays.connection.transport.sock)
+            dies.pop(task_id, lambda: None)()
+            return found.cancel(task_id)
+
+        delay = Delay(app)
+        assert all(delay._change(ids[:3], cancel))
+        with pytest.raises(LedgerUnavailable, match="1 of 2 were changed, then the ledger"):
+            delay._change(ids[3:], cancel)
         app.close()
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from celery import Celery
+from kombu import Queue
 
-from celery_native_delay import Delay, install
+from celery_native_delay import CannotDelay, Delay, delay_headers, install
 from celery_native_delay.testing import PrivateRedis
 from tests.integration.ledger_promises import *  # noqa: F403
 from tests.integration.project import Project
@@ -53,6 +56,28 @@ def test_nothing_is_left_of_what_was_handed_over(app: Celery, empty_redis: Priva
         )
 
 
+def test_what_is_no_task_is_listed_and_stops_no_change_of_many(
+    app: Celery, delay: Delay, empty_redis: PrivateRedis
+) -> None:
+    """Whatever its headers are like."""
+    with app.connection_for_write() as connection:
+        connection.Producer().publish(
+            {},
+            routing_key=QUEUE,  # noqa: F405
+            declare=[Queue(QUEUE)],  # noqa: F405
+            headers=delay_headers(countdown=1000) | {"retries": "many"},
+        )
+    for number in range(2):
+        send(app, number, countdown=2000)  # noqa: F405
+    (note, *tasks) = delay.ids()
+    with pytest.raises(CannotDelay, match="others can be cancelled"):
+        delay.run_now(note)
+    outcomes = delay.run_all_now([note, *tasks])
+    assert list(map(bool, outcomes)) == [False, True, True]
+    assert "others can be cancelled" in str(outcomes[0])
+    assert delay.cancel(note)
+
+
 def shop_source(app: Celery) -> str:
     return f"""
 from celery import Celery
@@ -85,6 +110,8 @@ def test_the_command_line_lists_cancels_and_moves(
         "order-5",
     ]
     assert shop.delay("cancel", "--search", "käse", answer="n\n").returncode == 1
+    seen = shop.told("cancel", "order-1", "order-1", "order-99", "--dry-run")
+    assert seen["ids"] == ["order-1"]
     assert delay.count() == 6
     done = shop.delay("cancel", "--search", "käse", answer="y\n")
     assert "Cancel 3 task(s)?" in done.stdout
@@ -101,3 +128,25 @@ def test_the_command_line_lists_cancels_and_moves(
     }
     assert [task.id for task in delay.ls().tasks if task.id != "order-2"] == ["order-4", "order-0"]
     assert shop.delay("cancel").returncode == 2
+
+
+@pytest.mark.parametrize("server_name", ["redis"], indirect=True)
+def test_what_users_wrote_stays_in_its_cell_and_a_closed_pipe_is_no_broker_that_is_away(
+    app: Celery, tmp_path: Path
+) -> None:
+    (tmp_path / "shop.py").write_text(shop_source(app))
+    for number in range(2000):  # more than a pipe holds
+        send(app, number, countdown=1000 + number, task_id=f"\x1b[2J\n{number}")  # noqa: F405
+    (_, line, told) = Project(tmp_path).lines("ls", "--limit", "1")
+    assert "\\x1b[2J\\n0" in line
+    assert told == "1 of 2,000 waiting"
+    listing = [sys.executable, "-m", "celery", "-A", "shop", "delay", "ls", "-n", "2000"]
+    with subprocess.Popen(
+        listing, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as reader:
+        assert reader.stdout is not None
+        assert reader.stderr is not None
+        reader.stdout.readline()
+        reader.stdout.close()
+        assert reader.stderr.read() == ""
+        assert reader.wait(timeout=60) == 1

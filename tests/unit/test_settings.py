@@ -61,6 +61,13 @@ def test_a_store_that_ends_with_its_process_is_refused_without_its_password(url:
     assert "secret" not in str(refused.value) or "://" not in url
 
 
+@pytest.mark.parametrize("name", ["ledger", "management_url"])
+def test_a_wrong_url_is_refused_without_its_password(name: str) -> None:
+    with pytest.raises(SettingsError, match="got 'sentinel://ada:.*@host/0'") as refused:
+        check_settings({name: "sentinel://ada:secret@host/0"})
+    assert "secret" not in str(refused.value)
+
+
 def test_the_default_levels_reach_eight_and_a_half_years() -> None:
     assert DelaySettings().longest_delay_seconds == 2**28 - 0.125
     assert DelaySettings().resolution_ms == 125

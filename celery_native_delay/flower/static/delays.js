@@ -438,7 +438,7 @@
         $(byId("yes")).prop("disabled", true);
         $(byId("progress")).toggleClass("d-none", ids.length <= BATCH);
         change(wanted.verb, ids, when).then(function (done, refused) {
-            toast(plural(done) + " " + words.done + (refused ? ", " + number(refused) + " came too late" : ""),
+            toast(plural(done) + " " + words.done + (refused ? ", " + number(refused) + " could not be" : ""),
                 refused && !done ? "danger" : "success");
         }, function (xhr, done) {
             toast(sayWhy(xhr) + (done ? " (" + plural(done) + " " + words.done + " before)" : ""), "danger");

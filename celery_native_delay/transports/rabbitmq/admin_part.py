@@ -17,7 +17,6 @@ from .inspection import Status, levels, status, verify
 from .management import ManagementAPI, management_of
 from .parking import count, peek, purge, rescue
 from .preparation import Prepared
-from .streams.ledger import StreamLedger
 
 
 @dataclass(frozen=True)
@@ -95,8 +94,12 @@ class RabbitMQAdminPart:
     def purge(self) -> int:
         """Empty every level queue; what landing queues hold stays."""
         with permissions_explained(self._topology):
-            if self._settings.streams_ledger:
-                StreamLedger(self._delays).purge()
+            ledger = self._channel.ledger(self._settings)
+            if ledger is not None:
+                try:
+                    ledger.purge()
+                finally:
+                    ledger.close()
             return sum(self._purged(hop.queue) for hop in self._topology.level_queues)
 
     def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]] | None:

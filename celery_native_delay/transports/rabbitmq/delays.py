@@ -6,12 +6,19 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from secrets import token_hex
+from struct import error as struct_error
 from threading import local
 from time import time_ns
 from typing import Any
 
 import amqp
-from amqp.exceptions import AccessRefused, MessageNacked, NotFound, RecoverableConnectionError
+from amqp.exceptions import (
+    AccessRefused,
+    FrameSyntaxError,
+    MessageNacked,
+    NotFound,
+    RecoverableConnectionError,
+)
 
 from ...core.address import landing_address, message_address
 from ...core.delayed import Replaces
@@ -29,6 +36,11 @@ from .window import Publication
 #: The headers dict and delivery id of a publish that failed in this thread: kombu's retry passes
 #: the very same dict, and a resent message must keep its id.
 _failed = local()
+
+
+#: After these the broker has surely not got the message: refused, or impossible to write (a text
+#: of more than 255 bytes where AMQP has no room for it).
+_NOT_SENT = (MessageNacked, NotFound, FrameSyntaxError, NativeDelayError, struct_error)
 
 
 class Delays(Preparation):
@@ -114,7 +126,7 @@ class Delays(Preparation):
                     timeout_seconds=timeout_seconds,
                     confirm_timeout_seconds=confirm_timeout_seconds,
                 )
-        except MessageNacked:
+        except _NOT_SENT:
             self.recorder.forget(message, str(publication.id))
             raise
         _failed.publish = None

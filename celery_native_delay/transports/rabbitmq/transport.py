@@ -23,9 +23,10 @@ from .mirror import is_internal
 from .publish_batch import PublishBatch
 
 if TYPE_CHECKING:
-    from ...core.ledger import Ledger
     from .admin_part import RabbitMQAdminPart
     from .bulk_line import BulkLine
+    from .ledger.ledger import RabbitMQLedger
+    from .streams.ledger import StreamLedger
     from .worker_part import RabbitMQWorkerPart
 
 #: Milliseconds until the kernel gives up on unacknowledged data. py-amqp's default of 1 s turns
@@ -72,7 +73,7 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
 
         return RabbitMQAdminPart(self, settings)
 
-    def ledger(self, settings: DelaySettings) -> Ledger | None:
+    def ledger(self, settings: DelaySettings) -> RabbitMQLedger | StreamLedger | None:
         """What waits on this broker, by the ledger that the settings name; None without."""
         if settings.ledger is None:
             return None

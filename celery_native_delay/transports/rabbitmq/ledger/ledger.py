@@ -62,11 +62,17 @@ class RabbitMQLedger(IndexedLedger):
 
     def sweep(self, *, stale_after_us: int = STALE_AFTER_US) -> int:
         """Remove entries that are overdue by *stale_after_us*; how many."""
-        until_us = time_ns() // 1000 - stale_after_us
+        return self._throw_away("-inf", time_ns() // 1000 - stale_after_us)
+
+    def purge(self) -> None:
+        """Forget what is not due yet; whoever calls empties the levels."""
+        self._throw_away(time_ns() // 1000, "+inf")
+
+    def _throw_away(self, from_us: int | str, until_us: int | str) -> int:
         swept = 0
         with self._explained():
             while True:
-                arguments = [until_us, _SWEPT_AT_ONCE]
+                arguments = [from_us, until_us, _SWEPT_AT_ONCE]
                 taken = int(self._sweep(keys=list(self._keys.index), args=arguments))
                 swept += taken
                 if taken < _SWEPT_AT_ONCE:

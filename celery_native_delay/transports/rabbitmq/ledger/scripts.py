@@ -111,10 +111,10 @@ return 1
 """
 )
 
-#: KEYS due, messages, ids. ARGV until µs, limit. Returns how many stale entries it removed.
+#: KEYS due, messages, ids. ARGV from µs, until µs, limit. Returns how many entries it removed.
 SWEEP = (
     """
-local members = redis.call('ZRANGE', KEYS[1], '-inf', ARGV[1], 'BYSCORE', 'LIMIT', 0, ARGV[2])
+local members = redis.call('ZRANGE', KEYS[1], ARGV[1], ARGV[2], 'BYSCORE', 'LIMIT', 0, ARGV[3])
 """
     + THROW_AWAY
 )
