@@ -221,6 +221,29 @@ def test_a_hand_over_inside_one_database_happens_as_a_whole_or_not_at_all(tmp_pa
         assert json.loads(stored.scalar_one())["headers"]["native_delay"]["v"] == 1
 
 
+def test_what_cannot_be_removed_from_the_store_is_put_once(folder_url: str) -> None:
+    """As while its disk is full: that takes as long as it takes, with an attempt every 5 s."""
+    with delaying(folder_url) as connection, inbox(connection, "jobs") as received:
+        publish(connection, "hello", "jobs", delay=1)
+        store = store_of(connection)
+        with store.engine.begin() as transaction:
+            transaction.execute(text(FULL))
+        with dispatching(folder_url) as dispatcher:
+            wait_until(lambda: dispatcher._pause_seconds > 1, timeout_seconds=PATIENCE_SECONDS)
+            assert store.census().overdue == 1
+            with store.engine.begin() as transaction:
+                transaction.execute(text("DROP TRIGGER full"))
+            wait_until(lambda: store.census().waiting == 0, timeout_seconds=PATIENCE_SECONDS)
+        publish(connection, "the last one", "jobs")
+        assert [arrival.body for arrival in received.wait_for(2)] == ["hello", "the last one"]
+
+
+FULL = """
+CREATE TRIGGER full BEFORE DELETE ON native_delay_message
+BEGIN SELECT RAISE(ABORT, 'database or disk is full'); END
+"""
+
+
 # ---- a store that is away -----------------------------------------------------------------------
 
 

@@ -143,6 +143,8 @@ class Store:
         self.breakers = Breakers(float("inf"))
         #: Called with the due time of whatever this process adds.
         self.on_add: Callable[[int], object] = lambda due_us: None
+        #: What this process has put and could not remove: hashes of envelopes, by id.
+        self.put_already: dict[int, int] = {}
         self._is_ready = False
         self._preparing = Lock()
 
@@ -294,6 +296,8 @@ class Store:
                 connection.execute(_REMOVE, {"ids": batch.delivered})
             if batch.put_off:
                 connection.execute(_PUT_OFF, batch.put_off)
+        for one in batch.delivered:
+            self.put_already.pop(one, None)
 
     # --- looking -------------------------------------------------------------------------
 
