@@ -373,7 +373,8 @@ class Store:
     def _explained(self) -> Iterator[None]:
         try:
             yield
-        except exc.SQLAlchemyError as error:
+        # Who begins a transaction for SQLite asks the driver itself.
+        except (exc.SQLAlchemyError, self.engine.dialect.loaded_dbapi.Error) as error:
             raise StoreUnavailable(self._in_words(error)) from error
 
     def _in_words(self, error: Exception) -> str:
