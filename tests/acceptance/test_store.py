@@ -130,6 +130,18 @@ def test_a_worker_goes_on_after_a_short_outage_and_stops_warmly_after_a_long_one
     fleet.record.wait_for(1, task_id=second)
 
 
+def test_a_worker_that_starts_before_its_store_dispatches_once_that_is_there(
+    folder_fleet: Fleet,
+) -> None:
+    fleet = folder_fleet
+    task_id = fleet.app().send_task("note", (1,), countdown=1).id
+    with away(space_of(fleet.broker_url) / "delays.db"):
+        worker = fleet.worker(queues="default")
+        assert worker.log_lines("delays.db cannot be used", "it is asked again until it answers")
+        assert not worker.log_lines("native delay is OFF")
+    fleet.record.wait_for(1, task_id=task_id)
+
+
 def test_tasks_run_once_and_on_time_with_several_workers_on_a_filesystem(
     folder_fleet: Fleet,
 ) -> None:

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import json
 import re
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from time import time, time_ns
+from time import sleep, time, time_ns
 from typing import Any
 
 import pytest
 from kombu import Connection, Exchange, Queue
-from sqlalchemy import text
+from sqlalchemy import create_engine, text
 
 from celery_native_delay import (
     DelaySettings,
@@ -23,7 +24,7 @@ from celery_native_delay import (
     UnsupportedBroker,
 )
 from celery_native_delay.transports.contract import Outage, Rescue
-from celery_native_delay.transports.timeouts import handover
+from celery_native_delay.transports.timeouts import database, handover
 from celery_native_delay.transports.timeouts.dispatcher import Dispatcher
 from celery_native_delay.transports.timeouts.store import Store
 from tests.conformance.brokers import Broker, options_of, running_broker, settings_of
@@ -70,6 +71,8 @@ def dispatching(url: str, *, own_store: bool = False, **settings: Any) -> Iterat
 
 
 def test_many_dispatchers_hand_over_each_message_once(url: str) -> None:
+    if not url.startswith("sqla+") and settings_of(url)["store"].startswith("postgresql"):
+        be_strict(settings_of(url)["store"])
     with delaying(url) as connection, inbox(connection, "jobs") as received:
         due = time() + 1.5
         for number in range(500):
@@ -83,6 +86,16 @@ def test_many_dispatchers_hand_over_each_message_once(url: str) -> None:
             arrivals = received.wait_for(500)
         assert sorted(arrival.body for arrival in arrivals) == list(range(500))
         assert waiting_count(connection) == 0
+
+
+def be_strict(store: str) -> None:
+    """Have a database end in an error what others have interfered with, unless one asks for less."""
+    engine = create_engine(store)
+    with engine.begin() as connection:
+        name = connection.dialect.identifier_preparer.quote(str(engine.url.database))
+        strict = f"ALTER DATABASE {name} SET default_transaction_isolation TO serializable"
+        connection.execute(text(strict))
+    engine.dispose()
 
 
 def test_what_this_process_adds_wakes_its_dispatcher(folder_url: str) -> None:
@@ -219,6 +232,77 @@ def test_a_hand_over_inside_one_database_happens_as_a_whole_or_not_at_all(tmp_pa
         assert store.next_due_us() is None
         stored = plain.default_channel.session.execute(text("SELECT payload FROM kombu_message"))
         assert json.loads(stored.scalar_one())["headers"]["native_delay"]["v"] == 1
+
+
+def test_what_cannot_be_removed_from_the_store_is_put_once(folder_url: str) -> None:
+    """As while its disk is full: that takes as long as it takes, with an attempt every 5 s."""
+    with delaying(folder_url) as connection, inbox(connection, "jobs") as received:
+        publish(connection, "hello", "jobs", delay=1)
+        store = store_of(connection)
+        with store.engine.begin() as transaction:
+            transaction.execute(text(FULL))
+        with dispatching(folder_url) as dispatcher:
+            wait_until(lambda: dispatcher._pause_seconds > 1, timeout_seconds=PATIENCE_SECONDS)
+            assert store.census().overdue == 1
+            with store.engine.begin() as transaction:
+                transaction.execute(text("DROP TRIGGER full"))
+            wait_until(lambda: store.census().waiting == 0, timeout_seconds=PATIENCE_SECONDS)
+        publish(connection, "the last one", "jobs")
+        assert [arrival.body for arrival in received.wait_for(2)] == ["hello", "the last one"]
+
+
+def test_a_delayed_publish_into_a_file_that_somebody_writes_to_says_so(
+    folder_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(database, "_BUSY_MS", 100)
+    with delaying(folder_url) as connection:
+        publish(connection, "hello", "jobs", delay=60)
+        other = Store(store_of(connection).url, "tests")
+        with (
+            other.engine.begin(),
+            pytest.raises(StoreUnavailable, match=r"cannot be used: database is locked"),
+        ):
+            publish(connection, "refused", "jobs", delay=60)
+        other.engine.dispose()
+
+
+def test_a_dispatcher_leaves_a_file_to_others_now_and_then(folder_url: str) -> None:
+    """SQLite does not queue who wants to write: each asks ten times a second, and gives up."""
+    with delaying(folder_url) as connection:
+        store = store_of(connection)
+        publish(connection, "hello", "jobs", delay=1)
+        with store.engine.begin() as transaction:
+            transaction.execute(text(TEN_THOUSAND_MORE))
+        asking = sqlite3.connect(store.engine.url.database, timeout=0, isolation_level=None)
+        with dispatching(folder_url, own_store=True) as dispatcher:
+            wait_until(lambda: dispatcher.promoted > 0, timeout_seconds=PATIENCE_SECONDS)
+            answers = [may_write(asking) for _ in range(500)]
+            assert dispatcher.promoted < 10_000, "it was at it all the time"
+        asking.close()
+        assert sum(answers) / len(answers) > 0.1
+
+
+TEN_THOUSAND_MORE = """
+WITH RECURSIVE numbers(n) AS (SELECT 1 UNION ALL SELECT n + 1 FROM numbers WHERE n < 10000)
+INSERT INTO native_delay_message (namespace, due_us, queue, envelope, task_id)
+SELECT namespace, due_us, queue, envelope, task_id FROM native_delay_message, numbers
+"""
+
+
+def may_write(connection: sqlite3.Connection) -> bool:
+    sleep(0.002)
+    try:
+        connection.execute("BEGIN IMMEDIATE")
+    except sqlite3.OperationalError:
+        return False
+    connection.execute("ROLLBACK")
+    return True
+
+
+FULL = """
+CREATE TRIGGER full BEFORE DELETE ON native_delay_message
+BEGIN SELECT RAISE(ABORT, 'database or disk is full'); END
+"""
 
 
 # ---- a store that is away -----------------------------------------------------------------------

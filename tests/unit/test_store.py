@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from celery import Celery
+from celery.exceptions import WorkerShutdown
 from sqlalchemy import Dialect
 from sqlalchemy.dialects import mysql, postgresql, sqlite
 from sqlalchemy.schema import CreateIndex, CreateTable
@@ -78,6 +79,21 @@ def test_a_worker_stops_unless_somebody_else_decides(caplog: pytest.LogCaptureFi
     finally:
         store_outage.disconnect(decide)
     assert (stops, seen) == ([1], [(app, OUTAGE)])
+
+
+@pytest.mark.parametrize("error", [ValueError("a mistake"), WorkerShutdown(3)])
+def test_a_receiver_that_fails_has_decided_nothing(error: BaseException) -> None:
+    app, stops = Celery("shop", set_as_current=False), []
+
+    def fail(**_: object) -> None:
+        raise error
+
+    store_outage.connect(fail)
+    try:
+        react(app, OUTAGE, lambda: stops.append(1))
+    finally:
+        store_outage.disconnect(fail)
+    assert stops == [1]
 
 
 # ---- URLs --------------------------------------------------------------------------------------

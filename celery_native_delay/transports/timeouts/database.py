@@ -59,17 +59,22 @@ def engine_of(url: str) -> Engine:
         if place.get_backend_name() == "sqlite":
             return _sqlite(place)
         # A connection that the server has closed meanwhile is noticed before it is used.
-        return create_engine(place, pool_pre_ping=True, connect_args=_patience(place))
+        return create_engine(place, pool_pre_ping=True, **_of_servers(place))
     except (exc.ArgumentError, ImportError) as error:
         raise SettingsError(
             f"native_delay_store {without_password(url)!r} cannot be used: {error}"
         ) from error
 
 
-def _patience(place: URL) -> dict[str, Any]:
-    """Whoever publishes waits no longer than this for a server that does not answer, in seconds."""
-    fits = place.get_backend_name() in ("postgresql", "mysql", "mariadb")
-    return {"connect_timeout": 5} if fits and "connect_timeout" not in place.query else {}
+def _of_servers(place: URL) -> dict[str, Any]:
+    """What an engine for a server is made with, where that is known."""
+    if place.get_backend_name() not in ("postgresql", "mysql", "mariadb"):
+        return {}
+    # Whoever publishes waits no longer than this for a server that does not answer, in seconds.
+    patience = {} if "connect_timeout" in place.query else {"connect_timeout": 5}
+    # Stricter ones, which somebody may have made a database's default, refuse a dispatcher at the
+    # end of its transaction what it has put into queues already.
+    return {"connect_args": patience, "isolation_level": "READ COMMITTED"}
 
 
 def _sqlite(place: URL) -> Engine:

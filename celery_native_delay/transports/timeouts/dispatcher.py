@@ -31,6 +31,10 @@ SERVER_LOOK_SECONDS = 0.25
 #: Seconds until a look at what others were about to hand over.
 _TAKEN_PAUSE_SECONDS = 0.02
 
+#: For so much of the time that a batch has kept a file locked it is then left to others: SQLite
+#: has who waits look every 0.1 s, and give up after 5 s.
+_LEFT_TO_OTHERS = 0.25
+
 #: Seconds between attempts to reach what is away.
 FIRST_PAUSE_SECONDS = 0.1
 LONGEST_PAUSE_SECONDS = 5.0
@@ -127,8 +131,11 @@ class Dispatcher:
         """Hand over what is due now, one batch; why no more can be, if the broker is away."""
         if self._hand_over is None:
             self._hand_over = self._connected()
+        began = monotonic()
         with self._store.taking(until_us=time_ns() // 1000) as batch:
             away = self._hand_over(batch, park=False)
+        if self._store.is_file:
+            self._stopping.wait((monotonic() - began) * _LEFT_TO_OTHERS)
         self.promoted += len(batch.delivered)
         if batch.delivered:
             self._works(self._store.breakers.store)

@@ -58,10 +58,14 @@ def handing_over(channel: Any, store: Store) -> Iterator[HandOver]:
 
 
 class Put:
-    """Through kombu's own channel: put first and remove after, so at least once."""
+    """Through kombu's own channel: put first and remove after, so at least once.
+
+    What a store keeps although it was put, because its disk is full, this process puts once only.
+    """
 
     def __init__(self, channel: Any, store: Store) -> None:
         self._channel = channel
+        self._put_already = store.put_already
         self._lost: tuple[type[Exception], ...] = (
             OSError,
             *channel.connection.client.connection_errors,
@@ -71,6 +75,11 @@ class Put:
     def __call__(self, batch: Batch, *, park: bool) -> Exception | None:
         end = monotonic() + LONGEST_BATCH_SECONDS
         for message in batch.messages:
+            # SQLite gives an id again, so it alone would not tell.
+            known = hash(message.envelope)
+            if self._put_already.get(message.id) == known:
+                batch.delivered.append(message.id)
+                continue
             try:
                 self._put(message)
             except self._lost as error:
@@ -79,6 +88,7 @@ class Put:
             except Exception as error:  # whatever a transport raises
                 refuse(batch, message, error, park=park)
             else:
+                self._put_already[message.id] = known
                 batch.delivered.append(message.id)
             if monotonic() > end:
                 break

@@ -156,6 +156,8 @@ class Store:
         self.breakers = Breakers(float("inf"))
         #: Called with the due time of whatever this process adds.
         self.on_add: Callable[[int], object] = lambda due_us: None
+        #: What this process has put and could not remove: hashes of envelopes, by id.
+        self.put_already: dict[int, int] = {}
         self._is_ready = False
         self._preparing = Lock()
 
@@ -368,6 +370,8 @@ class Store:
                 connection.execute(_REMOVE, {"ids": batch.delivered})
             if batch.put_off:
                 connection.execute(_PUT_OFF, batch.put_off)
+        for one in batch.delivered:
+            self.put_already.pop(one, None)
 
     # --- looking -------------------------------------------------------------------------
 
@@ -443,7 +447,8 @@ class Store:
     def _explained(self) -> Iterator[None]:
         try:
             yield
-        except exc.SQLAlchemyError as error:
+        # Who begins a transaction for SQLite asks the driver itself.
+        except (exc.SQLAlchemyError, self.engine.dialect.loaded_dbapi.Error) as error:
             raise StoreUnavailable(self._in_words(error)) from error
 
     def _in_words(self, error: Exception) -> str:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from ...core.errors import NativeDelayError
+from ...core.errors import NativeDelayError, StoreUnavailable
 from ...core.settings import DelaySettings
 from ..contract import Early, Rescue
 from .dispatcher import Dispatcher
 from .handover import handing_over
 from .store import Store
+
+logger = logging.getLogger(__name__)
 
 
 class StoreWorkerPart:
@@ -23,13 +26,23 @@ class StoreWorkerPart:
         self._delays = channel.delays
 
     def prepare(self, where: str) -> str:
-        """Make the tables, if they are not there."""
+        """Make the tables, if they are not there; while the store is away, whoever dispatches does.
+
+        Raises:
+            SettingsError, TopologyMismatch, UnsupportedBroker: it will not do, however long one
+                waits; the text says why and the way out.
+        """
         store: Store = self._delays.store
-        store.prepare()
-        census = store.census()
+        try:
+            store.prepare()
+            census = store.census()
+            found = f"{census.waiting} waiting, {census.parked} parked"
+        except StoreUnavailable as exc:
+            logger.warning("native delay: %s; it is asked again until it answers", exc)
+            found = "nobody knows how many yet"
         return (
-            f"{store.shown_url} holds delayed tasks of {where}: {census.waiting} waiting, "
-            f"{census.parked} parked; dispatching in this worker; longest delay "
+            f"{store.shown_url} holds delayed tasks of {where}: {found}; "
+            f"dispatching in this worker; longest delay "
             f"{self.settings.longest_delay_seconds / 86400:.0f} days; adopting "
             f"{'on' if self.settings.adopt else 'off'}"
         )
