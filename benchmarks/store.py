@@ -27,9 +27,10 @@ from benchmarks.measuring import (
     percentile,
     quiet,
 )
+from celery_native_delay.transports.timeouts.batch import BATCH
 from celery_native_delay.transports.timeouts.handover import HandOver, hand_over_on
 from celery_native_delay.transports.timeouts.schema import MESSAGES
-from celery_native_delay.transports.timeouts.store import BATCH, Store
+from celery_native_delay.transports.timeouts.store import Store
 from example_project.folder_broker import SCHEME, settings_of
 
 PENDING = 100_000

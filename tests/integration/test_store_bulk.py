@@ -16,11 +16,11 @@ from uuid import uuid4
 import pytest
 from celery import Celery
 from kombu import Queue
-from sqlalchemy import create_engine, text
+from sqlalchemy import create_engine, func, select, text
 
 from celery_native_delay import PublishRefused, UnsupportedBroker, install
 from celery_native_delay.bulk import bulk
-from celery_native_delay.transports.timeouts.schema import METADATA
+from celery_native_delay.transports.timeouts.schema import LINES, METADATA
 from celery_native_delay.transports.timeouts.store import Store
 from tests.conformance.brokers import Broker, options_of, running_broker, settings_of
 from tests.traffic import PATIENCE_SECONDS
@@ -55,8 +55,7 @@ def numbers(store: Store) -> list[int]:
 
 def lines(store: Store) -> int:
     with store.engine.connect() as connection:
-        counting = text("SELECT COUNT(*) FROM native_delay_message WHERE namespace = '#lines'")
-        return int(connection.execute(counting).scalar_one())
+        return int(connection.execute(select(func.count()).select_from(LINES)).scalar_one())
 
 
 @pytest.fixture
@@ -87,7 +86,7 @@ def shop(postgresql: Broker) -> Iterator[Celery]:
 def test_a_batch_that_is_stored_again_changes_nothing(app: Celery) -> None:
     """Whether it still waits or was handed over since; nor does it take the next one's place."""
     store, line = store_of(app), uuid4().hex
-    store.open_line(line)
+    store.begin_line(line)
     due_us = time_ns() // 1000
     batches = [[("plain", f'"{n}"', due_us, f"task-{n}")] for n in range(3)]
     for _ in range(2):
@@ -103,7 +102,7 @@ def test_a_batch_that_is_stored_again_changes_nothing(app: Celery) -> None:
     METADATA.drop_all(store.engine)
     store.add_many(batches[2], line=line, number=3)
     assert store.census().waiting == 1
-    store.close_line(line, 3)
+    store.end_line(line)
     assert lines(store) == 0
 
 

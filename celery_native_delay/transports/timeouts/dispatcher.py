@@ -18,9 +18,10 @@ from ...core.errors import NativeDelayError, StoreUnavailable
 from ...kombu_hook import OPTION
 from ..contract import Outage
 from .alarm import Alarm
+from .batch import Batch
 from .breakers import Breaker, nobody_asked
 from .handover import HandOver, hand_over_on
-from .store import Batch, Store
+from .store import Store
 
 logger = logging.getLogger(__name__)
 

@@ -13,9 +13,10 @@ from kombu.utils.json import loads
 from sqlalchemy import exc, insert, select
 
 from ...kombu_hook import OPTION
+from .batch import Batch, Stored
 from .database import same_database
 from .delays import BROADCAST
-from .store import Batch, Store, Stored, reason_of
+from .store import Store, reason_of
 from .whole_files import is_folder, put_file, put_files
 
 #: Seconds after which a batch ends however much of it is left, for others wait meanwhile: those

@@ -51,7 +51,7 @@ class Outbox(CallingOutbox[Put | PlainPut]):
         store: Store = channel.delays.store
         store.prepare()
         if not self._is_open:
-            store.open_line(self._line)
+            store.begin_line(self._line)
             self._is_open = True
         return channel  # type: ignore[no-any-return]
 
@@ -90,7 +90,7 @@ class Outbox(CallingOutbox[Put | PlainPut]):
 
     def _forget(self) -> None:
         if self._is_open:
-            self._store.close_line(self._line, self._number)
+            self._store.end_line(self._line)
 
     @property
     def _store(self) -> Store:

@@ -19,7 +19,7 @@ VERSION = 1
 
 METADATA = MetaData()
 
-#: One row: the version of the other table.
+#: One row: the version of the other tables.
 SCHEMA = Table(
     "native_delay_schema",
     METADATA,
@@ -47,4 +47,13 @@ MESSAGES = Table(
     Column("reason", Text),
     Index("native_delay_message_due", "namespace", "due_us"),
     Index("native_delay_message_task", "namespace", "task_id"),
+)
+
+#: Who sends many messages, and the number of the last batch that is stored.
+LINES = Table(
+    "native_delay_line",
+    METADATA,
+    Column("line", String(32), primary_key=True),
+    Column("number", BigInteger, nullable=False),
+    Column("used_us", BigInteger, nullable=False),
 )

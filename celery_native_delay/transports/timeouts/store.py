@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from threading import Lock
 from time import monotonic, time_ns
@@ -25,11 +25,12 @@ from sqlalchemy import (
     insert,
     inspect,
     select,
-    update,
 )
 
 from ...core.errors import StoreUnavailable, TopologyMismatch
 from ...core.shown_url import without_password
+from . import lines
+from .batch import DUE, PARKED, Batch
 from .breakers import Breakers
 from .database import READS, engine_of
 from .rows import Rows
@@ -37,84 +38,11 @@ from .schema import MESSAGES, METADATA, SCHEMA, VERSION
 
 T = TypeVar("T")
 
-#: Messages that are taken at a time. More are no faster, and keep others waiting longer.
-BATCH = 100
-
-#: As far as they are counted: what is parked is tried for as long as it lies there.
-_MOST_ATTEMPTS = 30_000
-
 _ROW = MESSAGES.c
 
 _ADD = insert(MESSAGES)
 _MINE = _ROW.namespace == bindparam("mine")
 _NEXT = select(func.min(_ROW.due_us)).where(_MINE)
-_TAKE = (
-    select(_ROW.id, _ROW.queue, _ROW.envelope, _ROW.attempts)
-    .where(_MINE, _ROW.due_us <= bindparam("until"))
-    .order_by(_ROW.due_us)
-    .limit(bindparam("most"))
-    .with_for_update(skip_locked=True)
-)
-_TAKE_PARKED = (
-    select(_ROW.id, _ROW.queue, _ROW.envelope, _ROW.attempts)
-    .where(_MINE, _ROW.due_us.is_(None), _ROW.id > bindparam("after"))
-    .order_by(_ROW.id)
-    .limit(bindparam("most"))
-    .with_for_update(skip_locked=True)
-)
-_REMOVE = delete(MESSAGES).where(_ROW.id.in_(bindparam("ids", expanding=True)))
-_PUT_OFF = (
-    update(MESSAGES)
-    .where(_ROW.id == bindparam("one"))
-    .values(due_us=bindparam("due"), attempts=bindparam("tries"), reason=bindparam("why"))
-)
-
-#: The namespace of no message, for no setting may hold this: a row for each line for many messages
-#: that is open, which says as its task id how far the line has come.
-_LINES = "#lines"
-_LINE = (_ROW.namespace == _LINES, _ROW.task_id == bindparam("at"))
-_ADVANCE_LINE = (
-    update(MESSAGES).where(*_LINE).values(task_id=bindparam("next"), due_us=bindparam("now"))
-)
-_FIND_LINE = select(_ROW.id).where(*_LINE)
-_FORGET_LINE = delete(MESSAGES).where(*_LINE)
-
-#: A day in microseconds.
-_LINE_US = 86_400_000_000
-
-
-@dataclass(frozen=True)
-class Stored:
-    """A message that was taken out of the store, and stays there unless it is handed over."""
-
-    id: int
-    queue: str
-    envelope: str
-    attempts: int
-
-
-@dataclass
-class Batch:
-    """Messages that this transaction alone has, and what became of them.
-
-    Those that are neither :attr:`delivered` nor :attr:`put_off` are as they were.
-    """
-
-    connection: Connection
-    messages: list[Stored]
-    delivered: list[int] = field(default_factory=list)
-    put_off: list[dict[str, Any]] = field(default_factory=list)
-
-    def refused(self, message: Stored, reason: str, due_us: int | None) -> None:
-        """Its destination did not take it: to be tried again at *due_us*, or parked by None."""
-        self.put_off.append(
-            {
-                "one": message.id,
-                "due": due_us,
-                "tries": min(message.attempts + 1, _MOST_ATTEMPTS),
-                "why": reason[:1000],
-            }
-        )
 
 
 @dataclass(frozen=True)
@@ -240,47 +168,26 @@ class Store:
 
         Args:
             messages: queue, envelope, due time and task id of each.
-            line: who sends, in 32 characters.
+            line: who sends; see :meth:`begin_line`.
             number: of this batch, one more than that of the line's last one.
         """
         rows = [self._values(*message) for message in messages]
 
         def add(connection: Connection) -> None:
-            if self._advance(connection, line, number):
+            if lines.advance(connection, line, number):
                 connection.execute(_ADD, rows)
 
         with self._noticed():
             self._ready(add)
         self.on_add(min(row["due_us"] for row in rows))
 
-    def open_line(self, line: str) -> None:
-        """Let *line* begin with batch 1; those that nobody has closed for a day are forgotten.
+    def begin_line(self, line: str) -> None:
+        """Let *line*, 32 characters that nobody else has, begin with batch 1."""
+        self._ready(lambda connection: lines.begin(connection, line))
 
-        Its row is there before the first batch, so that a batch that is sent again waits for the
-        transaction of its first attempt, should that still be under way.
-        """
-        yesterday_us = time_ns() // 1000 - _LINE_US
-
-        def open_(connection: Connection) -> None:
-            forgotten = delete(MESSAGES).where(_ROW.namespace == _LINES, _ROW.due_us < yesterday_us)
-            connection.execute(forgotten)
-            connection.execute(_ADD, _line_row(line, 0))
-
-        self._ready(open_)
-
-    def close_line(self, line: str, number: int) -> None:
-        """Forget *line*, whose last batch was *number*."""
-        self._ready(lambda connection: connection.execute(_FORGET_LINE, _at(line, number)))
-
-    def _advance(self, connection: Connection, line: str, number: int) -> bool:
-        """Whether batch *number* of *line* is not stored yet; it is from now on."""
-        step = _at(line, number - 1) | {"next": f"{line}:{number}", "now": time_ns() // 1000}
-        if connection.execute(_ADVANCE_LINE, step).rowcount:
-            return True
-        if connection.execute(_FIND_LINE, _at(line, number)).first() is not None:
-            return False
-        connection.execute(_ADD, _line_row(line, number))  # the tables were dropped meanwhile
-        return True
+    def end_line(self, line: str) -> None:
+        """Forget *line*, to which nothing is sent any more."""
+        self._ready(lambda connection: lines.end(connection, line))
 
     def _values(self, queue: str, envelope: str, due_us: int, task_id: str) -> dict[str, Any]:
         return {
@@ -349,27 +256,21 @@ class Store:
         What the block has marked is settled at its end. If it raises, or this process dies,
         nothing has happened here, and all of it is there to be taken again.
         """
-        parameters = {"mine": self.namespace, "until": until_us, "most": BATCH}
-        with self._batch(_TAKE, parameters) as batch:
+        with self._batch(DUE, {"mine": self.namespace, "until": until_us}) as batch:
             yield batch
 
     @contextmanager
     def taking_parked(self, *, after_id: int) -> Iterator[Batch]:
         """The same for what is parked, in the order of ids."""
-        parameters = {"mine": self.namespace, "after": after_id, "most": BATCH}
-        with self._batch(_TAKE_PARKED, parameters) as batch:
+        with self._batch(PARKED, {"mine": self.namespace, "after": after_id}) as batch:
             yield batch
 
     @contextmanager
-    def _batch(self, statement: Any, parameters: dict[str, Any]) -> Iterator[Batch]:
+    def _batch(self, which: Any, parameters: dict[str, Any]) -> Iterator[Batch]:
         with self._explained(), self.engine.begin() as connection:
-            rows = connection.execute(statement, parameters).all()
-            batch = Batch(connection, [Stored(*row) for row in rows])
+            batch = Batch.taken(connection, which, parameters)
             yield batch
-            if batch.delivered:
-                connection.execute(_REMOVE, {"ids": batch.delivered})
-            if batch.put_off:
-                connection.execute(_PUT_OFF, batch.put_off)
+            batch.settle()
         for one in batch.delivered:
             self.put_already.pop(one, None)
 
@@ -458,16 +359,6 @@ class Store:
 def is_about_a_row(error: StoreUnavailable) -> bool:
     """Whether the database does not like what it was given, and would take something else."""
     return isinstance(error.__cause__, exc.DataError | exc.IntegrityError)
-
-
-def _at(line: str, number: int) -> dict[str, str]:
-    return {"at": f"{line}:{number}"}
-
-
-def _line_row(line: str, number: int) -> dict[str, Any]:
-    now_us = time_ns() // 1000
-    empty = {"queue": "", "envelope": ""}
-    return {"namespace": _LINES, "due_us": now_us, "task_id": f"{line}:{number}", **empty}
 
 
 def reason_of(error: BaseException) -> str:

@@ -1,3 +1,9 @@
+CREATE TABLE native_delay_line (
+	line VARCHAR(32) NOT NULL, 
+	number BIGINT NOT NULL, 
+	used_us BIGINT NOT NULL, 
+	PRIMARY KEY (line)
+);
 CREATE TABLE native_delay_message (
 	id INTEGER NOT NULL, 
 	namespace VARCHAR(64) NOT NULL, 
