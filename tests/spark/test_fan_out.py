@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from datetime import datetime
 from functools import partial
+from pathlib import Path
 from statistics import median
 from threading import Thread
 from typing import Any
@@ -201,13 +203,20 @@ def test_the_broker_is_restarted_between_jobs_and_short_of_memory_and_restarted_
         assert waiting() >= 12_000
 
 
-def test_tasks_wait_in_redis_until_they_are_due(
-    spark: Any, make_app: MakeApp, native_delay_redis: Any, native_delay_redis_url: str
+@pytest.mark.parametrize("broker", ["redis", "store"])
+def test_what_waits_is_due_when_it_was_planned(
+    spark: Any, make_app: MakeApp, request: pytest.FixtureRequest, tmp_path: Path, broker: str
 ) -> None:
+    """Where due times can be looked at; the executors share the file of a store."""
+    file = tmp_path / "shop.db"
+    redis = request.getfixturevalue("native_delay_redis") if broker == "redis" else None
+    url = f"sqla+sqlite:///{file}"
+    if redis:
+        url = request.getfixturevalue("native_delay_redis_url")
     df = spark.range(2_000).selectExpr("id as number", "if(id % 100 = 99, null, 500 + id) as wait")
     fan_out = FanOut(
         df,
-        app=make_app(native_delay_redis_url, levels=20),
+        app=make_app(url, levels=20),
         task="shop.remind",
         countdown="wait",
         kwargs=["number"],
@@ -216,10 +225,15 @@ def test_tasks_wait_in_redis_until_they_are_due(
     result = fan_out.send()
     assert (result.confirmed, result.rejected, result.failures) == (1_980, 20, [])
     assert fan_out.plan().levels == {}
-    (key,) = native_delay_redis.client.keys("tests.*.due")
-    waiting = native_delay_redis.client.zrange(key, 0, -1, withscores=True)
+    if redis:
+        (key,) = redis.client.keys("tests.*.due")
+        waiting = [int(score) for _, score in redis.client.zrange(key, 0, -1, withscores=True)]
+    else:
+        with closing(sqlite3.connect(file)) as store:
+            rows = store.execute("SELECT due_us FROM native_delay_message")
+            waiting = [due_us for (due_us,) in rows]
     due_us = [row.due_us for row in fan_out.encoded.collect() if not row.error]
-    assert sorted(int(score) for _, score in waiting) == sorted(due_us)
+    assert sorted(waiting) == sorted(due_us)
 
 
 def test_when_the_broker_stays_away_every_unsent_row_is_named(
