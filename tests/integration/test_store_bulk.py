@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from threading import Event, Thread
 from time import time_ns
 from typing import Any
-from uuid import uuid4
 
 import pytest
 from celery import Celery
@@ -20,6 +19,8 @@ from sqlalchemy import create_engine, text
 
 from celery_native_delay import PublishRefused, UnsupportedBroker, install
 from celery_native_delay.bulk import bulk
+from celery_native_delay.transports.timeouts.delays import Put
+from celery_native_delay.transports.timeouts.lines import Line
 from celery_native_delay.transports.timeouts.schema import METADATA
 from celery_native_delay.transports.timeouts.store import Store
 from tests.conformance.brokers import Broker, options_of, running_broker, settings_of
@@ -86,24 +87,24 @@ def shop(postgresql: Broker) -> Iterator[Celery]:
 
 def test_a_batch_that_is_stored_again_changes_nothing(app: Celery) -> None:
     """Whether it still waits or was handed over since; nor does it take the next one's place."""
-    store, line = store_of(app), uuid4().hex
-    store.open_line(line)
-    due_us = time_ns() // 1000
-    batches = [[("plain", f'"{n}"', due_us, f"task-{n}")] for n in range(3)]
+    store = store_of(app)
+    line, due_us = Line(store), time_ns() // 1000
+    line.open()
+    batches = [[Put("plain", due_us, f"task-{number}", f'"{number}"')] for number in range(3)]
     for _ in range(2):
-        store.add_many(batches[0], line=line, number=1)
+        line.store(1, batches[0])
     assert store.census().waiting == 1
     with store.taking(until_us=due_us) as taken:
         taken.delivered += [message.id for message in taken.messages]
-    store.add_many(batches[0], line=line, number=1)
+    line.store(1, batches[0])
     assert store.census().waiting == 0
     for _ in range(2):
-        store.add_many(batches[1], line=line, number=2)
+        line.store(2, batches[1])
     assert store.census().waiting == 1
     METADATA.drop_all(store.engine)
-    store.add_many(batches[2], line=line, number=3)
+    line.store(3, batches[2])
     assert store.census().waiting == 1
-    store.close_line(line, 3)
+    line.close(3)
     assert lines(store) == 0
 
 

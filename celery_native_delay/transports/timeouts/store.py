@@ -8,7 +8,7 @@ SQLite locks the file while a batch is handed over.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -45,7 +45,7 @@ _MOST_ATTEMPTS = 30_000
 
 _ROW = MESSAGES.c
 
-_ADD = insert(MESSAGES)
+ADD = insert(MESSAGES)
 _MINE = _ROW.namespace == bindparam("mine")
 _NEXT = select(func.min(_ROW.due_us)).where(_MINE)
 _TAKE = (
@@ -68,19 +68,6 @@ _PUT_OFF = (
     .where(_ROW.id == bindparam("one"))
     .values(due_us=bindparam("due"), attempts=bindparam("tries"), reason=bindparam("why"))
 )
-
-#: The namespace of no message, for no setting may hold this: a row for each line for many messages
-#: that is open, which says as its task id how far the line has come.
-_LINES = "#lines"
-_LINE = (_ROW.namespace == _LINES, _ROW.task_id == bindparam("at"))
-_ADVANCE_LINE = (
-    update(MESSAGES).where(*_LINE).values(task_id=bindparam("next"), due_us=bindparam("now"))
-)
-_FIND_LINE = select(_ROW.id).where(*_LINE)
-_FORGET_LINE = delete(MESSAGES).where(*_LINE)
-
-#: A day in microseconds.
-_LINE_US = 86_400_000_000
 
 
 @dataclass(frozen=True)
@@ -222,65 +209,14 @@ class Store:
 
     def add(self, queue: str, envelope: str, *, due_us: int, task_id: str) -> None:
         """Have *envelope* put into *queue* at *due_us*; it is there when this returns."""
-        values = self._values(queue, envelope, due_us, task_id)
-        with self._noticed():
+        values = self.row(queue, envelope, due_us, task_id)
+        with self.noticed():
             self.prepare()
             if not self._add_by_driver(values):
-                self._ready(lambda connection: connection.execute(_ADD, values))
+                self.change(lambda connection: connection.execute(ADD, values))
         self.on_add(due_us)
 
-    def add_many(
-        self, messages: Sequence[tuple[str, str, int, str]], *, line: str, number: int
-    ) -> None:
-        """Have many put into their queues, as :meth:`add`: all of them, or none if it raises.
-
-        Who does not know whether it was done does it again: nothing is there twice.
-
-        Args:
-            messages: queue, envelope, due time and task id of each.
-            line: who sends, in 32 characters.
-            number: of this batch, one more than that of the line's last one.
-        """
-        rows = [self._values(*message) for message in messages]
-
-        def add(connection: Connection) -> None:
-            if self._advance(connection, line, number):
-                connection.execute(_ADD, rows)
-
-        with self._noticed():
-            self._ready(add)
-        self.on_add(min(row["due_us"] for row in rows))
-
-    def open_line(self, line: str) -> None:
-        """Let *line* begin with batch 1; those that nobody has closed for a day are forgotten.
-
-        Its row is there before the first batch, so that a batch that is sent again waits for the
-        transaction of its first attempt, should that still be under way.
-        """
-        yesterday_us = time_ns() // 1000 - _LINE_US
-
-        def open_(connection: Connection) -> None:
-            forgotten = delete(MESSAGES).where(_ROW.namespace == _LINES, _ROW.due_us < yesterday_us)
-            connection.execute(forgotten)
-            connection.execute(_ADD, _line_row(line, 0))
-
-        self._ready(open_)
-
-    def close_line(self, line: str, number: int) -> None:
-        """Forget *line*, whose last batch was *number*."""
-        self._ready(lambda connection: connection.execute(_FORGET_LINE, _at(line, number)))
-
-    def _advance(self, connection: Connection, line: str, number: int) -> bool:
-        """Whether batch *number* of *line* is not stored yet; it is from now on."""
-        step = _at(line, number - 1) | {"next": f"{line}:{number}", "now": time_ns() // 1000}
-        if connection.execute(_ADVANCE_LINE, step).rowcount:
-            return True
-        if connection.execute(_FIND_LINE, _at(line, number)).first() is not None:
-            return False
-        connection.execute(_ADD, _line_row(line, number))  # the tables were dropped meanwhile
-        return True
-
-    def _values(self, queue: str, envelope: str, due_us: int, task_id: str) -> dict[str, Any]:
+    def row(self, queue: str, envelope: str, due_us: int, task_id: str) -> dict[str, Any]:
         return {
             "namespace": self.namespace,
             "due_us": due_us,
@@ -290,13 +226,12 @@ class Store:
         }
 
     @contextmanager
-    def _noticed(self) -> Iterator[None]:
+    def noticed(self) -> Iterator[None]:
         """Whether the store is there, as those see it who add to it."""
         try:
             yield
         except StoreUnavailable as error:
-            if not is_about_a_row(error):
-                self.breakers.failed(self.breakers.store, error, now=monotonic())
+            self.breakers.failed(self.breakers.store, error, now=monotonic())
             raise
         self.breakers.store.succeeded(now=monotonic())
 
@@ -329,7 +264,7 @@ class Store:
     def _driver_statement(self) -> tuple[str, list[str] | None]:
         """The insert in the driver's own words; the order of its parameters, if they have one."""
         columns = ["namespace", "due_us", "queue", "envelope", "task_id"]
-        compiled = _ADD.compile(dialect=self.engine.dialect, column_keys=columns)
+        compiled = ADD.compile(dialect=self.engine.dialect, column_keys=columns)
         return compiled.string, getattr(compiled, "positiontup", None)
 
     # --- out -----------------------------------------------------------------------------
@@ -413,13 +348,13 @@ class Store:
         """Throw away all that waits, or all that is parked; how many."""
         which = _ROW.due_us.is_(None) if parked else _ROW.due_us.is_not(None)
         statement = delete(MESSAGES).where(_MINE, which)
-        return self._ready(
+        return self.change(
             lambda connection: connection.execute(statement, {"mine": self.namespace}).rowcount
         )
 
     # --- private -------------------------------------------------------------------------
 
-    def _ready(self, change: Callable[[Connection], T]) -> T:
+    def change(self, change: Callable[[Connection], T]) -> T:
         """*change* in a transaction of its own; tables that are gone are made anew."""
         self.prepare()
         with self._explained():
@@ -448,21 +383,6 @@ class Store:
 
     def _in_words(self, error: Exception) -> str:
         return f"the store {self.shown_url} cannot be used: {reason_of(error)}"
-
-
-def is_about_a_row(error: StoreUnavailable) -> bool:
-    """Whether the database does not like what it was given, and would take something else."""
-    return isinstance(error.__cause__, exc.DataError | exc.IntegrityError)
-
-
-def _at(line: str, number: int) -> dict[str, str]:
-    return {"at": f"{line}:{number}"}
-
-
-def _line_row(line: str, number: int) -> dict[str, Any]:
-    now_us = time_ns() // 1000
-    empty = {"queue": "", "envelope": ""}
-    return {"namespace": _LINES, "due_us": now_us, "task_id": f"{line}:{number}", **empty}
 
 
 def reason_of(error: BaseException) -> str:
