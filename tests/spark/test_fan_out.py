@@ -25,6 +25,7 @@ from celery_native_delay.spark import FanOut, task_id_of
 from celery_native_delay.spark.sending import Receipt, SendJob, send_rows
 from celery_native_delay.testing import private_rabbitmq
 from celery_native_delay.transports.rabbitmq import bulk_line
+from celery_native_delay.transports.virtual import outbox
 from tests.brokers import installed_rabbitmq
 from tests.integration import redis_traffic
 from tests.integration.redis_traffic import promoting
@@ -236,13 +237,26 @@ def test_what_waits_is_due_when_it_was_planned(
     assert sorted(waiting) == sorted(due_us)
 
 
+@pytest.mark.parametrize(
+    ("url", "line", "said"),
+    [
+        ("amqp://127.0.0.1:1", bulk_line, "refused"),
+        ("sqla+sqlite:////nowhere/shop.db", outbox, "StoreUnavailable"),
+    ],
+    ids=["rabbitmq", "store"],
+)
 def test_when_the_broker_stays_away_every_unsent_row_is_named(
-    make_app: MakeApp, apps_folder: Any, monkeypatch: pytest.MonkeyPatch
+    make_app: MakeApp,
+    apps_folder: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    url: str,
+    line: Any,
+    said: str,
 ) -> None:
     """As an executor runs it; there it would try for a minute."""
     monkeypatch.syspath_prepend(str(apps_folder))
-    monkeypatch.setattr(bulk_line, "PATIENCE_SECONDS", 0.5)
-    app = make_app("amqp://127.0.0.1:1")
+    monkeypatch.setattr(line, "PATIENCE_SECONDS", 0.5)
+    app = make_app(url)
     eta = "2090-01-01T00:00:00.000000+00:00"
     body = json.dumps([[1], {}])
     rows: list[Any] = [(f"id-{n}", eta, body, None, None, None, None) for n in range(5)]
@@ -251,7 +265,7 @@ def test_when_the_broker_stays_away_every_unsent_row_is_named(
     failures = list(send_rows(rows, SendJob(app, "shop.remind", None), receipt))
     assert [failure.task_id for failure in failures] == [f"id-{n}" for n in range(5)]
     assert {failure.outcome for failure in failures} == {"unsent"}
-    assert "refused" in failures[0].reason
+    assert said in failures[0].reason
     assert (receipt.rows, receipt.sent, receipt.confirmed) == (6, 0, 0)
     assert receipt.rejected == Counter({"no due time": 1})
     assert Receipt.from_json(receipt.to_json()) == receipt
