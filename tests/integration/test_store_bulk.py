@@ -14,12 +14,12 @@ from typing import Any
 
 import pytest
 from celery import Celery
-from kombu import Queue
+from kombu import Exchange, Queue
 from sqlalchemy import create_engine, text
 
 from celery_native_delay import PublishRefused, UnsupportedBroker, install
 from celery_native_delay.bulk import bulk
-from celery_native_delay.transports.timeouts.delays import Put
+from celery_native_delay.transports.timeouts.delays import BROADCAST, Put
 from celery_native_delay.transports.timeouts.lines import Line
 from celery_native_delay.transports.timeouts.schema import METADATA
 from celery_native_delay.transports.timeouts.store import Store
@@ -194,6 +194,16 @@ def test_what_leads_nowhere_is_returned(app: Celery) -> None:
     assert batch.result.confirmed == 3
     assert [message.exchange for message in batch.result.returned] == ["nobodys"] * 3
     assert numbers(store_of(app)) == [0, 1, 2]
+
+
+def test_a_broadcast_waits_for_all_who_listen_when_it_is_due(shop: Celery) -> None:
+    news = Queue("headlines", Exchange("news", type="fanout"))
+    to = {"exchange": "news", "routing_key": "any", "declare": [news]}
+    with bulk(shop) as batch:
+        for number in range(3):
+            batch.send("shop.remind", (number,), countdown=600, **to)
+    with store_of(shop).rows() as rows:
+        assert [row.queue for row in rows.waiting(None, None)] == [BROADCAST] * 3
 
 
 def test_without_a_store_it_is_refused_with_the_way_out() -> None:

@@ -26,10 +26,10 @@ class CollectingChannel(Collecting):
             return PlainPut(queue, message)
         return self.delays.stored(message, queue, due_us=due_us)  # type: ignore[no-any-return]
 
-    def put_for_all(self: Any, exchange: str, message: dict[str, Any], routing_key: str) -> Put:
-        return self.delays.stored(  # type: ignore[no-any-return]
-            message, BROADCAST, due_us=self.due_of(message)
-        )
+    def put_for_all(
+        self: Any, exchange: str, message: dict[str, Any], routing_key: str, *, due_us: int
+    ) -> Put:
+        return self.delays.stored(message, BROADCAST, due_us=due_us)  # type: ignore[no-any-return]
 
 
 class Outbox(CallingOutbox[Put | PlainPut]):
