@@ -10,7 +10,7 @@ from time import monotonic, sleep
 from typing import Any
 
 from ..bulk import Bulk
-from ..core.errors import NativeDelayError, PublishRefused
+from ..core.errors import NativeDelayError, PublishRefused, StoreUnavailable
 from ..core.fence import HEADER
 from .app import load_app
 from .fencing import Fence
@@ -20,9 +20,6 @@ SENT_COLUMNS = ("task_id", "eta", "body", "queue", "priority", "expires", "error
 
 #: What a row of a task's output is: what it says of itself, or of a row that did not go out.
 RECEIPT, FAILURE = "receipt", "failure"
-
-#: What is wrong with one row; anything else is wrong with the broker or the way there.
-_ROW_ERRORS = (NativeDelayError, TypeError, ValueError)
 
 
 @dataclass(frozen=True)
@@ -122,11 +119,13 @@ def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -
                 batch.send(job.task, args, kwargs, eta=eta, task_id=task_id, **way)
             except PublishRefused as exc:
                 receipt.broken = str(exc)
-            except _ROW_ERRORS as exc:
-                yield Failure(task_id, "refused", f"{type(exc).__name__}: {exc}")
             except Exception as exc:
-                receipt.broken = f"{type(exc).__name__}: {exc}"
-                yield Failure(task_id, "unsent", receipt.broken)
+                said = f"{type(exc).__name__}: {exc}"
+                if _is_about_the_row(exc):
+                    yield Failure(task_id, "refused", said)
+                else:
+                    receipt.broken = said
+                    yield Failure(task_id, "unsent", said)
     result = batch.result
     for outcome, messages in (("refused", result.refused), ("in doubt", result.in_doubt)):
         for message in messages:
@@ -135,6 +134,12 @@ def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -
     receipt.confirmed = result.confirmed
     receipt.by_template = result.by_template
     receipt.seconds = monotonic() - started
+
+
+def _is_about_the_row(error: Exception) -> bool:
+    """Whether it is wrong with one row; anything else is wrong with the broker or the way there."""
+    about_rows = isinstance(error, NativeDelayError | TypeError | ValueError)
+    return about_rows and not isinstance(error, StoreUnavailable)
 
 
 class Pace:

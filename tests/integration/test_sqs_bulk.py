@@ -18,6 +18,8 @@ from celery_native_delay.bulk import Bulk, bulk
 from celery_native_delay.testing import PrivateSqs
 from celery_native_delay.transports.sqs import delays
 from tests.integration.sqs_traffic import HOP_SECONDS, delaying, part_of, url_of, waiting_on
+from tests.traffic import PATIENCE_SECONDS
+from tests.waiting import wait_until
 
 HOUR = 3600
 
@@ -46,6 +48,11 @@ def numbers(batch: Bulk) -> list[int]:
     return sorted(json.loads(message.body)[0][0] for message in batch.result.refused)
 
 
+def assert_waiting(sqs: PrivateSqs, count: int) -> None:
+    """moto looks at each message more than once while it counts them, as their hops end."""
+    wait_until(lambda: waiting_on(sqs) == count, timeout_seconds=PATIENCE_SECONDS)
+
+
 def test_ten_go_in_a_request(shared_sqs: PrivateSqs, app: Celery) -> None:
     sizes: list[int] = []
 
@@ -55,16 +62,12 @@ def test_ten_go_in_a_request(shared_sqs: PrivateSqs, app: Celery) -> None:
     with bulk(app) as batch:
         batch.send("shop.remind", (0,), countdown=HOUR)
         batch._line.settle(timeout_seconds=60)
-        listen(
-            batch,
-            "before-parameter-build",
-            lambda params, **_: sizes.append(len(params["Entries"])),
-        )
+        listen(batch, "before-parameter-build", count)
         with batch._line._outbox.lock:  # so that the batch is sent when it is full, and not before
             for number in range(1, 101):
                 batch.send("shop.remind", (number,), countdown=HOUR)
     assert sizes == [10] * 10
-    assert waiting_on(shared_sqs) == 101
+    assert_waiting(shared_sqs, 101)
 
 
 def test_what_is_refused_for_now_is_sent_again_alone_and_is_there_once(
@@ -89,7 +92,7 @@ def test_what_is_refused_for_now_is_sent_again_alone_and_is_there_once(
                 batch.send("shop.remind", (number,), countdown=HOUR)
     assert batch.result.confirmed == 11
     assert [len(ids) for ids in asked] == [10, 1, 1]
-    assert waiting_on(shared_sqs) == 11
+    assert_waiting(shared_sqs, 11)
 
 
 def test_what_is_refused_for_good_is_named(shared_sqs: PrivateSqs, app: Celery) -> None:
@@ -104,7 +107,7 @@ def test_what_is_refused_for_good_is_named(shared_sqs: PrivateSqs, app: Celery) 
             batch.send("shop.remind", (number, text), countdown=HOUR)
     assert batch.result.confirmed == 19
     assert numbers(batch) == [7]
-    assert waiting_on(shared_sqs) == 19
+    assert_waiting(shared_sqs, 19)
 
 
 def test_what_is_too_large_for_sqs_is_refused_at_once(app: Celery) -> None:

@@ -11,15 +11,16 @@ from collections.abc import Iterator
 from threading import Event, Thread
 from time import time_ns
 from typing import Any
-from uuid import uuid4
 
 import pytest
 from celery import Celery
-from kombu import Queue
+from kombu import Exchange, Queue
 from sqlalchemy import create_engine, func, select, text
 
 from celery_native_delay import PublishRefused, UnsupportedBroker, install
 from celery_native_delay.bulk import bulk
+from celery_native_delay.transports.timeouts.delays import BROADCAST, Put
+from celery_native_delay.transports.timeouts.lines import Line
 from celery_native_delay.transports.timeouts.schema import LINES, METADATA
 from celery_native_delay.transports.timeouts.store import Store
 from tests.conformance.brokers import Broker, options_of, running_broker, settings_of
@@ -85,24 +86,24 @@ def shop(postgresql: Broker) -> Iterator[Celery]:
 
 def test_a_batch_that_is_stored_again_changes_nothing(app: Celery) -> None:
     """Whether it still waits or was handed over since; nor does it take the next one's place."""
-    store, line = store_of(app), uuid4().hex
-    store.begin_line(line)
-    due_us = time_ns() // 1000
-    batches = [[("plain", f'"{n}"', due_us, f"task-{n}")] for n in range(3)]
+    store = store_of(app)
+    line, due_us = Line(store), time_ns() // 1000
+    line.open()
+    batches = [[Put("plain", due_us, f"task-{number}", f'"{number}"')] for number in range(3)]
     for _ in range(2):
-        store.add_many(batches[0], line=line, number=1)
+        line.store(1, batches[0])
     assert store.census().waiting == 1
     with store.taking(until_us=due_us) as taken:
         taken.delivered += [message.id for message in taken.messages]
-    store.add_many(batches[0], line=line, number=1)
+    line.store(1, batches[0])
     assert store.census().waiting == 0
     for _ in range(2):
-        store.add_many(batches[1], line=line, number=2)
+        line.store(2, batches[1])
     assert store.census().waiting == 1
     METADATA.drop_all(store.engine)
-    store.add_many(batches[2], line=line, number=3)
+    line.store(3, batches[2])
     assert store.census().waiting == 1
-    store.end_line(line)
+    line.close()
     assert lines(store) == 0
 
 
@@ -192,6 +193,16 @@ def test_what_leads_nowhere_is_returned(app: Celery) -> None:
     assert batch.result.confirmed == 3
     assert [message.exchange for message in batch.result.returned] == ["nobodys"] * 3
     assert numbers(store_of(app)) == [0, 1, 2]
+
+
+def test_a_broadcast_waits_for_all_who_listen_when_it_is_due(shop: Celery) -> None:
+    news = Queue("headlines", Exchange("news", type="fanout"))
+    to = {"exchange": "news", "routing_key": "any", "declare": [news]}
+    with bulk(shop) as batch:
+        for number in range(3):
+            batch.send("shop.remind", (number,), countdown=600, **to)
+    with store_of(shop).rows() as rows:
+        assert [row.queue for row in rows.waiting(None, None)] == [BROADCAST] * 3
 
 
 def test_without_a_store_it_is_refused_with_the_way_out() -> None:

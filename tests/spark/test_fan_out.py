@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from datetime import datetime
 from functools import partial
+from pathlib import Path
 from statistics import median
 from threading import Thread
 from typing import Any
@@ -23,6 +25,7 @@ from celery_native_delay.spark import FanOut, task_id_of
 from celery_native_delay.spark.sending import Receipt, SendJob, send_rows
 from celery_native_delay.testing import private_rabbitmq
 from celery_native_delay.transports.rabbitmq import bulk_line
+from celery_native_delay.transports.virtual import outbox
 from tests.brokers import installed_rabbitmq
 from tests.integration import redis_traffic
 from tests.integration.redis_traffic import promoting
@@ -201,13 +204,20 @@ def test_the_broker_is_restarted_between_jobs_and_short_of_memory_and_restarted_
         assert waiting() >= 12_000
 
 
-def test_tasks_wait_in_redis_until_they_are_due(
-    spark: Any, make_app: MakeApp, native_delay_redis: Any, native_delay_redis_url: str
+@pytest.mark.parametrize("broker", ["redis", "store"])
+def test_what_waits_is_due_when_it_was_planned(
+    spark: Any, make_app: MakeApp, request: pytest.FixtureRequest, tmp_path: Path, broker: str
 ) -> None:
+    """Where due times can be looked at; the executors share the file of a store."""
+    file = tmp_path / "shop.db"
+    redis = request.getfixturevalue("native_delay_redis") if broker == "redis" else None
+    url = f"sqla+sqlite:///{file}"
+    if redis:
+        url = request.getfixturevalue("native_delay_redis_url")
     df = spark.range(2_000).selectExpr("id as number", "if(id % 100 = 99, null, 500 + id) as wait")
     fan_out = FanOut(
         df,
-        app=make_app(native_delay_redis_url, levels=20),
+        app=make_app(url, levels=20),
         task="shop.remind",
         countdown="wait",
         kwargs=["number"],
@@ -216,19 +226,37 @@ def test_tasks_wait_in_redis_until_they_are_due(
     result = fan_out.send()
     assert (result.confirmed, result.rejected, result.failures) == (1_980, 20, [])
     assert fan_out.plan().levels == {}
-    (key,) = native_delay_redis.client.keys("tests.*.due")
-    waiting = native_delay_redis.client.zrange(key, 0, -1, withscores=True)
+    if redis:
+        (key,) = redis.client.keys("tests.*.due")
+        waiting = [int(score) for _, score in redis.client.zrange(key, 0, -1, withscores=True)]
+    else:
+        with closing(sqlite3.connect(file)) as store:
+            rows = store.execute("SELECT due_us FROM native_delay_message")
+            waiting = [due_us for (due_us,) in rows]
     due_us = [row.due_us for row in fan_out.encoded.collect() if not row.error]
-    assert sorted(int(score) for _, score in waiting) == sorted(due_us)
+    assert sorted(waiting) == sorted(due_us)
 
 
+@pytest.mark.parametrize(
+    ("url", "line", "said"),
+    [
+        ("amqp://127.0.0.1:1", bulk_line, "refused"),
+        ("sqla+sqlite:////nowhere/shop.db", outbox, "StoreUnavailable"),
+    ],
+    ids=["rabbitmq", "store"],
+)
 def test_when_the_broker_stays_away_every_unsent_row_is_named(
-    make_app: MakeApp, apps_folder: Any, monkeypatch: pytest.MonkeyPatch
+    make_app: MakeApp,
+    apps_folder: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    url: str,
+    line: Any,
+    said: str,
 ) -> None:
     """As an executor runs it; there it would try for a minute."""
     monkeypatch.syspath_prepend(str(apps_folder))
-    monkeypatch.setattr(bulk_line, "PATIENCE_SECONDS", 0.5)
-    app = make_app("amqp://127.0.0.1:1")
+    monkeypatch.setattr(line, "PATIENCE_SECONDS", 0.5)
+    app = make_app(url)
     eta = "2090-01-01T00:00:00.000000+00:00"
     body = json.dumps([[1], {}])
     rows: list[Any] = [(f"id-{n}", eta, body, None, None, None, None) for n in range(5)]
@@ -237,7 +265,7 @@ def test_when_the_broker_stays_away_every_unsent_row_is_named(
     failures = list(send_rows(rows, SendJob(app, "shop.remind", None), receipt))
     assert [failure.task_id for failure in failures] == [f"id-{n}" for n in range(5)]
     assert {failure.outcome for failure in failures} == {"unsent"}
-    assert "refused" in failures[0].reason
+    assert said in failures[0].reason
     assert (receipt.rows, receipt.sent, receipt.confirmed) == (6, 0, 0)
     assert receipt.rejected == Counter({"no due time": 1})
     assert Receipt.from_json(receipt.to_json()) == receipt

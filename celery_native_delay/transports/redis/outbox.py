@@ -56,18 +56,22 @@ class Put(NamedTuple):
 
 class _Collecting(Collecting):
     def put_for(self: Any, queue: str, message: dict[str, Any]) -> Put:
-        return self._put_to(self.destination(queue, message), message)  # type: ignore[no-any-return]
-
-    def put_for_all(self: Any, exchange: str, message: dict[str, Any], routing_key: str) -> Put:
-        return self._put_to(self.broadcast(exchange, routing_key), message)  # type: ignore[no-any-return]
-
-    def _put_to(self: Any, destination: Destination, message: dict[str, Any]) -> Put:
+        destination = self.destination(queue, message)
         due_us = self.due_of(message)
         if due_us is None:
             return Put(destination, b"", 0, "", dumps(message).encode())
-        name, entry = self.delays.stored(message, destination, due_us=due_us)
-        front = front_of(destination)
-        return Put(destination, front, due_us, name, entry[len(front) :])
+        return self._waiting(destination, message, due_us)  # type: ignore[no-any-return]
+
+    def put_for_all(
+        self: Any, exchange: str, message: dict[str, Any], routing_key: str, *, due_us: int
+    ) -> Put:
+        destination = self.broadcast(exchange, routing_key)
+        return self._waiting(destination, message, due_us)  # type: ignore[no-any-return]
+
+    def _waiting(self: Any, to: Destination, message: dict[str, Any], due_us: int) -> Put:
+        name, entry = self.delays.stored(message, to, due_us=due_us)
+        front = front_of(to)
+        return Put(to, front, due_us, name, entry[len(front) :])
 
 
 class BulkChannel(_Collecting, Channel):

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any
-from uuid import uuid4
 
 from ...core.errors import StoreUnavailable
 from ..virtual.collecting import Collecting, PlainPut
 from ..virtual.outbox import Batch, CallingOutbox, NotTaken
 from .delays import BROADCAST, Put
-from .store import Store, is_about_a_row
+from .lines import Line
+from .store import is_about_a_row
 
 
 class CollectingChannel(Collecting):
@@ -27,10 +27,10 @@ class CollectingChannel(Collecting):
             return PlainPut(queue, message)
         return self.delays.stored(message, queue, due_us=due_us)  # type: ignore[no-any-return]
 
-    def put_for_all(self: Any, exchange: str, message: dict[str, Any], routing_key: str) -> Put:
-        return self.delays.stored(  # type: ignore[no-any-return]
-            message, BROADCAST, due_us=self.due_of(message)
-        )
+    def put_for_all(
+        self: Any, exchange: str, message: dict[str, Any], routing_key: str, *, due_us: int
+    ) -> Put:
+        return self.delays.stored(message, BROADCAST, due_us=due_us)  # type: ignore[no-any-return]
 
 
 class Outbox(CallingOutbox[Put | PlainPut]):
@@ -39,20 +39,20 @@ class Outbox(CallingOutbox[Put | PlainPut]):
     def __init__(self, client: Any, window: int) -> None:
         super().__init__(client, window)
         self.lost = (*self.lost, StoreUnavailable, *client.recoverable_connection_errors)
-        self._line = uuid4().hex
+        self._line: Line | None = None
+        #: Of the last batch that is stored.
         self._number = 0
-        self._is_open = False
 
     def _open(self, client: Any) -> Collecting:
         transport = client.transport
         plain = transport.delaying_channel
         channel: Any = type("BulkChannel", (CollectingChannel, plain), {})(client.connection)
         client.connection.channels.append(channel)
-        store: Store = channel.delays.store
-        store.prepare()
-        if not self._is_open:
-            store.begin_line(self._line)
-            self._is_open = True
+        channel.delays.store.prepare()
+        if self._line is None:
+            line = Line(channel.delays.store)
+            line.open()
+            self._line = line
         return channel  # type: ignore[no-any-return]
 
     def _packed(self, puts: list[Put | PlainPut]) -> Iterable[Batch[Put | PlainPut]]:
@@ -64,16 +64,17 @@ class Outbox(CallingOutbox[Put | PlainPut]):
                 yield Batch([put])
 
     def _deliver(self, batch: Batch[Put | PlainPut]) -> None:
-        rows = []
+        waiting = []
         for put in batch.puts:
             if isinstance(put, PlainPut):
                 self._put_plainly(put)
             else:
-                rows.append((put.queue, put.envelope, put.due_us, put.task_id))
-        if not rows:
+                waiting.append(put)
+        if not waiting:
             return
+        assert self._line is not None
         try:
-            self._store.add_many(rows, line=self._line, number=self._number + 1)
+            self._line.store(self._number + 1, waiting)
         except StoreUnavailable as error:
             if is_about_a_row(error):
                 raise NotTaken(str(error)) from error
@@ -89,10 +90,5 @@ class Outbox(CallingOutbox[Put | PlainPut]):
             raise NotTaken(f"{type(error).__name__}: {error}") from error
 
     def _forget(self) -> None:
-        if self._is_open:
-            self._store.end_line(self._line)
-
-    @property
-    def _store(self) -> Store:
-        store: Store = self.channel.delays.store
-        return store
+        if self._line is not None:
+            self._line.close()

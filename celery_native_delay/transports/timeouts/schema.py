@@ -49,11 +49,11 @@ MESSAGES = Table(
     Index("native_delay_message_task", "namespace", "task_id"),
 )
 
-#: Who sends many messages, and the number of the last batch that is stored.
+#: Who stores many messages, and the number of the last batch that is there.
 LINES = Table(
     "native_delay_line",
     METADATA,
-    Column("line", String(32), primary_key=True),
+    Column("name", String(32), primary_key=True),
     Column("number", BigInteger, nullable=False),
     Column("used_us", BigInteger, nullable=False),
 )

@@ -8,7 +8,7 @@ SQLite locks the file while a batch is handed over.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -29,7 +29,6 @@ from sqlalchemy import (
 
 from ...core.errors import StoreUnavailable, TopologyMismatch
 from ...core.shown_url import without_password
-from . import lines
 from .batch import DUE, PARKED, Batch
 from .breakers import Breakers
 from .database import READS, engine_of
@@ -40,7 +39,7 @@ T = TypeVar("T")
 
 _ROW = MESSAGES.c
 
-_ADD = insert(MESSAGES)
+ADD = insert(MESSAGES)
 _MINE = _ROW.namespace == bindparam("mine")
 _NEXT = select(func.min(_ROW.due_us)).where(_MINE)
 
@@ -152,44 +151,14 @@ class Store:
 
     def add(self, queue: str, envelope: str, *, due_us: int, task_id: str) -> None:
         """Have *envelope* put into *queue* at *due_us*; it is there when this returns."""
-        values = self._values(queue, envelope, due_us, task_id)
-        with self._noticed():
+        values = self.row(queue, envelope, due_us, task_id)
+        with self.noticed():
             self.prepare()
             if not self._add_by_driver(values):
-                self._ready(lambda connection: connection.execute(_ADD, values))
+                self.change(lambda connection: connection.execute(ADD, values))
         self.on_add(due_us)
 
-    def add_many(
-        self, messages: Sequence[tuple[str, str, int, str]], *, line: str, number: int
-    ) -> None:
-        """Have many put into their queues, as :meth:`add`: all of them, or none if it raises.
-
-        Who does not know whether it was done does it again: nothing is there twice.
-
-        Args:
-            messages: queue, envelope, due time and task id of each.
-            line: who sends; see :meth:`begin_line`.
-            number: of this batch, one more than that of the line's last one.
-        """
-        rows = [self._values(*message) for message in messages]
-
-        def add(connection: Connection) -> None:
-            if lines.advance(connection, line, number):
-                connection.execute(_ADD, rows)
-
-        with self._noticed():
-            self._ready(add)
-        self.on_add(min(row["due_us"] for row in rows))
-
-    def begin_line(self, line: str) -> None:
-        """Let *line*, 32 characters that nobody else has, begin with batch 1."""
-        self._ready(lambda connection: lines.begin(connection, line))
-
-    def end_line(self, line: str) -> None:
-        """Forget *line*, to which nothing is sent any more."""
-        self._ready(lambda connection: lines.end(connection, line))
-
-    def _values(self, queue: str, envelope: str, due_us: int, task_id: str) -> dict[str, Any]:
+    def row(self, queue: str, envelope: str, due_us: int, task_id: str) -> dict[str, Any]:
         return {
             "namespace": self.namespace,
             "due_us": due_us,
@@ -199,7 +168,7 @@ class Store:
         }
 
     @contextmanager
-    def _noticed(self) -> Iterator[None]:
+    def noticed(self) -> Iterator[None]:
         """Whether the store is there, as those see it who add to it."""
         try:
             yield
@@ -238,7 +207,7 @@ class Store:
     def _driver_statement(self) -> tuple[str, list[str] | None]:
         """The insert in the driver's own words; the order of its parameters, if they have one."""
         columns = ["namespace", "due_us", "queue", "envelope", "task_id"]
-        compiled = _ADD.compile(dialect=self.engine.dialect, column_keys=columns)
+        compiled = ADD.compile(dialect=self.engine.dialect, column_keys=columns)
         return compiled.string, getattr(compiled, "positiontup", None)
 
     # --- out -----------------------------------------------------------------------------
@@ -318,13 +287,13 @@ class Store:
         """Throw away all that waits, or all that is parked; how many."""
         which = _ROW.due_us.is_(None) if parked else _ROW.due_us.is_not(None)
         statement = delete(MESSAGES).where(_MINE, which)
-        return self._ready(
+        return self.change(
             lambda connection: connection.execute(statement, {"mine": self.namespace}).rowcount
         )
 
     # --- private -------------------------------------------------------------------------
 
-    def _ready(self, change: Callable[[Connection], T]) -> T:
+    def change(self, change: Callable[[Connection], T]) -> T:
         """*change* in a transaction of its own; tables that are gone are made anew."""
         self.prepare()
         with self._explained():

@@ -64,8 +64,10 @@ class Collecting:
         """
         raise NotImplementedError
 
-    def put_for_all(self, exchange: str, message: dict[str, Any], routing_key: str) -> Put:
-        """The same to all who listen to *exchange* when it is due."""
+    def put_for_all(
+        self, exchange: str, message: dict[str, Any], routing_key: str, *, due_us: int
+    ) -> Put:
+        """The same to all who listen to *exchange* when it is due; raises as :meth:`put_for`."""
         raise NotImplementedError
 
     def put_plainly(self, put: PlainPut) -> None:
@@ -92,7 +94,9 @@ class Collecting:
         self: Any, exchange: str, message: dict[str, Any], routing_key: str, **kwargs: Any
     ) -> None:
         self._is_routed = True
-        if self.due_of(message) is None:
+        due_us = self.due_of(message)
+        if due_us is None:
             super()._put_fanout(exchange, message, routing_key, **kwargs)  # type: ignore[misc]
         else:
-            self.collected.append(self.put_for_all(exchange, message, routing_key))
+            put = self.put_for_all(exchange, message, routing_key, due_us=due_us)
+            self.collected.append(put)

@@ -1,8 +1,8 @@
 CREATE TABLE native_delay_line (
-	line VARCHAR(32) NOT NULL, 
+	name VARCHAR(32) NOT NULL, 
 	number BIGINT NOT NULL, 
 	used_us BIGINT NOT NULL, 
-	PRIMARY KEY (line)
+	PRIMARY KEY (name)
 );
 CREATE TABLE native_delay_message (
 	id INTEGER NOT NULL, 
