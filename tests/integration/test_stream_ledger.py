@@ -21,6 +21,7 @@ from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, vhost_nam
 from celery_native_delay.transports.contract import Answer
 from celery_native_delay.transports.rabbitmq.streams import follower
 from celery_native_delay.transports.rabbitmq.streams import ledger as stream_ledger
+from celery_native_delay.transports.rabbitmq.streams import line as stream_line
 from celery_native_delay.transports.rabbitmq.streams.follower import Follower
 from celery_native_delay.transports.rabbitmq.streams.ledger import MARGIN_SECONDS
 from celery_native_delay.transports.rabbitmq.streams.line import StreamLine
@@ -120,6 +121,20 @@ def test_a_stream_that_was_deleted_is_declared_again(app: Celery, delay: Delay) 
         admin = connection.default_channel.admin_part(app._native_delay.settings())
         assert admin.verify().differences == []
         assert admin.backlog().waiting == sent + 1
+
+
+def test_what_is_sent_while_the_ledgers_connection_is_lost_is_listed(
+    app: Celery, delay: Delay, vhost_url: str
+) -> None:
+    """As when a node of a cluster dies: publishing goes on at once, the ledger a second later."""
+    send(app, 0, countdown=3600)  # noqa: F405
+    assert delay.count() == 1
+    line = list(stream_line._lines.values())[-1]
+    line._client.connection.sock.shutdown(socket.SHUT_RDWR)
+    for number in range(1, 101):
+        send(app, number, countdown=3600)  # noqa: F405
+    assert line._channel is None, "it was not lost, or is back already"
+    assert delay.count() == 101
 
 
 def test_who_may_declare_nothing_uses_what_is_there(
