@@ -159,6 +159,27 @@ def test_who_may_declare_nothing_uses_what_is_there(
         wait_until(cancelled, timeout_seconds=10)
 
 
+def test_a_node_that_cannot_read_the_streams_is_left_for_the_next(
+    app: Celery, delay: Delay, rabbitmq: PrivateRabbitMQ, vhost_url: str
+) -> None:
+    """As one that joined the cluster later; here it is another user who is refused."""
+    send(app, 1, countdown=3600)  # noqa: F405
+    (task,) = delay.show("order-1")
+    vhost = vhost_name(vhost_url)
+    refusing = rabbitmq.add_user(f"blind-{vhost}", "secret", read="^$", vhost=vhost)
+    url = f"{refusing};{vhost_url}"
+    with Celery("shop", broker=url, set_as_current=False) as other:
+        elsewhere = Delay(install(other, ledger="stream"))
+
+        def shown() -> bool:
+            try:
+                return elsewhere.show("order-1") == [task]
+            except LedgerUnavailable:
+                return False
+
+        wait_until(shown, timeout_seconds=20)
+
+
 def test_a_worker_knows_when_it_cannot_tell_and_never_forgets(
     mortal_rabbitmq: PrivateRabbitMQ, mortal_url: str
 ) -> None:

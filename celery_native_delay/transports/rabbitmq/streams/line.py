@@ -247,6 +247,8 @@ class StreamLine:
                 connection.collect()
         with suppress(*LOST):
             self._client.close()
+        # As the follower's; see there.
+        self._client.maybe_switch_next()
 
     def abandon(self) -> None:
         """Close our end of the socket without a word: in a forked child it is the parent's."""
