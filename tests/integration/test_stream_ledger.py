@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from time import monotonic, time, time_ns
 
 import pytest
@@ -23,7 +24,11 @@ from celery_native_delay.transports.rabbitmq.streams import follower
 from celery_native_delay.transports.rabbitmq.streams import ledger as stream_ledger
 from celery_native_delay.transports.rabbitmq.streams import line as stream_line
 from celery_native_delay.transports.rabbitmq.streams.follower import Follower
-from celery_native_delay.transports.rabbitmq.streams.ledger import MARGIN_SECONDS
+from celery_native_delay.transports.rabbitmq.streams.ledger import (
+    MARGIN_SECONDS,
+    Followed,
+    StreamLedger,
+)
 from celery_native_delay.transports.rabbitmq.streams.line import StreamLine
 from celery_native_delay.transports.rabbitmq.streams.receipts import StreamReceipts
 from tests.integration.ledger_promises import *  # noqa: F403
@@ -121,6 +126,31 @@ def test_a_stream_that_was_deleted_is_declared_again(app: Celery, delay: Delay) 
         admin = connection.default_channel.admin_part(app._native_delay.settings())
         assert admin.verify().differences == []
         assert admin.backlog().waiting == sent + 1
+
+
+def test_nobody_is_answered_from_streams_that_are_being_read_anew(
+    app: Celery, delay: Delay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection is lost between the look whether all was read, and the question."""
+    for number in range(50):
+        send(app, number, countdown=3600)  # noqa: F405
+    assert delay.count() == 50
+    restarted = Event()
+    restart, up_to_date = Followed.restart, StreamLedger._up_to_date
+
+    def restart_and_tell(followed: Followed) -> None:
+        restart(followed)
+        restarted.set()
+
+    def and_then_lost(ledger: StreamLedger) -> Followed:
+        followed = up_to_date(ledger)
+        followed.follower._client.connection.sock.shutdown(socket.SHUT_RDWR)
+        assert restarted.wait(10)
+        return followed
+
+    monkeypatch.setattr(Followed, "restart", restart_and_tell)
+    monkeypatch.setattr(StreamLedger, "_up_to_date", and_then_lost)
+    assert delay.count() == 50
 
 
 def test_what_is_sent_while_the_ledgers_connection_is_lost_is_listed(
