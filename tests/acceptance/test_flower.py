@@ -5,8 +5,11 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from threading import Event
+from time import monotonic
 from typing import Any
 
 import pytest
@@ -18,9 +21,11 @@ from selenium.webdriver.remote.webelement import WebElement
 from celery_native_delay import Delay, LedgerUnavailable, install
 from celery_native_delay.bulk import bulk
 from celery_native_delay.flower.asking import Asking
-from celery_native_delay.testing import PrivateRedis
+from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis
 from tests.acceptance.flower import FlowerProcess, Flowers, browser
 from tests.acceptance.worker import Fleet, fleet_on
+from tests.brokers import on_one_version
+from tests.traffic import beside
 from tests.waiting import wait_until
 
 USER = "admin:secret"
@@ -39,9 +44,8 @@ def fleet(ledger_redis: PrivateRedis, tmp_path: Path) -> Iterator[Fleet]:
 
 @pytest.fixture
 def flowers(fleet: Fleet) -> Iterator[Flowers]:
-    flowers = Flowers(fleet)
-    yield flowers
-    flowers.close()
+    with flowers_on(fleet) as flowers:
+        yield flowers
 
 
 def send(app: Celery, count: int = TASKS) -> list[str]:
@@ -421,3 +425,78 @@ def test_on_rabbitmq_the_levels_are_shown_and_the_ledger_is_asked(
                 assert "is-stuck" not in page.find("#delays-levels").get_attribute("innerHTML")
         finally:
             flowers.close()
+
+
+@on_one_version
+def test_flower_follows_a_ledger_in_streams_through_a_restart_of_the_broker(
+    mortal_rabbitmq: PrivateRabbitMQ, mortal_url: str, tmp_path: Path
+) -> None:
+    """It lists, finds and changes what waits, and answers promptly meanwhile; so does the next."""
+    conf = {
+        "native_delay_ledger": "stream",
+        "native_delay_management_url": mortal_rabbitmq.management_url,
+    }
+    with fleet_on(mortal_url, tmp_path, **conf) as fleet, flowers_on(fleet) as flowers:
+        ids = send(fleet.app())
+        flower = flowers.start(user=USER)
+
+        def delayed_in(flower: FlowerProcess) -> set[str]:
+            return set(flower.json(f"/api/tasks?limit={TASKS}&state=DELAYED"))
+
+        def total(search: str = "") -> int:
+            found: int = flower.json(f"/api/delays?limit=5&search={search}")["total"]
+            return found
+
+        with asked_all_the_time(flower) as answered:
+            wait_until(lambda: delayed_in(flower) == set(ids), timeout_seconds=30)
+            assert (total(), total("order-99")) == (TASKS, 11)
+            bars = flower.json("/delays/summary")["histogram"]
+            assert sum(count for *_, count in bars) == TASKS
+            gone = flower.json("/delays/ids?search=name:careful")["ids"]
+            done = flower.json("/api/delays/cancel", {"ids": gone})["outcomes"]
+            assert [each["verdict"] for each in done] == ["done"] * (TASKS // CAREFUL)
+            kept = set(ids) - set(gone)
+            wait_until(lambda: delayed_in(flower) == kept, timeout_seconds=30)
+
+            mortal_rabbitmq.kill()
+            wait_until(lambda: flower.ask("/api/delays")[0] == 503, timeout_seconds=20)
+            mortal_rabbitmq.start()
+            wait_until(lambda: flower.ask("/api/delays")[0] == 200, timeout_seconds=30)
+            assert total() == len(kept)
+            flower.json("/api/delay/reschedule/task-1?countdown=90000", {})
+            flower.json("/api/delay/run-now/task-2", {})
+            fleet.worker(pool="solo")
+            fleet.record.wait_for(task_id="task-2")
+        assert max(answered) < 1
+        flower.stop()
+
+        flower = flowers.start(user=USER)
+        wait_until(lambda: delayed_in(flower) == kept - {"task-2"}, timeout_seconds=30)
+        (task,) = flower.json("/api/delay/task-1")["tasks"]
+        assert datetime.fromisoformat(task["due"]) > datetime.now(UTC) + timedelta(hours=20)
+        assert {run.id for run in fleet.record.runs()} == {"task-2"}
+
+
+@contextmanager
+def flowers_on(fleet: Fleet) -> Iterator[Flowers]:
+    flowers = Flowers(fleet)
+    try:
+        yield flowers
+    finally:
+        flowers.close()
+
+
+@contextmanager
+def asked_all_the_time(flower: FlowerProcess) -> Iterator[list[float]]:
+    """How many seconds Flower takes for an answer that needs no broker, all the while."""
+    seconds: list[float] = []
+    over = Event()
+
+    def ask() -> None:
+        while not over.wait(0.02):
+            started = monotonic()
+            flower.ask("/healthcheck")
+            seconds.append(monotonic() - started)
+
+    with beside(ask, stop=over.set):
+        yield seconds

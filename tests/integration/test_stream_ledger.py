@@ -10,6 +10,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from threading import Event
 from time import monotonic, time, time_ns
 
 import pytest
@@ -21,8 +22,13 @@ from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, vhost_nam
 from celery_native_delay.transports.contract import Answer
 from celery_native_delay.transports.rabbitmq.streams import follower
 from celery_native_delay.transports.rabbitmq.streams import ledger as stream_ledger
+from celery_native_delay.transports.rabbitmq.streams import line as stream_line
 from celery_native_delay.transports.rabbitmq.streams.follower import Follower
-from celery_native_delay.transports.rabbitmq.streams.ledger import MARGIN_SECONDS
+from celery_native_delay.transports.rabbitmq.streams.ledger import (
+    MARGIN_SECONDS,
+    Followed,
+    StreamLedger,
+)
 from celery_native_delay.transports.rabbitmq.streams.line import StreamLine
 from celery_native_delay.transports.rabbitmq.streams.receipts import StreamReceipts
 from tests.integration.ledger_promises import *  # noqa: F403
@@ -122,6 +128,45 @@ def test_a_stream_that_was_deleted_is_declared_again(app: Celery, delay: Delay) 
         assert admin.backlog().waiting == sent + 1
 
 
+def test_nobody_is_answered_from_streams_that_are_being_read_anew(
+    app: Celery, delay: Delay, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The connection is lost between the look whether all was read, and the question."""
+    for number in range(50):
+        send(app, number, countdown=3600)  # noqa: F405
+    assert delay.count() == 50
+    restarted = Event()
+    restart, up_to_date = Followed.restart, StreamLedger._up_to_date
+
+    def restart_and_tell(followed: Followed) -> None:
+        restart(followed)
+        restarted.set()
+
+    def and_then_lost(ledger: StreamLedger) -> Followed:
+        followed = up_to_date(ledger)
+        followed.follower._client.connection.sock.shutdown(socket.SHUT_RDWR)
+        assert restarted.wait(10)
+        return followed
+
+    monkeypatch.setattr(Followed, "restart", restart_and_tell)
+    monkeypatch.setattr(StreamLedger, "_up_to_date", and_then_lost)
+    assert delay.count() == 50
+
+
+def test_what_is_sent_while_the_ledgers_connection_is_lost_is_listed(
+    app: Celery, delay: Delay, vhost_url: str
+) -> None:
+    """As when a node of a cluster dies: publishing goes on at once, the ledger a second later."""
+    send(app, 0, countdown=3600)  # noqa: F405
+    assert delay.count() == 1
+    line = list(stream_line._lines.values())[-1]
+    line._client.connection.sock.shutdown(socket.SHUT_RDWR)
+    for number in range(1, 101):
+        send(app, number, countdown=3600)  # noqa: F405
+    assert line._channel is None, "it was not lost, or is back already"
+    assert delay.count() == 101
+
+
 def test_who_may_declare_nothing_uses_what_is_there(
     app: Celery, rabbitmq: PrivateRabbitMQ, vhost_url: str
 ) -> None:
@@ -142,6 +187,27 @@ def test_who_may_declare_nothing_uses_what_is_there(
                 return False
 
         wait_until(cancelled, timeout_seconds=10)
+
+
+def test_a_node_that_cannot_read_the_streams_is_left_for_the_next(
+    app: Celery, delay: Delay, rabbitmq: PrivateRabbitMQ, vhost_url: str
+) -> None:
+    """As one that joined the cluster later; here it is another user who is refused."""
+    send(app, 1, countdown=3600)  # noqa: F405
+    (task,) = delay.show("order-1")
+    vhost = vhost_name(vhost_url)
+    refusing = rabbitmq.add_user(f"blind-{vhost}", "secret", read="^$", vhost=vhost)
+    url = f"{refusing};{vhost_url}"
+    with Celery("shop", broker=url, set_as_current=False) as other:
+        elsewhere = Delay(install(other, ledger="stream"))
+
+        def shown() -> bool:
+            try:
+                return elsewhere.show("order-1") == [task]
+            except LedgerUnavailable:
+                return False
+
+        wait_until(shown, timeout_seconds=20)
 
 
 def test_a_worker_knows_when_it_cannot_tell_and_never_forgets(

@@ -303,6 +303,8 @@ class Follower(Thread):
                 exc_info=not is_expected,
             )
         self._disconnect()
+        # A node may have no replica: one that joined the cluster after the streams were declared.
+        self._client.maybe_switch_next()
 
     def _disconnect(self) -> None:
         self._channel = None

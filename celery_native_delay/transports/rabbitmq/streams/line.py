@@ -2,8 +2,8 @@
 
 A stream that is not there may cost its publisher the connection (506 in RabbitMQ 4.3), and delaying
 must go on without a ledger: so nothing of this happens on anybody else's. Entries are sent and not
-waited for. If that fails, what is unconfirmed is kept, up to :data:`WINDOW`; the streams are left
-alone for a while, and one warning tells so.
+waited for. If that fails, what is unconfirmed is kept, and what comes next, up to :data:`WINDOW`;
+the streams are left alone for a while, and one warning tells so.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from amqp.exceptions import NotFound
 from kombu import Connection
 
 from ....core.errors import LedgerUnavailable
-from ....core.ledger_streams import LedgerStreams, Stream
+from ....core.ledger_streams import Stream
 from ....core.settings import DelaySettings
+from ....core.topology import Topology
 from ....kombu_hook import flushes
 from ..ledger.line import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, PATIENCE_SECONDS
 from ..outbox import LOST, outbox_key
@@ -62,8 +63,9 @@ class _Entry(Publication):
 class StreamLine:
     """See the module's docstring. For any thread of one process."""
 
-    def __init__(self, client: Any) -> None:
+    def __init__(self, client: Any, settings: DelaySettings) -> None:
         """*client* is a kombu connection to the same broker, which is not touched."""
+        self._exchange = Topology(settings).ledger.exchange
         self._client = Connection(**dict(client._info(resolve=False), heartbeat=0))
         self._lock = RLock()
         self._channel: WindowChannel | None = None
@@ -83,14 +85,14 @@ class StreamLine:
         """Note down a message that is about to wait."""
         with self._lock:
             self.recorded += 1
+            self._unsent.append(_Entry(note_message(note, entry), self._exchange, stream.name))
             if self._channel is None and monotonic() < self._retry_at:
                 return
             try:
                 channel = self._connected()
-                publication = _Entry(note_message(note, entry), *self._to(stream))
                 if channel.unconfirmed_count >= WINDOW:
                     self._settle(channel, PATIENCE_SECONDS, most=WINDOW // 2)
-                channel.send(publication, timeout_seconds=PATIENCE_SECONDS)
+                self._send_unsent(channel)
                 self._unread += 1
                 if self._unread >= _READ_EVERY or monotonic() - self._read_at > _READ_AFTER_SECONDS:
                     channel.read_ready()
@@ -123,7 +125,7 @@ class StreamLine:
         def write(channel: WindowChannel) -> None:
             for stream, note in notes:
                 channel.send(
-                    Publication(note_message(note), *self._to(stream)),
+                    Publication(note_message(note), self._exchange, stream.name),
                     timeout_seconds=_ANSWER_SECONDS,
                 )
             self._settle(channel, _ANSWER_SECONDS)
@@ -166,7 +168,9 @@ class StreamLine:
                 try:
                     return action(self._connected())
                 except Exception as exc:
-                    self._lose(exc)
+                    if last_try or isinstance(exc, GONE):
+                        self._lose(exc)
+                    self._drop()
                     if last_try:
                         raise LedgerUnavailable(
                             f"the ledger in RabbitMQ's streams does not answer: {exc}; tasks wait "
@@ -176,14 +180,6 @@ class StreamLine:
         raise AssertionError("unreachable")
 
     # --- the connection ------------------------------------------------------------------
-
-    def _to(self, stream: Stream) -> tuple[str, str]:
-        return self._ledger.exchange, stream.name
-
-    @property
-    def _ledger(self) -> LedgerStreams:
-        ledger: LedgerStreams = self._client.connection.delays.topology.ledger
-        return ledger
 
     def _connected(self) -> WindowChannel:
         channel = self._channel
@@ -195,10 +191,13 @@ class StreamLine:
         connection = self._client.connection
         connection.delays.prepare_ledger(redeclare=isinstance(self._error, GONE))
         channel = self._channel = WindowChannel(connection)
+        self._send_unsent(channel)
+        return channel
+
+    def _send_unsent(self, channel: WindowChannel) -> None:
         while self._unsent:
             channel.send(self._unsent[0], timeout_seconds=PATIENCE_SECONDS)
             self._unsent.popleft()
-        return channel
 
     def _settle(self, channel: WindowChannel, seconds: float, *, most: int = 0) -> None:
         """Return when at most *most* are unconfirmed."""
@@ -210,10 +209,10 @@ class StreamLine:
         self._unread, self._read_at = 0, monotonic()
         if returned := channel.take_returned():
             self._keep(returned)
-            raise LeadsNowhere(f"{self._ledger.exchange} leads nowhere")
+            raise LeadsNowhere(f"{self._exchange} leads nowhere")
         if nacked := channel.take_nacked():
             self._keep(nacked)
-            raise LeadsNowhere(f"{self._ledger.exchange} takes nothing")
+            raise LeadsNowhere(f"{self._exchange} takes nothing")
         if channel.unconfirmed_count == channel.published_count:
             return
         self._pause_seconds = FIRST_PAUSE_SECONDS
@@ -248,6 +247,8 @@ class StreamLine:
                 connection.collect()
         with suppress(*LOST):
             self._client.close()
+        # As the follower's; see there.
+        self._client.maybe_switch_next()
 
     def abandon(self) -> None:
         """Close our end of the socket without a word: in a forked child it is the parent's."""
@@ -268,7 +269,7 @@ def stream_line_of(client: Any, settings: DelaySettings) -> StreamLine:
     with _registering:
         line = _lines.get(key)
         if line is None:
-            line = _lines[key] = StreamLine(client)
+            line = _lines[key] = StreamLine(client, settings)
         return line
 
 
