@@ -137,6 +137,8 @@ class Delay:
         if (countdown is None) == (eta is None):
             raise InvalidDueTime(f"expected countdown or eta, got {countdown=} and {eta=}")
         if countdown is not None:
+            if not isinstance(countdown, int | float):
+                raise InvalidDueTime(f"expected countdown in seconds, got {countdown!r}")
             check_countdown(countdown, longest_delay_seconds=self._longest_delay_seconds())
             eta = datetime.now(UTC) + timedelta(seconds=max(countdown, 0))
         assert eta is not None

@@ -177,6 +177,8 @@ def test_what_cannot_be_stays_as_it_is(app: Celery, delay: Delay) -> None:
         delay.reschedule("order-1", countdown=1e12)
     with pytest.raises(DelayTooLong):
         delay.reschedule("order-1", eta="9000-01-01")
+    with pytest.raises(InvalidDueTime, match="seconds, got '5'"):
+        delay.reschedule("order-1", countdown="5")  # type: ignore[arg-type]
     with pytest.raises(InvalidDueTime, match="countdown or eta"):
         delay.reschedule("order-1")
     assert delay.show("order-1") == [task]

@@ -63,7 +63,7 @@ def test_a_store_that_ends_with_its_process_is_refused_without_its_password(url:
 
 @pytest.mark.parametrize("name", ["ledger", "management_url"])
 def test_a_wrong_url_is_refused_without_its_password(name: str) -> None:
-    with pytest.raises(SettingsError, match="got 'sentinel://ada:.*@host/0'") as refused:
+    with pytest.raises(SettingsError, match=r"got 'sentinel://ada:.*@host/0'") as refused:
         check_settings({name: "sentinel://ada:secret@host/0"})
     assert "secret" not in str(refused.value)
 
