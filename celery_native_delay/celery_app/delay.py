@@ -13,7 +13,13 @@ from celery.utils.log import get_logger
 
 from ..core import ledger
 from ..core.due_time import check_countdown, due_us
-from ..core.errors import CannotDelay, InvalidDueTime, LedgerUnavailable, NoLedger
+from ..core.errors import (
+    CannotDelay,
+    InvalidDueTime,
+    InvalidQuery,
+    LedgerUnavailable,
+    NoLedger,
+)
 from ..core.ledger import Bar, Ledger, Outcome, Page, Query, Verdict, Waiting
 from ..core.settings import DelaySettings
 from .install import delaying_channel, installed
@@ -40,6 +46,7 @@ class Delay:
 
     def __init__(self, app: Celery) -> None:
         self._app = app
+        self._tells_results = True
 
     # --- seeing --------------------------------------------------------------------------
 
@@ -57,8 +64,10 @@ class Delay:
                 :class:`Query`.
 
         Raises:
-            InvalidQuery: it cannot be understood.
+            InvalidQuery: it cannot be understood, or *limit* or *offset* is below 0.
         """
+        if min(limit, offset) < 0:
+            raise InvalidQuery(f"expected limit and offset from 0, got {limit} and {offset}")
         query = _query(search)
         return self._ask(lambda found: found.page(query, offset=offset, limit=limit))
 
@@ -106,6 +115,7 @@ class Delay:
 
     def cancel_all(self, task_ids: Iterable[str]) -> list[Outcome]:
         """:meth:`cancel` for many, over one connection."""
+        self._tells_results = True
         return self._change(task_ids, self._cancel)
 
     def reschedule(
@@ -137,6 +147,8 @@ class Delay:
         if (countdown is None) == (eta is None):
             raise InvalidDueTime(f"expected countdown or eta, got {countdown=} and {eta=}")
         if countdown is not None:
+            if not isinstance(countdown, int | float):
+                raise InvalidDueTime(f"expected countdown in seconds, got {countdown!r}")
             check_countdown(countdown, longest_delay_seconds=self._longest_delay_seconds())
             eta = datetime.now(UTC) + timedelta(seconds=max(countdown, 0))
         assert eta is not None
@@ -215,21 +227,25 @@ class Delay:
         return installed(self._app).settings().longest_delay_seconds
 
     def _revoke_result(self, outcome: Outcome) -> None:
-        """Tell the result backend now; chord and monitors are for the worker to tell, once."""
+        """Tell the result backend now; chord and monitors are for the worker to tell, once.
+
+        A backend that is away is not asked again for the others: each may wait for minutes.
+        """
         for task in outcome.tasks:
-            if not (task.name and task.keeps_result):
-                continue
-            registered = self._app.tasks.get(task.name)
-            backend = self._app.backend if registered is None else registered.backend
-            if isinstance(backend, DisabledBackend):
+            if not (self._tells_results and task.name and task.keeps_result):
                 continue
             try:
+                registered = self._app.tasks.get(task.name)
+                backend = self._app.backend if registered is None else registered.backend
+                if isinstance(backend, DisabledBackend):
+                    continue
                 if backend.get_state(task.id) in _UNREADY:
                     backend.mark_as_revoked(task.id, reason="revoked", store_result=True)
             except Exception as exc:  # the worker will say it, too
+                self._tells_results = False
                 logger.warning(
-                    "native delay: %s is cancelled, its result will say so when a worker has "
-                    "announced it: %s: %s",
+                    "native delay: %s is cancelled, results from it on will say so when a worker "
+                    "has announced it: %s: %s",
                     task.id,
                     type(exc).__name__,
                     exc,

@@ -13,7 +13,14 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from celery_native_delay import Delay, DelayTooLong, InvalidDueTime, Query, Verdict
+from celery_native_delay import (
+    Delay,
+    DelayTooLong,
+    InvalidDueTime,
+    InvalidQuery,
+    Query,
+    Verdict,
+)
 from tests.traffic import Arrival, Inbox, inbox
 from tests.waiting import wait_until
 
@@ -47,6 +54,8 @@ def test_what_waits_is_listed_by_due_time_with_all_that_is_known_of_it(
     before = time()
     for number in (3, 1, 2):
         send(app, number, countdown=number * 1000)
+    with pytest.raises(InvalidQuery, match="from 0, got -1 and 0"):
+        delay.ls(limit=-1)
     page = delay.ls(limit=2)
     assert [task.id for task in page.tasks] == ["order-1", "order-2"]
     assert page.total == delay.count() == 3
@@ -177,10 +186,23 @@ def test_what_cannot_be_stays_as_it_is(app: Celery, delay: Delay) -> None:
         delay.reschedule("order-1", countdown=1e12)
     with pytest.raises(DelayTooLong):
         delay.reschedule("order-1", eta="9000-01-01")
+    with pytest.raises(InvalidDueTime, match="seconds, got '5'"):
+        delay.reschedule("order-1", countdown="5")  # type: ignore[arg-type]
     with pytest.raises(InvalidDueTime, match="countdown or eta"):
         delay.reschedule("order-1")
     assert delay.show("order-1") == [task]
     assert delay.cancel("order-2").verdict is Verdict.UNKNOWN
+
+
+def test_a_result_backend_that_is_away_keeps_nobody_from_cancelling(
+    app: Celery, delay: Delay, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is asked once."""
+    ids = [send(app, number, countdown=3600) for number in range(3)]
+    app.conf.result_backend = "file:///no/such/folder"
+    app._local.backend = app._backend_cache = None
+    assert all(delay.cancel_all(ids))
+    assert sum("when a worker has announced it" in each.message for each in caplog.records) == 1
 
 
 def test_all_that_waits_under_one_id_is_cancelled(app: Celery, delay: Delay) -> None:

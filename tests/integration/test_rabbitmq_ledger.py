@@ -34,6 +34,14 @@ from tests.waiting import wait_until
 KEYS = LedgerKeys("celery_delay")
 
 
+def keys_of(app: Celery) -> LedgerKeys:
+    return LedgerKeys("celery_delay", app.connection_for_write().virtual_host)
+
+
+def line_for(app: Celery) -> LedgerLine:
+    return line_of(app.conf.native_delay_ledger, "celery_delay", keys_of(app).vhost)
+
+
 @pytest.fixture(scope="module")
 def vhost_url(rabbitmq: PrivateRabbitMQ) -> Iterator[str]:
     """One for all: what a test leaves in its levels is due in an hour."""
@@ -61,6 +69,23 @@ def test_without_a_ledger_the_way_out_is_told(vhost_url: str) -> None:
         with pytest.raises(NoLedger, match="set native_delay_ledger"):
             Delay(app).ls()
         app.control.revoke("order-1")  # as ever
+
+
+def test_virtual_hosts_may_share_a_redis(
+    app: Celery, rabbitmq: PrivateRabbitMQ, ledger_redis: PrivateRedis
+) -> None:
+    """Their tasks never meet, though all settings be the same."""
+    ledger_redis.client.flushall()
+    url = rabbitmq.new_vhost()
+    with install(
+        Celery("bills", broker=url, set_as_current=False), ledger=ledger_redis.url
+    ) as other:
+        send(app, 1, countdown=3600)  # noqa: F405
+        send(other, 2, countdown=3600)  # noqa: F405
+        assert Delay(other).ids() == ["order-2"]
+        assert Delay(app).ids() == ["order-1"]
+        assert not Delay(app).cancel("order-2")
+    rabbitmq.delete_vhost(vhost_name(url))
 
 
 def test_the_ledgers_password_is_not_shown() -> None:
@@ -99,10 +124,10 @@ def test_a_template_records_what_apply_async_does(app: Celery, ledger_redis: Pri
         for number in range(3):
             batch.send("shop.remind", (number, "äöü"), countdown=3600, queue="side", priority=3)
     sent = app.send_task("shop.remind", (2, "äöü"), **options)
-    line_of(app.conf.native_delay_ledger, "celery_delay").flush(None)
+    line_for(app).flush(None)
     entries = {
         member.decode().partition(":")[0]: Entry.decoded(data)
-        for member, data in ledger_redis.client.hgetall(KEYS.messages).items()
+        for member, data in ledger_redis.client.hgetall(keys_of(app).messages).items()
     }
     assert len(entries) == 4
     expected = entries.pop(sent.id)
@@ -125,7 +150,7 @@ def test_what_is_thrown_away_or_was_never_sent_does_not_stay_in_the_ledger(
     ledger_redis.client.flushall()
     with pytest.raises(struct.error):  # AMQP has room for 255 bytes
         send(app, 1, countdown=3600, task_id="x" * 300)  # noqa: F405
-    line = line_of(app.conf.native_delay_ledger, "celery_delay")
+    line = line_for(app)
     line.flush(None)
     assert delay.ls().tasks == ()
     send(app, 2, countdown=3600)  # noqa: F405
@@ -133,7 +158,7 @@ def test_what_is_thrown_away_or_was_never_sent_does_not_stay_in_the_ledger(
     line.flush(None)
     with app.connection_for_write() as connection:
         assert connection.default_channel.admin_part(app._native_delay.settings()).purge()
-    assert ledger_redis.client.zrange(KEYS.ids, 0, -1) == [b"due:d"]
+    assert ledger_redis.client.zrange(keys_of(app).ids, 0, -1) == [b"due:d"]
     ledger_redis.client.flushall()
 
 
@@ -235,6 +260,11 @@ def test_publishing_goes_on_while_the_ledger_is_away(
         app.close()
 
 
+def reset() -> None:
+    """What a pooled connection raises whose broker was restarted."""
+    raise ConnectionResetError
+
+
 def test_a_change_of_many_goes_on_over_a_new_connection_and_says_how_far_it_came(
     vhost_url: str,
 ) -> None:
@@ -242,12 +272,10 @@ def test_a_change_of_many_goes_on_over_a_new_connection_and_says_how_far_it_came
         app = Celery("shop", broker=vhost_url, set_as_current=False)
         install(app, ledger=server.url)
         ids = [send(app, number, countdown=3600) for number in range(5)]  # noqa: F405
-        dies = {ids[1]: lambda: sockets.pop().close(), ids[4]: server.kill}
-        sockets: list[Any] = []
+        happens = {ids[1]: reset, ids[4]: server.kill}
 
         def cancel(found: Any, task_id: str) -> Any:
-            sockets.append(found._delays.connection.transport.sock)
-            dies.pop(task_id, lambda: None)()
+            happens.pop(task_id, lambda: None)()
             return found.cancel(task_id)
 
         delay = Delay(app)
@@ -260,7 +288,7 @@ def test_a_change_of_many_goes_on_over_a_new_connection_and_says_how_far_it_came
 def test_a_sweep_removes_what_nobody_has_told_the_ledger_of(
     app: Celery, ledger_redis: PrivateRedis
 ) -> None:
-    line = LedgerLine(ledger_redis.url, "celery_delay")
+    line = line_for(app)
     now_us = time_ns() // 1000
     for number in range(3):
         line.record(f"task-{number}:d", now_us - number * 1_000_000, b"[]\n")
@@ -271,4 +299,4 @@ def test_a_sweep_removes_what_nobody_has_told_the_ledger_of(
         assert ledger.sweep() == 0
         assert ledger.sweep(stale_after_us=500_000) == 2
         ledger.close()
-    assert ledger_redis.client.zrange(KEYS.due, 0, -1) == [b"task-0:d"]
+    assert ledger_redis.client.zrange(keys_of(app).due, 0, -1) == [b"task-0:d"]

@@ -29,8 +29,8 @@ class Recorder:
 
     @cached_property
     def _line(self) -> LedgerLine | None:
-        url = self._settings.ledger_url
-        return None if url is None else line_of(url, self._settings.namespace)
+        url, vhost = self._settings.ledger_url, self._delays.connection.virtual_host
+        return None if url is None else line_of(url, self._settings.namespace, vhost)
 
     @cached_property
     def _stream_line(self) -> StreamLine:

@@ -76,8 +76,10 @@ class RabbitMQWorkerPart:
         """What is asked about every message that waited; None without a ledger."""
         if self.settings.streams_ledger:
             return StreamReceipts(self._delays.connection.client, self._delays.topology.ledger)
-        url = self.settings.ledger_url
-        return None if url is None else LedgerReceipts(LedgerLine(url, self.settings.namespace))
+        url, vhost = self.settings.ledger_url, self._delays.connection.virtual_host
+        if url is None:
+            return None
+        return LedgerReceipts(LedgerLine(url, self.settings.namespace, vhost))
 
     def sweep(self) -> int:
         """Remove entries whose messages nobody has told the ledger of."""

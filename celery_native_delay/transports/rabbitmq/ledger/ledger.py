@@ -44,7 +44,7 @@ class RabbitMQLedger(IndexedLedger):
 
         self._delays = delays
         self._where = settings.ledger.rpartition("@")[2]
-        self._keys = LedgerKeys(settings.namespace)
+        self._keys = LedgerKeys(settings.namespace, delays.connection.virtual_host)
         self._client = redis.Redis.from_url(url, **options)
         self._errors = redis.RedisError, OSError
         super().__init__(Index(self._client, self._keys, waiting))

@@ -72,11 +72,11 @@ class LedgerLine:
     *missed* counts what could not be noted down, or asked.
     """
 
-    def __init__(self, url: str, namespace: str) -> None:
+    def __init__(self, url: str, namespace: str, vhost: str = "/") -> None:
         to, options = redis_options(url, timeout_seconds=PATIENCE_SECONDS)
         from redis import ConnectionPool
 
-        self.keys = LedgerKeys(namespace)
+        self.keys = LedgerKeys(namespace, vhost)
         self.missed = 0
         self._where = url.rpartition("@")[2]
         self._make_connection = ConnectionPool.from_url(to, **options).make_connection
@@ -257,18 +257,19 @@ def _packed(*words: Any) -> bytes:
 
 # ---- the lines of this process ---------------------------------------------------------------
 
-_lines: dict[tuple[str, str], LedgerLine] = {}
+_lines: dict[tuple[str, str, str], LedgerLine] = {}
 _registering = Lock()
 
 
-def line_of(url: str, namespace: str) -> LedgerLine:
+def line_of(url: str, namespace: str, vhost: str = "/") -> LedgerLine:
     """The process's line for publishing."""
-    line = _lines.get((url, namespace))
+    key = (url, namespace, vhost)
+    line = _lines.get(key)
     if line is None:
         with _registering:
-            line = _lines.get((url, namespace))
+            line = _lines.get(key)
             if line is None:
-                line = _lines[url, namespace] = LedgerLine(url, namespace)
+                line = _lines[key] = LedgerLine(*key)
     return line
 
 

@@ -18,14 +18,15 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class LedgerKeys(IndexKeys):
-    """The keys of one namespace."""
+    """The keys of one namespace of one virtual host: several hosts may share a Redis."""
 
     namespace: str
+    vhost: str = "/"
 
     @property
     def space(self) -> str:
         """What all keys begin with, without the last dot."""
-        return f"{self.namespace}.ledger.v{VERSION}"
+        return f"{self.namespace}.ledger.v{VERSION}.{self.vhost}"
 
     @property
     def marks(self) -> str:
