@@ -89,7 +89,7 @@ def test_many_dispatchers_hand_over_each_message_once(url: str) -> None:
 
 
 def be_strict(store: str) -> None:
-    """Have a database end in an error what others have interfered with, unless one asks for less."""
+    """Let a database refuse what others have interfered with, unless one asks for less."""
     engine = create_engine(store)
     with engine.begin() as connection:
         name = connection.dialect.identifier_preparer.quote(str(engine.url.database))

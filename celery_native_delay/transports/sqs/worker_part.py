@@ -13,7 +13,7 @@ from kombu.exceptions import OperationalError
 from ...core.errors import NativeDelayError, TopologyMismatch
 from ...core.settings import DelaySettings
 from ..contract import Early, Rescue
-from .delay_queue import can_delay, delay_queue_of, mismatches
+from .delay_queue import can_delay, delay_queue_of, mismatches, why_not_made
 from .relay import Relay
 
 logger = logging.getLogger(__name__)
@@ -43,9 +43,10 @@ class SqsWorkerPart:
         found, lacking = set_up(self._delays, self._queues)
         for name in lacking:
             logger.warning(
-                "native delay: %s: not among predefined_queues: tasks that are due in more than "
-                "%d s come back to a worker that often; add it",
+                "native delay: %s %s. Tasks that are due in more than %d s come back to a worker "
+                "that often",
                 name,
+                why_not_made(name),
                 self._delays.hop_seconds,
             )
         return (
@@ -88,7 +89,7 @@ class SqsWorkerPart:
 
 
 def set_up(delays: Any, queues: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Names of the delay queues of *queues*, and of those that should have been predefined.
+    """Names of the delay queues of *queues*, and of those that nobody makes.
 
     Raises:
         TopologyMismatch, NotPermitted: as of :meth:`SqsWorkerPart.prepare`.
