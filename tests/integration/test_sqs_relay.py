@@ -410,7 +410,7 @@ def test_what_the_destination_takes_no_more_is_refused_however_long_it_would_wai
     sqs.client.create_queue(QueueName="jobs", Attributes={"MaximumMessageSize": "2048"})
     make_delay_queue(sqs)
     with delaying(sqs.url) as connection:
-        with pytest.raises(CannotDelay, match=r"jobs.* (2048 bytes|got 7,\d+)"):
+        with pytest.raises(CannotDelay, match=r"(2048 bytes|at most 2,048 bytes.* for 'jobs')"):
             publish(connection, "x" * 4096, "jobs", delay=delay)
         publish(connection, "hello", "jobs", delay=delay)
 

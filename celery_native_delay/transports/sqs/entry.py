@@ -132,7 +132,7 @@ def check_size(size_bytes: int, *, queue: str, most_bytes: int = MOST_BYTES) -> 
     """
     if size_bytes > most_bytes:
         raise CannotDelay(
-            f"expected a message of at most {most_bytes:,} bytes, which is all that SQS takes there, "
+            f"expected a message of at most {most_bytes:,} bytes, all that SQS takes there, "
             f"got {size_bytes:,} for {queue!r}: send a reference to what is large, or compress it"
         )
 
