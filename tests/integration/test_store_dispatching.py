@@ -455,6 +455,13 @@ def test_a_broker_without_a_store_refuses_what_is_delayed_and_says_the_way_out()
             publish(connection, "later", "jobs-without-store", delay=60)
 
 
+def test_a_database_broker_in_memory_refuses_what_is_delayed() -> None:
+    """Each thread has another one there."""
+    with Connection("sqla+sqlite://", transport_options={"native_delay": True}) as connection:
+        with pytest.raises(UnsupportedBroker, match="expected native_delay_store to be"):
+            publish(connection, "later", "jobs", delay=60)
+
+
 def test_without_sqlalchemy_immediate_messages_go_and_delayed_ones_say_what_to_install() -> None:
     code = """
 import sys

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 from ...core.errors import NativeDelayError, StoreUnavailable
@@ -48,15 +47,8 @@ class StoreWorkerPart:
         )
 
     def dangers(self) -> list[str]:
-        """A file that each process may look for elsewhere."""
-        store: Store = self._delays.store
-        if not store.is_file or Path(store.engine.url.database or "").is_absolute():
-            return []
-        danger = (
-            f"{store.shown_url} is another file for each folder that a process starts in: name it "
-            f"with four slashes, as in sqlite:////var/lib/shop/delays.db"
-        )
-        return [danger]
+        """None that a store would not have told of."""
+        return []
 
     def put_back(self, early: Sequence[Early]) -> list[tuple[Early, NativeDelayError]]:
         """Store messages again for the queues they came from."""
