@@ -455,6 +455,15 @@ def test_a_broker_without_a_store_refuses_what_is_delayed_and_says_the_way_out()
             publish(connection, "later", "jobs-without-store", delay=60)
 
 
+def test_a_worker_that_would_send_where_it_does_not_look_is_told(folder_url: str) -> None:
+    with delaying(folder_url) as connection:
+        part = connection.default_channel.worker_part(DelaySettings(**settings_of(folder_url)))
+        assert part.dangers() == []
+        connection.default_channel.transport_options["data_folder_out"] = "elsewhere"
+        (said,) = connection.channel().worker_part(DelaySettings()).dangers()
+        assert "what is due goes to data_folder_out, elsewhere, and this worker consumes" in said
+
+
 def test_a_database_broker_in_memory_refuses_what_is_delayed() -> None:
     """Each thread has another one there."""
     with Connection("sqla+sqlite://", transport_options={"native_delay": True}) as connection:

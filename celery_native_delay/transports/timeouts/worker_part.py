@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from ...core.errors import NativeDelayError, StoreUnavailable
@@ -12,6 +13,7 @@ from ..contract import Early, Rescue
 from .dispatcher import Dispatcher
 from .handover import handing_over
 from .store import Store
+from .whole_files import is_folder
 
 logger = logging.getLogger(__name__)
 
@@ -47,8 +49,17 @@ class StoreWorkerPart:
         )
 
     def dangers(self) -> list[str]:
-        """None that a store would not have told of."""
-        return []
+        """Folders between which what is dispatched would be lost."""
+        if not is_folder(self._channel):
+            return []
+        out, into = self._channel.data_folder_out, self._channel.data_folder_in
+        if Path(out).absolute() == Path(into).absolute():
+            return []
+        danger = (
+            f"what is due goes to data_folder_out, {out}, and this worker consumes from "
+            f"data_folder_in, {into}: name the same folder twice in broker_transport_options"
+        )
+        return [danger]
 
     def put_back(self, early: Sequence[Early]) -> list[tuple[Early, NativeDelayError]]:
         """Store messages again for the queues they came from."""
