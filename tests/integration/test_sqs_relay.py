@@ -39,7 +39,7 @@ from tests.integration.sqs_traffic import (
     url_of,
     waiting_on,
 )
-from tests.traffic import PATIENCE_SECONDS, inbox, publish
+from tests.traffic import PATIENCE_SECONDS, beside, inbox, publish
 from tests.waiting import wait_until
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -298,6 +298,20 @@ def test_each_wrong_attribute_is_named_to_worker_and_producer(sqs: PrivateSqs) -
             publish(connection, "hello", "jobs", delay=60)
         publish(connection, "short", "jobs", delay=1)
     assert waiting_on(sqs) == 0
+
+
+def test_one_wrong_delay_queue_keeps_no_other_from_its_relay(
+    sqs: PrivateSqs, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_delay_queue(sqs, "other", MessageRetentionPeriod="60")
+    with delaying(sqs.url) as connection, inbox(connection, "jobs") as received:
+        part = part_of(connection, "other", "jobs")
+        assert "in jobs-delay.fifo; relaying" in part.prepare(sqs.url)
+        assert "nobody relays for 'other': other-delay.fifo: MessageRetention" in caplog.text
+        publish(connection, "hello", "jobs", delay=1.5)
+        relay = part.promoter(lambda: delaying(sqs.url))
+        with beside(relay.run, stop=relay.stop):
+            assert received.wait_for(1)[0].body == "hello"
 
 
 def test_a_redrive_policy_is_refused(sqs: PrivateSqs) -> None:

@@ -18,7 +18,7 @@ from .delay_queue import (
     why_not_made,
 )
 from .queues import administered
-from .worker_part import set_up
+from .worker_part import refuse, set_up
 
 _DELAYED = "ApproximateNumberOfMessagesDelayed"
 
@@ -102,7 +102,9 @@ class SqsAdminPart:
         """Create the delay queues of *queues*."""
         self._delays.prepare()
         names = [queue.name for queue in queues if can_delay(queue.name)]
-        return Declared(*set_up(self._delays, names))
+        found, lacking, wrong = set_up(self._delays, names)
+        refuse(wrong)
+        return Declared(found, lacking)
 
     def verify(self) -> Verification:
         """Compare the delay queues with what they must be."""
