@@ -8,7 +8,7 @@ pickling and failover.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -81,7 +81,7 @@ def register_transports() -> None:
             transport._transport_cache.pop(alias, None)
 
 
-def transport_for(url: str, *, store: str | None = None) -> str | None:
+def transport_for(url: str | Sequence[str], *, store: str | None = None) -> str | None:
     """Which of our transports serves a broker: the one place where that is decided.
 
     Args:
@@ -91,7 +91,8 @@ def transport_for(url: str, *, store: str | None = None) -> str | None:
     Returns:
         "rabbitmq", "redis", "sqs", "pgmq" or "timeouts", the name of its module; None if none does.
     """
-    scheme = url.partition("://")[0]
+    first = url if isinstance(url, str) else url[0]
+    scheme = first.partition("://")[0]
     return transport_of(scheme.partition("+")[0], store=store)
 
 

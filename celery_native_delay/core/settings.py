@@ -31,9 +31,12 @@ _LEDGER_URLS = ("redis://", "rediss://", "redis+socket://", "unix://")
 
 # Not SQLite in memory: nobody else would see it, and it ends with the process.
 _STORE_URL = re.compile(
-    r"(?!sqlite(\+\w+)?://(/?(\?|$)|/:memory:))[A-Za-z][\w.]*(\+\w+)?://", re.ASCII
+    r"(?!sqlite(\+\w+)?://(/?(\?|$)|.*(:memory:|mode=memory)))[A-Za-z][\w.]*(\+\w+)?://", re.ASCII
 )
-_EXPECTED_STORE = 'None or a SQLAlchemy URL of a database that outlives the process, such as "sqlite:///delays.db"'
+_EXPECTED_STORE = (
+    "None or a SQLAlchemy URL of a database that outlives the process, such as "
+    '"sqlite:////var/lib/shop/delays.db"'
+)
 
 #: The value of ``native_delay_ledger`` that has RabbitMQ keep the ledger itself.
 STREAM = "stream"
@@ -175,6 +178,11 @@ def check_settings(values: Mapping[str, Any]) -> None:
         _check(name, _as_tuple(value) if name == "landing_exchanges" else value)
 
 
+def is_store_url(url: str) -> bool:
+    """Whether messages can wait there: no SQLite in memory."""
+    return bool(_STORE_URL.match(url))
+
+
 def _names() -> list[str]:
     return [field.name for field in fields(DelaySettings)]
 
@@ -244,7 +252,7 @@ def _expected(name: str, value: Any) -> str:
             fits = _is_int(value) and 1 <= value <= LONGEST_HOP_SECONDS
             return "" if fits else f"whole seconds from 1 to {LONGEST_HOP_SECONDS}"
         case "store":
-            fits = value is None or (isinstance(value, str) and bool(_STORE_URL.match(value)))
+            fits = value is None or (isinstance(value, str) and is_store_url(value))
             return "" if fits else _EXPECTED_STORE
         case "store_outage_seconds":
             fits = _is_number(value) and 0 < value <= 86_400

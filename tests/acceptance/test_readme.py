@@ -129,10 +129,11 @@ def test_the_store_example_is_an_app_whose_delayed_tasks_wait(
     names: dict[str, Any] = {}
     exec(block.replace("/var/lib/shop", str(tmp_path)), names)
     app = names["app"]
-    folders = ("data_folder_in", "data_folder_out", "control_folder")
-    app.conf.broker_transport_options = dict.fromkeys(folders, str(tmp_path))
+    (tmp_path / "queues").mkdir()
+    app.send_task("shop.remind")
     app.send_task("shop.remind", countdown=60)
     assert Delay(app).count() == 1
+    assert len(list((tmp_path / "queues").iterdir())) == 1
     exec(next(block for block in PYTHON_BLOCKS if "store_outage" in block), names)
     react(app, Outage("storing", 120, "OSError: it is away"), pytest.fail)
     assert capsys.readouterr().out == "storing has failed for 120 s: OSError: it is away\n"

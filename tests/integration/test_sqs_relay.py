@@ -39,7 +39,7 @@ from tests.integration.sqs_traffic import (
     url_of,
     waiting_on,
 )
-from tests.traffic import PATIENCE_SECONDS, inbox, publish
+from tests.traffic import PATIENCE_SECONDS, beside, inbox, publish
 from tests.waiting import wait_until
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -184,6 +184,37 @@ def test_two_relays_share_the_work_and_double_nothing(sqs: PrivateSqs) -> None:
     assert min(arrival.lateness_seconds for arrival in arrivals) >= 0
 
 
+def test_all_that_a_relay_holds_is_given_back_when_sqs_fails(sqs: PrivateSqs) -> None:
+    """One message would go back into the delay queue, one home: neither lies there locked."""
+    make_delay_queue(sqs)
+    with delaying(sqs.url) as connection, inbox(connection, "jobs") as received:
+        publish(connection, "far", "jobs", delay=60)
+        publish(connection, "hello", "jobs", delay=1.5)
+        line = relay_module.Relay(lambda: None, []).line(connection.default_channel, "jobs")
+
+        def fail(**_: Any) -> None:
+            raise ConnectionError("gone")
+
+        events = connection.default_channel.sqs().meta.events
+        events.register("before-call.sqs.SendMessageBatch", fail)
+        wait_until(lambda: lying(sqs) == 2, timeout_seconds=PATIENCE_SECONDS)
+        with pytest.raises(ConnectionError):
+            line.step()
+        events.unregister("before-call.sqs.SendMessageBatch", fail)
+        assert lying(sqs) == 2
+        line.step()
+        assert received.wait_for(1)[0].body == "hello"
+
+
+def lying(sqs: PrivateSqs) -> int:
+    """How many messages in the delay queue can be received now."""
+    asked = ["ApproximateNumberOfMessages"]
+    answer = sqs.client.get_queue_attributes(
+        QueueUrl=url_of(sqs, "jobs-delay.fifo"), AttributeNames=asked
+    )
+    return int(answer["Attributes"][asked[0]])
+
+
 def test_a_relay_outlives_an_outage_of_sqs(sqs: PrivateSqs) -> None:
     """It sets its delay queue up again: moto has lost it, which AWS would not."""
     with relaying(lambda: delaying(sqs.url), "jobs") as relay:
@@ -232,7 +263,7 @@ def test_what_cannot_be_sent_on_rests_and_holds_up_nobody(
 ) -> None:
     """A message that the destination takes no more, and one that is none of ours."""
     source = make_delay_queue(sqs)
-    small = sqs.client.create_queue(QueueName="jobs", Attributes={"MaximumMessageSize": "2048"})
+    jobs = sqs.client.create_queue(QueueName="jobs")["QueueUrl"]
     sqs.client.send_message(
         QueueUrl=source, MessageBody="hello", MessageGroupId="x", MessageDeduplicationId="x"
     )
@@ -242,13 +273,12 @@ def test_what_cannot_be_sent_on_rests_and_holds_up_nobody(
         inbox(connection, "jobs") as received,
     ):
         publish(connection, "x" * 4096, "jobs", delay=1.5)
+        sqs.client.set_queue_attributes(QueueUrl=jobs, Attributes={"MaximumMessageSize": "2048"})
         wait_until(lambda: relay.failed > 0, timeout_seconds=PATIENCE_SECONDS)
         publish(connection, "hello", "jobs", delay=1.5)
         assert received.receive_until(lambda: len(received.arrivals) == 1)
         assert received.arrivals[0].body == "hello"
-        sqs.client.set_queue_attributes(
-            QueueUrl=small["QueueUrl"], Attributes={"MaximumMessageSize": "262144"}
-        )
+        sqs.client.set_queue_attributes(QueueUrl=jobs, Attributes={"MaximumMessageSize": "262144"})
         assert received.receive_until(lambda: len(received.arrivals) == 2)
     assert "message left alone: expected a message that celery_native_delay sent" in caplog.text
     assert waiting_on(sqs) == 1
@@ -268,6 +298,20 @@ def test_each_wrong_attribute_is_named_to_worker_and_producer(sqs: PrivateSqs) -
             publish(connection, "hello", "jobs", delay=60)
         publish(connection, "short", "jobs", delay=1)
     assert waiting_on(sqs) == 0
+
+
+def test_one_wrong_delay_queue_keeps_no_other_from_its_relay(
+    sqs: PrivateSqs, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_delay_queue(sqs, "other", MessageRetentionPeriod="60")
+    with delaying(sqs.url) as connection, inbox(connection, "jobs") as received:
+        part = part_of(connection, "other", "jobs")
+        assert "in jobs-delay.fifo; relaying" in part.prepare(sqs.url)
+        assert "nobody relays for 'other': other-delay.fifo: MessageRetention" in caplog.text
+        publish(connection, "hello", "jobs", delay=1.5)
+        relay = part.promoter(lambda: delaying(sqs.url))
+        with beside(relay.run, stop=relay.stop):
+            assert received.wait_for(1)[0].body == "hello"
 
 
 def test_a_redrive_policy_is_refused(sqs: PrivateSqs) -> None:
@@ -303,9 +347,9 @@ def test_predefined_queues_are_used_and_the_one_that_lacks_is_named(
         relaying(lambda: delaying(sqs.url, transport_options=without_ours), "jobs"),
     ):
         part_of(connection, "jobs").prepare(sqs.url)
-        assert "jobs-delay.fifo: not among predefined_queues" in caplog.text
+        assert "jobs-delay.fifo is not among predefined_queues: add it" in caplog.text
         publish(connection, "hello", "jobs", delay=3.5)
-        assert "add it to predefined_queues" in caplog.text
+        assert "it is not among predefined_queues: add it" in caplog.text
     assert "next attempt" not in caplog.text
     assert sorted(names(sqs)) == ["jobs", "jobs-delay.fifo"]
 
@@ -372,19 +416,49 @@ def test_a_message_that_is_too_large_is_refused_before_it_is_sent(
         publish(connection, "x" * 500_000, "jobs", delay=delay)
 
 
-def test_what_the_queue_itself_takes_no_more_is_refused_in_plain_words(sqs: PrivateSqs) -> None:
+@pytest.mark.parametrize("delay", [1, 60])
+def test_what_the_destination_takes_no_more_is_refused_however_long_it_would_wait(
+    sqs: PrivateSqs, delay: float
+) -> None:
+    """The delay queue would take it, and after 14 days SQS would throw it away."""
     sqs.client.create_queue(QueueName="jobs", Attributes={"MaximumMessageSize": "2048"})
+    make_delay_queue(sqs)
     with delaying(sqs.url) as connection:
-        with pytest.raises(CannotDelay, match=r"jobs does not take this message: .*2048 bytes"):
-            publish(connection, "x" * 4096, "jobs", delay=1)
+        with pytest.raises(CannotDelay, match=r"(2048 bytes|at most 2,048 bytes.* for 'jobs')"):
+            publish(connection, "x" * 4096, "jobs", delay=delay)
+        publish(connection, "hello", "jobs", delay=delay)
 
 
 def test_what_sqs_does_not_let_us_do_is_named(sqs: PrivateSqs) -> None:
-    """Here a queue of a name that is too long."""
-    name = "j" * 75
-    with delaying(sqs.url) as connection:
+    """Here attributes that no queue can have."""
+    wrong = {"sqs-creation-attributes": {"Policy": "no JSON"}}
+    with delaying(sqs.url, transport_options=wrong) as connection:
         with pytest.raises(UnsupportedBroker, match=r"fifo: expected SQS to do sqs:CreateQueue"):
-            part_of(connection, name).prepare(sqs.url)
+            part_of(connection, "jobs").prepare(sqs.url)
+
+
+def test_a_queue_whose_name_is_too_long_keeps_no_other_from_its_relay(
+    sqs: PrivateSqs, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With 69 characters ``-delay.fifo`` fits; with more its own tasks come back every hop."""
+    long = "j" * 70
+    with (
+        delaying(sqs.url) as connection,
+        relaying(lambda: delaying(sqs.url), long, "jobs") as relay,
+        inbox(connection, "jobs") as received,
+    ):
+        part = part_of(connection, long, "jobs")
+        assert "in jobs-delay.fifo; relaying" in part.prepare(sqs.url)
+        assert f"{long}-delay.fifo has 81 characters and SQS takes 80: shorten" in caplog.text
+        publish(connection, "far", long, delay=60)
+        publish(connection, "hello", "jobs", delay=2.5)
+        assert received.wait_for(1)[0].body == "hello"
+        assert (relay.promoted, relay.failed) == (1, 0)
+        admin = connection.default_channel.admin_part(None)
+        admin.serve([long, "jobs"])
+        (said,) = admin.verify().differences
+        assert said.startswith(f"{long}-delay.fifo: has 81 characters")
+    assert "next attempt" not in caplog.text
 
 
 def test_large_messages_travel_in_as_many_requests_as_they_need(sqs: PrivateSqs) -> None:

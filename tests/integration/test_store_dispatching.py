@@ -89,7 +89,7 @@ def test_many_dispatchers_hand_over_each_message_once(url: str) -> None:
 
 
 def be_strict(store: str) -> None:
-    """Have a database end in an error what others have interfered with, by default."""
+    """Let a database refuse what others have interfered with, unless one asks for less."""
     engine = create_engine(store)
     with engine.begin() as connection:
         name = connection.dialect.identifier_preparer.quote(str(engine.url.database))
@@ -453,6 +453,22 @@ def test_a_broker_without_a_store_refuses_what_is_delayed_and_says_the_way_out()
         publish(connection, "now", "jobs-without-store")
         with pytest.raises(UnsupportedBroker, match="expected native_delay_store to be"):
             publish(connection, "later", "jobs-without-store", delay=60)
+
+
+def test_a_worker_that_would_send_where_it_does_not_look_is_told(folder_url: str) -> None:
+    with delaying(folder_url) as connection:
+        part = connection.default_channel.worker_part(DelaySettings(**settings_of(folder_url)))
+        assert part.dangers() == []
+        connection.default_channel.transport_options["data_folder_out"] = "elsewhere"
+        (said,) = connection.channel().worker_part(DelaySettings()).dangers()
+        assert "what is due goes to data_folder_out, elsewhere, and this worker consumes" in said
+
+
+def test_a_database_broker_in_memory_refuses_what_is_delayed() -> None:
+    """Each thread has another one there."""
+    with Connection("sqla+sqlite://", transport_options={"native_delay": True}) as connection:
+        with pytest.raises(UnsupportedBroker, match="expected native_delay_store to be"):
+            publish(connection, "later", "jobs", delay=60)
 
 
 def test_without_sqlalchemy_immediate_messages_go_and_delayed_ones_say_what_to_install() -> None:

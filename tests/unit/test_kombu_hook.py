@@ -62,6 +62,7 @@ def test_an_alias_leads_to_our_transport_which_is_kombus(
         ("amqp://", None, "rabbitmq"),
         ("redis+socket:///run/redis.sock", None, "redis"),
         ("sentinel://a;sentinel://b", None, "redis"),
+        (["amqp://a", "amqp://b"], None, "rabbitmq"),
         ("pgmq://", None, "pgmq"),
         ("sqla+sqlite:///broker.db", None, "timeouts"),
         ("filesystem://", "sqlite:///delays.db", "timeouts"),
@@ -72,7 +73,7 @@ def test_an_alias_leads_to_our_transport_which_is_kombus(
     ],
 )
 def test_a_url_says_which_transport_serves_it(
-    url: str, store: str | None, ours: str | None
+    url: str | list[str], store: str | None, ours: str | None
 ) -> None:
     assert transport_for(url, store=store) == ours
 

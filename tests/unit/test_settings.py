@@ -12,7 +12,7 @@ import pytest
 from celery_native_delay import DelaySettings, SettingsError
 from celery_native_delay.core.settings import check_settings
 
-STORE = 'None or a SQLAlchemy URL of a database that outlives the process, such as "sqlite:///delays.db"'
+STORE = 'None or a SQLAlchemy URL of a database that outlives the process, such as "sqlite:////var/lib/shop/delays.db"'
 FENCE = "None or a URL that starts with redis://, rediss:// or redis+socket://"
 
 
@@ -52,7 +52,14 @@ def test_any_database_that_lasts_is_a_store(url: str) -> None:
 
 @pytest.mark.parametrize(
     "url",
-    ["sqlite://", "sqlite:///:memory:", "sqlite+pysqlite:///?cache=shared", "user:secret@host"],
+    [
+        "sqlite://",
+        "sqlite:///:memory:",
+        "sqlite+pysqlite:///?cache=shared",
+        "sqlite:///file:delays?mode=memory&cache=shared&uri=true",
+        "sqlite:///file::memory:?uri=true",
+        "user:secret@host",
+    ],
 )
 def test_a_store_that_ends_with_its_process_is_refused_without_its_password(url: str) -> None:
     with pytest.raises(SettingsError) as refused:

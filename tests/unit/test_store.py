@@ -19,6 +19,7 @@ from celery_native_delay.transports.contract import Outage
 from celery_native_delay.transports.timeouts.breakers import Breaker, Breakers
 from celery_native_delay.transports.timeouts.database import engine_of, same_database
 from celery_native_delay.transports.timeouts.schema import METADATA, VERSION
+from celery_native_delay.transports.timeouts.store import Store
 
 AWAY = OSError("it is away")
 
@@ -166,3 +167,20 @@ def test_tables_of_version_1_are_frozen(dialect: Dialect) -> None:
     ]
     golden = Path(__file__).parent / "golden" / f"store_v{VERSION}_{dialect.name}.sql"
     assert ";\n".join([*statements, ""]) == golden.read_text()
+
+
+@pytest.mark.parametrize(
+    ("url", "told"),
+    [
+        ("sqlite:///no-such-folder/a.db", True),
+        ("sqlite:////no-such-folder/a.db", False),
+        ("sqlite:///file:/no-such-folder/a.db?uri=true", False),
+    ],
+)
+def test_whoever_uses_a_file_that_depends_on_the_folder_is_told(
+    url: str, told: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once in a process, and who publishes as well: to a web server it may be another file."""
+    for _ in range(2):
+        Store.of(url, "tests")
+    assert caplog.text.count("is another file for each folder") == told

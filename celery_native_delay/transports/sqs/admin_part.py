@@ -7,16 +7,25 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ..contract import Backlog, ParkedTask, Rescue, Verification
-from .delay_queue import advice, can_delay, delay_queue_of, mismatches, overdue_in, waiting_in
+from .delay_queue import (
+    LONGEST_NAME,
+    advice,
+    can_delay,
+    delay_queue_of,
+    mismatches,
+    overdue_in,
+    waiting_in,
+    why_not_made,
+)
 from .queues import administered
-from .worker_part import set_up
+from .worker_part import refuse, set_up
 
 _DELAYED = "ApproximateNumberOfMessagesDelayed"
 
 
 @dataclass(frozen=True)
 class Declared:
-    """Delay queues that are there now, and those that should have been predefined."""
+    """Delay queues that are there now, and those that nobody makes."""
 
     queues: list[str]
     lacking: list[str]
@@ -26,7 +35,7 @@ class Declared:
 
     def lines(self, table: Callable[..., str]) -> list[str]:
         return [f"{name}: ready" for name in self.queues] + [
-            f"{name}: expected among predefined_queues" for name in self.lacking
+            f"{name}: {why_not_made(name)}" for name in self.lacking
         ]
 
 
@@ -93,7 +102,9 @@ class SqsAdminPart:
         """Create the delay queues of *queues*."""
         self._delays.prepare()
         names = [queue.name for queue in queues if can_delay(queue.name)]
-        return Declared(*set_up(self._delays, names))
+        found, lacking, wrong = set_up(self._delays, names)
+        refuse(wrong)
+        return Declared(found, lacking)
 
     def verify(self) -> Verification:
         """Compare the delay queues with what they must be."""
@@ -103,7 +114,7 @@ class SqsAdminPart:
         for queue, name in self._named():
             attributes = self._attributes(queue)
             if attributes is None:
-                differences.append(f"{name}: missing; `celery -A PROJ delay declare` creates it")
+                differences.append(f"{name}: {self._way_to(name)}")
                 continue
             differences += mismatches(name, attributes, hop_seconds=self._delays.hop_seconds)
             advices += advice(name, attributes)
@@ -152,6 +163,11 @@ class SqsAdminPart:
     def _named(self) -> Iterator[tuple[str, str]]:
         for queue in self._queues:
             yield queue, self._delays.queues.name(delay_queue_of(queue))
+
+    def _way_to(self, name: str) -> str:
+        if len(name) > LONGEST_NAME or self._channel.predefined_queues:
+            return why_not_made(name)
+        return "missing; `celery -A PROJ delay declare` creates it"
 
     def _attributes(self, queue: str) -> dict[str, str] | None:
         """Of its delay queue; None if there is none."""

@@ -5,8 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from .entry import MOST_BYTES
+
 FIFO = ".fifo"
 _SUFFIX = f"-delay{FIFO}"
+
+#: Characters of a queue's name that SQS takes.
+LONGEST_NAME = 80
 
 #: 14 days in seconds, the longest that SQS keeps a message. It is counted anew with every hop.
 RETENTION_SECONDS = 1_209_600
@@ -16,15 +21,16 @@ _COUNTS = [
     "ApproximateNumberOfMessagesDelayed",
     "ApproximateNumberOfMessagesNotVisible",
 ]
+_SIZE = "MaximumMessageSize"
 _FIFO_ONLY = ["DeduplicationScope", "FifoQueue", "FifoThroughputLimit"]
 
 #: What a delay queue is asked: what is in it, and what decides how it behaves.
-ASKED = [*_COUNTS, *_FIFO_ONLY, "DelaySeconds", "MessageRetentionPeriod", "RedrivePolicy"]
+ASKED = [*_COUNTS, _SIZE, *_FIFO_ONLY, "DelaySeconds", "MessageRetentionPeriod", "RedrivePolicy"]
 
 
 def asked_of(name: str) -> list[str]:
     """The same of any queue; SQS refuses to be asked for what only FIFO queues have."""
-    return ASKED if name.endswith(FIFO) else _COUNTS
+    return ASKED if name.endswith(FIFO) else [*_COUNTS, _SIZE]
 
 
 def delay_queue_of(queue: str) -> str:
@@ -35,6 +41,16 @@ def delay_queue_of(queue: str) -> str:
 def can_delay(queue: str) -> bool:
     """Whether messages for *queue* can wait in SQS: FIFO queues take no delay per message."""
     return not queue.endswith(FIFO)
+
+
+def why_not_made(name: str) -> str:
+    """Why nobody makes the delay queue *name*, and the way out."""
+    if len(name) > LONGEST_NAME:
+        return (
+            f"has {len(name)} characters and SQS takes {LONGEST_NAME}: shorten the name of its "
+            f"queue or queue_name_prefix"
+        )
+    return "is not among predefined_queues: add it"
 
 
 def attributes_of(hop_seconds: int, user: Mapping[str, Any]) -> dict[str, str]:
@@ -83,6 +99,11 @@ def advice(name: str, attributes: Mapping[str, str]) -> list[str]:
     way = "DeduplicationScope=messageGroup,FifoThroughputLimit=perMessageGroupId"
     command = f"aws sqs set-queue-attributes --queue-url … --attributes {way}"
     return [f"{name}: takes 300 requests a second: {command}"]
+
+
+def most_bytes_of(attributes: Mapping[str, str]) -> int:
+    """How large a message a queue takes."""
+    return int(attributes.get(_SIZE) or MOST_BYTES)
 
 
 def waiting_in(attributes: Mapping[str, str]) -> int:

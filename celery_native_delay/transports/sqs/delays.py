@@ -11,12 +11,20 @@ from botocore.exceptions import ClientError
 
 from ...core.delayed import HEADER
 from ...core.due_time import check_due, milliseconds_up
-from ...core.errors import CannotDelay, NativeDelayError, TopologyMismatch
+from ...core.errors import CannotDelay, NativeDelayError, NotPermitted, TopologyMismatch
 from ...core.hops import seconds_up
 from ...core.settings import DelaySettings
 from ..virtual.trace import sealed
-from .delay_queue import can_delay, delay_queue_of, mismatches, overdue_in
-from .entry import Entry, Parcel, Put, check_size
+from .delay_queue import (
+    LONGEST_NAME,
+    can_delay,
+    delay_queue_of,
+    mismatches,
+    most_bytes_of,
+    overdue_in,
+    why_not_made,
+)
+from .entry import MOST_BYTES, Entry, Parcel, Put, check_size
 from .queues import Queues, explained, is_gone
 
 logger = logging.getLogger(__name__)
@@ -29,11 +37,12 @@ LOOK_SECONDS = 600.0
 LOOK_FOR_SECONDS = 60.0
 
 
-class _Look(NamedTuple):
-    """*url* is None if there is no delay queue."""
+class Look(NamedTuple):
+    """*url* is None if there is no delay queue; *most_bytes* is what the destination takes."""
 
     at: float
     url: str | None
+    most_bytes: int = MOST_BYTES
 
 
 class Delays:
@@ -49,7 +58,7 @@ class Delays:
         self.queues = Queues(channel)
         self._channel = channel
         self._refusal = refusal
-        self._looks: dict[str, _Look] = {}
+        self._looks: dict[str, Look] = {}
 
     @property
     def hop_seconds(self) -> int:
@@ -129,13 +138,19 @@ class Delays:
         )
 
     def check_size(self, put: Put, *, now_us: int) -> None:
-        """Refuse what is too large for SQS.
+        """Refuse what is too large for SQS, or for its destination.
 
         Raises:
             CannotDelay: it is.
+            TopologyMismatch, NotPermitted: of its delay queue, if it is due later.
         """
-        sized = put.entry(now_us=now_us) if self.is_far(put, now_us=now_us) else put.parcel
-        check_size(sized.size_bytes, queue=put.queue)
+        if not self.is_far(put, now_us=now_us):
+            check_size(put.parcel.size_bytes, queue=put.queue)
+            return
+        check_size(put.entry(now_us=now_us).size_bytes, queue=put.queue)
+        # At the end of its wait nobody could be told.
+        most_bytes = self.usable(put.queue).most_bytes
+        check_size(put.parcel.size_bytes, queue=put.queue, most_bytes=most_bytes)
 
     def is_far(self, put: Put, *, now_us: int) -> bool:
         """Whether it is due later than a single wait ends."""
@@ -159,7 +174,7 @@ class Delays:
         """False if there is none, or none any more."""
         name = delay_queue_of(queue)
         for _ in range(2):
-            url = self.usable(queue)
+            url = self.usable(queue).url
             if url is None:
                 return False
             try:
@@ -184,8 +199,8 @@ class Delays:
             self.queues.forget(queue)
             return send()
 
-    def usable(self, queue: str) -> str | None:
-        """Where the delay queue of *queue* is, looked at now and then; None if there is none.
+    def usable(self, queue: str) -> Look:
+        """Where the delay queue of *queue* is, looked at now and then.
 
         What can be known of the receiver: whether anybody has set up its delay queue, and whether
         messages lie there that a relay would have taken.
@@ -197,23 +212,24 @@ class Delays:
         if look is None or monotonic() - look.at > (
             LOOK_SECONDS if look.url is not None else LOOK_FOR_SECONDS
         ):
-            look = self._looks[queue] = _Look(monotonic(), self._look_at(queue))
-        return look.url
+            look = self._looks[queue] = self._look_at(queue)
+        return look
 
-    def _look_at(self, queue: str) -> str | None:
+    def _look_at(self, queue: str) -> Look:
         name = self.queues.name(delay_queue_of(queue))
         url = self.queues.find(delay_queue_of(queue))
         attributes = None if url is None else self.queues.attributes(delay_queue_of(queue), url)
         if attributes is None:
-            predefined = self._channel.predefined_queues
-            way_out = "add it to predefined_queues" if predefined else "start an installed worker"
+            if len(name) > LONGEST_NAME or self._channel.predefined_queues:
+                way_out = f"it {why_not_made(name)}"
+            else:
+                way_out = "start an installed worker or run `celery -A PROJ delay relay`"
             _say_once(
                 f"{name}: not found, so nobody relays for {queue!r}. Tasks that are due in more "
                 f"than {self.hop_seconds} s wait for so long in SQS, and then in the memory of a "
-                f"plain worker, where visibility_timeout may run them twice: {way_out} or run "
-                f"`celery -A PROJ delay relay`"
+                f"plain worker, where visibility_timeout may run them twice: {way_out}"
             )
-            return None
+            return Look(monotonic(), None)
         found = mismatches(name, attributes, hop_seconds=self.hop_seconds)
         if found:
             raise TopologyMismatch("; ".join(found))
@@ -227,7 +243,15 @@ class Delays:
                 overdue,
                 queue,
             )
-        return url
+        return Look(monotonic(), url, self._most_bytes(queue))
+
+    def _most_bytes(self, queue: str) -> int:
+        url = self.queues.find(queue)
+        try:
+            told = url and self.queues.attributes(queue, url)
+        except NotPermitted:
+            return MOST_BYTES
+        return most_bytes_of(told or {})
 
 
 #: What this process has said already.

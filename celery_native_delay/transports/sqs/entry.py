@@ -160,16 +160,16 @@ def opened(text: str) -> Entry:
         raise ValueError(f"expected a message with its {exc}") from exc
 
 
-def check_size(size_bytes: int, *, queue: str) -> None:
-    """Refuse what SQS would.
+def check_size(size_bytes: int, *, queue: str, most_bytes: int = MOST_BYTES) -> None:
+    """Refuse what SQS would; a queue may take less than others.
 
     Raises:
         CannotDelay: naming size and limit.
     """
-    if size_bytes > MOST_BYTES:
+    if size_bytes > most_bytes:
         raise CannotDelay(
-            f"expected a message of at most {MOST_BYTES:,} bytes, which is all that SQS takes, got "
-            f"{size_bytes:,} for {queue!r}: send a reference to what is large, or compress it"
+            f"expected a message of at most {most_bytes:,} bytes, all that SQS takes there, "
+            f"got {size_bytes:,} for {queue!r}: send a reference to what is large, or compress it"
         )
 
 

@@ -43,8 +43,6 @@ class BulkChannel(Collecting, Channel):
         delays.check_size(put, now_us=now_us)
         with explained(delays.queues.name(put.queue), "sqs:CreateQueue"):
             delays.queues.url(put.queue)
-        if delays.is_far(put, now_us=now_us):
-            delays.usable(put.queue)
 
 
 class Outbox(CallingOutbox[Put | PlainPut]):
@@ -89,8 +87,10 @@ class Outbox(CallingOutbox[Put | PlainPut]):
         # Since it was packed, some may have become due sooner than a wait in the delay queue ends.
         delays, now_us = self._delays, time_ns() // 1000
         queue = waiting[0].queue
-        url = delays.usable(queue)
-        far = [put for put in waiting if url and delays.is_far(put, now_us=now_us)]
+        far = [put for put in waiting if delays.is_far(put, now_us=now_us)]
+        url = delays.usable(queue).url if far else None
+        if url is None:
+            far = []
         near = [put for put in waiting if put not in far]
         if far:
             entries = [put.entry(now_us=now_us).arguments() for put in far]

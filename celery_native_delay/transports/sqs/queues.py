@@ -10,7 +10,7 @@ from botocore.exceptions import ClientError
 from kombu.transport.SQS import DoesNotExistQueueException, UndefinedQueueException
 
 from ...core.errors import CannotDelay, NativeDelayError, NotPermitted, UnsupportedBroker
-from .delay_queue import asked_of, attributes_of, delay_queue_of
+from .delay_queue import LONGEST_NAME, asked_of, attributes_of, delay_queue_of
 
 _GONE = ("AWS.SimpleQueueService.NonExistentQueue", "QueueDoesNotExist")
 _MESSAGE_REFUSED = (
@@ -52,7 +52,9 @@ class Queues:
         self._channel._queue_cache.pop(self.name(queue), None)
 
     def find(self, queue: str) -> str | None:
-        """Where *queue* is; None if there is none."""
+        """Where *queue* is; None if there is none, or can be."""
+        if len(self.name(queue)) > LONGEST_NAME:
+            return None
         try:
             return str(self._channel._resolve_queue_url(queue))
         except (DoesNotExistQueueException, UndefinedQueueException):
@@ -61,17 +63,17 @@ class Queues:
     def make_delay_queue(self, queue: str, *, hop_seconds: int) -> str | None:
         """Where the delay queue of *queue* is, created if need be.
 
-        None if it should have been predefined.
+        None if it should have been predefined, or its name is too long.
 
         Raises:
             NotPermitted, UnsupportedBroker: SQS does not let us.
         """
+        name = self.name(delay_queue_of(queue))
         found = self.find(delay_queue_of(queue))
-        if found is not None or self._channel.predefined_queues:
+        if found is not None or self._channel.predefined_queues or len(name) > LONGEST_NAME:
             return found
         options = self._channel.transport_options
         tags = options.get("queue_tags")
-        name = self.name(delay_queue_of(queue))
         with administered(name, "sqs:CreateQueue"):
             answer = self._channel.sqs(queue=name).create_queue(
                 QueueName=name,

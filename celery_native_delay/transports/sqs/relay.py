@@ -196,7 +196,11 @@ class Line:
             (home if is_last else onward).append(each)
         # In this order: a repeated send is recognised by the message that it repeats, which may
         # be among those that go home.
-        self._relay.count(relayed=self._send_all(self._source, onward, self._onward))
+        try:
+            self._relay.count(relayed=self._send_all(self._source, onward, self._onward))
+        except BaseException:
+            self._let_rest([(each.receipt, 0) for each in home])
+            raise
         self._relay.count(promoted=self._send_all(self._destination, home, self._home))
 
     def _read(self, messages: Sequence[dict[str, Any]], *, now_ms: int) -> Iterator[_Received]:
@@ -236,12 +240,14 @@ class Line:
     ) -> int:
         """Send *received* to *queue* and delete what SQS has taken; how many."""
         taken = 0
-        for batch in in_requests(received, lambda each: each.entry.size_bytes):
+        batches = list(in_requests(received, lambda each: each.entry.size_bytes))
+        for number, batch in enumerate(batches):
             try:
                 refused = self._send(queue, [arguments(each) for each in batch])
             except BaseException:
                 # Another relay may reach what this one does not.
-                self._let_rest([(each.receipt, 0) for each in batch])
+                unsent = [each for batch in batches[number:] for each in batch]
+                self._let_rest([(each.receipt, 0) for each in unsent])
                 raise
             self._delete([each for at, each in enumerate(batch) if at not in refused])
             taken += len(batch) - len(refused)
@@ -283,6 +289,8 @@ class Line:
 
     def _let_rest(self, receipts: Sequence[tuple[str, int]]) -> None:
         """Have SQS deliver messages again, after seconds each; else it does by itself."""
+        if not receipts:
+            return
         entries = [
             {"Id": str(at), "ReceiptHandle": receipt, "VisibilityTimeout": seconds}
             for at, (receipt, seconds) in enumerate(receipts)

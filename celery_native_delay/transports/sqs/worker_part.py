@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from uuid import uuid4
 
@@ -13,7 +13,7 @@ from kombu.exceptions import OperationalError
 from ...core.errors import NativeDelayError, TopologyMismatch
 from ...core.settings import DelaySettings
 from ..contract import Early, Rescue
-from .delay_queue import can_delay, delay_queue_of, mismatches
+from .delay_queue import can_delay, delay_queue_of, mismatches, why_not_made
 from .relay import Relay
 
 logger = logging.getLogger(__name__)
@@ -33,19 +33,25 @@ class SqsWorkerPart:
         self._queues = [queue for queue in queues if can_delay(queue)]
 
     def prepare(self, where: str) -> str:
-        """Set up the delay queues of what is consumed.
+        """Set up the delay queues of what is consumed; one that is wrong is nobody else's concern.
 
         Raises:
-            TopologyMismatch: one of them is not as it must be; naming each attribute.
+            TopologyMismatch: none of them is as it must be; naming each attribute.
             NotPermitted: SQS does not allow us to look or to create.
         """
         self._delays.prepare()
-        found, lacking = set_up(self._delays, self._queues)
+        found, lacking, wrong = set_up(self._delays, self._queues)
+        if not found:
+            refuse(wrong)
+        for queue, sentences in wrong.items():
+            logger.critical("native delay: nobody relays for %r: %s", queue, "; ".join(sentences))
+        self._queues = [queue for queue in self._queues if queue not in wrong]
         for name in lacking:
             logger.warning(
-                "native delay: %s: not among predefined_queues: tasks that are due in more than "
-                "%d s come back to a worker that often; add it",
+                "native delay: %s %s. Tasks that are due in more than %d s come back to a worker "
+                "that often",
                 name,
+                why_not_made(name),
                 self._delays.hop_seconds,
             )
         return (
@@ -87,25 +93,32 @@ class SqsWorkerPart:
         return Relay(connect, self._queues)
 
 
-def set_up(delays: Any, queues: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Names of the delay queues of *queues*, and of those that should have been predefined.
+def set_up(delays: Any, queues: Sequence[str]) -> tuple[list[str], list[str], dict[str, list[str]]]:
+    """Names of the delay queues of *queues*, of those that nobody makes; what is wrong, by queue.
 
     Raises:
-        TopologyMismatch, NotPermitted: as of :meth:`SqsWorkerPart.prepare`.
+        NotPermitted, UnsupportedBroker: SQS does not allow us to look or to create.
     """
-    found, lacking, wrong = [], [], []
+    found, lacking, wrong = [], [], {}
     for queue in queues:
         name = delays.queues.name(delay_queue_of(queue))
         url = delays.queues.make_delay_queue(queue, hop_seconds=delays.hop_seconds)
         if url is None:
             lacking.append(name)
             continue
-        found.append(name)
         attributes = delays.queues.attributes(delay_queue_of(queue), url) or {}
-        wrong += mismatches(name, attributes, hop_seconds=delays.hop_seconds)
+        sentences = mismatches(name, attributes, hop_seconds=delays.hop_seconds)
+        if sentences:
+            wrong[queue] = sentences
+        else:
+            found.append(name)
+    return found, lacking, wrong
+
+
+def refuse(wrong: Mapping[str, Sequence[str]]) -> None:
+    """Raise TopologyMismatch with all that is *wrong*, if anything is."""
     if wrong:
-        raise TopologyMismatch("; ".join(wrong))
-    return found, lacking
+        raise TopologyMismatch("; ".join(sentence for each in wrong.values() for sentence in each))
 
 
 def _as_sent(raw: dict[str, Any]) -> tuple[dict[str, Any], str]:

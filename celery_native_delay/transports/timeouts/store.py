@@ -7,11 +7,13 @@ SQLite locks the file while a batch is handed over.
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from threading import Lock
 from time import monotonic, time_ns
 from typing import Any, TypeVar
@@ -36,6 +38,8 @@ from .rows import Rows
 from .schema import MESSAGES, METADATA, SCHEMA, VERSION
 
 T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
 
 _ROW = MESSAGES.c
 
@@ -94,6 +98,13 @@ class Store:
         store = _stores.get((url, namespace))
         if store is None:
             store = _stores.setdefault((url, namespace), cls(url, namespace))
+            path = (store.engine.url.database or "").removeprefix("file:")
+            if store.is_file and not Path(path).is_absolute():
+                logger.warning(
+                    "native delay: %s is another file for each folder that a process starts in: "
+                    "name it with four slashes, as in sqlite:////var/lib/shop/delays.db",
+                    store.shown_url,
+                )
         return store
 
     @property

@@ -16,7 +16,7 @@ from kombu.utils.imports import symbol_by_name
 from kombu.utils.json import dumps
 
 from ...core.errors import NativeDelayError, UnsupportedBroker
-from ...core.settings import DelaySettings
+from ...core.settings import DelaySettings, is_store_url
 from ...core.shown_url import without_password
 from ...kombu_hook import OPTION, originals
 from ..virtual.channel import DelayingChannel, DelayingTransport, Message
@@ -41,7 +41,7 @@ class StoreDelayingChannel(DelayingChannel):
     ) -> Delays:
         """Delayed delivery on this channel."""
         url = settings.store or self.own_store or ""
-        if refusal is None and not url:
+        if refusal is None and not is_store_url(url):
             refusal = UnsupportedBroker(
                 "expected native_delay_store to be the URL of a database, such as "
                 "sqlite:////var/lib/shop/delays.db: this broker cannot delay by itself"

@@ -13,6 +13,7 @@ from ..contract import Early, Rescue
 from .dispatcher import Dispatcher
 from .handover import handing_over
 from .store import Store
+from .whole_files import is_folder
 
 logger = logging.getLogger(__name__)
 
@@ -48,13 +49,15 @@ class StoreWorkerPart:
         )
 
     def dangers(self) -> list[str]:
-        """A file that each process may look for elsewhere."""
-        store: Store = self._delays.store
-        if not store.is_file or Path(store.engine.url.database or "").is_absolute():
+        """Folders between which what is dispatched would be lost."""
+        if not is_folder(self._channel):
+            return []
+        out, into = self._channel.data_folder_out, self._channel.data_folder_in
+        if Path(out).absolute() == Path(into).absolute():
             return []
         danger = (
-            f"{store.shown_url} is another file for each folder that a process starts in: name it "
-            f"with four slashes, as in sqlite:////var/lib/shop/delays.db"
+            f"what is due goes to data_folder_out, {out}, and this worker consumes from "
+            f"data_folder_in, {into}: name the same folder twice in broker_transport_options"
         )
         return [danger]
 
