@@ -11,7 +11,8 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from itertools import islice, product
+from functools import cache
+from itertools import chain, islice, product
 from typing import Any
 
 from ..core.ledger import ALL, Outcome, Page, Query, Verdict, Waiting
@@ -20,58 +21,66 @@ from ..core.ledger import ALL, Outcome, Page, Query, Verdict, Waiting
 _TRIES = 10
 
 #: Entries that one script looks into, so that it keeps Redis from others for 1-2 ms only.
-CHUNK = 1000
+CHUNK = 500
+
+#: So many entries show what is rare in the others.
+_SAMPLED = 8
+
+#: More letters have too many ways to be written.
+_LONGEST_PART = 3
+
+#: What it takes Redis to look for a way to write it in an entry, to stop where it may begin, and to
+#: have an entry in lower case and look there.
+_LOOK_NS, _STOP_NS, _LOWER_NS = 100, 8, 3000
 
 #: KEYS due, messages. ARGV first rank, last rank, how many texts follow that an entry must contain,
-#: these; then groups, of each of which it must contain one text in any case: how many there are,
-#: and of each that in lower case, how many ways there are to write a part of it, and these: looking
-#: for eight is cheaper than an entry in lower case. Returns members, due times and entries of those
-#: that do. Copying entries into Lua is what takes its time: 25 at once fit into the processor's
-#: cache. Few are found as a rule, so only theirs are the due times to be asked for.
+#: these; then groups, of each of which it must contain one text in any case: how many words follow,
+#: and these in pairs: a way to write a part of the text, and the text in lower case, or "" if the
+#: part is all of it. Looking for eight ways is cheaper than an entry in lower case. Returns
+#: members, due times and entries of those that do. Most of the time goes into copying entries into
+#: Lua, which hashes every byte; 25 at once fit into the processor's cache. Few are found as a rule,
+#: so only theirs are the due times to be asked for.
 SEARCH = """
-local find, at = string.find, 3
-local function next_one() at = at + 1 return ARGV[at - 1] end
+local call, find, lower, at = redis.call, string.find, string.lower, 3
 local function next_ones()
-    local ones = {}
-    for one = 1, next_one() do ones[one] = next_one() end
+    local ones, count = {}, ARGV[at]
+    for one = 1, count do ones[one] = ARGV[at + one] end
+    at = at + 1 + count
     return ones
 end
 local exact, groups = next_ones(), {}
-while at <= #ARGV do
-    local group = {}
-    for one = 1, next_one() do group[one] = {next_one(), next_ones()} end
-    groups[#groups + 1] = group
-end
-local function contains_one(entry, group)
-    local lowered
-    for _, one in ipairs(group) do
-        for _, way in ipairs(one[2]) do
-            if find(entry, way, 1, true) then
-                lowered = lowered or string.lower(entry)
-                if find(lowered, one[1], 1, true) then return true end
-                break
-            end
-        end
-    end
-end
-local function contains_all(entry)
-    for _, text in ipairs(exact) do
-        if not find(entry, text, 1, true) then return false end
-    end
-    for _, group in ipairs(groups) do
-        if not contains_one(entry, group) then return false end
-    end
-    return true
-end
-local names, found = redis.call('ZRANGE', KEYS[1], ARGV[1], ARGV[2]), {}
+while at <= #ARGV do groups[#groups + 1] = next_ones() end
+local names, found = call('ZRANGE', KEYS[1], ARGV[1], ARGV[2]), {}
 for first = 1, #names, 25 do
     local last = math.min(first + 24, #names)
-    local entries = redis.call('HMGET', KEYS[2], unpack(names, first, last))
+    local entries = call('HMGET', KEYS[2], unpack(names, first, last))
     for index = 1, #entries do
-        local entry = entries[index]
-        if entry and contains_all(entry) then
+        local entry, lowered = entries[index], nil
+        local matches = entry
+        for one = 1, #exact do
+            matches = matches and find(entry, exact[one], 1, true)
+        end
+        for number = 1, #groups do
+            if not matches then break end
+            local ways, missing = groups[number], nil
+            matches = false
+            for one = 1, #ways, 2 do
+                if find(entry, ways[one], 1, true) then
+                    local text = ways[one + 1]
+                    if text ~= '' and text ~= missing then
+                        lowered, missing = lowered or lower(entry), text
+                        matches = find(lowered, text, 1, true)
+                    end
+                    if text == '' or matches then
+                        matches = true
+                        break
+                    end
+                end
+            end
+        end
+        if matches then
             local name, next = names[first + index - 1], #found + 1
-            found[next], found[next + 1] = name, redis.call('ZSCORE', KEYS[1], name)
+            found[next], found[next + 1] = name, call('ZSCORE', KEYS[1], name)
             found[next + 2] = entry
         end
     end
@@ -140,7 +149,6 @@ class Index:
         self._client = client
         self._due, self._messages, self._ids = keys.index
         self._decode = decode
-        self._search = client.register_script(SEARCH)
         self._counts = client.register_script(COUNTS)
 
     def count(self, query: Query = ALL) -> int:
@@ -215,31 +223,46 @@ class Index:
         needles = [text for text in query.needles if is_itself_in_json(text)]
         arguments: list[Any] = [len(needles), *needles]
         groups = query.needles_in_any_case
-        sample = self._sample(first) if groups else ""
+        sample = self._sample(first, end) if groups else []
         for group in groups:
             if group[0] not in needles and all(map(is_itself_in_json, group)):
-                arguments.append(len(group))
-                for text in group:
-                    ways = _ways_to_write(_telling_part(text, sample))
-                    arguments += [text, len(ways), *ways]
-        for start in range(first, end, chunk):
-            last = min(start + chunk, end) - 1
-            for task in self._found([start, last, *arguments]):
-                if query.matches(task):
+                pairs = [pair for text in group for pair in to_find(text, sample)]
+                arguments += [2 * len(pairs), *chain.from_iterable(pairs)]
+        ranges = [(start, min(start + chunk, end) - 1) for start in range(first, end, chunk)]
+        for found in self._searched(ranges, arguments):
+            for member, score, entry in zip(found[::3], found[1::3], found[2::3], strict=True):
+                task = self._decode(member.decode(), entry, int(float(score)))
+                if task is not None and query.matches(task):
                     yield task
 
-    def _sample(self, rank: int) -> str:
-        """One of the entries, in lower case."""
-        members = self._client.zrange(self._due, rank, rank)
-        entry = self._client.hget(self._messages, members[0]) if members else None
-        return (entry or b"").decode("utf-8", "replace").lower()
+    def _sample(self, first: int, end: int) -> list[str]:
+        """A few of the entries between these ranks."""
+        with self._client.pipeline(transaction=False) as pipeline:
+            for rank in range(first, end, max(1, (end - first) // _SAMPLED)):
+                pipeline.zrange(self._due, rank, rank)
+            members = [member for found in pipeline.execute() for member in found]
+        entries = self._client.hmget(self._messages, members) if members else []
+        return [entry.decode("latin-1") for entry in entries if entry is not None]
 
-    def _found(self, arguments: list[Any]) -> Iterator[Waiting]:
-        found = self._search(keys=[self._due, self._messages], args=arguments)
-        for member, score, entry in zip(found[::3], found[1::3], found[2::3], strict=True):
-            task = self._decode(member.decode(), entry, int(float(score)))
-            if task is not None:
-                yield task
+    def _searched(
+        self, ranges: Sequence[tuple[int, int]], arguments: Sequence[Any]
+    ) -> Iterator[list[bytes]]:
+        """What is found in each of *ranges*. After the first, Redis is one ahead of the reader."""
+        keys = 2, self._due, self._messages
+        unread = 0
+        with self._client.client() as client:
+            try:
+                for number, ranks in enumerate([*ranges, None]):
+                    if ranks is not None:
+                        client.connection.send_command("EVAL", SEARCH, *keys, *ranks, *arguments)
+                        unread += 1
+                    if unread and number != 1:
+                        found = client.parse_response(client.connection, "EVAL")
+                        unread -= 1
+                        yield found
+            finally:
+                if unread:  # who looks no further leaves no answer to the next user
+                    client.connection.disconnect()
 
 
 def is_itself_in_json(text: str) -> bool:
@@ -247,16 +270,28 @@ def is_itself_in_json(text: str) -> bool:
     return text.isascii() and json.dumps(text) == f'"{text}"'
 
 
-def _telling_part(text: str, sample: str) -> str:
-    """Up to three characters of *text*: not in *sample*, for entries are much alike; with few
-    letters, since every one doubles the ways to write it; and beginning with a rare one.
+def to_find(text: str, sample: list[str]) -> list[tuple[str, str]]:
+    """The ways to write what is the cheapest to look for in entries like those of *sample*: *text*
+    or a part of it; each with *text* if that must be looked for then.
     """
-    parts = [text[at : at + 3] for at in range(max(1, len(text) - 2))]
+    parts = {
+        text[at : at + length]
+        for length in range(1, _LONGEST_PART + 1)
+        for at in range(len(text) - length + 1)
+    }
 
-    def cost(part: str) -> tuple[bool, int, int]:
-        return part in sample, sum(map(str.isalpha, part)), sample.count(part[0])
+    @cache
+    def stops(char: str) -> int:
+        return sum(entry.count(char) for entry in sample)
 
-    return min(parts, key=cost)
+    def cost_ns(part: str) -> float:
+        ways = _ways_to_write(part)
+        looked = sum(_LOOK_NS * len(sample) + _STOP_NS * stops(way[0]) for way in ways)
+        found = sum(any(way in entry for way in ways) for entry in sample)
+        return looked + found * (_LOWER_NS if part != text else 0)
+
+    best = min(sorted(parts), key=cost_ns)
+    return [(way, "" if best == text else text) for way in _ways_to_write(best)]
 
 
 def _ways_to_write(part: str) -> list[str]:

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kombu.utils.json import dumps
 
-from celery_native_delay.transports.redis.envelope import Destination, entry_of
+from celery_native_delay.transports.redis.envelope import Destination, encoded, entry_of
 from celery_native_delay.transports.redis.template import Template, fields_of, refused_of
 from celery_native_delay.transports.virtual.trace import sealed
 
@@ -78,7 +78,7 @@ def test_the_envelope_of_any_task_is_that_of_the_long_way(
     """Learnt from one task, used for another of the same kind."""
     template = Template(envelope(data.draw, kind))
     other = envelope(data.draw, kind)
-    assert template.envelope(fields_of(other)) == dumps(other)
+    assert template.envelope(fields_of(other)) == encoded(other)
 
 
 @given(st.data(), kinds())

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
+
+from kombu.utils.json import dumps
 
 
 @dataclass(frozen=True)
@@ -21,6 +25,12 @@ class Destination:
 def entry_of(destination: Destination, envelope: str) -> bytes:
     """Destination and envelope as one value of the hash."""
     return front_of(destination) + envelope.encode()
+
+
+def encoded(message: Mapping[str, Any]) -> str:
+    """As kombu pushes it, but for the blanks: a tenth less to keep, and to read in a search."""
+    text: str = dumps(message, separators=(",", ":"))
+    return text
 
 
 def front_of(destination: Destination) -> bytes:

@@ -15,12 +15,10 @@ from operator import itemgetter
 from secrets import token_hex
 from typing import Any, NamedTuple
 
-from kombu.utils.json import dumps
-
 from ...core.delayed import HEADER
 from ...core.refusal import RefusedMessage
 from ..virtual.trace import unsealed
-from .envelope import opened_entry
+from .envelope import encoded, opened_entry
 
 
 class TaskFields(NamedTuple):
@@ -57,7 +55,7 @@ class Template:
             marked["root_id"] = marks["task_id"]
         marked[HEADER] = {**headers[HEADER], "due": marks["due_ms"]}
         differs = {"correlation_id": marks["task_id"], "delivery_tag": marks["delivery_tag"]}
-        text: str = dumps(
+        text: str = encoded(
             {
                 **envelope,
                 "body": marks["body"],
@@ -73,7 +71,7 @@ class Template:
         self._in_order: Callable[[tuple[Any, ...]], tuple[Any, ...]] = itemgetter(*order)
 
     def envelope(self, fields: TaskFields) -> str:
-        """The text of an envelope, as kombu's JSON would have it."""
+        """The text of an envelope, as :func:`encoded` would have it."""
         task_id, eta, argsrepr, kwargsrepr, body, due_ms, delivery_tag = fields
         values = (
             as_json(task_id),
