@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from celery_native_delay import InvalidQuery, Outcome, Query, Verdict, Waiting
 from celery_native_delay.core.ledger import edges
+from celery_native_delay.transports.looking import to_find
 from celery_native_delay.transports.rabbitmq.ledger.entry import Entry, waiting
-from celery_native_delay.transports.waiting import to_find
 
 SECOND_US = 1_000_000
 

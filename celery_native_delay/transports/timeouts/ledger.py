@@ -20,9 +20,9 @@ from kombu.utils.json import dumps
 from ...core.delayed import CANCELLED, HEADER
 from ...core.due_time import eta_of, milliseconds_up
 from ...core.errors import CannotDelay, LedgerUnavailable, StoreUnavailable, TopologyMismatch
-from ...core.ledger import ALL, Outcome, Page, Query, Verdict, Waiting
+from ...core.ledger import ALL, Outcome, Page, Query, Verdict, Waiting, ids_by_page
+from ..looking import is_itself_in_json
 from ..virtual.trace import sealed, unsealed
-from ..waiting import is_itself_in_json
 from .handover import HandOver, handing_over
 from .rows import Row, Rows
 from .store import Store
@@ -56,6 +56,9 @@ class StoreLedger:
             found = rows.waiting(query.from_us, query.until_us, offset=offset)
             tasks = tuple(islice(filter(None, map(_decoded, found)), limit))
         return Page(tasks, total)
+
+    def ids(self, query: Query = ALL) -> Iterator[str]:
+        return ids_by_page(self.page, query)
 
     def get(self, task_id: str) -> list[Waiting]:
         with _explained(), self._store.rows() as rows:
