@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from datetime import UTC, datetime, timedelta
 from time import time_ns
 from typing import Any, TypeVar
@@ -27,9 +27,6 @@ from .install import delaying_channel, installed
 logger = get_logger(__name__)
 
 T = TypeVar("T")
-
-#: Read at a time.
-_PAGE = 1000
 
 #: A result in one of these is not the last one; Celery's own revoke overwrites the same.
 _UNREADY = (states.PENDING, states.RECEIVED, states.RETRY, states.REJECTED)
@@ -78,16 +75,7 @@ class Delay:
     def ids(self, search: str | Query = "", *, limit: int | None = None) -> list[str]:
         """The ids of all that match now, each once, earliest first; at most *limit*."""
         query = _query(search)
-
-        def found(ledger: Ledger) -> list[str]:
-            ids: dict[str, None] = {}
-            for task in _all(ledger, query):
-                if len(ids) == limit:
-                    break
-                ids[task.id] = None
-            return list(ids)
-
-        return self._ask(found)
+        return self._ask(lambda found: _some_of(found.ids(query), limit))
 
     def count(self, search: str | Query = "") -> int:
         """How many wait."""
@@ -252,18 +240,14 @@ class Delay:
                 )
 
 
-def _all(found: Ledger, query: Query) -> Iterator[Waiting]:
-    """All that match, earliest first, never many at a time. What is handed over moves nothing."""
-    skipped = 0
-    while True:
-        page = found.page(query, offset=skipped, limit=_PAGE).tasks
-        yield from page
-        if len(page) < _PAGE:
-            return
-        last_us = page[-1].due_us
-        begins_there = query.from_us == last_us
-        skipped = sum(task.due_us == last_us for task in page) + skipped * begins_there
-        query = query.due_within(last_us, query.until_us)
+def _some_of(ids: Iterable[str], limit: int | None) -> list[str]:
+    """Each once, the first *limit* of them."""
+    found: dict[str, None] = {}
+    for task_id in ids:
+        if len(found) == limit:
+            break
+        found[task_id] = None
+    return list(found)
 
 
 def _query(search: str | Query) -> Query:

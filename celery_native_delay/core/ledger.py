@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from enum import Enum
@@ -244,6 +244,9 @@ class Ledger(Protocol):
     def page(self, query: Query = ALL, *, offset: int = 0, limit: int = 50) -> Page:
         """Those that match, earliest first, from the *offset*-th on."""
 
+    def ids(self, query: Query = ALL) -> Iterator[str]:
+        """The ids of all that match, earliest first, never many at a time; some more than once."""
+
     def get(self, task_id: str) -> list[Waiting]:
         """What waits under this id: most often one, none if it does not wait."""
 
@@ -265,6 +268,25 @@ class Ledger(Protocol):
         Raises:
             DelayTooLong, CannotDelay: it cannot wait that long; it is due when it was.
         """
+
+
+#: Ids read at a time.
+IDS_AT_ONCE = 1000
+
+
+def ids_by_page(page_of: Callable[..., Page], query: Query) -> Iterator[str]:
+    """:meth:`Ledger.ids` by :meth:`Ledger.page`; what is handed over meanwhile moves nothing."""
+    skipped = 0
+    while True:
+        page = page_of(query, offset=skipped, limit=IDS_AT_ONCE).tasks
+        for task in page:
+            yield task.id
+        if len(page) < IDS_AT_ONCE:
+            return
+        last_us = page[-1].due_us
+        begins_there = query.from_us == last_us
+        skipped = sum(task.due_us == last_us for task in page) + skipped * begins_there
+        query = query.due_within(last_us, query.until_us)
 
 
 def histogram(ledger: Ledger, *, bars: int = 40) -> list[Bar]:

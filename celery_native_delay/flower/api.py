@@ -107,7 +107,7 @@ class ListDelays(ApiHandler):
             )
         query = self.query(self.get_argument("search", "", escape=False))
 
-        def found(delay: Delay) -> str:
+        def found(delay: Delay) -> bytes:
             page, in_all, counted = listed(delay, query, offset, limit)
             total = page.total if counted else None
             return long_json(
@@ -116,7 +116,7 @@ class ListDelays(ApiHandler):
                 (task.as_json() for task in page.tasks),
             )
 
-        self.write_json(await self.asking.delay(found))
+        await self.write_json(await self.asking.delay(found))
 
 
 class ListParked(ApiHandler, Parked):

@@ -10,6 +10,7 @@ from typing import Any
 
 from flower.views import BaseHandler
 from tornado import web
+from tornado.iostream import StreamClosedError
 
 from ..celery_app.delay import Delay
 from ..core.errors import InvalidQuery, LedgerUnavailable, NativeDelayError, NoLedger
@@ -30,6 +31,9 @@ _COUNTED = 1000
 
 #: So many can be changed in one go.
 MOST_IDS = 100_000
+
+#: Bytes that the IO loop sends before others have their turn.
+_WRITTEN_AT_ONCE = 1 << 18
 
 #: All of them are read in a few seconds; this is patience for a busy machine.
 _ALL_IDS_SECONDS = 60.0
@@ -63,10 +67,19 @@ class Errors(BaseHandler):
         found: int | None = self.get_argument(name, None, type=int)
         return found
 
-    def write_json(self, text: str) -> None:
-        """Answer with JSON that is made already."""
+    async def write_json(self, made: bytes) -> None:
+        """Answer with JSON that is made already; others have their turn on the IO loop meanwhile.
+
+        Tornado would hash and copy a long answer in one go.
+        """
         self.set_header("Content-Type", "application/json; charset=UTF-8")
-        self.write(text)
+        self.set_header("Content-Length", len(made))
+        for start in range(0, len(made), _WRITTEN_AT_ONCE):
+            self.write(made[start : start + _WRITTEN_AT_ONCE])
+            try:
+                await self.flush()
+            except StreamClosedError:
+                return  # nobody waits for it any more
 
     def query(self, search: str) -> Query:
         """What is asked for, by *search*, ``from_us`` and ``until_us``."""
@@ -169,9 +182,10 @@ class DataTable(Errors):
         self.write(answer)
 
 
-def long_json(answer: dict[str, Any], name: str, items: Iterable[Any]) -> str:
+def long_json(answer: dict[str, Any], name: str, items: Iterable[Any]) -> bytes:
     """*answer* with *items* under *name*. For a thread: the IO loop has its turn in between."""
-    return f'{json.dumps(answer)[:-1]}, "{name}": [{", ".join(map(json.dumps, items))}]}}'
+    text = f'{json.dumps(answer)[:-1]}, "{name}": [{", ".join(map(json.dumps, items))}]}}'
+    return text.encode()
 
 
 def listed(delay: Delay, query: Query, offset: int, limit: int) -> tuple[Page, int, bool]:
@@ -191,7 +205,7 @@ class MatchingIds(Errors):
         """All ids that match now: what somebody confirms is what is changed, to the task."""
         query = self.query(self.get_argument("search", "", escape=False))
 
-        def found(delay: Delay) -> str:
+        def found(delay: Delay) -> bytes:
             ids = delay.ids(query, limit=MOST_IDS + 1)
             if len(ids) > MOST_IDS:
                 raise InvalidQuery(
@@ -199,4 +213,4 @@ class MatchingIds(Errors):
                 )
             return long_json({"total": len(ids)}, "ids", ids)
 
-        self.write_json(await self.asking.delay(found, within_seconds=_ALL_IDS_SECONDS))
+        await self.write_json(await self.asking.delay(found, within_seconds=_ALL_IDS_SECONDS))

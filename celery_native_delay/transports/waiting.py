@@ -7,77 +7,24 @@ member is ``<task id>:<what tells messages of one id apart>``. Whoever stores ke
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from itertools import islice, product
+from itertools import chain, islice
 from typing import Any
 
-from ..core.ledger import ALL, Outcome, Page, Query, Verdict, Waiting
+from ..core import ledger
+from ..core.ledger import ALL, Outcome, Page, Query, Verdict, Waiting, ids_by_page
+from .looking import SEARCH, is_itself_in_json, to_find
 
 #: A change is tried again so often when somebody else has changed the task at the same time.
 _TRIES = 10
 
 #: Entries that one script looks into, so that it keeps Redis from others for 1-2 ms only.
-CHUNK = 1000
+CHUNK = 500
 
-#: KEYS due, messages. ARGV first rank, last rank, how many texts follow that an entry must contain,
-#: these; then groups, of each of which it must contain one text in any case: how many there are,
-#: and of each that in lower case, how many ways there are to write a part of it, and these: looking
-#: for eight is cheaper than an entry in lower case. Returns members, due times and entries of those
-#: that do. Copying entries into Lua is what takes its time: 25 at once fit into the processor's
-#: cache. Few are found as a rule, so only theirs are the due times to be asked for.
-SEARCH = """
-local find, at = string.find, 3
-local function next_one() at = at + 1 return ARGV[at - 1] end
-local function next_ones()
-    local ones = {}
-    for one = 1, next_one() do ones[one] = next_one() end
-    return ones
-end
-local exact, groups = next_ones(), {}
-while at <= #ARGV do
-    local group = {}
-    for one = 1, next_one() do group[one] = {next_one(), next_ones()} end
-    groups[#groups + 1] = group
-end
-local function contains_one(entry, group)
-    local lowered
-    for _, one in ipairs(group) do
-        for _, way in ipairs(one[2]) do
-            if find(entry, way, 1, true) then
-                lowered = lowered or string.lower(entry)
-                if find(lowered, one[1], 1, true) then return true end
-                break
-            end
-        end
-    end
-end
-local function contains_all(entry)
-    for _, text in ipairs(exact) do
-        if not find(entry, text, 1, true) then return false end
-    end
-    for _, group in ipairs(groups) do
-        if not contains_one(entry, group) then return false end
-    end
-    return true
-end
-local names, found = redis.call('ZRANGE', KEYS[1], ARGV[1], ARGV[2]), {}
-for first = 1, #names, 25 do
-    local last = math.min(first + 24, #names)
-    local entries = redis.call('HMGET', KEYS[2], unpack(names, first, last))
-    for index = 1, #entries do
-        local entry = entries[index]
-        if entry and contains_all(entry) then
-            local name, next = names[first + index - 1], #found + 1
-            found[next], found[next + 1] = name, redis.call('ZSCORE', KEYS[1], name)
-            found[next + 2] = entry
-        end
-    end
-end
-return found
-"""
+#: So many entries show what is rare in the others.
+_SAMPLED = 8
 
 #: KEYS due. ARGV edges. Returns how many are due between each two of them.
 COUNTS = """
@@ -140,7 +87,6 @@ class Index:
         self._client = client
         self._due, self._messages, self._ids = keys.index
         self._decode = decode
-        self._search = client.register_script(SEARCH)
         self._counts = client.register_script(COUNTS)
 
     def count(self, query: Query = ALL) -> int:
@@ -159,6 +105,33 @@ class Index:
             return Page(tuple(islice(matching, limit)), end - first)
         matching = self._matching(query, first, end)
         return Page(tuple(islice(matching, offset, offset + limit)), None)
+
+    def ids_ahead(self, from_us: int, until_us: int | None) -> Iterator[str]:
+        """The ids of all due in the range, which is ahead, by their members alone."""
+        skipped, until = 0, "+inf" if until_us is None else f"({until_us}"
+        while True:
+            found = self._client.zrange(
+                self._due,
+                from_us,
+                until,
+                byscore=True,
+                withscores=True,
+                offset=skipped,
+                num=ledger.IDS_AT_ONCE,
+            )
+            for member, _ in found:
+                yield member.decode().rpartition(":")[0]
+            if len(found) < ledger.IDS_AT_ONCE:
+                return
+            last_us = int(found[-1][1])
+            begins_there = from_us == last_us
+            skipped = sum(score == last_us for _, score in found) + skipped * begins_there
+            from_us = last_us
+
+    def now_us(self) -> int:
+        """Microseconds since the epoch by the server's clock."""
+        seconds, microseconds = self._client.time()
+        return int(seconds) * 1_000_000 + int(microseconds)
 
     def counts(self, edges_us: Sequence[int]) -> list[int]:
         """How many are due between each two neighbours of *edges_us*."""
@@ -215,53 +188,46 @@ class Index:
         needles = [text for text in query.needles if is_itself_in_json(text)]
         arguments: list[Any] = [len(needles), *needles]
         groups = query.needles_in_any_case
-        sample = self._sample(first) if groups else ""
+        sample = self._sample(first, end) if groups else []
         for group in groups:
             if group[0] not in needles and all(map(is_itself_in_json, group)):
-                arguments.append(len(group))
-                for text in group:
-                    ways = _ways_to_write(_telling_part(text, sample))
-                    arguments += [text, len(ways), *ways]
-        for start in range(first, end, chunk):
-            last = min(start + chunk, end) - 1
-            for task in self._found([start, last, *arguments]):
-                if query.matches(task):
+                pairs = [pair for text in group for pair in to_find(text, sample)]
+                arguments += [2 * len(pairs), *chain.from_iterable(pairs)]
+        ranges = [(start, min(start + chunk, end) - 1) for start in range(first, end, chunk)]
+        for found in self._searched(ranges, arguments):
+            for member, score, entry in zip(found[::3], found[1::3], found[2::3], strict=True):
+                task = self._decode(member.decode(), entry, int(float(score)))
+                if task is not None and query.matches(task):
                     yield task
 
-    def _sample(self, rank: int) -> str:
-        """One of the entries, in lower case."""
-        members = self._client.zrange(self._due, rank, rank)
-        entry = self._client.hget(self._messages, members[0]) if members else None
-        return (entry or b"").decode("utf-8", "replace").lower()
+    def _sample(self, first: int, end: int) -> list[str]:
+        """A few of the entries between these ranks."""
+        with self._client.pipeline(transaction=False) as pipeline:
+            for rank in range(first, end, max(1, (end - first) // _SAMPLED)):
+                pipeline.zrange(self._due, rank, rank)
+            members = [member for found in pipeline.execute() for member in found]
+        entries = self._client.hmget(self._messages, members) if members else []
+        return [entry.decode("latin-1") for entry in entries if entry is not None]
 
-    def _found(self, arguments: list[Any]) -> Iterator[Waiting]:
-        found = self._search(keys=[self._due, self._messages], args=arguments)
-        for member, score, entry in zip(found[::3], found[1::3], found[2::3], strict=True):
-            task = self._decode(member.decode(), entry, int(float(score)))
-            if task is not None:
-                yield task
-
-
-def is_itself_in_json(text: str) -> bool:
-    """Whether entries contain *text* as it is; the others must be decoded to be searched."""
-    return text.isascii() and json.dumps(text) == f'"{text}"'
-
-
-def _telling_part(text: str, sample: str) -> str:
-    """Up to three characters of *text*: not in *sample*, for entries are much alike; with few
-    letters, since every one doubles the ways to write it; and beginning with a rare one.
-    """
-    parts = [text[at : at + 3] for at in range(max(1, len(text) - 2))]
-
-    def cost(part: str) -> tuple[bool, int, int]:
-        return part in sample, sum(map(str.isalpha, part)), sample.count(part[0])
-
-    return min(parts, key=cost)
-
-
-def _ways_to_write(part: str) -> list[str]:
-    """In lower, upper and mixed case."""
-    return ["".join(way) for way in product(*({char, char.upper()} for char in part))]
+    def _searched(
+        self, ranges: Sequence[tuple[int, int]], arguments: Sequence[Any]
+    ) -> Iterator[list[bytes]]:
+        """What is found in each of *ranges*. After the first, Redis is one ahead of the reader."""
+        keys = 2, self._due, self._messages
+        unread = 0
+        with self._client.client() as client:
+            try:
+                for number, ranks in enumerate([*ranges, None]):
+                    if ranks is not None:
+                        client.connection.send_command("EVAL", SEARCH, *keys, *ranks, *arguments)
+                        unread += 1
+                    if unread and number != 1:
+                        found = client.parse_response(client.connection, "EVAL")
+                        unread -= 1
+                        yield found
+            finally:
+                if unread:  # who looks no further leaves no answer to the next user
+                    client.connection.disconnect()
 
 
 class IndexedLedger(ABC):
@@ -277,6 +243,18 @@ class IndexedLedger(ABC):
     def page(self, query: Query = ALL, *, offset: int = 0, limit: int = 50) -> Page:
         with self._explained():
             return self._index.page(query, offset=offset, limit=limit)
+
+    def ids(self, query: Query = ALL) -> Iterator[str]:
+        if not query.is_by_time_only:
+            yield from ids_by_page(self.page, query)
+            return
+        with self._explained():
+            # A cancelled one, which is not to be seen, was due when it was cancelled.
+            ahead_us = max(self._index.now_us() + 1, query.from_us or 0)
+            if query.until_us is not None:
+                ahead_us = min(ahead_us, query.until_us)
+            yield from ids_by_page(self.page, query.due_within(query.from_us, ahead_us))
+            yield from self._index.ids_ahead(ahead_us, query.until_us)
 
     def get(self, task_id: str) -> list[Waiting]:
         with self._explained():

@@ -104,7 +104,7 @@ def test_ids_are_read_a_few_at_a_time_and_all_of_them(
     app: Celery, delay: Delay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also of more tasks that are due together than are read at a time."""
-    monkeypatch.setattr("celery_native_delay.celery_app.delay._PAGE", 3)
+    monkeypatch.setattr("celery_native_delay.core.ledger.IDS_AT_ONCE", 3)
     eta = datetime.now(UTC) + timedelta(hours=1)
     for number in range(12):
         later = timedelta(seconds=max(0, number - 8))
@@ -114,6 +114,10 @@ def test_ids_are_read_a_few_at_a_time_and_all_of_them(
     assert delay.ids() == every
     assert delay.ids(limit=7) == every[:7]
     assert delay.ids("order-1") == every[10:]
+    due_us = [task.due_us for task in delay.ls().tasks]
+    assert delay.ids(Query(from_us=due_us[0], until_us=due_us[10])) == every[:10]
+    assert delay.ids(Query(from_us=due_us[10])) == every[10:]
+    assert delay.ids(Query(until_us=due_us[0])) == []
 
 
 def test_a_cancelled_task_leaves_at_once_marked_so_that_no_worker_runs_it(

@@ -11,7 +11,8 @@ import pytest
 from celery import Celery
 from kombu import Queue
 
-from celery_native_delay import CannotDelay, Delay, delay_headers, install
+from celery_native_delay import CannotDelay, Delay, Query, delay_headers, install
+from celery_native_delay.bulk import bulk
 from celery_native_delay.testing import PrivateRedis
 from tests.integration.ledger_promises import *  # noqa: F403
 from tests.integration.project import Project
@@ -76,6 +77,27 @@ def test_what_is_no_task_is_listed_and_stops_no_change_of_many(
     assert list(map(bool, outcomes)) == [False, True, True]
     assert "others can be cancelled" in str(outcomes[0])
     assert delay.cancel(note)
+
+
+def test_a_search_of_thousands_finds_each_once_and_earliest_first(
+    app: Celery, delay: Delay
+) -> None:
+    """Also those that one script after the other looks into, and when somebody looks no further."""
+    with bulk(app) as batch:
+        for number in range(2100):
+            text = f"Käse-{number % 300}-Rest" if number % 2 else f"WURST {number % 300} rest"
+            batch.send("shop.remind", (text,), countdown=3600 + number, queue=QUEUE)  # noqa: F405
+    every = delay.ls(limit=3000).tasks
+    assert len(every) == 2100
+    for search in (
+        *("REST", "e-69", "E-69-R", "käse", "zebra", "args:69-"),
+        *("wurst 69", "(69 OR e-42-) rest", '"t 69" OR "E-13-"'),
+    ):
+        query = Query.parse(search)
+        expected = [task for task in every if query.matches(task)]
+        assert list(delay.ls(search, limit=3000).tasks) == expected
+        assert list(delay.ls(search, offset=7, limit=3).tasks) == expected[7:10]
+        assert delay.count(search) == len(expected)
 
 
 def shop_source(app: Celery) -> str:

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from celery_native_delay import InvalidQuery, Outcome, Query, Verdict, Waiting
 from celery_native_delay.core.ledger import edges
+from celery_native_delay.transports.looking import to_find
 from celery_native_delay.transports.rabbitmq.ledger.entry import Entry, waiting
 
 SECOND_US = 1_000_000
@@ -126,6 +127,19 @@ def test_a_search_means_what_it_means_in_flower(words: list[str]) -> None:
                 any(text in written.lower() for text in group)
                 for group in query.needles_in_any_case
             )
+
+
+LIKELY = st.text(st.sampled_from("abAB1'-"), max_size=12)
+
+
+@given(LIKELY.filter(bool).map(str.lower), LIKELY, st.lists(LIKELY, max_size=3))
+def test_what_is_looked_for_in_entries_is_there_in_whatever_case(
+    text: str, entry: str, sample: list[str]
+) -> None:
+    """Whatever was thought to be rare: the ways, and the text where they are a part of it."""
+    pairs = to_find(text, sample)
+    found = any(way in entry and rest in entry.lower() for way, rest in pairs)
+    assert found is (text in entry.lower())
 
 
 def test_a_range_of_due_times_includes_its_begin_and_not_its_end() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from kombu.utils.json import dumps
 
 from celery_native_delay.transports.virtual.template import Template, fields_of, refused_of
-from celery_native_delay.transports.virtual.trace import sealed
+from celery_native_delay.transports.virtual.trace import encoded, sealed
 
 texts = st.text(max_size=80)
 names = st.text(min_size=1, max_size=60)
@@ -77,7 +77,7 @@ def test_the_envelope_of_any_task_is_that_of_the_long_way(
     """Learnt from one task, used for another of the same kind."""
     template = Template(envelope(data.draw, kind))
     other = envelope(data.draw, kind)
-    assert template.envelope(fields_of(other)) == dumps(other)
+    assert template.envelope(fields_of(other)) == encoded(other)
 
 
 @given(st.data(), kinds())

@@ -7,13 +7,12 @@ from typing import Any
 from uuid import uuid4
 
 import redis
-from kombu.utils.json import dumps
 from redis.exceptions import ResponseError
 
 from ...core.due_time import check_due, milliseconds_up
 from ...core.errors import NativeDelayError
 from ...core.settings import DelaySettings
-from ..virtual.trace import sealed
+from ..virtual.trace import encoded, sealed
 from .envelope import Destination, entry_of
 from .keys import Keys, member_of
 from .server import Server, check_server
@@ -122,7 +121,7 @@ class Delays:
     @staticmethod
     def _entry(message: dict[str, Any], destination: Destination, due_us: int) -> bytes:
         envelope = sealed(message, due_ms=milliseconds_up(due_us))
-        return entry_of(destination, dumps(envelope))
+        return entry_of(destination, encoded(envelope))
 
     def check_reach(self, due_us: int) -> None:
         """Refuse what is further away than the longest delay.

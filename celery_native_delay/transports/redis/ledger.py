@@ -13,14 +13,13 @@ from contextlib import contextmanager
 from time import time_ns
 from typing import Any
 
-from kombu.utils.json import dumps
 from redis.exceptions import RedisError
 
 from ...core.delayed import CANCELLED, HEADER
 from ...core.due_time import eta_of, milliseconds_up
 from ...core.errors import CannotDelay, LedgerUnavailable
 from ...core.ledger import Outcome, Waiting
-from ..virtual.trace import sealed, unsealed
+from ..virtual.trace import encoded, sealed, unsealed
 from ..waiting import Index, IndexedLedger
 from .envelope import Destination, entry_of, opened_entry
 
@@ -93,7 +92,8 @@ class RedisLedger(IndexedLedger):
             due_ms=milliseconds_up(new_due_us),
             cancelled=cancelled,
         )
-        moved: int | None = store.replace(member, entry, due_us, entry_of(destination, dumps(new)))
+        changed = entry_of(destination, encoded(new))
+        moved: int | None = store.replace(member, entry, due_us, changed)
         return moved
 
     def _decode(self, member: str, entry: bytes, due_us: int) -> Waiting | None:

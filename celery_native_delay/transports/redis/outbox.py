@@ -14,12 +14,12 @@ from hashlib import sha1
 from typing import Any, NamedTuple, Self
 from uuid import uuid4
 
-from kombu.utils.json import dumps
 from redis import exceptions
 
 from ...core.errors import NativeDelayError
 from ..virtual import outbox
 from ..virtual.collecting import Collecting
+from ..virtual.trace import encoded
 from .envelope import Destination, front_of
 from .keys import Keys, member
 from .promoter import CONNECTION_OPTIONS
@@ -59,7 +59,7 @@ class _Collecting(Collecting):
         destination = self.destination(queue, message)
         due_us = self.due_of(message)
         if due_us is None:
-            return Put(destination, b"", 0, "", dumps(message).encode())
+            return Put(destination, b"", 0, "", encoded(message).encode())
         return self._waiting(destination, message, due_us)  # type: ignore[no-any-return]
 
     def put_for_all(

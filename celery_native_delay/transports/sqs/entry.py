@@ -16,6 +16,7 @@ from kombu.utils.json import dumps, loads
 from ...core.due_time import milliseconds_up
 from ...core.errors import CannotDelay
 from ...core.hops import BATCH
+from ..virtual.trace import encoded
 
 T = TypeVar("T")
 
@@ -42,10 +43,10 @@ class Parcel:
 
     @classmethod
     def of(cls, message: Mapping[str, Any], *, base64: bool) -> Self:
-        """kombu's *message*, as kombu would send it; *base64* is its ``sqs_base64_encoding``."""
+        """kombu's *message*, as :func:`encoded` has it; *base64* is its ``sqs_base64_encoding``."""
         properties = dict(message["properties"])
         attributes = properties.pop(_ATTRIBUTES, None) or {}
-        text = dumps({**message, "properties": properties})
+        text = encoded({**message, "properties": properties})
         return cls("", attributes, properties.get("MessageGroupId")).holding(text, base64=base64)
 
     def holding(self, text: str, *, base64: bool) -> Self:

@@ -6,12 +6,10 @@ from time import time_ns
 from typing import Any, NamedTuple, Self
 from uuid import uuid4
 
-from kombu.utils.json import dumps
-
 from ...core.due_time import check_due, milliseconds_up
 from ...core.errors import NativeDelayError
 from ...core.settings import DelaySettings
-from ..virtual.trace import sealed
+from ..virtual.trace import encoded, sealed
 from .store import Store
 
 #: The queue of a message for all that listen to its exchange.
@@ -75,7 +73,7 @@ class Delays:
     def stored(self, message: dict[str, Any], queue: str, *, due_us: int) -> Put:
         """kombu's *message* as it is stored; raises as :meth:`publish`."""
         self.check_reach(due_us)
-        envelope = dumps(sealed(message, due_ms=milliseconds_up(due_us)))
+        envelope = encoded(sealed(message, due_ms=milliseconds_up(due_us)))
         return Put(queue, due_us, id_of(message), envelope)
 
     def put_back(self, message: dict[str, Any], queue: str, *, due_us: int) -> None:

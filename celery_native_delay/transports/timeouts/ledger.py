@@ -15,14 +15,12 @@ from itertools import islice, pairwise
 from time import time_ns
 from typing import Any
 
-from kombu.utils.json import dumps
-
 from ...core.delayed import CANCELLED, HEADER
 from ...core.due_time import eta_of, milliseconds_up
 from ...core.errors import CannotDelay, LedgerUnavailable, StoreUnavailable, TopologyMismatch
-from ...core.ledger import ALL, Outcome, Page, Query, Verdict, Waiting
-from ..virtual.trace import sealed, unsealed
-from ..waiting import is_itself_in_json
+from ...core.ledger import ALL, Outcome, Page, Query, Verdict, Waiting, ids_by_page
+from ..looking import is_itself_in_json
+from ..virtual.trace import encoded, sealed, unsealed
 from .handover import HandOver, handing_over
 from .rows import Row, Rows
 from .store import Store
@@ -56,6 +54,9 @@ class StoreLedger:
             found = rows.waiting(query.from_us, query.until_us, offset=offset)
             tasks = tuple(islice(filter(None, map(_decoded, found)), limit))
         return Page(tasks, total)
+
+    def ids(self, query: Query = ALL) -> Iterator[str]:
+        return ids_by_page(self.page, query)
 
     def get(self, task_id: str) -> list[Waiting]:
         with _explained(), self._store.rows() as rows:
@@ -148,7 +149,7 @@ def _replace(rows: Rows, row: Row, due_us: int, *, cancelled: bool) -> None:
     new = sealed(
         {**message, "headers": headers}, due_ms=milliseconds_up(due_us), cancelled=cancelled
     )
-    rows.replace(row, dumps(new), due_us)
+    rows.replace(row, encoded(new), due_us)
 
 
 def _decoded(row: Row) -> Waiting | None:

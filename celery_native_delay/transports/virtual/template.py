@@ -15,11 +15,9 @@ from operator import itemgetter
 from secrets import token_hex
 from typing import Any, NamedTuple
 
-from kombu.utils.json import dumps
-
 from ...core.delayed import HEADER
 from ...core.refusal import RefusedMessage
-from .trace import unsealed
+from .trace import encoded, unsealed
 
 
 class TaskFields(NamedTuple):
@@ -58,7 +56,7 @@ class Template:
         if headers[HEADER].get("id") == properties["delivery_tag"]:
             marked[HEADER]["id"] = marks["delivery_tag"]
         differs = {"correlation_id": marks["task_id"], "delivery_tag": marks["delivery_tag"]}
-        text: str = dumps(
+        text: str = encoded(
             {
                 **envelope,
                 "body": marks["body"],
@@ -74,7 +72,7 @@ class Template:
         self._in_order: Callable[[tuple[Any, ...]], tuple[Any, ...]] = itemgetter(*order)
 
     def envelope(self, fields: TaskFields) -> str:
-        """The text of an envelope, as kombu's JSON would have it."""
+        """The text of an envelope, as :func:`encoded` would have it."""
         task_id, eta, argsrepr, kwargsrepr, body, due_ms, delivery_tag = fields
         values = (
             as_json(task_id),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from kombu.utils.json import dumps
+
 from ...core.delayed import HEADER, Delayed, cancel, due_ms_of, uncover
 
 VERSION = 1
@@ -23,6 +25,12 @@ def sealed(message: Mapping[str, Any], *, due_ms: int, cancelled: bool = False) 
         cancel(headers, trace)
     headers[HEADER] = trace
     return {**message, "headers": headers}
+
+
+def encoded(message: Mapping[str, Any]) -> str:
+    """As kombu would send it, but for the blanks: a tenth less to keep, and to read in a search."""
+    text: str = dumps(message, separators=(",", ":"))
+    return text
 
 
 def unsealed(

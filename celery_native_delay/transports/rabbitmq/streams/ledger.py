@@ -8,7 +8,7 @@ counts and the copy does not: whoever dies in between, one of them runs.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from secrets import token_hex
 from threading import Lock
 from time import monotonic, time_ns
@@ -18,7 +18,7 @@ import amqp
 
 from ....core.delayed import Replaces
 from ....core.errors import LedgerUnavailable
-from ....core.ledger import ALL, Outcome, Page, Query, Verdict, Waiting
+from ....core.ledger import ALL, Outcome, Page, Query, Verdict, Waiting, ids_by_page
 from ....core.ledger_streams import LedgerStreams
 from ....core.settings import DelaySettings
 from ..ledger.entry import Entry
@@ -90,6 +90,9 @@ class StreamLedger:
         return self._ask(
             lambda memory, now_us: memory.page(query, offset=offset, limit=limit, now_us=now_us)
         )
+
+    def ids(self, query: Query = ALL) -> Iterator[str]:
+        return ids_by_page(self.page, query)
 
     def get(self, task_id: str) -> list[Waiting]:
         return [found.task for found in self._find(task_id)]
