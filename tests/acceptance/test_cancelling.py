@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from time import sleep, time
@@ -14,6 +16,7 @@ from celery_native_delay.testing import PrivateRedis, private_redis
 from tests.acceptance.cancelling import *  # noqa: F403
 from tests.acceptance.worker import Fleet, fleet_on
 from tests.brokers import on_one_version
+from tests.waiting import wait_until
 
 
 @pytest.fixture
@@ -55,3 +58,10 @@ def test_while_the_ledger_is_away_tasks_wait_if_they_are_to(vhost_url: str, tmp_
             fleet.record.wait_for(task_id=kept.id, timeout_seconds=60)
             worker.wait_for_log("dropping task", dropped.id)
             assert {run.id for run in fleet.record.runs()} == {kept.id}
+            assert ledger.pid is not None
+            os.kill(ledger.pid, signal.SIGSTOP)
+            inspect = app.control.inspect(destination=[worker.name], timeout=10)
+            answer = inspect._request("delayed")[worker.name]
+            assert "no answer from the ledger within 1 s" in answer["error"]
+            os.kill(ledger.pid, signal.SIGCONT)
+            wait_until(lambda: inspect._request("delayed")[worker.name] == [], timeout_seconds=30)

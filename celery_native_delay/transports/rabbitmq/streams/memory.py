@@ -77,16 +77,6 @@ class Memory:
         for delivery_id in [key for key, found in self._found.items() if found.place.rank == rank]:
             self._drop(delivery_id)
 
-    def forget(self, now_us: int) -> None:
-        """Drop what is due, and copies that nobody has decided on."""
-        self._by_due_time(now_us)
-        self._pending = {
-            old: waiting
-            for old, pending in self._pending.items()
-            if (waiting := [found for found in pending if found.task.due_us > now_us])
-        }
-        self.decisions.forget(now_us // 1000)
-
     # --- what is asked -------------------------------------------------------------------
 
     def find(self, task_id: str, *, now_us: int) -> list[Found]:
