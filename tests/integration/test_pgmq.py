@@ -7,8 +7,11 @@ from typing import Any
 
 import psycopg
 import pytest
+from celery import Celery
 from kombu import Connection, Exchange, Queue
 
+from celery_native_delay import UnsupportedBroker, install
+from celery_native_delay.celery_app.install import delaying_channel
 from pytest_celery_native_delay import installed
 from tests.postgresql import find_postgresql, private_postgresql
 from tests.traffic import inbox, publish
@@ -53,3 +56,9 @@ def test_a_message_arrives_when_it_is_due_and_not_before(connection: Any, queue:
         now, late = received.wait_for(2)
     assert (now.body, late.body) == ("now", "late")
     assert 0 <= late.lateness_seconds < 10
+
+
+def test_the_command_line_says_that_it_has_nothing_to_do_there(connection: Any) -> None:
+    app = install(Celery("shop", broker="pgmq://", set_as_current=False))
+    with pytest.raises(UnsupportedBroker, match="delays by itself: there is nothing to ask"):
+        delaying_channel(app, connection)
