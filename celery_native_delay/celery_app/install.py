@@ -263,6 +263,10 @@ def delaying_channel(app: Any, connection: Any) -> tuple[Any, DelaySettings]:
     settings = installed(app).settings()
     channel = connection.default_channel
     if not hasattr(channel, "admin_part"):
+        if hasattr(connection.transport, "waits_in"):
+            raise UnsupportedBroker(
+                f"{connection.as_uri()} delays by itself: there is nothing to ask or to do there"
+            )
         raise UnsupportedBroker(
             f"expected a broker in which delayed tasks can wait, got {connection.as_uri()}"
         )

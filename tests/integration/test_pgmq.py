@@ -11,8 +11,9 @@ import pytest
 from celery import Celery
 from kombu import Connection, Exchange, Queue
 
-from celery_native_delay import install
+from celery_native_delay import UnsupportedBroker, install
 from celery_native_delay.bulk import bulk
+from celery_native_delay.celery_app.install import delaying_channel
 from pytest_celery_native_delay import installed
 from tests.postgresql import find_postgresql, private_postgresql
 from tests.traffic import inbox, publish
@@ -78,3 +79,9 @@ def test_many_tasks_at_once(database: str, connection: Any) -> None:
     assert [json.loads(each.body)[0][0] for each in batch.result.refused] == [100]
     assert sorted(each.body[0][0] for each in came) == [*range(100), *range(101, 250)]
     assert min(each.lateness_seconds for each in came if each.message.headers["eta"]) >= 0
+
+
+def test_the_command_line_says_that_it_has_nothing_to_do_there(connection: Any) -> None:
+    app = install(Celery("shop", broker="pgmq://", set_as_current=False))
+    with pytest.raises(UnsupportedBroker, match="delays by itself: there is nothing to ask"):
+        delaying_channel(app, connection)

@@ -129,6 +129,7 @@ def test_a_url_is_shown_without_its_password(url: str, shown: str) -> None:
         ("postgresql://a:b@db/shop", "postgresql+psycopg://c:d@db/shop", True),
         ("postgresql:///shop?host=/run/1", "postgresql:///shop?host=/run/2", False),
         ("postgresql://db/shop", "mysql://db/shop", False),
+        ("postgresql://db/shop", "postgresql://db/shop?options=-csearch_path%3Dshop", False),
         ("postgresql://db:5432/shop", "postgresql://db:5433/shop", False),
     ],
 )

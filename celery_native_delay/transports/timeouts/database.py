@@ -40,11 +40,15 @@ def same_database(one: str, other: str) -> bool:
     return _place(parsed(one)) == _place(parsed(other))
 
 
+_WHERE = ("host", "port", "options")
+
+
 def _place(url: URL) -> tuple[Any, ...]:
     backend = url.get_backend_name()
     if backend == "sqlite":
         return backend, str(Path(url.database or "").absolute().resolve())
-    query = {name: value for name, value in url.query.items() if name in ("host", "port")}
+    # PostgreSQL's options may name another schema.
+    query = {name: value for name, value in url.query.items() if name in _WHERE}
     return backend, url.host, url.port, url.database, query
 
 
