@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from difflib import get_close_matches
 from typing import Any
+from urllib.parse import urlsplit
 
 from . import fence
 from .errors import SettingsError
@@ -241,9 +242,7 @@ def _expected(name: str, value: Any) -> str:
             fits = isinstance(value, tuple) and all(isinstance(v, str) and v for v in value)
             return "" if fits else "a list of exchange names"
         case "ledger":
-            fits = value in (None, STREAM) or (
-                isinstance(value, str) and value.startswith(_LEDGER_URLS)
-            )
+            fits = value in (None, STREAM) or _is_ledger_url(value)
             urls = " or ".join(_LEDGER_URLS)
             return "" if fits else f'None, "{STREAM}" or a URL that starts with {urls}'
         case "ledger_away":
@@ -268,6 +267,16 @@ def _expected(name: str, value: Any) -> str:
         case _:
             fits = value is None or (isinstance(value, str) and value.startswith("http"))
             return "" if fits else "None or an http(s) URL"
+
+
+def _is_ledger_url(value: Any) -> bool:
+    if not (isinstance(value, str) and value.startswith(_LEDGER_URLS)):
+        return False
+    try:
+        urlsplit(value).port  # noqa: B018  raises for one that is no number
+    except ValueError:
+        return False
+    return True
 
 
 def _is_int(value: Any) -> bool:

@@ -179,6 +179,7 @@ RESOLUTION = "seconds from 0.001 to 3600, a whole number of milliseconds"
         ("management_url", "rabbit:15672", "None or an http(s) URL"),
         ("management_url", 15672, "None or an http(s) URL"),
         ("ledger", "amqp://", LEDGER),
+        ("ledger", "redis://store:many", LEDGER),
         ("ledger_away", True, '"run" or "wait"'),
         ("store", True, STORE),
         ("store_outage_seconds", 0, "seconds, more than 0 and at most 86400"),

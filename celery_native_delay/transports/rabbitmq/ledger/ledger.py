@@ -23,6 +23,7 @@ from ....core.due_time import eta_of
 from ....core.errors import LedgerUnavailable
 from ....core.ledger import Outcome, Waiting
 from ....core.settings import DelaySettings
+from ....core.shown_url import without_password
 from ...waiting import Index, IndexedLedger
 from .entry import Entry, waiting
 from .line import redis_options
@@ -43,7 +44,7 @@ class RabbitMQLedger(IndexedLedger):
         import redis
 
         self._delays = delays
-        self._where = settings.ledger.rpartition("@")[2]
+        self._where = without_password(settings.ledger)
         self._keys = LedgerKeys(settings.namespace, delays.connection.virtual_host)
         self._client = redis.Redis.from_url(url, **options)
         self._errors = redis.RedisError, OSError

@@ -20,6 +20,7 @@ from typing import Any
 
 from ....core.errors import UnsupportedBroker
 from ....core.redis_url import redis_py_url
+from ....core.shown_url import without_password
 from ....kombu_hook import flushes
 from ..own_channel import is_readable
 from .scripts import FORGET, RECEIVED, RECORD, LedgerKeys
@@ -78,7 +79,7 @@ class LedgerLine:
 
         self.keys = LedgerKeys(namespace, vhost)
         self.missed = 0
-        self._where = url.rpartition("@")[2]
+        self._where = without_password(url)
         self._make_connection = ConnectionPool.from_url(to, **options).make_connection
         self._connection: Any = None
         self._answers = select.poll()
