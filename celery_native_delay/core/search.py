@@ -69,8 +69,10 @@ class Word:
         """See :attr:`~.ledger.Query.needles_in_any_case`."""
         if self.field in _CONSTANTS:
             return []
-        found = self.value.lower() if self._pair is None else self._pair[1]
-        return [(found,)] if found else []
+        if self._pair is None:
+            return [(self.value.lower(),)]
+        key, value = self._pair
+        return [(text,) for text in (value, key) if text]
 
     @property
     def _pair(self) -> tuple[str, str] | None:
