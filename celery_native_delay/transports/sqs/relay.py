@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
 from threading import Event, Lock, Thread
 from time import monotonic
 from typing import Any
@@ -23,7 +22,7 @@ from ...core.errors import NativeDelayError
 from ...core.hops import BATCH, Reception, retry_seconds, seconds_up
 from .delay_queue import delay_queue_of
 from .entry import MOST_BYTES, Entry, opened
-from .queues import Queues, is_about_a_message, is_gone
+from .queues import Queues, dated_ms, is_about_a_message, is_gone
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +190,7 @@ class Line:
                 self._queues.forget(self._source)
             raise
         messages = answer.get("Messages") or []
-        received = list(self._read(messages, now_ms=_dated_ms(answer)))
+        received = list(self._read(messages, now_ms=dated_ms(answer)))
         onward: list[_Received] = []
         home: list[_Received] = []
         sent_before: list[_Received] = []
@@ -386,12 +385,6 @@ def _batches(received: Sequence[_Received]) -> Iterator[list[_Received]]:
         size_bytes += its_bytes
     if batch:
         yield batch
-
-
-def _dated_ms(answer: dict[str, Any]) -> int:
-    """When SQS answered, by its own clock; Unix time in milliseconds, in whole seconds."""
-    dated = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
-    return int(parsedate_to_datetime(dated).timestamp()) * 1000 if dated else 0
 
 
 def _complain(what: str, exc: BaseException, pause_seconds: float) -> None:
