@@ -206,6 +206,32 @@ def test_all_that_a_relay_holds_is_given_back_when_sqs_fails(sqs: PrivateSqs) ->
         assert received.wait_for(1)[0].body == "hello"
 
 
+def test_what_was_sent_and_could_not_be_deleted_is_not_sent_again(sqs: PrivateSqs) -> None:
+    """Without permission to delete it would be, by each relay every half minute for 14 days."""
+    make_delay_queue(sqs)
+    with delaying(sqs.url) as connection, inbox(connection, "jobs") as received:
+        publish(connection, "hello", "jobs", delay=1.5)
+        relay = relay_module.Relay(lambda: None, [], visibility_seconds=1)
+        line = relay.line(connection.default_channel, "jobs")
+
+        def fail(**_: Any) -> None:
+            raise ConnectionError("gone")
+
+        events = connection.default_channel.sqs().meta.events
+        events.register("before-call.sqs.DeleteMessageBatch", fail)
+        for _ in range(2):
+            wait_until(lambda: lying(sqs) == 1, timeout_seconds=PATIENCE_SECONDS)
+            with pytest.raises(ConnectionError):
+                line.step()
+        events.unregister("before-call.sqs.DeleteMessageBatch", fail)
+        wait_until(lambda: lying(sqs) == 1, timeout_seconds=PATIENCE_SECONDS)
+        line.step()
+        assert waiting_on(sqs) == 0
+        publish(connection, "the last one", "jobs")
+        bodies = [arrival.body for arrival in received.wait_for(2)]
+        assert sorted(bodies) == ["hello", "the last one"]
+
+
 def lying(sqs: PrivateSqs) -> int:
     """How many messages in the delay queue can be received now."""
     asked = ["ApproximateNumberOfMessages"]

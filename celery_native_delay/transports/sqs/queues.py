@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from email.utils import parsedate_to_datetime
 from typing import Any, NamedTuple
 
 from botocore.exceptions import ClientError
@@ -148,6 +149,12 @@ def is_gone(exc: ClientError) -> bool:
 def is_about_a_message(exc: ClientError) -> bool:
     """Whether SQS refuses a message, or a batch for one of its messages, and not everything."""
     return exc.response.get("Error", {}).get("Code") in _MESSAGE_REFUSED
+
+
+def dated_ms(answer: dict[str, Any]) -> int:
+    """When SQS answered, by its own clock; Unix time in milliseconds, in whole seconds."""
+    dated = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
+    return int(parsedate_to_datetime(dated).timestamp()) * 1000 if dated else 0
 
 
 @contextmanager

@@ -11,7 +11,6 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
 from threading import Event, Lock, Thread
 from time import monotonic
 from typing import Any
@@ -23,7 +22,7 @@ from ...core.errors import NativeDelayError
 from ...core.hops import BATCH, Reception, retry_seconds, seconds_up
 from .delay_queue import delay_queue_of
 from .entry import Entry, in_requests, opened
-from .queues import Queues, is_gone
+from .queues import Queues, dated_ms, is_gone
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +47,12 @@ _EXPECTED = (NativeDelayError, ClientError, BotoCoreError, KombuError, OSError)
 
 @dataclass(frozen=True)
 class _Received:
-    """An entry, when it was received (monotonic, seconds), and how to delete it."""
+    """An entry, when it was received (monotonic, seconds), what SQS calls it, how to delete it."""
 
     entry: Entry
     reception: Reception
     at: float
+    message_id: str
     receipt: str
 
     @property
@@ -171,6 +171,8 @@ class Line:
         self._destination = queue
         self._source = delay_queue_of(queue)
         self._visibility_seconds = visibility_seconds
+        #: Ids of messages that were sent on and could not be deleted: not to be sent again.
+        self._sent: set[str] = set()
 
     def step(self) -> None:
         """Receive up to ten messages and send them on; what SQS does not take rests by itself."""
@@ -188,12 +190,18 @@ class Line:
                 self._queues.forget(self._source)
             raise
         messages = answer.get("Messages") or []
-        received = self._read(messages, now_ms=_dated_ms(answer))
+        received = list(self._read(messages, now_ms=dated_ms(answer)))
         onward: list[_Received] = []
         home: list[_Received] = []
+        sent_before: list[_Received] = []
         for each in received:
+            if each.message_id in self._sent:
+                sent_before.append(each)
+                continue
             is_last = each.reception.is_last_hop(each.entry.left_ms, hop_seconds=self._hop_seconds)
             (home if is_last else onward).append(each)
+        if sent_before:
+            self._delete(sent_before)
         # In this order: a repeated send is recognised by the message that it repeats, which may
         # be among those that go home.
         try:
@@ -220,7 +228,7 @@ class Line:
                 count,
                 now_ms,
             )
-            yield _Received(entry, reception, at, message["ReceiptHandle"])
+            yield _Received(entry, reception, at, message["MessageId"], message["ReceiptHandle"])
 
     # --- sending on ----------------------------------------------------------------------
 
@@ -272,6 +280,7 @@ class Line:
     def _delete(self, sent: Sequence[_Received]) -> None:
         if not sent:
             return
+        self._sent.update(each.message_id for each in sent)
         answer = self._client(self._source).delete_message_batch(
             QueueUrl=self._url(self._source),
             Entries=[
@@ -279,6 +288,10 @@ class Line:
             ],
         )
         failed = answer.get("Failed") or []
+        kept = {int(each["Id"]) for each in failed}
+        self._sent.difference_update(
+            each.message_id for at, each in enumerate(sent) if at not in kept
+        )
         if failed:
             logger.warning(
                 "native delay: %s: %d message(s) sent on and not deleted, they may come twice: %s",
@@ -335,12 +348,6 @@ def _leave_room(connection: Any, threads: int) -> None:
     room = {"max_pool_connections": max(threads, 10)}
     config = {"client-config": room | (options.get("client-config") or {})}
     connection.transport_options = options | config
-
-
-def _dated_ms(answer: dict[str, Any]) -> int:
-    """When SQS answered, by its own clock; Unix time in milliseconds, in whole seconds."""
-    dated = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
-    return int(parsedate_to_datetime(dated).timestamp()) * 1000 if dated else 0
 
 
 def _complain(what: str, exc: BaseException, pause_seconds: float) -> None:
