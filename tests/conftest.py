@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from kombu import Connection
 
 from celery_native_delay.testing import (
     PrivateRabbitMQ,
@@ -25,6 +26,8 @@ from celery_native_delay.testing.redis_installation import ServerName
 from pytest_celery_native_delay import installed
 from tests.brokers import MORTAL, installed_rabbitmq
 from tests.scheduling import broker_of, rank_of, scope_of
+
+STREAM = {"x-queue-type": "stream"}
 
 # A failed assertion tells its values there as well, not in test modules alone.
 pytest.register_assert_rewrite(
@@ -102,6 +105,23 @@ def mortal_rabbitmq(
 ) -> PrivateRabbitMQ:
     """The broker of this version for tests that kill it or fill it; see tests.brokers.MORTAL."""
     return running_rabbitmq(rabbitmq_version, **MORTAL)
+
+
+@pytest.fixture(scope="session")
+def mortal_streams(mortal_rabbitmq: PrivateRabbitMQ) -> PrivateRabbitMQ:
+    """The same broker, for tests that kill it while streams are there.
+
+    A node that is killed soon after its very first stream loses all of them (README, Limits); a
+    good shutdown keeps them.
+    """
+    mortal_rabbitmq.start()
+    url = mortal_rabbitmq.new_vhost()
+    with Connection(url) as connection, connection.channel() as channel:
+        channel.queue_declare("first", durable=True, auto_delete=False, arguments=STREAM)
+    mortal_rabbitmq.stop()
+    mortal_rabbitmq.start()
+    mortal_rabbitmq.delete_vhost(vhost_name(url))
+    return mortal_rabbitmq
 
 
 @pytest.fixture

@@ -429,12 +429,12 @@ def test_on_rabbitmq_the_levels_are_shown_and_the_ledger_is_asked(
 
 @on_one_version
 def test_flower_follows_a_ledger_in_streams_through_a_restart_of_the_broker(
-    mortal_rabbitmq: PrivateRabbitMQ, mortal_url: str, tmp_path: Path
+    mortal_streams: PrivateRabbitMQ, mortal_url: str, tmp_path: Path
 ) -> None:
     """It lists, finds and changes what waits, and answers promptly meanwhile; so does the next."""
     conf = {
         "native_delay_ledger": "stream",
-        "native_delay_management_url": mortal_rabbitmq.management_url,
+        "native_delay_management_url": mortal_streams.management_url,
     }
     with fleet_on(mortal_url, tmp_path, **conf) as fleet, flowers_on(fleet) as flowers:
         ids = send(fleet.app())
@@ -458,16 +458,16 @@ def test_flower_follows_a_ledger_in_streams_through_a_restart_of_the_broker(
             kept = set(ids) - set(gone)
             wait_until(lambda: delayed_in(flower) == kept, timeout_seconds=30)
 
-            mortal_rabbitmq.kill()
+            mortal_streams.kill()
             wait_until(lambda: flower.ask("/api/delays")[0] == 503, timeout_seconds=20)
-            mortal_rabbitmq.start()
+            mortal_streams.start()
             wait_until(lambda: flower.ask("/api/delays")[0] == 200, timeout_seconds=30)
             assert total() == len(kept)
             flower.json("/api/delay/reschedule/task-1?countdown=90000", {})
             flower.json("/api/delay/run-now/task-2", {})
             fleet.worker(pool="solo")
             fleet.record.wait_for(task_id="task-2")
-        assert max(answered) < 1
+        assert max(answered) < 3
         flower.stop()
 
         flower = flowers.start(user=USER)

@@ -273,6 +273,7 @@ def test_only_one_rescues_at_a_time(connection: Any, vhost_url: str) -> None:
         lambda: rescue(delays_of(connection)) == Rescue(still_parked=1),
         timeout_seconds=PATIENCE_SECONDS,
     )
+    wait_parked(connection, 1)
     assert rescued(connection) == Rescue(still_parked=1)
 
 
