@@ -23,6 +23,7 @@ from celery_native_delay.core.due_time import due_us as due_us_of
 from celery_native_delay.testing import private_redis
 from celery_native_delay.transports.rabbitmq.bulk_line import BulkLine
 from celery_native_delay.transports.rabbitmq.window import WindowChannel
+from example_project.folder_broker import SCHEME
 
 ROUNDS = 10
 LOOP = 1_000
@@ -66,6 +67,11 @@ def run(bench: Bench) -> Result:
             stack.callback(app.close)
             return app
 
+        def folder_app() -> Any:
+            app = make_app("ours", f"{SCHEME}{bench.folder}/bulk")
+            stack.callback(app.close)
+            return app
+
         ways = {
             "off": Variant("apply_async loop, unconfirmed", loop, _loop(app_with, "off")),
             "window": Variant("apply_async loop, window", loop, _loop(app_with, "window")),
@@ -75,6 +81,8 @@ def run(bench: Bench) -> Result:
             "bare": Variant("bare py-amqp, same window", many, _bare(app_with(), stack)),
             "redis loop": Variant("Redis, apply_async loop", loop, _plain_loop(redis_app())),
             "redis bulk": Variant("Redis, bulk(app)", many, _bulk(redis_app())),
+            "store loop": Variant("SQLite, apply_async loop", loop, _plain_loop(folder_app())),
+            "store bulk": Variant("SQLite, bulk(app)", many, _bulk(folder_app())),
         }
         order = random.Random(1)
         with bench.progress("bulk", rounds) as done:
@@ -172,7 +180,7 @@ def conclude(ways: dict[str, Variant], rounds: int) -> Result:
         f"the unconfirmed loop end when the broker has confirmed the last one. Window of "
         f"{WINDOW:,}. CPU is the client's; bulk(app) also makes ids, reprs and the body, which its "
         f"template path alone gets ready-made. The brokers share the machine's processors; Redis "
-        f"has an append-only file.",
+        f"has an append-only file, the store of a filesystem broker is SQLite.",
     )
     for way in ways.values():
         result.rows.append(
@@ -197,6 +205,7 @@ def conclude(ways: dict[str, Variant], rounds: int) -> Result:
             "template path, client CPU", median(ways["template"].cpu_seconds) * 1e6, "≤", 10, "µs"
         ),
         Target("Redis: bulk(app) : loop", rate["redis bulk"] / rate["redis loop"], "≥", 6),
+        Target("SQLite store: bulk(app) : loop", rate["store bulk"] / rate["store loop"], "≥", 5),
     ]
     return result
 
