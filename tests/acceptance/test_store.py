@@ -96,7 +96,8 @@ def handed_over(url: str) -> int:
     engine = create_engine(url.removeprefix("sqla+"))
     with engine.connect() as connection:
         statement = text(
-            'SELECT count(*) FROM kombu_message WHERE payload LIKE \'%"task": "note"%\''
+            "SELECT count(*) FROM kombu_message "
+            "WHERE json_extract(payload, '$.headers.task') = 'note'"
         )
         count = int(connection.execute(statement).scalar_one())
     engine.dispose()
