@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from threading import Event
@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 from celery import Celery
+from selenium.common.exceptions import WebDriverException
 from selenium.webdriver import Chrome, Keys
 from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webelement import WebElement
@@ -223,7 +224,14 @@ def test_the_page_finds_filters_and_changes_what_waits(
         )
         page.wait(lambda: not chrome.find_elements(By.CSS_SELECTOR, "[data-old]"))
         assert page.focus("class") == "form-check-input delays-box", "lost while it was drawn again"
-        chrome.switch_to.active_element.send_keys(Keys.SPACE)
+
+        def is_selected() -> bool:
+            if page.text("#delays-selected") != "1 task selected":
+                with suppress(WebDriverException):  # it is being drawn again
+                    chrome.switch_to.active_element.send_keys(Keys.SPACE)
+            return page.text("#delays-selected") == "1 task selected"
+
+        page.wait(is_selected)
         page.find("[data-change=run-now]").send_keys(Keys.ENTER)
         assert page.question() == "Run 1 task now?"
         page.confirm()
