@@ -9,9 +9,10 @@ from uuid import uuid4
 import redis
 from redis.exceptions import ResponseError
 
-from ...core.due_time import check_due, milliseconds_up
+from ...core.due_time import milliseconds_up
 from ...core.errors import NativeDelayError
 from ...core.settings import DelaySettings
+from ..virtual import delays
 from ..virtual.trace import encoded, sealed
 from .envelope import Destination, entry_of
 from .keys import Keys, member_of
@@ -19,7 +20,7 @@ from .server import Server, check_server
 from .store import Store
 
 
-class Delays:
+class Delays(delays.Delays):
     """Everything delayed delivery does on one Redis channel.
 
     With a *refusal* nothing is delayed: whoever asks for it is told why.
@@ -28,10 +29,9 @@ class Delays:
     def __init__(
         self, channel: Any, settings: DelaySettings, *, refusal: NativeDelayError | None = None
     ) -> None:
-        self.settings = settings
+        super().__init__(settings, refusal=refusal)
         self.keys = Keys(channel.global_keyprefix or "", settings.namespace)
         self._channel = channel
-        self._refusal = refusal
         self._store: Store | None = None
         self._server: Server | None = None
 
@@ -54,8 +54,7 @@ class Delays:
         Raises:
             SettingsError, UnsupportedBroker: saying the way out.
         """
-        if self._refusal is not None:
-            raise self._refusal
+        self.check_settings()
         if self._server is None:
             server = self.look()
             check_server(server, prefix=self.keys.prefix)
@@ -122,15 +121,3 @@ class Delays:
     def _entry(message: dict[str, Any], destination: Destination, due_us: int) -> bytes:
         envelope = sealed(message, due_ms=milliseconds_up(due_us))
         return entry_of(destination, encoded(envelope))
-
-    def check_reach(self, due_us: int) -> None:
-        """Refuse what is further away than the longest delay.
-
-        Raises:
-            DelayTooLong: it is.
-        """
-        check_due(
-            due_us,
-            now_us=time_ns() // 1000,
-            longest_delay_seconds=self.settings.longest_delay_seconds,
-        )

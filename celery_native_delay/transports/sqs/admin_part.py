@@ -100,7 +100,7 @@ class SqsAdminPart:
 
     def declare(self, queues: Sequence[Any]) -> Declared:
         """Create the delay queues of *queues*."""
-        self._delays.prepare()
+        self._delays.check_settings()
         names = [queue.name for queue in queues if can_delay(queue.name)]
         found, lacking, wrong = set_up(self._delays, names)
         refuse(wrong)
@@ -108,7 +108,7 @@ class SqsAdminPart:
 
     def verify(self) -> Verification:
         """Compare the delay queues with what they must be."""
-        self._delays.prepare()
+        self._delays.check_settings()
         differences: list[str] = []
         advices: list[str] = []
         for queue, name in self._named():

@@ -10,10 +10,11 @@ from typing import Any, NamedTuple, TypeVar
 from botocore.exceptions import ClientError
 
 from ...core.delayed import HEADER
-from ...core.due_time import check_due, milliseconds_up
+from ...core.due_time import milliseconds_up
 from ...core.errors import CannotDelay, NativeDelayError, NotPermitted, TopologyMismatch
 from ...core.hops import seconds_up
 from ...core.settings import DelaySettings
+from ..virtual import delays
 from ..virtual.trace import sealed
 from .delay_queue import (
     LONGEST_NAME,
@@ -45,7 +46,7 @@ class Look(NamedTuple):
     most_bytes: int = MOST_BYTES
 
 
-class Delays:
+class Delays(delays.Delays):
     """Everything delayed delivery does on one SQS channel.
 
     With a *refusal* nothing is delayed: whoever asks for it is told why.
@@ -54,21 +55,15 @@ class Delays:
     def __init__(
         self, channel: Any, settings: DelaySettings, *, refusal: NativeDelayError | None = None
     ) -> None:
-        self.settings = settings
+        super().__init__(settings, refusal=refusal)
         self.queues = Queues(channel)
         self._channel = channel
-        self._refusal = refusal
         self._looks: dict[str, Look] = {}
 
     @property
     def hop_seconds(self) -> int:
         """The longest single wait."""
         return self.settings.sqs_hop_seconds
-
-    def prepare(self) -> None:
-        """Raise what is wrong with the settings."""
-        if self._refusal is not None:
-            raise self._refusal
 
     def publish(
         self,
@@ -111,7 +106,7 @@ class Delays:
         delivery_id: str | None = None,
     ) -> Put:
         """kombu's *message* as it waits; raises as :meth:`publish`, but for its size."""
-        self.prepare()
+        self.check_settings()
         if not can_delay(queue):
             raise CannotDelay(
                 f"expected a queue that can delay, got the FIFO queue {queue!r}: SQS takes no "
@@ -124,18 +119,6 @@ class Delays:
         told["headers"][HEADER]["id"] = delivery_id
         base64 = self._channel.sqs_base64_encoding
         return Put(queue, due_us, delivery_id, Parcel.of(told, base64=base64), base64)
-
-    def check_reach(self, due_us: int) -> None:
-        """Refuse what is further away than the longest delay.
-
-        Raises:
-            DelayTooLong: it is.
-        """
-        check_due(
-            due_us,
-            now_us=time_ns() // 1000,
-            longest_delay_seconds=self.settings.longest_delay_seconds,
-        )
 
     def check_size(self, put: Put, *, now_us: int) -> None:
         """Refuse what is too large for SQS, or for its destination.

@@ -60,7 +60,7 @@ class Outbox(CallingOutbox[Put | PlainPut]):
     def _open(self, client: Any) -> Collecting:
         channel = BulkChannel(client.connection)
         client.connection.channels.append(channel)
-        channel.delays.prepare()
+        channel.delays.check_settings()
         return channel
 
     def _packed(self, puts: list[Put | PlainPut]) -> Iterable[Batch[Put | PlainPut]]:

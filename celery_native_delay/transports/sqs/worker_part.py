@@ -39,7 +39,7 @@ class SqsWorkerPart:
             TopologyMismatch: none of them is as it must be; naming each attribute.
             NotPermitted: SQS does not allow us to look or to create.
         """
-        self._delays.prepare()
+        self._delays.check_settings()
         found, lacking, wrong = set_up(self._delays, self._queues)
         if not found:
             refuse(wrong)

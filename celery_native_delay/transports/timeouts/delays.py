@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from time import time_ns
 from typing import Any, NamedTuple, Self
 from uuid import uuid4
 
-from ...core.due_time import check_due, milliseconds_up
+from ...core.due_time import milliseconds_up
 from ...core.errors import NativeDelayError
 from ...core.settings import DelaySettings
+from ..virtual import delays
 from ..virtual.trace import encoded, sealed
 from .store import Store
 
@@ -32,7 +32,7 @@ class Put(NamedTuple):
         return self.__class__(self.queue, due_us, task_id, envelope)
 
 
-class Delays:
+class Delays(delays.Delays):
     """Everything delayed delivery does on one channel.
 
     With a *refusal* nothing is delayed: whoever asks for it is told why.
@@ -41,9 +41,8 @@ class Delays:
     def __init__(
         self, settings: DelaySettings, url: str, *, refusal: NativeDelayError | None = None
     ) -> None:
-        self.settings = settings
+        super().__init__(settings, refusal=refusal)
         self._url = url
-        self._refusal = refusal
 
     @property
     def store(self) -> Store:
@@ -52,8 +51,7 @@ class Delays:
         Raises:
             SettingsError, UnsupportedBroker: there is none; saying the way out.
         """
-        if self._refusal is not None:
-            raise self._refusal
+        self.check_settings()
         return Store.of(self._url, self.settings.namespace)
 
     def publish(self, message: dict[str, Any], queue: str, *, due_us: int) -> None:
@@ -83,18 +81,6 @@ class Delays:
         """
         properties = {**message["properties"], "delivery_tag": str(uuid4())}
         self.publish({**message, "properties": properties}, queue, due_us=due_us)
-
-    def check_reach(self, due_us: int) -> None:
-        """Refuse what is further away than the longest delay.
-
-        Raises:
-            DelayTooLong: it is.
-        """
-        check_due(
-            due_us,
-            now_us=time_ns() // 1000,
-            longest_delay_seconds=self.settings.longest_delay_seconds,
-        )
 
 
 def id_of(message: dict[str, Any]) -> str:

@@ -1,0 +1,34 @@
+"""Delayed delivery on one channel: what it is on every broker."""
+
+from __future__ import annotations
+
+from time import time_ns
+
+from ...core.due_time import check_due
+from ...core.errors import NativeDelayError
+from ...core.settings import DelaySettings
+
+
+class Delays:
+    """With a *refusal* nothing is delayed: whoever asks for it is told why."""
+
+    def __init__(self, settings: DelaySettings, *, refusal: NativeDelayError | None = None) -> None:
+        self.settings = settings
+        self._refusal = refusal
+
+    def check_settings(self) -> None:
+        """Raise what is wrong with the settings."""
+        if self._refusal is not None:
+            raise self._refusal
+
+    def check_reach(self, due_us: int) -> None:
+        """Refuse what is further away than the longest delay.
+
+        Raises:
+            DelayTooLong: it is.
+        """
+        check_due(
+            due_us,
+            now_us=time_ns() // 1000,
+            longest_delay_seconds=self.settings.longest_delay_seconds,
+        )
