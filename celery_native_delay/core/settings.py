@@ -25,6 +25,9 @@ MAX_TTL_MS = 315_360_000_000
 #: A million messages of 1 kB kept are a gigabyte; beyond some thousands none goes out faster.
 MAX_CONFIRM_WINDOW = 1_000_000
 
+#: Bits that are waited for together: 15 queues for one hop instead of four.
+FUSED_WIDTH = 4
+
 _NAMESPACE = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 _NAMESPACE_BYTES = 64
 
@@ -61,12 +64,13 @@ class DelaySettings:
     Defaults to 31 (8.5 years at 125 ms)."""
     resolution: float = 0.125
     """Seconds of level 0, a whole number of milliseconds; delays are rounded up to it."""
-    base: int = 2
-    """2, 4 or 16. A higher base takes fewer hops per message and more level queues."""
+    fused_bits: int = 12
+    """So many of the lowest bits of a delay are waited for four at a time, in one of 15 queues,
+    instead of one at a time: fewer hops per message, and room for more messages per second, for
+    more level queues. A multiple of 4; 0 is purely binary. Defaults to 12: delays below 8.5
+    minutes take at most three hops."""
     queue_type: str = "quorum"
     """"quorum", or "classic": one node, may lose what hops while the broker crashes."""
-    routing: str = "skip"
-    """"skip": from a level straight to the next one that waits; "chain": through every level."""
     confirm_publish: str = "wait"
     """"wait": each delayed publish waits for the broker's confirm; "window": the confirms of the
     last ones may be outstanding, and those are sent again if the connection dies; "off": as
@@ -119,7 +123,7 @@ class DelaySettings:
             ttl_ms = self.resolution_ms * self._largest_step(self.levels)
             raise SettingsError(
                 f"native_delay_levels={self.levels} with native_delay_resolution="
-                f"{self.resolution} and native_delay_base={self.base} needs a queue with a TTL "
+                f"{self.resolution} and native_delay_fused_bits={self.fused_bits} needs a queue with a TTL "
                 f"of {ttl_ms} ms; RabbitMQ's limit is {MAX_TTL_MS} ms (10 years): "
                 f"expected native_delay_levels of at most {self._most_levels()}, or a smaller "
                 f"native_delay_resolution"
@@ -146,10 +150,10 @@ class DelaySettings:
         return ((1 << self.levels) - 1) * self.resolution_ms / 1000
 
     def _largest_step(self, levels: int) -> int:
-        """Units of the longest single wait: the top digit times its place, below 2**levels."""
-        bits = self.base.bit_length() - 1
-        shift = (levels - 1) // bits * bits
-        return min(self.base - 1, ((1 << levels) - 1) >> shift) << shift
+        """Units of the longest single wait: all bits of the top level."""
+        top = levels - 1
+        lowest = top - top % FUSED_WIDTH if top < self.fused_bits else top
+        return (1 << levels) - (1 << lowest)
 
     def _most_levels(self) -> int:
         fits = (n for n in range(self.levels, 0, -1) if self._fits_ttl(n))
@@ -227,12 +231,11 @@ def _expected(name: str, value: Any) -> str:
             fits = _is_number(value) and 0.001 <= value <= 3600
             whole = fits and abs(value * 1000 - round(value * 1000)) < 1e-6
             return "" if whole else "seconds from 0.001 to 3600, a whole number of milliseconds"
-        case "base":
-            return "" if _is_int(value) and value in (2, 4, 16) else "2, 4 or 16"
+        case "fused_bits":
+            fits = _is_int(value) and 0 <= value <= 60 and value % FUSED_WIDTH == 0
+            return "" if fits else f"a multiple of {FUSED_WIDTH} from 0 to 60"
         case "queue_type":
             return "" if value in ("quorum", "classic") else '"quorum" or "classic"'
-        case "routing":
-            return "" if value in ("skip", "chain") else '"skip" or "chain"'
         case "confirm_publish":
             return "" if value in ("wait", "window", "off") else '"wait", "window" or "off"'
         case "confirm_window":

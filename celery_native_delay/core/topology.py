@@ -5,11 +5,14 @@ Rule 2: no I/O, no clock; nothing imported but the standard library.
 Rule 3: a change in what ``plan()`` yields is a new VERSION, never an edit: brokers in production
 hold these declarations (tests/unit/golden).
 
-A delay is a number of units of the resolution, written in base 2, 4 or 16. Each digit is one
-word of the routing key, most significant first; a message waits once for every digit that is not
-zero, in a queue whose TTL is that digit's worth. It enters at the queue of its highest one and is
-dead-lettered to the exchange of the next lower level. The last is the delivery exchange, where the
-words behind the digits, the address (``address.py``), lead to the destination queue.
+A delay is a number of units of the resolution, written in binary: one word of the routing key for
+each bit, most significant first. Above the fused bits a level is one bit, with one queue, whose
+TTL is that bit's worth. Below, a level is four bits, with one queue for each of their 15 values:
+all messages pass the low bits, each queue passes only so many at a time, and four bits cost one hop
+(``DelaySettings.fused_bits``). A message enters at the queue of its highest level that is not zero
+and is dead-lettered to the exchange of the next lower one; from there straight to the next queue
+that it waits in. The last is the delivery exchange, where the words behind the bits, the address
+(``address.py``), lead to the destination queue.
 """
 
 from __future__ import annotations
@@ -22,13 +25,11 @@ from typing import Any
 
 from .address import SHORTSTR_BYTES, hashed_address, queue_address, short_word
 from .ledger_streams import LedgerStreams
-from .settings import DelaySettings
+from .settings import FUSED_WIDTH, DelaySettings
 
 VERSION = "v1"
 
 _OURS = re.compile(rf"[A-Za-z0-9._-]+\.{VERSION}\.(parked$|\d+x\d+ms\.)")
-_DIGITS = "0123456789abcdef"
-_HEX_TO_BASE_4 = str.maketrans({h: f"{i // 4}{i % 4}" for i, h in enumerate(_DIGITS)})
 
 #: A poison message is counted at every return to a quorum queue and dropped beyond the limit,
 #: which RabbitMQ 4 sets to 20. Before 4.0 a negative limit means 0, so: a very high one.
@@ -84,6 +85,20 @@ class Hop:
     ttl_ms: int
 
 
+@dataclass(frozen=True)
+class Level:
+    """Bits of a delay that a message waits for at once: *width* of them from *lowest* on."""
+
+    lowest: int
+    width: int
+
+    @property
+    def steps(self) -> range:
+        """The units of each of the level's queues."""
+        unit = 1 << self.lowest
+        return range(unit, unit << self.width, unit)
+
+
 def is_delay_name(name: str) -> bool:
     """Whether a queue or exchange of this name is one of ours, in any namespace."""
     return _OURS.match(name) is not None
@@ -94,34 +109,34 @@ class Topology:
 
     def __init__(self, settings: DelaySettings) -> None:
         self.settings = settings
-        self.base = settings.base
         self.resolution_ms = settings.resolution_ms
-        self.max_units = (1 << settings.levels) - 1
-        self._hops: dict[tuple[int, int], Hop] = {}
-        self._bits = settings.base.bit_length() - 1
-        self.digit_count = -(-settings.levels // self._bits)
-        base_word = "" if settings.base == 2 else f"b{settings.base}."
+        self.bit_count = settings.levels
+        self.max_units = (1 << self.bit_count) - 1
+        self._fused_bits = min(settings.fused_bits, self.bit_count)
+        self._hops: dict[int, Hop] = {}
         self.space = f"{settings.namespace}.{VERSION}"
         self.name = (
             f"{self.space}.{settings.levels}x{settings.resolution_ms}ms"
-            f".{base_word}{settings.queue_type}"
+            f".f{settings.fused_bits}.{settings.queue_type}"
         )
         self.parking_exchange = self.parking_queue = f"{self.space}.parked"
         self.rescue_lock_queue = f"{self.space}.rescue-lock"
         self.delivery_exchange = f"{self.name}.delivery"
-        self.ready_exchange = f"{self.name}.{settings.routing}.ready"
+        self.ready_exchange = f"{self.name}.ready"
         self.ledger = LedgerStreams(self.name, settings)
 
     # --- names ---------------------------------------------------------------------------
 
-    def level_exchange(self, place: int) -> str:
-        """The exchange where messages arrive that have waited for all digits above *place*."""
-        return f"{self.name}.level-{place:02d}"
+    def level_exchange(self, bit: int) -> str:
+        """The exchange where messages arrive that have waited for all bits above the level.
 
-    def level_queue(self, place: int, digit: int = 1) -> str:
-        """The queue in which the *digit* at *place* is waited for."""
-        suffix = "" if self.base == 2 else f"-{_DIGITS[digit]}"
-        return f"{self.level_exchange(place)}{suffix}"
+        *bit* is the level's lowest.
+        """
+        return f"{self.name}.level-{bit:02d}"
+
+    def level_queue(self, units: int) -> str:
+        """The queue in which a message that waits *units*, more than 0, waits first."""
+        return self._first_hop(units).queue
 
     def landing_queue(self, exchange: str) -> str:
         """The landing queue of a user's exchange."""
@@ -144,30 +159,28 @@ class Topology:
         return f"{self.name}.landing-queue.{short_word(queue)}"
 
     @cached_property
+    def levels(self) -> list[Level]:
+        """The delay levels, lowest first."""
+        fused = [
+            Level(bit, min(FUSED_WIDTH, self._fused_bits - bit))
+            for bit in range(0, self._fused_bits, FUSED_WIDTH)
+        ]
+        return fused + [Level(bit, 1) for bit in range(self._fused_bits, self.bit_count)]
+
+    @cached_property
     def level_queues(self) -> list[Hop]:
         """Every level queue with its TTL, shortest first."""
-        return [self._hop(place, digit) for place, digit in self._steps]
+        return [self._first_hop(units) for level in self.levels for units in level.steps]
 
     # --- routing keys --------------------------------------------------------------------
 
-    def digits(self, units: int) -> list[int]:
-        """The digits of a delay, most significant first.
-
-        Raises:
-            ValueError: *units* is not in ``0..max_units``.
-        """
-        return [int(digit, 16) for digit in self._digit_text(units)]
-
     def entry_exchange(self, units: int) -> str:
-        """Where a message enters: in front of the queue of its highest digit that is not zero.
+        """Where a message enters: in front of the queue that it waits in first.
 
         A fanout exchange for each level queue, because a topic exchange would walk all words of
         the key first: a quarter of the time that a confirmed publish takes on RabbitMQ 3.10.
         """
-        if not units:
-            return self.delivery_exchange
-        place = (units.bit_length() - 1) // self._bits
-        return self._entry(place, units >> self._bits * place)
+        return _entry(self._first_hop(units)) if units else self.delivery_exchange
 
     def first_ttl_ms(self, units: int, *, remaining_us: int) -> int | None:
         """The expiration that makes up for rounding *remaining_us* up to *units*, or None.
@@ -177,42 +190,51 @@ class Topology:
         expires later waits less than a unit for it: never longer than without.
         https://www.rabbitmq.com/docs/ttl#per-message-ttl-in-publishers
         """
-        place = (units.bit_length() - 1) // self._bits
-        ttl_ms = self._hop(place, units >> self._bits * place).ttl_ms
+        ttl_ms = self._first_hop(units).ttl_ms
         excess_us = units * self.resolution_ms * 1000 - remaining_us
         shortened_ms = max(1, -(-(ttl_ms * 1000 - excess_us) // 1000))
         return shortened_ms if shortened_ms < ttl_ms else None
 
     def routing_key(self, units: int, address: str) -> str:
-        """The routing key of a message that waits *units* and then goes to *address*."""
-        return f"{'.'.join(self._digit_text(units))}.{address}"
+        """The routing key of a message that waits *units* and then goes to *address*.
+
+        Raises:
+            ValueError: *units* is not in ``0..max_units``.
+        """
+        self._check(units)
+        return ".".join((*_bits(units, self.bit_count), address))
 
     def path(self, units: int) -> list[Hop]:
-        """The waits of a message, in order; their TTLs add up to its delay."""
-        digits = self.digits(units)
-        return [
-            self._hop(self.digit_count - 1 - index, digit)
-            for index, digit in enumerate(digits)
-            if digit
-        ]
+        """The waits of a message, in order; their TTLs add up to its delay.
+
+        Raises:
+            ValueError: *units* is not in ``0..max_units``.
+        """
+        self._check(units)
+        hops = []
+        while units:
+            hop = self._first_hop(units)
+            hops.append(hop)
+            units -= hop.ttl_ms // self.resolution_ms
+        return hops
 
     # --- addresses -----------------------------------------------------------------------
 
     def fits(self, address: str) -> bool:
-        """Whether *address* fits into a routing key behind the digits."""
-        return 2 * self.digit_count + len(address.encode()) <= SHORTSTR_BYTES
+        """Whether *address* fits into a routing key behind the bits."""
+        return 2 * self.bit_count + len(address.encode()) <= SHORTSTR_BYTES
 
     def address_or_hash(self, address: str, exchange: str, routing_key: str) -> str:
-        """*address*, or its hash where it does not fit behind the digits."""
+        """*address*, or its hash where it does not fit behind the bits."""
         return address if self.fits(address) else hashed_address(exchange, routing_key)
 
     def delivery_pattern(self, address: str) -> str:
         """The binding key on the delivery exchange for *address*: any delay, then exactly it.
 
-        One ``*`` for each digit and no leading ``#``, which would match addresses that merely
+        One ``*`` for each bit and no leading ``#``, which would match addresses that merely
         end alike and makes the broker try every suffix (rabbit_db_topic_exchange.erl).
         """
-        return "*." * self.digit_count + address
+        return "*." * self.bit_count + address
 
     def collides(self, routing_key: str) -> bool:
         """Whether a user's own key, travelling beside ours, could be taken for one of ours.
@@ -221,11 +243,10 @@ class Topology:
         delivery exchanges look at both.
         """
         words = routing_key.split(".")
-        if len(words) < self.digit_count:
+        if len(words) < self.bit_count:
             return False
-        ours = set(_DIGITS[: self.base])
-        return bool(ours.intersection(words[: self.digit_count])) or any(
-            word.startswith("%") for word in words[self.digit_count : self.digit_count + 1]
+        return not {"0", "1"}.isdisjoint(words[: self.bit_count]) or any(
+            word.startswith("%") for word in words[self.bit_count : self.bit_count + 1]
         )
 
     # --- declarations --------------------------------------------------------------------
@@ -261,15 +282,19 @@ class Topology:
         # https://github.com/Particular/NServiceBus.RabbitMQ/issues/1407
         parks = {"alternate-exchange": self.parking_exchange}
         yield Exchange(self.delivery_exchange, "topic", parks)
-        for place in self._places_below_top:
-            yield Exchange(self.level_exchange(place), "topic", parks)
-        for place, digit in self._steps:
-            hop, entry = self._hop(place, digit), self._entry(place, digit)
-            # No alternate exchange: a message carries an expiration until its first hop, and
-            # would expire in the parking queue. Publishing is mandatory instead.
-            yield Exchange(entry, "fanout")
-            yield Queue(hop.queue, self._level_arguments(hop.ttl_ms, self._below(place)))
-            yield Binding(entry, hop.queue, "")
+        # Nothing is above the top level, whose queues are entered alone.
+        for level in self.levels[:-1]:
+            yield Exchange(self.level_exchange(level.lowest), "topic", parks)
+        below = self.delivery_exchange
+        for level in self.levels:
+            for units in level.steps:
+                hop = self._first_hop(units)
+                # No alternate exchange: a message carries an expiration until its first hop, and
+                # would expire in the parking queue. Publishing is mandatory instead.
+                yield Exchange(_entry(hop), "fanout")
+                yield Queue(hop.queue, self._level_arguments(hop.ttl_ms, below))
+                yield Binding(_entry(hop), hop.queue, "")
+            below = self.level_exchange(level.lowest)
         yield from self._bindings()
         yield Exchange(self.ready_exchange, "fanout")
 
@@ -289,41 +314,21 @@ class Topology:
 
     # --- private -------------------------------------------------------------------------
 
-    def _digit_text(self, units: int) -> str:
+    def _check(self, units: int) -> None:
         if not 0 <= units <= self.max_units:
             raise ValueError(f"expected 0 to {self.max_units} units, got {units}")
-        if self.base == 4:
-            text = f"{units:x}".translate(_HEX_TO_BASE_4)
-            return text.zfill(self.digit_count)[-self.digit_count :]
-        return f"{units:0{self.digit_count}{'b' if self.base == 2 else 'x'}}"
 
-    @property
-    def _steps(self) -> Iterator[tuple[int, int]]:
-        """Every place and digit that a delay below the longest one can hold."""
-        for place in range(self.digit_count):
-            yield from ((place, digit) for digit in self._digits_at(place))
-
-    def _digits_at(self, place: int) -> range:
-        return range(1, min(self.base - 1, self.max_units >> self._bits * place) + 1)
-
-    def _hop(self, place: int, digit: int) -> Hop:
-        hop = self._hops.get((place, digit))
+    def _first_hop(self, units: int) -> Hop:
+        """The queue of the highest level in *units*, which are more than 0."""
+        top = units.bit_length() - 1
+        bit = top - top % FUSED_WIDTH if top < self._fused_bits else top
+        value = units >> bit
+        hop = self._hops.get(value << bit)
         if hop is None:
-            units = digit << self._bits * place
-            hop = Hop(self.level_queue(place, digit), self.resolution_ms * units)
-            self._hops[place, digit] = hop
+            fused = f"-{value:x}" if top < self._fused_bits else ""
+            hop = Hop(f"{self.level_exchange(bit)}{fused}", self.resolution_ms * (value << bit))
+            self._hops[value << bit] = hop
         return hop
-
-    @property
-    def _places_below_top(self) -> range:
-        """Where messages come from a higher place; nothing is above the top one."""
-        return range(self.digit_count - 1)
-
-    def _entry(self, place: int, digit: int) -> str:
-        return f"{self._hop(place, digit).queue}.entry"
-
-    def _below(self, place: int) -> str:
-        return self.level_exchange(place - 1) if place else self.delivery_exchange
 
     def _level_arguments(self, ttl_ms: int, dead_letter_exchange: str) -> dict[str, Any]:
         # Expired messages leave a queue only from its head, so a queue must hold a single TTL, up
@@ -345,29 +350,31 @@ class Topology:
         return arguments
 
     def _bindings(self) -> Iterator[Binding]:
-        for place in self._places_below_top:
-            source = self.level_exchange(place)
-            if self.settings.routing == "chain":
-                yield from self._to_queues(source, place, zeros=0)
-                yield self._onwards(source, self._below(place), place, zeros=1)
-            else:
-                for lower in range(place, -1, -1):
-                    yield from self._to_queues(source, lower, zeros=place - lower)
-                yield self._onwards(source, self.delivery_exchange, 0, zeros=place + 1)
+        """From each level's exchange to all queues of it and below, and to the delivery exchange."""
+        for index, level in enumerate(self.levels[:-1]):
+            source = self.level_exchange(level.lowest)
+            zeros = 0
+            for lower in reversed(self.levels[: index + 1]):
+                for units in lower.steps:
+                    key = self._pattern(lower, units >> lower.lowest, zeros)
+                    yield Binding(source, self.level_queue(units), key)
+                zeros += lower.width
+            key = self._pattern(Level(0, 0), 0, zeros)
+            yield Binding(source, self.delivery_exchange, key, to_exchange=True)
 
-    def _to_queues(self, source: str, place: int, *, zeros: int) -> Iterator[Binding]:
-        for digit in self._digits_at(place):
-            key = self._pattern(place, _DIGITS[digit], zeros)
-            yield Binding(source, self.level_queue(place, digit), key)
+    def _pattern(self, level: Level, value: int, zeros: int) -> str:
+        """*value* in the bits of *level*, *zeros* zeros before it, anything elsewhere."""
+        above = self.bit_count - zeros - level.width - level.lowest
+        bits = _bits(value, level.width)
+        return ".".join(["*"] * above + ["0"] * zeros + [*bits] + ["*"] * level.lowest + ["#"])
 
-    def _onwards(self, source: str, destination: str, place: int, *, zeros: int) -> Binding:
-        key = self._pattern(place, "0", zeros - 1)
-        return Binding(source, destination, key, to_exchange=True)
 
-    def _pattern(self, place: int, digit: str, zeros: int) -> str:
-        """*digit* at *place*, *zeros* zeros before it, anything elsewhere."""
-        above = self.digit_count - 1 - place - zeros
-        return ".".join(["*"] * above + ["0"] * zeros + [digit] + ["*"] * place + ["#"])
+def _entry(hop: Hop) -> str:
+    return f"{hop.queue}.entry"
+
+
+def _bits(number: int, width: int) -> str:
+    return f"{number:0{width}b}" if width else ""
 
 
 def _landing_arguments(dead_letter_exchange: str) -> dict[str, Any]:

@@ -112,8 +112,8 @@ def make_plan(encoded: Any, facts: AppFacts, now_us: int) -> Plan:
         f.sum(f.octet_length("body")).alias("bytes"),
         f.max(f.octet_length("body")).alias("largest"),
         *(
-            f.count_if(f.shiftright(units, shift).bitwiseAND(mask) == digit).alias(f"step{index}")
-            for index, (_, shift, mask, digit) in enumerate(steps)
+            f.count_if(f.shiftright(units, shift).bitwiseAND(mask) == value).alias(f"step{index}")
+            for index, (_, shift, mask, value) in enumerate(steps)
         ),
     ).first()
     count = total["count"]
@@ -141,13 +141,11 @@ def _steps(facts: AppFacts) -> list[tuple[str, int, int, int]]:
     if not facts.has_levels:
         return []
     topology = Topology(facts.delay_settings)
-    steps = []
-    for hop in topology.level_queues:
-        units = hop.ttl_ms // topology.resolution_ms
-        bits = topology.base.bit_length() - 1
-        shift = (units.bit_length() - 1) // bits * bits
-        steps.append((hop.queue, shift, topology.base - 1, units >> shift))
-    return steps
+    return [
+        (topology.level_queue(units), level.lowest, (1 << level.width) - 1, units >> level.lowest)
+        for level in topology.levels
+        for units in level.steps
+    ]
 
 
 def _peak(accepted: Any) -> Any:

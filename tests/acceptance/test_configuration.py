@@ -105,9 +105,8 @@ def test_two_namespaces_on_one_vhost(fleet: Fleet, rabbitmq: PrivateRabbitMQ, vh
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "base 4": {"native_delay_base": 4},
-    "base 16": {"native_delay_base": 16},
-    "chain": {"native_delay_routing": "chain"},
+    "binary": {"native_delay_fused_bits": 0},
+    "all fused": {"native_delay_fused_bits": 32},
     "classic": {"native_delay_queue_type": "classic"},
     "whole seconds": {"native_delay_resolution": 1, "native_delay_levels": 10},
     "no confirms": {"native_delay_confirm_publish": "off"},

@@ -188,8 +188,8 @@ def begin_alike(sentences: list[str], beginnings: list[str]) -> bool:
     "settings",
     [
         {},
-        {"base": 4, "routing": "chain"},
-        {"base": 16, "levels": 9},
+        {"fused_bits": 0},
+        {"fused_bits": 4, "levels": 9},
         {"queue_type": "classic"},
     ],
     ids=str,

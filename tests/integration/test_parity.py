@@ -121,7 +121,7 @@ class Graph:
     messages: list[Message]
     one_connection: bool
     """Whether the producer is the connection that declared everything."""
-    routing: str
+    fused_bits: int
 
     def kind(self, exchange: str) -> str:
         return next((e.kind for e in self.exchanges if e.name == exchange), "direct")
@@ -323,7 +323,7 @@ def graphs(draw: st.DrawFn) -> Graph:
         bindings,
         messages,
         one_connection=draw(st.booleans()),
-        routing=draw(st.sampled_from(["skip", "skip", "chain"])),
+        fused_bits=draw(st.sampled_from([0, 4, 12])),
     )
 
 
@@ -449,7 +449,7 @@ class Site:
 @contextmanager
 def site_of(url: str, graph: Graph) -> Iterator[Site]:
     listed = tuple(exchange.name for exchange in graph.exchanges if exchange.listed)
-    options = {"landing_exchanges": listed, "routing": graph.routing}
+    options = {"landing_exchanges": listed, "fused_bits": graph.fused_bits}
     with (
         delaying(url, **options) as declarer,
         delaying(url, **options) as other_producer,

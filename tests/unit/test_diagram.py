@@ -16,8 +16,8 @@ BLOCK = re.compile(
 
 
 def diagram() -> str:
-    """Three levels of a second and one queue bound to a topic exchange."""
-    topology = Topology(DelaySettings(levels=3, resolution=1))
+    """Three levels of a second, none fused, and one queue bound to a topic exchange."""
+    topology = Topology(DelaySettings(levels=3, resolution=1, fused_bits=0))
     pattern = topology.delivery_pattern("%shop.emails.#")
     emails = [Queue("emails"), Binding(topology.delivery_exchange, "emails", pattern)]
     return mermaid([*topology.plan(), *emails], shorten=f"{topology.name}.") + "\n"

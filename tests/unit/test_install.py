@@ -72,8 +72,8 @@ def test_installing_again_changes_nothing() -> None:
 
 def test_installing_again_adds_settings() -> None:
     app = install(plain_app(), levels=12)
-    install(app, base=4)
-    assert asked_by(app) == DelaySettings(levels=12, base=4)
+    install(app, fused_bits=4)
+    assert asked_by(app) == DelaySettings(levels=12, fused_bits=4)
 
 
 def test_the_bootstep_is_given_to_the_worker_once() -> None:
@@ -124,7 +124,7 @@ def test_what_connections_ask_for_can_be_shown_as_json_without_a_password() -> N
 
 def test_equal_settings_share_a_pool() -> None:
     """Transport options are part of kombu's pool key through their repr."""
-    one, other = (install(plain_app(), base=4, levels=12) for _ in range(2))
+    one, other = (install(plain_app(), fused_bits=4, levels=12) for _ in range(2))
     assert repr(one.connection_for_write().transport_options) == repr(
         other.connection_for_write().transport_options
     )
@@ -190,8 +190,8 @@ def test_keywords_win_over_what_is_assigned_later() -> None:
 
 def test_settings_assigned_one_by_one_count() -> None:
     app = install(plain_app())
-    app.conf.native_delay_base = 4
-    assert asked_by(app) == DelaySettings(base=4)
+    app.conf.native_delay_fused_bits = 4
+    assert asked_by(app) == DelaySettings(fused_bits=4)
 
 
 # ---- mistakes ------------------------------------------------------------------------------
@@ -262,23 +262,23 @@ def test_a_countdown_that_celery_cannot_compute_is_refused_in_plain_words(
 
 
 def test_a_pickled_app_is_installed_again_with_its_keywords() -> None:
-    app = install(plain_app(), levels=12, base=4)
+    app = install(plain_app(), levels=12, fused_bits=4)
     again = pickle.loads(pickle.dumps(app))
     assert again is not app
     assert installation_of(again) is not None
-    assert asked_by(again) == DelaySettings(levels=12, base=4)
+    assert asked_by(again) == DelaySettings(levels=12, fused_bits=4)
     assert list(again.steps["consumer"]).count(BOOTSTEP) == 1
     assert celery.app.base.detect_quorum_queues(with_quorum_queue(again), "amqp") == (False, "")
 
 
 def test_a_pickled_app_keeps_configuration_and_keywords() -> None:
     app = install(plain_app(), levels=20)
-    app.config_from_object({"native_delay_levels": 12, "native_delay_base": 4})
-    assert asked_by(app) == DelaySettings(levels=20, base=4)
+    app.config_from_object({"native_delay_levels": 12, "native_delay_fused_bits": 4})
+    assert asked_by(app) == DelaySettings(levels=20, fused_bits=4)
     once = pickle.loads(pickle.dumps(app))
     twice = pickle.loads(pickle.dumps(once))
     for again in (once, twice):
-        assert asked_by(again) == DelaySettings(levels=20, base=4)
+        assert asked_by(again) == DelaySettings(levels=20, fused_bits=4)
 
 
 class OwnControl(Control):  # type: ignore[misc]

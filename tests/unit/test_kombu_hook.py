@@ -136,7 +136,7 @@ def test_a_connection_with_the_option_does_not_change_the_next_one_without(offli
     [
         (True, DelaySettings()),
         ({"levels": 12}, DelaySettings(levels=12)),
-        (DelaySettings(base=4), DelaySettings(base=4)),
+        (DelaySettings(fused_bits=4), DelaySettings(fused_bits=4)),
     ],
 )
 def test_the_option_brings_its_settings_to_the_connection(
@@ -214,7 +214,7 @@ def test_an_unknown_setting_in_the_option_is_refused() -> None:
     [
         DelaySettings(),
         DelaySettings(levels=12),
-        DelaySettings(landing_exchanges=("news",), base=4, adopt=False, queue_type="classic"),
+        DelaySettings(landing_exchanges=("news",), fused_bits=4, adopt=False, queue_type="classic"),
     ],
 )
 def test_settings_become_an_option_and_settings_again(wanted: DelaySettings) -> None:

@@ -22,9 +22,8 @@ def test_defaults() -> None:
         "namespace": "celery_delay",
         "levels": 31,
         "resolution": 0.125,
-        "base": 2,
+        "fused_bits": 12,
         "queue_type": "quorum",
-        "routing": "skip",
         "confirm_publish": "wait",
         "confirm_window": 1000,
         "landing_exchanges": (),
@@ -92,10 +91,10 @@ def test_the_default_levels_reach_eight_and_a_half_years() -> None:
         ("resolution", 0.001),
         ("resolution", 0.1),
         ("resolution", 0.293),
-        ("base", 4),
-        ("base", 16),
+        ("fused_bits", 0),
+        ("fused_bits", 4),
+        ("fused_bits", 60),
         ("queue_type", "classic"),
-        ("routing", "chain"),
         ("confirm_publish", "off"),
         ("confirm_publish", "window"),
         ("ledger", "redis+socket:///run/redis.sock"),
@@ -159,13 +158,14 @@ RESOLUTION = "seconds from 0.001 to 3600, a whole number of milliseconds"
         ("resolution", math.inf, RESOLUTION),
         ("resolution", "1", RESOLUTION),
         ("resolution", True, RESOLUTION),
-        ("base", 8, "2, 4 or 16"),
-        ("base", 10, "2, 4 or 16"),
-        ("base", "2", "2, 4 or 16"),
-        ("base", 2.0, "2, 4 or 16"),
+        ("fused_bits", 3, "a multiple of 4 from 0 to 60"),
+        ("fused_bits", -4, "a multiple of 4 from 0 to 60"),
+        ("fused_bits", 64, "a multiple of 4 from 0 to 60"),
+        ("fused_bits", "8", "a multiple of 4 from 0 to 60"),
+        ("fused_bits", 8.0, "a multiple of 4 from 0 to 60"),
+        ("fused_bits", True, "a multiple of 4 from 0 to 60"),
         ("queue_type", "stream", '"quorum" or "classic"'),
         ("queue_type", ["quorum"], '"quorum" or "classic"'),
-        ("routing", "direct", '"skip" or "chain"'),
         ("confirm_publish", True, CONFIRM),
         ("confirm_publish", "always", CONFIRM),
         ("confirm_window", 0, "a whole number from 1 to 1000000"),
@@ -234,23 +234,23 @@ def test_an_unknown_name_like_none_is_refused_with_all_that_there_are() -> None:
 
 
 @pytest.mark.parametrize(
-    ("levels", "base", "resolution", "accepted"),
+    ("levels", "fused_bits", "resolution", "accepted"),
     [
-        (32, 2, 0.125, True),
-        (33, 2, 0.125, False),
-        (31, 4, 0.125, True),
-        (32, 4, 0.125, False),  # its highest digit is 3: 3 * 4**15 units
-        (31, 16, 0.125, True),
-        (32, 16, 0.125, False),  # 15 * 16**7 units
-        (60, 2, 0.001, False),
-        (17, 2, 3600, True),
-        (18, 2, 3600, False),
+        (32, 12, 0.125, True),
+        (33, 12, 0.125, False),
+        (31, 32, 0.125, True),
+        (32, 32, 0.125, False),  # its longest wait is of 15 * 2**28 units
+        (32, 28, 0.125, True),
+        (60, 0, 0.001, False),
+        (17, 12, 3600, True),
+        (18, 12, 3600, False),
+        (12, 12, 3600, True),
     ],
 )
 def test_levels_and_resolution_together_stay_below_rabbitmqs_longest_ttl(
-    levels: int, base: int, resolution: float, accepted: bool
+    levels: int, fused_bits: int, resolution: float, accepted: bool
 ) -> None:
-    wanted = {"levels": levels, "base": base, "resolution": resolution}
+    wanted = {"levels": levels, "fused_bits": fused_bits, "resolution": resolution}
     check_settings(wanted)  # each value alone will do
     if accepted:
         DelaySettings.from_mapping(wanted)
@@ -260,7 +260,7 @@ def test_levels_and_resolution_together_stay_below_rabbitmqs_longest_ttl(
     for said in (
         f"native_delay_levels={levels}",
         f"native_delay_resolution={resolution}",
-        f"native_delay_base={base}",
+        f"native_delay_fused_bits={fused_bits}",
         "RabbitMQ's limit is 315360000000 ms (10 years)",
         "or a smaller native_delay_resolution",
     ):

@@ -312,7 +312,7 @@ class Delays(Preparation):
         if topology.collides(routing_key):
             raise CannotDelay(
                 f"a delayed message to exchange {exchange!r}, which needs a landing queue, cannot "
-                f"have the routing key {routing_key!r}: its first {topology.digit_count} words "
+                f"have the routing key {routing_key!r}: its first {topology.bit_count} words "
                 f"read like a delay; use other words"
             )
         headers = sealed.properties["application_headers"]

@@ -190,7 +190,7 @@ class Mirror:
         """The binding on the delivery exchange that stands for a user's own.
 
         None where there is none: another type of exchange, or a topic pattern that fits nowhere
-        behind the digits.
+        behind the bits.
         """
         topology = self._topology
         kind = self.types[mirrored.exchange]

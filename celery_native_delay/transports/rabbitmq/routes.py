@@ -137,7 +137,7 @@ class Routes:
         return _Known(lands=False, mirrored=mirrored, until=until)
 
     def _is_too_long(self, exchange: str, routing_key: str) -> bool:
-        """A topic key that does not fit behind the digits: patterns rule a hash out."""
+        """A topic key that does not fit behind the bits: patterns rule a hash out."""
         return self._mirror.types[exchange] == "topic" and not self._topology.fits(
             message_address(exchange, routing_key)
         )
