@@ -350,7 +350,7 @@ class Topology:
         return arguments
 
     def _bindings(self) -> Iterator[Binding]:
-        """From each level's exchange to all queues of it and below, and to the delivery exchange."""
+        """From each level's exchange to all queues of it and below, and on to delivery."""
         for index, level in enumerate(self.levels[:-1]):
             source = self.level_exchange(level.lowest)
             zeros = 0

@@ -379,12 +379,14 @@ def test_a_user_who_may_not_configure_our_names(
 def test_a_queue_of_our_name_with_other_arguments(fleet: Fleet) -> None:
     with Connection(fleet.broker_url) as connection:
         connection.default_channel.queue_declare(
-            f"{OUR_NAMES}v1.{FEW_LEVELS}x125ms.quorum.level-03", durable=True, auto_delete=False
+            f"{OUR_NAMES}v1.{FEW_LEVELS}x125ms.f4.quorum.level-00-8",
+            durable=True,
+            auto_delete=False,
         )
-    worker_without_delay(fleet, "celery -A PROJ delay verify", "level-03")
+    worker_without_delay(fleet, "celery -A PROJ delay verify", "level-00-8")
     app = fleet.app()
     run_now(fleet, app)
-    with pytest.raises(TopologyMismatch, match="level-03"):
+    with pytest.raises(TopologyMismatch, match="level-00-8"):
         app.send_task("note", ("x",), countdown=1)
     run_now(fleet, app)
 

@@ -38,7 +38,7 @@ from tests.integration.traffic import (
 from tests.traffic import PATIENCE_SECONDS, publish
 from tests.waiting import wait_until
 
-LEVEL = TOPOLOGY.level_queue(3)
+LEVEL = TOPOLOGY.level_queue(8)
 DELIVERY = TOPOLOGY.delivery_exchange
 
 NOBODY_LISTENS = "http://127.0.0.1:9"
@@ -145,9 +145,9 @@ DAMAGES = [
     ),
     Damage(
         "missing exchange",
-        lambda connection: connection.default_channel.exchange_delete(TOPOLOGY.level_exchange(3)),
-        [f"{TOPOLOGY.level_exchange(3)}: exchange is missing"],
-        [f"{TOPOLOGY.level_exchange(3)}: exchange is missing"],
+        lambda connection: connection.default_channel.exchange_delete(TOPOLOGY.level_exchange(4)),
+        [f"{TOPOLOGY.level_exchange(4)}: exchange is missing"],
+        [f"{TOPOLOGY.level_exchange(4)}: exchange is missing"],
     ),
     Damage(
         "other type of exchange",
@@ -249,7 +249,9 @@ def test_policies_that_override_our_queues_are_named(
     declare_queue(connection, "orders")
     harmful = {"message-ttl": 1000, "max-length": 5, "expires": 600_000}
     rabbitmq.set_policy(vhost, "elsewhere", "^orders", harmful)
-    rabbitmq.set_policy(vhost, "harmless", r"\.level-0[01]$", {"queue-leader-locator": "balanced"})
+    rabbitmq.set_policy(
+        vhost, "harmless", r"\.level-00-[12]$", {"queue-leader-locator": "balanced"}
+    )
     rabbitmq.set_policy(vhost, "short-lived", r"\.level-0[67]$", harmful)
     rabbitmq.set_policy(vhost, "strict", r"parked$", {"max-length": 7})
 
@@ -260,7 +262,7 @@ def test_policies_that_override_our_queues_are_named(
         )
 
     expected = {
-        sentence("short-lived", "message-ttl, max-length, expires", 2, TOPOLOGY.level_queue(6)),
+        sentence("short-lived", "message-ttl, max-length, expires", 2, TOPOLOGY.level_queue(64)),
         sentence("strict", "max-length", 1, TOPOLOGY.parking_queue),
     }
 
@@ -278,7 +280,7 @@ def test_policies_that_override_our_queues_are_named(
 
 
 def set_operator_policy(rabbitmq: PrivateRabbitMQ, vhost: str) -> None:
-    body = {"pattern": r"level-00$", "definition": {"message-ttl": 1000}, "apply-to": "queues"}
+    body = {"pattern": r"level-00-1$", "definition": {"message-ttl": 1000}, "apply-to": "queues"}
     rabbitmq.api("PUT", f"/operator-policies/{vhost}/guard", body)
 
 
@@ -306,7 +308,7 @@ def test_operator_policies_are_named(
 def test_a_policy_is_not_blamed_for_what_an_operator_policy_sets(
     rabbitmq: PrivateRabbitMQ, connection: Any, vhost: str
 ) -> None:
-    rabbitmq.set_policy(vhost, "harmless", r"level-00$", {"queue-leader-locator": "balanced"})
+    rabbitmq.set_policy(vhost, "harmless", r"level-00-1$", {"queue-leader-locator": "balanced"})
 
     def applied() -> bool:
         return any(queue.get("policy") == "harmless" for queue in rabbitmq.queues(vhost))
@@ -366,7 +368,7 @@ def test_without_the_plugin_queues_and_exchanges_are_still_compared(
 
             counts = counted(connection, url)
             assert counts.stuck is None
-            assert [level.waiting for level in counts.levels] == [0, 0, 0, None, 0, 0, 0, 0]
+            assert [level.waiting for level in counts.levels] == [0] * 7 + [None] + [0] * 11
 
 
 def test_a_user_without_the_tag_gets_what_amqp_tells(rabbitmq: PrivateRabbitMQ, vhost: str) -> None:
@@ -424,8 +426,8 @@ def test_status_counts_what_waits_and_what_is_parked(
 
         found = counted(connection, rabbitmq.management_url)
         assert found.name == SLOW_TOPOLOGY.name
-        assert [level.waiting for level in found.levels] == [0, 0, 0, 0, 0, 0, 1, 2]
-        assert [level.ttl_seconds for level in found.levels] == [1, 2, 4, 8, 16, 32, 64, 128]
+        assert [level.waiting for level in found.levels] == [0] * 17 + [1, 2]
+        assert [level.ttl_seconds for level in found.levels] == [*range(1, 16), 16, 32, 64, 128]
         assert (found.waiting, found.parked, found.stuck) == (3, 2, 0)
         assert found.next_due_within_seconds is not None
         assert 90 <= found.next_due_within_seconds <= 128
@@ -439,7 +441,7 @@ def test_status_counts_what_is_stuck_in_dead_lettering(
     connection.default_channel.exchange_delete(TOPOLOGY.delivery_exchange)
     with Connection(vhost_url) as stranger:
         for _ in range(3):
-            publish(stranger, "stuck", TOPOLOGY.level_queue(0))
+            publish(stranger, "stuck", TOPOLOGY.level_queue(1))
 
     def three_stuck() -> bool:
         return counted(connection, rabbitmq.management_url).stuck == 3
@@ -513,14 +515,14 @@ def test_declare_then_verify(shop: Project, rabbitmq: PrivateRabbitMQ, vhost_url
         publish(connection, "hello", "orders", delay=0.1)
         with inbox(vhost_url, "orders") as letters:
             assert letters.wait_for(1)[0].body == "hello"
-        stranger.default_channel.queue_delete(TOPOLOGY.level_queue(7))
+        stranger.default_channel.queue_delete(TOPOLOGY.level_queue(128))
     done = shop.delay("verify")
     assert done.returncode == 1
-    assert done.stdout == f"{TOPOLOGY.level_queue(7)}: queue is missing\n"
+    assert done.stdout == f"{TOPOLOGY.level_queue(128)}: queue is missing\n"
     done = shop.delay("verify", "--json")
     assert done.returncode == 1
     assert json.loads(done.stdout)["differences"] == [
-        f"{TOPOLOGY.level_queue(7)}: queue is missing"
+        f"{TOPOLOGY.level_queue(128)}: queue is missing"
     ]
 
     shop.write(INSTALLED, vhost_url, management_url=NOBODY_LISTENS)
@@ -535,7 +537,7 @@ def test_declare_then_verify(shop: Project, rabbitmq: PrivateRabbitMQ, vhost_url
 def test_status_shows_what_waits(shop: Project, rabbitmq: PrivateRabbitMQ, vhost_url: str) -> None:
     shop.write(INSTALLED, vhost_url, management_url=rabbitmq.management_url, **SLOW)
     assert shop.lines("status")[0] == (
-        f"8 level queue(s) are not declared, such as {SLOW_TOPOLOGY.level_queue(0)}"
+        f"19 level queue(s) are not declared, such as {SLOW_TOPOLOGY.level_queue(1)}"
     )
     with delaying(vhost_url, **SLOW) as connection, Connection(vhost_url) as stranger:
         declare_queue(connection, "orders")
@@ -552,8 +554,8 @@ def test_status_shows_what_waits(shop: Project, rabbitmq: PrivateRabbitMQ, vhost
         wait_until(one_parked, timeout_seconds=PATIENCE_SECONDS)
     assert shop.lines("status") == [
         "level queue ttl s waiting stuck",
-        f"{SLOW_TOPOLOGY.level_queue(6)} 64.0 1 0",
-        f"{SLOW_TOPOLOGY.level_queue(7)} 128.0 2 0",
+        f"{SLOW_TOPOLOGY.level_queue(64)} 64.0 1 0",
+        f"{SLOW_TOPOLOGY.level_queue(128)} 128.0 2 0",
         "waiting 3",
         "next due within 128 s",
         "parked 1",
@@ -563,8 +565,8 @@ def test_status_shows_what_waits(shop: Project, rabbitmq: PrivateRabbitMQ, vhost
     assert told["name"] == SLOW_TOPOLOGY.name
     assert (told["waiting"], told["parked"], told["stuck"]) == (3, 1, 0)
     assert told["next_due_within_seconds"] == 128
-    assert told["levels"][7] == {
-        "queue": SLOW_TOPOLOGY.level_queue(7),
+    assert told["levels"][-1] == {
+        "queue": SLOW_TOPOLOGY.level_queue(128),
         "ttl_seconds": 128.0,
         "waiting": 2,
         "stuck": 0,
@@ -685,24 +687,24 @@ def the_error(done: subprocess.CompletedProcess[str]) -> str:
 
 def test_plan_needs_no_broker(project: Project) -> None:
     project.write(INSTALLED, DEAD_URL)
-    lines = project.lines("plan", "0.09", "--queue", "eu.orders")
+    lines = project.lines("plan", "0.33", "--queue", "eu.orders")
     assert lines == [
-        "0.09 s waits 0.1 s in 2 hop(s), then goes to 'eu.orders'",
+        "0.33 s waits 0.34 s in 2 hop(s), then goes to 'eu.orders'",
         "level queue waits s",
-        f"{TOPOLOGY.level_queue(2)} 0.08",
-        f"{TOPOLOGY.level_queue(0)} 0.02",
-        f"published to {TOPOLOGY.entry_exchange(5)}",
-        "routing key 0.0.0.0.0.1.0.1.%.eu.orders",
+        f"{TOPOLOGY.level_queue(16)} 0.32",
+        f"{TOPOLOGY.level_queue(1)} 0.02",
+        f"published to {TOPOLOGY.entry_exchange(17)}",
+        "routing key 0.0.0.1.0.0.0.1.%.eu.orders",
     ]
-    told = project.told("plan", "0.09", "--queue", "eu.orders")
+    told = project.told("plan", "0.33", "--queue", "eu.orders")
     assert told == {
-        "delay_seconds": 0.09,
-        "waits_seconds": 0.1,
-        "exchange": TOPOLOGY.entry_exchange(5),
-        "routing_key": "0.0.0.0.0.1.0.1.%.eu.orders",
+        "delay_seconds": 0.33,
+        "waits_seconds": 0.34,
+        "exchange": TOPOLOGY.entry_exchange(17),
+        "routing_key": "0.0.0.1.0.0.0.1.%.eu.orders",
         "hops": [
-            {"queue": TOPOLOGY.level_queue(2), "ttl_seconds": 0.08},
-            {"queue": TOPOLOGY.level_queue(0), "ttl_seconds": 0.02},
+            {"queue": TOPOLOGY.level_queue(16), "ttl_seconds": 0.32},
+            {"queue": TOPOLOGY.level_queue(1), "ttl_seconds": 0.02},
         ],
     }
     assert project.told("plan", "0")["hops"] == []

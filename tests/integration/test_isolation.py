@@ -243,7 +243,7 @@ def test_two_namespaces_on_one_vhost_never_meet(
     names = {queue["name"] for queue in rabbitmq.queues(vhost)} - {*sides, "nowhere"}
     by_side = [{name for name in names if name.startswith(f"{space}.")} for space in spaces]
     assert by_side[0] | by_side[1] == names
-    assert len(by_side[0]) == len(by_side[1]) == SETTINGS["levels"] + 1
+    assert len(by_side[0]) == len(by_side[1]) == len(TOPOLOGY.level_queues) + 1
 
 
 def test_two_settings_of_one_namespace_deliver_side_by_side(

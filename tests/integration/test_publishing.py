@@ -104,7 +104,7 @@ def test_a_connection_keeps_its_own_confirm_mode(vhost_url: str, confirm: bool) 
 
 def test_the_option_takes_settings_in_every_form(vhost_url: str) -> None:
     with Connection(vhost_url, transport_options={"native_delay": True}) as connection:
-        assert delays_of(connection).topology.name == "celery_delay.v1.31x125ms.quorum"
+        assert delays_of(connection).topology.name == "celery_delay.v1.31x125ms.f12.quorum"
     with Connection(vhost_url, transport_options={"native_delay": {"levels": 0}}) as connection:
         declare_queue(connection, "orders")
         with pytest.raises(SettingsError, match="native_delay_levels"):
@@ -273,7 +273,7 @@ def level_arguments(name: str) -> dict[str, Any]:
 
 
 def test_a_level_queue_with_another_ttl_is_named(vhost_url: str) -> None:
-    wrong = TOPOLOGY.level_queue(3)
+    wrong = TOPOLOGY.level_queue(8)
     with Connection(vhost_url) as admin:
         declare_queue(admin, wrong, **(level_arguments(wrong) | {"x-message-ttl": 161}))
     connection = delaying(vhost_url)

@@ -192,8 +192,8 @@ def test_a_level_queue_is_deleted_under_a_window(connection: Any, vhost_url: str
     publish(connection, "before", "orders", delay=2)
     flush_delayed()
     with Connection(vhost_url) as admin:
-        for place in range(8):
-            admin.default_channel.queue_delete(TOPOLOGY.level_queue(place))
+        for hop in TOPOLOGY.level_queues:
+            admin.default_channel.queue_delete(hop.queue)
     for number in range(10):
         publish(connection, number, "orders", delay=2)
     flush_delayed()
@@ -208,7 +208,7 @@ def test_refused_messages_are_named_once(
     connection: Any, vhost: str, rabbitmq: PrivateRabbitMQ
 ) -> None:
     """A policy fills a level: flushing names what did not fit, then all is well again."""
-    rabbitmq.set_policy(vhost, "full", f"^{TOPOLOGY.level_queue(7)}$", {"max-length": 3})
+    rabbitmq.set_policy(vhost, "full", f"^{TOPOLOGY.level_queue(128)}$", {"max-length": 3})
 
     def is_limited() -> bool:
         queues = rabbitmq.queues(vhost)

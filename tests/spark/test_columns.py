@@ -217,7 +217,7 @@ def test_what_cannot_be_meant_is_refused_at_once(
 
 def test_a_plan_counts_what_sending_would_do(spark: Any, make_app: Callable[..., str]) -> None:
     """Every level's load as the walk of each message tells it; no broker is there to ask."""
-    settings = {"levels": 20, "resolution": 0.125, "base": 4, "namespace": "celery_delay"}
+    settings = {"levels": 20, "resolution": 0.125, "fused_bits": 8, "namespace": "celery_delay"}
     df = spark.range(3_000).selectExpr(
         "id", "id % 2500 as number", "if(id % 7 = 0, null, id % 300 + 0.3D) as wait",
         "if(id % 3 = 0, 'vip', null) as queue",

@@ -69,7 +69,7 @@ def test_twenty_thousand_tasks_arrive_once_on_time_in_their_queues(
     )
     fan_out = FanOut(
         etas,
-        app=make_app(url, levels=12, base=16),
+        app=make_app(url, levels=12),
         task="shop.remind",
         eta="eta",
         eta_zone=f.col("zone"),

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from celery_native_delay.transports.rabbitmq.content_header import read_headers
 from celery_native_delay.transports.rabbitmq.envelope import DEATH_HEADERS
 
-LEVEL = "celery_delay.v1.31x125ms.quorum.level-07"
+LEVEL = "celery_delay.v1.31x125ms.f12.quorum.level-07"
 COUNT = 2**40
 CLASS_AND_SIZE = pack(">HHQ", 60, 0, 4)
 

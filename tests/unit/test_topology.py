@@ -310,9 +310,7 @@ def test_a_message_that_nobody_is_bound_for_parks_once(fused_bits: int, units: i
 
 
 @each_fused
-def test_every_pattern_has_its_exact_number_of_words_and_no_leading_hash(
-    fused_bits: int
-) -> None:
+def test_every_pattern_has_its_exact_number_of_words_and_no_leading_hash(fused_bits: int) -> None:
     levels = topology(fused_bits=fused_bits)
     patterns = [d.routing_key for d in levels.plan() if isinstance(d, Binding) and d.routing_key]
     for pattern in patterns:
@@ -421,7 +419,9 @@ def test_other_names_are_not_taken_for_ours(name: str) -> None:
 
 
 def test_names_fit_however_long_the_users_are() -> None:
-    levels = topology(namespace="n" * 64, levels=19, resolution=600, fused_bits=16, queue_type="classic")
+    levels = topology(
+        namespace="n" * 64, levels=19, resolution=600, fused_bits=16, queue_type="classic"
+    )
     for name in (levels.landing_queue("é." * 127), levels.queue_landing_queue("%" * 255)):
         assert len(name.encode()) <= 255
 
