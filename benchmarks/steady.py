@@ -42,7 +42,7 @@ from celery_native_delay import DelaySettings
 from celery_native_delay.bulk import bulk
 from celery_native_delay.core.topology import Topology
 from celery_native_delay.testing import BrokerMissing, private_rabbitmq
-from celery_native_delay.transports.rabbitmq.window import Publication, WindowChannel
+from celery_native_delay.transports.rabbitmq.window import WindowChannel
 
 SECONDS = 20
 """So long messages are sent; then the last ones mature."""
@@ -198,9 +198,11 @@ def run(bench: Bench) -> Result:
         ),
     ]
     result.notes += [
-        f"Highest rate with p99 ≤ {LATE_MS} ms and the publisher keeping up, in steps of "
-        f"{RATES.step}/s: immediate {highest['immediate']:,}/s, ours {highest['ours']:,}/s, binary "
-        f"{highest['binary']:,}/s.",
+        (
+            f"Highest rate with p99 ≤ {LATE_MS} ms and the publisher keeping up, in steps of "
+            f"{RATES.step}/s: immediate {highest['immediate']:,}/s, ours {highest['ours']:,}/s, "
+            f"binary {highest['binary']:,}/s."
+        ),
         "Publisher, consumer and broker share the machine's cores.",
         (
             "Where all have the same delay one queue passes them all: it has 32 unconfirmed "

@@ -123,8 +123,8 @@ class DelaySettings:
             ttl_ms = self.resolution_ms * self._largest_step(self.levels)
             raise SettingsError(
                 f"native_delay_levels={self.levels} with native_delay_resolution="
-                f"{self.resolution} and native_delay_fused_bits={self.fused_bits} needs a queue with "
-                f"a TTL of {ttl_ms} ms; RabbitMQ's limit is {MAX_TTL_MS} ms (10 years): "
+                f"{self.resolution} and native_delay_fused_bits={self.fused_bits} needs a queue "
+                f"with a TTL of {ttl_ms} ms; RabbitMQ's limit is {MAX_TTL_MS} ms (10 years): "
                 f"expected native_delay_levels of at most {self._most_levels()}, or a smaller "
                 f"native_delay_resolution"
             )
