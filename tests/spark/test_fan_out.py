@@ -83,7 +83,7 @@ def test_twenty_thousand_tasks_arrive_once_on_time_in_their_queues(
     assert (result.rows, result.confirmed, result.failures) == (count, len(good), [])
     assert result.rejects == {"no due time, or none that can be read": count // 1000}
     assert sum(receipt.by_template for receipt in result.receipts) > 0.9 * len(good)
-    with promotes, inbox(url, "plain", "vip", base=16) as letters:
+    with promotes, inbox(url, "plain", "vip") as letters:
         came = letters.wait_for(len(good))
     assert sorted(map(number_of, came)) == good
     late = []
