@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from celery_native_delay.testing import PrivateRabbitMQ
 from tests.acceptance.worker import Fleet
 
@@ -22,9 +24,11 @@ def of(fixture: object) -> str:
 
 
 def held_by_queues(rabbitmq: PrivateRabbitMQ) -> str:
-    """Each queue that holds a message or has a consumer, and the end of the node's log."""
+    """Each queue that holds a message or has a consumer, and what the node complained of."""
     if rabbitmq.pid is None:
         return f"RabbitMQ {rabbitmq.version} is down\n{rabbitmq.log_tail(_LOG_LINES)}"
+    log = rabbitmq.log_tail(50 * _LOG_LINES).splitlines()
+    complaints = [line for line in log if not re.search(r"\[(debug|info|notice)\]", line)]
     lines = []
     for queue in rabbitmq.api("GET", "/queues"):
         held = {
@@ -38,7 +42,7 @@ def held_by_queues(rabbitmq: PrivateRabbitMQ) -> str:
                 f"{queue['vhost']} {queue['name']} ({queue.get('state')}): {told or 'nothing'}; "
                 f"{queue.get('consumers')} consumer(s)"
             )
-    return "\n".join([*lines, "---- the end of the node's log ----", rabbitmq.log_tail(_LOG_LINES)])
+    return "\n".join([*lines, "---- of the node's log ----", *complaints[-_LOG_LINES:]])
 
 
 def held_by_workers(fleet: Fleet) -> str:
