@@ -25,9 +25,7 @@ from selenium.webdriver.chrome.service import Service
 
 from pytest_celery_native_delay import IN_CI
 from tests.acceptance.worker import REPOSITORY, Fleet
-from tests.waiting import wait_until
-
-_BOOT_SECONDS = 60
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 
 @dataclass
@@ -50,7 +48,7 @@ class FlowerProcess:
             return found[1] if found else None
 
         address.__qualname__ = "Flower's address"
-        found = wait_until(address, timeout_seconds=_BOOT_SECONDS)
+        found = wait_until(address)
         return f"{found}/{self.prefix}" if self.prefix else found
 
     def ready(self) -> FlowerProcess:
@@ -69,7 +67,7 @@ class FlowerProcess:
         if data is not None:
             sent.setdefault("Content-Type", "application/json")
         try:
-            with urlopen(Request(self.url + path, data, sent), timeout=30) as answer:
+            with urlopen(Request(self.url + path, data, sent), timeout=PATIENCE_SECONDS) as answer:
                 return answer.status, answer.read().decode()
         except HTTPError as exc:
             with exc:
@@ -90,10 +88,10 @@ class FlowerProcess:
         if self.process.poll() is None:
             self.process.terminate()
             try:
-                self.process.wait(30)
+                self.process.wait(PATIENCE_SECONDS)
             except subprocess.TimeoutExpired:
                 os.killpg(self.process.pid, signal.SIGKILL)
-                self.process.wait(30)
+                self.process.wait(PATIENCE_SECONDS)
 
 
 @dataclass
@@ -166,7 +164,7 @@ def browser(*, width: int = 1280, height: int = 1000, dark: bool = False) -> Ite
         options.add_argument("--force-dark-mode")
     chrome = Chrome(options, Service(driver))
     try:
-        chrome.set_page_load_timeout(60)
+        chrome.set_page_load_timeout(PATIENCE_SECONDS)
         yield chrome
     finally:
         chrome.quit()

@@ -55,7 +55,7 @@ def test_the_celery_example_is_an_app_whose_delayed_tasks_wait(vhost_url: str) -
     with Connection(vhost_url) as connection:
         channel = connection.default_channel
         assert channel.basic_get("celery") is None
-        message = wait_until(lambda: channel.basic_get("celery", no_ack=True), timeout_seconds=20)
+        message = wait_until(lambda: channel.basic_get("celery", no_ack=True))
     assert message.headers["task"] == "shop.remind"
 
 
@@ -65,7 +65,7 @@ def test_the_kombu_example_publishes_a_message_that_waits(vhost_url: str) -> Non
     with Connection(vhost_url) as connection:
         channel = connection.default_channel
         assert channel.basic_get("emails") is None
-        message = wait_until(lambda: channel.basic_get("emails", no_ack=True), timeout_seconds=20)
+        message = wait_until(lambda: channel.basic_get("emails", no_ack=True))
     assert b"ada@example.com" in bytes(message.body, "utf-8")
 
 

@@ -43,7 +43,7 @@ class Events:
         def enough() -> bool:
             return len(self.lines(task_id)) >= len(outcomes)
 
-        wait_until(enough, timeout_seconds=30)
+        wait_until(enough)
         lines = self.lines(task_id)
         assert tuple(line["outcome"] for line in lines) == outcomes
         return lines
@@ -55,7 +55,7 @@ class Events:
             found = [line for line in self.lines(task_id) if line["outcome"] == outcome]
             return found[0] if found else None
 
-        line = wait_until(ended, timeout_seconds=30)
+        line = wait_until(ended)
         outcomes = [line["outcome"] for line in self.lines(task_id)]
         assert outcomes[0] is None
         assert set(outcomes[1:]) <= {"lost", outcome}

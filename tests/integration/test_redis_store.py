@@ -15,6 +15,7 @@ from celery_native_delay.transports.redis.keys import Keys
 from celery_native_delay.transports.redis.server import Server
 from celery_native_delay.transports.redis.store import BATCH, Rounds, Store
 from tests.integration.redis_traffic import promote
+from tests.waiting import PATIENCE_SECONDS
 
 KEYS = Keys("", "tests")
 
@@ -194,11 +195,11 @@ def test_a_broadcast_reaches_whoever_listens_when_it_is_due(store: Store) -> Non
     pubsub = store.client.pubsub()
     pubsub.subscribe("/0.news", "/{db}.news")
     for _ in range(2):
-        assert pubsub.get_message(timeout=5)["type"] == "subscribe"
+        assert pubsub.get_message(timeout=PATIENCE_SECONDS)["type"] == "subscribe"
     destination = Destination(("/0.news", "/{db}.news"), broadcast=True)
     store.add("one", store.now_us(), entry_of(destination, "hello"))
     assert promote(store).delivered == 1
-    heard = [pubsub.get_message(timeout=5) for _ in range(2)]
+    heard = [pubsub.get_message(timeout=PATIENCE_SECONDS) for _ in range(2)]
     assert [(item["channel"], item["data"]) for item in heard] == [
         (b"/0.news", b"hello"),
         (b"/{db}.news", b"hello"),
