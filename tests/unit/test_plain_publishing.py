@@ -174,7 +174,21 @@ class ComputedTask(celery.Task):
         ({"task_serializer": "yaml"}, {}, "task_serializer is 'yaml'"),
         ({"task_send_sent_event": True}, {}, "task_send_sent_event is True"),
     ],
-    ids=str,
+    ids=[
+        "own Celery",
+        "own AMQP",
+        "own Task",
+        "own Task of the same name",
+        "base",
+        "shadow_name",
+        "computed",
+        "serializer",
+        "compression",
+        "expires",
+        "router",
+        "task_serializer",
+        "task_send_sent_event",
+    ],
 )
 def test_what_an_app_or_a_task_does_itself_is_named(
     options: dict[str, Any], task_options: dict[str, Any], named: str
