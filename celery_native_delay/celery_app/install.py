@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -51,8 +52,9 @@ class Installation:
     def __init__(self, app: Celery, keywords: dict[str, Any]) -> None:
         self.app = app
         self.keywords = keywords
-        self._connect = app._connection
-        self._send_task = app.send_task
+        self._earlier_connection = vars(app).get("_connection")
+        #: What stood in the app's own ``send_task`` before, in front of its class's.
+        self.earlier_send_task = vars(app).get("send_task")
         self._amqp: Any = None
         self._connected_enabled: bool | None = None
         self._warned_of: set[str] = set()
@@ -89,7 +91,9 @@ class Installation:
 
     def connection(self, *args: Any, **kwargs: Any) -> Connection:
         """``app._connection``, with delayed delivery asked for in its transport options."""
-        connection = self._connect(*args, **kwargs)
+        # Looked up each time: the class's may be replaced after us, by an APM for one.
+        connect = self._earlier_connection or partial(type(self.app)._connection, self.app)
+        connection = connect(*args, **kwargs)
         self._connected_enabled = self.enabled
         if self._connected_enabled:
             settings = self._settings_or_error()
@@ -116,7 +120,8 @@ class Installation:
             self._amqp = self.app.amqp
             if self.app.conf.task_protocol == 1:
                 _give_eta_header(self._amqp)
-        return self._send_task(name, args, kwargs, countdown, *more, **options)
+        send_task = self.earlier_send_task or partial(type(self.app).send_task, self.app)
+        return send_task(name, args, kwargs, countdown, *more, **options)
 
     def _settings_or_error(self) -> DelaySettings | SettingsError:
         try:
