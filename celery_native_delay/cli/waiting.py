@@ -115,7 +115,7 @@ def show_task(ctx: click.Context, task_id: str, as_json: bool) -> None:
     if as_json:
         print_json([task.as_json() for task in tasks])
     elif not tasks:
-        click.echo(f"{task_id}: nothing waits under this id")
+        click.echo(printable(f"{task_id}: nothing waits under this id"))
     for task in () if as_json else tasks:
         for name, value in task.as_json().items():
             click.echo(f"{name:<12} {printable(value)}".rstrip())
@@ -205,7 +205,7 @@ def _change(
         print_json({"done": len(outcomes) - len(failed), "outcomes": told})
     else:
         for outcome in failed if by_search else outcomes:
-            click.echo(str(outcome))
+            click.echo(printable(outcome))
         if by_search:
             click.echo(f"{len(outcomes) - len(failed):,} task(s) {done}")
     ctx.exit(1 if failed and not by_search else 0)
@@ -217,7 +217,7 @@ def _say_dry(delay: Delay, chosen: list[str], verb: str, as_json: bool, *, found
         print_json({"would": verb, "ids": ids})
         return
     for task_id in ids:
-        click.echo(task_id)
+        click.echo(printable(task_id))
     click.echo(f"would {verb} {len(ids):,} task(s)")
 
 

@@ -145,6 +145,16 @@ class DelaySettings:
         return None if self.streams_ledger else self.ledger
 
     @property
+    def while_ledger_is_away(self) -> str:
+        """The consequences of a ledger that does not answer, for an error to tell."""
+        due = (
+            "tasks wait and run as ever, those that were cancelled or moved as well"
+            if self.ledger_away == "run"
+            else "tasks that are due wait in the broker"
+        )
+        return f"until it does {due}, and none can be listed, cancelled or moved"
+
+    @property
     def longest_delay_seconds(self) -> float:
         """The longest delay that the levels can hold, in seconds."""
         return ((1 << self.levels) - 1) * self.resolution_ms / 1000

@@ -166,16 +166,35 @@ def test_no_panel_of_the_dashboard_is_dead_and_no_alert_broken(shop: Shop, tmp_p
                 return bool(prometheus.query(asked))
 
             wait_until(answered)
+        (waits,) = (
+            panel["targets"][0]["expr"].replace("$job", "celery")
+            for panel in dashboard["panels"]
+            if (panel["title"], panel["type"]) == ("Waiting", "stat")
+        )
+
+        def without_what_was_cancelled() -> bool:
+            return [float(found["value"][1]) for found in prometheus.query(waits)] == [3.0]
+
+        wait_until(without_what_was_cancelled)
         wait_until(lambda: all(rule["health"] == "ok" for rule in prometheus.rules()))
         served = {name for name, _ in shop.exporter.samples()}
         readme = (MONITORING.parent / "README.md").read_text()
         for name in re.findall(r"^\| `(celery_delay_\w+)`", readme, re.M):
             assert {name, f"{name}_bucket"} & served, name
+        base = {re.sub("_(bucket|sum|count|created)$", "", name) for name in served}
+        shown = _metrics_of(json.dumps(expressions))
+        assert base <= {re.sub("_bucket$", "", name) for name in shown}, "has no panel"
+        alerted = {name for rule in prometheus.rules() for name in _metrics_of(rule["query"])}
+        assert {name for name in served if name.endswith("_up")} <= alerted, "has no alert"
         for rule in prometheus.rules():
-            assert set(re.findall(r"celery_delay_\w+", rule["query"])) <= served
+            assert _metrics_of(rule["query"]) <= served
     variables = {variable["name"] for variable in dashboard["templating"]["list"]}
     used = set(re.findall(r"\$\{?(\w+)", json.dumps(dashboard)))
     assert used - {"__rate_interval"} == variables
+
+
+def _metrics_of(expression: str) -> set[str]:
+    return set(re.findall(r"celery_delay_\w+", expression))
 
 
 def test_the_alerts_fire_when_they_should_and_only_then() -> None:

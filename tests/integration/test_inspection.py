@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from time import time
 from typing import Any
+from urllib.parse import quote
 
 import pytest
 from kombu import Connection
@@ -277,6 +279,34 @@ def test_policies_that_override_our_queues_are_named(
         return verified(connection, rabbitmq.management_url).differences == []
 
     wait_until(clean_again)
+
+
+def test_a_pattern_for_celerys_queues_leaves_out_the_levels_as_the_readme_has_it(
+    rabbitmq: PrivateRabbitMQ, vhost: str, vhost_url: str
+) -> None:
+    """As a policy, and as KEDA asks the management API."""
+    repository = Path(__file__).parents[2]
+    (pattern,) = re.findall(r"\| `(\^celery\S+)` \|", (repository / "README.md").read_text())
+    assert pattern in (repository / "monitoring" / "alerts.yml").read_text()
+    own = {"celery", "celery_delayed_orders"}
+    name = DelaySettings().namespace
+
+    def governed() -> set[str]:
+        return {each["name"] for each in rabbitmq.queues(vhost) if each.get("policy") == "short"}
+
+    with delaying(vhost_url, namespace=name) as connection:
+        delays_of(connection).prepare()
+        for queue in own:
+            declare_queue(connection, queue)
+        levels = {hop.queue for hop in delays_of(connection).topology.level_queues}
+        rabbitmq.set_policy(vhost, "short", "^celery", {"message-ttl": 1000})
+        wait_until(lambda: levels | own <= governed())
+        rabbitmq.set_policy(vhost, "short", pattern, {"message-ttl": 1000})
+        wait_until(lambda: governed() == own)
+
+    asked = f"/queues/{vhost}?page=1&page_size=100&pagination=false&use_regex=true&name="
+    found = rabbitmq.api("GET", asked + quote(pattern))["items"]
+    assert {queue["name"] for queue in found} == own
 
 
 def set_operator_policy(rabbitmq: PrivateRabbitMQ, vhost: str) -> None:

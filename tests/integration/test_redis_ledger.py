@@ -175,3 +175,25 @@ def test_what_users_wrote_stays_in_its_cell_and_a_closed_pipe_is_no_broker_that_
         reader.stdout.close()
         assert reader.stderr.read() == ""
         assert reader.wait(timeout=PATIENCE_SECONDS) == 1
+
+
+@pytest.mark.parametrize("server_name", ["redis"], indirect=True)
+def test_the_command_line_shows_control_characters_and_never_writes_them(
+    app: Celery, delay: Delay, tmp_path: Path
+) -> None:
+    """A terminal obeys an escape, and turns text round behind a bidirectional override."""
+    (tmp_path / "shop.py").write_text(shop_source(app))
+    shop = Project(tmp_path)
+    hostile, shown = "\x1b[2J\x9b\u202eexe", r"\x1b[2J\x9b\u202eexe"
+    name, task_id, queue = (f"{what}{hostile}" for what in "niq")
+    app.send_task(name, (hostile,), task_id=task_id, countdown=1000, queue=queue)
+    for arguments, times in (
+        (("ls",), 4),
+        (("cancel", "--search", "exe", "--dry-run"), 1),
+        (("cancel", task_id), 1),
+        (("show", task_id), 1),
+    ):
+        done = shop.delay(*arguments)
+        said = done.stdout + done.stderr
+        assert said.count(shown) >= times, (arguments, said)
+        assert said.replace("\n", "").isprintable(), (arguments, said)

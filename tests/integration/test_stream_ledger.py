@@ -226,8 +226,8 @@ def test_a_worker_knows_when_it_cannot_tell_and_never_forgets(
         ids[name] = delay.show(name)[0].delivery_id
     assert delay.cancel("before")
     with app.connection_for_write() as connection:
-        ledger = connection.default_channel.delays.topology.ledger
-        receipts = StreamReceipts(connection, ledger)
+        topology = connection.default_channel.delays.topology
+        receipts = StreamReceipts(connection, topology)
 
     def answer(name: str) -> Answer:
         delayed = Delayed(ids[name], round(time() * 1000), "", QUEUE)  # noqa: F405
@@ -268,7 +268,7 @@ def test_a_worker_that_has_fallen_behind_heeds_what_it_reads_while_it_waits(
     send(app, 1, countdown=3600)  # noqa: F405
     (task,) = delay.show("order-1")
     with app.connection_for_write() as connection:
-        receipts = StreamReceipts(connection, connection.default_channel.delays.topology.ledger)
+        receipts = StreamReceipts(connection, connection.default_channel.delays.topology)
     delayed = Delayed(task.delivery_id, round(time() * 1000), "", QUEUE)  # noqa: F405
     reading = receipts._follower
     wait_until(lambda: reading.is_fresh)
@@ -316,7 +316,7 @@ def test_a_workers_question_is_answered_from_memory(
     send(app, 1, countdown=3600)  # noqa: F405
     with app.connection_for_write() as connection:
         topology = connection.default_channel.delays.topology
-        receipts = StreamReceipts(connection, topology.ledger)
+        receipts = StreamReceipts(connection, topology)
     delayed = Delayed("id", 0, "", QUEUE)  # noqa: F405
     headers = {"task": "shop.remind", "id": "1"}
     mine = get_ident()

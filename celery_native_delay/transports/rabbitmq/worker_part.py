@@ -75,7 +75,7 @@ class RabbitMQWorkerPart:
     def receipts(self) -> Receipts | None:
         """What is asked about every message that waited; None without a ledger."""
         if self.settings.streams_ledger:
-            return StreamReceipts(self._delays.connection.client, self._delays.topology.ledger)
+            return StreamReceipts(self._delays.connection.client, self._delays.topology)
         url, vhost = self.settings.ledger_url, self._delays.connection.virtual_host
         if url is None:
             return None

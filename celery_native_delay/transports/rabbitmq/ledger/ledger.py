@@ -45,6 +45,7 @@ class RabbitMQLedger(IndexedLedger):
 
         self._delays = delays
         self._where = without_password(settings.ledger)
+        self._meaning = settings.while_ledger_is_away
         self._keys = LedgerKeys(settings.namespace, delays.connection.virtual_host)
         self._client = redis.Redis.from_url(url, **options)
         self._errors = redis.RedisError, OSError
@@ -123,8 +124,8 @@ class RabbitMQLedger(IndexedLedger):
             yield
         except self._errors as exc:
             raise LedgerUnavailable(
-                f"the ledger at {self._where} does not answer: {exc}; tasks wait and run as ever, "
-                f"but cannot be listed, cancelled or moved until it is back"
+                f"the ledger at {self._where} does not answer: {str(exc).rstrip('.')}; "
+                f"{self._meaning}"
             ) from exc
 
 

@@ -23,7 +23,8 @@ from amqp.exceptions import AMQPError
 from kombu import Connection
 
 from ....core.errors import LedgerUnavailable, NativeDelayError
-from ....core.ledger_streams import LedgerStreams, Stream
+from ....core.ledger_streams import Stream
+from ....core.topology import Topology
 from ..own_channel import OwnChannel
 from .line import GONE, LeadsNowhere
 from .notes import Mark, Note, Noted, note_message, note_of
@@ -75,7 +76,7 @@ class Follower(Thread):
     def __init__(
         self,
         client: Any,
-        ledger: LedgerStreams,
+        topology: Topology,
         streams: Sequence[Stream],
         reader: Reader,
         *,
@@ -89,7 +90,8 @@ class Follower(Thread):
         super().__init__(name="native-delay-follower", daemon=True)
         # Its pings take the place of heartbeats.
         self._client = Connection(**dict(client._info(resolve=False), heartbeat=0))
-        self._ledger = ledger
+        self._ledger = topology.ledger
+        self._meaning = topology.settings.while_ledger_is_away
         self._streams = streams
         self._reader = reader
         self._idle_seconds = idle_seconds
@@ -168,8 +170,8 @@ class Follower(Thread):
                 if self._stopping or waited_seconds > patience_seconds:
                     reason = self._error or f"nothing was read for {patience_seconds:g} s"
                     raise LedgerUnavailable(
-                        f"the ledger in RabbitMQ's streams cannot be read: {reason}; tasks wait "
-                        f"and run as ever, but cannot be listed, cancelled or moved until it can"
+                        f"the ledger in the streams of {self._client.as_uri()} does not answer: "
+                        f"{reason}; {self._meaning}"
                     )
                 self.lock.wait(_PING_SECONDS)
                 self._asked_at = monotonic()

@@ -21,6 +21,7 @@ from ....core.errors import LedgerUnavailable
 from ....core.ledger import ALL, Outcome, Page, Query, Verdict, Waiting, ids_by_page
 from ....core.ledger_streams import LedgerStreams
 from ....core.settings import DelaySettings
+from ....core.topology import Topology
 from ..ledger.entry import Entry
 from ..ledger.ledger import due_then
 from ..outbox import outbox_key
@@ -48,12 +49,12 @@ _IDLE_SECONDS = 60.0
 class Followed:
     """What was read of the streams, and is followed, for whoever asks in this process."""
 
-    def __init__(self, client: Any, ledger: LedgerStreams) -> None:
+    def __init__(self, client: Any, topology: Topology) -> None:
         self.memory = Memory()
         #: How many entries of this process are known to have been read.
         self.recorded_seen = -1
-        self.streams = ledger.streams
-        self.follower = Follower(client, ledger, self.streams, self, idle_seconds=_IDLE_SECONDS)
+        self.streams = topology.ledger.streams
+        self.follower = Follower(client, topology, self.streams, self, idle_seconds=_IDLE_SECONDS)
         self.follower.start()
 
     def restart(self) -> None:
@@ -220,7 +221,7 @@ class StreamLedger:
         with _registering:
             followed = _followed.get(key)
             if followed is None or not followed.follower.is_asked():
-                followed = _followed[key] = Followed(client, self._streams)
+                followed = _followed[key] = Followed(client, self._delays.topology)
             return followed
 
 
