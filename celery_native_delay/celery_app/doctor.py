@@ -17,7 +17,7 @@ from ..core.errors import (
     SettingsError,
     UnsupportedBroker,
 )
-from ..core.finding import WRONG, Finding
+from ..core.finding import UNCHECKED, WRONG, Finding
 from ..core.settings import DelaySettings
 from ..core.shown_url import without_password
 from ..fence_store import fence_store
@@ -66,6 +66,10 @@ def _looks(app: Any, connection: Any) -> Iterator[Finding]:
     away = OperationalError, OSError, *connection.connection_errors, *connection.channel_errors
     try:
         connection.ensure_connection(max_retries=1, interval_start=0)
+        if _delays_by_itself(connection):
+            problem = f"{connection.as_uri()} delays by itself, and has nothing to ask"
+            yield Finding("broker", UNCHECKED, problem, "see to it with its own means")
+            return
         part = admin_part(app, connection)
         looks: list[Callable[[], list[Finding]]] = [part.verify, part.examine]
         for look in looks:
@@ -76,6 +80,11 @@ def _looks(app: Any, connection: Any) -> Iterator[Finding]:
     except away as exc:
         problem = f"the broker {connection.as_uri()} cannot be used: {type(exc).__name__}: {exc}"
         yield Finding("broker", WRONG, problem, _START_IT)
+
+
+def _delays_by_itself(connection: Any) -> bool:
+    delaying = getattr(connection.transport, "delaying", False)
+    return delaying and not hasattr(connection.default_channel, "admin_part")
 
 
 def _failed(check: str, exc: NativeDelayError) -> Finding:

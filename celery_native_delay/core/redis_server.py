@@ -95,7 +95,7 @@ def keeping(server: Server, *, check: str, kept: str, has_ttls: bool = False) ->
         yield Finding(
             check,
             level,
-            f"maxmemory-policy is {policy}: {server} may drop {kept} when memory is short",
+            f"maxmemory-policy is {policy}: {server.name} may drop {kept} when memory is short",
             f"set maxmemory-policy noeviction{_where(server)}",
         )
     elif policy is not None and policy.startswith("volatile-"):
@@ -109,8 +109,8 @@ def keeping(server: Server, *, check: str, kept: str, has_ttls: bool = False) ->
         yield Finding(
             check,
             level,
-            f"appendonly is no: of {kept} what came since the last snapshot is lost when "
-            f"{server} restarts",
+            f"appendonly is no: of {kept}, what came since the last snapshot is lost when "
+            f"{server.name} restarts",
             f"set appendonly yes (appendfsync everysec){_where(server)}"
             + ("; else have a replica that takes over" if level == ADVICE else ""),
         )
