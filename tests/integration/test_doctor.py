@@ -2,25 +2,38 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import sqlite3
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 from celery import Celery
 
-from celery_native_delay import install, register_transports
+from celery_native_delay import install, redis_asking, register_transports
 from celery_native_delay.celery_app.doctor import examine
+from celery_native_delay.celery_app.parts import admin_part
 from celery_native_delay.core.finding import ADVICE, UNCHECKED, WRONG, Finding
-from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, PrivateSqs, private_redis
+from celery_native_delay.testing import (
+    PrivateRabbitMQ,
+    PrivateRedis,
+    PrivateSqs,
+    private_redis,
+    vhost_name,
+)
+from celery_native_delay.transports.rabbitmq import management
 from celery_native_delay.transports.redis.keys import Keys
+from celery_native_delay.transports.sqs import queues
+from celery_native_delay.transports.timeouts import database
+from tests.brokers import installed_rabbitmq
 from tests.conformance.brokers import running_broker, settings_of
 from tests.integration.project import Project
 from tests.integration.traffic import SETTINGS, TOPOLOGY
@@ -101,15 +114,11 @@ def test_on_redis_overdue_tasks_that_nothing_promotes_are_named_until_something_
     assert "nothing promotes" in wrong
     assert "run `celery -A PROJ delay promote`" in remedy
     assert last == "1 thing(s) to mend"
-    told = project.told("doctor", status=1)
-    assert told["healthy"] is False
-    assert told["findings"][0].keys() == {"check", "level", "problem", "remedy"}
     assert "run `celery -A PROJ delay promote`" in project.delay("status").stdout
 
     with promoting(project):
         wait_until(lambda: not examine(app), timeout_seconds=PATIENCE_SECONDS)
         assert project.lines("doctor") == ["healthy"]
-        assert project.told("doctor") == {"healthy": True, "findings": []}
         assert "promote" not in project.delay("status").stdout
 
 
@@ -444,15 +453,12 @@ def test_from_a_store_nothing_dispatches_until_something_does(kind: str, project
             shown = str(options(url)).replace("{", "{{").replace("}", "}}")
             source += f"app.conf.broker_transport_options = {shown}\n"
         project.write(source, url, **settings_of(url))
-        project.delay("declare")
-        told = project.told("doctor", status=1)
-        assert [each["check"] for each in told["findings"]] == ["promoting"]
+        app = app_on(url) if kind == "sqla" else app_on_store(url)
+        app.send_task("shop.remind", countdown=600)
+        assert [each.check for each in examine(app)] == ["promoting"]
         assert produce(project) == ""  # nothing is overdue
         with promoting(project):
-            wait_until(
-                lambda: project.delay("doctor").returncode == 0, timeout_seconds=PATIENCE_SECONDS
-            )
-            assert project.lines("doctor") == ["healthy"]
+            wait_until(lambda: not examine(app), timeout_seconds=PATIENCE_SECONDS)
 
 
 def test_a_producer_says_that_nothing_dispatches(folder_url: str, project: Project) -> None:
@@ -466,6 +472,51 @@ def test_a_producer_says_that_nothing_dispatches(folder_url: str, project: Proje
     assert "run `celery -A PROJ delay promote`" in project.delay("status").stdout
     said = produce(project)
     assert said.count("nothing promotes") == 1
+
+
+# ---- clocks ------------------------------------------------------------------------------------
+
+AN_HOUR_SECONDS = 3600
+
+
+@pytest.fixture(params=["redis", "rabbitmq", "sqs", "filesystem-postgresql"])
+def declared_app(
+    request: pytest.FixtureRequest, running_rabbitmq: Callable[..., PrivateRabbitMQ]
+) -> Iterator[tuple[Celery, ModuleType, str]]:
+    """An app on a broker, the module that asks it for the time, and the name of our clock there."""
+    match request.param:
+        case "redis":
+            with private_redis(server="redis") as server:
+                yield app_on(server.url), redis_asking, "time_ns"
+        case "rabbitmq":
+            broker = running_rabbitmq(installed_rabbitmq("3.10"))
+            url, api = broker.new_vhost(), broker.management_url
+            yield app_on(url, management_url=api, **SETTINGS), management, "time"
+            broker.delete_vhost(vhost_name(url))
+        case "sqs":
+            sqs: PrivateSqs = request.getfixturevalue("shared_sqs")
+            sqs.wipe()
+            app = app_on(sqs.url)
+            with app.connection_for_write() as connection:
+                admin_part(app, connection).declare(list(app.amqp.queues.values()))
+            yield app, queues, "time"
+        case kind:
+            with running_broker(kind, pytest.fail) as broker_with_store:
+                app = app_on_store(broker_with_store.new_space())
+                app.send_task("shop.remind", countdown=600)
+                yield app, database, "time"
+
+
+def test_a_clock_that_is_an_hour_slow_is_named(
+    declared_app: tuple[Celery, ModuleType, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app, module, clock = declared_app
+    assert [each for each in examine(app) if each.check == "clocks"] == []
+    ours = vars(module)[clock]
+    slow = AN_HOUR_SECONDS * (10**9 if clock == "time_ns" else 1)
+    monkeypatch.setattr(module, clock, lambda: ours() - slow)
+    found = the_wrong(app, "clocks")
+    assert re.search(r"clock is 3[56]\d\d\.\d s ahead of this machine's", found.problem)
 
 
 # ---- fence and telemetry -----------------------------------------------------------------------

@@ -79,7 +79,8 @@ class Status:
             for each in self.queues
         ]
         overdue = [
-            f"{each.queue}: {each.overdue} message(s) lie in its delay queue and nobody takes them"
+            f"{each.queue}: {each.overdue} message(s) lie in its delay queue and nobody "
+            f"takes them: {_RELAY}"
             for each in self.queues
             if each.overdue
         ]
