@@ -1,12 +1,21 @@
-"""``delay declare | verify | status | purge``: what waits on the broker."""
+"""``delay declare | verify | doctor | status | purge``: what waits on the broker."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from contextlib import suppress
 
 import click
 
-from .group import as_json_option, broker, command, print_json, show, yes_option
+from .findings import show_findings
+from .group import (
+    as_json_option,
+    broker,
+    command,
+    installed_settings,
+    print_json,
+    show,
+    yes_option,
+)
 
 
 @command(name="declare")
@@ -20,21 +29,29 @@ def declare(ctx: click.Context, as_json: bool) -> None:
 @command(name="verify")
 @as_json_option
 def verify(ctx: click.Context, as_json: bool) -> None:
-    """Compare the broker with the plan; exit 1 on any difference."""
+    """Compare the broker with the plan; exit 1 on any difference.
+
+    No worker need run for it: whether delays work, `delay doctor` says.
+    """
     with broker(ctx) as part:
-        found = part.verify()
-        if as_json:
-            print_json({"name": part.name} | asdict(found))
-        else:
-            for difference in found.differences:
-                click.echo(difference)
-            for sentence in found.unchecked:
-                click.echo(f"unchecked: {sentence}", err=True)
-            for sentence in found.advice:
-                click.echo(f"advice: {sentence}", err=True)
-            if not found.differences:
-                click.echo(f"{part.name}: as planned")
-        ctx.exit(1 if found.differences else 0)
+        name, found = part.name, part.verify()
+    show_findings(ctx, found, as_json, well=f"{name}: as planned")
+
+
+@command(name="doctor")
+@as_json_option
+def doctor(ctx: click.Context, as_json: bool) -> None:
+    """Say that delays work or, finding by finding, what to do; exit 1 unless they do.
+
+    Asks for all that `delay verify` compares, and for what moves: who hands over, what is overdue,
+    parked or held up, ledger, fence, telemetry and clocks.
+    """
+    from ..celery_app.doctor import examine
+    from ..core.errors import SettingsError
+
+    with suppress(SettingsError):  # a finding, like others
+        installed_settings(ctx)
+    show_findings(ctx, examine(ctx.obj.app), as_json, well="healthy")
 
 
 @command(name="status")

@@ -83,7 +83,8 @@ class DelaySettings:
     """Workers put tasks that arrive with their ETA ahead back into the delay levels."""
     management_url: str | None = None
     """RabbitMQ's management API, ``http://user:password@host:15672``. None: the broker's host
-    and credentials, port 15672. Only ``verify``, ``status`` and the policy check read it."""
+    and credentials, port 15672. Only ``doctor``, ``verify``, ``status`` and the policy check
+    read it."""
 
     ledger: str | None = None
     """What keeps a copy of what waits in RabbitMQ: the URL of a Redis, or "stream" for streams of

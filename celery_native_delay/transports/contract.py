@@ -14,6 +14,7 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from ..core.delayed import Delayed
 from ..core.errors import NativeDelayError
+from ..core.finding import Finding
 from ..core.refusal import RefusedMessage
 from ..core.settings import DelaySettings
 
@@ -77,8 +78,8 @@ class WorkerPart(Protocol):
             NativeDelayError: delayed messages cannot wait there; saying the way out.
         """
 
-    def dangers(self) -> list[str]:
-        """What somebody has set up on the broker that may lose or bend delays, a sentence each.
+    def dangers(self) -> list[Finding]:
+        """What is set up on the broker that may lose or bend delays.
 
         Raises:
             ManagementUnavailable: nobody can tell.
@@ -188,15 +189,6 @@ class KeepsLedger(Protocol):
 
 
 @dataclass(frozen=True)
-class Verification:
-    """Differences between broker and plan, and what could not be looked at."""
-
-    differences: list[str]
-    unchecked: list[str]
-    advice: list[str]
-
-
-@dataclass(frozen=True)
 class ParkedTask:
     """A parked message, as far as it can tell who it is; *due* is ISO 8601."""
 
@@ -263,8 +255,14 @@ class AdminPart(Protocol):
     def declare(self, queues: Sequence[Any]) -> Report:
         """Set up whatever delayed messages need; *queues* are the app's."""
 
-    def verify(self) -> Verification:
-        """Compare the broker with the plan."""
+    def verify(self) -> list[Finding]:
+        """Compare the broker with the plan: what is there, how it is set up, what overrides it.
+
+        Nothing is declared, and no worker need run.
+        """
+
+    def examine(self) -> list[Finding]:
+        """Look at what moves: what is overdue, parked, held up; who hands over; ledger, clocks."""
 
     def status(self) -> Report:
         """Count what waits and what is parked."""

@@ -13,7 +13,9 @@ from kombu import Connection, Exchange, Queue
 
 from celery_native_delay import UnsupportedBroker, install
 from celery_native_delay.bulk import bulk
+from celery_native_delay.celery_app.doctor import examine
 from celery_native_delay.celery_app.install import delaying_channel
+from celery_native_delay.core.finding import UNCHECKED
 from pytest_celery_native_delay import installed
 from tests.postgresql import find_postgresql, private_postgresql
 from tests.traffic import inbox, publish
@@ -61,6 +63,14 @@ def test_a_message_arrives_when_it_is_due_and_not_before(connection: Any, queue:
         now, late = received.wait_for(2)
     assert (now.body, late.body) == ("now", "late")
     assert late.lateness_seconds >= 0
+
+
+def test_doctor_says_that_there_is_nothing_to_ask(database: str) -> None:
+    app = Celery("shop", broker="pgmq://", set_as_current=False)
+    app.conf.broker_transport_options = options_of(database)
+    (finding,) = examine(install(app))
+    assert finding.level == UNCHECKED
+    assert "delays by itself" in finding.problem
 
 
 def test_many_tasks_at_once(database: str, connection: Any) -> None:

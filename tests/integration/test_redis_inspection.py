@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from celery_native_delay import UnsupportedBroker
+from celery_native_delay.core.finding import UNCHECKED
+from celery_native_delay.core.redis_server import Server
 from celery_native_delay.testing import PrivateRedis
 from celery_native_delay.transports.redis.admin_part import RedisAdminPart
-from celery_native_delay.transports.redis.server import Server
 from tests.integration.project import Project
 from tests.integration.redis_traffic import delaying, promote, store_of
 from tests.traffic import publish
@@ -57,8 +58,7 @@ def test_declare_checks_the_server(shop: Project) -> None:
 
 
 def test_verify_finds_nothing_on_a_server_as_it_should_be(shop: Project) -> None:
-    done = shop.delay("verify")
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"{NAME}: as planned\n", "")
+    assert shop.lines("verify") == [f"{NAME}: as planned"]
 
 
 def test_verify_names_what_may_lose_messages(shop: Project, empty_redis: PrivateRedis) -> None:
@@ -71,40 +71,41 @@ def test_verify_names_what_may_lose_messages(shop: Project, empty_redis: Private
     finally:
         client.config_set("maxmemory-policy", "noeviction")
         client.config_set("appendonly", "yes")
-    assert [sentence.split(":")[0] for sentence in found["differences"]] == [
+    assert [finding["problem"].split(":")[0] for finding in found["findings"]] == [
         "maxmemory-policy is allkeys-lru",
         "appendonly is no",
     ]
     assert done.returncode == 1
-    assert done.stdout.splitlines() == found["differences"]
+    for finding in found["findings"]:
+        assert f"wrong: server: {finding['problem']}\n    {finding['remedy']}\n" in done.stdout
+    assert done.stdout.endswith("\n2 thing(s) to mend\n")
 
 
 def test_verify_names_keys_of_another_kind(connection: Any, empty_redis: PrivateRedis) -> None:
     empty_redis.client.set(f"{NAME}.due", "not ours")
-    found = RedisAdminPart(connection.default_channel).verify()
-    assert found.differences == [f"{NAME}.due: is a string, expected a zset"]
+    (found,) = RedisAdminPart(connection.default_channel).verify()
+    assert found.problem == f"{NAME}.due: is a string, expected a zset"
 
 
-def test_verify_names_what_nobody_promotes(connection: Any, empty_redis: PrivateRedis) -> None:
+def test_examine_names_what_nothing_promotes(connection: Any, empty_redis: PrivateRedis) -> None:
     publish(connection, "late", "jobs", delay=60)
     store = store_of(connection)
     store.client.zadd(store.keys.due, {"gone": 0}, nx=True)
-    found = RedisAdminPart(connection.default_channel).verify()
-    lost, overdue = found.differences
-    assert lost == f"{NAME}: 1 message(s) lost"
-    assert overdue.startswith(f"{NAME}: 1 message(s) overdue, the first for ")
-    assert overdue.endswith("`celery -A PROJ delay promote` is running")
+    lost, overdue = RedisAdminPart(connection.default_channel).examine()
+    assert lost.problem == f"{NAME}: 1 message(s) lost"
+    assert overdue.problem.startswith(f"{NAME}: 1 message(s) overdue, the first for ")
+    assert overdue.problem.endswith("`celery -A PROJ delay promote` is running")
 
 
 def test_verify_says_what_it_could_not_look_at(
     connection: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part = RedisAdminPart(connection.default_channel)
-    monkeypatch.setattr(type(connection.default_channel.delays), "look", lambda self: Server())
-    found = part.verify()
-    assert (found.differences, len(found.unchecked)) == ([], 1)
+    monkeypatch.setattr(type(connection.default_channel.delays), "look", lambda self, **_: Server())
+    (found,) = part.verify()
+    assert found.level == UNCHECKED
     old = Server(version=(6, 0, 0))
-    monkeypatch.setattr(type(connection.default_channel.delays), "look", lambda self: old)
+    monkeypatch.setattr(type(connection.default_channel.delays), "look", lambda self, **_: old)
     connection.default_channel.delays._server = None
     with pytest.raises(UnsupportedBroker):
         part.verify()
@@ -129,6 +130,7 @@ def test_status_counts(shop: Project, connection: Any, empty_redis: PrivateRedis
         "overdue": 0,
         "overdue_seconds": 0,
         "parked": 1,
+        "promoting": False,
     }
 
 

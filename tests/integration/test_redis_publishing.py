@@ -20,10 +20,10 @@ from celery_native_delay import (
     delay_headers,
 )
 from celery_native_delay.core.delayed import HEADER
+from celery_native_delay.core.redis_server import Server
 from celery_native_delay.testing import PrivateRedis
 from celery_native_delay.transports.redis import delays as module
 from celery_native_delay.transports.redis.envelope import Destination
-from celery_native_delay.transports.redis.server import Server
 from tests.integration.redis_traffic import (
     connector,
     delaying,

@@ -41,15 +41,23 @@ def shop(tmp_path: Path, sqs: PrivateSqs) -> Project:
 
 def test_declare_makes_what_verify_misses(shop: Project, sqs: PrivateSqs) -> None:
     found = shop.told("verify", status=1)
-    assert found["differences"] == [f"{NAME}: missing; `celery -A PROJ delay declare` creates it"]
+    assert found["findings"] == [
+        {
+            "check": "delay queues",
+            "level": "wrong",
+            "problem": f"{NAME}: missing",
+            "remedy": "run `celery -A PROJ delay declare`, which creates it",
+        }
+    ]
     assert shop.told("declare") == {"queues": [NAME], "lacking": []}
     assert shop.lines("declare") == [f"{NAME}: ready"]
     assert shop.lines("verify") == [f"{NAME}: as planned"]
     sqs.client.set_queue_attributes(
         QueueUrl=url_of(sqs, NAME), Attributes={"MessageRetentionPeriod": "60"}
     )
-    (difference,) = shop.told("verify", status=1)["differences"]
-    assert difference.startswith(f"{NAME}: MessageRetentionPeriod is 60, expected 1209600: aws sqs")
+    (finding,) = shop.told("verify", status=1)["findings"]
+    assert finding["problem"] == f"{NAME}: MessageRetentionPeriod is 60, expected 1209600"
+    assert finding["remedy"].startswith("aws sqs set-queue-attributes ")
 
 
 def test_status_counts_by_queue_and_purge_spares_what_it_cannot_tell_apart(

@@ -25,6 +25,7 @@ from celery_native_delay import (
     UnsupportedBroker,
     register_transports,
 )
+from celery_native_delay.core.finding import WRONG
 from celery_native_delay.testing import PrivateSqs
 from celery_native_delay.transports.sqs import delays
 from celery_native_delay.transports.sqs import relay as relay_module
@@ -419,8 +420,8 @@ def test_a_sender_is_told_that_nobody_relays_now(
         status = connection.default_channel.admin_part(None)
         status.serve(["jobs"])
         wait_until(lambda: status.status().queues[0].overdue == 1)
-        (said,) = status.verify().differences
-        assert "no `celery -A PROJ delay relay` is running" in said
+        said = next(each for each in status.examine() if each.level == WRONG)
+        assert "no `celery -A PROJ delay relay` is running" in said.problem
     with delaying(sqs.url) as connection:
         publish(connection, "hello", "jobs", delay=60)
         assert "about 1 message(s) have done their wait and nobody takes them" in caplog.text
@@ -481,8 +482,8 @@ def test_a_queue_whose_name_is_too_long_keeps_no_other_from_its_relay(
         assert (relay.promoted, relay.failed) == (1, 0)
         admin = connection.default_channel.admin_part(None)
         admin.serve([long, "jobs"])
-        (said,) = admin.verify().differences
-        assert said.startswith(f"{long}-delay.fifo: has 81 characters")
+        (said,) = admin.verify()
+        assert said.problem.startswith(f"{long}-delay.fifo: has 81 characters")
     assert "next attempt" not in caplog.text
 
 

@@ -461,7 +461,7 @@ def test_a_worker_that_would_send_where_it_does_not_look_is_told(folder_url: str
         assert part.dangers() == []
         connection.default_channel.transport_options["data_folder_out"] = "elsewhere"
         (said,) = connection.channel().worker_part(DelaySettings()).dangers()
-        assert "what is due goes to data_folder_out, elsewhere, and this worker consumes" in said
+        assert "what is due goes to data_folder_out, elsewhere, and this" in said.problem
 
 
 def test_a_database_broker_in_memory_refuses_what_is_delayed() -> None:

@@ -9,11 +9,12 @@ from typing import Any
 
 from amqp.exceptions import NotFound, ResourceLocked
 
-from ...core.errors import LedgerUnavailable
+from ...core.errors import LedgerUnavailable, UnsupportedBroker
+from ...core.finding import WRONG, Finding
 from ...core.settings import DelaySettings
-from ..contract import Backlog, ParkedTask, Rescue, Verification
+from ..contract import Backlog, ParkedTask, Rescue
 from .declaring import permissions_explained
-from .inspection import Status, levels, status, verify
+from .inspection import Status, examine, levels, status, verify
 from .management import ManagementAPI, management_of
 from .parking import count, peek, purge, rescue
 from .preparation import Prepared
@@ -57,10 +58,28 @@ class RabbitMQAdminPart:
                 self._delays.prepare_ledger(redeclare=True)
             return Declared(self.name, prepared)
 
-    def verify(self) -> Verification:
+    def verify(self) -> list[Finding]:
         """Compare the broker with the plan."""
         with permissions_explained(self._topology):
             return verify(self._delays, self._api())
+
+    def examine(self) -> list[Finding]:
+        """Look at what is parked or held up, at the ledger and at clocks."""
+        with permissions_explained(self._topology):
+            return [*examine(self._delays, self._api()), *self._ledger()]
+
+    def _ledger(self) -> list[Finding]:
+        try:
+            ledger = self._channel.ledger(self._settings)
+            if ledger is None:
+                return []
+            try:
+                return ledger.findings()  # type: ignore[no-any-return]
+            finally:
+                ledger.close()
+        except (LedgerUnavailable, UnsupportedBroker) as exc:
+            way_out = "have it answer, or unset native_delay_ledger in workers and producers"
+            return [Finding("ledger", WRONG, str(exc), way_out)]
 
     def status(self) -> Status:
         """Count what waits in the levels and in the parking queue."""

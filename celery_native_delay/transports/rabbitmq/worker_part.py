@@ -10,6 +10,7 @@ from amqp.exceptions import AccessRefused
 
 from ...core.delayed import Delayed
 from ...core.errors import NativeDelayError, NotPermitted
+from ...core.finding import Finding
 from ...core.settings import DelaySettings
 from ..contract import Answer, Early, Receipts, Rescue
 from .ledger.entry import member_of
@@ -45,7 +46,7 @@ class RabbitMQWorkerPart:
             )
         )
 
-    def dangers(self) -> list[str]:
+    def dangers(self) -> list[Finding]:
         """Policies that override the arguments of our queues."""
         api = management_of(self._delays.connection.client, self.settings)
         return overriding_policies(api, self._delays.topology)

@@ -137,6 +137,7 @@ class Outbox(outbox.Outbox[Put, Parcel]):
         arguments: list[Any] = []
         for put in puts:
             arguments += (put.member, put.due_us, put.front + put.envelope)
+        self.channel.delays.watch()
         return (self._parcel(ADD_MANY, names, arguments, puts),)
 
     def _parcel(

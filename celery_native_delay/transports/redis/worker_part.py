@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...core.errors import NativeDelayError
+from ...core.finding import Finding
+from ...core.redis_server import clocks
 from ...core.settings import DelaySettings
 from ..contract import Early, Rescue
 from .promoter import Promoter
-from .server import clock_danger, dangers
 from .store import BATCH
 
 #: At most this many scripts per round, so that a dead destination costs little.
@@ -35,10 +36,9 @@ class RedisWorkerPart:
             f"{'on' if self.settings.adopt else 'off'}"
         )
 
-    def dangers(self) -> list[str]:
+    def dangers(self) -> list[Finding]:
         """An eviction policy that may drop keys; no append-only file; a clock that is off."""
-        ahead_seconds = self._delays.clock_ahead_seconds()
-        return [*dangers(self._delays.look()), *clock_danger(ahead_seconds)]
+        return [*self._delays.dangers(), *clocks(self._delays.clock_ahead_seconds())]
 
     def put_back(self, early: Sequence[Early]) -> list[tuple[Early, NativeDelayError]]:
         """Store messages again for the queues they came from."""

@@ -215,7 +215,7 @@ class Delays(delays.Delays):
             return Look(monotonic(), None)
         found = mismatches(name, attributes, hop_seconds=self.hop_seconds)
         if found:
-            raise TopologyMismatch("; ".join(found))
+            raise TopologyMismatch("; ".join(map(str, found)))
         overdue = overdue_in(attributes)
         if overdue:
             logger.warning(

@@ -80,6 +80,7 @@ class Outbox(CallingOutbox[Put | PlainPut]):
                 raise NotTaken(str(error)) from error
             raise
         self._number += 1
+        self.channel.delays.watch()
 
     def _put_plainly(self, put: PlainPut) -> None:
         try:

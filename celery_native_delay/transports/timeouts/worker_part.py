@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.errors import NativeDelayError, StoreUnavailable
+from ...core.finding import WRONG, Finding
 from ...core.settings import DelaySettings
 from ..contract import Early, Rescue
 from .dispatcher import Dispatcher
@@ -48,18 +49,19 @@ class StoreWorkerPart:
             f"{'on' if self.settings.adopt else 'off'}"
         )
 
-    def dangers(self) -> list[str]:
+    def dangers(self) -> list[Finding]:
         """Folders between which what is dispatched would be lost."""
         if not is_folder(self._channel):
             return []
         out, into = self._channel.data_folder_out, self._channel.data_folder_in
         if Path(out).absolute() == Path(into).absolute():
             return []
-        danger = (
+        problem = (
             f"what is due goes to data_folder_out, {out}, and this worker consumes from "
-            f"data_folder_in, {into}: name the same folder twice in broker_transport_options"
+            f"data_folder_in, {into}"
         )
-        return [danger]
+        way_out = "name the same folder twice in broker_transport_options"
+        return [Finding("folders", WRONG, problem, way_out)]
 
     def put_back(self, early: Sequence[Early]) -> list[tuple[Early, NativeDelayError]]:
         """Store messages again for the queues they came from."""

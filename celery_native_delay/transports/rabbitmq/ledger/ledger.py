@@ -21,6 +21,7 @@ import amqp
 
 from ....core.due_time import eta_of
 from ....core.errors import LedgerUnavailable
+from ....core.finding import Finding
 from ....core.ledger import Outcome, Waiting
 from ....core.settings import DelaySettings
 from ....core.shown_url import without_password
@@ -43,6 +44,9 @@ class RabbitMQLedger(IndexedLedger):
         url, options = redis_options(settings.ledger, timeout_seconds=_TIMEOUT_SECONDS)
         import redis
 
+        from .... import redis_asking
+
+        self._ask_server = redis_asking.findings
         self._delays = delays
         self._where = without_password(settings.ledger)
         self._meaning = settings.while_ledger_is_away
@@ -65,6 +69,18 @@ class RabbitMQLedger(IndexedLedger):
     def sweep(self, *, stale_after_us: int = STALE_AFTER_US) -> int:
         """Remove entries that are overdue by *stale_after_us*; how many."""
         return self._throw_away("-inf", time_ns() // 1000 - stale_after_us)
+
+    def findings(self) -> list[Finding]:
+        """What is wrong with the Redis that keeps it."""
+        return list(
+            self._ask_server(
+                self._client,
+                key=f"{self._keys.space}.trial",
+                check="ledger",
+                kept="what is listed, cancelled and moved",
+                where=f"native_delay_ledger at {self._where}",
+            )
+        )
 
     def purge(self) -> None:
         """Forget what is not due yet; whoever calls empties the levels."""
