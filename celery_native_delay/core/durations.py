@@ -23,7 +23,7 @@ _WRITTEN = re.compile(
 
 
 def duration(seconds: float, *, exact: bool = False, up: bool = False) -> str:
-    """A number of seconds in its two largest units: ``1 d 3 h``, ``1 h 10 min``, ``12 s``, ``0.3 s``.
+    """A number of seconds in its two largest units: ``1 d 3 h``, ``1 h 10 min``, ``0.3 s``.
 
     Args:
         exact: in all units, to the millisecond.

@@ -13,6 +13,7 @@ from kombu.exceptions import OperationalError
 
 from ..celery_app.delay import Delay
 from ..celery_app.parts import admin_part
+from ..core.durations import duration
 from ..core.errors import LedgerUnavailable
 from ..transports.contract import AdminPart
 
@@ -66,7 +67,7 @@ class Asking:
             return await asyncio.wait_for(asked, within_seconds)
         except TimeoutError as exc:
             raise LedgerUnavailable(
-                f"no answer within {within_seconds:g} s; what was asked may yet be done"
+                f"no answer within {duration(within_seconds)}; what was asked may yet be done"
             ) from exc
         except self._broker_errors as exc:
             raise LedgerUnavailable(f"the broker cannot be used: {exc}") from exc

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ...core.durations import duration
 from ...core.errors import UnsupportedBroker
 
 #: ZRANGE … BYSCORE, which kombu's own consumers use as well.
@@ -89,7 +90,7 @@ def clock_danger(ahead_seconds: float) -> Iterator[str]:
         side = "ahead of" if ahead_seconds > 0 else "behind"
         effect = "are put back once" if ahead_seconds > 0 else "come that much later"
         yield (
-            f"the Redis server's clock is {abs(ahead_seconds):.1f} s {side} this machine's: "
+            f"the Redis server's clock is {duration(abs(ahead_seconds))} {side} this machine's: "
             f"delayed tasks {effect}; expected both to follow one time server"
         )
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from ...core.durations import duration
 from ..contract import Backlog
 
 #: Longer overdue, in seconds, and nobody seems to hand over.
@@ -57,12 +58,14 @@ class Status:
 
     def lines(self, table: Callable[..., str]) -> list[str]:
         due = self.next_due_within_seconds
-        late = f", the first for {self.overdue_seconds:g} s" if self.overdue else ""
+        until = "-" if due is None else "overdue" if self.overdue else f"in {duration(due)}"
+        late = f", the first for {duration(self.overdue_seconds)}" if self.overdue else ""
         return [
             f"waiting   {self.waiting}",
-            f"next due  {'-' if due is None else f'within {due:g} s'}",
+            f"next due  {until}",
             f"overdue   {self.overdue}{late}",
             f"parked    {self.parked}",
+            *self.differences(),
         ]
 
     def differences(self) -> list[str]:
@@ -71,7 +74,7 @@ class Status:
             return []
         nobody = (
             f"{self.name}: {self.overdue} message(s) overdue, the first for "
-            f"{self.overdue_seconds:.0f} s: no installed worker and no "
+            f"{duration(self.overdue_seconds)}: no installed worker and no "
             f"`celery -A PROJ delay promote` is running"
         )
         return [nobody]
