@@ -30,6 +30,7 @@ from .celery_app.install import LONGEST_CELERY_SECONDS, installation_of
 from .celery_app.kinds import Kinds, Made, Sample
 from .celery_app.plain_publishing import PlainPublishing
 from .core.due_time import due_us as due_us_of
+from .core.durations import duration
 from .core.errors import PublishRefused, UnsupportedBroker
 from .core.random_ids import RandomIds
 from .core.refusal import RefusedMessage
@@ -78,7 +79,7 @@ class BulkResult:
     def __str__(self) -> str:
         return (
             f"{self.sent} sent, {self.confirmed} confirmed, {len(self.refused)} refused, "
-            f"{len(self.in_doubt)} in doubt in {self.seconds:.1f} s"
+            f"{len(self.in_doubt)} in doubt in {duration(self.seconds)}"
         )
 
 

@@ -11,6 +11,7 @@ from .group import (
     as_json_option,
     broker,
     command,
+    confirm,
     installed_settings,
     print_json,
     show,
@@ -57,9 +58,15 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
 @command(name="status")
 @as_json_option
 def status(ctx: click.Context, as_json: bool) -> None:
-    """Show what waits, when the next is due, what is parked, what is stuck."""
+    """Show what waits, when the next is due, what is overdue, parked and stuck.
+
+    On RabbitMQ with a ledger tasks are counted as `ls` lists them; levels hold more: what was
+    cancelled or moved stays there until it was due.
+    """
+    from ..transports.contract import CountsByLedger
+
     with broker(ctx) as part:
-        found = part.status()
+        found = part.status_with_ledger() if isinstance(part, CountsByLedger) else part.status()
     show(found, as_json)
 
 
@@ -73,7 +80,7 @@ def purge(ctx: click.Context, force: bool, as_json: bool) -> None:
     """
     with broker(ctx) as part:
         if not force:
-            click.confirm(f"Throw away all that waits in {part.name}?", abort=True)
+            confirm(f"Throw away all that waits in {part.name}?")
         purged = part.purge()
         if as_json:
             print_json({"name": part.name, "purged": purged})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from .group import as_json_option, command, installed_settings, loglevel_option, print_json
+from .times import Duration
 
 
 @command(name="exporter")
@@ -26,10 +27,10 @@ from .group import as_json_option, command, installed_settings, loglevel_option,
 @click.option(
     "-i",
     "--interval",
-    type=click.FloatRange(min=0.1),
+    type=Duration(at_least=0.1),
     default=5.0,
     show_default=True,
-    help="Seconds between looks at broker and ledger.",
+    help="Between looks at broker and ledger: seconds, or such as 1min.",
 )
 @loglevel_option
 @as_json_option

@@ -6,6 +6,7 @@ Loaded on every celery command: nothing of ours but this is imported until one i
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -140,6 +141,19 @@ def settings(ctx: click.Context) -> Any:
 
 def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2))
+
+
+def confirm(question: str) -> None:
+    """Ask on standard error: standard output is for what scripts read. Aborts unless it is yes.
+
+    click.confirm() writes a blank to standard output.
+    """
+    click.echo(f"{question} [y/N]: ", nl=False, err=True)
+    answer = sys.stdin.readline()
+    if not answer:
+        click.echo(err=True)
+    if answer.strip().lower() not in ("y", "yes"):
+        raise click.Abort
 
 
 def show(report: Report, as_json: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from .durations import duration
 from .finding import WRONG, Finding
 
 #: Workers take a message that waited for due up to a second early.
@@ -30,6 +31,6 @@ def clock_finding(
         yield Finding(
             check,
             WRONG,
-            f"{whose} is {abs(ahead_seconds):.1f} s {side} this machine's: {effect}",
+            f"{whose} is {duration(abs(ahead_seconds))} {side} this machine's: {effect}",
             "have both follow one time server",
         )

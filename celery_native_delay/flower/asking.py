@@ -14,6 +14,7 @@ from kombu.exceptions import OperationalError
 from ..celery_app.delay import Delay
 from ..celery_app.install import installed
 from ..celery_app.parts import admin_part
+from ..core.durations import duration
 from ..core.errors import LedgerUnavailable
 from ..core.shown_url import without_password
 from ..transports.contract import AdminPart
@@ -75,8 +76,8 @@ class Asking:
             return await asyncio.wait_for(asked, within_seconds)
         except TimeoutError as exc:
             raise LedgerUnavailable(
-                f"{self._where(executor)} gave no answer within {within_seconds:g} s; what was "
-                f"asked may yet be done"
+                f"{self._where(executor)} gave no answer within {duration(within_seconds)}; "
+                f"what was asked may yet be done"
             ) from exc
         except self._broker_errors as exc:
             raise LedgerUnavailable(f"{self._where(self._broker)} cannot be used: {exc}") from exc

@@ -13,6 +13,7 @@ from typing import Any
 from pyspark.errors import PySparkException
 from pyspark.sql import functions as f
 
+from ..core.durations import duration
 from ..core.errors import FanOutFailed, InvalidFanOut
 from . import encode
 from .app import AppFacts, Call
@@ -72,7 +73,7 @@ class FanOutResult:
         more = "".join(f", {count:,} {outcome}" for outcome, count in failed.items())
         return (
             f"run {self.run_id}: {self.rows:,} rows, {self.confirmed:,} confirmed, "
-            f"{self.rejected:,} rejected{more} in {self.seconds:.1f} s "
+            f"{self.rejected:,} rejected{more} in {duration(self.seconds)} "
             f"({self.rows_per_second:,.0f} rows/s)"
         )
 

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
+from ..core.durations import duration
+
 try:
     from matplotlib.axes import Axes
     from matplotlib.dates import AutoDateLocator, ConciseDateFormatter
@@ -67,7 +69,7 @@ def draw(rows: Sequence[dict[str, Any]], due_seconds: float) -> Figure:
     locator = AutoDateLocator()  # type: ignore[no-untyped-call]
     late.xaxis.set_major_locator(locator)
     late.xaxis.set_major_formatter(ConciseDateFormatter(locator))  # type: ignore[no-untyped-call]
-    late.set_xlabel(f"due (UTC), in steps of {due_seconds:,.0f} s")
+    late.set_xlabel(f"due (UTC), in steps of {duration(due_seconds)}")
     return figure
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceStreamWriter, DataSourceWriter, WriterCommitMessage
 
+from ..core.durations import seconds_of
 from ..core.errors import FanOutFailed, InvalidFanOut
 from ..core.fence import COMMITTED, Stamp
 from .app import Call, describe
@@ -242,7 +243,7 @@ _PARSERS: dict[str, Any] = {
     **dict.fromkeys(("app", "task", "countdown_col", "eta_col", "eta_zone"), str),
     **{"kwargs_cols": _named, "args_cols": _names, "id_cols": _names},
     **dict.fromkeys(("queue_col", "priority_col", "expires_col", "run_id", "past"), str),
-    **{"smear": float, "max_rate": float, "connections": int, "max_body_bytes": int},
+    **{"smear": seconds_of, "max_rate": float, "connections": int, "max_body_bytes": int},
     **{"check_task": _flag, "check_queue": _flag, "on_reject": str},
-    **{"fence": str, "fence_timeout": float},
+    **{"fence": str, "fence_timeout": seconds_of},
 }

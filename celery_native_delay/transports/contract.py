@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from ..core.delayed import Delayed
+from ..core.durations import duration
 from ..core.errors import NativeDelayError
 from ..core.finding import Finding
 from ..core.refusal import RefusedMessage
@@ -140,7 +141,7 @@ class Outage:
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.what} has failed for {self.seconds:.0f} s: {self.reason}"
+        return f"{self.what} has failed for {duration(self.seconds)}: {self.reason}"
 
 
 @runtime_checkable
@@ -265,7 +266,7 @@ class AdminPart(Protocol):
         """Look at what moves: what is overdue, parked, held up; who hands over; ledger, clocks."""
 
     def status(self) -> Report:
-        """Count what waits and what is parked."""
+        """Count what waits and what is parked, by the broker alone."""
 
     def backlog(self) -> Backlog:
         """The same as numbers, and quick enough to be asked every few seconds."""
@@ -281,6 +282,17 @@ class AdminPart(Protocol):
 
     def purge_parked(self) -> int:
         """Throw away all that is parked; how many."""
+
+
+@runtime_checkable
+class CountsByLedger(Protocol):
+    """An admin part on a broker that nobody can look into, whose ledger knows what waits in it."""
+
+    def status_with_ledger(self) -> Report:
+        """:meth:`AdminPart.status` and what the ledger says; one that is away is told, not raised.
+
+        May take as long as a ledger has to answer.
+        """
 
 
 class Outbox(Protocol):

@@ -516,7 +516,7 @@ def test_a_clock_that_is_an_hour_slow_is_named(
     slow = AN_HOUR_SECONDS * (10**9 if clock == "time_ns" else 1)
     monkeypatch.setattr(module, clock, lambda: ours() - slow)
     found = the_wrong(app, "clocks")
-    assert re.search(r"clock is 3[56]\d\d\.\d s ahead of this machine's", found.problem)
+    assert re.search(r"clock is (59 min|1 h) .*ahead of this machine's", found.problem)
 
 
 # ---- fence and telemetry -----------------------------------------------------------------------

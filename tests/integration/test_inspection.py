@@ -15,12 +15,13 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
+from celery import Celery
 from kombu import Connection
 
-from celery_native_delay import DelaySettings
+from celery_native_delay import Delay, DelaySettings, install
 from celery_native_delay.core.finding import ADVICE, UNCHECKED, WRONG
 from celery_native_delay.core.topology import Binding, Exchange, Queue, Topology
-from celery_native_delay.testing import PrivateRabbitMQ, private_rabbitmq
+from celery_native_delay.testing import PrivateRabbitMQ, private_rabbitmq, private_redis
 from celery_native_delay.transports.rabbitmq.declaring import apply
 from celery_native_delay.transports.rabbitmq.inspection import Status, examine, status, verify
 from celery_native_delay.transports.rabbitmq.management import ManagementAPI, management_of
@@ -39,7 +40,7 @@ from tests.integration.traffic import (
     parked_count,
 )
 from tests.traffic import publish
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 LEVEL = TOPOLOGY.level_queue(8)
 DELIVERY = TOPOLOGY.delivery_exchange
@@ -598,11 +599,12 @@ def test_status_shows_what_waits(shop: Project, rabbitmq: PrivateRabbitMQ, vhost
 
         wait_until(one_parked)
     assert shop.lines("status") == [
-        "level queue ttl s waiting stuck",
-        f"{SLOW_TOPOLOGY.level_queue(64)} 64.0 1 0",
-        f"{SLOW_TOPOLOGY.level_queue(128)} 128.0 2 0",
+        "level queue ttl waiting stuck",
+        f"{SLOW_TOPOLOGY.level_queue(64)} 1 min 4 s 1 0",
+        f"{SLOW_TOPOLOGY.level_queue(128)} 2 min 8 s 2 0",
         "waiting 3",
-        "next due within 128 s",
+        "next due within 2 min 8 s",
+        "overdue unknown (native_delay_ledger is not set)",
         "parked 1",
         "stuck 0",
     ]
@@ -610,6 +612,8 @@ def test_status_shows_what_waits(shop: Project, rabbitmq: PrivateRabbitMQ, vhost
     assert told["name"] == SLOW_TOPOLOGY.name
     assert (told["waiting"], told["parked"], told["stuck"]) == (3, 1, 0)
     assert told["next_due_within_seconds"] == 128
+    assert (told["ledger"], told["overdue"], told["not_in_ledger"]) == (None, None, None)
+    assert told["in_levels"] == 3
     assert told["levels"][-1] == {
         "queue": SLOW_TOPOLOGY.level_queue(128),
         "ttl_seconds": 128.0,
@@ -619,6 +623,80 @@ def test_status_shows_what_waits(shop: Project, rabbitmq: PrivateRabbitMQ, vhost
     shop.write(INSTALLED, vhost_url, management_url=NOBODY_LISTENS, **SLOW)
     assert shop.lines("status")[-1] == "stuck unknown (management API not reachable)"
     assert shop.told("status")["stuck"] is None
+
+
+def four_tasks(app: Celery, *, overdue_in: float) -> None:
+    """One is cancelled, one moved, one overdue, and one waits as it was sent."""
+    for number, countdown in enumerate((7000, 7000, overdue_in, 7000)):
+        app.send_task("shop.remind", task_id=f"task-{number}", countdown=countdown, queue="orders")
+    delay = Delay(app)
+    assert delay.cancel("task-0")
+    assert delay.reschedule("task-1", countdown=4230)
+
+    def matured() -> bool:
+        with app.connection_for_read() as connection:
+            return depth(connection, "orders") == 2  # and the one that says it is cancelled
+
+    wait_until(matured)
+
+
+@on_one_version
+def test_status_tells_tasks_by_the_ledger_and_explains_the_copies_in_the_levels(
+    tmp_path: Path, rabbitmq: PrivateRabbitMQ, vhost_url: str
+) -> None:
+    """As `ls` lists them. While the ledger is away, it says so, and what the broker knows."""
+    settings = {"management_url": rabbitmq.management_url, "levels": 20}
+    with private_redis() as ledger:
+        shop = Project(tmp_path).write(INSTALLED, vhost_url, ledger=ledger.url, **settings)
+        with Celery("shop", broker=vhost_url, set_as_current=False) as app:
+            four_tasks(install(app, ledger=ledger.url, **settings), overdue_in=0.3)
+        told = shop.told("status")
+        assert told["waiting"] == shop.told("ls")["total"] == 3
+        assert (told["in_levels"], told["not_in_ledger"], told["overdue"]) == (4, 2, 1)
+        assert 0 < told["overdue_seconds"] < PATIENCE_SECONDS + 60
+        assert told["next_due_within_seconds"] == 0
+        assert told["ledger"] == {"where": ledger.url, "error": None}
+        lines = shop.lines("status")
+        waiting = lines.index("waiting 3")
+        assert re.fullmatch(r"next due overdue, then in 1 h (10|9) min", lines[waiting + 1])
+        assert re.fullmatch(
+            r"overdue 1, the first for .* s: no installed worker has received it",
+            lines[waiting + 2],
+        )
+        assert lines[waiting + 3].startswith(
+            "in levels 4 = 2 that the ledger has ahead + 2 that it does not list: what was "
+            "cancelled or moved stays there until it was due"
+        )
+
+        ledger.stop()
+        lines = shop.lines("status")
+        waiting = lines.index("waiting 4, or fewer: what was cancelled or moved is among them")
+        assert lines[waiting + 1] == "next due within 2 h 17 min"
+        assert lines[waiting + 2] == "overdue unknown (the ledger is away)"
+        assert lines[waiting + 3 : waiting + 5] == ["parked 0", "stuck 0"]
+        assert lines[-1].startswith(f"ledger the ledger at {ledger.url} does not answer: ")
+        told = shop.told("status")
+        assert (told["waiting"], told["in_levels"], told["overdue"]) == (4, 4, None)
+        assert "does not answer" in told["ledger"]["error"]
+
+
+@on_one_version
+def test_status_tells_tasks_by_a_ledger_in_streams(
+    tmp_path: Path, rabbitmq: PrivateRabbitMQ, vhost_url: str
+) -> None:
+    """It forgets what is due: overdue is unknown, not 0."""
+    settings = {"management_url": rabbitmq.management_url, "levels": 20, "ledger": "stream"}
+    shop = Project(tmp_path).write(INSTALLED, vhost_url, **settings)
+    with Celery("shop", broker=vhost_url, set_as_current=False) as app:
+        four_tasks(install(app, **settings), overdue_in=3)
+    told = shop.told("status")
+    assert told["waiting"] == shop.told("ls")["total"] == 2
+    assert (told["in_levels"], told["not_in_ledger"], told["overdue"]) == (4, 2, None)
+    assert told["next_due_within_seconds"] == pytest.approx(4230, abs=120)
+    lines = shop.lines("status")
+    assert "overdue unknown (a ledger in streams forgets what is due)" in lines
+    assert any(line.startswith("in levels 4 = 2 that the ledger has") for line in lines)
+    assert lines[-1] == "ledger streams"
 
 
 @on_one_version
@@ -638,12 +716,18 @@ def test_purge_asks_first(shop: Project, vhost_url: str) -> None:
         for answer in ("n\n", "\n", ""):
             done = shop.delay("purge", answer=answer)
             assert done.returncode == 1
-            assert f"Throw away all that waits in {SLOW_TOPOLOGY.name}?" in done.stdout
+            assert done.stdout == ""
+            assert f"Throw away all that waits in {SLOW_TOPOLOGY.name}? [y/N]: " in done.stderr
             assert waiting() == 3
         done = shop.delay("purge", answer="y\n")
         assert done.returncode == 0
-        assert done.stdout.endswith("3 delayed message(s) thrown away\n")
+        assert done.stdout == "3 delayed message(s) thrown away\n"
         assert waiting() == 0
+
+        fill()
+        done = shop.delay("purge", "--json", answer="y\n")
+        assert json.loads(done.stdout) == {"name": SLOW_TOPOLOGY.name, "purged": 3}
+        assert done.stdout[0] == "{"
 
         fill()
         assert shop.lines("purge", "-f") == ["3 delayed message(s) thrown away"]
@@ -698,7 +782,8 @@ def test_parked_messages_are_listed_requeued_and_purged(shop: Project, vhost_url
 
         done = shop.delay("parked", "purge", answer="n\n")
         assert done.returncode == 1
-        assert f"Throw away all messages in {TOPOLOGY.parking_queue}?" in done.stdout
+        assert done.stdout == ""
+        assert f"Throw away all messages in {TOPOLOGY.parking_queue}?" in done.stderr
         assert parked_count(connection) == 1
         assert shop.lines("parked", "purge", "-f") == ["1 parked message(s) thrown away"]
         assert shop.told("parked", "purge", "-f") == {"purged": 0}
@@ -735,9 +820,9 @@ def test_plan_needs_no_broker(project: Project) -> None:
     lines = project.lines("plan", "0.33", "--queue", "eu.orders")
     assert lines == [
         "0.33 s waits 0.34 s in 2 hop(s), then goes to 'eu.orders'",
-        "level queue waits s",
-        f"{TOPOLOGY.level_queue(16)} 0.32",
-        f"{TOPOLOGY.level_queue(1)} 0.02",
+        "level queue waits",
+        f"{TOPOLOGY.level_queue(16)} 0.32 s",
+        f"{TOPOLOGY.level_queue(1)} 0.02 s",
         f"published to {TOPOLOGY.entry_exchange(17)}",
         "routing key 0.0.0.1.0.0.0.1.%.eu.orders",
     ]

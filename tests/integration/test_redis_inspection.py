@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -122,6 +123,9 @@ def test_status_counts(shop: Project, connection: Any, empty_redis: PrivateRedis
     for seconds in (90, 200):
         publish(connection, "later", "jobs", delay=seconds)
     found = shop.told("status")
+    lines = shop.lines("status")
+    assert re.fullmatch(r"next due in (1 min( \d+ s)?|\d+ s)", lines[1])
+    assert lines[2:] == ["overdue 0", "parked 1"]
     within = found.pop("next_due_within_seconds")
     assert 30 < within <= 90
     assert found == {
@@ -132,6 +136,20 @@ def test_status_counts(shop: Project, connection: Any, empty_redis: PrivateRedis
         "parked": 1,
         "promoting": False,
     }
+
+
+def test_status_says_who_must_promote_what_is_overdue(
+    shop: Project, connection: Any, empty_redis: PrivateRedis
+) -> None:
+    publish(connection, "late", "jobs", delay=60)
+    store = store_of(connection)
+    member = store.client.zrange(store.keys.due, 0, 0)[0]
+    due_us = int(store.client.zscore(store.keys.due, member)) - 4_000_000_000
+    store.client.zadd(store.keys.due, {member: due_us})
+    lines = shop.lines("status")
+    assert lines[:2] == ["waiting 1", "next due overdue"]
+    assert re.fullmatch(r"overdue 1, the first for 1 h \d+ min", lines[2])
+    assert lines[-1].endswith("and no `celery -A PROJ delay promote` is running")
 
 
 def test_parked_list_requeue_and_purge(
@@ -168,7 +186,9 @@ def test_parked_list_requeue_and_purge(
 def test_purge_asks_first(shop: Project, connection: Any, empty_redis: PrivateRedis) -> None:
     park(connection, empty_redis)
     publish(connection, "later", "jobs", delay=60)
-    assert shop.delay("purge", answer="n\n").returncode == 1
+    refused = shop.delay("purge", "--json", answer="n\n")
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert f"Throw away all that waits in {NAME}? [y/N]: " in refused.stderr
     assert store_of(connection).census().waiting == 1
     assert shop.told("purge", "--force") == {"name": NAME, "purged": 1}
     census = store_of(connection).census()
@@ -177,7 +197,9 @@ def test_purge_asks_first(shop: Project, connection: Any, empty_redis: PrivateRe
 
 def test_plan_needs_no_levels(shop: Project) -> None:
     done = shop.delay("plan", "90")
-    assert done.stdout == "90 s waits 90 s in celery_delay.v2.due, then goes to 'celery'\n"
+    assert (
+        done.stdout == "1 min 30 s waits 1 min 30 s in celery_delay.v2.due, then goes to 'celery'\n"
+    )
     assert shop.told("plan", "0.0015") == {
         "delay_seconds": 0.0015,
         "waits_seconds": 0.0015,

@@ -127,20 +127,12 @@ def test_the_command_line_lists_cancels_and_moves(
     assert [task["id"] for task in listed["tasks"]] == ["order-1", "order-3"]
     assert shop.lines("ls", "-n", "1")[-1] == "1 of 6 waiting"
     assert shop.lines("ls", "--histogram")[-1] == "6 waiting"
-    assert shop.told("show", "order-2")[0]["kwargs"] == "{'order': 2, 'text': 'wurst'}"
-    assert shop.told("show", "nobody", status=1) == []
-    assert shop.told("cancel", "--search", "käse", "--dry-run")["ids"] == [
-        "order-1",
-        "order-3",
-        "order-5",
-    ]
+    assert shop.told("show", "order-2")["kwargs"] == "{'order': 2, 'text': 'wurst'}"
     assert shop.delay("cancel", "--search", "käse", answer="n\n").returncode == 1
-    seen = shop.told("cancel", "order-1", "order-1", "order-99", "--dry-run")
-    assert seen["ids"] == ["order-1"]
     assert delay.count() == 6
     done = shop.delay("cancel", "--search", "käse", answer="y\n")
-    assert "Cancel 3 task(s)?" in done.stdout
-    assert done.stdout.endswith("3 task(s) cancelled\n")
+    assert "Cancel 3 task(s)?" in done.stderr
+    assert done.stdout == "3 task(s) cancelled\n"
     assert shop.lines("reschedule", "order-0", "--countdown", "5000")[0].startswith(
         "order-0 is due 2"
     )

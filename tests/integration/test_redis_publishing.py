@@ -317,7 +317,7 @@ def assert_nothing_sent(server: PrivateRedis) -> None:
 
 def test_beyond_the_longest_delay(empty_redis: PrivateRedis) -> None:
     with delaying(empty_redis.url, levels=4, resolution=1) as connection:
-        with pytest.raises(DelayTooLong, match=r"exceeds the longest delay of 15\.000 s"):
+        with pytest.raises(DelayTooLong, match=r"exceeds the longest delay of 15 s:"):
             publish(connection, "hello", "jobs", delay=20)
         assert_nothing_sent(empty_redis)
         publish(connection, "hello", "jobs", delay=14)

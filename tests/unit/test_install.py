@@ -246,15 +246,15 @@ def test_a_countdown_that_celery_cannot_compute_is_refused_in_plain_words(
     countdown: float, error: type[Exception]
 ) -> None:
     app = install(plain_app())
-    with pytest.raises(error, match=r"268,435,45[56]"):
+    with pytest.raises(error, match=r"3106 d 21 h"):
         app.send_task("t", countdown=countdown)
 
     @app.task(name="t", shared=False)  # else every later app of this process gets it
     def task() -> None: ...
 
-    with pytest.raises(error, match=r"268,435,45[56]"):
+    with pytest.raises(error, match=r"3106 d 21 h"):
         task.apply_async(countdown=countdown)
-    with pytest.raises(error, match=r"268,435,45[56]"):
+    with pytest.raises(error, match=r"3106 d 21 h"):
         task.s().apply_async(countdown=countdown)
 
 

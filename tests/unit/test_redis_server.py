@@ -106,7 +106,7 @@ def test_a_hosted_server_that_cannot_be_configured_is_given_advice_only() -> Non
 
 @pytest.mark.parametrize(
     ("ahead_seconds", "said"),
-    [(0, None), (-1, None), (1, None), (1.5, "1.5 s ahead of"), (-7.25, "7.2 s behind")],
+    [(0, None), (-1, None), (1, None), (1.5, "1.5 s ahead of"), (-72.25, "1 min 12 s behind")],
 )
 def test_clocks_that_differ_are_said_when_it_matters(
     ahead_seconds: float, said: str | None

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from time import time_ns
 from typing import Any
 
 from amqp.exceptions import NotFound, ResourceLocked
 
-from ...core.errors import LedgerUnavailable, UnsupportedBroker
+from ...core.errors import LedgerUnavailable, NativeDelayError, UnsupportedBroker
 from ...core.finding import WRONG, Finding
 from ...core.settings import DelaySettings
+from ...core.shown_url import without_password
 from ..contract import Backlog, ParkedTask, Rescue
 from .declaring import permissions_explained
-from .inspection import Status, examine, levels, status, verify
+from .inspection import LedgerStatus, Status, examine, levels, status, verify
 from .management import ManagementAPI, management_of
 from .parking import count, peek, purge, rescue
 from .preparation import Prepared
@@ -86,6 +87,13 @@ class RabbitMQAdminPart:
         with permissions_explained(self._topology):
             return status(self._delays, self._api())
 
+    def status_with_ledger(self) -> Status:
+        """See :class:`~celery_native_delay.transports.contract.CountsByLedger`."""
+        found = self.status()
+        if self._settings.ledger is None:
+            return found
+        return replace(found, ledger=self._ledger_status())
+
     def backlog(self) -> Backlog:
         """The same as numbers, over AMQP alone; what is due when, as far as the ledger has it."""
         with permissions_explained(self._topology):
@@ -142,6 +150,19 @@ class RabbitMQAdminPart:
             if self._settings.ledger_url is not None:
                 return purge(self._delays)
             return self._purged(self.parking)
+
+    def _ledger_status(self) -> LedgerStatus:
+        in_streams = self._settings.streams_ledger
+        where = "streams" if in_streams else without_password(str(self._settings.ledger))
+        try:
+            ledger = self._channel.ledger(self._settings)
+            try:
+                now_us = time_ns() // 1000
+                return LedgerStatus.of(ledger, where, now_us=now_us, keeps_overdue=not in_streams)
+            finally:
+                ledger.close()
+        except NativeDelayError as exc:
+            return LedgerStatus(where, error=str(exc))
 
     def _purged(self, queue: str) -> int:
         try:

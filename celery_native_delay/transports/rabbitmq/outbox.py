@@ -21,6 +21,7 @@ from typing import Any
 from amqp.exceptions import AMQPError
 from kombu import Connection
 
+from ...core.durations import duration
 from ...core.errors import NativeDelayError, PublishRefused
 from ...core.refusal import RefusedMessage
 from ...core.settings import DelaySettings
@@ -121,7 +122,7 @@ class Outbox:
             if left is not None and left <= 0:
                 raise TimeoutError(
                     f"{self.unconfirmed_count} delayed message(s) not confirmed within "
-                    f"{timeout_seconds} s; they are kept and will be sent again"
+                    f"{duration(timeout_seconds or 0.0)}; they are kept and will be sent again"
                 )
             self._wake.wait(min(retry_seconds, left or retry_seconds))
             retry_seconds = min(retry_seconds * 2, _LONGEST_RETRY_SECONDS)

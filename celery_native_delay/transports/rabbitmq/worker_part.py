@@ -9,6 +9,7 @@ import amqp
 from amqp.exceptions import AccessRefused
 
 from ...core.delayed import Delayed
+from ...core.durations import duration
 from ...core.errors import NativeDelayError, NotPermitted
 from ...core.finding import Finding
 from ...core.settings import DelaySettings
@@ -33,10 +34,10 @@ class RabbitMQWorkerPart:
         prepared = self._delays.prepare(consuming=True)
         settings = self.settings
         return (
-            f"{settings.levels} {settings.queue_type} levels of {settings.resolution:g} s on "
+            f"{settings.levels} {settings.queue_type} levels of {duration(settings.resolution)} on "
             f"{where}, {'declared' if prepared.declared else 'found declared'} in "
             f"{prepared.seconds * 1000:.0f} ms; {self._delays.mirror.known_count} bindings; "
-            f"longest delay {settings.longest_delay_seconds / 86400:.0f} days; adopting "
+            f"longest delay {duration(settings.longest_delay_seconds)}; adopting "
             f"{'on' if settings.adopt else 'off'}; ledger "
             f"{_where_the_ledger_is(settings)}"
             + (

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ...core.durations import duration
 from ...core.errors import NativeDelayError
 from ...core.finding import Finding
 from ...core.redis_server import clocks
@@ -32,7 +33,7 @@ class RedisWorkerPart:
         return (
             f"{where} ({server}) holds delayed tasks under {self._delays.keys.space}: "
             f"{census.waiting} waiting, {census.parked} parked; promoting in this worker; longest "
-            f"delay {self.settings.longest_delay_seconds / 86400:.0f} days; adopting "
+            f"delay {duration(self.settings.longest_delay_seconds)}; adopting "
             f"{'on' if self.settings.adopt else 'off'}"
         )
 

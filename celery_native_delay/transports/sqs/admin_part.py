@@ -62,16 +62,22 @@ class QueueStatus:
 
 @dataclass(frozen=True)
 class Status:
-    """What waits in SQS."""
+    """What waits in SQS; when the first is due nobody can know, and nothing is parked."""
 
+    name: str
     queues: list[QueueStatus]
+    parked: int = 0
 
     @property
     def waiting(self) -> int:
         return sum(each.here + (each.on_the_way or 0) for each in self.queues)
 
+    @property
+    def overdue(self) -> int:
+        return sum(each.overdue for each in self.queues)
+
     def as_json(self) -> dict[str, Any]:
-        return {"waiting": self.waiting} | asdict(self)
+        return asdict(self) | {"waiting": self.waiting, "overdue": self.overdue}
 
     def lines(self, table: Callable[..., str]) -> list[str]:
         rows = [
@@ -79,12 +85,18 @@ class Status:
             for each in self.queues
         ]
         overdue = [
-            f"{each.queue}: {each.overdue} message(s) lie in its delay queue and nobody "
-            f"takes them: {_RELAY}"
+            f"{each.queue}: about {each.overdue} message(s) have done their wait and nobody takes "
+            f"them from its delay queue: {_RELAY}"
             for each in self.queues
             if each.overdue
         ]
-        return [table(("queue", "waiting here", "in its delay queue"), rows), *overdue]
+        return [
+            table(("queue", "waiting here", "in its delay queue"), rows),
+            f"waiting   about {self.waiting}",
+            "next due  unknown (SQS does not tell)",
+            f"overdue   {f'about {self.overdue}' if self.overdue else 0}",
+            *overdue,
+        ]
 
 
 class SqsAdminPart:
@@ -160,7 +172,7 @@ class SqsAdminPart:
 
     def status(self) -> Status:
         """Count what waits, as far as SQS tells: its numbers are some seconds old."""
-        return Status([self._status(queue) for queue in self._queues])
+        return Status(self.name, [self._status(queue) for queue in self._queues])
 
     def backlog(self) -> Backlog:
         """The same as one number; when the first is due nobody can know."""

@@ -10,6 +10,7 @@ from uuid import uuid4
 from botocore.exceptions import BotoCoreError, ClientError
 from kombu.exceptions import OperationalError
 
+from ...core.durations import duration
 from ...core.errors import NativeDelayError, TopologyMismatch
 from ...core.finding import Finding
 from ...core.settings import DelaySettings
@@ -50,16 +51,16 @@ class SqsWorkerPart:
         self._queues = [queue for queue in self._queues if queue not in wrong]
         for name in lacking:
             logger.warning(
-                "native delay: %s %s. Tasks that are due in more than %d s come back to a worker "
+                "native delay: %s %s. Tasks that are due in more than %s come back to a worker "
                 "that often",
                 name,
                 why_not_made(name),
-                self._delays.hop_seconds,
+                duration(self._delays.hop_seconds),
             )
         return (
-            f"{where} holds delayed tasks, for longer than {self._delays.hop_seconds} s in "
+            f"{where} holds delayed tasks, for longer than {duration(self._delays.hop_seconds)} in "
             f"{', '.join(found) or 'no queue'}; relaying in this process; longest delay "
-            f"{self.settings.longest_delay_seconds / 86400:.0f} days; adopting "
+            f"{duration(self.settings.longest_delay_seconds)}; adopting "
             f"{'on' if self.settings.adopt else 'off'}"
         )
 

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...core.durations import duration
 from ...core.errors import NativeDelayError, StoreUnavailable
 from ...core.finding import WRONG, Finding
 from ...core.settings import DelaySettings
@@ -45,7 +46,7 @@ class StoreWorkerPart:
         return (
             f"{store.shown_url} holds delayed tasks of {where}: {found}; "
             f"dispatching in this worker; longest delay "
-            f"{self.settings.longest_delay_seconds / 86400:.0f} days; adopting "
+            f"{duration(self.settings.longest_delay_seconds)}; adopting "
             f"{'on' if self.settings.adopt else 'off'}"
         )
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from ...core.durations import duration
 from ...core.finding import WRONG, Finding
 from ..contract import Backlog
 
@@ -72,10 +73,11 @@ class Status:
 
     def lines(self, table: Callable[..., str]) -> list[str]:
         due = self.next_due_within_seconds
-        late = f", the first for {self.overdue_seconds:g} s" if self.overdue else ""
+        until = "-" if due is None else "overdue" if self.overdue else f"in {duration(due)}"
+        late = f", the first for {duration(self.overdue_seconds)}" if self.overdue else ""
         return [
             f"waiting   {self.waiting}",
-            f"next due  {'-' if due is None else f'within {due:g} s'}",
+            f"next due  {until}",
             f"overdue   {self.overdue}{late}",
             f"parked    {self.parked}",
             *([f"{NOTHING_PROMOTES}: {_WAY_OUT}"] if self.overdue and not self.promoting else []),
@@ -85,7 +87,7 @@ class Status:
         """What is wrong if nothing hands over, or cannot."""
         found = []
         late = (
-            f"{self.overdue} message(s) overdue, the first for {self.overdue_seconds:.0f} s"
+            f"{self.overdue} message(s) overdue, the first for {duration(self.overdue_seconds)}"
             if self.overdue
             else f"{self.waiting} message(s) waiting"
         )

@@ -22,6 +22,7 @@ from amqp import spec
 from amqp.exceptions import AMQPError
 from kombu import Connection
 
+from ....core.durations import duration
 from ....core.errors import LedgerUnavailable, NativeDelayError
 from ....core.ledger_streams import Stream
 from ....core.topology import Topology
@@ -168,7 +169,7 @@ class Follower(Thread):
                 patience_seconds = PATIENCE_SECONDS if self._error is None else _LOST_SECONDS
                 waited_seconds = monotonic() - max(begun, self._read_at)
                 if self._stopping or waited_seconds > patience_seconds:
-                    reason = self._error or f"nothing was read for {patience_seconds:g} s"
+                    reason = self._error or f"nothing was read for {duration(patience_seconds)}"
                     raise LedgerUnavailable(
                         f"the ledger in the streams of {self._client.as_uri()} does not answer: "
                         f"{reason}; {self._meaning}"
@@ -232,7 +233,7 @@ class Follower(Thread):
         while token in self._marks and not self._stopping:
             self._follow()
             if monotonic() - self._read_at > PATIENCE_SECONDS:
-                raise TimeoutError(f"nothing was read for {PATIENCE_SECONDS:g} s")
+                raise TimeoutError(f"nothing was read for {duration(PATIENCE_SECONDS)}")
             if channel.take_returned():
                 raise LeadsNowhere(f"{self._ledger.exchange} leads nowhere")
         with self.lock:
@@ -258,7 +259,9 @@ class Follower(Thread):
             self._unacked = 0
         if spec.Basic.QosOk in channel._pending:
             if monotonic() - self._heard_at > _UNANSWERED_SECONDS:
-                raise TimeoutError(f"the broker has not answered for {_UNANSWERED_SECONDS:g} s")
+                raise TimeoutError(
+                    f"the broker has not answered for {duration(_UNANSWERED_SECONDS)}"
+                )
         elif monotonic() - self._pinged_at > _PING_SECONDS:
             self._ping(channel)
 

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import amqp
 
 from ....core.delayed import Replaces
+from ....core.durations import duration
 from ....core.errors import LedgerUnavailable
 from ....core.finding import Finding
 from ....core.ledger import ALL, Outcome, Page, Query, Verdict, Waiting, ids_by_page
@@ -242,8 +243,8 @@ def _too_late(task: Waiting) -> str:
     if seconds <= 0:
         return "it was handed over meanwhile"
     return (
-        f"it is due in {seconds:.1f} s, and a ledger in streams takes changes until "
-        f"{MARGIN_SECONDS:g} s before"
+        f"it is due in {duration(seconds)}, and a ledger in streams takes changes until "
+        f"{duration(MARGIN_SECONDS)} before"
     )
 
 
