@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from .group import as_json_option, command, print_json, settings, table
+
+if TYPE_CHECKING:
+    from ..core.settings import DelaySettings
 
 _UNITS = {"d": 86_400, "h": 3600, "m": 60, "s": 1}
 
@@ -62,7 +65,7 @@ def plan(
 
     chosen = settings(ctx)
     check_countdown(seconds, longest_delay_seconds=chosen.longest_delay_seconds)
-    apps: Any = None if transport else ctx.obj.app.connection_for_write().transport
+    apps: Any = None if transport else _transport(ctx, chosen)
     if transport == "sqs" or getattr(apps, "driver_type", "") == "sqs":
         _plan_hops(chosen.sqs_hop_seconds, seconds, queue, price_per_million, as_json)
         return
@@ -91,6 +94,15 @@ def plan(
     click.echo(table(("level queue", "waits s"), rows))
     click.echo(f"published to  {entry or '(default exchange)'}")
     click.echo(f"routing key   {key}")
+
+
+def _transport(ctx: click.Context, chosen: DelaySettings) -> Any:
+    """The app's own, if anything can wait on it."""
+    from ..celery_app.broker import check_fits
+
+    connection = ctx.obj.app.connection_for_write()
+    check_fits(connection, chosen)
+    return connection.transport
 
 
 def _plan_without_levels(key: str, seconds: float, queue: str, as_json: bool) -> None:
