@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from celery import Celery, states
 from celery.backends.base import DisabledBackend
 from celery.utils.log import get_logger
+from kombu.exceptions import OperationalError
 
 from ..core import ledger
 from ..core.due_time import check_countdown, due_us
@@ -22,6 +23,7 @@ from ..core.errors import (
 )
 from ..core.ledger import Bar, Ledger, Outcome, Page, Query, Verdict, Waiting
 from ..core.settings import DelaySettings
+from .broker import name_broker
 from .install import delaying_channel, installed
 
 logger = get_logger(__name__)
@@ -186,6 +188,13 @@ class Delay:
             raise LedgerUnavailable(f"{done} of {len(ids)} were changed, then {exc}") from exc
 
     def _ask(self, question: Callable[[Ledger], T]) -> T:
+        try:
+            return self._ask_on_a_connection(question)
+        except OperationalError as exc:
+            name_broker(exc, self._app)
+            raise
+
+    def _ask_on_a_connection(self, question: Callable[[Ledger], T]) -> T:
         with self._app.connection_or_acquire() as connection:
             for last_try in (False, True):
                 try:

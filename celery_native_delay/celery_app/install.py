@@ -14,12 +14,13 @@ from celery import Celery
 from celery.local import Proxy
 from celery.utils.imports import symbol_by_name
 from kombu import Connection
-from kombu.transport import TRANSPORT_ALIASES
+from kombu.exceptions import OperationalError
 
 from ..core.due_time import check_countdown
 from ..core.errors import SettingsError, UnsupportedBroker
 from ..core.settings import DelaySettings, check_settings
-from ..kombu_hook import OPTION, needs_store, option_of, register_transports, transport_of
+from ..kombu_hook import OPTION, check_url, option_of, register_transports, transport_of
+from .broker import check_fits, name_broker, told_on_command_lines, why_nothing_waits
 
 logger = logging.getLogger(__name__)
 
@@ -37,11 +38,6 @@ EXPECTED_URLS = {
     "sqs": "sqs://",
 }
 
-_WAY_TO_STORE = (
-    "; set native_delay_store to the URL of a database, such as "
-    '"sqlite:////var/lib/shop/delays.db", in workers and producers'
-)
-
 #: The consumer bootstep by name: only a worker loads it.
 BOOTSTEP = "celery_native_delay.celery_app.bootsteps:NativeDelay"
 
@@ -58,6 +54,8 @@ class Installation:
         self._amqp: Any = None
         self._connected_enabled: bool | None = None
         self._warned_of: set[str] = set()
+        self.insists = False
+        """Whether a broker in which nothing can wait is an error: of a command, not of an app."""
 
     def settings(self) -> DelaySettings:
         """The settings in force: configuration first, keywords of ``install()`` on top.
@@ -93,9 +91,13 @@ class Installation:
         """``app._connection``, with delayed delivery asked for in its transport options."""
         # Looked up each time: the class's may be replaced after us, by an APM for one.
         connect = self._earlier_connection or partial(type(self.app)._connection, self.app)
-        connection = connect(*args, **kwargs)
         self._connected_enabled = self.enabled
-        if self._connected_enabled:
+        if not self._connected_enabled:
+            return connect(*args, **kwargs)
+        with told_on_command_lines():
+            url = args[0] if args else kwargs.get("url")
+            check_url(url, alias=kwargs.get("transport") or self.app.conf.broker_transport)
+            connection = connect(*args, **kwargs)
             settings = self._settings_or_error()
             if self._fits(connection, settings):
                 options = {OPTION: option_of(settings)} | (connection.transport_options or {})
@@ -121,7 +123,12 @@ class Installation:
             if self.app.conf.task_protocol == 1:
                 _give_eta_header(self._amqp)
         send_task = self.earlier_send_task or partial(type(self.app).send_task, self.app)
-        return send_task(name, args, kwargs, countdown, *more, **options)
+        try:
+            return send_task(name, args, kwargs, countdown, *more, **options)
+        except OperationalError as exc:
+            if options.get("connection") is None and options.get("producer") is None:
+                name_broker(exc, self.app)
+            raise
 
     def _settings_or_error(self) -> DelaySettings | SettingsError:
         try:
@@ -155,13 +162,11 @@ class Installation:
                 f"transport {name!r}, which cannot delay: use pyamqp:// to avoid librabbitmq, "
                 f"remove broker_transport, or set native_delay_enabled = False"
             )
-        problem = (
-            f"native delay has no {'store' if needs_store(name) else 'transport'} for "
-            f"{name if name in TRANSPORT_ALIASES else repr(name)}"
-        )
-        way_out = _WAY_TO_STORE if needs_store(name) else ""
+        problem, way_out = why_nothing_waits(name)
         if isinstance(settings, DelaySettings) and settings.strict:
             raise UnsupportedBroker(f"{problem}, and native_delay_strict is on{way_out}")
+        if self.insists:
+            raise UnsupportedBroker(f"{problem}{way_out}")
         if name not in self._warned_of:
             self._warned_of.add(name)
             logger.warning(
@@ -266,14 +271,15 @@ def delaying_channel(app: Any, connection: Any) -> tuple[Any, DelaySettings]:
         UnsupportedBroker: no delayed task can wait there.
     """
     settings = installed(app).settings()
+    if not settings.enabled:
+        raise UnsupportedBroker(
+            "native_delay_enabled is off in this app: nothing waits in its broker"
+        )
+    check_fits(connection, settings)
     channel = connection.default_channel
     if not hasattr(channel, "admin_part"):
-        if hasattr(connection.transport, "waits_in"):
-            raise UnsupportedBroker(
-                f"{connection.as_uri()} delays by itself: there is nothing to ask or to do there"
-            )
         raise UnsupportedBroker(
-            f"expected a broker in which delayed tasks can wait, got {connection.as_uri()}"
+            f"{connection.as_uri()} delays by itself: there is nothing to ask or to do there"
         )
     return channel, settings
 

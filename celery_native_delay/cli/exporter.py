@@ -44,16 +44,16 @@ def exporter(
     import signal
     from threading import Event
 
+    from ..core.extras import ExtraMissing
+
     try:
-        from prometheus_client import start_http_server
-    except ImportError as exc:
-        raise click.UsageError(
-            "metrics need prometheus_client: pip install 'celery_native_delay[metrics]'"
-        ) from exc
-    from ..metrics import expose
+        from ..metrics import expose
+    except ExtraMissing as exc:
+        raise click.ClickException(str(exc)) from exc
+    from prometheus_client import start_http_server
 
     app = ctx.obj.app
-    installed_settings(ctx)
+    installed_settings(ctx, insists=False)  # events come from any broker
     app.log.setup_logging_subsystem(loglevel=loglevel.upper())
     stopping = Event()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -13,17 +13,17 @@ from kombu.transport import pgmq
 
 from ..core.settings import DelaySettings
 from .virtual.bulk_line import BulkLine
-from .virtual.channel import DelayingChannel, DelayingTransport
+from .virtual.channel import DelayingTransport, PublishingChannel
 from .virtual.collecting import Collecting, PlainPut
 from .virtual.outbox import Batch, CallingOutbox, NotTaken
 
 
-class Channel(pgmq.Channel):  # type: ignore[misc]
+class Channel(PublishingChannel, pgmq.Channel):  # type: ignore[misc]
     """A channel whose messages with an ETA ahead stay invisible until then."""
 
     def _pgmq_send_kwargs(self, message: dict[str, Any]) -> dict[str, Any]:
         """What kombu hands to pgmq's ``send`` and ``send_topic``."""
-        due_us = DelayingChannel.due_of(message)
+        due_us = self.due_of(message)
         if due_us is not None:
             wait_us = due_us - time_ns() // 1000
             message["properties"]["DelaySeconds"] = max(-(-wait_us // 1_000_000), 1)

@@ -25,7 +25,7 @@ from tests.conformance.brokers import (
     whole_seconds,
 )
 from tests.conformance.traffic import attended, delaying, plain, waiting_count, waiting_now
-from tests.traffic import DIRECT, QUEUES, TOPIC, Arrival, Inbox, inbox, publish
+from tests.traffic import DIRECT, QUEUES, TOPIC, Arrival, Inbox, eta_in, inbox, publish
 from tests.waiting import wait_until
 
 FANOUT = Exchange("news", type="fanout")
@@ -302,6 +302,31 @@ def test_a_producer_goes_on_after_its_broker_was_wiped(broker: Broker, url: str)
             arrivals = received.wait_for(2)
     assert {arrival.body for arrival in arrivals} == {"hello", "again"}
     assert min(arrival.lateness_seconds for arrival in arrivals) >= -EARLY_SECONDS
+
+
+@pytest.mark.parametrize("used", [True, False], ids=["used before", "never used"])
+def test_a_publish_on_a_channel_whose_connection_went_away_is_tried_again(
+    url: str, used: bool
+) -> None:
+    """It is an error that kombu recovers from; and the message is there once."""
+    with attended(url), delaying(url) as connection:
+        producer = connection.Producer()
+        eta = {"headers": {"eta": eta_in(2)}, "routing_key": "jobs"}
+        if used:
+            producer.publish("before", **eta)
+        else:
+            assert producer.channel.connection is not None
+        connection.collect()  # as kombu does when anything else on it met an outage
+        for exchange in ("", TOPIC.name):
+            with pytest.raises(connection.recoverable_connection_errors):
+                producer.publish("refused", exchange=exchange, **eta)
+        producer.publish("again", **eta, retry=True, retry_policy={"max_retries": 3})
+        with delaying(url) as reading, inbox(reading, "jobs") as received:
+            arrivals = received.wait_for(1 + used)
+            publish(reading, "last", "jobs")
+            received.receive_until(lambda: received.arrivals[-1].body == "last")
+    assert sorted(each.body for each in arrivals) == ["again", "before"][: 1 + used]
+    assert [each.body for each in received.arrivals[1 + used :]] == ["last"]
 
 
 def test_messages_wait_through_a_restart(broker: Broker, url: str) -> None:

@@ -18,7 +18,7 @@ from celery_native_delay.celery_app.install import delaying_channel
 from celery_native_delay.core.finding import UNCHECKED
 from pytest_celery_native_delay import installed
 from tests.postgresql import find_postgresql, private_postgresql
-from tests.traffic import inbox, publish
+from tests.traffic import eta_in, inbox, publish
 
 pytest.importorskip("celery_native_delay.transports.pgmq", reason="kombu before 5.7")
 pgmq = pytest.importorskip("pgmq.install")
@@ -50,6 +50,23 @@ def connection(database: str) -> Iterator[Any]:
     delaying = {"native_delay": True, **options_of(database)}
     with Connection("pgmq://", transport_options=delaying) as connection:
         yield connection
+
+
+def test_a_publish_on_a_channel_whose_connection_went_away_is_tried_again(connection: Any) -> None:
+    """It is an error that kombu recovers from; and the message is there once."""
+    late = {"headers": {"eta": eta_in(1)}, "routing_key": "again"}
+    producer = connection.Producer()
+    assert producer.channel.connection is not None
+    connection.collect()
+    with pytest.raises(connection.recoverable_connection_errors):
+        producer.publish("refused", **late)
+    producer.publish("sent", **late, declare=[Queue("again")], retry=True)
+    with inbox(connection, "again") as received:
+        (arrival,) = received.wait_for(1)
+        publish(connection, "last", "again")
+        received.receive_until(lambda: received.arrivals[-1].body == "last")
+    assert arrival.body == "sent"
+    assert len(received.arrivals) == 2
 
 
 @pytest.mark.parametrize(

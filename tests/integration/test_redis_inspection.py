@@ -223,7 +223,8 @@ def test_a_broker_that_is_not_there_is_one_sentence(
     for command in (("status",), ("verify",), ("parked", "list"), ("promote",)):
         done = shop.delay(*command)
         assert done.returncode == 1
-        assert done.stderr.startswith("Error: the broker cannot be used: ")
+        assert done.stderr.startswith("Error: the broker redis://")
+        assert f"@127.0.0.1:{own_redis.port}/" in done.stderr.partition(" cannot be used: ")[0]
         assert "; is it running, " in done.stderr
         assert ".;" not in done.stderr
 

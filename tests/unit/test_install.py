@@ -17,6 +17,7 @@ from celery.local import Proxy
 from kombu import Queue
 
 from celery_native_delay import (
+    Delay,
     DelaySettings,
     DelayTooLong,
     InvalidDueTime,
@@ -379,6 +380,12 @@ def test_enabled_false_in_a_namespace_leaves_all_as_celery_has_it(later: bool) -
     install(with_quorum_queue(app))
     assert asked_by(app) is None
     assert celery.app.base.detect_quorum_queues(app, "amqp") == (True, "quorum")
+
+
+def test_what_waits_is_asked_of_nobody_while_it_is_off() -> None:
+    """Not said to delay by itself, as of a broker that nobody needs to ask."""
+    with pytest.raises(UnsupportedBroker, match="native_delay_enabled is off in this app"):
+        Delay(install(memory_app("unit-off"), enabled=False)).ls()
 
 
 # ---- other brokers -------------------------------------------------------------------------
