@@ -14,6 +14,7 @@ from typing import Any
 from amqp.method_framing import frame_handler
 
 from ...core.topology import is_delay_name
+from .encoded import keep_bytes
 from .envelope import DEATH_HEADERS
 
 _HEADER_FRAME = 2
@@ -45,8 +46,10 @@ def handler_of_read_headers(connection: Any, callback: Callable[..., Any]) -> An
     read: dict[int, dict[str, Any]] = {}
 
     def on_method(channel_id: int, method: Any, arguments: bytes, content: Any) -> Any:
-        if content is not None and channel_id in read:
-            content.properties["application_headers"] = read.pop(channel_id)
+        if content is not None:
+            keep_bytes(content)
+            if channel_id in read:
+                content.properties["application_headers"] = read.pop(channel_id)
         return callback(channel_id, method, arguments, content)
 
     on_frame = frame_handler(connection, on_method)

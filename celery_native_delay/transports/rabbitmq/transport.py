@@ -17,6 +17,7 @@ from ...core.settings import DelaySettings
 from ...kombu_hook import OPTION, asks_for_delays, settings_from_option
 from .content_header import handler_of_read_headers
 from .delays import Delays
+from .encoded import as_it_came
 from .envelope import unseal
 from .frame_writer import frame_writer
 from .mirror import is_internal
@@ -42,7 +43,7 @@ class Message(pyamqp.Message):  # type: ignore[misc]
     """
 
     native_delay: Delayed | None = None
-    raw_body: bytes | str = b""
+    raw_body: bytes = b""
 
 
 class Channel(pyamqp.Channel):  # type: ignore[misc]
@@ -218,7 +219,7 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
             raw_message.properties, raw_message.delivery_info, delayed = unsealed
         message = super().message_to_python(raw_message)
         message.native_delay = delayed
-        message.raw_body = raw_message.body
+        message.raw_body = as_it_came(raw_message)
         return message
 
 

@@ -69,6 +69,7 @@ class RabbitMQWorkerPart:
                         due_us=task.due_us,
                         delivery_id=task.delivery_id,
                         replaces=delayed.replaces if delayed is not None and is_same else None,
+                        expires_ms=None if delayed is None else delayed.expires_ms,
                     )
                 except NativeDelayError as exc:
                     refused.append((task, exc))

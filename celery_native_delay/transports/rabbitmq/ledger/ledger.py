@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from secrets import token_hex
 from time import time_ns
 from typing import Any
@@ -116,12 +117,13 @@ class RabbitMQLedger(IndexedLedger):
         old_mark, new_mark = self._keys.marks + old_id, self._keys.marks + new_id
         with self._explained():
             self._client.set(new_mark, member, px=new_ttl_ms)
-        moved = due_then(Entry.decoded(entry), new_due_us, now_ms)
+        moved = due_then(Entry.decoded(entry), new_due_us)
         self._delays.put_back(
             amqp.Message(moved.body, **moved.properties),
             moved.exchange,
             moved.routing_key,
             queue=moved.queue,
+            expires_ms=moved.expires_ms,
             due_us=new_due_us,
             delivery_id=new_id,
             cancelled=cancelled,
@@ -145,12 +147,7 @@ class RabbitMQLedger(IndexedLedger):
             ) from exc
 
 
-def due_then(entry: Entry, due_us: int, now_ms: int) -> Entry:
-    """The same message, due at another time; what is left of its ``expiration`` counts on."""
+def due_then(entry: Entry, due_us: int) -> Entry:
+    """The same message, due at another time; its ``expiration`` ends when it did."""
     headers = {**entry.headers, "eta": eta_of(due_us)}
-    properties = {**entry.properties, "application_headers": headers}
-    if entry.expires_ms is not None:
-        properties["expiration"] = str(max(entry.expires_ms - now_ms, 1))
-    return Entry(
-        properties, entry.body, entry.exchange, entry.routing_key, entry.queue, entry.expires_ms
-    )
+    return replace(entry, properties={**entry.properties, "application_headers": headers})

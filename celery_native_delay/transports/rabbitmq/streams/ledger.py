@@ -158,13 +158,14 @@ class StreamLedger:
         entry = self._fetch(found.place, task.delivery_id)
         made_ms = time_ns() // 1_000_000
         begun = monotonic()
-        moved = due_then(entry, due_us, made_ms)
+        moved = due_then(entry, due_us)
         new_id = token_hex(16)
         self._delays.put_back(
             amqp.Message(moved.body, **moved.properties),
             moved.exchange,
             moved.routing_key,
             queue=moved.queue,
+            expires_ms=moved.expires_ms,
             due_us=due_us,
             delivery_id=new_id,
             cancelled=cancelled,
