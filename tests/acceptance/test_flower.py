@@ -429,6 +429,8 @@ def shows_the_brokers_own(page: DelaysPage, *sentences: str) -> None:
     assert page.find("#delays-error").is_displayed()
     assert page.text("#delays-waiting") == "40", "what was cancelled stays in its level"
     assert re.match(r"within \d", page.text("#delays-next"))
+    card = "return arguments[0].scrollWidth - arguments[0].clientWidth"
+    assert page.chrome.execute_script(card, page.find("#delays-next")) <= 0, "is cut off"
     assert page.text("#delays-overdue") == "\u2014"
     assert page.find("#delays-levels li").is_displayed()
     assert page.find("#delays-show-parked").is_displayed()

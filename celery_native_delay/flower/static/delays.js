@@ -117,6 +117,7 @@
         var next = found.next_due_us ? inWords(found.next_due_us) :
             (found.next_due_within_seconds ? "within " + duration(found.next_due_within_seconds) : "\u2014");
         byId("next").textContent = next.replace(/^in /, "");
+        $(byId("next")).toggleClass("is-within", /^within/.test(next));
         byId("levels-next").textContent = next;
         byId("next").title = found.next_due_us ? iso(found.next_due_us) : "";
         byId("overdue").textContent = number(found.overdue);
