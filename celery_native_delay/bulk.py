@@ -178,8 +178,9 @@ class Bulk:
         Raises:
             NativeDelayError: it cannot wait; the others are not affected.
             PublishRefused: the broker has refused :data:`MOST_REFUSED` tasks.
-            OSError, amqp.exceptions.AMQPError: there has been no connection for a minute; this
-                task was not sent.
+            OSError, amqp.exceptions.AMQPError: there has been no connection for a minute, or
+                there will be none, such as with a wrong password; this task was not sent. An
+                outage is waited out once, however many tasks are sent while it lasts.
         """
         result = self.result
         task_id = task_id or self._ids.uuid()
@@ -212,6 +213,11 @@ class Bulk:
                 refused = tuple(result.refused)
                 raise PublishRefused(f"{result}; the first being {refused[0]}", refused)
         return task_id
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether the broker has been away for too long, or does not let the app in."""
+        return bool(self._line.has_given_up)
 
     # --- private -------------------------------------------------------------------------
 

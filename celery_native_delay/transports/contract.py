@@ -300,6 +300,8 @@ class Outbox(Protocol):
 
     connects: int
     """How often it has connected."""
+    has_given_up: bool
+    """Whether the broker has been away for too long, or will not have us."""
 
     def settle(self, *, timeout_seconds: float | None) -> None:
         """See :meth:`Line.settle`."""
@@ -327,7 +329,7 @@ class Line(Generic[OutboxT]):
         """Return when the broker has answered for everything.
 
         Raises:
-            TimeoutError: it has not after *timeout_seconds*.
+            TimeoutError: it has not after *timeout_seconds*, or it is known that it will not.
         """
         self._outbox.settle(timeout_seconds=timeout_seconds)
 
@@ -343,6 +345,11 @@ class Line(Generic[OutboxT]):
     def generation(self) -> int:
         """Changes with every new connection: what was learnt on the last is not valid any more."""
         return self._outbox.connects
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether the broker has been away for too long, or will not have us."""
+        return self._outbox.has_given_up
 
     def close(self) -> None:
         """Close the connection; what is in doubt is given up."""

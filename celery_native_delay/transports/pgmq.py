@@ -12,6 +12,7 @@ from typing import Any
 from kombu.transport import pgmq
 
 from ..core.settings import DelaySettings
+from .lasting import is_lasting_sql
 from .virtual.bulk_line import BulkLine
 from .virtual.channel import DelayingTransport, PublishingChannel
 from .virtual.collecting import Collecting, PlainPut
@@ -52,6 +53,10 @@ class Outbox(CallingOutbox[PlainPut]):
     def __init__(self, client: Any, window: int) -> None:
         super().__init__(client, window)
         self.lost = (*self.lost, *client.recoverable_connection_errors)
+
+    def is_lasting(self, error: BaseException) -> bool:
+        """See :meth:`~.virtual.outbox.Outbox.is_lasting`."""
+        return is_lasting_sql(error) or super().is_lasting(error)
 
     def _open(self, client: Any) -> Collecting:
         channel = BulkChannel(client.connection)

@@ -233,6 +233,55 @@ def test_what_waits_is_due_when_it_was_planned(
     assert sorted(waiting) == sorted(due_us)
 
 
+def test_what_is_sent_after_it_was_due_is_foretold_counted_and_warned_of(
+    spark: Any,
+    make_app: MakeApp,
+    native_delay_rabbitmq_url: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """At five a second 60 rows take twelve; of the 40 due in three, most are too late."""
+    df = spark.range(60, numPartitions=1).selectExpr(
+        "id as number", "if(id % 3 = 0, 200, 3) as wait"
+    )
+    fan_out = FanOut(
+        df,
+        app=make_app(native_delay_rabbitmq_url, levels=16),
+        task="shop.remind",
+        countdown="wait",
+        kwargs=["number"],
+        max_rate=5.0,
+        connections=1,
+    )
+    plan = fan_out.plan()
+    assert (plan.send_seconds, plan.due_while_sending) == (12, 40)
+    assert "warning: 40 fall due within the 12.0 s" in str(plan)
+    with caplog.at_level("WARNING", logger="celery_native_delay.spark.sending"):
+        result = fan_out.send()
+    assert (result.confirmed, result.failures) == (60, [])
+    assert 20 <= result.sent_after_due <= 40
+    assert f"; {result.sent_after_due} were sent after they were due" in str(result)
+    assert f"{result.sent_after_due} of 60 tasks were sent after they were due" in caplog.text
+
+
+def test_nothing_is_warned_of_that_is_sent_in_time(
+    spark: Any,
+    make_app: MakeApp,
+    native_delay_rabbitmq_url: str,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fan_out = FanOut(
+        spark.range(60),
+        app=make_app(native_delay_rabbitmq_url, levels=16),
+        task="shop.remind",
+        countdown=f.lit(1000),
+        kwargs={"number": "id"},
+    )
+    assert (fan_out.plan().due_while_sending, "warning" in str(fan_out.plan())) == (0, False)
+    with caplog.at_level("WARNING", logger="celery_native_delay.spark.sending"):
+        result = fan_out.send()
+    assert (result.sent_after_due, "due" in str(result), caplog.text) == (0, False, "")
+
+
 @pytest.mark.parametrize(
     ("url", "line", "said"),
     [

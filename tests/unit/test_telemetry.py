@@ -17,7 +17,14 @@ from celery.exceptions import Ignore, Reject, Retry
 
 from celery_native_delay import install
 from celery_native_delay.celery_app import bootsteps, telemetry
-from celery_native_delay.celery_app.telemetry import DAY_US, LineFiles, outcome_of, retry_due_us
+from celery_native_delay.celery_app.telemetry import (
+    DAY_US,
+    LineFiles,
+    outcome_of,
+    retry_due_us,
+    waited,
+)
+from celery_native_delay.core.delayed import Delayed
 from tests.waiting import wait_until
 
 SIGNALS = (
@@ -137,3 +144,28 @@ def test_what_became_of_an_attempt(
 ) -> None:
     assert outcome_of(state, raised) == outcome
     assert retry_due_us(outcome, raised, 1_000_000) == again_us
+
+
+@pytest.mark.parametrize(
+    ("eta", "trace", "expected"),
+    [
+        ("1970-01-01T00:00:01+00:00", Delayed("d", 1000, "", "celery"), True),
+        ("1970-01-01T00:00:01+00:00", None, False),
+        # Held by the worker: it was sent in time, whoever sent it.
+        ("1970-01-01T00:01:00+00:00", None, None),
+        # Put back since, by a fence or while the ledger was away.
+        ("1970-01-01T00:00:01+00:00", Delayed("d", 1500, "", "celery"), None),
+        (None, None, None),
+        ("tomorrow", None, None),
+    ],
+)
+def test_whether_a_message_waited_for_its_due_time(
+    eta: str | None, trace: Delayed | None, expected: bool | None
+) -> None:
+    message = SimpleNamespace(headers={"task": "note", "eta": eta}, native_delay=trace)
+    assert waited(message, now_ms=2000) is expected
+
+
+def test_a_broker_that_leaves_no_trace_says_nothing_of_a_wait() -> None:
+    message = SimpleNamespace(headers={"task": "note", "eta": "1970-01-01T00:00:01+00:00"})
+    assert waited(message, now_ms=2000) is None

@@ -21,7 +21,7 @@ from ...core.topology import Topology
 from ..contract import Line
 from .envelope import unseal
 from .ledger.entry import Entry
-from .outbox import LOST, Outbox
+from .outbox import LOST, Outbox, is_lasting
 from .recording import Recorder
 from .routes import ROUTE_SECONDS
 from .template import FramedTask, TaskFields, Template
@@ -30,7 +30,7 @@ from .window import NotConfirmedInTime, Publication
 
 T = TypeVar("T")
 
-#: Seconds to try on while there is no connection.
+#: Seconds to try on while there is no connection, counted from the first failure of an outage.
 PATIENCE_SECONDS = 60.0
 
 #: Ways that a kind remembers: as many as there are due times close to each other.
@@ -118,6 +118,8 @@ class BulkLine(Line[Outbox]):
     def __init__(self, client: Any, *, window: int) -> None:
         """*client* is a kombu connection to the same broker, which is not touched."""
         super().__init__(Outbox(client, window))
+        #: When the outage of now began, in seconds of the monotonic clock; None without one.
+        self._away_since: float | None = None
         self._channel: BulkChannel | None = None
         self._ids = RandomIds()
 
@@ -126,7 +128,8 @@ class BulkLine(Line[Outbox]):
 
         Raises:
             Whatever *publish* does; OSError, amqp.exceptions.AMQPError: there has been no
-                connection for :data:`PATIENCE_SECONDS`.
+                connection for :data:`PATIENCE_SECONDS`, however many calls ago that began, or
+                there will be none: the broker does not let us in.
         """
 
         def attempt() -> None:
@@ -212,8 +215,7 @@ class BulkLine(Line[Outbox]):
 
         Raises:
             DelayTooLong: not sent.
-            OSError, amqp.exceptions.AMQPError: there has been no connection for
-                :data:`PATIENCE_SECONDS`; not sent.
+            OSError, amqp.exceptions.AMQPError: as of :meth:`publish`; not sent.
         """
         topology = kind.topology
         now_us = time_ns() // 1000
@@ -243,6 +245,8 @@ class BulkLine(Line[Outbox]):
             self._outbox.send(framed)
         except LOST:
             self._patiently(lambda: self._outbox.send(framed))
+        else:
+            self._away_since = None
         return True
 
     # --- private -------------------------------------------------------------------------
@@ -266,18 +270,26 @@ class BulkLine(Line[Outbox]):
         return channel
 
     def _patiently(self, attempt: Callable[[], T]) -> T:
-        deadline = monotonic() + PATIENCE_SECONDS
         while True:
             try:
-                return attempt()
-            except (NotConfirmedInTime, ChannelError, NativeDelayError):
+                done = attempt()
+            except (NotConfirmedInTime, ChannelError, NativeDelayError) as exc:
                 self._channel = None  # it may be closed
+                if isinstance(exc, ChannelError) and not self._outbox.is_connected:
+                    self._outbox.has_given_up = True  # it is the connection that was refused
                 raise
-            except LOST:
-                if monotonic() > deadline:
+            except LOST as exc:
+                now = monotonic()
+                if self._away_since is None:
+                    self._away_since = now
+                if now - self._away_since > PATIENCE_SECONDS or is_lasting(exc):
+                    self._outbox.has_given_up = True
                     raise
                 self._outbox.lose()
                 sleep(0.2)
+            else:
+                self._away_since = None
+                return done
 
 
 def fields_of(publication: Publication) -> TaskFields:

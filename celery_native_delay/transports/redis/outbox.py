@@ -32,6 +32,15 @@ _DIGESTS = {
 }
 
 
+#: A user, password or right that will not do.
+_NOT_LET_IN = (
+    exceptions.AuthenticationError,
+    exceptions.AuthenticationWrongNumberOfArgsError,
+    exceptions.AuthorizationError,
+    exceptions.NoPermissionError,
+)
+
+
 class Put(NamedTuple):
     """A message on its way to *destination*: it waits as *member*, due then, or without one not.
 
@@ -123,6 +132,11 @@ class Outbox(outbox.Outbox[Put, Parcel]):
         else:
             to = put.destination
             self._add(self._parcel(PUSH, to.keys, [to.ttl_ms, put.envelope], [put]))
+
+    def is_lasting(self, error: BaseException) -> bool:
+        """See :meth:`~..virtual.outbox.Outbox.is_lasting`."""
+        no_database = isinstance(error, exceptions.ResponseError) and "DB index" in str(error)
+        return isinstance(error, _NOT_LET_IN) or no_database or super().is_lasting(error)
 
     # --- private -------------------------------------------------------------------------
 
