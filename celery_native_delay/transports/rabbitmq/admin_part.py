@@ -15,10 +15,11 @@ from ...core.settings import DelaySettings
 from ...core.shown_url import without_password
 from ..contract import Backlog, ParkedTask, Rescue
 from .declaring import permissions_explained
-from .inspection import LedgerStatus, Status, examine, levels, status, verify
+from .inspection import examine, verify
 from .management import ManagementAPI, management_of
 from .parking import count, peek, purge, rescue
 from .preparation import Prepared
+from .status import LedgerStatus, Status, levels, status
 
 
 @dataclass(frozen=True)
