@@ -374,8 +374,8 @@ def test_without_its_ledger_the_page_shows_what_the_broker_knows(
                     f"ledger at {ledger.url.replace('hush', '**')} does not answer: Error",
                     meaning,
                 )
-                assert "onnection refused" in page.text("#delays-error")
                 page = DelaysPage(chrome, flower)  # for whoever opens it now, as well
+                page.wait(lambda: "Connection refused" in page.text("#delays-error"))
                 shows_the_brokers_own(page, "does not answer", meaning)
                 assert "hush" not in chrome.page_source
                 ledger.start()
