@@ -14,7 +14,7 @@ from types import FunctionType, MethodType
 from typing import Any
 
 from celery import Task, signals
-from celery._state import get_current_worker_task
+from celery._state import _task_stack, get_current_worker_task
 from celery.app.amqp import AMQP
 from celery.app.routes import MapRoute
 from kombu import Producer, serialization
@@ -54,19 +54,21 @@ class PlainPublishing:
         Cheap enough for every message: as long as it is the same, so is what :meth:`witness` says
         of all that is usual; the rest of it is to be asked again now and then.
         """
+        # Out of their dicts, which is ten times as fast as kombu's cached_property.
         app = self._app
-        amqp = app.amqp
+        amqp = vars(app).get("amqp") or app.amqp
+        cached = vars(amqp)
         return (
             app.send_task,
             type(app).send_task,
-            amqp.create_task_message,
-            amqp.send_task_message,
+            cached.get("create_task_message") or amqp.create_task_message,
+            cached.get("send_task_message") or amqp.send_task_message,
             Producer.publish,
             Producer._publish,
             not _before.receivers,
             not _after.receivers,
             not _sent.receivers,
-            get_current_worker_task(),
+            get_current_worker_task() if _task_stack.stack else None,
             *(() if task is None else _hooks_of(task)),
         )
 

@@ -412,6 +412,8 @@ def test_options_that_are_equal_and_not_the_same_are_kinds_of_their_own(space: s
 
 
 def test_after_a_reconnect_one_message_shows_that_all_is_as_it_was(space: str) -> None:
+    if space.startswith("sqs://"):
+        pytest.skip("a batch has no connection there: each request makes its own")
     app = make_app(space)
     with inbox(space, "plain") as letters:
         with bulk(app) as batch:
@@ -420,10 +422,11 @@ def test_after_a_reconnect_one_message_shows_that_all_is_as_it_was(space: str) -
                     outbox = batch._line._outbox
                     with outbox.lock:
                         (outbox.lose if hasattr(outbox, "lose") else outbox._lose)()
+                    batch.send("shop.remind", (8,), countdown=0.2, headers={})  # connects
                 batch.send("shop.remind", (number,), countdown=0.2)
         # On RabbitMQ some may be there twice.
-        letters.receive_until(lambda: len({str(each.body) for each in letters.arrivals}) == 8)
+        letters.receive_until(lambda: len({str(each.body) for each in letters.arrivals}) == 9)
     app.close()
     assert batch._line.generation == 2
-    assert batch.result.confirmed == 8
-    assert batch.result.by_template >= 8 - 3
+    assert batch.result.confirmed == 9
+    assert batch.result.by_template == 2 + 3

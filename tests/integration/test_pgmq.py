@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import celery
 import psycopg
 import pytest
 from celery import Celery
@@ -106,6 +107,30 @@ def test_many_tasks_at_once(database: str, connection: Any) -> None:
     assert [json.loads(each.body)[0][0] for each in batch.result.refused] == [100]
     assert sorted(each.body[0][0] for each in came) == [*range(100), *range(101, 250)]
     assert min(each.lateness_seconds for each in came if each.message.headers["eta"]) >= 0
+
+
+def test_each_of_many_tasks_has_what_its_own_apply_async_adds(
+    database: str, connection: Any
+) -> None:
+    class Tenant(celery.Task):
+        def apply_async(self, args: Any, *more: Any, **options: Any) -> Any:
+            return super().apply_async(args, *more, **options, headers={"tenant": args[0]})
+
+    app = Celery("shop", broker="pgmq://", task_cls=Tenant, set_as_current=False)
+    app.conf.update(task_default_queue="tenants", broker_transport_options=options_of(database))
+    install(app)
+
+    @app.task(name="shop.remind", shared=False)
+    def remind(number: int) -> None:
+        """Never run here."""
+
+    with inbox(connection, "tenants") as received:
+        with bulk(app) as batch:
+            for number in range(5):
+                batch.send("shop.remind", (number,), countdown=0.5)
+        came = received.wait_for(5)
+    assert [each.message.headers["tenant"] for each in came] == [each.body[0][0] for each in came]
+    assert batch.result.by_template == 0
 
 
 def test_the_command_line_says_that_it_has_nothing_to_do_there(connection: Any) -> None:

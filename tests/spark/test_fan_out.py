@@ -145,6 +145,35 @@ def test_a_task_and_a_queue_that_others_know_pass_unchecked(
         assert (expires - eta).total_seconds() == 59
 
 
+TENANT = """
+import celery
+
+class Task(celery.Task):
+    def apply_async(self, args=None, kwargs=None, **options):
+        headers = {**(options.pop("headers", None) or {}), "tenant": kwargs["number"] % 7}
+        return super().apply_async(args, kwargs, headers=headers, **options)
+"""
+
+
+def test_each_row_has_what_its_own_apply_async_adds(
+    spark: Any, make_app: MakeApp, apps_folder: Path, native_delay_rabbitmq_url: str
+) -> None:
+    """An app whose tasks are of a class of its own, in the executors as everywhere."""
+    name = make_app(native_delay_rabbitmq_url)
+    module = apps_folder / f"{name.partition(':')[0]}.py"
+    source = module.read_text().replace("set_as_current", "task_cls=Task, set_as_current")
+    module.write_text(TENANT + source)
+    df = spark.range(40, numPartitions=2).selectExpr("id as number")
+    fan_out = FanOut(df, app=name, task="shop.remind", countdown=f.lit(1), kwargs=["number"])
+    result = fan_out.send()
+    assert result.confirmed == 40
+    assert sum(receipt.by_template for receipt in result.receipts) == 0
+    with inbox(native_delay_rabbitmq_url, "plain") as letters:
+        came = letters.wait_for(40)
+    tenants = {number_of(each): each.message.headers["tenant"] for each in came}
+    assert tenants == {number: number % 7 for number in range(40)}
+
+
 def test_the_broker_is_restarted_between_jobs_and_short_of_memory_and_restarted_in_one(
     spark: Any, make_app: MakeApp
 ) -> None:
