@@ -418,7 +418,7 @@ def test_the_command_line_declares_looks_and_gives_up(folder_url: str, tmp_path:
         waiting = store_of(connection)
         with waiting.engine.begin() as transaction:
             transaction.execute(text("UPDATE native_delay_message SET due_us = due_us - 60000000"))
-    told = shop.delay("verify").stdout
+    told = shop.delay("doctor").stdout
     overdue = re.search(r"1 message\(s\) overdue, the first for (\d+) s", told)
     assert overdue is not None
     assert int(overdue[1]) >= 59  # it was due in a second, and then a minute before that
