@@ -349,8 +349,8 @@ def test_what_lies_parked_on_rabbitmq_and_policies_are_named(
         producer = connection.Producer()
         producer.publish("x", exchange=TOPOLOGY.parking_exchange, routing_key="x")
 
-    def parked() -> list[Finding]:
-        return of_level(app, WRONG)
+    def parked() -> list[Finding] | None:
+        return of_level(app, WRONG) or None
 
     (found,) = wait_until(parked, timeout_seconds=PATIENCE_SECONDS)
     assert found.problem.startswith("1 message(s) are parked")
@@ -374,7 +374,7 @@ def test_a_delay_queue_without_a_relay_is_named(project: Project, shared_sqs: Pr
     assert "as far as could be asked: 1 not checked" in project.delay("doctor").stdout
 
     app.send_task("shop.remind", countdown=60)
-    (found,) = wait_until(lambda: of_level(app, WRONG), timeout_seconds=PATIENCE_SECONDS)
+    (found,) = wait_until(lambda: of_level(app, WRONG) or None, timeout_seconds=PATIENCE_SECONDS)
     assert found.check == "relaying"
     assert "about 1 message(s) have done their wait" in found.problem
     assert "delay relay" in found.remedy
