@@ -24,7 +24,7 @@ from celery import Celery, Task
 from celery.utils.saferepr import saferepr
 from kombu.utils import json
 
-from .celery_app.install import LONGEST_CELERY_SECONDS, installation_of
+from .celery_app.install import LONGEST_CELERY_SECONDS, checked_app, installation_of
 from .celery_app.plain_publishing import is_plain, nobody_listens, publishes_plainly
 from .core.due_time import due_us as due_us_of
 from .core.errors import PublishRefused, UnsupportedBroker
@@ -93,11 +93,14 @@ class Bulk:
         timeout_seconds: float | None = 60.0,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        installation = installation_of(app)
+        installation = installation_of(checked_app(app))
         if installation is None or not installation.enabled:
             raise UnsupportedBroker(
                 "expected an app with native delays: call celery_native_delay.install(app) first"
             )
+        for name, number in (("window", window), ("progress_every", progress_every)):
+            if number is not None and (not isinstance(number, int) or number < 1):
+                raise ValueError(f"expected {name} to be a whole number from 1, got {number!r}")
         self.result = BulkResult()
         self._app = app
         self._window = window or installation.settings().confirm_window

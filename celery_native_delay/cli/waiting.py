@@ -44,6 +44,13 @@ def moment(value: str) -> datetime:
     return found if found.tzinfo else found.replace(tzinfo=UTC)
 
 
+def task_id(value: str) -> str:
+    """Any text but none."""
+    if not value:
+        raise click.BadParameter("expected the id of a task, got an empty text")
+    return value
+
+
 def _all(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
     return lambda function: reduce(lambda made, option: option(made), reversed(options), function)
 
@@ -60,7 +67,7 @@ _filters = _all(
 )
 
 _chosen = _all(
-    click.argument("ids", nargs=-1, metavar="[ID]..."),
+    click.argument("ids", nargs=-1, type=task_id, metavar="[ID]..."),
     _filters,
     click.option("--dry-run", is_flag=True, help="Only say which they are."),
     yes_option,
@@ -107,7 +114,7 @@ def ls(
 
 
 @command(name="show")
-@click.argument("task_id", metavar="ID")
+@click.argument("task_id", type=task_id, metavar="ID")
 @as_json_option
 def show_task(ctx: click.Context, task_id: str, as_json: bool) -> None:
     """Show a task that waits; exit 1 if none does under this id."""
@@ -212,7 +219,7 @@ def _change(
 
 
 def _say_dry(delay: Delay, chosen: list[str], verb: str, as_json: bool, *, found: bool) -> None:
-    ids = chosen if found else [task_id for task_id in chosen if delay.show(task_id)]
+    ids = chosen if found else [each for each in chosen if delay.show(each)]
     if as_json:
         print_json({"would": verb, "ids": ids})
         return

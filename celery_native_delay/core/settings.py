@@ -25,6 +25,8 @@ MAX_TTL_MS = 315_360_000_000
 #: A million messages of 1 kB kept are a gigabyte; beyond some thousands none goes out faster.
 MAX_CONFIRM_WINDOW = 1_000_000
 
+_PREFIX = "native_delay_"
+
 _NAMESPACE = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 _NAMESPACE_BYTES = 64
 
@@ -172,10 +174,16 @@ def check_settings(values: Mapping[str, Any]) -> None:
         SettingsError: for the first name that is unknown or value that is impossible.
     """
     for name, value in values.items():
+        bare = name.removeprefix(_PREFIX)
+        if bare != name and bare in _names():
+            shown = repr(value) if isinstance(value, int | float) else "…"  # may hold a password
+            raise SettingsError(
+                f"expected settings without their prefix here, got {name}: write {bare}={shown}"
+            )
         if name not in _names():
-            close = get_close_matches(name, _names(), n=1)
+            close = get_close_matches(bare, _names(), n=1)
             hint = f"did you mean native_delay_{close[0]}?" if close else f"known: {_known()}"
-            raise SettingsError(f"unknown setting native_delay_{name}; {hint}")
+            raise SettingsError(f"unknown setting native_delay_{bare}; {hint}")
         _check(name, _as_tuple(value) if name == "landing_exchanges" else value)
 
 
