@@ -26,7 +26,7 @@ from celery.local import maybe_evaluate
 from celery.utils.saferepr import saferepr
 from kombu.utils import json
 
-from .celery_app.install import LONGEST_CELERY_SECONDS, installation_of
+from .celery_app.install import LONGEST_CELERY_SECONDS, checked_app, installation_of
 from .celery_app.kinds import Kinds, Made, Sample
 from .celery_app.plain_publishing import PlainPublishing
 from .core.due_time import due_us as due_us_of
@@ -97,11 +97,14 @@ class Bulk:
         timeout_seconds: float | None = 60.0,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        installation = installation_of(app)
+        installation = installation_of(checked_app(app))
         if installation is None or not installation.enabled:
             raise UnsupportedBroker(
                 "expected an app with native delays: call celery_native_delay.install(app) first"
             )
+        for name, number in (("window", window), ("progress_every", progress_every)):
+            if number is not None and (not isinstance(number, int) or number < 1):
+                raise ValueError(f"expected {name} to be a whole number from 1, got {number!r}")
         self.result = BulkResult()
         self._app = installation.app
         self._plain = PlainPublishing(installation)

@@ -214,6 +214,8 @@ def flush_delayed(*, timeout_seconds: float | None = 60.0) -> None:
         TimeoutError: some are not confirmed yet; they stay with this process, which goes on
             trying.
     """
+    if timeout_seconds is not None and not isinstance(timeout_seconds, int | float):
+        raise TypeError(f"expected timeout_seconds as seconds or None, got {timeout_seconds!r}")
     for flush in flushes:
         flush(timeout_seconds)
 
@@ -321,6 +323,8 @@ def delay_headers(
     if (countdown is None) == (eta is None):
         raise InvalidDueTime(f"expected countdown or eta, got {countdown=} and {eta=}")
     if countdown is not None:
+        if not isinstance(countdown, int | float):
+            raise InvalidDueTime(f"expected a countdown in seconds, got {countdown!r}")
         check_countdown(countdown, longest_delay_seconds=_LONGEST_COUNTDOWN_SECONDS)
         try:
             eta = (now or datetime.now(UTC)) + timedelta(seconds=countdown)

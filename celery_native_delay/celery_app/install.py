@@ -192,11 +192,12 @@ def install(app: App, **settings: Any) -> App:
         *app* itself.
 
     Raises:
+        TypeError: *app* is no Celery app.
         SettingsError: a setting is unknown or has an impossible value.
         UnsupportedBroker: this release of Celery is not one we know.
     """
+    real = checked_app(app)
     check_settings(settings)
-    real = app._get_current_object() if isinstance(app, Proxy) else app
     register_transports()
     keep_celerys_own_off(celery.app.base)
     if settings:
@@ -240,6 +241,14 @@ def reinstall(app: Celery) -> None:
     install(app)
 
 
+def checked_app(app: Any) -> Any:
+    """The app itself, if it came as a proxy; TypeError for what is none."""
+    real = app._get_current_object() if isinstance(app, Proxy) else app
+    if not isinstance(real, Celery):
+        raise TypeError(f"expected a Celery app, got {real!r}")
+    return real
+
+
 def installation_of(app: Any) -> Installation | None:
     """What ``install`` keeps about *app*, or None if it was never called for it."""
     real = app._get_current_object() if isinstance(app, Proxy) else app
@@ -253,7 +262,7 @@ def installed(app: Any) -> Installation:
     Raises:
         SettingsError: it was never called.
     """
-    found = installation_of(app)
+    found = installation_of(checked_app(app))
     if found is None:
         raise SettingsError(
             f"native delay is not installed in {app!r}: "

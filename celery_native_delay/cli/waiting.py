@@ -40,6 +40,13 @@ _SHOWN = 50
 _ALL = 1 << 40
 
 
+def task_id(value: str) -> str:
+    """Any text but none."""
+    if not value:
+        raise click.BadParameter("expected the id of a task, got an empty text")
+    return value
+
+
 def _all(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
     return lambda function: reduce(lambda made, option: option(made), reversed(options), function)
 
@@ -62,7 +69,7 @@ _filters = _all(
 )
 
 _chosen = _all(
-    click.argument("ids", nargs=-1, metavar="[ID]..."),
+    click.argument("ids", nargs=-1, type=task_id, metavar="[ID]..."),
     _filters,
     click.option("--dry-run", is_flag=True, help="Only say which they are."),
     yes_option,
@@ -121,7 +128,7 @@ def ls(
 
 
 @command(name="show")
-@click.argument("ids", nargs=-1, required=True, metavar="ID...")
+@click.argument("ids", type=task_id, nargs=-1, required=True, metavar="ID...")
 @as_json_option
 def show_tasks(ctx: click.Context, ids: tuple[str, ...], as_json: bool) -> None:
     """Show tasks that wait; exit 1 if nothing does under one of the IDs.

@@ -28,6 +28,8 @@ MAX_CONFIRM_WINDOW = 1_000_000
 #: Bits that are waited for together: 15 queues for one hop instead of four.
 FUSED_WIDTH = 4
 
+_PREFIX = "native_delay_"
+
 _NAMESPACE = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 _NAMESPACE_BYTES = 64
 
@@ -187,10 +189,16 @@ def check_settings(values: Mapping[str, Any]) -> None:
         SettingsError: for the first name that is unknown or value that is impossible.
     """
     for name, value in values.items():
+        bare = name.removeprefix(_PREFIX)
+        if bare != name and bare in _names():
+            shown = repr(value) if isinstance(value, int | float) else "…"  # may hold a password
+            raise SettingsError(
+                f"expected settings without their prefix here, got {name}: write {bare}={shown}"
+            )
         if name not in _names():
-            close = get_close_matches(name, _names(), n=1)
+            close = get_close_matches(bare, _names(), n=1)
             hint = f"did you mean native_delay_{close[0]}?" if close else f"known: {_known()}"
-            raise SettingsError(f"unknown setting native_delay_{name}; {hint}")
+            raise SettingsError(f"unknown setting native_delay_{bare}; {hint}")
         _check(name, _as_tuple(value) if name == "landing_exchanges" else value)
 
 

