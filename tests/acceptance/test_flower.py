@@ -231,7 +231,7 @@ def test_without_a_password_and_read_only_nothing_can_be_changed(flowers: Flower
 
     everybody.ready()
     assert everybody.json(f"/api/delay/{task_id}")["tasks"][0]["name"] == "careful"
-    moved = everybody.json("/api/delay/reschedule/task-1?countdown=86400", {})
+    moved = everybody.json("/api/delay/reschedule/task-1?countdown=1d", {})
     assert moved["due_us"] / 1e6 > (datetime.now(UTC) + timedelta(hours=20)).timestamp()
     moved = everybody.json("/api/delay/reschedule/task-2", {"eta": "2030-01-01"})
     assert moved["verdict"] == "done"
