@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from tests.acceptance.worker import FEW_LEVELS
+from tests.brokers import on_one_version
 
 PASSWORD = "s3cret"
 
@@ -184,6 +188,18 @@ def test_the_broker_for_development_says_what_to_install(shop: Shop) -> None:
     done = shop.run("-m", "celery_native_delay.testing")
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
     assert "run `pip install 'celery_native_delay[embedded]'`" in done.stderr
+
+
+@on_one_version
+def test_a_ledger_whose_package_is_not_installed(shop: Shop, vhost_url: str) -> None:
+    """Immediate tasks go on."""
+    shop.broker, shop.hidden = vhost_url, "redis"
+    conf = {"native_delay_ledger": "redis://:s3cret@localhost", "native_delay_levels": FEW_LEVELS}
+    shop.conf = json.dumps(conf)
+    said = "native_delay_ledger needs redis-py: pip install 'celery_native_delay[redis]'"
+    assert shop.error("-A", "shop", "delay", "ls") == said
+    assert shop.raised(DELAYED).splitlines()[-1].endswith(f"UnsupportedBroker: {said}")
+    assert shop.run("-c", f"import shop; {IMMEDIATE}").returncode == 0
 
 
 # ---- nothing can wait there -------------------------------------------------------------------
