@@ -24,6 +24,7 @@ from ..core import attempt
 from ..core.delayed import due_ms_of
 from ..core.due_time import due_us
 from ..core.errors import InvalidDueTime
+from ..core.fence import HEADER
 from .adoption import queue_of
 from .install import Installation, installation_of
 
@@ -272,12 +273,15 @@ def waited(message: Any, *, now_ms: int) -> bool | None:
     One that did not was sent after it was due, if an installed producer sent it. None where that
     cannot be told.
     """
-    due_ms = due_ms_of(getattr(message, "headers", None) or {})
+    headers = getattr(message, "headers", None) or {}
+    # While Celery makes its request, a message that has waited is without it.
+    due_ms = due_ms_of({"eta": getattr(message, "kept_eta", None) or headers.get("eta")})
     trace: Any = getattr(message, "native_delay", _NO_TRACES)
     if due_ms is None or trace is _NO_TRACES:
         return None
     if trace is None:
-        return False if due_ms <= now_ms else None
+        # Put back by a fence, it has lost the trace of its first wait.
+        return False if due_ms <= now_ms and HEADER not in headers else None
     return True if trace.due_ms <= due_ms else None
 
 

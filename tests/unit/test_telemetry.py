@@ -25,6 +25,7 @@ from celery_native_delay.celery_app.telemetry import (
     waited,
 )
 from celery_native_delay.core.delayed import Delayed
+from celery_native_delay.core.fence import HEADER
 from tests.waiting import wait_until
 
 SIGNALS = (
@@ -164,6 +165,19 @@ def test_whether_a_message_waited_for_its_due_time(
 ) -> None:
     message = SimpleNamespace(headers={"task": "note", "eta": eta}, native_delay=trace)
     assert waited(message, now_ms=2000) is expected
+
+
+def test_of_a_fenced_message_that_came_without_a_trace_nothing_is_said() -> None:
+    """Redis gives one that was put back no other look."""
+    headers = {"task": "note", "eta": "1970-01-01T00:00:01+00:00", HEADER: "r:0:1"}
+    assert waited(SimpleNamespace(headers=headers, native_delay=None), now_ms=2000) is None
+
+
+def test_a_message_whose_eta_celery_is_not_to_see_has_it_still() -> None:
+    eta = "1970-01-01T00:00:01+00:00"
+    trace = Delayed("d", 1000, "", "celery")
+    message = SimpleNamespace(headers={"task": "note"}, native_delay=trace, kept_eta=eta)
+    assert waited(message, now_ms=2000) is True
 
 
 def test_a_broker_that_leaves_no_trace_says_nothing_of_a_wait() -> None:
