@@ -157,7 +157,7 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
 
     def exchange_delete(self, exchange: str, *args: Any, **kwargs: Any) -> Any:
         result = super().exchange_delete(exchange, *args, **kwargs)
-        self.delays.mirror.exchange_deleted(exchange)
+        self.delays.exchange_deleted(exchange)
         return result
 
     def exchange_bind(self, destination: str, source: str = "", *args: Any, **kwargs: Any) -> Any:
