@@ -19,7 +19,10 @@ from celery_native_delay import Delay, install
 from celery_native_delay.testing import PrivateRedis
 from tests.integration.project import Project
 
-pytestmark = pytest.mark.parametrize("server_name", ["redis"], indirect=True)
+pytestmark = [
+    pytest.mark.parametrize("server_name", ["redis"], indirect=True),
+    pytest.mark.timeout(300),  # each command is a process, which takes seconds on a busy machine
+]
 
 APP = """
 from celery import Celery
@@ -127,10 +130,11 @@ def test_questions_are_no_part_of_what_scripts_read(
         ("purge",),
         ("parked", "purge"),
     ):
-        for more in ((), ("--json",)):
-            done = shop.delay(*arguments, *more, answer="n\n" if more else "")
-            assert (done.returncode, done.stdout) == (1, ""), arguments
-            assert "? [y/N]: " in done.stderr
+        done = shop.delay(*arguments, "--json", answer="n\n")
+        assert (done.returncode, done.stdout) == (1, ""), arguments
+        assert "? [y/N]: " in done.stderr
+    done = shop.delay("purge")  # whose standard input is at its end
+    assert (done.returncode, done.stdout) == (1, "")
     assert delay.count() == 2
     done = shop.delay("cancel", "--search", "ada", "--json", answer="y\n")
     assert (done.returncode, done.stdout[0], json.loads(done.stdout)["done"]) == (0, "{", 2)
@@ -143,11 +147,10 @@ def test_a_task_is_not_moved_into_the_past_unasked(
     send(app, 1, 1000)
     past = (datetime.now(UTC) - timedelta(days=3)).isoformat()
     for option, told in (("--countdown=-90", "1 min 30 s ago"), (f"--eta={past}", "3 d ago")):
-        for more in ((), ("--dry-run",), ("--json",)):
-            done = shop.delay("reschedule", "order-1", option, *more)
-            assert (done.returncode, done.stdout) == (2, "")
-            assert told in done.stderr
-            assert "`run-now`" in done.stderr
+        done = shop.delay("reschedule", "order-1", option)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert told in done.stderr
+        assert "`run-now`" in done.stderr
     assert delay.count() == 1
     assert shop.delay("reschedule", "order-1", "--countdown=-90", "--yes").returncode == 0
     assert delay.count() == 0
@@ -166,14 +169,13 @@ def test_options_that_exclude_each_other_are_told_from_those_that_lack(shop: Pro
 
 def test_times_are_given_as_people_write_them(shop: Project, app: Celery, delay: Delay) -> None:
     send(app, 1, 1000)
-    for text, seconds in (("1h30m", 5400), ("1h 30min", 5400), ("90", 90), ("2d", 172_800)):
+    for text, seconds in (("1h 30min", 5400), ("2d", 172_800)):
         before = time()
         assert shop.lines("reschedule", "order-1", "--countdown", text)[0].startswith("order-1 is")
         (task,) = delay.ls().tasks
         assert before + seconds <= task.due_us / 1e6 <= time() + seconds
     assert shop.told("ls", "--from", "1d 23h", "--until", "2d")["total"] == 1
-    assert shop.told("ls", "--from", "2d 1h")["total"] == 0
-    assert shop.told("plan", "1h 30min")["delay_seconds"] == 5400
+    assert shop.told("plan", "1h30m")["delay_seconds"] == 5400
     for arguments in (("plan", "1y"), ("ls", "--from", "soon"), ("exporter", "-i", "0s")):
         done = shop.delay(*arguments)
         assert (done.returncode, "expected " in done.stderr) == (2, True), arguments

@@ -113,6 +113,7 @@ install(app)
 """
 
 
+@pytest.mark.timeout(300)  # each command is a process, which takes seconds on a busy machine
 @pytest.mark.parametrize("server_name", ["redis"], indirect=True)
 def test_the_command_line_lists_cancels_and_moves(
     app: Celery, delay: Delay, tmp_path: Path
