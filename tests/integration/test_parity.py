@@ -29,6 +29,7 @@ from celery_native_delay.core.walk import topic_matches
 from celery_native_delay.testing import PrivateRabbitMQ
 from celery_native_delay.transports.rabbitmq.envelope import DEATH_HEADERS, HEADER, Delayed
 from celery_native_delay.transports.rabbitmq.parking import peek
+from celery_native_delay.transports.rabbitmq.routes import LONGEST_ASKED_BYTES
 from tests.integration.traffic import (
     SETTINGS,
     TOPOLOGY,
@@ -139,6 +140,8 @@ class Graph:
             return True
         if any(e.listed for e in self.exchanges if e.name == message.exchange):
             return True
+        if not self.one_connection and is_not_asked_for(message.exchange):
+            return True
         if kind != "topic":
             return False
         addresses = [message_address(message.exchange, message.key)] + [
@@ -167,6 +170,12 @@ class Graph:
             if binding.exchange.name == message.exchange
             and any(topic_matches(binding.key, key) for key in ours)
         }
+
+
+def is_not_asked_for(exchange: str) -> bool:
+    """Whether a producer that did not declare *exchange* cannot learn its type from the broker."""
+    is_built_in = exchange in BUILT_IN
+    return not (is_built_in or exchange.isascii()) and len(exchange.encode()) > LONGEST_ASKED_BYTES
 
 
 # ---- drawing them ----------------------------------------------------------------------------
