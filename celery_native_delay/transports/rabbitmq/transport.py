@@ -15,10 +15,8 @@ from ...core.delayed import Delayed, due_of
 from ...core.errors import SettingsError
 from ...core.settings import DelaySettings
 from ...kombu_hook import OPTION, asks_for_delays, settings_from_option
-from .content_header import handler_of_read_headers
 from .delays import Delays
 from .envelope import unseal
-from .frame_writer import frame_writer
 from .mirror import is_internal
 from .publish_batch import PublishBatch
 
@@ -230,8 +228,6 @@ class Connection(pyamqp.Connection):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         option = kwargs.pop(OPTION)
         kwargs["socket_settings"] = _patient(kwargs.get("socket_settings"))
-        kwargs.setdefault("frame_handler", handler_of_read_headers)
-        kwargs.setdefault("frame_writer", frame_writer)
         super().__init__(*args, **kwargs)
         try:
             self.delays = Delays(self, settings_from_option(option))
