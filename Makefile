@@ -41,7 +41,7 @@ check: venv ## lint, format, types and the direction of imports
 	$(VENV)/bin/lint-imports
 
 bench: venv ## compare with worker-held ETA, Celery's own delayed delivery and BullMQ
-	@scripts/setup_brokers.sh
+	@scripts/setup_brokers.sh --with-4.3 || scripts/setup_brokers.sh
 	@scripts/setup_spark.sh
 	$(PYTHON) -m benchmarks
 

@@ -6,6 +6,7 @@ import argparse
 import signal
 import sys
 import tempfile
+from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from pathlib import Path
 from time import monotonic
@@ -30,7 +31,13 @@ from benchmarks import (
     throughput,
 )
 from benchmarks.measuring import BROKER_CONFIG, Bench, Result, load_average, log, machine
-from celery_native_delay.testing import BrokerFailed, BrokerMissing, private_rabbitmq
+from celery_native_delay.testing import (
+    BrokerFailed,
+    BrokerMissing,
+    PrivateRabbitMQ,
+    find_rabbitmq,
+    private_rabbitmq,
+)
 
 SCENARIOS: dict[str, ModuleType] = {
     "publish": publish,
@@ -48,6 +55,9 @@ SCENARIOS: dict[str, ModuleType] = {
     "spark": spark,
     "reconcile": reconcile,
 }
+
+REFERENCE = "4.3"
+"""The RabbitMQ that figures are told of; `make bench` installs it."""
 
 FOLDER = Path(__file__).resolve().parent
 
@@ -68,7 +78,9 @@ def main() -> int:
         help="how much of everything to do, e.g. 0.1; below 1 for a first look only",
     )
     parser.add_argument(
-        "--rabbitmq", metavar="VERSION", help='e.g. "4.3"; the system\'s by default'
+        "--rabbitmq",
+        metavar="VERSION",
+        help=f'e.g. "3.10"; {REFERENCE} by default, or the system\'s where that is not installed',
     )
     parser.add_argument(
         "--out",
@@ -86,7 +98,7 @@ def main() -> int:
     names = [name for name in SCENARIOS if not options.only or name in options.only]
     is_whole = len(names) == len(SCENARIOS) and options.scale == 1 and not options.rabbitmq
     if options.update and (options.scale < 1 or options.rabbitmq):
-        parser.error("--update is for whole measurements on the system's RabbitMQ")
+        parser.error(f"--update is for whole measurements on RabbitMQ {REFERENCE}")
     folder = options.out or (FOLDER if is_whole or options.update else FOLDER / "results")
 
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -96,7 +108,7 @@ def main() -> int:
     try:
         with (
             tempfile.TemporaryDirectory(prefix="native-delay-bench-") as files,
-            private_rabbitmq(version=options.rabbitmq, config=BROKER_CONFIG) as broker,
+            _broker(options.rabbitmq) as broker,
         ):
             about |= machine(broker)
             if options.scale < 1:
@@ -119,6 +131,19 @@ def main() -> int:
     else:
         report.show(about, results)
     return 0
+
+
+def _broker(version: str | None) -> AbstractContextManager[PrivateRabbitMQ]:
+    """The broker that all scenarios share.
+
+    Raises:
+        BrokerMissing: *version*, or without one any at all, is not installed.
+    """
+    if version is None and find_rabbitmq(REFERENCE):
+        version = REFERENCE
+    if version is None:
+        log(f"RabbitMQ {REFERENCE} is not installed: measuring on the system's")
+    return private_rabbitmq(version=version, config=BROKER_CONFIG)
 
 
 def _run(name: str, bench: Bench) -> Result:

@@ -155,7 +155,7 @@ def stream_looks(bench: Bench, count: int) -> dict[str, list[float]]:
         assert delay.count() == count
         with app.connection_for_write() as connection:
             topology = connection.default_channel.delays.topology
-            receipts = StreamReceipts(connection, topology.ledger)
+            receipts = StreamReceipts(connection, topology)
         delayed = Delayed("id", 0, "", "celery")
         headers = {"task": TASK, "id": "id"}
         ids = delay.ids(limit=LOOKS)

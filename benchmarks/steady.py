@@ -15,8 +15,6 @@ from datetime import UTC, datetime, timedelta
 from json import dumps
 from multiprocessing import get_context
 from multiprocessing.connection import Connection as Pipe
-from os import sysconf
-from pathlib import Path
 from time import monotonic, sleep, time, time_ns
 from typing import Any
 
@@ -33,6 +31,7 @@ from benchmarks.measuring import (
     Bench,
     Result,
     Target,
+    cpu_seconds,
     curve,
     lateness_columns,
     log,
@@ -258,6 +257,8 @@ class SteadyRun:
         what = (
             f"steady {bench.broker.version}, {load.label}, {load.delays.label}, {load.per_second}/s"
         )
+        broker_pid = bench.broker.pid
+        assert broker_pid is not None
         context = get_context("spawn")
         processes = []
 
@@ -274,7 +275,7 @@ class SteadyRun:
             try:
                 publisher = start(_publish, url, load, total)
                 consumer = start(_consume, url, total)
-                cpu_seconds = _cpu_seconds(bench.broker.pid)
+                cpu = cpu_seconds(broker_pid)
                 publisher.send("go")
                 self._follow(bench, f"{what}: publish", publisher, total)
                 self.rate, self.behind_ms = publisher.recv()
@@ -288,7 +289,7 @@ class SteadyRun:
                 if not consumer.poll():
                     consumer.send("stop")
                 numbers, late_us = consumer.recv()
-                self.broker_us = (_cpu_seconds(bench.broker.pid) - cpu_seconds) / total * 1e6
+                self.broker_us = (cpu_seconds(broker_pid) - cpu) / total * 1e6
             finally:
                 for process in processes:
                     process.kill()
@@ -326,12 +327,6 @@ class SteadyRun:
         with bench.progress(what, total) as done:
             while (published := publisher.recv()) is not None:
                 done(published)
-
-
-def _cpu_seconds(pid: int | None) -> float:
-    """CPU seconds that a process has taken, user and system."""
-    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / sysconf("SC_CLK_TCK")
 
 
 # ---- the publisher ---------------------------------------------------------------------------
@@ -383,7 +378,7 @@ def _publish_immediate(pipe: Pipe, url: str, per_second: int, total: int) -> Non
         writer = frame_writer(connection.connection, written)
         arguments = b"\0\0" + 2 * (bytes([len(QUEUE)]) + QUEUE.encode()) + b"\1"  # mandatory
         writer(1, channel.channel_id, Basic.Publish, arguments, message)
-        head, tail = written.frames.split(f"{number}, {due_us}".encode())
+        head, _, tail = written.frames.rpartition(f"{number}, {due_us}".encode())
 
         def send(number: int) -> None:
             if channel.unconfirmed_count >= WINDOW:

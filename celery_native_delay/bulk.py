@@ -5,10 +5,11 @@
             batch.send("shop.remind", kwargs={"order": order.id}, eta=order.due)
     print(batch.result)
 
-The first task of each kind (name, route and options) goes the way ``apply_async`` takes it; those
-after it through a template, as long as nothing is in play that needs more than that:
-publish signals, links, stamps, compression, another serializer or protocol, ``expires``, routers
-written as functions. Whatever is, decides by itself.
+The first two tasks of each kind (name, route and options) go the way ``apply_async`` takes it: one
+to make a template of, one with other arguments that the template must make as well. Those after it
+go through the template, as long as it is proved that nobody sees or changes them on that way: no
+publish signals, wrapped or overridden methods, links, stamps, compression, another serializer or
+protocol, ``expires``, routers written as functions.
 """
 
 from __future__ import annotations
@@ -21,12 +22,15 @@ from types import TracebackType
 from typing import Any, Self
 
 from celery import Celery, Task
+from celery.local import maybe_evaluate
 from celery.utils.saferepr import saferepr
 from kombu.utils import json
 
-from .celery_app.install import LONGEST_CELERY_SECONDS, installation_of
-from .celery_app.plain_publishing import is_plain, nobody_listens, publishes_plainly
+from .celery_app.install import LONGEST_CELERY_SECONDS, checked_app, installation_of
+from .celery_app.kinds import Kinds, Made, Sample
+from .celery_app.plain_publishing import PlainPublishing
 from .core.due_time import due_us as due_us_of
+from .core.durations import duration
 from .core.errors import PublishRefused, UnsupportedBroker
 from .core.random_ids import RandomIds
 from .core.refusal import RefusedMessage
@@ -75,7 +79,7 @@ class BulkResult:
     def __str__(self) -> str:
         return (
             f"{self.sent} sent, {self.confirmed} confirmed, {len(self.refused)} refused, "
-            f"{len(self.in_doubt)} in doubt in {self.seconds:.1f} s"
+            f"{len(self.in_doubt)} in doubt in {duration(self.seconds)}"
         )
 
 
@@ -93,13 +97,17 @@ class Bulk:
         timeout_seconds: float | None = 60.0,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        installation = installation_of(app)
+        installation = installation_of(checked_app(app))
         if installation is None or not installation.enabled:
             raise UnsupportedBroker(
                 "expected an app with native delays: call celery_native_delay.install(app) first"
             )
+        for name, number in (("window", window), ("progress_every", progress_every)):
+            if number is not None and (not isinstance(number, int) or number < 1):
+                raise ValueError(f"expected {name} to be a whole number from 1, got {number!r}")
         self.result = BulkResult()
-        self._app = app
+        self._app = installation.app
+        self._plain = PlainPublishing(installation)
         self._window = window or installation.settings().confirm_window
         self._on_progress = on_progress
         self._progress_every = progress_every
@@ -107,9 +115,8 @@ class Bulk:
         self._timeout_seconds = timeout_seconds
         self._headers = dict(headers or {})
         self._ids = RandomIds()
-        self._kinds: dict[Any, Any] = {}
+        self._kinds: Any = None
         self._line: Any = None
-        self._generation = 0
         self._second = -1
         self._iso_parts = ("", "")
         self._started = 0.0
@@ -118,13 +125,13 @@ class Bulk:
         with self._app.connection_for_write() as connection:
             check_broker(connection)
             self._line = connection.transport.bulk_line(window=self._window)
+        self._kinds = Kinds(self._plain, self._line, self._iso)
         self._app.finalize()
         self._tasks = self._app._tasks
         self._timezone = self._app.timezone
         amqp = self._app.amqp
         self._repr_sizes = amqp.argsrepr_maxsize, amqp.kwargsrepr_maxsize
         self._repr_levels = getattr(self._app.conf, "task_repr_maxlevels", 3)
-        self._templates_fit = publishes_plainly(self._app)
         self._started = monotonic()
         return self
 
@@ -174,31 +181,34 @@ class Bulk:
         Raises:
             NativeDelayError: it cannot wait; the others are not affected.
             PublishRefused: the broker has refused :data:`MOST_REFUSED` tasks.
-            OSError, amqp.exceptions.AMQPError: there has been no connection for a minute; this
-                task was not sent.
+            OSError, amqp.exceptions.AMQPError: there has been no connection for a minute, or
+                there will be none, such as with a wrong password; this task was not sent. An
+                outage is waited out once, however many tasks are sent while it lasts.
         """
-        task_id = task_id or self._ids.uuid()
-        name = task if isinstance(task, str) else task.name
-        key: Any = (name, *sorted(options.items())) if options else name
-        fits = (
-            self._templates_fit
-            and nobody_listens()
-            and options.keys() <= _TEMPLATE_OPTIONS
-            and (not options or _hashable(key))
-        )
-        sent, kind = False, None
-        if fits:
-            if self._line.generation != self._generation:
-                self._kinds.clear()
-            kind = self._kinds.get(key)
-            if kind is not None:
-                sent = self._send_by(kind, name, args, kwargs or {}, eta, countdown, task_id)
-        if not sent:
-            self._send_the_long_way(task, args, kwargs, eta, countdown, task_id, options)
-            self._generation = self._line.generation
-            if fits and (kind is not None or key not in self._kinds):
-                self._learn(key, name)
         result = self.result
+        task_id = task_id or self._ids.uuid()
+        if isinstance(task, str):
+            known = self._tasks.get(task)
+        else:
+            known = task = maybe_evaluate(task)
+        key: Any = task if known is None else known
+        if options:
+            # 1, 1.0 and True are equal, and different in a message.
+            key = (key, tuple(options.items()), tuple(map(type, options.values())))
+        sent, made, hooks = False, None, ()
+        if options.keys() <= _TEMPLATE_OPTIONS and _hashable(key):
+            hooks = self._kinds.hooks(key, known)
+            kind = self._kinds.of(key, hooks)
+            if kind is not None:
+                made = self._made(known, args, kwargs or {}, eta, countdown)
+                if made is not None and kind.serves(made, self._line.generation):
+                    _, due_us, *others = made
+                    sent = self._line.send(kind.way, due_us, task_id, *others)
+                    result.by_template += sent
+        if not sent:
+            self._send_the_long_way(task, known, args, kwargs, eta, countdown, task_id, options)
+            if hooks:
+                self._kinds.learn(Sample(key, known, hooks, task_id, bool(countdown), made))
         result.sent += 1
         if result.sent % self._progress_every == 0:
             self._tell()
@@ -207,47 +217,45 @@ class Bulk:
                 raise PublishRefused(f"{result}; the first being {refused[0]}", refused)
         return task_id
 
+    @property
+    def has_given_up(self) -> bool:
+        """Whether the broker has been away for too long, or does not let the app in."""
+        return bool(self._line.has_given_up)
+
     # --- private -------------------------------------------------------------------------
 
-    def _send_by(
+    def _made(
         self,
-        kind: Any,
-        name: str,
+        known: Task | None,
         args: Sequence[Any],
         kwargs: Mapping[str, Any],
         eta: datetime | str | None,
         countdown: float | None,
-        task_id: str,
-    ) -> bool:
-        """Whether it was sent by template."""
+    ) -> Made | None:
+        """What a template is filled with; None if only the long way will do."""
         if type(args) not in (list, tuple) or type(kwargs) is not dict:
-            return False
+            return None
+        at_us = time_ns() // 1000
         if countdown:
             if type(countdown) not in (int, float) or not countdown < LONGEST_CELERY_SECONDS:
-                return False
-            due_us = time_ns() // 1000 + round(countdown * 1_000_000)
+                return None
+            due_us = at_us + round(countdown * 1_000_000)
             text = self._iso(due_us)
         elif eta:
             due_us = due_us_of(eta)
             text = eta if isinstance(eta, str) else eta.isoformat()
         else:
-            return False
-        task = self._tasks.get(name)
-        if task is not None and getattr(task, "typing", False):
-            task.__header__(*args, **kwargs)
-        body = _ENCODER.encode((args, kwargs))[:-1] + _NO_CANVAS
-        self.result.by_template += (
-            sent := self._line.send(
-                kind,
-                due_us,
-                task_id,
-                text,
-                self._repr(args, self._repr_sizes[0]),
-                self._repr(kwargs, self._repr_sizes[1]),
-                body.encode(),
-            )
+            return None
+        if known is not None and getattr(known, "typing", False):
+            known.__header__(*args, **kwargs)
+        return Made(
+            at_us,
+            due_us,
+            text,
+            self._repr(args, self._repr_sizes[0]),
+            self._repr(kwargs, self._repr_sizes[1]),
+            (_ENCODER.encode((args, kwargs))[:-1] + _NO_CANVAS).encode(),
         )
-        return bool(sent)
 
     def _iso(self, due_us: int) -> str:
         """ISO 8601 text in the app's time zone; within one second only the fraction changes."""
@@ -266,6 +274,7 @@ class Bulk:
     def _send_the_long_way(
         self,
         task: str | Task,
+        known: Task | None,
         args: Sequence[Any],
         kwargs: Mapping[str, Any] | None,
         eta: datetime | str | None,
@@ -276,7 +285,6 @@ class Bulk:
         when = {"eta": eta, "countdown": countdown, "task_id": task_id, **options, "retry": False}
         if self._headers:
             when["headers"] = self._headers | (options.get("headers") or {})
-        known = self._tasks.get(task) if isinstance(task, str) else task
 
         def publish(producer: Any) -> None:
             # add_to_parent: a million results have no place in a parent's memory.
@@ -287,14 +295,6 @@ class Bulk:
                 known.apply_async(args, kwargs, **with_producer)
 
         self._line.publish(publish)
-
-    def _learn(self, key: Any, name: str) -> None:
-        """Find out whether others of this kind can be sent by template."""
-        task = self._tasks.get(name)
-        if task is not None and not is_plain(task, self._app):
-            self._kinds[key] = None
-        elif (kind := self._line.learn()) is not None:
-            self._kinds[key] = kind
 
     def _tell(self) -> None:
         result = self.result

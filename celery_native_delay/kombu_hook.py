@@ -8,15 +8,18 @@ pickling and failover.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from datetime import UTC, datetime, timedelta
+from difflib import get_close_matches
+from importlib.util import find_spec
 from typing import Any
 
 from kombu import transport
 
 from .core.due_time import check_countdown, due_us
-from .core.errors import InvalidDueTime, SettingsError
+from .core.errors import InvalidDueTime, SettingsError, UnsupportedBroker
 from .core.settings import DelaySettings
 from .core.shown_url import without_password
 
@@ -67,6 +70,35 @@ ALIASES = {
     **{alias: f"{_TIMEOUTS}:{alias}" for alias in _WITHOUT_DELAYS},
 }
 
+_FOR_REDIS = ("redis",), "celery_native_delay[redis]"
+_FOR_SQS = ("boto3", "botocore"), "celery_native_delay[sqs]"
+_FOR_SQLALCHEMY = ("sqlalchemy",), "celery_native_delay[sql]"
+_FOR_KAFKA = ("confluent_kafka",), "kombu[confluentkafka]"
+
+#: What kombu's transports import, by their aliases, and what to install for it.
+_PACKAGES: dict[str, tuple[tuple[str, ...], str]] = {
+    "redis": _FOR_REDIS,
+    "rediss": _FOR_REDIS,
+    "sentinel": _FOR_REDIS,
+    "sqs": _FOR_SQS,
+    "SQS": _FOR_SQS,
+    "sqlalchemy": _FOR_SQLALCHEMY,
+    "sqla": _FOR_SQLALCHEMY,
+    "pgmq": (("pgmq", "psycopg"), "kombu[pgmq]"),
+    "mongodb": (("pymongo",), "kombu[mongodb]"),
+    "zookeeper": (("kazoo",), "kombu[zookeeper]"),
+    "consul": (("consul",), "kombu[consul]"),
+    "etcd": (("etcd",), "python-etcd"),
+    "pyro": (("Pyro4",), "kombu[pyro]"),
+    "SLMQ": (("softlayer_messaging",), "kombu[slmq]"),
+    "slmq": (("softlayer_messaging",), "kombu[slmq]"),
+    "azurestoragequeues": (("azure.storage.queue",), "kombu[azurestoragequeues]"),
+    "azureservicebus": (("azure.servicebus",), "kombu[azureservicebus]"),
+    "confluentkafka": _FOR_KAFKA,
+    "kafka": _FOR_KAFKA,
+    "gcpubsub": (("google.cloud.pubsub_v1",), "kombu[gcpubsub]"),
+}
+
 #: What the aliases led to before.
 originals: dict[str, Any] = {}
 
@@ -91,6 +123,8 @@ def transport_for(url: str | Sequence[str], *, store: str | None = None) -> str 
     Returns:
         "rabbitmq", "redis", "sqs", "pgmq" or "timeouts", the name of its module; None if none does.
     """
+    if not isinstance(url, str) and not (isinstance(url, Sequence) and url):
+        raise TypeError(f"expected a broker's URL, or a list of them, got {url!r}")
     first = url if isinstance(url, str) else url[0]
     scheme = first.partition("://")[0]
     return transport_of(scheme.partition("+")[0], store=store)
@@ -102,6 +136,58 @@ def transport_of(alias: object, *, store: str | None) -> str | None:
     if path is None or (needs_store(alias) and store is None):
         return None
     return path.partition(":")[0].rpartition(".")[2]
+
+
+def check_url(url: str | Sequence[str] | None, *, alias: str | None = None) -> None:
+    """Refuse a broker's URL of which kombu would raise no more than what it did not find.
+
+    Args:
+        url: as Celery takes it, one or several; None for kombu's default.
+        alias: the transport that is asked for besides it, if any.
+
+    Raises:
+        UnsupportedBroker: kombu knows no such scheme, or a package is not installed.
+    """
+    for each in url.split(";") if isinstance(url, str) else url or ():
+        scheme, found, _ = str(each).partition("://")
+        prefix, plus, _ = scheme.partition("+")
+        _check_alias(prefix if found and plus else alias or (scheme.lower() if found else None))
+
+
+#: Of whose transports everything is there.
+_checked: set[str] = set()
+
+
+def _check_alias(alias: str | None) -> None:
+    if alias in _checked or not isinstance(alias, str) or "." in alias or ":" in alias:
+        return
+    if alias not in transport.TRANSPORT_ALIASES:
+        close = get_close_matches(alias, transport.TRANSPORT_ALIASES, n=1)
+        way_out = f"did you mean {close[0]}://?" if close else f"known: {_known_schemes()}"
+        raise UnsupportedBroker(
+            f"expected a broker URL with a scheme that kombu knows, got {alias}://; {way_out}"
+        )
+    modules, requirement = _PACKAGES.get(alias, ((), ""))
+    missing = [module for module in modules if not _is_there(module)]
+    if missing:
+        raise UnsupportedBroker(
+            f"a broker at {alias}:// needs the Python package {missing[0]}, which is not "
+            f"installed: pip install '{requirement}'"
+        )
+    _checked.add(alias)
+
+
+def _known_schemes() -> str:
+    return ", ".join(sorted({alias.lower() for alias in transport.TRANSPORT_ALIASES}))
+
+
+def _is_there(module: str) -> bool:
+    if module in sys.modules:
+        return sys.modules[module] is not None
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # not even what it is in
+        return False
 
 
 def needs_store(alias: object) -> bool:
@@ -128,6 +214,8 @@ def flush_delayed(*, timeout_seconds: float | None = 60.0) -> None:
         TimeoutError: some are not confirmed yet; they stay with this process, which goes on
             trying.
     """
+    if timeout_seconds is not None and not isinstance(timeout_seconds, int | float):
+        raise TypeError(f"expected timeout_seconds as seconds or None, got {timeout_seconds!r}")
     for flush in flushes:
         flush(timeout_seconds)
 
@@ -235,6 +323,8 @@ def delay_headers(
     if (countdown is None) == (eta is None):
         raise InvalidDueTime(f"expected countdown or eta, got {countdown=} and {eta=}")
     if countdown is not None:
+        if not isinstance(countdown, int | float):
+            raise InvalidDueTime(f"expected a countdown in seconds, got {countdown!r}")
         check_countdown(countdown, longest_delay_seconds=_LONGEST_COUNTDOWN_SECONDS)
         try:
             eta = (now or datetime.now(UTC)) + timedelta(seconds=countdown)

@@ -5,13 +5,15 @@ from __future__ import annotations
 import os
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 from kombu import Connection
 
 from celery_native_delay.testing import (
@@ -24,8 +26,16 @@ from celery_native_delay.testing import (
 )
 from celery_native_delay.testing.redis_installation import ServerName
 from pytest_celery_native_delay import installed
+from tests import sockets
 from tests.brokers import MORTAL, installed_rabbitmq
 from tests.scheduling import broker_of, rank_of, scope_of
+from tests.waiting import PATIENCE_SECONDS, SLOWNESS
+
+sockets.watch_sockets()
+
+# How long an example takes is the machine's business.
+settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("tests")
 
 STREAM = {"x-queue-type": "stream"}
 
@@ -60,9 +70,46 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     return ByScope(config, log)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """A failed test shows what its broker held at that moment: workers run, nothing is deleted."""
+    from tests import telling
+
+    report = yield
+    if report.failed and call.when == "call":
+        for name, value in getattr(item, "funcargs", {}).items():
+            if tells := telling.of(value):
+                report.sections.append((f"what {name} held when it failed", tells))
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None]:
+    """See pytest_runtest_teardown."""
+    sockets.forget_sockets()
+    yield
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
+    """A test that leaves a socket open fails itself, unless it ignores ResourceWarning."""
+    yield
+    getattr(item, "funcargs", {}).clear()  # what fixtures returned, pytest keeps until later
+    if left := sockets.collect_sockets():
+        said = "left open, and only the garbage collector closed it; opened by\n"
+        warnings.warn(ResourceWarning(said + "\n".join(left)), stacklevel=1)
+
+
 @pytest.hookimpl(trylast=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """What takes longest starts first, where there are several processes."""
+    if SLOWNESS != 1:
+        for item in items:
+            marker = item.get_closest_marker("timeout")
+            seconds = float(marker.args[0] if marker else config.getini("timeout"))
+            item.add_marker(pytest.mark.timeout(seconds * SLOWNESS), append=False)
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: rank_of(item.nodeid))
 
@@ -207,4 +254,4 @@ def nobody_follows_streams() -> Iterator[None]:
         follower.stop()
     for follower in followers:
         if follower.is_alive():
-            follower.join(10)
+            follower.join(PATIENCE_SECONDS)

@@ -15,8 +15,7 @@ from pathlib import Path
 
 from celery_native_delay.testing import BrokerFailed, BrokerMissing
 from celery_native_delay.testing.processes import KeptServer
-
-_BOOT_SECONDS = 60
+from tests.waiting import PATIENCE_SECONDS
 
 
 def find_postgresql() -> Path:
@@ -78,7 +77,7 @@ class PrivatePostgreSQL:
 
     def start(self) -> None:
         """Start it, again on the same data, and wait until it answers."""
-        self._server.start(self._serves, within_seconds=_BOOT_SECONDS)
+        self._server.start(self._serves, within_seconds=PATIENCE_SECONDS)
 
     def stop(self) -> None:
         """Stop it in good order; whoever is connected is not."""

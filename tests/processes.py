@@ -42,5 +42,5 @@ def assert_nothing_left_when_killed(broker: str, folder: str) -> None:
         found = Path(process.stdout.readline().strip())
         assert found.is_dir()
         process.kill()
-    wait_until(lambda: not found.exists(), timeout_seconds=10)
-    wait_until(lambda: processes_of(found.name) == [], timeout_seconds=5)
+    wait_until(lambda: not found.exists())
+    wait_until(lambda: processes_of(found.name) == [])

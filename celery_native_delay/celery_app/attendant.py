@@ -19,6 +19,7 @@ from amqp.exceptions import AMQPError
 from celery.utils.log import get_logger
 
 from ..core.errors import LedgerUnavailable, ManagementUnavailable, NativeDelayError, NotPermitted
+from ..core.finding import WRONG
 from ..core.settings import DelaySettings
 from ..transports.contract import KeepsLedger, WorkerPart
 from .adoption import EarlyTask
@@ -153,8 +154,9 @@ class Attendant(Thread):
         except ManagementUnavailable as exc:
             logger.info("native delay: policies not checked: %s", exc)
             return
-        for sentence in found:
-            logger.warning("native delay: %s", sentence)
+        for finding in found:
+            if finding.level == WRONG:
+                logger.warning("native delay: %s", finding)
 
     def _guarded(self, step: Callable[[], None]) -> bool:
         """Run *step*; on an error say so, drop the connection and answer False."""

@@ -63,5 +63,5 @@ def _listed(task_ids: Any) -> list[str]:
     if task_ids is None:
         return []
     if isinstance(task_ids, str) or not isinstance(task_ids, Iterable):
-        return [str(task_ids)]
-    return [str(task_id) for task_id in task_ids]
+        task_ids = [task_ids]
+    return [found for found in map(str, task_ids) if found]

@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from datetime import UTC, datetime, timedelta
 from time import time_ns
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from celery import Celery, states
 from celery.backends.base import DisabledBackend
+from celery.result import AsyncResult
 from celery.utils.log import get_logger
+from kombu.exceptions import OperationalError
 
 from ..core import ledger
 from ..core.due_time import check_countdown, due_us
@@ -22,11 +24,15 @@ from ..core.errors import (
 )
 from ..core.ledger import Bar, Ledger, Outcome, Page, Query, Verdict, Waiting
 from ..core.settings import DelaySettings
-from .install import delaying_channel, installed
+from .broker import name_broker
+from .install import checked_app, delaying_channel, installed
 
 logger = get_logger(__name__)
 
 T = TypeVar("T")
+
+#: What names a task.
+TaskId: TypeAlias = str | AsyncResult | Waiting
 
 #: A result in one of these is not the last one; Celery's own revoke overwrites the same.
 _UNREADY = (states.PENDING, states.RECEIVED, states.RETRY, states.REJECTED)
@@ -42,7 +48,7 @@ class Delay:
     """
 
     def __init__(self, app: Celery) -> None:
-        self._app = app
+        self._app = checked_app(app)
         self._tells_results = True
 
     # --- seeing --------------------------------------------------------------------------
@@ -54,26 +60,29 @@ class Delay:
         limit: int = 50,
         offset: int = 0,
     ) -> Page:
-        """What waits, earliest first.
+        """What waits, earliest first, as a sequence; its *total* is how many match in all.
 
         Args:
             search: words as in Flower's search box, such as ``name:shop.remind ada``, or a
                 :class:`Query`.
 
         Raises:
-            InvalidQuery: it cannot be understood, or *limit* or *offset* is below 0.
+            InvalidQuery: it cannot be understood, or *limit* or *offset* is no number from 0.
         """
-        if min(limit, offset) < 0:
-            raise InvalidQuery(f"expected limit and offset from 0, got {limit} and {offset}")
+        _check_count("limit", limit, least=0)
+        _check_count("offset", offset, least=0)
         query = _query(search)
         return self._ask(lambda found: found.page(query, offset=offset, limit=limit))
 
-    def show(self, task_id: str) -> list[Waiting]:
+    def show(self, task_id: TaskId) -> list[Waiting]:
         """What waits under this id: one message most often, none if it does not wait."""
-        return self._ask(lambda found: found.get(task_id))
+        one = _id_of(task_id)
+        return self._ask(lambda found: found.get(one))
 
     def ids(self, search: str | Query = "", *, limit: int | None = None) -> list[str]:
         """The ids of all that match now, each once, earliest first; at most *limit*."""
+        if limit is not None:
+            _check_count("limit", limit, least=0)
         query = _query(search)
         return self._ask(lambda found: _some_of(found.ids(query), limit))
 
@@ -84,6 +93,7 @@ class Delay:
 
     def histogram(self, *, bars: int = 40) -> list[Bar]:
         """How the due times are spread, in *bars* bars at most."""
+        _check_count("bars", bars, least=1)
         return self._ask(lambda found: ledger.histogram(found, bars=bars))
 
     def next_due(self) -> datetime | None:
@@ -93,22 +103,22 @@ class Delay:
 
     # --- changing ------------------------------------------------------------------------
 
-    def cancel(self, task_id: str) -> Outcome:
-        """Have a task never run.
+    def cancel(self, task_id: TaskId) -> Outcome:
+        """Have a task never run: that of an id, an ``AsyncResult`` or what :meth:`ls` has found.
 
         Its result is REVOKED at once. A worker announces it as it does with every revoked task:
         to monitors and, if it is part of one, to its chord; as soon as there is one.
         """
-        return self.cancel_all([task_id])[0]
+        return self.cancel_all([_id_of(task_id, many="cancel_all")])[0]
 
-    def cancel_all(self, task_ids: Iterable[str]) -> list[Outcome]:
+    def cancel_all(self, task_ids: Iterable[TaskId]) -> list[Outcome]:
         """:meth:`cancel` for many, over one connection."""
         self._tells_results = True
         return self._change(task_ids, self._cancel)
 
     def reschedule(
         self,
-        task_id: str,
+        task_id: TaskId,
         *,
         countdown: float | None = None,
         eta: datetime | str | None = None,
@@ -122,11 +132,12 @@ class Delay:
         Raises:
             InvalidDueTime, DelayTooLong: it is due when it was.
         """
-        return self.reschedule_all([task_id], countdown=countdown, eta=eta)[0]
+        one = _id_of(task_id, many="reschedule_all")
+        return self.reschedule_all([one], countdown=countdown, eta=eta)[0]
 
     def reschedule_all(
         self,
-        task_ids: Iterable[str],
+        task_ids: Iterable[TaskId],
         *,
         countdown: float | None = None,
         eta: datetime | str | None = None,
@@ -144,11 +155,11 @@ class Delay:
         moment = at_us if at_us > time_ns() // 1000 else None
         return self._change(task_ids, lambda found, task_id: found.move(task_id, moment))
 
-    def run_now(self, task_id: str) -> Outcome:
+    def run_now(self, task_id: TaskId) -> Outcome:
         """Have a task due now."""
-        return self.run_all_now([task_id])[0]
+        return self.run_all_now([_id_of(task_id, many="run_all_now")])[0]
 
-    def run_all_now(self, task_ids: Iterable[str]) -> list[Outcome]:
+    def run_all_now(self, task_ids: Iterable[TaskId]) -> list[Outcome]:
         """:meth:`run_now` for many, over one connection."""
         return self._change(task_ids, lambda found, task_id: found.move(task_id, None))
 
@@ -161,9 +172,9 @@ class Delay:
         return outcome
 
     def _change(
-        self, task_ids: Iterable[str], change: Callable[[Ledger, str], Outcome]
+        self, task_ids: Iterable[TaskId], change: Callable[[Ledger, str], Outcome]
     ) -> list[Outcome]:
-        ids = list(task_ids)
+        ids = _ids_of(task_ids)
         outcomes: list[Outcome] = []
 
         def rest(found: Ledger) -> list[Outcome]:
@@ -186,6 +197,13 @@ class Delay:
             raise LedgerUnavailable(f"{done} of {len(ids)} were changed, then {exc}") from exc
 
     def _ask(self, question: Callable[[Ledger], T]) -> T:
+        try:
+            return self._ask_on_a_connection(question)
+        except OperationalError as exc:
+            name_broker(exc, self._app)
+            raise
+
+    def _ask_on_a_connection(self, question: Callable[[Ledger], T]) -> T:
         with self._app.connection_or_acquire() as connection:
             for last_try in (False, True):
                 try:
@@ -251,4 +269,32 @@ def _some_of(ids: Iterable[str], limit: int | None) -> list[str]:
 
 
 def _query(search: str | Query) -> Query:
-    return Query.parse(search) if isinstance(search, str) else search
+    if isinstance(search, Query):
+        return search
+    if not isinstance(search, str):
+        raise InvalidQuery(f"expected a search as text or as a Query, got {search!r}")
+    return Query.parse(search)
+
+
+def _check_count(name: str, value: object, *, least: int) -> None:
+    if not isinstance(value, int) or value < least:
+        raise InvalidQuery(f"expected {name} to be a whole number from {least}, got {value!r}")
+
+
+def _id_of(task: object, *, many: str | None = None) -> str:
+    """The id of one task; *many* is the method that takes several of them."""
+    if isinstance(task, AsyncResult | Waiting):
+        return str(task.id)
+    if isinstance(task, str) and task:
+        return task
+    several = many if isinstance(task, Iterable) and not isinstance(task, str | bytes) else None
+    raise TypeError(
+        f"expected the id of a task, or its AsyncResult, got {task!r}"
+        + (f"; for several there is {several}()" if several else "")
+    )
+
+
+def _ids_of(tasks: object) -> list[str]:
+    if isinstance(tasks, str | bytes | AsyncResult | Waiting) or not isinstance(tasks, Iterable):
+        raise TypeError(f"expected the ids of tasks, such as a list of them, got {tasks!r}")
+    return [_id_of(task) for task in tasks]

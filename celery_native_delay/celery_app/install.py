@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -13,12 +14,13 @@ from celery import Celery
 from celery.local import Proxy
 from celery.utils.imports import symbol_by_name
 from kombu import Connection
-from kombu.transport import TRANSPORT_ALIASES
+from kombu.exceptions import OperationalError
 
 from ..core.due_time import check_countdown
 from ..core.errors import SettingsError, UnsupportedBroker
 from ..core.settings import DelaySettings, check_settings
-from ..kombu_hook import OPTION, needs_store, option_of, register_transports, transport_of
+from ..kombu_hook import OPTION, check_url, option_of, register_transports, transport_of
+from .broker import check_fits, name_broker, told_on_command_lines, why_nothing_waits
 
 logger = logging.getLogger(__name__)
 
@@ -36,11 +38,6 @@ EXPECTED_URLS = {
     "sqs": "sqs://",
 }
 
-_WAY_TO_STORE = (
-    "; set native_delay_store to the URL of a database, such as "
-    '"sqlite:////var/lib/shop/delays.db", in workers and producers'
-)
-
 #: The consumer bootstep by name: only a worker loads it.
 BOOTSTEP = "celery_native_delay.celery_app.bootsteps:NativeDelay"
 
@@ -51,11 +48,14 @@ class Installation:
     def __init__(self, app: Celery, keywords: dict[str, Any]) -> None:
         self.app = app
         self.keywords = keywords
-        self._connect = app._connection
-        self._send_task = app.send_task
+        self._earlier_connection = vars(app).get("_connection")
+        #: What stood in the app's own ``send_task`` before, in front of its class's.
+        self.earlier_send_task = vars(app).get("send_task")
         self._amqp: Any = None
         self._connected_enabled: bool | None = None
         self._warned_of: set[str] = set()
+        self.insists = False
+        """Whether a broker in which nothing can wait is an error: of a command, not of an app."""
 
     def settings(self) -> DelaySettings:
         """The settings in force: configuration first, keywords of ``install()`` on top.
@@ -89,9 +89,15 @@ class Installation:
 
     def connection(self, *args: Any, **kwargs: Any) -> Connection:
         """``app._connection``, with delayed delivery asked for in its transport options."""
-        connection = self._connect(*args, **kwargs)
+        # Looked up each time: the class's may be replaced after us, by an APM for one.
+        connect = self._earlier_connection or partial(type(self.app)._connection, self.app)
         self._connected_enabled = self.enabled
-        if self._connected_enabled:
+        if not self._connected_enabled:
+            return connect(*args, **kwargs)
+        with told_on_command_lines():
+            url = args[0] if args else kwargs.get("url")
+            check_url(url, alias=kwargs.get("transport") or self.app.conf.broker_transport)
+            connection = connect(*args, **kwargs)
             settings = self._settings_or_error()
             if self._fits(connection, settings):
                 options = {OPTION: option_of(settings)} | (connection.transport_options or {})
@@ -116,7 +122,13 @@ class Installation:
             self._amqp = self.app.amqp
             if self.app.conf.task_protocol == 1:
                 _give_eta_header(self._amqp)
-        return self._send_task(name, args, kwargs, countdown, *more, **options)
+        send_task = self.earlier_send_task or partial(type(self.app).send_task, self.app)
+        try:
+            return send_task(name, args, kwargs, countdown, *more, **options)
+        except OperationalError as exc:
+            if options.get("connection") is None and options.get("producer") is None:
+                name_broker(exc, self.app)
+            raise
 
     def _settings_or_error(self) -> DelaySettings | SettingsError:
         try:
@@ -150,13 +162,11 @@ class Installation:
                 f"transport {name!r}, which cannot delay: use pyamqp:// to avoid librabbitmq, "
                 f"remove broker_transport, or set native_delay_enabled = False"
             )
-        problem = (
-            f"native delay has no {'store' if needs_store(name) else 'transport'} for "
-            f"{name if name in TRANSPORT_ALIASES else repr(name)}"
-        )
-        way_out = _WAY_TO_STORE if needs_store(name) else ""
+        problem, way_out = why_nothing_waits(name)
         if isinstance(settings, DelaySettings) and settings.strict:
             raise UnsupportedBroker(f"{problem}, and native_delay_strict is on{way_out}")
+        if self.insists:
+            raise UnsupportedBroker(f"{problem}{way_out}")
         if name not in self._warned_of:
             self._warned_of.add(name)
             logger.warning(
@@ -182,11 +192,12 @@ def install(app: App, **settings: Any) -> App:
         *app* itself.
 
     Raises:
+        TypeError: *app* is no Celery app.
         SettingsError: a setting is unknown or has an impossible value.
         UnsupportedBroker: this release of Celery is not one we know.
     """
+    real = checked_app(app)
     check_settings(settings)
-    real = app._get_current_object() if isinstance(app, Proxy) else app
     register_transports()
     keep_celerys_own_off(celery.app.base)
     if settings:
@@ -230,6 +241,14 @@ def reinstall(app: Celery) -> None:
     install(app)
 
 
+def checked_app(app: Any) -> Any:
+    """The app itself, if it came as a proxy; TypeError for what is none."""
+    real = app._get_current_object() if isinstance(app, Proxy) else app
+    if not isinstance(real, Celery):
+        raise TypeError(f"expected a Celery app, got {real!r}")
+    return real
+
+
 def installation_of(app: Any) -> Installation | None:
     """What ``install`` keeps about *app*, or None if it was never called for it."""
     real = app._get_current_object() if isinstance(app, Proxy) else app
@@ -243,7 +262,7 @@ def installed(app: Any) -> Installation:
     Raises:
         SettingsError: it was never called.
     """
-    found = installation_of(app)
+    found = installation_of(checked_app(app))
     if found is None:
         raise SettingsError(
             f"native delay is not installed in {app!r}: "
@@ -261,14 +280,15 @@ def delaying_channel(app: Any, connection: Any) -> tuple[Any, DelaySettings]:
         UnsupportedBroker: no delayed task can wait there.
     """
     settings = installed(app).settings()
+    if not settings.enabled:
+        raise UnsupportedBroker(
+            "native_delay_enabled is off in this app: nothing waits in its broker"
+        )
+    check_fits(connection, settings)
     channel = connection.default_channel
     if not hasattr(channel, "admin_part"):
-        if hasattr(connection.transport, "waits_in"):
-            raise UnsupportedBroker(
-                f"{connection.as_uri()} delays by itself: there is nothing to ask or to do there"
-            )
         raise UnsupportedBroker(
-            f"expected a broker in which delayed tasks can wait, got {connection.as_uri()}"
+            f"{connection.as_uri()} delays by itself: there is nothing to ask or to do there"
         )
     return channel, settings
 

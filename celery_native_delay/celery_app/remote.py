@@ -11,6 +11,7 @@ from typing import Any
 
 from celery.worker.control import inspect_command
 
+from ..core.durations import duration
 from ..core.errors import NativeDelayError
 from ..core.ledger import Waiting
 from .delay import Delay
@@ -35,7 +36,9 @@ def delayed(state: Any, limit: int = 50, **_: Any) -> Any:
         page = asked.result(PATIENCE_SECONDS)
     except TimeoutError:
         asked.cancel()
-        return {"error": f"no answer from the ledger within {PATIENCE_SECONDS:g} s: {_WAY_OUT}"}
+        return {
+            "error": f"no answer from the ledger within {duration(PATIENCE_SECONDS)}: {_WAY_OUT}"
+        }
     except NativeDelayError as exc:
         return {"error": str(exc)}
     return [_as_scheduled(task) for task in page.tasks]

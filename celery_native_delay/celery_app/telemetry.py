@@ -21,8 +21,10 @@ from celery import signals, states
 from celery.utils.log import get_logger
 
 from ..core import attempt
+from ..core.delayed import due_ms_of
 from ..core.due_time import due_us
 from ..core.errors import InvalidDueTime
+from ..core.fence import HEADER
 from .adoption import queue_of
 from .install import Installation, installation_of
 
@@ -33,12 +35,18 @@ logger = get_logger(__name__)
 #: the request would be a header to ``Context``, and be sent with retries.
 QUEUE = "native_delay_queue"
 
+#: Beside it, whether the message waited in the broker until it was due: see :func:`waited`.
+WAITED = "native_delay_waited"
+
 #: Where the request of a running task keeps when it started, in microseconds since the epoch.
 STARTED = "native_delay_started_us"
 
 _as_json = json.JSONEncoder(separators=(",", ":"), default=str).encode
 
 DAY_US = 86_400_000_000
+
+#: Of a message whose broker leaves no trace of a wait.
+_NO_TRACES = object()
 
 #: Failures that only the worker's main process sees.
 _ENDED_FROM_OUTSIDE: tuple[tuple[type[BaseException], str], ...] = (
@@ -81,9 +89,14 @@ class Telemetry:
     # --- receivers ------------------------------------------------------------------------
 
     def _on_received(self, sender: Any = None, request: Any = None, **_: Any) -> None:
-        if sender is self._consumer and (queue := queue_of(sender, request.message)):
+        if sender is self._consumer:
+            told = {
+                QUEUE: queue_of(sender, request.message) or None,
+                WAITED: waited(request.message, now_ms=now_us() // 1000),
+            }
             properties = request.request_dict.get("properties") or {}
-            request.request_dict["properties"] = {**properties, QUEUE: queue}
+            known = {name: value for name, value in told.items() if value is not None}
+            request.request_dict["properties"] = {**properties, **known}
 
     def _on_start(self, sender: Any = None, **_: Any) -> None:
         request = self._request_of(sender)
@@ -91,7 +104,8 @@ class Telemetry:
             return
         started_us = now_us()
         setattr(request, STARTED, started_us)
-        setattr(request, QUEUE, (request.properties or {}).pop(QUEUE, None))
+        for name in (QUEUE, WAITED):
+            setattr(request, name, (request.properties or {}).pop(name, None))
         self._write(sender, request, started_us, started_us=started_us)
 
     def _on_end(self, sender: Any = None, state: Any = None, retval: Any = None, **_: Any) -> None:
@@ -163,19 +177,22 @@ class Telemetry:
         retry_due_us: int | None = None,
     ) -> None:
         get = request.get if request is not None else lambda _: None
+        properties = get("properties") or {}
+        has_waited = get(WAITED)
         line = (
             get("id") or task_id,
             task.name,
             get("root_id"),
             get("hostname") or self._worker,
             os.getpid(),
-            get(QUEUE) or _queue_of(get("properties") or {}, get("delivery_info") or {}),
+            get(QUEUE) or _queue_of(properties, get("delivery_info") or {}),
             get("retries"),
             attempt.moment(eta_us(get("eta"))),
             attempt.moment(started_us),
             attempt.moment(finished_us),
             outcome,
             attempt.moment(retry_due_us),
+            properties.get(WAITED) if has_waited is None else has_waited,
         )
         fields = dict(zip(attempt.FIELDS, line, strict=True))
         self._lines.append(at_us, _as_json(fields))
@@ -248,6 +265,24 @@ def _queue_of(properties: Mapping[str, Any], delivery_info: Mapping[str, Any]) -
     """The queue of a task that never started; without telemetry on its way, the routing key."""
     queue: str | None = properties.get(QUEUE) or delivery_info.get("routing_key")
     return queue
+
+
+def waited(message: Any, *, now_ms: int) -> bool | None:
+    """Whether *message*, which has just been received, waited in the broker for its due time.
+
+    One that did not was sent after it was due, if an installed producer sent it. None where that
+    cannot be told.
+    """
+    headers = getattr(message, "headers", None) or {}
+    # While Celery makes its request, a message that has waited is without it.
+    due_ms = due_ms_of({"eta": getattr(message, "kept_eta", None) or headers.get("eta")})
+    trace: Any = getattr(message, "native_delay", _NO_TRACES)
+    if due_ms is None or trace is _NO_TRACES:
+        return None
+    if trace is None:
+        # Put back by a fence, it has lost the trace of its first wait.
+        return False if due_ms <= now_ms and HEADER not in headers else None
+    return True if trace.due_ms <= due_ms else None
 
 
 def outcome_of(state: str | None, retval: Any) -> str:

@@ -1,12 +1,22 @@
-"""``delay declare | verify | status | purge``: what waits on the broker."""
+"""``delay declare | verify | doctor | status | purge``: what waits on the broker."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from contextlib import suppress
 
 import click
 
-from .group import as_json_option, broker, command, print_json, show, yes_option
+from .findings import show_findings
+from .group import (
+    as_json_option,
+    broker,
+    command,
+    confirm,
+    installed_settings,
+    print_json,
+    show,
+    yes_option,
+)
 
 
 @command(name="declare")
@@ -20,29 +30,43 @@ def declare(ctx: click.Context, as_json: bool) -> None:
 @command(name="verify")
 @as_json_option
 def verify(ctx: click.Context, as_json: bool) -> None:
-    """Compare the broker with the plan; exit 1 on any difference."""
+    """Compare the broker with the plan; exit 1 on any difference.
+
+    No worker need run for it: whether delays work, `delay doctor` says.
+    """
     with broker(ctx) as part:
-        found = part.verify()
-        if as_json:
-            print_json({"name": part.name} | asdict(found))
-        else:
-            for difference in found.differences:
-                click.echo(difference)
-            for sentence in found.unchecked:
-                click.echo(f"unchecked: {sentence}", err=True)
-            for sentence in found.advice:
-                click.echo(f"advice: {sentence}", err=True)
-            if not found.differences:
-                click.echo(f"{part.name}: as planned")
-        ctx.exit(1 if found.differences else 0)
+        name, found = part.name, part.verify()
+    show_findings(ctx, found, as_json, well=f"{name}: as planned")
+
+
+@command(name="doctor")
+@as_json_option
+def doctor(ctx: click.Context, as_json: bool) -> None:
+    """Say that delays work or, finding by finding, what to do; exit 1 unless they do.
+
+    Asks for all that `delay verify` compares, and for what moves: who hands over, what is overdue,
+    parked or held up, ledger, fence, telemetry and clocks.
+    """
+    from ..celery_app.doctor import examine
+    from ..core.errors import SettingsError
+
+    with suppress(SettingsError):  # a finding, like others
+        installed_settings(ctx)
+    show_findings(ctx, examine(ctx.obj.app), as_json, well="healthy")
 
 
 @command(name="status")
 @as_json_option
 def status(ctx: click.Context, as_json: bool) -> None:
-    """Show what waits, when the next is due, what is parked, what is stuck."""
+    """Show what waits, when the next is due, what is overdue, parked and stuck.
+
+    On RabbitMQ with a ledger tasks are counted as `ls` lists them; levels hold more: what was
+    cancelled or moved stays there until it was due.
+    """
+    from ..transports.contract import CountsByLedger
+
     with broker(ctx) as part:
-        found = part.status()
+        found = part.status_with_ledger() if isinstance(part, CountsByLedger) else part.status()
     show(found, as_json)
 
 
@@ -56,7 +80,7 @@ def purge(ctx: click.Context, force: bool, as_json: bool) -> None:
     """
     with broker(ctx) as part:
         if not force:
-            click.confirm(f"Throw away all that waits in {part.name}?", abort=True)
+            confirm(f"Throw away all that waits in {part.name}?")
         purged = part.purge()
         if as_json:
             print_json({"name": part.name, "purged": purged})

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from .group import as_json_option, command, installed_settings, loglevel_option, print_json
+from .times import Duration
 
 
 @command(name="exporter")
@@ -26,10 +27,10 @@ from .group import as_json_option, command, installed_settings, loglevel_option,
 @click.option(
     "-i",
     "--interval",
-    type=click.FloatRange(min=0.1),
+    type=Duration(at_least=0.1),
     default=5.0,
     show_default=True,
-    help="Seconds between looks at broker and ledger.",
+    help="Between looks at broker and ledger: seconds, or such as 1min.",
 )
 @loglevel_option
 @as_json_option
@@ -43,16 +44,16 @@ def exporter(
     import signal
     from threading import Event
 
+    from ..core.extras import ExtraMissing
+
     try:
-        from prometheus_client import start_http_server
-    except ImportError as exc:
-        raise click.UsageError(
-            "metrics need prometheus_client: pip install 'celery_native_delay[metrics]'"
-        ) from exc
-    from ..metrics import expose
+        from ..metrics import expose
+    except ExtraMissing as exc:
+        raise click.ClickException(str(exc)) from exc
+    from prometheus_client import start_http_server
 
     app = ctx.obj.app
-    installed_settings(ctx)
+    installed_settings(ctx, insists=False)  # events come from any broker
     app.log.setup_logging_subsystem(loglevel=loglevel.upper())
     stopping = Event()
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -19,12 +19,11 @@ from .group import delay
 def flower(ctx: click.Context, arguments: tuple[str, ...]) -> None:
     """Start Flower with the page Delays and DELAYED tasks; all its options go with it."""
     from ..core.errors import NativeDelayError
+    from ..core.extras import ExtraMissing
 
     try:
         from ..flower import run
-    except ImportError as exc:
-        raise click.UsageError(f"pip install 'celery_native_delay[flower]': {exc}") from exc
-    try:
+
         run(ctx, arguments)
-    except NativeDelayError as exc:
+    except (ExtraMissing, NativeDelayError) as exc:
         raise click.ClickException(str(exc)) from exc

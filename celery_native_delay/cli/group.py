@@ -6,6 +6,7 @@ Loaded on every celery command: nothing of ours but this is imported until one i
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -43,9 +44,9 @@ def command(**options: Any) -> Callable[[Callable[..., None]], click.Command]:
 
     def decorate(function: Callable[..., None]) -> click.Command:
         @wraps(function)
-        def explained(*args: Any, **kwargs: Any) -> None:
-            with _errors_explained():
-                function(*args, **kwargs)
+        def explained(ctx: click.Context, *args: Any, **kwargs: Any) -> None:
+            with _errors_explained(ctx):
+                function(ctx, *args, **kwargs)
 
         group = options.pop("group", delay)
         command: click.Command = group.command(cls=CeleryCommand, **options)(
@@ -57,10 +58,11 @@ def command(**options: Any) -> Callable[[Callable[..., None]], click.Command]:
 
 
 @contextmanager
-def _errors_explained() -> Iterator[None]:
+def _errors_explained(ctx: click.Context) -> Iterator[None]:
     from amqp.exceptions import AMQPError
     from kombu.exceptions import OperationalError
 
+    from ..celery_app.broker import shown_broker
     from ..core.errors import NativeDelayError
 
     try:
@@ -72,7 +74,8 @@ def _errors_explained() -> Iterator[None]:
     except (OperationalError, AMQPError, OSError) as exc:
         said = str(exc).rstrip(".")  # redis-py ends its sentences
         raise click.ClickException(
-            f"the broker cannot be used: {said}; is it running, and is the URL right (celery -b)?"
+            f"the broker {shown_broker(ctx.obj.app)} cannot be used: {said}; is it running, and is "
+            f"the URL right (celery -b)?"
         ) from exc
 
 
@@ -115,31 +118,62 @@ def _channel(ctx: click.Context) -> Iterator[tuple[Any, DelaySettings]]:
             raise OperationalError(str(exc)) from exc
 
 
-def installed_settings(ctx: click.Context) -> DelaySettings:
-    """The app's settings; it must have delayed delivery."""
-    from ..celery_app.install import installed
-    from ..core.errors import SettingsError
+def installed_settings(ctx: click.Context, *, insists: bool = True) -> DelaySettings:
+    """The app's settings; it must have delayed delivery.
 
-    try:
-        installation = installed(ctx.obj.app)
-    except SettingsError as exc:
-        raise click.UsageError(str(exc)) from exc
+    With *insists* also a broker in which tasks can wait.
+    """
+    from celery import _state
+
+    from ..celery_app.install import installation_of, installed
+
+    app = ctx.obj.app
+    if app is _state.default_app and installation_of(app) is None:
+        raise click.ClickException(
+            f"expected an app, got none: name its module with -A, as in "
+            f"`celery -A shop {_words_of(ctx)}`"
+        )
+    installation = installed(app)
+    installation.insists = insists
     chosen = installation.settings()
     if not chosen.enabled:
-        raise click.UsageError("native_delay_enabled is off in this app")
+        raise click.ClickException("native_delay_enabled is off in this app")
     return chosen
 
 
-def settings(ctx: click.Context) -> Any:
+def _words_of(ctx: click.Context) -> str:
+    """The command without its options, such as ``delay parked list``."""
+    before = _words_of(ctx.parent) if ctx.parent and ctx.parent.parent else ""
+    return f"{before} {ctx.info_name}".lstrip()
+
+
+def settings(ctx: click.Context) -> DelaySettings:
+    """The app's settings, the defaults for one without delayed delivery."""
     from ..celery_app.install import installation_of
     from ..core.settings import DelaySettings
 
     installation = installation_of(ctx.obj.app)
-    return DelaySettings() if installation is None else installation.settings()
+    if installation is None:
+        return DelaySettings()
+    installation.insists = True
+    return installation.settings()
 
 
 def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2))
+
+
+def confirm(question: str) -> None:
+    """Ask on standard error: standard output is for what scripts read. Aborts unless it is yes.
+
+    click.confirm() writes a blank to standard output.
+    """
+    click.echo(f"{question} [y/N]: ", nl=False, err=True)
+    answer = sys.stdin.readline()
+    if not answer:
+        click.echo(err=True)
+    if answer.strip().lower() not in ("y", "yes"):
+        raise click.Abort
 
 
 def show(report: Report, as_json: bool) -> None:

@@ -6,7 +6,7 @@ from dataclasses import asdict, astuple
 
 import click
 
-from .group import as_json_option, broker, command, delay, print_json, table, yes_option
+from .group import as_json_option, broker, command, confirm, delay, print_json, table, yes_option
 
 
 @delay.group(name="parked")
@@ -61,7 +61,7 @@ def purge_parked(ctx: click.Context, force: bool, as_json: bool) -> None:
     """Throw away all parked messages of this namespace. Cannot be undone."""
     with broker(ctx) as part:
         if not force:
-            click.confirm(f"Throw away all messages in {part.parking}?", abort=True)
+            confirm(f"Throw away all messages in {part.parking}?")
         purged = part.purge_parked()
     if as_json:
         print_json({"purged": purged})

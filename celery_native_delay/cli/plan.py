@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from .group import as_json_option, command, print_json, settings, table
+from .times import Duration
 
-_UNITS = {"d": 86_400, "h": 3600, "m": 60, "s": 1}
+if TYPE_CHECKING:
+    from ..core.settings import DelaySettings
 
 #: Of the way through SQS so many sends are shown at most.
 _SHOWN = 10
 
 
-def _duration(text: str) -> float:
-    """Seconds of a number, or of ``365d``, ``1h30m``."""
-    try:
-        return float(text)
-    except ValueError:
-        if not re.fullmatch(r"(\d+(\.\d+)?[dhms])+", text):
-            raise click.BadParameter(
-                f"expected seconds, or such as 365d or 1h30m, got {text!r}"
-            ) from None
-    parts = re.findall(r"([\d.]+)([dhms])", text)
-    return sum(float(number) * _UNITS[unit] for number, unit in parts)
-
-
 @command(name="plan")
-@click.argument("seconds", type=_duration, metavar="SECONDS")
+@click.argument("seconds", type=Duration(), metavar="DURATION")
 @click.option("--queue", default="celery", show_default=True, help="The destination queue.")
 @click.option(
     "--transport",
@@ -52,17 +40,18 @@ def plan(
     price_per_million: float,
     as_json: bool,
 ) -> None:
-    """Show the path, hops and routing key of a delay of SECONDS, which may be 365d or 1h30m.
+    """Show the path, hops and routing key of a delay: of 90 seconds, or of 365d, 1h30m.
 
     On SQS also what it costs. Needs no broker.
     """
     from ..core.address import message_address
     from ..core.due_time import check_countdown, units_until
+    from ..core.durations import duration
     from ..core.topology import Topology
 
     chosen = settings(ctx)
     check_countdown(seconds, longest_delay_seconds=chosen.longest_delay_seconds)
-    apps: Any = None if transport else ctx.obj.app.connection_for_write().transport
+    apps: Any = None if transport else _transport(ctx, chosen)
     if transport == "sqs" or getattr(apps, "driver_type", "") == "sqs":
         _plan_hops(chosen.sqs_hop_seconds, seconds, queue, price_per_million, as_json)
         return
@@ -86,11 +75,27 @@ def plan(
             }
         )
         return
-    click.echo(f"{seconds:g} s waits {waits:g} s in {len(hops)} hop(s), then goes to {queue!r}")
-    rows = [(hop.queue, hop.ttl_ms / 1000) for hop in hops]
-    click.echo(table(("level queue", "waits s"), rows))
+    click.echo(_waits(seconds, waits, f"in {len(hops)} hop(s)", queue))
+    rows = [(hop.queue, duration(hop.ttl_ms / 1000, exact=True)) for hop in hops]
+    click.echo(table(("level queue", "waits"), rows))
     click.echo(f"published to  {entry or '(default exchange)'}")
     click.echo(f"routing key   {key}")
+
+
+def _waits(seconds: float, waits_seconds: float, where: str, queue: str) -> str:
+    from ..core.durations import duration
+
+    asked, kept = duration(seconds, exact=True), duration(waits_seconds, exact=True)
+    return f"{asked} waits {kept} {where}, then goes to {queue!r}"
+
+
+def _transport(ctx: click.Context, chosen: DelaySettings) -> Any:
+    """The app's own, if anything can wait on it."""
+    from ..celery_app.broker import check_fits
+
+    connection = ctx.obj.app.connection_for_write()
+    check_fits(connection, chosen)
+    return connection.transport
 
 
 def _plan_without_levels(key: str, seconds: float, queue: str, as_json: bool) -> None:
@@ -99,13 +104,14 @@ def _plan_without_levels(key: str, seconds: float, queue: str, as_json: bool) ->
     if as_json:
         print_json({"delay_seconds": seconds, "waits_seconds": waits, "key": key, "hops": []})
     else:
-        click.echo(f"{seconds:g} s waits {waits:g} s in {key}, then goes to {queue!r}")
+        click.echo(_waits(seconds, waits, f"in {key}", queue))
 
 
 def _plan_hops(
     hop_seconds: int, seconds: float, queue: str, price_per_million: float, as_json: bool
 ) -> None:
     """SQS keeps a message for a hop at a time, and a relay sends it on."""
+    from ..core.durations import duration
     from ..core.hops import Itinerary
 
     way = Itinerary.of(max(seconds, 0), hop_seconds=hop_seconds)
@@ -125,16 +131,14 @@ def _plan_hops(
             }
         )
         return
-    click.echo(
-        f"{seconds:,.10g} s waits {way.waits_seconds:,} s in {way.hops:,} hop(s) of "
-        f"{hop_seconds} s, then goes to {queue!r}"
-    )
+    hops = f"in {way.hops:,} hop(s) of {duration(hop_seconds)}"
+    click.echo(_waits(seconds, way.waits_seconds, hops, queue))
     if way.hops < _SHOWN:
         rows = [
-            (f"{queue}-delay.fifo" if number < way.hops else queue, left)
+            (f"{queue}-delay.fifo" if number < way.hops else queue, duration(left, exact=True))
             for number, left in enumerate(way.remainders)
         ]
-        click.echo(table(("sent to", "seconds left"), rows))
+        click.echo(table(("sent to", "left"), rows))
     prices = [f"{number * price_per_million / 1e6:.7f}" for number in (alone, batched)]
     costs = [("alone", f"{alone:,}", prices[0]), ("with nine others", f"{batched:,.1f}", prices[1])]
     click.echo(table(("travelling", "requests", f"at {price_per_million:g} per million"), costs))

@@ -7,7 +7,6 @@ import click
 from .group import (
     as_json_option,
     command,
-    delay,
     installed_settings,
     loglevel_option,
     print_json,
@@ -17,19 +16,35 @@ from .group import (
 
 @command(name="promote")
 @loglevel_option
+@as_json_option
+def promote(ctx: click.Context, loglevel: str, as_json: bool) -> None:
+    """Move tasks that are due from Redis, or from a store, into their queues, until Ctrl-C.
+
+    Installed workers do it by themselves; run this where all workers are plain ones, or stopped at
+    night. Any number may run at once. On SQS it is `relay`.
+    """
+    _run(ctx, loglevel, "", as_json, done="promoted")
+
+
+@command(name="relay")
+@loglevel_option
 @click.option(
     "-Q",
     "--queues",
     default="",
-    help="SQS: relay for these, separated by commas; by default for all of the app's.",
+    help="Relay for these, separated by commas; by default for all of the app's.",
 )
 @as_json_option
-def promote(ctx: click.Context, loglevel: str, queues: str, as_json: bool) -> None:
-    """Hand over messages that are due, until Ctrl-C: promote, or relay as SQS calls for.
+def relay(ctx: click.Context, loglevel: str, queues: str, as_json: bool) -> None:
+    """Send on what comes out of SQS' delay queues, to wait on or to its queue, until Ctrl-C.
 
-    Installed workers do it by themselves; run this where all workers are plain ones. Any number
-    may run at once.
+    For delays of more than 15 minutes. Installed workers do it by themselves for the queues they
+    consume from; run this where all workers are plain ones. Any number may run at once.
     """
+    _run(ctx, loglevel, queues, as_json, done="relayed")
+
+
+def _run(ctx: click.Context, loglevel: str, queues: str, as_json: bool, *, done: str) -> None:
     import signal
 
     from ..celery_app.outage import react
@@ -60,11 +75,8 @@ def promote(ctx: click.Context, loglevel: str, queues: str, as_json: bool) -> No
         signal.signal(number, lambda *_: promoter.stop())
     promoter.run()
     if as_json:
-        print_json({"promoted": promoter.promoted, "parked": promoter.parked})
+        print_json({done: promoter.promoted, "parked": promoter.parked})
     else:
-        click.echo(f"{promoter.promoted} message(s) promoted, {promoter.parked} parked")
+        click.echo(f"{promoter.promoted} message(s) {done}, {promoter.parked} parked")
     if outages:
         raise click.ClickException(str(outages[0]))
-
-
-delay.add_command(promote, name="relay")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from datetime import UTC, datetime, timedelta
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
 from functools import reduce
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,12 +12,14 @@ import click
 from .group import (
     as_json_option,
     command,
+    confirm,
     installed_settings,
     print_json,
     printable,
     table,
     yes_option,
 )
+from .times import Duration, Moment
 
 if TYPE_CHECKING:
     from ..celery_app.delay import Delay
@@ -28,20 +30,21 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 _BAR_WIDTH = 40
 _LONGEST_TEXT = 40
 
+#: What a search finds is counted so far beyond what is listed: reading it all would take seconds.
+_COUNTED = 1000
 
-def moment(value: str) -> datetime:
-    """Seconds from now, or ISO 8601; without a zone, UTC."""
-    try:
-        return datetime.now(UTC) + timedelta(seconds=float(value))
-    except OverflowError as exc:
-        raise click.BadParameter(f"{value} s is beyond every calendar") from exc
-    except ValueError:
-        pass
-    try:
-        found = datetime.fromisoformat(value)
-    except ValueError as exc:
-        raise click.BadParameter(f"expected seconds from now or ISO 8601, got {value!r}") from exc
-    return found if found.tzinfo else found.replace(tzinfo=UTC)
+#: So many rows tell people what a change would be about.
+_SHOWN = 50
+
+#: More than can wait.
+_ALL = 1 << 40
+
+
+def task_id(value: str) -> str:
+    """Any text but none."""
+    if not value:
+        raise click.BadParameter("expected the id of a task, got an empty text")
+    return value
 
 
 def _all(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
@@ -55,12 +58,18 @@ _filters = _all(
         default="",
         help="Words as in Flower: name:… queue:… args:… kwargs:key=value, or any text; OR, (…).",
     ),
-    click.option("--from", "from_", type=moment, metavar="SECONDS|TIME", help="Due then or later."),
-    click.option("--until", type=moment, metavar="SECONDS|TIME", help="Due before then."),
+    click.option(
+        "--from",
+        "from_",
+        type=Moment(),
+        metavar="DURATION|TIME",
+        help="Due then or later: from now, such as 90, 1h30m or 2d, or ISO 8601.",
+    ),
+    click.option("--until", type=Moment(), metavar="DURATION|TIME", help="Due before then."),
 )
 
 _chosen = _all(
-    click.argument("ids", nargs=-1, metavar="[ID]..."),
+    click.argument("ids", nargs=-1, type=task_id, metavar="[ID]..."),
     _filters,
     click.option("--dry-run", is_flag=True, help="Only say which they are."),
     yes_option,
@@ -84,42 +93,58 @@ def ls(
     histogram: bool,
     as_json: bool,
 ) -> None:
-    """List what waits, earliest first."""
+    """List what waits, earliest first.
+
+    With --json an object: `tasks`, `offset`, and as `total` how many wait or match in all, null
+    where a search finds too many to count.
+    """
+    if histogram and (search or from_ or until):
+        raise click.UsageError(
+            "--histogram shows all that waits: leave out --search, --from and --until"
+        )
+    from ..core.ledger import ALL
+
     delay = _delay(ctx)
     if histogram:
         _show_histogram(delay, as_json)
         return
     query = _query(search, from_, until)
-    page = delay.ls(query, limit=limit, offset=offset)
+    searched = not query.is_by_time_only
+    page = delay.ls(query, limit=limit + (_COUNTED if searched else 0), offset=offset)
+    tasks, counted = page.tasks[:limit], offset + len(page.tasks)
     total = page.total
-    if total is None and offset + len(page.tasks) < offset + limit:
-        total = offset + len(page.tasks)
+    if total is None and not page.tasks and offset:
+        total = delay.count(query)
+    elif total is None and len(page.tasks) < limit + _COUNTED:
+        total = counted
     if as_json:
-        tasks = [task.as_json() for task in page.tasks]
-        print_json({"total": total, "offset": offset, "tasks": tasks})
+        listed = [task.as_json() for task in tasks]
+        print_json({"total": total, "offset": offset, "tasks": listed})
         return
-    if page.tasks:
-        now = datetime.now(UTC)
-        headings = ("due", "in", "task", "id", "queue", "args", "kwargs")
-        click.echo(table(headings, [_row(task, now) for task in page.tasks]))
-    many = "many" if total is None else f"{total:,}"
-    click.echo(f"{len(page.tasks)} of {many} waiting")
+    if tasks:
+        click.echo(_table(tasks))
+    many = f"at least {counted:,}" if total is None else f"{total:,}"
+    click.echo(f"{len(tasks):,} of {many} {'waiting' if query == ALL else 'that match'}")
 
 
 @command(name="show")
-@click.argument("task_id", metavar="ID")
+@click.argument("ids", type=task_id, nargs=-1, required=True, metavar="ID...")
 @as_json_option
-def show_task(ctx: click.Context, task_id: str, as_json: bool) -> None:
-    """Show a task that waits; exit 1 if none does under this id."""
-    tasks = _delay(ctx).show(task_id)
+def show_tasks(ctx: click.Context, ids: tuple[str, ...], as_json: bool) -> None:
+    """Show tasks that wait; exit 1 if nothing does under one of the IDs.
+
+    With --json one ID is an object, or null, several are a list of these, in the order of the IDs.
+    Where several messages wait under one ID, the object is the first due, with the `others`.
+    """
+    delay = _delay(ctx)
+    found = {task_id: sorted(delay.show(task_id), key=_due_us) for task_id in ids}
     if as_json:
-        print_json([task.as_json() for task in tasks])
-    elif not tasks:
-        click.echo(f"{task_id}: nothing waits under this id")
-    for task in () if as_json else tasks:
-        for name, value in task.as_json().items():
-            click.echo(f"{name:<12} {printable(value)}".rstrip())
-    ctx.exit(0 if tasks else 1)
+        objects = [_as_object(found[task_id]) for task_id in ids]
+        print_json(objects[0] if len(ids) == 1 else objects)
+    else:
+        now = datetime.now(UTC)
+        click.echo("\n\n".join(_told(*each, now) for each in found.items()))
+    ctx.exit(0 if all(found.values()) else 1)
 
 
 @command(name="cancel")
@@ -134,12 +159,23 @@ def cancel(ctx: click.Context, **chosen: Any) -> None:
 
 @command(name="reschedule")
 @_chosen
-@click.option("--countdown", type=float, help="Seconds from now.")
-@click.option("--eta", help="ISO 8601; without a zone, UTC.")
-def reschedule(ctx: click.Context, countdown: float | None, eta: str | None, **chosen: Any) -> None:
-    """Have tasks due at another time: those of the IDs, or all that a search finds."""
-    if (countdown is None) == (eta is None):
-        raise click.UsageError("give --countdown or --eta")
+@click.option(
+    "--countdown", type=Duration(), help="From now: seconds, or such as 1h30m, 1h 30min, 2d."
+)
+@click.option("--eta", type=Moment(), metavar="TIME", help="ISO 8601; without a zone, UTC.")
+def reschedule(
+    ctx: click.Context, countdown: float | None, eta: datetime | None, **chosen: Any
+) -> None:
+    """Have tasks due at another time: those of the IDs, or all that a search finds.
+
+    A time that is past is refused, unless --yes says that they are to run at once.
+    """
+    if countdown is None and eta is None:
+        raise click.UsageError("say when: --countdown or --eta")
+    if countdown is not None and eta is not None:
+        raise click.UsageError("give --countdown or --eta, not both")
+    if not chosen["force"]:
+        _refuse_past(countdown, eta)
     _change(
         ctx,
         "reschedule",
@@ -189,15 +225,17 @@ def _change(
     as_json: bool,
 ) -> None:
     by_search = bool(search or from_ or until)
-    if bool(ids) == by_search:
-        raise click.UsageError("give IDs, or a search (--search, --from, --until)")
+    if not ids and not by_search:
+        raise click.UsageError("say which: IDs, or a search (--search, --from, --until)")
+    if ids and by_search:
+        raise click.UsageError("give IDs or a search (--search, --from, --until), not both")
     delay = _delay(ctx)
-    chosen = list(dict.fromkeys(ids)) or delay.ids(_query(search, from_, until))
     if dry_run:
-        _say_dry(delay, chosen, verb, as_json, found=by_search)
-        return
+        query = _query(search, from_, until) if by_search else None
+        ctx.exit(_say_dry(delay, list(dict.fromkeys(ids)), query, verb, as_json))
+    chosen = list(dict.fromkeys(ids)) or delay.ids(_query(search, from_, until))
     if by_search and chosen and not force:
-        click.confirm(f"{verb.capitalize()} {len(chosen):,} task(s)?", abort=True, err=as_json)
+        confirm(f"{verb.capitalize()} {len(chosen):,} task(s)?")
     outcomes = change(delay, chosen)
     failed = [outcome for outcome in outcomes if not outcome]
     if as_json:
@@ -205,26 +243,84 @@ def _change(
         print_json({"done": len(outcomes) - len(failed), "outcomes": told})
     else:
         for outcome in failed if by_search else outcomes:
-            click.echo(str(outcome))
+            click.echo(printable(outcome))
         if by_search:
             click.echo(f"{len(outcomes) - len(failed):,} task(s) {done}")
     ctx.exit(1 if failed and not by_search else 0)
 
 
-def _say_dry(delay: Delay, chosen: list[str], verb: str, as_json: bool, *, found: bool) -> None:
-    ids = chosen if found else [task_id for task_id in chosen if delay.show(task_id)]
+def _say_dry(delay: Delay, ids: list[str], query: Query | None, verb: str, as_json: bool) -> int:
+    """Tell what would be changed, of *ids* or by *query*; return the exit status of doing so."""
+    from ..core.ledger import Outcome, Verdict
+
+    if query is None:
+        tasks = [task for task_id in ids for task in delay.show(task_id)]
+    else:
+        tasks = list(delay.ls(query, limit=_ALL).tasks)
+    known = list(dict.fromkeys(task.id for task in tasks))
+    unknown = [task_id for task_id in ids if task_id not in set(known)]
     if as_json:
-        print_json({"would": verb, "ids": ids})
-        return
-    for task_id in ids:
-        click.echo(task_id)
-    click.echo(f"would {verb} {len(ids):,} task(s)")
+        told = [task.as_json() for task in tasks]
+        print_json({"would": verb, "ids": known, "unknown": unknown, "tasks": told})
+        return 1 if unknown else 0
+    if tasks:
+        click.echo(_table(tasks[:_SHOWN]))
+    for task_id in unknown:
+        click.echo(str(Outcome(task_id, Verdict.UNKNOWN)))
+    more = f", of which {_SHOWN} are shown; --json names all" if len(tasks) > _SHOWN else ""
+    click.echo(f"would {verb} {len(known):,} task(s){more}")
+    return 1 if unknown else 0
+
+
+def _refuse_past(countdown: float | None, eta: datetime | None) -> None:
+    from ..core.durations import duration
+
+    if eta is None:
+        ago_seconds, option = -(countdown or 0.0), "--countdown"
+    else:
+        ago_seconds, option = (datetime.now(UTC) - eta).total_seconds(), "--eta"
+    if ago_seconds > 0:
+        raise click.UsageError(
+            f"{option} was {duration(ago_seconds)} ago, so the task would run at once: "
+            f"if it is to, use `run-now`, or --yes"
+        )
+
+
+def _as_object(tasks: list[Waiting]) -> dict[str, Any] | None:
+    """What waits under one id, for scripts."""
+    if not tasks:
+        return None
+    first, *others = (task.as_json() for task in tasks)
+    return first | {"others": others} if others else first
+
+
+def _told(task_id: str, tasks: list[Waiting], now: datetime) -> str:
+    """What waits under one id, for people."""
+    if not tasks:
+        return f"{printable(task_id)}: nothing waits under this id"
+    return "\n\n".join("\n".join(_fields(task, now)) for task in tasks)
+
+
+def _fields(task: Waiting, now: datetime) -> Iterator[str]:
+    for name, value in task.as_json().items():
+        more = f" ({_until(task, now)})" if name == "due" else ""
+        yield f"{name:<12} {printable(value)}{more}".rstrip()
+
+
+def _table(tasks: Sequence[Waiting]) -> str:
+    now = datetime.now(UTC)
+    headings = ("due", "in", "task", "id", "queue", "args", "kwargs")
+    return table(headings, [_row(task, now) for task in tasks])
+
+
+def _due_us(task: Waiting) -> int:
+    return task.due_us
 
 
 def _row(task: Waiting, now: datetime) -> tuple[str, ...]:
     return (
         task.due.isoformat(timespec="seconds"),
-        _span((task.due - now).total_seconds()),
+        _until(task, now),
         task.name,
         task.id,
         task.queue or f"exchange {task.exchange}",
@@ -233,17 +329,11 @@ def _row(task: Waiting, now: datetime) -> tuple[str, ...]:
     )
 
 
-def _span(seconds: float) -> str:
-    if seconds < 0:
-        return "overdue"
-    days, rest = divmod(round(seconds), 86_400)
-    hours, rest = divmod(rest, 3600)
-    minutes, rest = divmod(rest, 60)
-    if days:
-        return f"{days} d {hours} h"
-    if hours:
-        return f"{hours} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+def _until(task: Waiting, now: datetime) -> str:
+    from ..core.durations import duration
+
+    seconds = (task.due - now).total_seconds()
+    return f"overdue {duration(-seconds)}" if seconds < 0 else duration(seconds)
 
 
 def _short(text: str) -> str:

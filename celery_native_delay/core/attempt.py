@@ -4,7 +4,10 @@ An attempt is written down twice: when it starts, with ``finished`` and ``outcom
 when it ends. Of what never started (revoked, expired), and of what ended without a word of its
 own (its process was killed, its time limit passed), the worker's main process writes a line with
 ``started`` null, for a time limit perhaps two, beside a ``lost`` of the process itself if it had
-the time. Where Celery does not tell it more than the id, as before 5.7, other fields are null.
+the time. ``waited`` says whether its message waited in the broker until it was due; if it did not,
+it was sent after that, by an installed producer. It is null where nobody can tell: no due time,
+put back since, held by the worker, a broker that does not say. Where Celery does not tell it more
+than the id, as before 5.7, other fields are null.
 """
 
 from __future__ import annotations
@@ -25,6 +28,7 @@ FIELDS = {
     "finished": "timestamp",
     "outcome": "string",
     "retry_due": "timestamp",
+    "waited": "boolean",
 }
 
 #: By these the lines of one attempt are known, also when a line is there several times.

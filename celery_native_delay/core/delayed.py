@@ -73,7 +73,8 @@ _LONG_AGO = "2000-01-01T00:00:00+00:00"
 def cancel(headers: dict[str, Any], trace: dict[str, Any]) -> None:
     """Mark a task's *headers* and *trace*: whoever receives it must not run it."""
     trace[CANCELLED] = True
-    trace[EXPIRES] = headers.get("expires")
+    if "expires" in headers:
+        trace[EXPIRES] = headers["expires"]
     headers["expires"] = _LONG_AGO
 
 
@@ -81,5 +82,8 @@ def uncover(headers: dict[str, Any], trace: Mapping[str, Any]) -> bool:
     """Whether the task was cancelled; its *headers* then have what :func:`cancel` took."""
     if not trace.get(CANCELLED):
         return False
-    headers["expires"] = trace.get(EXPIRES)
+    if EXPIRES in trace:
+        headers["expires"] = trace[EXPIRES]
+    else:
+        headers.pop("expires", None)
     return True

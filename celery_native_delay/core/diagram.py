@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from .durations import duration
 from .topology import Binding, Declaration, Exchange, Queue
 
 
@@ -24,7 +25,7 @@ def _lines(plan: list[Declaration], shorten: str) -> Iterator[str]:
             case Queue(name, arguments):
                 queue_ids[name] = f"q{len(queue_ids)}"
                 ttl_ms = arguments.get("x-message-ttl")
-                waits = "" if ttl_ms is None else f"<br>{ttl_ms / 1000:g} s"
+                waits = "" if ttl_ms is None else f"<br>{duration(ttl_ms / 1000, exact=True)}"
                 yield f'{queue_ids[name]}["{name.removeprefix(shorten)}{waits}"]'
     for declaration in plan:
         match declaration:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from datetime import UTC, datetime, timedelta
 
+from .durations import duration
 from .errors import DelayTooLong, InvalidDueTime
 
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -91,7 +92,7 @@ def check_countdown(countdown: object, *, longest_delay_seconds: float) -> None:
         return
     if not math.isfinite(countdown):
         raise InvalidDueTime(
-            f"expected a countdown of 0 to {longest_delay_seconds:,.0f} seconds, got {countdown!r}"
+            f"expected a countdown of 0 to {duration(longest_delay_seconds)}, got {countdown!r}"
         )
     if countdown > longest_delay_seconds:
         raise DelayTooLong(_too_long(countdown, longest_delay_seconds))
@@ -99,7 +100,7 @@ def check_countdown(countdown: object, *, longest_delay_seconds: float) -> None:
 
 def _too_long(delay_seconds: float, longest_delay_seconds: float) -> str:
     return (
-        f"a delay of {delay_seconds:,.3f} s exceeds the longest delay of "
-        f"{longest_delay_seconds:,.3f} s: raise native_delay_levels or "
+        f"a delay of {duration(delay_seconds, exact=True)} exceeds the longest delay of "
+        f"{duration(longest_delay_seconds, exact=True)}: raise native_delay_levels or "
         f"native_delay_resolution, or let celery beat send the task when it is nearer"
     )

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, Protocol, overload
 
 from .search import Condition, parse
 
@@ -152,11 +152,21 @@ ALL = Query()
 
 
 @dataclass(frozen=True)
-class Page:
+class Page(Sequence[Waiting]):
     """Some of the waiting, earliest first, and how many match in all; None: nobody has counted."""
 
     tasks: tuple[Waiting, ...]
     total: int | None
+
+    @overload
+    def __getitem__(self, index: int) -> Waiting: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Waiting, ...]: ...
+    def __getitem__(self, index: int | slice) -> Waiting | tuple[Waiting, ...]:
+        return self.tasks[index]
+
+    def __len__(self) -> int:
+        return len(self.tasks)
 
 
 @dataclass(frozen=True)

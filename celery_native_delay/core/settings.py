@@ -28,6 +28,8 @@ MAX_CONFIRM_WINDOW = 1_000_000
 #: Bits that are waited for together: 15 queues for one hop instead of four.
 FUSED_WIDTH = 4
 
+_PREFIX = "native_delay_"
+
 _NAMESPACE = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 _NAMESPACE_BYTES = 64
 
@@ -83,7 +85,8 @@ class DelaySettings:
     """Workers put tasks that arrive with their ETA ahead back into the delay levels."""
     management_url: str | None = None
     """RabbitMQ's management API, ``http://user:password@host:15672``. None: the broker's host
-    and credentials, port 15672. Only ``verify``, ``status`` and the policy check read it."""
+    and credentials, port 15672. Only ``doctor``, ``verify``, ``status`` and the policy check
+    read it."""
 
     ledger: str | None = None
     """What keeps a copy of what waits in RabbitMQ: the URL of a Redis, or "stream" for streams of
@@ -145,6 +148,16 @@ class DelaySettings:
         return None if self.streams_ledger else self.ledger
 
     @property
+    def while_ledger_is_away(self) -> str:
+        """The consequences of a ledger that does not answer, for an error to tell."""
+        due = (
+            "tasks wait and run as ever, those that were cancelled or moved as well"
+            if self.ledger_away == "run"
+            else "tasks that are due wait in the broker"
+        )
+        return f"until it does {due}, and none can be listed, cancelled or moved"
+
+    @property
     def longest_delay_seconds(self) -> float:
         """The longest delay that the levels can hold, in seconds."""
         return ((1 << self.levels) - 1) * self.resolution_ms / 1000
@@ -176,10 +189,16 @@ def check_settings(values: Mapping[str, Any]) -> None:
         SettingsError: for the first name that is unknown or value that is impossible.
     """
     for name, value in values.items():
+        bare = name.removeprefix(_PREFIX)
+        if bare != name and bare in _names():
+            shown = repr(value) if isinstance(value, int | float) else "…"  # may hold a password
+            raise SettingsError(
+                f"expected settings without their prefix here, got {name}: write {bare}={shown}"
+            )
         if name not in _names():
-            close = get_close_matches(name, _names(), n=1)
+            close = get_close_matches(bare, _names(), n=1)
             hint = f"did you mean native_delay_{close[0]}?" if close else f"known: {_known()}"
-            raise SettingsError(f"unknown setting native_delay_{name}; {hint}")
+            raise SettingsError(f"unknown setting native_delay_{bare}; {hint}")
         _check(name, _as_tuple(value) if name == "landing_exchanges" else value)
 
 

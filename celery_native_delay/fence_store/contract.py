@@ -10,6 +10,7 @@ from urllib.parse import urlsplit
 
 from ..core.errors import FenceUnavailable
 from ..core.fence import SCHEMES_TEXT, Record, is_store_url
+from ..core.finding import Finding
 
 #: Modules by the schemes of core.fence; imported when first used.
 _MODULES = {"redis": ".redis", "rediss": ".redis", "redis+socket": ".redis"}
@@ -40,6 +41,9 @@ class FenceStore(Protocol):
 
     def load(self, runs: Sequence[str]) -> list[Record | None]:
         """The records of these runs, None for those that the store has not."""
+
+    def findings(self) -> list[Finding]:
+        """What is wrong with the store; that it is away as well."""
 
 
 def fence_store(

@@ -9,12 +9,16 @@ from typing import Self, TypeVar
 
 from ..core.errors import FenceUnavailable
 from ..core.fence import Record
+from ..core.finding import Finding
 from ..core.redis_url import redis_py_url
+from ..core.shown_url import without_password
 
 try:
     import redis
     from redis.backoff import NoBackoff
     from redis.retry import Retry
+
+    from ..redis_asking import findings
 except ImportError as exc:
     raise FenceUnavailable(
         "a fence in Redis needs its client: pip install 'celery_native_delay[redis]'"
@@ -56,6 +60,7 @@ class Store:
 
     def __init__(self, url: str, *, timeout_seconds: float, patience_seconds: float) -> None:
         self._patience_seconds = patience_seconds
+        self._where = without_password(url)
         try:
             # redis-py's own retries would sleep for seconds, also where nobody has time.
             self._client = redis.Redis.from_url(
@@ -91,6 +96,18 @@ class Store:
     def load(self, runs: Sequence[str]) -> list[Record | None]:
         found = self._ask(lambda: self._client.mget([PREFIX + run for run in runs]))
         return [None if text is None else Record.from_json(text) for text in found]
+
+    def findings(self) -> list[Finding]:
+        """See :class:`~celery_native_delay.fence_store.contract.FenceStore`."""
+        return list(
+            findings(
+                self._client,
+                key=f"{PREFIX}trial",
+                check="fence",
+                kept="the records of runs",
+                where=f"native_delay_fence at {self._where}",
+            )
+        )
 
     def _ask(self, ask: Callable[[], T]) -> T:
         deadline = monotonic() + self._patience_seconds

@@ -14,12 +14,16 @@ from collections.abc import Sequence
 from importlib.metadata import version
 
 import click
-import flower.command
-import flower.events
 
 from ..core.errors import NativeDelayError
-from .app import DelayFlower
-from .state import WaitingState
+from ..core.extras import brought_by
+
+with brought_by("flower", whose=__name__):
+    import flower.command
+    import flower.events
+
+    from .app import DelayFlower
+    from .state import WaitingState
 
 __all__ = ("UnsupportedFlower", "install", "run")
 

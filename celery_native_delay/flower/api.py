@@ -13,6 +13,7 @@ from flower.api import BaseApiHandler
 from tornado import web
 
 from ..celery_app.delay import Delay
+from ..core.durations import seconds_of
 from ..core.errors import InvalidDueTime, InvalidQuery
 from ..core.ledger import Outcome
 from ..transports.contract import AdminPart
@@ -49,18 +50,16 @@ class ApiHandler(Errors, BaseApiHandler):
             raise web.HTTPError(403, "Read only mode is enabled")
 
     def moment(self, body: dict[str, Any]) -> dict[str, Any]:
-        """``countdown``, in seconds, or ``eta``, in ISO 8601."""
+        """``countdown``, in seconds or such as 1h30m, or ``eta``, in ISO 8601."""
         given = {
             name: body.get(name, self.get_argument(name, None)) for name in ("countdown", "eta")
         }
         found = {name: value for name, value in given.items() if value is not None}
         if "countdown" in found:
             try:
-                found["countdown"] = float(found["countdown"])
-            except (TypeError, ValueError) as exc:
-                raise InvalidDueTime(
-                    f"expected countdown in seconds, got {found['countdown']!r}"
-                ) from exc
+                found["countdown"] = seconds_of(str(found["countdown"]))
+            except InvalidDueTime as exc:
+                raise InvalidDueTime(f"countdown: {exc}") from exc
         return found
 
     def body(self) -> dict[str, Any]:
@@ -190,7 +189,7 @@ class ChangeMany(ApiHandler):
         self.changes()
         body = self.body()
         ids = body.get("ids")
-        if not (isinstance(ids, list) and all(isinstance(each, str) for each in ids)):
+        if not (isinstance(ids, list) and all(isinstance(each, str) and each for each in ids)):
             raise web.HTTPError(400, "expected a list of ids in the body")
         if len(ids) > _MOST_AT_ONCE:
             raise web.HTTPError(400, f"expected at most {_MOST_AT_ONCE} ids, got {len(ids)}")

@@ -12,13 +12,16 @@ from celery import Celery
 from kombu.exceptions import OperationalError
 
 from ..celery_app.delay import Delay
+from ..celery_app.install import installed
 from ..celery_app.parts import admin_part
+from ..core.durations import duration
 from ..core.errors import LedgerUnavailable
+from ..core.shown_url import without_password
 from ..transports.contract import AdminPart
 
 T = TypeVar("T")
 
-#: At a time. One that hangs is not Flower's: its own executor has few as well.
+#: Questions at a time. One that hangs is not Flower's: its own executor has few as well.
 _THREADS = 4
 
 #: What is looked up answers within milliseconds, or something is wrong.
@@ -30,7 +33,9 @@ class Asking:
 
     def __init__(self, app: Celery) -> None:
         self.app = app
-        self._executor = ThreadPoolExecutor(_THREADS, thread_name_prefix="native-delay")
+        # A ledger that hangs does not keep the broker from being asked.
+        self._broker = ThreadPoolExecutor(_THREADS, thread_name_prefix="native-delay")
+        self._ledger = ThreadPoolExecutor(_THREADS, thread_name_prefix="native-delay-ledger")
 
     async def delay(
         self, question: Callable[[Delay], T], *, within_seconds: float = ANSWER_SECONDS
@@ -41,7 +46,7 @@ class Asking:
             LedgerUnavailable: it is away, or so is the broker, or it took longer.
             NativeDelayError: as *question* does.
         """
-        return await self._ask(lambda: question(Delay(self.app)), within_seconds)
+        return await self._ask(self._ledger, lambda: question(Delay(self.app)), within_seconds)
 
     async def admin(
         self, question: Callable[[AdminPart], T], *, within_seconds: float = ANSWER_SECONDS
@@ -52,24 +57,37 @@ class Asking:
             LedgerUnavailable: the broker is away, or slow.
             SettingsError, UnsupportedBroker: see :func:`admin_part`.
         """
-        return await self._ask(lambda: self._with_admin_part(question), within_seconds)
+        return await self._ask(
+            self._broker, lambda: self._with_admin_part(question), within_seconds
+        )
 
     def stop(self) -> None:
         """What nobody has begun to ask is not asked any more."""
-        self._executor.shutdown(wait=False, cancel_futures=True)
+        for executor in (self._broker, self._ledger):
+            executor.shutdown(wait=False, cancel_futures=True)
 
     # --- private -------------------------------------------------------------------------
 
-    async def _ask(self, question: Callable[[], T], within_seconds: float) -> T:
-        asked = asyncio.get_running_loop().run_in_executor(self._executor, question)
+    async def _ask(
+        self, executor: ThreadPoolExecutor, question: Callable[[], T], within_seconds: float
+    ) -> T:
+        asked = asyncio.get_running_loop().run_in_executor(executor, question)
         try:
             return await asyncio.wait_for(asked, within_seconds)
         except TimeoutError as exc:
             raise LedgerUnavailable(
-                f"no answer within {within_seconds:g} s; what was asked may yet be done"
+                f"{self._where(executor)} gave no answer within {duration(within_seconds)}; "
+                f"what was asked may yet be done"
             ) from exc
         except self._broker_errors as exc:
-            raise LedgerUnavailable(f"the broker cannot be used: {exc}") from exc
+            raise LedgerUnavailable(f"{self._where(self._broker)} cannot be used: {exc}") from exc
+
+    def _where(self, executor: ThreadPoolExecutor) -> str:
+        """Who is asked by this executor, without passwords."""
+        url = installed(self.app).settings().ledger_url if executor is self._ledger else None
+        if url is not None:
+            return f"the ledger at {without_password(url)}"
+        return f"the broker at {self.app.connection_for_write().as_uri()}"
 
     def _with_admin_part(self, question: Callable[[AdminPart], T]) -> T:
         with self.app.connection_or_acquire() as connection:

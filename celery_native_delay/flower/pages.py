@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Iterable
 from dataclasses import asdict
@@ -37,6 +38,13 @@ _WRITTEN_AT_ONCE = 1 << 18
 
 #: All of them are read in a few seconds; this is patience for a busy machine.
 _ALL_IDS_SECONDS = 60.0
+
+
+#: Beside the reason why a ledger is away.
+_BROKERS_OWN = (
+    "What is shown here is what the broker itself knows: what was cancelled or moved counts until "
+    "it was due."
+)
 
 
 class Errors(BaseHandler):
@@ -108,16 +116,16 @@ class DelaysPage(Errors):
 class Summary(Errors):
     @web.authenticated
     async def get(self) -> None:
-        """What the cards, the levels and the histogram show."""
+        """The figures of cards, levels and histogram, asked for once for all who look."""
         kept = getattr(self.application, "delays_summary", None)
-        if kept is None or monotonic() - kept[0] > _SUMMARY_SECONDS:
-            kept = (monotonic(), await summary(self.asking))
+        if kept is None or (kept[1].done() and monotonic() - kept[0] > _SUMMARY_SECONDS):
+            kept = (monotonic(), asyncio.ensure_future(summary(self.asking)))
             self.application.delays_summary = kept
-        self.write(kept[1])
+        self.write(await kept[1])
 
 
 async def summary(asking: Asking) -> dict[str, Any]:
-    """What waits, in numbers; ``error`` says why there are no more of them."""
+    """The numbers of what waits: the broker's own where ``error`` says why there are no others."""
     status = await asking.admin(lambda part: part.status().as_json())
     found: dict[str, Any] = {
         "name": status["name"],
@@ -128,6 +136,7 @@ async def summary(asking: Asking) -> dict[str, Any]:
             level for level in status.get("levels", ()) if level["waiting"] or level["stuck"]
         ],
         "next_due_us": None,
+        "next_due_within_seconds": status.get("next_due_within_seconds"),
         "overdue": status.get("overdue"),
         "histogram": [],
         "error": None,
@@ -136,6 +145,8 @@ async def summary(asking: Asking) -> dict[str, Any]:
         return found | await asking.delay(_numbers)
     except NoLedger as exc:
         return found | {"error": str(exc)}
+    except LedgerUnavailable as exc:
+        return found | {"error": f"{exc}. {_BROKERS_OWN}"}
 
 
 def _numbers(delay: Delay) -> dict[str, Any]:
@@ -174,8 +185,11 @@ class DataTable(Errors):
             page, in_all, counted = await self.asking.delay(
                 lambda delay: listed(delay, query, offset, limit)
             )
-        except (InvalidQuery, LedgerUnavailable) as exc:
+        except InvalidQuery as exc:
             self.write(answer | {"searchError": str(exc)})
+            return
+        except LedgerUnavailable as exc:
+            self.write(answer | {"unavailable": str(exc)})
             return
         answer["data"] = [task.as_json() | {"due_us": task.due_us} for task in page.tasks]
         answer |= {"recordsTotal": in_all, "recordsFiltered": page.total, "counted": counted}
@@ -193,8 +207,8 @@ def listed(delay: Delay, query: Query, offset: int, limit: int) -> tuple[Page, i
     searched = not query.is_by_time_only
     page = delay.ls(query, limit=limit + (_COUNTED if searched else 0), offset=offset)
     total = page.total
-    if total is None:
-        total = offset + len(page.tasks)
+    if total is None:  # behind the last one it is not known where that is
+        total = offset + len(page.tasks) if page.tasks else delay.count(query)
     counted = not searched or len(page.tasks) < limit + _COUNTED
     return Page(page.tasks[:limit], total), delay.count(), counted
 

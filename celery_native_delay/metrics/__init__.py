@@ -4,6 +4,9 @@
 gets them with :func:`expose`. Needs the extra ``metrics`` (Flower brings it).
 """
 
-from .exposing import Exposed, expose
+from ..core.extras import brought_by
+
+with brought_by("metrics", whose=__name__):
+    from .exposing import Exposed, expose
 
 __all__ = ("Exposed", "expose")

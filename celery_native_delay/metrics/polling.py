@@ -11,24 +11,13 @@ from typing import Any
 from celery import Celery
 from celery.utils.log import get_logger
 
-from ..celery_app.parts import admin_part
+from ..celery_app.parts import TIMEOUT_SECONDS, admin_part, bounded_connection
 from ..transports.contract import Backlog
 
 logger = get_logger(__name__)
 
-#: Seconds for each answer of the broker; the ledger has a limit of its own.
-TIMEOUT_SECONDS = 5.0
-
 #: A reading that is older by so much than the next should be, in seconds, is not shown any more.
 PATIENCE_SECONDS = 2 * TIMEOUT_SECONDS
-
-#: py-amqp takes the first two, redis-py the others; either passes over what is not its own.
-_BOUNDED = {
-    "read_timeout": TIMEOUT_SECONDS,
-    "write_timeout": TIMEOUT_SECONDS,
-    "socket_timeout": TIMEOUT_SECONDS,
-    "socket_connect_timeout": TIMEOUT_SECONDS,
-}
 
 
 @dataclass(frozen=True)
@@ -97,9 +86,7 @@ class Poll(Thread):
 
     def _backlog(self) -> Backlog:
         if self._connection is None:
-            self._connection = self._app.connection_for_write(
-                connect_timeout=TIMEOUT_SECONDS, transport_options=dict(_BOUNDED)
-            )
+            self._connection = bounded_connection(self._app)
         self._connection.ensure_connection(max_retries=1, interval_start=0)
         backlog: Backlog = admin_part(self._app, self._connection).backlog()
         return backlog

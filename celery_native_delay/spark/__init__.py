@@ -5,11 +5,14 @@ Each is sent under an id that a retry does not change. Needs the extra
 """
 
 from ..core.errors import FanOutFailed, InvalidFanOut
-from .fan_out import FanOut, FanOutResult
-from .ids import task_id_of
-from .plan import Plan
-from .reconcile import Reconciliation, read_events, reconcile
-from .sending import Failure, Receipt
+from ..core.extras import brought_by
+
+with brought_by("spark", whose=__name__):
+    from .fan_out import FanOut, FanOutResult
+    from .ids import task_id_of
+    from .plan import Plan
+    from .reconcile import Reconciliation, read_events, reconcile
+    from .sending import Failure, Receipt
 
 __all__ = (
     "Failure",

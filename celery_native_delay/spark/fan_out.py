@@ -9,10 +9,12 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from time import monotonic
 from typing import Any
+from uuid import uuid4
 
 from pyspark.errors import PySparkException
 from pyspark.sql import functions as f
 
+from ..core.durations import duration
 from ..core.errors import FanOutFailed, InvalidFanOut
 from . import encode
 from .app import AppFacts, Call
@@ -21,7 +23,14 @@ from .fencing import Fence
 from .options import Columnar, FanOutOptions
 from .plan import Plan, make_plan
 from .progress import slots_of, watched
-from .sending import RECEIPT, SENT_COLUMNS, Failure, Receipt, SendJob
+from .sending import (
+    RECEIPT,
+    SENT_COLUMNS,
+    Failure,
+    Receipt,
+    SendJob,
+    warn_of_late_sending,
+)
 
 
 @dataclass(frozen=True)
@@ -50,6 +59,11 @@ class FanOutResult:
         return sum(receipt.confirmed for receipt in self.receipts)
 
     @property
+    def sent_after_due(self) -> int:
+        """Tasks that had fallen due before they were sent: late, whatever the broker does."""
+        return sum(receipt.sent_after_due for receipt in self.receipts)
+
+    @property
     def rejects(self) -> dict[str, int]:
         """Rows that were not to be sent, by reason; most frequent first."""
         total: Counter[str] = Counter()
@@ -70,10 +84,12 @@ class FanOutResult:
     def __str__(self) -> str:
         failed = Counter(failure.outcome for failure in self.failures)
         more = "".join(f", {count:,} {outcome}" for outcome, count in failed.items())
+        late = self.sent_after_due
+        after = f"; {late:,} were sent after they were due" if late else ""
         return (
             f"run {self.run_id}: {self.rows:,} rows, {self.confirmed:,} confirmed, "
-            f"{self.rejected:,} rejected{more} in {self.seconds:.1f} s "
-            f"({self.rows_per_second:,.0f} rows/s)"
+            f"{self.rejected:,} rejected{more} in {duration(self.seconds)} "
+            f"({self.rows_per_second:,.0f} rows/s){after}"
         )
 
 
@@ -173,12 +189,12 @@ class FanOut:
         return encode.encoded(self._df, self.options, longest_seconds=longest_seconds)
 
     def plan(self) -> Plan:
-        """What sending would do. No broker is asked.
+        """What sending would do, and how many rows fall due before it can end. No broker is asked.
 
         Raises:
             InvalidFanOut: see :attr:`facts`.
         """
-        return make_plan(self.encoded, self.facts, self.options.now_us)
+        return make_plan(self.encoded, self.facts, self.options)
 
     def rejected(self) -> Any:
         """The rows that are not sent: the DataFrame's own columns and the reason, ``_error``."""
@@ -231,6 +247,7 @@ class FanOut:
             self.options.task,
             rate / min(connections, slots or connections) if rate else None,
             fence,
+            uuid4().hex,
         )
         started = monotonic()
         report = encoded.select(*SENT_COLUMNS).mapInArrow(sender(job), REPORT)
@@ -247,6 +264,7 @@ class FanOut:
         failures = [Failure(**json.loads(value)) for kind, value in rows if kind != RECEIPT]
         receipts.sort(key=lambda receipt: receipt.partition)
         result = FanOutResult(self.run_id, monotonic() - started, receipts, failures)
+        warn_of_late_sending(result.sent_after_due, result.sent)
         if fence is not None:
             try:
                 fence.commit(receipts)

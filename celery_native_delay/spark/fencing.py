@@ -10,6 +10,7 @@ from secrets import token_hex
 from time import time
 from typing import TYPE_CHECKING, Self
 
+from ..core.durations import duration
 from ..core.errors import FanOutFailed, FenceUnavailable
 from ..core.fence import ABORTED, ALL, COMMITTED, MARGIN_SECONDS, OPEN, Record, Stamp
 from ..fence_store import fence_store
@@ -100,14 +101,14 @@ class Fence:
         except FenceUnavailable as exc:
             raise FanOutFailed(
                 f"run {self.run} is sent but not sealed: {exc}; its tasks wait until "
-                f"{self.timeout_seconds:.0f} s after it began, then native_delay_fence_policy of "
-                f"the workers decides"
+                f"{duration(self.timeout_seconds)} after it began, then native_delay_fence_policy "
+                f"of the workers decides"
             ) from exc
         if sealed.state == ABORTED:
             raise FanOutFailed(
                 f"run {self.run} was given up by {sealed.by}, who dropped its tasks "
-                f"(native_delay_fence_policy): it was not sealed within {self.timeout_seconds:.0f} "
-                f"s; send it again with a longer fence_timeout"
+                f"(native_delay_fence_policy): it was not sealed within "
+                f"{duration(self.timeout_seconds)}; send it again with a longer fence_timeout"
             )
         if sealed.state == ALL:
             logger.warning(

@@ -1,10 +1,15 @@
-"""Two panels over the due time: how many tasks met which end, and how late they started."""
+"""Two panels over the due time: how many tasks met which end, and how late they started.
+
+What was sent after it was due is hatched above, and left out below: no broker was late there.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
+
+from ..core.durations import duration
 
 try:
     from matplotlib.axes import Axes
@@ -67,7 +72,7 @@ def draw(rows: Sequence[dict[str, Any]], due_seconds: float) -> Figure:
     locator = AutoDateLocator()  # type: ignore[no-untyped-call]
     late.xaxis.set_major_locator(locator)
     late.xaxis.set_major_formatter(ConciseDateFormatter(locator))  # type: ignore[no-untyped-call]
-    late.set_xlabel(f"due (UTC), in steps of {due_seconds:,.0f} s")
+    late.set_xlabel(f"due (UTC), in steps of {duration(due_seconds)}")
     return figure
 
 
@@ -91,6 +96,19 @@ def _draw_counts(axes: Axes, rows: Sequence[dict[str, Any]], due_seconds: float)
                 label=f"{verdict} {sum(heights):,}",
             )
         below = [low + height for low, height in zip(below, heights, strict=True)]
+    after = [row["sent_after_due"] for row in rows]
+    if any(after):
+        axes.bar(
+            across,  # type: ignore[arg-type]
+            after,
+            width=timedelta(seconds=due_seconds),  # type: ignore[arg-type]
+            align="edge",
+            fill=False,
+            hatch="////",
+            edgecolor=INK,
+            linewidth=0,
+            label=f"of them sent after they were due {sum(after):,}",
+        )
     axes.set_ylabel("tasks")
     if rows:
         axes.legend(frameon=False, fontsize=9, ncols=4, loc="lower left", bbox_to_anchor=(0, 1))
@@ -113,7 +131,7 @@ def _draw_lateness(axes: Axes, rows: Sequence[dict[str, Any]], due_seconds: floa
         )
     axes.set_yscale("log")
     _label(axes, [late for line in lines.values() for late in line] or [_FLOOR_SECONDS])
-    axes.set_ylabel("late by")
+    axes.set_ylabel("late by, if sent in time")
     axes.grid(axis="y", color="#e3e6e8", linewidth=0.8)
     axes.legend(frameon=False, fontsize=9, ncols=3, loc="lower left", bbox_to_anchor=(0, 1))
 

@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
+from time import time_ns
 from typing import Any
 
 from pyspark.sql import functions as f
 
 from ..core.topology import Topology
 from .app import AppFacts
-from .options import EPOCH
+from .options import EPOCH, FanOutOptions
+
+#: Tasks per second that no connection exceeds, as far as was ever measured.
+FASTEST_PER_SECOND = 25_000
 
 #: Seconds that a bar of the histogram may stand for: the first that makes few enough of them.
 _BAR_SECONDS = (1, 5, 15, 60, 300, 900, 3600, 4 * 3600, 86_400, 7 * 86_400, 30 * 86_400)
@@ -47,6 +51,10 @@ class Plan:
     peak_at: datetime | None
     bar_seconds: int
     histogram: list[Bar] = field(repr=False)
+    send_seconds: float
+    """How long sending takes at least: by *max_rate*, or what so many connections can do."""
+    due_while_sending: int
+    """Tasks that fall due before it can end, if it begins now: those sent last are late."""
     levels: dict[str, int] = field(repr=False)
     """Messages that would pass each level queue of RabbitMQ; empty on other brokers."""
 
@@ -76,6 +84,11 @@ class Plan:
         if self.first_due is None or self.last_due is None:
             return
         yield f"due {_time(self.first_due)} to {_time(self.last_due)}"
+        if self.due_while_sending:
+            yield (
+                f"warning: {self.due_while_sending:,} fall due within the {self.send_seconds:,.1f} "
+                f"s that sending takes at least; those that are sent after that are late"
+            )
         yield f"busiest second {_time(self.peak_at)}: {self.peak_count:,}"
         yield f"arguments {self.body_bytes:,} bytes, at most {self.largest_body_bytes:,} in a task"
         for queue, count in sorted(self.queues.items()):
@@ -93,8 +106,11 @@ class Plan:
                 yield f"  {count:>12,}  {name}"
 
 
-def make_plan(encoded: Any, facts: AppFacts, now_us: int) -> Plan:
-    """Count *encoded* in three jobs: the whole, the busiest second, the histogram."""
+def make_plan(encoded: Any, facts: AppFacts, options: FanOutOptions) -> Plan:
+    """Count *encoded* in four jobs: rejects, the whole, the busiest second, the histogram.
+
+    A fifth counts what falls due while it is sent, if anything does.
+    """
     fine = f.col("error").isNull()
     rejects = {
         row["error"]: row["count"]
@@ -103,7 +119,7 @@ def make_plan(encoded: Any, facts: AppFacts, now_us: int) -> Plan:
     accepted = encoded.where(fine)
     steps = _steps(facts)
     unit_us = facts.delay_settings.resolution_ms * 1000
-    units = f.ceil((f.col("due_us") - now_us) / unit_us).cast("long")
+    units = f.ceil((f.col("due_us") - options.now_us) / unit_us).cast("long")
     total = accepted.agg(
         f.count(f.lit(1)).alias("count"),
         f.count_distinct("task_id").alias("ids"),
@@ -117,6 +133,8 @@ def make_plan(encoded: Any, facts: AppFacts, now_us: int) -> Plan:
         ),
     ).first()
     count = total["count"]
+    rate = options.connections * FASTEST_PER_SECOND
+    send_seconds = count / min(rate, options.max_rate or rate)
     peak = _peak(accepted)
     bar_seconds = _bar_seconds(total["first"], total["last"]) if count else 1
     return Plan(
@@ -132,8 +150,21 @@ def make_plan(encoded: Any, facts: AppFacts, now_us: int) -> Plan:
         peak_at=_datetime(peak["second"] * 1_000_000) if peak else None,
         bar_seconds=bar_seconds,
         histogram=_histogram(accepted, facts, bar_seconds),
+        send_seconds=send_seconds,
+        due_while_sending=_due_while_sending(accepted, total["first"], send_seconds, options),
         levels={name: total[f"step{i}"] for i, (name, *_) in enumerate(steps) if total[f"step{i}"]},
     )
+
+
+def _due_while_sending(
+    accepted: Any, first_us: int | None, send_seconds: float, options: FanOutOptions
+) -> int:
+    """Without those that were due when the fan-out was made, which are late by the user's will."""
+    ends_us = time_ns() // 1000 + round(send_seconds * 1_000_000)
+    if first_us is None or first_us > ends_us:
+        return 0
+    due = f.col("due_us")
+    return int(accepted.where((due > options.now_us) & (due <= ends_us)).count())
 
 
 def _steps(facts: AppFacts) -> list[tuple[str, int, int, int]]:

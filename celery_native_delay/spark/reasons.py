@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..core.durations import duration
 from .options import FanOutOptions
 from .slots import Slot, column_text
 
@@ -19,7 +20,7 @@ class Reasons:
 
     def __init__(self, options: FanOutOptions, longest_seconds: float) -> None:
         self.latest_us = options.now_us + int(longest_seconds * 1_000_000)
-        self.too_far = f"the due time is beyond the longest delay of {longest_seconds:,.0f} s"
+        self.too_far = f"the due time is beyond the longest delay of {duration(longest_seconds)}"
         self.too_large = f"the arguments take more than {options.max_body_bytes:,} bytes"
 
     def null(self, slot: Slot) -> str:

@@ -13,6 +13,9 @@ pending    not due yet, or not for *grace_seconds*; also between two attempts
 missing    due, and no worker knows of it; also when a retry that was due never came
 ========== ===================================================================================
 
+How late a task was tells two things apart: what was ``sent_after_due``, which no broker can make up
+for, and what was sent in time and started late. The quantiles are those of the latter.
+
 Everything is a DataFrame, computed when an action asks for it; no row comes to the driver.
 """
 
@@ -34,7 +37,7 @@ if TYPE_CHECKING:
 VERDICTS = ("ok", "missing", "pending", "duplicate", "early", "failed", "running", "unplanned")
 
 #: Columns that the verdicts add to those of the ledger.
-ADDED = ("verdict", "late_seconds", "ran")
+ADDED = ("verdict", "late_seconds", "sent_after_due", "ran")
 
 #: An ETA is rounded to milliseconds on its way: so much earlier is not early.
 ROUNDING_SECONDS = 0.001
@@ -42,6 +45,9 @@ ROUNDING_SECONDS = 0.001
 QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "p999": 0.999}
 
 _NEVER_US = 1 << 62
+
+#: What only some of the lines of an attempt say.
+_OF_AN_ATTEMPT = ("finished", "outcome", "queue", "retry_due", "waited")
 
 #: With Spark's default of 10,000 the p99.9 of millions is not far from their maximum.
 _QUANTILE_ACCURACY = 100_000
@@ -132,6 +138,7 @@ def reconcile(
             *kept,
             verdict.alias("verdict"),
             (late_us / 1e6).alias("late_seconds"),
+            (~F.col("first.waited")).alias("sent_after_due"),
             F.when(F.col("id").isNotNull(), ran).alias("ran"),
         ),
         tuple(columns),
@@ -146,7 +153,8 @@ class Reconciliation:
     """
 
     verdicts: DataFrame
-    """The ledger's columns; ``verdict``; ``late_seconds`` of the first start; and ``ran``, null
+    """The ledger's columns; ``verdict``; ``late_seconds`` of the first start; ``sent_after_due``,
+    null where workers cannot tell (see ``waited`` in ``core.attempt``); and ``ran``, null
     if no worker knows of the task: ``started`` (first), ``finished`` (last), ``worker`` and
     ``queue`` of the first start, ``outcome`` of the last end, ``retries``, and ``attempts``, those
     after which a process was killed included."""
@@ -172,6 +180,9 @@ class Reconciliation:
     def summary(self, *by: str, due_seconds: float = 3600.0) -> DataFrame:
         """Tasks per verdict and quantiles of the lateness, in seconds, of those that started.
 
+        Those that were ``sent_after_due`` are counted under that name, and left out of the
+        lateness.
+
         Args:
             *by: ``"queue"`` and ``"worker"`` where it first started (the planned queue, if it
                 never did), ``"due"``, or columns of the ledger; by none, one row about all.
@@ -188,17 +199,20 @@ class Reconciliation:
         if unknown := [name for name in by if name not in known]:
             raise ValueError(f"expected some of {', '.join(known)}, got {', '.join(unknown)}")
         groups = self.verdicts.groupBy(*(known[name].alias(name) for name in by))
-        late = F.percentile_approx("late_seconds", list(QUANTILES.values()), _QUANTILE_ACCURACY)
+        in_time = F.when(~F.coalesce("sent_after_due", F.lit(False)), F.col("late_seconds"))
+        late = F.percentile_approx(in_time, list(QUANTILES.values()), _QUANTILE_ACCURACY)
         counted = groups.agg(
             F.count("*").alias("tasks"),
             *(F.count_if(F.col("verdict") == verdict).alias(verdict) for verdict in VERDICTS),
+            F.count_if("sent_after_due").alias("sent_after_due"),
             late.alias("late"),
-            F.max("late_seconds").alias("late_max"),
+            F.max(in_time).alias("late_max"),
         )
         shown = counted.select(
             *map(_quoted, by),
             "tasks",
             *VERDICTS,
+            "sent_after_due",
             *(F.col("late")[place].alias(f"late_{name}") for place, name in enumerate(QUANTILES)),
             "late_max",
         )
@@ -233,7 +247,7 @@ def _tasks(events: DataFrame) -> DataFrame:
         events.where("id is not null")
         .repartition("id")
         .groupBy(*ATTEMPT_KEY)
-        .agg(*(F.max(name).alias(name) for name in ("finished", "outcome", "queue", "retry_due")))
+        .agg(*(F.max(name).alias(name) for name in _OF_AN_ATTEMPT))
     )
     started, ended = F.col("started").isNotNull(), F.col("outcome").isNotNull()
     runs = F.count_if(F.col("outcome").isin(*RAN_TO_ITS_END))
@@ -244,7 +258,7 @@ def _tasks(events: DataFrame) -> DataFrame:
         (F.count_if(started & ~ended) > F.count_if(~started & ended)).alias("has_open"),
         F.count_if(F.col("outcome").isin(*DONE)).alias("done"),
         F.count_if(F.col("outcome").isin(*GIVEN_UP)).alias("given_up"),
-        F.min(F.when(started, F.struct("started", "worker", "queue"))).alias("first"),
+        F.min(F.when(started, F.struct("started", "worker", "queue", "waited"))).alias("first"),
         F.max(F.when(ended, F.struct("finished", "outcome", "retry_due"))).alias("last"),
     )
     is_open = (F.col("has_open") & (F.col("runs") == 0)).alias("is_open")

@@ -3,20 +3,36 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from time import monotonic, sleep
 from typing import Any
 
 from ..bulk import Bulk
-from ..core.errors import NativeDelayError, PublishRefused, StoreUnavailable
+from ..core.errors import (
+    NativeDelayError,
+    NotPermitted,
+    PublishRefused,
+    SettingsError,
+    StoreUnavailable,
+    TopologyMismatch,
+    UnsupportedBroker,
+)
 from ..core.fence import HEADER
 from .app import load_app
 from .fencing import Fence
+from .given_up import GivenUp
+
+logger = logging.getLogger(__name__)
 
 #: The columns of an encoded row that are sent, in this order.
 SENT_COLUMNS = ("task_id", "eta", "body", "queue", "priority", "expires", "error")
+
+#: As due times are written, so that they compare as texts.
+_EXACTLY = "microseconds"
 
 #: What a row of a task's output is: what it says of itself, or of a row that did not go out.
 RECEIPT, FAILURE = "receipt", "failure"
@@ -31,6 +47,8 @@ class SendJob:
     max_rate: float | None
     """Of one connection."""
     fence: Fence | None = None
+    id: str = ""
+    """By this its tasks know each other: each call and each batch of a stream has its own."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +83,8 @@ class Receipt:
     """What all of its messages carry, if the run is fenced."""
     last_eta: str = ""
     """The latest due time that was sent."""
+    sent_after_due: int = 0
+    """Of those *sent*, how many had fallen due before they were."""
 
     def to_json(self) -> str:
         """Text for the way to the driver."""
@@ -81,7 +101,8 @@ def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -
     """Send *rows*, tuples of :data:`SENT_COLUMNS`; fill in *receipt*, name what did not go out.
 
     A broker that stays away does not fail the Spark task: running it again would send everything
-    again. The rest of the rows is then named as unsent.
+    again. The rest of the rows is then named as unsent, and so are those of the job's tasks that
+    begin after that: an outage is waited out once, and what will never let us in is asked once.
 
     Raises:
         FenceUnavailable, FanOutFailed: the run is fenced and not open; nothing was sent.
@@ -92,9 +113,13 @@ def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -
         job.fence.open()
         receipt.fence = str(job.fence.stamp(receipt.partition, receipt.attempt))
         headers = {HEADER: receipt.fence}
+    given_up = GivenUp(job.id)
+    receipt.broken = given_up.reason()
     batch = Bulk(load_app(job.app), check=False, headers=headers)
     pace = Pace(job.max_rate)
     options: dict[Any, dict[str, Any]] = {}
+    #: Why nothing can go to a queue: what the broker has answered once, it is not asked again.
+    barred: dict[str | None, str] = {}
     with batch:
         for task_id, eta, body, queue, priority, expires, error in rows:
             receipt.rows += 1
@@ -103,6 +128,9 @@ def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -
                 continue
             if receipt.broken:
                 yield Failure(task_id, "unsent", receipt.broken)
+                continue
+            if queue in barred:
+                yield Failure(task_id, "refused", barred[queue])
                 continue
             args, kwargs = json.loads(body)
             way = options.get((queue, priority))
@@ -117,14 +145,20 @@ def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -
             pace.wait()
             try:
                 batch.send(job.task, args, kwargs, eta=eta, task_id=task_id, **way)
+                receipt.sent_after_due += eta <= datetime.now(UTC).isoformat(timespec=_EXACTLY)
             except PublishRefused as exc:
                 receipt.broken = str(exc)
             except Exception as exc:
                 said = f"{type(exc).__name__}: {exc}"
-                if _is_about_the_row(exc):
+                if isinstance(exc, _ABOUT_THE_QUEUE):
+                    barred[queue] = said
+                    yield Failure(task_id, "refused", said)
+                elif _is_about_the_row(exc):
                     yield Failure(task_id, "refused", said)
                 else:
                     receipt.broken = said
+                    if batch.has_given_up:
+                        given_up.say(said)
                     yield Failure(task_id, "unsent", said)
     result = batch.result
     for outcome, messages in (("refused", result.refused), ("in doubt", result.in_doubt)):
@@ -136,10 +170,25 @@ def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -
     receipt.seconds = monotonic() - started
 
 
+#: Errors that every row for the same queue would meet.
+_ABOUT_THE_QUEUE = (NotPermitted, TopologyMismatch, UnsupportedBroker, SettingsError)
+
+
 def _is_about_the_row(error: Exception) -> bool:
     """Whether it is wrong with one row; anything else is wrong with the broker or the way there."""
     about_rows = isinstance(error, NativeDelayError | TypeError | ValueError)
     return about_rows and not isinstance(error, StoreUnavailable)
+
+
+def warn_of_late_sending(late: int, sent: int) -> None:
+    """Say that *late* of the tasks that were *sent* had fallen due before; nothing for none."""
+    if late:
+        logger.warning(
+            "native delay: %d of %d tasks were sent after they were due: begin earlier, or raise "
+            "max_rate and connections",
+            late,
+            sent,
+        )
 
 
 class Pace:

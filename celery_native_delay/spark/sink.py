@@ -12,17 +12,19 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
+from uuid import uuid4
 
 from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceStreamWriter, DataSourceWriter, WriterCommitMessage
 
+from ..core.durations import seconds_of
 from ..core.errors import FanOutFailed, InvalidFanOut
 from ..core.fence import COMMITTED, Stamp
 from .app import Call, describe
 from .fencing import Fence
 from .options import FanOutOptions
 from .rows import RowEncoder
-from .sending import Receipt, SendJob, send_rows
+from .sending import Receipt, SendJob, send_rows, warn_of_late_sending
 
 logger = logging.getLogger(__name__)
 
@@ -93,7 +95,7 @@ class Writer(DataSourceWriter):
             InvalidFanOut: a row cannot be sent, and on_reject is "fail".
             FenceUnavailable: the run is fenced and its store cannot be reached.
         """
-        return self._send(iterator, self._options.fan_out.run_id, self._fence)
+        return self._send(iterator, self._options.fan_out.run_id, self._fence, self._job_id)
 
     def commit(self, messages: list[Any]) -> None:
         """Seal the fence; say what was sent, and what was not to be.
@@ -123,6 +125,7 @@ class Writer(DataSourceWriter):
 
     def _set_up(self, schema: Any, options: SinkOptions) -> None:
         self._options = options
+        self._job_id = uuid4().hex
         fan_out = options.fan_out
         facts = describe(Call.of(fan_out))
         self._fence = Fence.of(fan_out, facts)
@@ -133,14 +136,14 @@ class Writer(DataSourceWriter):
             queues=facts.queues if fan_out.check_queue else None,
         )
 
-    def _send(self, rows: Iterable[Any], run_id: str, fence: Fence | None) -> Sent:
+    def _send(self, rows: Iterable[Any], run_id: str, fence: Fence | None, job_id: str) -> Sent:
         fan_out = self._options.fan_out
         context = TaskContext.get()
         assert context is not None
         receipt = Receipt(context.partitionId(), context.attemptNumber())
         rate = fan_out.max_rate and fan_out.max_rate / fan_out.connections
         first, count = None, 0
-        job = SendJob(fan_out.app, fan_out.task, rate, fence)
+        job = SendJob(fan_out.app, fan_out.task, rate, fence, job_id)
         for failure in send_rows(self._encoded(rows, run_id), job, receipt):
             first, count = first or failure, count + 1
         if first is not None:
@@ -184,7 +187,7 @@ class StreamWriter(Writer, DataSourceStreamWriter):
                 for _ in iterator:
                     pass  # the driver ended before Spark could write down that the batch was done
                 return Sent(Receipt(context.partitionId(), context.attemptNumber()))
-        return self._send(iterator, f"{run_id}-{batch}", fence)
+        return self._send(iterator, f"{run_id}-{batch}", fence, f"{self._job_id}-{batch}")
 
     def commit(self, messages: list[Any], batchId: int) -> None:  # type: ignore[override]  # noqa: N803
         """As of :meth:`Writer.commit`."""
@@ -215,6 +218,8 @@ def _receipts(messages: list[Any]) -> list[Receipt]:
 def _log_rejects(receipts: list[Receipt]) -> None:
     rejected: Counter[str] = sum((receipt.rejected for receipt in receipts), Counter())
     confirmed = sum(receipt.confirmed for receipt in receipts)
+    late = sum(receipt.sent_after_due for receipt in receipts)
+    warn_of_late_sending(late, sum(receipt.sent for receipt in receipts))
     logger.info("native delay: %d tasks sent and confirmed", confirmed)
     for reason, count in rejected.most_common():
         logger.warning("native delay: %d rows skipped: %s", count, reason)
@@ -242,7 +247,7 @@ _PARSERS: dict[str, Any] = {
     **dict.fromkeys(("app", "task", "countdown_col", "eta_col", "eta_zone"), str),
     **{"kwargs_cols": _named, "args_cols": _names, "id_cols": _names},
     **dict.fromkeys(("queue_col", "priority_col", "expires_col", "run_id", "past"), str),
-    **{"smear": float, "max_rate": float, "connections": int, "max_body_bytes": int},
+    **{"smear": seconds_of, "max_rate": float, "connections": int, "max_body_bytes": int},
     **{"check_task": _flag, "check_queue": _flag, "on_reject": str},
-    **{"fence": str, "fence_timeout": float},
+    **{"fence": str, "fence_timeout": seconds_of},
 }

@@ -13,7 +13,9 @@ from enum import Enum
 from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 from ..core.delayed import Delayed
+from ..core.durations import duration
 from ..core.errors import NativeDelayError
+from ..core.finding import Finding
 from ..core.refusal import RefusedMessage
 from ..core.settings import DelaySettings
 
@@ -77,8 +79,8 @@ class WorkerPart(Protocol):
             NativeDelayError: delayed messages cannot wait there; saying the way out.
         """
 
-    def dangers(self) -> list[str]:
-        """What somebody has set up on the broker that may lose or bend delays, a sentence each.
+    def dangers(self) -> list[Finding]:
+        """What is set up on the broker that may lose or bend delays.
 
         Raises:
             ManagementUnavailable: nobody can tell.
@@ -139,7 +141,7 @@ class Outage:
     reason: str
 
     def __str__(self) -> str:
-        return f"{self.what} has failed for {self.seconds:.0f} s: {self.reason}"
+        return f"{self.what} has failed for {duration(self.seconds)}: {self.reason}"
 
 
 @runtime_checkable
@@ -185,15 +187,6 @@ class KeepsLedger(Protocol):
         Raises:
             LedgerUnavailable: it is away.
         """
-
-
-@dataclass(frozen=True)
-class Verification:
-    """Differences between broker and plan, and what could not be looked at."""
-
-    differences: list[str]
-    unchecked: list[str]
-    advice: list[str]
 
 
 @dataclass(frozen=True)
@@ -263,11 +256,17 @@ class AdminPart(Protocol):
     def declare(self, queues: Sequence[Any]) -> Report:
         """Set up whatever delayed messages need; *queues* are the app's."""
 
-    def verify(self) -> Verification:
-        """Compare the broker with the plan."""
+    def verify(self) -> list[Finding]:
+        """Compare the broker with the plan: what is there, how it is set up, what overrides it.
+
+        Nothing is declared, and no worker need run.
+        """
+
+    def examine(self) -> list[Finding]:
+        """Look at what moves: what is overdue, parked, held up; who hands over; ledger, clocks."""
 
     def status(self) -> Report:
-        """Count what waits and what is parked."""
+        """Count what waits and what is parked, by the broker alone."""
 
     def backlog(self) -> Backlog:
         """The same as numbers, and quick enough to be asked every few seconds."""
@@ -285,11 +284,24 @@ class AdminPart(Protocol):
         """Throw away all that is parked; how many."""
 
 
+@runtime_checkable
+class CountsByLedger(Protocol):
+    """An admin part on a broker that nobody can look into, whose ledger knows what waits in it."""
+
+    def status_with_ledger(self) -> Report:
+        """:meth:`AdminPart.status` and what the ledger says; one that is away is told, not raised.
+
+        May take as long as a ledger has to answer.
+        """
+
+
 class Outbox(Protocol):
     """What keeps messages until the broker has answered for them."""
 
     connects: int
     """How often it has connected."""
+    has_given_up: bool
+    """Whether the broker has been away for too long, or will not have us."""
 
     def settle(self, *, timeout_seconds: float | None) -> None:
         """See :meth:`Line.settle`."""
@@ -317,7 +329,7 @@ class Line(Generic[OutboxT]):
         """Return when the broker has answered for everything.
 
         Raises:
-            TimeoutError: it has not after *timeout_seconds*.
+            TimeoutError: it has not after *timeout_seconds*, or it is known that it will not.
         """
         self._outbox.settle(timeout_seconds=timeout_seconds)
 
@@ -333,6 +345,11 @@ class Line(Generic[OutboxT]):
     def generation(self) -> int:
         """Changes with every new connection: what was learnt on the last is not valid any more."""
         return self._outbox.connects
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether the broker has been away for too long, or will not have us."""
+        return self._outbox.has_given_up
 
     def close(self) -> None:
         """Close the connection; what is in doubt is given up."""

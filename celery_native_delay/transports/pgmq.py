@@ -12,18 +12,19 @@ from typing import Any
 from kombu.transport import pgmq
 
 from ..core.settings import DelaySettings
+from .lasting import is_lasting_sql
 from .virtual.bulk_line import BulkLine
-from .virtual.channel import DelayingChannel, DelayingTransport
+from .virtual.channel import DelayingTransport, PublishingChannel
 from .virtual.collecting import Collecting, PlainPut
 from .virtual.outbox import Batch, CallingOutbox, NotTaken
 
 
-class Channel(pgmq.Channel):  # type: ignore[misc]
+class Channel(PublishingChannel, pgmq.Channel):  # type: ignore[misc]
     """A channel whose messages with an ETA ahead stay invisible until then."""
 
     def _pgmq_send_kwargs(self, message: dict[str, Any]) -> dict[str, Any]:
         """What kombu hands to pgmq's ``send`` and ``send_topic``."""
-        due_us = DelayingChannel.due_of(message)
+        due_us = self.due_of(message)
         if due_us is not None:
             wait_us = due_us - time_ns() // 1000
             message["properties"]["DelaySeconds"] = max(-(-wait_us // 1_000_000), 1)
@@ -52,6 +53,10 @@ class Outbox(CallingOutbox[PlainPut]):
     def __init__(self, client: Any, window: int) -> None:
         super().__init__(client, window)
         self.lost = (*self.lost, *client.recoverable_connection_errors)
+
+    def is_lasting(self, error: BaseException) -> bool:
+        """See :meth:`~.virtual.outbox.Outbox.is_lasting`."""
+        return is_lasting_sql(error) or super().is_lasting(error)
 
     def _open(self, client: Any) -> Collecting:
         channel = BulkChannel(client.connection)

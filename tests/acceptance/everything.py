@@ -140,7 +140,7 @@ class Everything:
             found = [run for run in self.fleet.record.runs(name="note") if run.args == [text]]
             return found or None
 
-        (run,) = wait_until(noted, timeout_seconds=40)
+        (run,) = wait_until(noted)
         return run
 
     # ---- true over any broker ------------------------------------------------------------
@@ -159,7 +159,7 @@ class Everything:
             assert [held for held in replies.values() if held] == []
             return bool(answers) and time() >= until
 
-        wait_until(all_were_due, timeout_seconds=30)
+        wait_until(all_were_due)
 
     def assert_arrived_as_undelayed(self, route: str) -> None:
         """In time, at the same worker, with the same delivery."""
@@ -174,7 +174,7 @@ class Everything:
     def assert_retried(self, route: str) -> None:
         """Every time on the same way, each in time."""
         sent = self.retries[route]
-        runs = self.fleet.record.wait_for(RETRIES + 1, task_id=sent.id, timeout_seconds=60)
+        runs = self.fleet.record.wait_for(RETRIES + 1, task_id=sent.id)
         assert [run.retries for run in runs] == list(range(RETRIES + 1))
         runs[0].assert_on_time(sent.before + 0.5, sent.after + 0.5)
         assert_same_way(runs, self.run_once(self.undelayed[route]))

@@ -14,7 +14,7 @@ from urllib.request import urlopen
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.acceptance.worker import REPOSITORY, Fleet
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -27,7 +27,7 @@ class Exporter:
 
     def samples(self) -> Samples:
         """Everything that it serves of ours now, by name and labels."""
-        with urlopen(self.url, timeout=10) as answer:
+        with urlopen(self.url, timeout=PATIENCE_SECONDS) as answer:
             families = text_string_to_metric_families(answer.read().decode())
         return {
             (sample.name, frozenset(sample.labels.items())): sample.value
@@ -50,7 +50,7 @@ class Exporter:
             return expected(value) if callable(expected) else value == expected
 
         try:
-            wait_until(as_expected, timeout_seconds=60)
+            wait_until(as_expected)
         except BaseException as exc:
             exc.add_note(f"{name} {labels} is {self.value(name, **labels)}")
             raise
@@ -74,8 +74,8 @@ def exporter_of(fleet: Fleet, **conf: Any) -> Iterator[Exporter]:
         told = "".join(iter(process.stdout.readline, "}\n")) + "}"
         yield Exporter(json.loads(told)["url"])
         process.terminate()
-        assert process.wait(30) == 0
+        assert process.wait(PATIENCE_SECONDS) == 0
     finally:
         process.kill()
-        process.wait(30)
+        process.wait(PATIENCE_SECONDS)
         process.stdout.close()

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 from base64 import b64encode
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,12 +22,12 @@ from urllib.request import Request, urlopen
 import pytest
 from selenium.webdriver import Chrome, ChromeOptions
 from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.remote.webelement import WebElement
 
 from pytest_celery_native_delay import IN_CI
 from tests.acceptance.worker import REPOSITORY, Fleet
-from tests.waiting import wait_until
-
-_BOOT_SECONDS = 60
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 
 @dataclass
@@ -50,7 +50,7 @@ class FlowerProcess:
             return found[1] if found else None
 
         address.__qualname__ = "Flower's address"
-        found = wait_until(address, timeout_seconds=_BOOT_SECONDS)
+        found = wait_until(address)
         return f"{found}/{self.prefix}" if self.prefix else found
 
     def ready(self) -> FlowerProcess:
@@ -69,7 +69,7 @@ class FlowerProcess:
         if data is not None:
             sent.setdefault("Content-Type", "application/json")
         try:
-            with urlopen(Request(self.url + path, data, sent), timeout=30) as answer:
+            with urlopen(Request(self.url + path, data, sent), timeout=PATIENCE_SECONDS) as answer:
                 return answer.status, answer.read().decode()
         except HTTPError as exc:
             with exc:
@@ -90,10 +90,10 @@ class FlowerProcess:
         if self.process.poll() is None:
             self.process.terminate()
             try:
-                self.process.wait(30)
+                self.process.wait(PATIENCE_SECONDS)
             except subprocess.TimeoutExpired:
                 os.killpg(self.process.pid, signal.SIGKILL)
-                self.process.wait(30)
+                self.process.wait(PATIENCE_SECONDS)
 
 
 @dataclass
@@ -166,7 +166,106 @@ def browser(*, width: int = 1280, height: int = 1000, dark: bool = False) -> Ite
         options.add_argument("--force-dark-mode")
     chrome = Chrome(options, Service(driver))
     try:
-        chrome.set_page_load_timeout(60)
+        chrome.set_page_load_timeout(PATIENCE_SECONDS)
         yield chrome
     finally:
         chrome.quit()
+
+
+class DelaysPage:
+    """The page as somebody sees it, in words of what is on it."""
+
+    def __init__(self, chrome: Chrome, flower: FlowerProcess, asked: str = "") -> None:
+        self.chrome = chrome
+        chrome.get(flower.page(f"/delays{asked}"))
+
+    def find(self, css: str) -> WebElement:
+        return self.chrome.find_element(By.CSS_SELECTOR, css)
+
+    def text(self, css: str) -> str:
+        # Not .text, which is empty for what is scrolled out of sight.
+        found: str = self.chrome.execute_script(
+            "var found = document.querySelector(arguments[0]);"
+            "return found ? found.textContent.trim() : ''",
+            css,
+        )
+        return found
+
+    def click(self, css: str) -> None:
+        """As with a mouse; what moves under it is tried again."""
+
+        def clicked() -> bool:
+            try:
+                self.chrome.execute_script(
+                    "arguments[0].scrollIntoView({block: 'center', behavior: 'instant'})",
+                    self.find(css),
+                )
+                self.find(css).click()
+            except Exception as exc:
+                self.last_error = exc
+                return False
+            return True
+
+        wait_until(clicked)
+
+    def wait(self, condition: Callable[[], Any], *, seconds: float = 30) -> None:
+        wait_until(lambda: bool(condition()), timeout_seconds=seconds)
+
+    def lists(self, count: int) -> None:
+        """Wait until the table says that so many match."""
+        try:
+            self.wait(lambda: f" of {count:,} " in self.text(".dataTables_info"))
+        except BaseException as exc:
+            for css in (".dataTables_info", "#delays-table_filter input", "#toast-container"):
+                exc.add_note(f"{css}: {self.text(css)!r} {self.find(css).get_attribute('value')!r}")
+            raise
+
+    def focus(self, attribute: str) -> str | None:
+        """An attribute of what has the focus."""
+        found: str | None = self.chrome.execute_script(
+            "return document.activeElement.getAttribute(arguments[0])", attribute
+        )
+        return found
+
+    def search(self, text: str) -> None:
+        box = self.find("#delays-table_filter input")
+        box.clear()
+        box.send_keys(text or " ")
+
+    def confirm(self) -> None:
+        """Say yes, and wait until the dialog is gone."""
+        self.click("#delays-yes")
+        self.wait(lambda: not self.dialog_is_open())
+
+    def dialog_is_open(self) -> bool:
+        return bool(
+            self.chrome.execute_script(
+                "return document.querySelector('#delays-dialog').classList.contains('show')"
+            )
+        )
+
+    def question(self) -> str:
+        self.wait(self.dialog_is_open)
+        return self.text("#delays-question")
+
+    def told(self, sentence: str) -> None:
+        """Wait for a message that says so."""
+        self.wait(lambda: sentence in self.text("#toast-container"))
+
+    def path(self) -> str:
+        """Where it is, from its host on."""
+        found: str = self.chrome.execute_script("return location.pathname + location.search")
+        return found
+
+    def complaints(self) -> list[str]:
+        """What the browser says went wrong."""
+        return [entry["message"] for entry in self.chrome.get_log("browser")]
+
+
+@contextmanager
+def flowers_on(fleet: Fleet) -> Iterator[Flowers]:
+    flowers = Flowers(fleet)
+    try:
+        yield flowers
+    finally:
+        flowers.close()

@@ -18,7 +18,7 @@ import pytest
 
 from celery_native_delay.testing.ports import claim_ports, port_of
 from pytest_celery_native_delay import IN_CI
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 
 def program(name: str) -> str:
@@ -50,13 +50,13 @@ class Prometheus:
     def is_ready(self) -> bool:
         """Whether it answers."""
         try:
-            with urlopen(f"{self.url}/-/ready", timeout=10):
+            with urlopen(f"{self.url}/-/ready", timeout=PATIENCE_SECONDS):
                 return True
         except (URLError, OSError):
             return False
 
     def _get(self, path: str) -> Any:
-        with urlopen(f"{self.url}/api/v1/{path}", timeout=10) as answer:
+        with urlopen(f"{self.url}/api/v1/{path}", timeout=PATIENCE_SECONDS) as answer:
             return json.load(answer)["data"]
 
 
@@ -85,9 +85,9 @@ def prometheus_of(exporter_url: str, rules: Path, folder: Path) -> Iterator[Prom
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
     try:
         server = Prometheus(f"http://{address}")
-        wait_until(server.is_ready, timeout_seconds=30)
+        wait_until(server.is_ready)
         yield server
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(PATIENCE_SECONDS)
         claim.close()

@@ -18,7 +18,7 @@ import pytest
 from celery_native_delay.testing import require_rabbitmq, require_redis, require_sqs
 from pytest_celery_native_delay import installed
 from tests.acceptance.worker import LATE_SECONDS
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
@@ -47,12 +47,12 @@ class Shop:
                 stderr=subprocess.STDOUT,
             )
         try:
-            wait_until(lambda: " ready." in self.log.read_text(), timeout_seconds=30)
+            wait_until(lambda: " ready." in self.log.read_text())
             yield
         finally:
             worker.terminate()
             try:
-                worker.wait(60)
+                worker.wait(PATIENCE_SECONDS)
             except subprocess.TimeoutExpired:
                 worker.kill()
                 worker.wait()
@@ -66,7 +66,7 @@ class Shop:
             cwd=REPOSITORY,
             env=self.environment,
             check=True,
-            timeout=30,
+            timeout=PATIENCE_SECONDS,
         )
 
     def starts(self) -> list[dict[str, Any]]:
@@ -75,7 +75,7 @@ class Shop:
         return [json.loads(line) for line in lines]
 
     def wait_for_starts(self, count: int) -> None:
-        wait_until(lambda: len(self.starts()) >= count, timeout_seconds=20)
+        wait_until(lambda: len(self.starts()) >= count)
 
 
 @pytest.fixture
@@ -147,7 +147,7 @@ class TestDemo:
     def test_succeeds_and_leaves_nothing_running(self, demo_on: str) -> None:
         mark = uuid4().hex
         demo = start_demo(mark, demo_on)
-        output, _ = demo.communicate(timeout=120)
+        output, _ = demo.communicate(timeout=2 * PATIENCE_SECONDS)
         assert demo.returncode == 0, output
         assert output.splitlines()[-1].startswith("15 tasks in 19 runs: 19 on time, 0 early")
         assert processes_with(mark) == []
@@ -160,20 +160,20 @@ class TestDemo:
             if " of 19 ran" in line:  # broker, worker and producer are at work
                 break
         demo.send_signal(signal.SIGINT)
-        demo.communicate(timeout=60)
+        demo.communicate(timeout=PATIENCE_SECONDS)
         assert demo.returncode == 128 + signal.SIGINT
         assert processes_with(mark) == []
 
     def test_says_what_it_knows_when_asked_for_something_else(self) -> None:
         demo = start_demo(uuid4().hex, "kafka")
-        output, _ = demo.communicate(timeout=30)
+        output, _ = demo.communicate(timeout=PATIENCE_SECONDS)
         assert demo.returncode == 2
         assert "filesystem, sqs or a url, got 'kafka'" in " ".join(output.split())
 
     @pytest.mark.parametrize("url", ["redis://127.0.0.1:1/0", "amqp://127.0.0.1:1//"])
     def test_a_broker_that_is_not_there_is_one_sentence(self, url: str) -> None:
         demo = start_demo(uuid4().hex, url)
-        output, _ = demo.communicate(timeout=60)
+        output, _ = demo.communicate(timeout=PATIENCE_SECONDS)
         assert demo.returncode == 2, output
         assert "Traceback" not in output
         assert "is it running, and is the URL right?" in " ".join(output.split())

@@ -49,23 +49,25 @@ def test_the_broker_is_killed_with_tasks_in_the_levels(
     worker = fleet.worker(concurrency=3)
     app = fleet.app()
     sent = dict(send(app, 1 + number * 0.12) for number in range(100))  # 1 to 13 seconds
+    # However long the broker takes to return, the next of these is due soon afterwards.
+    later = dict(send(app, 13 + number * 2) for number in range(1, 60))
     fleet.record.wait_for(10)
-    killed = time()
     mortal_rabbitmq.kill()
     mortal_rabbitmq.start()
     back = time()
 
-    runs = fleet.record.wait_for_ids(list(sent), timeout_seconds=90)
+    through_the_outage = min(due for due in (sent | later).values() if due > back)
+    sent |= {task_id: due for task_id, due in later.items() if due <= through_the_outage}
+    runs = fleet.record.wait_for_ids(list(sent))
     for task_id, due in sent.items():
         first, *again = runs[task_id]
         assert first.early(due) <= 0.001
-        assert not again or first.started <= killed + 0.5, "ran twice"
-    assert any(due > back for due in sent.values()), "the outage outlasted every wait"
+        assert not again or first.started <= back, "ran twice"
 
     # Life goes on: what is sent now is on time, and the worker still holds nothing.
     task_id, due = send(app, 1)
     (run,) = fleet.record.wait_for(task_id=task_id)
-    run.assert_on_time(due, late_seconds=5)
+    run.assert_on_time(due)
     assert worker.process.poll() is None
 
 
@@ -73,6 +75,7 @@ def test_a_worker_is_killed_while_tasks_wait(fleet: Fleet) -> None:
     """The tasks do not notice: they are with the broker."""
     first = fleet.worker(name="first")
     app = fleet.app()
+    send(app, 600)  # declares
     sent = dict(send(app, 5 + number * 0.05) for number in range(40))
     second = fleet.worker(name="second", wait=False)
     first.kill()
@@ -80,7 +83,7 @@ def test_a_worker_is_killed_while_tasks_wait(fleet: Fleet) -> None:
     runs = fleet.record.wait_for_ids(list(sent))
     for task_id, due in sent.items():
         (run,) = runs[task_id]
-        run.assert_on_time(due, late_seconds=10)
+        run.assert_on_time(due)
         assert run.worker == second.name
 
 
@@ -104,7 +107,7 @@ def test_the_vhost_is_deleted_and_recreated_under_producer_and_worker(
         )
         if wait_for_exchange(fleet.broker_url, options.get("exchange"))
     )
-    runs = fleet.record.wait_for_ids(list(sent), timeout_seconds=60)
+    runs = fleet.record.wait_for_ids(list(sent))
     for task_id, due in sent.items():
         (run,) = runs[task_id]
         assert run.early(due) <= 0.001
@@ -133,7 +136,7 @@ def wait_for_exchange(url: str, exchange: str | None) -> bool:
                 return False
             return True
 
-    return exchange is None or wait_until(exists, timeout_seconds=60)
+    return exchange is None or wait_until(exists)
 
 
 def test_sent_before_any_worker_ever_booted(fleet: Fleet) -> None:
@@ -146,7 +149,7 @@ def test_sent_before_any_worker_ever_booted(fleet: Fleet) -> None:
     for task_id, due in sent.items():
         (run,) = runs[task_id]
         assert run.early(due) <= 0.001
-        run.assert_on_time(due, late_seconds=20)
+        run.assert_on_time(due)
 
 
 def test_to_a_queue_nobody_has_declared(fleet: Fleet) -> None:
@@ -157,7 +160,7 @@ def test_to_a_queue_nobody_has_declared(fleet: Fleet) -> None:
     def has_come() -> bool:
         return depth(fleet.broker_url, "unheard.of") == 1
 
-    wait_until(has_come, timeout_seconds=20)
+    wait_until(has_come)
     assert time() >= due
     fleet.worker(queues="unheard.of")
     assert len(fleet.record.wait_for(task_id=task_id)) == 1
@@ -177,9 +180,9 @@ def test_to_an_exchange_that_routes_nowhere_yet(own_fleet: Fleet) -> None:
     def is_due() -> bool:
         return time() > due + 1
 
-    wait_until(is_due, timeout_seconds=5)
+    wait_until(is_due)
     fleet.worker()
-    (run,) = fleet.record.wait_for(task_id=task_id, timeout_seconds=60)
+    (run,) = fleet.record.wait_for(task_id=task_id)
     assert run.delivery_info["exchange"] == "billing"
     assert run.delivery_info["routing_key"] == "invoice.new"
 
@@ -188,22 +191,23 @@ def test_tasks_to_a_deleted_queue_park_and_come_back(fleet: Fleet) -> None:
     """They hold up nobody else, and run by themselves once a worker for the queue comes."""
     fleet.worker(name="steady", queues="default")
     app = fleet.app()
-    lost = dict(send(app, 4 + number * 0.01, "lost", queue="side") for number in range(100))
-    correct = dict(send(app, 4 + number * 0.1) for number in range(20))
+    send(app, 600, queue="side")  # declares
     delete_queue(fleet, "side")
+    lost = dict(send(app, 2 + number * 0.01, "lost", queue="side") for number in range(100))
+    correct = dict(send(app, 2 + number * 0.1) for number in range(20))
 
+    # They come while the lost ones stay where they are.
     runs = fleet.record.wait_for_ids(list(correct))
     for task_id, due in correct.items():
         (run,) = runs[task_id]
         run.assert_on_time(due)
-    assert all(time() > due for due in lost.values())
 
     def all_parked() -> bool:
         return depth(fleet.broker_url, PARKED) == 100
 
-    wait_until(all_parked, timeout_seconds=20)
+    wait_until(all_parked)
     fleet.worker(name="returned", queues="side")
-    runs = fleet.record.wait_for_ids(list(lost), timeout_seconds=90)
+    runs = fleet.record.wait_for_ids(list(lost))
     (undelayed,) = fleet.record.wait_for(task_id=send(app, 0, "now", queue="side")[0])
     for task_id, due in lost.items():
         (run,) = runs[task_id]
@@ -225,25 +229,24 @@ def test_a_level_queue_deleted_before_the_task_is_sent(fleet: Fleet) -> None:
     delete_queue(fleet, LEVEL.format("00-8"))
     task_id, due = send(app, 1)  # 1000 in units of 125 ms
     (run,) = fleet.record.wait_for(task_id=task_id)
-    run.assert_on_time(due, late_seconds=5)
+    run.assert_on_time(due)
 
 
 def test_a_level_queue_deleted_while_the_task_waits(fleet: Fleet) -> None:
     """It parks when it comes there, and waits again for the rest once a worker looks."""
     app = fleet.app()
     send(app, 600)  # declares
-    task_id, due = send(app, 12)  # 8 s in level 6, then 4 s in level 5
+    task_id, due = send(app, 15.8)  # 8 s in level 6, then 7.8 s in lower ones
     delete_queue(fleet, LEVEL.format("05"))
 
     def parked() -> bool:
         return depth(fleet.broker_url, PARKED) == 1
 
-    wait_until(parked, timeout_seconds=20)
-    assert time() < due
+    wait_until(parked)
     worker = fleet.worker()
     (run,) = fleet.record.wait_for(task_id=task_id)
-    run.assert_on_time(due, late_seconds=10)
-    # A machine too busy to boot a worker within 4 s finds it due already.
+    run.assert_on_time(due)
+    # A machine too busy to boot a worker within 8 s finds it due already.
     assert worker.log_lines("1 waiting again") or worker.log_lines("1 parked message(s) delivered")
 
 
@@ -277,7 +280,7 @@ def test_the_producer_survives_a_restart_between_two_sends(
     mortal_rabbitmq.start()
     after, due_after = send(app, 1)
     own_fleet.worker()
-    runs = own_fleet.record.wait_for_ids([before, after], timeout_seconds=60)
+    runs = own_fleet.record.wait_for_ids([before, after])
     found: list[tuple[list[Run], float]] = [(runs[before], due_before), (runs[after], due_after)]
     for (run,), due in found:
         assert run.early(due) <= 0.001

@@ -114,7 +114,7 @@ def check_what_runs(broker_url: str, store_url: str, folder: Path, *, pool: Any)
             def all_told() -> bool:
                 return len(events) >= 3 * TASKS
 
-            wait_until(all_told, timeout_seconds=30)
+            wait_until(all_told)
         connection.close()
         runs = fleet.record.runs()
         times = {"won": 1, "held": 1, "dead": 2, "lost": 1, "plain": 1}

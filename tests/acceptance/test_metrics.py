@@ -22,7 +22,7 @@ from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, private_r
 from tests.acceptance.exporter import Exporter, exporter_of
 from tests.acceptance.prometheus import program, prometheus_of
 from tests.acceptance.worker import Fleet, fleet_on
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 MONITORING = Path(__file__).parents[2] / "monitoring"
 
@@ -36,11 +36,6 @@ def come_to_every_end(fleet: Fleet, exporter: Exporter) -> None:
     assert Delay(app).cancel(note.apply_async(("never",), countdown=3600, queue="side").id)
     for name in ("matured_total", "cancelled_total", "expired_total", "lateness_seconds_count"):
         exporter.wait_for(name, 1, queue_name="side")
-
-
-def assert_about(value: float | None, expected: float) -> None:
-    assert value is not None
-    assert abs(value - expected) < 5
 
 
 @pytest.mark.parametrize("server_name", ["redis"], indirect=True)
@@ -60,7 +55,9 @@ def test_what_waits_in_redis_is_told_and_what_came_of_it(
             note.apply_async((number,), countdown=600 + number)
         exporter.wait_for("pending", 3)
         assert exporter.value("ledger_messages") == 3
-        assert_about(exporter.value("next_due_timestamp_seconds"), due)
+        next_due = exporter.value("next_due_timestamp_seconds")
+        assert next_due is not None
+        assert due <= next_due <= time() + 600
 
         app.amqp.queues.add(Queue("no-list", routing_key="no-list"))
         note.apply_async(("parks",), countdown=1, queue="no-list")
@@ -123,10 +120,12 @@ def test_what_waits_in_rabbitmq_is_told_and_what_came_of_it(shop: Shop) -> None:
     exporter.wait_for("ledger_messages", 3)
     assert exporter.value("messages", level="level-00-1", ttl_seconds="0.125") == 0
     assert exporter.value("overdue_seconds") == 0
-    assert_about(exporter.value("next_due_timestamp_seconds"), shop.due)
+    next_due = exporter.value("next_due_timestamp_seconds")
+    assert next_due is not None
+    assert shop.due <= next_due <= time() + 600
     late_seconds = exporter.value("lateness_seconds_sum", queue_name="side")
     assert late_seconds is not None
-    assert 0 < late_seconds < 30
+    assert late_seconds > 0
 
     shop.ledger.kill()
     exporter.wait_for("ledger_up", 0)
@@ -166,25 +165,46 @@ def test_no_panel_of_the_dashboard_is_dead_and_no_alert_broken(shop: Shop, tmp_p
             def answered(asked: str = asked) -> bool:
                 return bool(prometheus.query(asked))
 
-            wait_until(answered, timeout_seconds=30)
-        wait_until(
-            lambda: all(rule["health"] == "ok" for rule in prometheus.rules()), timeout_seconds=30
+            wait_until(answered)
+        (waits,) = (
+            panel["targets"][0]["expr"].replace("$job", "celery")
+            for panel in dashboard["panels"]
+            if (panel["title"], panel["type"]) == ("Waiting", "stat")
         )
+
+        def without_what_was_cancelled() -> bool:
+            return [float(found["value"][1]) for found in prometheus.query(waits)] == [3.0]
+
+        wait_until(without_what_was_cancelled)
+        wait_until(lambda: all(rule["health"] == "ok" for rule in prometheus.rules()))
         served = {name for name, _ in shop.exporter.samples()}
         readme = (MONITORING.parent / "README.md").read_text()
         for name in re.findall(r"^\| `(celery_delay_\w+)`", readme, re.M):
             assert {name, f"{name}_bucket"} & served, name
+        base = {re.sub("_(bucket|sum|count|created)$", "", name) for name in served}
+        shown = _metrics_of(json.dumps(expressions))
+        assert base <= {re.sub("_bucket$", "", name) for name in shown}, "has no panel"
+        alerted = {name for rule in prometheus.rules() for name in _metrics_of(rule["query"])}
+        assert {name for name in served if name.endswith("_up")} <= alerted, "has no alert"
         for rule in prometheus.rules():
-            assert set(re.findall(r"celery_delay_\w+", rule["query"])) <= served
+            assert _metrics_of(rule["query"]) <= served
     variables = {variable["name"] for variable in dashboard["templating"]["list"]}
     used = set(re.findall(r"\$\{?(\w+)", json.dumps(dashboard)))
     assert used - {"__rate_interval"} == variables
+
+
+def _metrics_of(expression: str) -> set[str]:
+    return set(re.findall(r"celery_delay_\w+", expression))
 
 
 def test_the_alerts_fire_when_they_should_and_only_then() -> None:
     promtool = program("promtool")
     for command in (["check", "rules", "alerts.yml"], ["test", "rules", "alerts_test.yml"]):
         done = subprocess.run(
-            [promtool, *command], cwd=MONITORING, capture_output=True, text=True, timeout=60
+            [promtool, *command],
+            cwd=MONITORING,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_SECONDS,
         )
         assert done.returncode == 0, done.stdout + done.stderr

@@ -8,6 +8,7 @@ from typing import Literal
 
 import pytest
 
+from celery_native_delay.testing import PrivateRabbitMQ
 from tests.acceptance.worker import Fleet
 from tests.waiting import wait_until
 
@@ -16,22 +17,29 @@ EARLY_TASKS = 100
 SEND_EARLY = f"""
 import json
 from datetime import UTC, datetime, timedelta
-eta = datetime.now(UTC) + timedelta(seconds=5)
+now = datetime.now(UTC)
 print(json.dumps([
-    app.tasks["note"].apply_async(("early",), eta=eta).id for _ in range({EARLY_TASKS})
+    app.tasks["note"].apply_async(("early",), eta=now + timedelta(seconds=seconds)).id
+    for seconds in [5, 600] * {EARLY_TASKS}
 ]))
 """
 
 
 @pytest.mark.parametrize("pool", ["prefork", "threads", "solo", "gevent"])
-def test_a_pool(fleet: Fleet, pool: Literal["prefork", "threads", "solo", "gevent"]) -> None:
+def test_a_pool(
+    fleet: Fleet,
+    rabbitmq: PrivateRabbitMQ,
+    vhost: str,
+    pool: Literal["prefork", "threads", "solo", "gevent"],
+) -> None:
     # Celery's loop for gevent takes ten messages a second while broker heartbeats are on
     # (celery.worker.loops.synloop, _quick_drain).
     worker = fleet.worker(pool=pool, concurrency=3, broker_heartbeat=0)
     app = fleet.app()
     inspect = app.control.inspect(destination=[worker.name], timeout=10)
 
-    early = json.loads(fleet.produce(SEND_EARLY))
+    ids = json.loads(fleet.produce(SEND_EARLY))
+    early, far = ids[::2], ids[1::2]
     before = time()
     delayed = app.tasks["note"].apply_async(("x",), countdown=1)
     after = time()
@@ -40,10 +48,13 @@ def test_a_pool(fleet: Fleet, pool: Literal["prefork", "threads", "solo", "geven
         for name, args in {"again": (5, 0.3), "busy": (3,)}.items()
     }
 
-    def holds_nothing() -> bool:
-        return inspect.scheduled() == {worker.name: []}
+    def all_far_wait_in_the_broker() -> bool:
+        queues = {queue["name"]: queue.get("messages", 0) for queue in rabbitmq.queues(vhost)}
+        waiting = sum(count for name, count in queues.items() if "level-" in name)
+        return waiting >= len(far) and queues["default"] == 0
 
-    wait_until(holds_nothing, timeout_seconds=4)
+    wait_until(all_far_wait_in_the_broker)
+    assert inspect.scheduled() == {worker.name: []}
     (run,) = fleet.record.wait_for(task_id=delayed.id)
     run.assert_on_time(before + 1, after + 1)
     for name, times in (("again", 5), ("busy", 3)):
@@ -58,8 +69,9 @@ def test_a_pool(fleet: Fleet, pool: Literal["prefork", "threads", "solo", "geven
     for task_id in early:
         (run,) = found[task_id]
         assert run.due is not None
-        run.assert_on_time(run.due, late_seconds=5)
+        run.assert_on_time(run.due)
 
+    assert not {run.id for run in fleet.record.runs()} & set(far)
     worker.stop()  # in good order: nothing comes back
     attempts = [(run.id, run.retries) for run in fleet.record.runs()]
     assert len(attempts) == len(set(attempts))

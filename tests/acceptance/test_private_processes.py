@@ -73,7 +73,7 @@ def test_one_that_will_not_stop_is_killed(keeping: KeptServer) -> None:
 def test_a_companion_runs_as_long_as_its_server_is_kept(tmp_path: Path) -> None:
     companion = ["sh", "-c", "while :; do sleep 0.1; done", tmp_path.name]
     keeping = KeptServer("The server", ["true"], home=tmp_path, companion=companion)
-    wait_until(lambda: processes_of(tmp_path.name) != [], timeout_seconds=10)
+    wait_until(lambda: processes_of(tmp_path.name) != [])
     keeping.close()
     assert not tmp_path.exists()
-    wait_until(lambda: processes_of(tmp_path.name) == [], timeout_seconds=10)
+    wait_until(lambda: processes_of(tmp_path.name) == [])

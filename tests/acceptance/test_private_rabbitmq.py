@@ -13,7 +13,7 @@ from celery_native_delay.testing import (
     vhost_name,
 )
 from tests.processes import assert_nothing_left_when_killed, processes_of
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 
 def test_it_starts_and_says_who_it_is(rabbitmq: PrivateRabbitMQ, rabbitmq_version: str) -> None:
@@ -30,10 +30,7 @@ def test_a_new_vhost_is_empty_and_its_counts_are_fresh(rabbitmq: PrivateRabbitMQ
     assert rabbitmq.queues(vhost_name(url)) == []
     with Connection(url) as connection, connection.SimpleQueue("orders") as orders:
         orders.put("hello")
-        wait_until(
-            lambda: [q.get("messages") for q in rabbitmq.queues(vhost_name(url))] == [1],
-            timeout_seconds=10,
-        )
+        wait_until(lambda: [q.get("messages") for q in rabbitmq.queues(vhost_name(url))] == [1])
     rabbitmq.delete_vhost(vhost_name(url))
     with pytest.raises(BrokerFailed, match="404"):
         rabbitmq.queues(vhost_name(url))
@@ -48,10 +45,7 @@ def test_a_user_may_do_what_the_permissions_say(rabbitmq: PrivateRabbitMQ, vhost
 def test_a_policy_reaches_the_queues(rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str) -> None:
     with Connection(vhost_url) as connection, connection.SimpleQueue("orders"):
         rabbitmq.set_policy(vhost, "short", "^orders$", {"max-length": 10})
-        wait_until(
-            lambda: rabbitmq.queues(vhost)[0].get("policy") == "short",
-            timeout_seconds=10,
-        )
+        wait_until(lambda: rabbitmq.queues(vhost)[0].get("policy") == "short")
         rabbitmq.clear_policy(vhost, "short")
     assert rabbitmq.api("GET", f"/policies/{vhost}") == []
 
@@ -69,7 +63,7 @@ def test_a_durable_message_survives_kill_and_stop(rabbitmq_version: str) -> None
                 Connection(url).connect()
             broker.start()
             with Connection(url) as connection, connection.SimpleQueue("orders") as orders:
-                message = orders.get(timeout=10)
+                message = orders.get(timeout=PATIENCE_SECONDS)
                 assert message.payload == "kept"
                 message.requeue()
 
@@ -81,7 +75,7 @@ def test_nothing_is_left_after_the_block(rabbitmq_version: str) -> None:
         with pytest.raises(BrokerFailed, match="management=False"):
             broker.api("GET", "/overview")
     assert not folder.exists()
-    wait_until(lambda: processes_of(folder.name) == [], timeout_seconds=5)
+    wait_until(lambda: processes_of(folder.name) == [])
 
 
 def test_nothing_is_left_when_the_process_is_killed(rabbitmq_version: str) -> None:

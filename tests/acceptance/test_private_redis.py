@@ -24,7 +24,7 @@ from celery_native_delay.testing.redis_installation import ServerName
 from pytest_celery_native_delay import installed
 from tests.brokers import self_signed_certificate
 from tests.processes import assert_nothing_left_when_killed, processes_of
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 
 def send(url: str, text: str, **options: str) -> None:
@@ -36,7 +36,7 @@ def send(url: str, text: str, **options: str) -> None:
 def receive(url: str, **options: str) -> str:
     with Connection(url, transport_options=options) as connection:
         with connection.SimpleQueue("orders") as orders:
-            message = orders.get(timeout=10)
+            message = orders.get(timeout=PATIENCE_SECONDS)
             message.ack()
             return str(message.payload)
 
@@ -132,7 +132,7 @@ def test_nothing_is_left_after_the_block(server_name: ServerName) -> None:
         folder = redis.folder
         assert any("-server" in command for command in processes_of(folder.name))
     assert not folder.exists()
-    wait_until(lambda: processes_of(folder.name) == [], timeout_seconds=5)
+    wait_until(lambda: processes_of(folder.name) == [])
 
 
 def test_nothing_is_left_when_the_process_is_killed(server_name: ServerName) -> None:

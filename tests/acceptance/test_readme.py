@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from dataclasses import fields
@@ -25,6 +26,7 @@ from celery_native_delay.testing import (
 )
 from celery_native_delay.transports.contract import Outage
 from pytest_celery_native_delay import installed
+from tests.processes import processes_of
 from tests.waiting import wait_until
 
 pytest_plugins = ["pytester"]
@@ -55,7 +57,7 @@ def test_the_celery_example_is_an_app_whose_delayed_tasks_wait(vhost_url: str) -
     with Connection(vhost_url) as connection:
         channel = connection.default_channel
         assert channel.basic_get("celery") is None
-        message = wait_until(lambda: channel.basic_get("celery", no_ack=True), timeout_seconds=20)
+        message = wait_until(lambda: channel.basic_get("celery", no_ack=True))
     assert message.headers["task"] == "shop.remind"
 
 
@@ -65,7 +67,7 @@ def test_the_kombu_example_publishes_a_message_that_waits(vhost_url: str) -> Non
     with Connection(vhost_url) as connection:
         channel = connection.default_channel
         assert channel.basic_get("emails") is None
-        message = wait_until(lambda: channel.basic_get("emails", no_ack=True), timeout_seconds=20)
+        message = wait_until(lambda: channel.basic_get("emails", no_ack=True))
     assert b"ada@example.com" in bytes(message.body, "utf-8")
 
 
@@ -90,6 +92,7 @@ def test_the_example_of_a_test_passes(
 def test_the_private_brokers_are_as_shown(
     short_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    installed(require_rabbitmq)
     installed(require_redis)
     installed(require_redis, embedded=True)
     monkeypatch.chdir(short_path)
@@ -97,6 +100,28 @@ def test_the_private_brokers_are_as_shown(
     said = capsys.readouterr().out
     assert f"redis+socket://{short_path}/var/broker/redis.sock\n" in said
     assert "sqs://private:private@127.0.0.1:" in said
+
+
+def test_the_line_for_development_runs_a_broker_that_keeps_what_waits(short_path: Path) -> None:
+    """Ctrl-C ends it in good order; the next time the task still waits."""
+    installed(require_redis, embedded=True)
+    (line,) = (line for line in CONSOLE_LINES if "celery_native_delay.testing" in line)
+    command = [sys.executable, *shlex.split(line)[1:]]
+    for time in (1, 2):
+        with subprocess.Popen(
+            command, cwd=short_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            url = process.stdout.readline().strip()
+            assert url == f"redis+socket://{short_path}/var/broker/redis.sock"
+            with install(Celery("shop", broker=url, set_as_current=False)) as app:
+                if time == 1:
+                    app.send_task("shop.remind", countdown=600)
+                assert Delay(app).count() == 1
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=60)
+        assert (process.returncode, said) == (0, "")
+    assert processes_of(short_path.name) == []
 
 
 @pytest.mark.parametrize("server_name", ["redis"], indirect=True)

@@ -17,13 +17,11 @@ import pytest
 
 from celery_native_delay.testing import private_sqs, require_sqs
 from pytest_celery_native_delay import installed
-from tests.acceptance.worker import LATE_SECONDS, REPOSITORY, Fleet, Worker, fleet_on
+from tests.acceptance.worker import REPOSITORY, Fleet, Worker, fleet_on
+from tests.waiting import PATIENCE_SECONDS
 
 HOP_SECONDS = 3
 SHORT, LONG = 2.5, 6.0
-
-#: The resolution of SQS, and what kombu may poll too late.
-SQS_LATE_SECONDS = LATE_SECONDS + 1
 
 #: By the queue that they consume from.
 RECEIVERS = ("installed", "plain", "relayed")
@@ -90,14 +88,13 @@ def test_every_cell_of_a_mixed_fleet_runs_on_time_and_once(
     for sender, is_installed in (("installed", True), ("plain", False)):
         for queue, delay, task_id, due in json.loads(fleet.produce(code, installed=is_installed)):
             sent[task_id] = (sender, queue, delay, due)
-    by_id = fleet.record.wait_for_ids(list(sent), timeout_seconds=60)
+    by_id = fleet.record.wait_for_ids(list(sent))
     for task_id, (sender, queue, delay, due) in sent.items():
         cell = f"{delay} s from {sender} to {queue}"
         assert len(by_id[task_id]) == 1, cell
         (run,) = by_id[task_id]
         assert run.due is not None
-        late = run.started - run.due
-        assert -0.001 <= late <= SQS_LATE_SECONDS, f"{cell}: {late} s late"
+        run.assert_on_time(run.due)
         assert run.due <= due, cell
         (received,) = workers[queue].log_lines(task_id, "received")
         held = run.due - time_of(received) > 0.5
@@ -122,7 +119,7 @@ def test_an_installed_producer_is_told_whose_receiver_does_not_relay(fleet: Flee
         env=fleet.environment(),
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE_SECONDS,
     )
     (warning,) = [line for line in done.stderr.splitlines() if "native delay" in line]
     assert "nobody-delay.fifo: not found, so nobody relays for 'nobody'" in warning

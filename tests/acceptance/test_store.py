@@ -14,7 +14,7 @@ from celery_native_delay import Delay, StoreUnavailable
 from tests.acceptance.worker import Fleet, Record, fleet_on
 from tests.conformance.brokers import Broker, options_of, running_broker, settings_of
 from tests.integration.test_store_dispatching import away, space_of
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 TASKS = 5_000
 KILLS = 6
@@ -53,7 +53,6 @@ def ran(record: Record) -> int:
     return len({run.id for run in record.runs()})
 
 
-@pytest.mark.timeout(300)
 def test_all_of_5000_tasks_run_although_who_dispatches_them_is_killed_again_and_again(
     fleet: Fleet,
 ) -> None:
@@ -80,7 +79,7 @@ def test_all_of_5000_tasks_run_although_who_dispatches_them_is_killed_again_and_
         worker.kill()
     assert ran(fleet.record) < TASKS, "the last one was killed in the middle of it"
     fleet.worker(queues="side", wait=False)
-    by_id = fleet.record.wait_for_ids(ids, timeout_seconds=150)
+    by_id = fleet.record.wait_for_ids(ids)
     assert consumer.process.poll() is None
     assert Delay(app).count() == 0
     runs = [len(by_id[task_id]) for task_id in ids]
@@ -123,7 +122,7 @@ def test_a_worker_goes_on_after_a_short_outage_and_stops_warmly_after_a_long_one
 
     second = app.send_task("note", (3,), countdown=1).id
     with away(store):
-        assert worker.process.wait(60) == 1
+        assert worker.process.wait(PATIENCE_SECONDS) == 1
         assert worker.log_lines("CRITICAL", "fetching what is due has failed for 3 s")
         assert worker.log_lines("CRITICAL", "stopping; connect to store_outage")
     assert not fleet.record.runs(task_id=second)

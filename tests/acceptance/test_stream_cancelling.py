@@ -50,9 +50,9 @@ def test_nobody_runs_what_was_cancelled_before_the_broker_was_killed(
         mortal_streams.kill()
         mortal_streams.start()
         assert delay.cancel(late.id)
-        fleet.record.wait_for(task_id=kept.id, timeout_seconds=60)
-        worker.wait_for_log("dropping task", dropped.id, timeout_seconds=30)
-        worker.wait_for_log("dropping task", late.id, timeout_seconds=30)
+        fleet.record.wait_for(task_id=kept.id)
+        worker.wait_for_log("dropping task", dropped.id)
+        worker.wait_for_log("dropping task", late.id)
         assert [run.id for run in fleet.record.runs()] == [kept.id]
 
 

@@ -93,7 +93,7 @@ def test_a_task_that_expires_before_it_is_due_is_revoked(everything: Everything)
     def revoked() -> bool:
         return bool(result.state == "REVOKED")
 
-    wait_until(revoked, timeout_seconds=30)
+    wait_until(revoked)
     assert everything.fleet.record.runs(task_id=result.id) == []
 
 
@@ -112,13 +112,11 @@ def test_an_autoretry_with_jitter_comes_back_to_its_queue(
     everything: Everything, route: str
 ) -> None:
     sent = everything.autoretries[route]
-    runs = everything.fleet.record.wait_for(RETRIES + 1, task_id=sent.id, timeout_seconds=80)
+    runs = everything.fleet.record.wait_for(RETRIES + 1, task_id=sent.id)
     assert [run.retries for run in runs] == list(range(RETRIES + 1))
     assert_same_way(runs, everything.run_once(everything.undelayed[route]))
-    for before, run in pairwise(runs):
-        if run.due is None:  # jitter chose no delay at all
-            assert run.started <= before.started + 3
-        else:
+    for run in runs:
+        if run.due is not None:  # jitter may choose no delay at all
             run.assert_on_time(run.due)
 
 
@@ -131,7 +129,7 @@ def test_a_task_resent_with_its_own_headers(everything: Everything, route: str) 
     def all_six() -> bool:
         return len(runs()) >= 6
 
-    wait_until(all_six, timeout_seconds=40)
+    wait_until(all_six)
     assert [run.args[0] for run in runs()] == [5, 4, 3, 2, 1, 0]
     assert_same_way(runs(), everything.run_once(everything.undelayed[route]))
     for before, run in pairwise(runs()):

@@ -43,7 +43,7 @@ class Events:
         def enough() -> bool:
             return len(self.lines(task_id)) >= len(outcomes)
 
-        wait_until(enough, timeout_seconds=30)
+        wait_until(enough)
         lines = self.lines(task_id)
         assert tuple(line["outcome"] for line in lines) == outcomes
         return lines
@@ -55,7 +55,7 @@ class Events:
             found = [line for line in self.lines(task_id) if line["outcome"] == outcome]
             return found[0] if found else None
 
-        line = wait_until(ended, timeout_seconds=30)
+        line = wait_until(ended)
         outcomes = [line["outcome"] for line in self.lines(task_id)]
         assert outcomes[0] is None
         assert set(outcomes[1:]) <= {"lost", outcome}
@@ -120,6 +120,38 @@ def test_every_end_of_a_task_is_written_down(fleet: Fleet, tmp_path: Path) -> No
     assert [run.headers for run in fleet.record.runs()] == [None] * 9  # tasks see nothing of it
     for file in events.folder.iterdir():
         assert file.read_bytes().endswith(b"}\n")
+
+
+def waited_of(fleet: Fleet, folder: Path) -> list[bool | None]:
+    """What telemetry says of a task sent in time, of one sent late, and of one without due time.
+
+    The first is retried, and says so in each of its lines.
+    """
+    events = Events(folder)
+    fleet.worker(concurrency=2, native_delay_telemetry=str(folder))
+    app = fleet.app()
+    in_time = app.send_task("again", (1, 0.3), countdown=1).id
+    late = app.send_task("note", ("x",), eta=datetime.now(UTC) - timedelta(seconds=5)).id
+    at_once = app.send_task("note", ("x",)).id
+    lines = events.wait_for(in_time, None, "retry", None, "success")
+    assert len({line["waited"] for line in lines}) == 1
+    for task_id in (late, at_once):
+        start, end = events.wait_for(task_id, None, "success")
+        assert start["waited"] == end["waited"]
+    return [events.lines(task_id)[0]["waited"] for task_id in (in_time, late, at_once)]
+
+
+@on_one_version
+def test_what_was_sent_after_it_was_due_is_told_from_what_waited(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    assert waited_of(fleet, tmp_path / "telemetry") == [True, False, None]
+
+
+@pytest.mark.parametrize("server_name", ["redis"], indirect=True)
+def test_on_redis_too(empty_redis: PrivateRedis, tmp_path: Path) -> None:
+    with fleet_on(empty_redis.url, tmp_path) as fleet:
+        assert waited_of(fleet, tmp_path / "telemetry") == [True, False, None]
 
 
 @pytest.mark.parametrize("server_name", ["redis"], indirect=True)

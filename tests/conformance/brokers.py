@@ -139,26 +139,26 @@ class RabbitMQ:
     """A space is a virtual host."""
 
     def __init__(self, server: PrivateRabbitMQ) -> None:
-        self._server = server
+        self.server = server
 
     def new_space(self) -> str:
-        return self._server.new_vhost()
+        return self.server.new_vhost()
 
     def remove_space(self, url: str) -> None:
-        self._server.delete_vhost(vhost_name(url))
+        self.server.delete_vhost(vhost_name(url))
 
     def wipe(self, url: str) -> None:
         """Deleting the virtual host itself would close its connections."""
         vhost = quote(vhost_name(url), safe="")
         for kind in ("exchanges", "queues"):
-            for found in self._server.api("GET", f"/{kind}/{vhost}"):
+            for found in self.server.api("GET", f"/{kind}/{vhost}"):
                 if found["name"] and not found["name"].startswith("amq."):
                     name = quote(found["name"], safe="")
-                    self._server.api("DELETE", f"/{kind}/{vhost}/{name}")
+                    self.server.api("DELETE", f"/{kind}/{vhost}/{name}")
 
     def restart(self) -> None:
-        self._server.stop()
-        self._server.start()
+        self.server.stop()
+        self.server.start()
 
 
 class Redis:

@@ -195,7 +195,7 @@ def test_what_a_batch_says_stands_in_every_message(app: Celery, url: str) -> Non
     headers = [arrival.message.headers for arrival in came]
     assert sorted(each["tenant"] for each in headers) == ["a", "a", "a", "b"]
     assert {each["run"] for each in headers} == {"r/0/0"}
-    assert batch.result.by_template == 2
+    assert batch.result.by_template == 1
 
 
 def test_a_signal_is_sent_for_every_task(app: Celery, url: str) -> None:
@@ -247,7 +247,7 @@ def test_large_and_unknown_tasks(app: Celery, url: str) -> None:
                 batch.send("elsewhere.task", (1,), {"text": text}, countdown=1)
         came = letters.wait_for(6)
     assert {len(a.body[0]) for a in came} == {1, 2}
-    assert batch.result.by_template == 4
+    assert batch.result.by_template == 2
 
 
 def test_progress_is_told(app: Celery) -> None:
@@ -283,4 +283,4 @@ def test_its_threads_end_with_the_batch(app: Celery) -> None:
     with bulk(app) as batch:
         batch.send("shop.remind", countdown=1)
         assert threads() - before
-    wait_until(lambda: threads() <= before, timeout_seconds=10)
+    wait_until(lambda: threads() <= before)

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from itertools import pairwise
-from statistics import median
+from itertools import accumulate, pairwise
 from time import time
 from typing import Any
 
@@ -17,7 +16,7 @@ import pytest
 from kombu import Exchange, Queue
 
 from celery_native_delay import DelayTooLong
-from tests.acceptance.worker import EARLY_SECONDS, LATE_SECONDS, Fleet, Worker, fleet_on
+from tests.acceptance.worker import EARLY_SECONDS, Fleet, Worker, fleet_on
 from tests.conformance.brokers import (
     Broker,
     knows_bindings,
@@ -26,7 +25,7 @@ from tests.conformance.brokers import (
     whole_seconds,
 )
 from tests.conformance.traffic import attended, delaying, plain, waiting_count, waiting_now
-from tests.traffic import DIRECT, PATIENCE_SECONDS, QUEUES, TOPIC, Inbox, inbox, publish
+from tests.traffic import DIRECT, QUEUES, TOPIC, Arrival, Inbox, eta_in, inbox, publish
 from tests.waiting import wait_until
 
 FANOUT = Exchange("news", type="fanout")
@@ -72,9 +71,10 @@ def everything(boxes: dict[str, Inbox]) -> dict[tuple[str, str], Any]:
     return dict(found)
 
 
-def late_seconds(url: str) -> float:
-    """How late is late enough to fail; a broker of whole seconds may add one."""
-    return LATE_SECONDS + whole_seconds(url)
+def overtaken_seconds(arrivals: list[Arrival]) -> float:
+    """How much later the last one was due that came before another one; 0 if all came in order."""
+    due = [arrival.at - arrival.lateness_seconds for arrival in arrivals]
+    return max(latest - each for latest, each in zip(accumulate(due, max), due, strict=True))
 
 
 # ---- where, as what, when ----------------------------------------------------------------------
@@ -96,7 +96,7 @@ def test_it_arrives_exactly_where_and_as_the_undelayed_one(url: str) -> None:
             return receiver.receive_until(lambda: boxes["headlines"].arrivals, timeout_seconds=0.5)
 
         if knows_bindings(url):
-            wait_until(heard, timeout_seconds=PATIENCE_SECONDS)
+            wait_until(heard)
         expected = sorted((name, route) for route in routes for name in routes[route][1])
         seen = []
         for delay in (None, 1):
@@ -115,18 +115,18 @@ def test_it_arrives_exactly_where_and_as_the_undelayed_one(url: str) -> None:
     assert seen[1] == seen[0]
 
 
-def test_never_early_and_little_late(url: str) -> None:
+def test_never_early_and_in_the_order_of_due_times(url: str) -> None:
+    """But for a second: each may have another number of hops to go."""
     with (
         attended(url),
         delaying(url) as connection,
         inbox(connection, "jobs") as received,
     ):
         for number in range(100):
-            publish(connection, number, "jobs", delay=0.5 + number * 0.0077)
+            publish(connection, number, "jobs", delay=0.5 + number * 0.0277)
         arrivals = received.wait_for(100)
-    late = [arrival.lateness_seconds for arrival in arrivals]
-    assert min(late) >= -EARLY_SECONDS
-    assert median(late) <= late_seconds(url)
+    assert min(arrival.lateness_seconds for arrival in arrivals) >= -EARLY_SECONDS
+    assert overtaken_seconds(arrivals) <= 1 + whole_seconds(url)
     assert sorted(arrival.body for arrival in arrivals) == list(range(100))
 
 
@@ -142,7 +142,7 @@ def test_it_waits_for_a_queue_that_nobody_has_declared_yet(url: str) -> None:
     with attended(url), delaying(url) as producer, delaying(url) as connection:
         publish(producer, "hello", "jobs", delay=1.5)  # were it due already, it would be lost
         due = time() + 1.5
-        wait_until(lambda: time() > due + 0.5, timeout_seconds=PATIENCE_SECONDS)
+        wait_until(lambda: time() > due + 0.5)
         with inbox(connection, "jobs") as received:
             assert received.wait_for(1)[0].body == "hello"
 
@@ -172,7 +172,7 @@ def test_messages_of_one_task_id_wait_side_by_side(url: str) -> None:
 def test_a_longer_delay_than_any_is_refused_and_nothing_sent(url: str) -> None:
     with delaying(url) as connection:
         for headers in ({}, {"task": "shop.remind", "id": "task-1"}):
-            with pytest.raises(DelayTooLong, match=r"exceeds the longest delay of 163\.8"):
+            with pytest.raises(DelayTooLong, match=r"exceeds the longest delay of 2 min 43\.8"):
                 publish(connection, "hello", "jobs", delay=170, headers=headers)
         assert waiting_count(connection) == 0
         publish(connection, "hello", "jobs", delay=160)
@@ -250,11 +250,11 @@ def test_a_task_that_retries_comes_back_to_its_queue(fleet: Fleet) -> None:
         runs = fleet.record.wait_for(4, task_id=task_id)
         assert [run.retries for run in runs] == [0, 1, 2, 3], route
         assert len({run.delivery_info["routing_key"] for run in runs}) == 1, route
-        runs[0].assert_on_time(before + 1, after + 1, late_seconds=late_seconds(fleet.broker_url))
+        runs[0].assert_on_time(before + 1, after + 1)
         for earlier, run in pairwise(runs):
             assert run.due is not None
             assert run.due >= earlier.started + 0.3
-            run.assert_on_time(run.due, late_seconds=late_seconds(fleet.broker_url))
+            run.assert_on_time(run.due)
 
 
 def test_an_installed_worker_puts_back_what_a_plain_producer_sent(
@@ -270,18 +270,19 @@ def test_an_installed_worker_puts_back_what_a_plain_producer_sent(
         return bool(inspect.scheduled() == {worker.name: []})
 
     code = (
-        "import json, time\n"
-        "before = time.time()\n"
-        "ids = [app.tasks['note'].apply_async((n,), countdown=8).id for n in range(50)]\n"
-        "print(json.dumps([before, time.time(), ids]))"
+        "import json\n"
+        "ids = [app.tasks['note'].apply_async((n,), countdown={}).id for n in range(50)]\n"
+        "print(json.dumps(ids))"
     )
-    before, after, ids = json.loads(fleet.produce(code))
-    wait_until(held_by_nobody, timeout_seconds=7)
-    assert time() < before + 8, "it held nothing before anything was due"
+    ids = json.loads(fleet.produce(code.format(150)))
+    wait_until(held_by_nobody)
+    assert [run for run in fleet.record.runs() if run.id in ids] == []
+    ids = json.loads(fleet.produce(code.format(4)))
     by_id = fleet.record.wait_for_ids(ids)
     for task_id in ids:
         (run,) = by_id[task_id]
-        run.assert_on_time(before + 8, after + 8, late_seconds=late_seconds(fleet.broker_url))
+        assert run.due is not None
+        run.assert_on_time(run.due)
 
 
 # ---- what happens to brokers -------------------------------------------------------------------
@@ -301,6 +302,31 @@ def test_a_producer_goes_on_after_its_broker_was_wiped(broker: Broker, url: str)
             arrivals = received.wait_for(2)
     assert {arrival.body for arrival in arrivals} == {"hello", "again"}
     assert min(arrival.lateness_seconds for arrival in arrivals) >= -EARLY_SECONDS
+
+
+@pytest.mark.parametrize("used", [True, False], ids=["used before", "never used"])
+def test_a_publish_on_a_channel_whose_connection_went_away_is_tried_again(
+    url: str, used: bool
+) -> None:
+    """It is an error that kombu recovers from; and the message is there once."""
+    with attended(url), delaying(url) as connection:
+        producer = connection.Producer()
+        eta = {"headers": {"eta": eta_in(2)}, "routing_key": "jobs"}
+        if used:
+            producer.publish("before", **eta)
+        else:
+            assert producer.channel.connection is not None
+        connection.collect()  # as kombu does when anything else on it met an outage
+        for exchange in ("", TOPIC.name):
+            with pytest.raises(connection.recoverable_connection_errors):
+                producer.publish("refused", exchange=exchange, **eta)
+        producer.publish("again", **eta, retry=True, retry_policy={"max_retries": 3})
+        with delaying(url) as reading, inbox(reading, "jobs") as received:
+            arrivals = received.wait_for(1 + used)
+            publish(reading, "last", "jobs")
+            received.receive_until(lambda: received.arrivals[-1].body == "last")
+    assert sorted(each.body for each in arrivals) == ["again", "before"][: 1 + used]
+    assert [each.body for each in received.arrivals[1 + used :]] == ["last"]
 
 
 def test_messages_wait_through_a_restart(broker: Broker, url: str) -> None:

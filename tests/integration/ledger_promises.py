@@ -30,6 +30,12 @@ pytestmark = pytest.mark.filterwarnings("ignore:Call to deprecated setex:Depreca
 QUEUE = "reminders"
 
 
+def close_results(app: Celery) -> None:
+    """Close the Redis of *app* for results, which Celery leaves to the garbage collector."""
+    app.backend.result_consumer.stop()
+    app.backend.client.connection_pool.disconnect()
+
+
 @pytest.fixture
 def delay(app: Celery) -> Delay:
     return Delay(app)
@@ -54,10 +60,10 @@ def test_what_waits_is_listed_by_due_time_with_all_that_is_known_of_it(
     before = time()
     for number in (3, 1, 2):
         send(app, number, countdown=number * 1000)
-    with pytest.raises(InvalidQuery, match="from 0, got -1 and 0"):
+    with pytest.raises(InvalidQuery, match="limit to be a whole number from 0, got -1"):
         delay.ls(limit=-1)
     page = delay.ls(limit=2)
-    assert [task.id for task in page.tasks] == ["order-1", "order-2"]
+    assert [task.id for task in page] == ["order-1", "order-2"]
     assert page.total == delay.count() == 3
     assert [task.id for task in delay.ls(offset=2).tasks] == ["order-3"]
     task = page.tasks[0]
@@ -110,7 +116,7 @@ def test_ids_are_read_a_few_at_a_time_and_all_of_them(
         later = timedelta(seconds=max(0, number - 8))
         app.send_task("shop.remind", eta=eta + later, task_id=f"order-{number:02}", queue=QUEUE)
     every = [f"order-{number:02}" for number in range(12)]
-    wait_until(lambda: delay.count() == 12, timeout_seconds=20)
+    wait_until(lambda: delay.count() == 12)
     assert delay.ids() == every
     assert delay.ids(limit=7) == every[:7]
     assert delay.ids("order-1") == every[10:]
@@ -203,10 +209,12 @@ def test_a_result_backend_that_is_away_keeps_nobody_from_cancelling(
 ) -> None:
     """It is asked once."""
     ids = [send(app, number, countdown=3600) for number in range(3)]
+    results = app.backend
     app.conf.result_backend = "file:///no/such/folder"
     app._local.backend = app._backend_cache = None
     assert all(delay.cancel_all(ids))
     assert sum("when a worker has announced it" in each.message for each in caplog.records) == 1
+    app._local.backend = results
 
 
 def test_all_that_waits_under_one_id_is_cancelled(app: Celery, delay: Delay) -> None:
@@ -245,7 +253,7 @@ def test_tasks_sent_in_bulk_are_there_too(app: Celery, delay: Delay) -> None:
     def all_there() -> bool:
         return delay.count() == 30
 
-    wait_until(all_there, timeout_seconds=10)
+    wait_until(all_there)
     assert delay.count("kwargs:order=29") == 1
     (task,) = delay.ls("kwargs:order=29").tasks
     assert delay.cancel(task.id)

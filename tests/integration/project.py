@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-_PATIENCE_SECONDS = 60.0
+from tests.waiting import PATIENCE_SECONDS
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Project:
             input=answer,
             capture_output=True,
             text=True,
-            timeout=_PATIENCE_SECONDS,
+            timeout=PATIENCE_SECONDS,
         )
         assert "Traceback" not in done.stdout + done.stderr, done.stderr
         return done

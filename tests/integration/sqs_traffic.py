@@ -17,9 +17,6 @@ from tests.traffic import beside
 #: Seconds of one hop; 900 where nobody waits for a test.
 HOP_SECONDS = 1
 
-#: Beyond the due time, in seconds: the resolution, and an allowance for a busy machine.
-LATE_SECONDS = 1.0 + 3.0
-
 
 def delaying(url: str, *, transport_options: dict[str, Any] | None = None, **settings: Any) -> Any:
     """A kombu connection whose messages with an ETA ahead wait in SQS; it does not poll long.

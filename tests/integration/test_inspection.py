@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -11,16 +12,20 @@ from datetime import datetime
 from pathlib import Path
 from time import time
 from typing import Any
+from urllib.parse import quote
 
 import pytest
+from celery import Celery
 from kombu import Connection
 
-from celery_native_delay import DelaySettings
+from celery_native_delay import Delay, DelaySettings, install
+from celery_native_delay.core.finding import ADVICE, UNCHECKED, WRONG
 from celery_native_delay.core.topology import Binding, Exchange, Queue, Topology
-from celery_native_delay.testing import PrivateRabbitMQ, private_rabbitmq
+from celery_native_delay.testing import PrivateRabbitMQ, private_rabbitmq, private_redis
 from celery_native_delay.transports.rabbitmq.declaring import apply
-from celery_native_delay.transports.rabbitmq.inspection import Status, Verification, status, verify
+from celery_native_delay.transports.rabbitmq.inspection import examine, verify
 from celery_native_delay.transports.rabbitmq.management import ManagementAPI, management_of
+from celery_native_delay.transports.rabbitmq.status import Status, status
 from tests.brokers import on_one_version
 from tests.integration.project import Project
 from tests.integration.traffic import (
@@ -35,8 +40,8 @@ from tests.integration.traffic import (
     inbox,
     parked_count,
 )
-from tests.traffic import PATIENCE_SECONDS, publish
-from tests.waiting import wait_until
+from tests.traffic import publish
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 LEVEL = TOPOLOGY.level_queue(8)
 DELIVERY = TOPOLOGY.delivery_exchange
@@ -50,8 +55,21 @@ def api_of(connection: Any, management_url: str | None) -> ManagementAPI:
     return management_of(connection, settings)
 
 
-def verified(connection: Any, management_url: str | None) -> Verification:
-    return verify(delays_of(connection), api_of(connection, management_url))
+@dataclass(frozen=True)
+class Verified:
+    """The problems of findings, by their level."""
+
+    differences: list[str]
+    unchecked: list[str]
+    advice: list[str]
+
+
+def verified(connection: Any, management_url: str | None) -> Verified:
+    found = verify(delays_of(connection), api_of(connection, management_url))
+    assert all(finding.remedy for finding in found)
+    return Verified(
+        *([f.problem for f in found if f.level == level] for level in (WRONG, UNCHECKED, ADVICE))
+    )
 
 
 def counted(connection: Any, management_url: str | None) -> Status:
@@ -258,7 +276,7 @@ def test_policies_that_override_our_queues_are_named(
     def sentence(policy: str, keys: str, number: int, first: str) -> str:
         return (
             f"policy '{policy}' sets {keys} on {number} delay queue(s) such as {first}: delayed "
-            f"messages may come early or get lost; narrow the pattern of the policy"
+            f"messages may come early or get lost"
         )
 
     expected = {
@@ -269,14 +287,42 @@ def test_policies_that_override_our_queues_are_named(
     def both_are_named() -> bool:
         return set(verified(connection, rabbitmq.management_url).differences) == expected
 
-    wait_until(both_are_named, timeout_seconds=PATIENCE_SECONDS)
+    wait_until(both_are_named)
     for policy in ("short-lived", "strict"):
         rabbitmq.clear_policy(vhost, policy)
 
     def clean_again() -> bool:
         return verified(connection, rabbitmq.management_url).differences == []
 
-    wait_until(clean_again, timeout_seconds=PATIENCE_SECONDS)
+    wait_until(clean_again)
+
+
+def test_a_pattern_for_celerys_queues_leaves_out_the_levels_as_the_readme_has_it(
+    rabbitmq: PrivateRabbitMQ, vhost: str, vhost_url: str
+) -> None:
+    """As a policy, and as KEDA asks the management API."""
+    repository = Path(__file__).parents[2]
+    (pattern,) = re.findall(r"\| `(\^celery\S+)` \|", (repository / "README.md").read_text())
+    assert pattern in (repository / "monitoring" / "alerts.yml").read_text()
+    own = {"celery", "celery_delayed_orders"}
+    name = DelaySettings().namespace
+
+    def governed() -> set[str]:
+        return {each["name"] for each in rabbitmq.queues(vhost) if each.get("policy") == "short"}
+
+    with delaying(vhost_url, namespace=name) as connection:
+        delays_of(connection).prepare()
+        for queue in own:
+            declare_queue(connection, queue)
+        levels = {hop.queue for hop in delays_of(connection).topology.level_queues}
+        rabbitmq.set_policy(vhost, "short", "^celery", {"message-ttl": 1000})
+        wait_until(lambda: levels | own <= governed())
+        rabbitmq.set_policy(vhost, "short", pattern, {"message-ttl": 1000})
+        wait_until(lambda: governed() == own)
+
+    asked = f"/queues/{vhost}?page=1&page_size=100&pagination=false&use_regex=true&name="
+    found = rabbitmq.api("GET", asked + quote(pattern))["items"]
+    assert {queue["name"] for queue in found} == own
 
 
 def set_operator_policy(rabbitmq: PrivateRabbitMQ, vhost: str) -> None:
@@ -290,10 +336,7 @@ def policies_named(connection: Any, management_url: str) -> list[str]:
     def named() -> list[str] | None:
         return verified(connection, management_url).differences or None
 
-    return [
-        sentence.partition(" such as ")[0]
-        for sentence in wait_until(named, timeout_seconds=PATIENCE_SECONDS)
-    ]
+    return [sentence.partition(" such as ")[0] for sentence in wait_until(named)]
 
 
 def test_operator_policies_are_named(
@@ -313,7 +356,7 @@ def test_a_policy_is_not_blamed_for_what_an_operator_policy_sets(
     def applied() -> bool:
         return any(queue.get("policy") == "harmless" for queue in rabbitmq.queues(vhost))
 
-    wait_until(applied, timeout_seconds=PATIENCE_SECONDS)
+    wait_until(applied)
     set_operator_policy(rabbitmq, vhost)
     assert policies_named(connection, rabbitmq.management_url) == [
         "operator policy 'guard' sets message-ttl on 1 delay queue(s)"
@@ -364,7 +407,6 @@ def test_without_the_plugin_queues_and_exchanges_are_still_compared(
             [unchecked] = found.unchecked
             assert unchecked.startswith("bindings and policies: ")
             assert reason in unchecked
-            assert "set native_delay_management_url" in unchecked
 
             counts = counted(connection, url)
             assert counts.stuck is None
@@ -378,11 +420,11 @@ def test_a_user_without_the_tag_gets_what_amqp_tells(rabbitmq: PrivateRabbitMQ, 
         found = verified(connection, rabbitmq.management_url)
         assert found.differences == []
         [unchecked] = found.unchecked
-        assert "give the user the tag monitoring" in unchecked
+        assert "HTTP Error 401" in unchecked
         assert "secret-word" not in unchecked
 
         with_credentials = rabbitmq.management_url.replace("://", "://guest:guest@")
-        assert verified(connection, with_credentials) == Verification([], [], found.advice)
+        assert verified(connection, with_credentials) == Verified([], [], found.advice)
 
 
 def test_old_brokers_are_given_advice(rabbitmq: PrivateRabbitMQ, connection: Any) -> None:
@@ -422,7 +464,7 @@ def test_status_counts_what_waits_and_what_is_parked(
         def both_parked() -> bool:
             return parked_count(connection, SLOW_TOPOLOGY) == 2
 
-        wait_until(both_parked, timeout_seconds=PATIENCE_SECONDS)
+        wait_until(both_parked)
 
         found = counted(connection, rabbitmq.management_url)
         assert found.name == SLOW_TOPOLOGY.name
@@ -446,7 +488,7 @@ def test_status_counts_what_is_stuck_in_dead_lettering(
     def three_stuck() -> bool:
         return counted(connection, rabbitmq.management_url).stuck == 3
 
-    wait_until(three_stuck, timeout_seconds=PATIENCE_SECONDS)
+    wait_until(three_stuck)
 
 
 def test_status_counts_what_a_landing_queue_holds(
@@ -460,7 +502,11 @@ def test_status_counts_what_a_landing_queue_holds(
     def three_held() -> bool:
         return counted(connection, rabbitmq.management_url).stuck == 3
 
-    wait_until(three_held, timeout_seconds=PATIENCE_SECONDS)
+    wait_until(three_held)
+    found = examine(delays_of(connection), api_of(connection, rabbitmq.management_url))
+    (held,) = [finding for finding in found if finding.level == WRONG]
+    assert "news" in held.problem
+    assert "holds 3 message(s): its destination takes none of them" in held.problem
 
 
 # ---- the command line --------------------------------------------------------------------------
@@ -496,7 +542,7 @@ def shop(project: Project, rabbitmq: PrivateRabbitMQ, vhost_url: str) -> Project
 def test_declare_then_verify(shop: Project, rabbitmq: PrivateRabbitMQ, vhost_url: str) -> None:
     done = shop.delay("verify")
     assert done.returncode == 1
-    assert f"{LEVEL}: queue is missing" in done.stdout.splitlines()
+    assert f"wrong: delay levels: {LEVEL}: queue is missing" in done.stdout.splitlines()
 
     [line] = shop.lines("declare")
     assert line.startswith(f"declared {TOPOLOGY.name} and 2 binding(s) in ")
@@ -505,10 +551,11 @@ def test_declare_then_verify(shop: Project, rabbitmq: PrivateRabbitMQ, vhost_url
     assert (told["name"], told["declared"], told["mirrored"]) == (TOPOLOGY.name, True, 2)
 
     done = shop.delay("verify")
-    assert (done.returncode, done.stdout) == (0, f"{TOPOLOGY.name}: as planned\n")
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, f"{TOPOLOGY.name}: as planned")
     told = shop.told("verify")
-    assert told.keys() == {"name", "differences", "unchecked", "advice"}
-    assert (told["differences"], told["unchecked"]) == ([], [])
+    assert told.keys() == {"healthy", "findings"}
+    assert told["healthy"] is True
+    assert {finding["level"] for finding in told["findings"]} <= {ADVICE}
 
     # The app's queue is bound, so a message that nobody prepared for any further arrives.
     with Connection(vhost_url) as stranger, delaying(vhost_url) as connection:
@@ -516,19 +563,19 @@ def test_declare_then_verify(shop: Project, rabbitmq: PrivateRabbitMQ, vhost_url
         with inbox(vhost_url, "orders") as letters:
             assert letters.wait_for(1)[0].body == "hello"
         stranger.default_channel.queue_delete(TOPOLOGY.level_queue(128))
-    done = shop.delay("verify")
-    assert done.returncode == 1
-    assert done.stdout == f"{TOPOLOGY.level_queue(128)}: queue is missing\n"
-    done = shop.delay("verify", "--json")
-    assert done.returncode == 1
-    assert json.loads(done.stdout)["differences"] == [
-        f"{TOPOLOGY.level_queue(128)}: queue is missing"
-    ]
+    told = shop.told("verify", status=1)
+    assert told["healthy"] is False
+    assert told["findings"][0] == {
+        "check": "delay levels",
+        "level": WRONG,
+        "problem": f"{TOPOLOGY.level_queue(128)}: queue is missing",
+        "remedy": "start an installed worker, or run `celery -A PROJ delay declare`",
+    }
 
     shop.write(INSTALLED, vhost_url, management_url=NOBODY_LISTENS)
     done = shop.delay("verify")
     assert done.returncode == 1
-    assert "unchecked: bindings and policies: " in done.stderr
+    assert "not checked: policies: bindings and policies: " in done.stdout
     assert shop.delay("declare").returncode == 0
     assert shop.delay("verify").returncode == 0
 
@@ -551,13 +598,14 @@ def test_status_shows_what_waits(shop: Project, rabbitmq: PrivateRabbitMQ, vhost
         def one_parked() -> bool:
             return parked_count(connection, SLOW_TOPOLOGY) == 1
 
-        wait_until(one_parked, timeout_seconds=PATIENCE_SECONDS)
+        wait_until(one_parked)
     assert shop.lines("status") == [
-        "level queue ttl s waiting stuck",
-        f"{SLOW_TOPOLOGY.level_queue(64)} 64.0 1 0",
-        f"{SLOW_TOPOLOGY.level_queue(128)} 128.0 2 0",
+        "level queue ttl waiting stuck",
+        f"{SLOW_TOPOLOGY.level_queue(64)} 1 min 4 s 1 0",
+        f"{SLOW_TOPOLOGY.level_queue(128)} 2 min 8 s 2 0",
         "waiting 3",
-        "next due within 128 s",
+        "next due within 2 min 8 s",
+        "overdue unknown (native_delay_ledger is not set)",
         "parked 1",
         "stuck 0",
     ]
@@ -565,6 +613,8 @@ def test_status_shows_what_waits(shop: Project, rabbitmq: PrivateRabbitMQ, vhost
     assert told["name"] == SLOW_TOPOLOGY.name
     assert (told["waiting"], told["parked"], told["stuck"]) == (3, 1, 0)
     assert told["next_due_within_seconds"] == 128
+    assert (told["ledger"], told["overdue"], told["not_in_ledger"]) == (None, None, None)
+    assert told["in_levels"] == 3
     assert told["levels"][-1] == {
         "queue": SLOW_TOPOLOGY.level_queue(128),
         "ttl_seconds": 128.0,
@@ -574,6 +624,80 @@ def test_status_shows_what_waits(shop: Project, rabbitmq: PrivateRabbitMQ, vhost
     shop.write(INSTALLED, vhost_url, management_url=NOBODY_LISTENS, **SLOW)
     assert shop.lines("status")[-1] == "stuck unknown (management API not reachable)"
     assert shop.told("status")["stuck"] is None
+
+
+def four_tasks(app: Celery, *, overdue_in: float) -> None:
+    """One is cancelled, one moved, one overdue, and one waits as it was sent."""
+    for number, countdown in enumerate((7000, 7000, overdue_in, 7000)):
+        app.send_task("shop.remind", task_id=f"task-{number}", countdown=countdown, queue="orders")
+    delay = Delay(app)
+    assert delay.cancel("task-0")
+    assert delay.reschedule("task-1", countdown=4230)
+
+    def matured() -> bool:
+        with app.connection_for_read() as connection:
+            return depth(connection, "orders") == 2  # and the one that says it is cancelled
+
+    wait_until(matured)
+
+
+@on_one_version
+def test_status_tells_tasks_by_the_ledger_and_explains_the_copies_in_the_levels(
+    tmp_path: Path, rabbitmq: PrivateRabbitMQ, vhost_url: str
+) -> None:
+    """As `ls` lists them. While the ledger is away, it says so, and what the broker knows."""
+    settings = {"management_url": rabbitmq.management_url, "levels": 20}
+    with private_redis() as ledger:
+        shop = Project(tmp_path).write(INSTALLED, vhost_url, ledger=ledger.url, **settings)
+        with Celery("shop", broker=vhost_url, set_as_current=False) as app:
+            four_tasks(install(app, ledger=ledger.url, **settings), overdue_in=0.3)
+        told = shop.told("status")
+        assert told["waiting"] == shop.told("ls")["total"] == 3
+        assert (told["in_levels"], told["not_in_ledger"], told["overdue"]) == (4, 2, 1)
+        assert 0 < told["overdue_seconds"] < PATIENCE_SECONDS + 60
+        assert told["next_due_within_seconds"] == 0
+        assert told["ledger"] == {"where": ledger.url, "error": None}
+        lines = shop.lines("status")
+        waiting = lines.index("waiting 3")
+        assert re.fullmatch(r"next due overdue, then in 1 h (10|9) min", lines[waiting + 1])
+        assert re.fullmatch(
+            r"overdue 1, the first for .* s: no installed worker has received it",
+            lines[waiting + 2],
+        )
+        assert lines[waiting + 3].startswith(
+            "in levels 4 = 2 that the ledger has ahead + 2 that it does not list: what was "
+            "cancelled or moved stays there until it was due"
+        )
+
+        ledger.stop()
+        lines = shop.lines("status")
+        waiting = lines.index("waiting 4, or fewer: what was cancelled or moved is among them")
+        assert lines[waiting + 1] == "next due within 2 h 17 min"
+        assert lines[waiting + 2] == "overdue unknown (the ledger is away)"
+        assert lines[waiting + 3 : waiting + 5] == ["parked 0", "stuck 0"]
+        assert lines[-1].startswith(f"ledger the ledger at {ledger.url} does not answer: ")
+        told = shop.told("status")
+        assert (told["waiting"], told["in_levels"], told["overdue"]) == (4, 4, None)
+        assert "does not answer" in told["ledger"]["error"]
+
+
+@on_one_version
+def test_status_tells_tasks_by_a_ledger_in_streams(
+    tmp_path: Path, rabbitmq: PrivateRabbitMQ, vhost_url: str
+) -> None:
+    """It forgets what is due: overdue is unknown, not 0."""
+    settings = {"management_url": rabbitmq.management_url, "levels": 20, "ledger": "stream"}
+    shop = Project(tmp_path).write(INSTALLED, vhost_url, **settings)
+    with Celery("shop", broker=vhost_url, set_as_current=False) as app:
+        four_tasks(install(app, **settings), overdue_in=3)
+    told = shop.told("status")
+    assert told["waiting"] == shop.told("ls")["total"] == 2
+    assert (told["in_levels"], told["not_in_ledger"], told["overdue"]) == (4, 2, None)
+    assert told["next_due_within_seconds"] == pytest.approx(4230, abs=120)
+    lines = shop.lines("status")
+    assert "overdue unknown (a ledger in streams forgets what is due)" in lines
+    assert any(line.startswith("in levels 4 = 2 that the ledger has") for line in lines)
+    assert lines[-1] == "ledger streams"
 
 
 @on_one_version
@@ -593,12 +717,18 @@ def test_purge_asks_first(shop: Project, vhost_url: str) -> None:
         for answer in ("n\n", "\n", ""):
             done = shop.delay("purge", answer=answer)
             assert done.returncode == 1
-            assert f"Throw away all that waits in {SLOW_TOPOLOGY.name}?" in done.stdout
+            assert done.stdout == ""
+            assert f"Throw away all that waits in {SLOW_TOPOLOGY.name}? [y/N]: " in done.stderr
             assert waiting() == 3
         done = shop.delay("purge", answer="y\n")
         assert done.returncode == 0
-        assert done.stdout.endswith("3 delayed message(s) thrown away\n")
+        assert done.stdout == "3 delayed message(s) thrown away\n"
         assert waiting() == 0
+
+        fill()
+        done = shop.delay("purge", "--json", answer="y\n")
+        assert json.loads(done.stdout) == {"name": SLOW_TOPOLOGY.name, "purged": 3}
+        assert done.stdout[0] == "{"
 
         fill()
         assert shop.lines("purge", "-f") == ["3 delayed message(s) thrown away"]
@@ -624,7 +754,7 @@ def test_parked_messages_are_listed_requeued_and_purged(shop: Project, vhost_url
             def parks() -> bool:
                 return parked_count(connection) == parked  # noqa: B023  (called here only)
 
-            wait_until(parks, timeout_seconds=PATIENCE_SECONDS)
+            wait_until(parks)
 
         first, second = shop.told("parked", "list"), shop.told("parked", "list")
         assert first == second, "listing has moved them"
@@ -653,7 +783,8 @@ def test_parked_messages_are_listed_requeued_and_purged(shop: Project, vhost_url
 
         done = shop.delay("parked", "purge", answer="n\n")
         assert done.returncode == 1
-        assert f"Throw away all messages in {TOPOLOGY.parking_queue}?" in done.stdout
+        assert done.stdout == ""
+        assert f"Throw away all messages in {TOPOLOGY.parking_queue}?" in done.stderr
         assert parked_count(connection) == 1
         assert shop.lines("parked", "purge", "-f") == ["1 parked message(s) thrown away"]
         assert shop.told("parked", "purge", "-f") == {"purged": 0}
@@ -675,6 +806,8 @@ NEED_A_BROKER = [
 DEAD_URL = "amqp://guest:guest@127.0.0.1:9//"
 """A privileged port where nobody listens."""
 
+DEAD_SHOWN = "amqp://guest:**@127.0.0.1:9//"
+
 
 def the_error(done: subprocess.CompletedProcess[str]) -> str:
     """The one error that was told, and nothing besides."""
@@ -690,9 +823,9 @@ def test_plan_needs_no_broker(project: Project) -> None:
     lines = project.lines("plan", "0.33", "--queue", "eu.orders")
     assert lines == [
         "0.33 s waits 0.34 s in 2 hop(s), then goes to 'eu.orders'",
-        "level queue waits s",
-        f"{TOPOLOGY.level_queue(16)} 0.32",
-        f"{TOPOLOGY.level_queue(1)} 0.02",
+        "level queue waits",
+        f"{TOPOLOGY.level_queue(16)} 0.32 s",
+        f"{TOPOLOGY.level_queue(1)} 0.02 s",
         f"published to {TOPOLOGY.entry_exchange(17)}",
         "routing key 0.0.0.1.0.0.0.1.%.eu.orders",
     ]
@@ -721,7 +854,7 @@ def test_a_broker_that_is_down_is_one_sentence(project: Project) -> None:
         outcomes = pool.map(lambda command: project.delay(*command), NEED_A_BROKER)
     for command, done in zip(NEED_A_BROKER, outcomes, strict=True):
         sentence = the_error(done)
-        assert sentence.startswith("the broker cannot be used: "), command
+        assert sentence.startswith(f"the broker {DEAD_SHOWN} cannot be used: "), command
         assert sentence.endswith("is it running, and is the URL right (celery -b)?"), command
 
 
@@ -729,7 +862,7 @@ def test_an_app_without_install_is_told_so(project: Project) -> None:
     project.write(PLAIN, DEAD_URL)
     for command in (("declare",), ("verify", "--json"), ("parked", "list")):
         done = project.delay(*command)
-        assert done.returncode == 2
+        assert done.returncode == 1
         sentence = the_error(done)
         assert sentence.startswith("native delay is not installed in ")
         assert "from celery_native_delay import install; install(app)" in sentence
@@ -756,7 +889,7 @@ def test_a_wrong_setting_is_one_sentence(
 
 def test_an_app_that_has_it_off_is_told_so(project: Project) -> None:
     done = project.write(INSTALLED, DEAD_URL, enabled=False).delay("status")
-    assert done.returncode == 2
+    assert done.returncode == 1
     assert the_error(done) == "native_delay_enabled is off in this app"
 
 

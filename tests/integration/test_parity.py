@@ -511,7 +511,7 @@ def check(site: Site) -> None:
     foreign = {queue.name for queue in graph.queues if queue.foreign}
     # Behind a landing queue a message that nobody wants waits for somebody to bind; see
     # test_isolation. Elsewhere it parks.
-    refused: set[int] = set()
+    refused: dict[int, str] = {}
     sent: dict[int, str] = {}
     park: dict[int, bool] = {}  # True where the message was certainly sent before it was due
     for message in graph.messages:
@@ -520,8 +520,8 @@ def check(site: Site) -> None:
         eta = eta_in(message.units * SETTINGS["resolution"])
         try:
             site.send(message, eta)
-        except CannotDelay:
-            refused.add(message.number)
+        except CannotDelay as exc:
+            refused[message.number] = str(exc)
             continue
         finally:
             was_early = time() < datetime.fromisoformat(eta).timestamp()
@@ -530,7 +530,8 @@ def check(site: Site) -> None:
             assert not graph.is_refused(message), message
         if not reached[message.number]:
             park[message.number] = was_early
-    assert refused <= {m.number for m in graph.messages if graph.is_refused(m)}
+    to_refuse = {message.number for message in graph.messages if graph.is_refused(message)}
+    assert {number: why for number, why in refused.items() if number not in to_refuse} == {}
 
     expected = {(number, queue) for number in sent for queue in reached[number]}
     settled = site.receive_until(

@@ -31,7 +31,7 @@ from tests.integration.traffic import (
     inbox,
     parked_count,
 )
-from tests.traffic import PATIENCE_SECONDS, eta_in, publish
+from tests.traffic import eta_in, publish
 from tests.waiting import wait_until
 
 
@@ -44,7 +44,7 @@ def connection(vhost_url: str) -> Iterator[Any]:
 
 
 def wait_parked(connection: Any, number: int) -> None:
-    wait_until(lambda: parked_count(connection) == number, timeout_seconds=PATIENCE_SECONDS)
+    wait_until(lambda: parked_count(connection) == number)
 
 
 def rescued(connection: Any, **options: Any) -> Rescue:
@@ -65,7 +65,7 @@ def park_early(connection: Any, body: Any, *, queue: str, delay: float) -> str:
     Its ETA is returned.
     """
     park(connection, body, queue)
-    wait_until(lambda: parked_count(connection) > 0, timeout_seconds=PATIENCE_SECONDS)
+    wait_until(lambda: parked_count(connection) > 0)
     channel = amqp.Channel(connection.connection, auto_decode=False)
     channel.open()
     message = channel.basic_get(TOPOLOGY.parking_queue, no_ack=True)
@@ -269,10 +269,7 @@ def test_only_one_rescues_at_a_time(connection: Any, vhost_url: str) -> None:
             peek(delays_of(connection), limit=1)
         publish(connection, "x", "nobody")  # and the connection is none the worse for it
     # The lock dies with its connection, however that ends.
-    wait_until(
-        lambda: rescue(delays_of(connection)) == Rescue(still_parked=1),
-        timeout_seconds=PATIENCE_SECONDS,
-    )
+    wait_until(lambda: rescue(delays_of(connection)) == Rescue(still_parked=1))
     wait_parked(connection, 1)
     assert rescued(connection) == Rescue(still_parked=1)
 

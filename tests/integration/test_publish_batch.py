@@ -18,7 +18,7 @@ from tests.integration.traffic import (
     depth,
     inbox,
 )
-from tests.traffic import PATIENCE_SECONDS, eta_in
+from tests.traffic import eta_in
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.skipif(
@@ -80,7 +80,7 @@ def test_an_error_discards_what_is_held_back(connection: Any) -> None:
         fail_underway()
     assert depth(connection, "orders") == 10
     send(producer, "alone")
-    wait_until(lambda: depth(connection, "orders") == 11, timeout_seconds=PATIENCE_SECONDS)
+    wait_until(lambda: depth(connection, "orders") == 11)
 
 
 def test_what_cannot_wait_is_refused_at_once(connection: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import pytest
 
 from celery_native_delay import UnsupportedBroker
+from celery_native_delay.core.finding import UNCHECKED
+from celery_native_delay.core.redis_server import Server
 from celery_native_delay.testing import PrivateRedis
 from celery_native_delay.transports.redis.admin_part import RedisAdminPart
-from celery_native_delay.transports.redis.server import Server
 from tests.integration.project import Project
 from tests.integration.redis_traffic import delaying, promote, store_of
 from tests.traffic import publish
@@ -57,8 +59,7 @@ def test_declare_checks_the_server(shop: Project) -> None:
 
 
 def test_verify_finds_nothing_on_a_server_as_it_should_be(shop: Project) -> None:
-    done = shop.delay("verify")
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"{NAME}: as planned\n", "")
+    assert shop.lines("verify") == [f"{NAME}: as planned"]
 
 
 def test_verify_names_what_may_lose_messages(shop: Project, empty_redis: PrivateRedis) -> None:
@@ -71,40 +72,41 @@ def test_verify_names_what_may_lose_messages(shop: Project, empty_redis: Private
     finally:
         client.config_set("maxmemory-policy", "noeviction")
         client.config_set("appendonly", "yes")
-    assert [sentence.split(":")[0] for sentence in found["differences"]] == [
+    assert [finding["problem"].split(":")[0] for finding in found["findings"]] == [
         "maxmemory-policy is allkeys-lru",
         "appendonly is no",
     ]
     assert done.returncode == 1
-    assert done.stdout.splitlines() == found["differences"]
+    for finding in found["findings"]:
+        assert f"wrong: server: {finding['problem']}\n    {finding['remedy']}\n" in done.stdout
+    assert done.stdout.endswith("\n2 thing(s) to mend\n")
 
 
 def test_verify_names_keys_of_another_kind(connection: Any, empty_redis: PrivateRedis) -> None:
     empty_redis.client.set(f"{NAME}.due", "not ours")
-    found = RedisAdminPart(connection.default_channel).verify()
-    assert found.differences == [f"{NAME}.due: is a string, expected a zset"]
+    (found,) = RedisAdminPart(connection.default_channel).verify()
+    assert found.problem == f"{NAME}.due: is a string, expected a zset"
 
 
-def test_verify_names_what_nobody_promotes(connection: Any, empty_redis: PrivateRedis) -> None:
+def test_examine_names_what_nothing_promotes(connection: Any, empty_redis: PrivateRedis) -> None:
     publish(connection, "late", "jobs", delay=60)
     store = store_of(connection)
     store.client.zadd(store.keys.due, {"gone": 0}, nx=True)
-    found = RedisAdminPart(connection.default_channel).verify()
-    lost, overdue = found.differences
-    assert lost == f"{NAME}: 1 message(s) lost"
-    assert overdue.startswith(f"{NAME}: 1 message(s) overdue, the first for ")
-    assert overdue.endswith("`celery -A PROJ delay promote` is running")
+    lost, overdue = RedisAdminPart(connection.default_channel).examine()
+    assert lost.problem == f"{NAME}: 1 message(s) lost"
+    assert overdue.problem.startswith(f"{NAME}: 1 message(s) overdue, the first for ")
+    assert overdue.problem.endswith("`celery -A PROJ delay promote` is running")
 
 
 def test_verify_says_what_it_could_not_look_at(
     connection: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part = RedisAdminPart(connection.default_channel)
-    monkeypatch.setattr(type(connection.default_channel.delays), "look", lambda self: Server())
-    found = part.verify()
-    assert (found.differences, len(found.unchecked)) == ([], 1)
+    monkeypatch.setattr(type(connection.default_channel.delays), "look", lambda self, **_: Server())
+    (found,) = part.verify()
+    assert found.level == UNCHECKED
     old = Server(version=(6, 0, 0))
-    monkeypatch.setattr(type(connection.default_channel.delays), "look", lambda self: old)
+    monkeypatch.setattr(type(connection.default_channel.delays), "look", lambda self, **_: old)
     connection.default_channel.delays._server = None
     with pytest.raises(UnsupportedBroker):
         part.verify()
@@ -121,6 +123,9 @@ def test_status_counts(shop: Project, connection: Any, empty_redis: PrivateRedis
     for seconds in (90, 200):
         publish(connection, "later", "jobs", delay=seconds)
     found = shop.told("status")
+    lines = shop.lines("status")
+    assert re.fullmatch(r"next due in (1 min( \d+ s)?|\d+ s)", lines[1])
+    assert lines[2:] == ["overdue 0", "parked 1"]
     within = found.pop("next_due_within_seconds")
     assert 30 < within <= 90
     assert found == {
@@ -129,7 +134,22 @@ def test_status_counts(shop: Project, connection: Any, empty_redis: PrivateRedis
         "overdue": 0,
         "overdue_seconds": 0,
         "parked": 1,
+        "promoting": False,
     }
+
+
+def test_status_says_who_must_promote_what_is_overdue(
+    shop: Project, connection: Any, empty_redis: PrivateRedis
+) -> None:
+    publish(connection, "late", "jobs", delay=60)
+    store = store_of(connection)
+    member = store.client.zrange(store.keys.due, 0, 0)[0]
+    due_us = int(store.client.zscore(store.keys.due, member)) - 4_000_000_000
+    store.client.zadd(store.keys.due, {member: due_us})
+    lines = shop.lines("status")
+    assert lines[:2] == ["waiting 1", "next due overdue"]
+    assert re.fullmatch(r"overdue 1, the first for 1 h \d+ min", lines[2])
+    assert lines[-1].endswith("and no `celery -A PROJ delay promote` is running")
 
 
 def test_parked_list_requeue_and_purge(
@@ -166,7 +186,9 @@ def test_parked_list_requeue_and_purge(
 def test_purge_asks_first(shop: Project, connection: Any, empty_redis: PrivateRedis) -> None:
     park(connection, empty_redis)
     publish(connection, "later", "jobs", delay=60)
-    assert shop.delay("purge", answer="n\n").returncode == 1
+    refused = shop.delay("purge", "--json", answer="n\n")
+    assert (refused.returncode, refused.stdout) == (1, "")
+    assert f"Throw away all that waits in {NAME}? [y/N]: " in refused.stderr
     assert store_of(connection).census().waiting == 1
     assert shop.told("purge", "--force") == {"name": NAME, "purged": 1}
     census = store_of(connection).census()
@@ -175,7 +197,9 @@ def test_purge_asks_first(shop: Project, connection: Any, empty_redis: PrivateRe
 
 def test_plan_needs_no_levels(shop: Project) -> None:
     done = shop.delay("plan", "90")
-    assert done.stdout == "90 s waits 90 s in celery_delay.v2.due, then goes to 'celery'\n"
+    assert (
+        done.stdout == "1 min 30 s waits 1 min 30 s in celery_delay.v2.due, then goes to 'celery'\n"
+    )
     assert shop.told("plan", "0.0015") == {
         "delay_seconds": 0.0015,
         "waits_seconds": 0.0015,
@@ -199,7 +223,8 @@ def test_a_broker_that_is_not_there_is_one_sentence(
     for command in (("status",), ("verify",), ("parked", "list"), ("promote",)):
         done = shop.delay(*command)
         assert done.returncode == 1
-        assert done.stderr.startswith("Error: the broker cannot be used: ")
+        assert done.stderr.startswith("Error: the broker redis://")
+        assert f"@127.0.0.1:{own_redis.port}/" in done.stderr.partition(" cannot be used: ")[0]
         assert "; is it running, " in done.stderr
         assert ".;" not in done.stderr
 

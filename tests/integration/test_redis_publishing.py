@@ -18,12 +18,13 @@ from celery_native_delay import (
     SettingsError,
     UnsupportedBroker,
     delay_headers,
+    redis_asking,
 )
 from celery_native_delay.core.delayed import HEADER
+from celery_native_delay.core.redis_server import Server
 from celery_native_delay.testing import PrivateRedis
 from celery_native_delay.transports.redis import delays as module
 from celery_native_delay.transports.redis.envelope import Destination
-from celery_native_delay.transports.redis.server import Server
 from tests.integration.redis_traffic import (
     connector,
     delaying,
@@ -32,7 +33,7 @@ from tests.integration.redis_traffic import (
     promoting,
     store_of,
 )
-from tests.traffic import DIRECT, PATIENCE_SECONDS, QUEUES, TOPIC, eta_in, inbox, publish
+from tests.traffic import DIRECT, QUEUES, TOPIC, eta_in, inbox, publish
 from tests.waiting import wait_until
 
 WITH_BATCH = hasattr(kombu_redis, "PublishBatch")  # kombu 5.7
@@ -161,7 +162,7 @@ def test_what_is_returned_unacknowledged_does_not_wait_again(empty_redis: Privat
         message = channel.basic_get("jobs")
         assert message.headers["eta"] > datetime.now(UTC).isoformat()
         message.requeue()
-        again = channel.basic_get("jobs")
+        again = channel.basic_get("jobs", no_ack=True)
         assert again.native_delay == message.native_delay, "and still tells of its wait"
         assert again.headers["redelivered"] is True
         assert store_of(connection).census().waiting == 0
@@ -172,13 +173,13 @@ def test_a_trace_that_somebody_took_along_is_none(empty_redis: PrivateRedis) -> 
     with delaying(empty_redis.url) as connection, Connection(empty_redis.url) as plain:
         trace = {HEADER: {"v": 1, "due": 1}}
         publish(plain, "hello", "jobs", headers=trace | {"eta": eta_in(60)})
-        message = connection.default_channel.basic_get("jobs")
+        message = connection.default_channel.basic_get("jobs", no_ack=True)
         assert message.native_delay is None
         assert HEADER not in message.headers
         publish(connection, "hello", "jobs", headers=trace, delay=60)
         make_due(connection)
         promote_all(connection)
-        assert connection.default_channel.basic_get("jobs").native_delay is not None
+        assert connection.default_channel.basic_get("jobs", no_ack=True).native_delay is not None
 
 
 def test_a_broadcast_reaches_those_who_listen_when_it_is_due(empty_redis: PrivateRedis) -> None:
@@ -225,7 +226,7 @@ def test_what_is_due_already_or_never_is_published_at_once(
 ) -> None:
     with delaying(empty_redis.url) as connection:
         publish(connection, "hello", "jobs", headers={"eta": eta})
-        assert connection.default_channel.basic_get("jobs") is not None
+        assert connection.default_channel.basic_get("jobs", no_ack=True) is not None
 
 
 # ---- kombu's own options -----------------------------------------------------------------------
@@ -317,7 +318,7 @@ def assert_nothing_sent(server: PrivateRedis) -> None:
 
 def test_beyond_the_longest_delay(empty_redis: PrivateRedis) -> None:
     with delaying(empty_redis.url, levels=4, resolution=1) as connection:
-        with pytest.raises(DelayTooLong, match=r"exceeds the longest delay of 15\.000 s"):
+        with pytest.raises(DelayTooLong, match=r"exceeds the longest delay of 15 s:"):
             publish(connection, "hello", "jobs", delay=20)
         assert_nothing_sent(empty_redis)
         publish(connection, "hello", "jobs", delay=14)
@@ -366,7 +367,7 @@ def test_a_full_server_refuses_and_hands_over(own_redis: PrivateRedis) -> None:
         with pytest.raises(BrokerFull, match="nothing was sent"):
             publish(connection, "one more", "jobs", delay=0.5)
         with promoting(connector(own_redis.url)) as promoter:
-            wait_until(lambda: promoter.promoted == 20, timeout_seconds=PATIENCE_SECONDS)
+            wait_until(lambda: promoter.promoted == 20)
             own_redis.client.config_set("maxmemory", 0)
             publish(connection, "again", "jobs", delay=0.1)
             # kombu's own consumers write as well, and cannot before there is room.
@@ -400,8 +401,9 @@ def test_what_is_put_back_waits_for_the_rest_by_the_servers_clock(
         publish(connection, "hello", "jobs", delay=60, headers={"id": "1"})
         make_due(connection)
         promote(store)
-        message = connection.default_channel.basic_get("jobs")
-        monkeypatch.setattr(module, "time_ns", lambda: time_ns() - 20_000_000_000)
+        message = connection.default_channel.basic_get("jobs", no_ack=True)
+        for each in (module, redis_asking):
+            monkeypatch.setattr(each, "time_ns", lambda: time_ns() - 20_000_000_000)
         assert delays.clock_ahead_seconds() == pytest.approx(20, abs=1)
         due_us = module.time_ns() // 1000 + 10_000_000
         delays.put_back(message._raw, Destination(("jobs",)), due_us=due_us)
@@ -424,7 +426,7 @@ def test_put_back_waits_once_however_often_it_is_put_back(empty_redis: PrivateRe
         message.ack()
         make_due(connection)
         promote_all(connection)
-        again = channel.basic_get("jobs")
+        again = channel.basic_get("jobs", no_ack=True)
         assert again.delivery_tag != message.delivery_tag, "acknowledging one is not the other"
         assert again.decode() == "hello"
         assert again.properties["priority"] == 9

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from celery_native_delay import BrokerFull, NotPermitted
+from celery_native_delay.core.redis_server import Server
 from celery_native_delay.testing import PrivateRedis
 from celery_native_delay.transports.redis.envelope import Destination, entry_of
 from celery_native_delay.transports.redis.keys import Keys
-from celery_native_delay.transports.redis.server import Server
 from celery_native_delay.transports.redis.store import BATCH, Rounds, Store
 from tests.integration.redis_traffic import promote
+from tests.waiting import PATIENCE_SECONDS
 
 KEYS = Keys("", "tests")
 
@@ -194,11 +195,11 @@ def test_a_broadcast_reaches_whoever_listens_when_it_is_due(store: Store) -> Non
     pubsub = store.client.pubsub()
     pubsub.subscribe("/0.news", "/{db}.news")
     for _ in range(2):
-        assert pubsub.get_message(timeout=5)["type"] == "subscribe"
+        assert pubsub.get_message(timeout=PATIENCE_SECONDS)["type"] == "subscribe"
     destination = Destination(("/0.news", "/{db}.news"), broadcast=True)
     store.add("one", store.now_us(), entry_of(destination, "hello"))
     assert promote(store).delivered == 1
-    heard = [pubsub.get_message(timeout=5) for _ in range(2)]
+    heard = [pubsub.get_message(timeout=PATIENCE_SECONDS) for _ in range(2)]
     assert [(item["channel"], item["data"]) for item in heard] == [
         (b"/0.news", b"hello"),
         (b"/{db}.news", b"hello"),

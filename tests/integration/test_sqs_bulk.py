@@ -18,8 +18,7 @@ from celery_native_delay.bulk import Bulk, bulk
 from celery_native_delay.testing import PrivateSqs
 from celery_native_delay.transports.sqs import delays
 from tests.integration.sqs_traffic import HOP_SECONDS, delaying, part_of, url_of, waiting_on
-from tests.traffic import PATIENCE_SECONDS
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 HOUR = 3600
 
@@ -50,7 +49,7 @@ def numbers(batch: Bulk) -> list[int]:
 
 def assert_waiting(sqs: PrivateSqs, count: int) -> None:
     """moto looks at each message more than once while it counts them, as their hops end."""
-    wait_until(lambda: waiting_on(sqs) == count, timeout_seconds=PATIENCE_SECONDS)
+    wait_until(lambda: waiting_on(sqs) == count)
 
 
 def test_ten_go_in_a_request(shared_sqs: PrivateSqs, app: Celery) -> None:
@@ -61,7 +60,7 @@ def test_ten_go_in_a_request(shared_sqs: PrivateSqs, app: Celery) -> None:
 
     with bulk(app) as batch:
         batch.send("shop.remind", (0,), countdown=HOUR)
-        batch._line.settle(timeout_seconds=60)
+        batch._line.settle(timeout_seconds=PATIENCE_SECONDS)
         listen(batch, "before-parameter-build", count)
         with batch._line._outbox.lock:  # so that the batch is sent when it is full, and not before
             for number in range(1, 101):
@@ -85,7 +84,7 @@ def test_what_is_refused_for_now_is_sent_again_alone_and_is_there_once(
 
     with bulk(app) as batch:
         batch.send("shop.remind", (0,), countdown=HOUR)
-        batch._line.settle(timeout_seconds=60)
+        batch._line.settle(timeout_seconds=PATIENCE_SECONDS)
         listen(batch, "after-call", throttle)
         with batch._line._outbox.lock:
             for number in range(1, 11):
@@ -128,7 +127,7 @@ def test_an_sqs_that_is_away_leaves_them_in_doubt(shared_sqs: PrivateSqs, app: C
     def send_all() -> None:
         with batch:
             batch.send("shop.remind", (0,), countdown=HOUR)
-            batch._line.settle(timeout_seconds=60)
+            batch._line.settle(timeout_seconds=PATIENCE_SECONDS)
             shared_sqs.kill()
             for number in range(1, 21):
                 batch.send("shop.remind", (number,), countdown=HOUR)

@@ -13,7 +13,8 @@ from celery_native_delay import register_transports
 from celery_native_delay.testing import PrivateSqs
 from tests.integration.project import Project
 from tests.integration.sqs_traffic import delaying, url_of, waiting_on
-from tests.traffic import inbox, publish
+from tests.traffic import PATIENCE_SECONDS, inbox, publish
+from tests.waiting import wait_until
 
 APP = """
 from celery import Celery
@@ -41,15 +42,23 @@ def shop(tmp_path: Path, sqs: PrivateSqs) -> Project:
 
 def test_declare_makes_what_verify_misses(shop: Project, sqs: PrivateSqs) -> None:
     found = shop.told("verify", status=1)
-    assert found["differences"] == [f"{NAME}: missing; `celery -A PROJ delay declare` creates it"]
+    assert found["findings"] == [
+        {
+            "check": "delay queues",
+            "level": "wrong",
+            "problem": f"{NAME}: missing",
+            "remedy": "run `celery -A PROJ delay declare`, which creates it",
+        }
+    ]
     assert shop.told("declare") == {"queues": [NAME], "lacking": []}
     assert shop.lines("declare") == [f"{NAME}: ready"]
     assert shop.lines("verify") == [f"{NAME}: as planned"]
     sqs.client.set_queue_attributes(
         QueueUrl=url_of(sqs, NAME), Attributes={"MessageRetentionPeriod": "60"}
     )
-    (difference,) = shop.told("verify", status=1)["differences"]
-    assert difference.startswith(f"{NAME}: MessageRetentionPeriod is 60, expected 1209600: aws sqs")
+    (finding,) = shop.told("verify", status=1)["findings"]
+    assert finding["problem"] == f"{NAME}: MessageRetentionPeriod is 60, expected 1209600"
+    assert finding["remedy"].startswith("aws sqs set-queue-attributes ")
 
 
 def test_status_counts_by_queue_and_purge_spares_what_it_cannot_tell_apart(
@@ -61,7 +70,22 @@ def test_status_counts_by_queue_and_purge_spares_what_it_cannot_tell_apart(
         for _ in range(2):
             publish(connection, "far", "jobs", delay=3600)
         assert shop.told("status")["queues"][0]["on_the_way"] == 2
-        assert shop.lines("status")[0] == "queue waiting here in its delay queue"
+        # A hop is a second here, and nobody relays.
+        wait_until(lambda: shop.told("status")["overdue"] == 2, timeout_seconds=PATIENCE_SECONDS)
+        told = shop.told("status")
+        assert (told["name"], told["waiting"], told["parked"]) == (NAME, 2, 0)
+        overdue = (
+            "jobs: about 2 message(s) have done their wait and nobody takes them from its delay "
+            "queue: start an installed worker or `celery -A PROJ delay relay`"
+        )
+        assert shop.lines("status") == [
+            "queue waiting here in its delay queue",
+            "jobs 0 2",
+            "waiting about 2",
+            "next due unknown (SQS does not tell)",
+            "overdue about 2",
+            overdue,
+        ]
         assert shop.told("purge", "--force") == {"name": NAME, "purged": 2}
         assert waiting_on(sqs) == 0
         with inbox(connection, "jobs") as received:
@@ -79,7 +103,7 @@ def test_a_relay_as_a_process_of_its_own(shop: Project, sqs: PrivateSqs) -> None
             publish(connection, "hello", "jobs", delay=2.5)
             (arrival,) = received.wait_for(1)
         relay.send_signal(signal.SIGTERM)
-        assert relay.stdout.read() == "1 message(s) promoted, 0 parked\n"
+        assert relay.stdout.read() == "1 message(s) relayed, 0 parked\n"
     assert relay.returncode == 0
     assert arrival.lateness_seconds >= 0
 
@@ -88,11 +112,11 @@ def test_plan_tells_hops_requests_and_price(shop: Project) -> None:
     """Without a broker; those of an app on another one with --transport."""
     Project(shop.folder).write(APP, "redis://127.0.0.1:9")
     assert shop.lines("plan", "32m5s", "--transport", "sqs") == [
-        "1,925 s waits 1,925 s in 2 hop(s) of 900 s, then goes to 'celery'",
-        "sent to seconds left",
-        "celery-delay.fifo 1925",
-        "celery-delay.fifo 1025",
-        "celery 125",
+        "32 min 5 s waits 32 min 5 s in 2 hop(s) of 15 min, then goes to 'celery'",
+        "sent to left",
+        "celery-delay.fifo 32 min 5 s",
+        "celery-delay.fifo 17 min 5 s",
+        "celery 2 min 5 s",
         "travelling requests at 0.5 per million",
         "alone 7 0.0000035",
         "with nine others 1.6 0.0000008",
@@ -101,7 +125,7 @@ def test_plan_tells_hops_requests_and_price(shop: Project) -> None:
     told = shop.told("plan", "365d", "--price-per-million", "1")
     assert (told["hop_count"], told["requests"]) == (35_039, 105_118)
     assert told["price"] == pytest.approx(0.105118)
-    assert "expected seconds, or such as 365d" in shop.delay("plan", "1y").stderr
+    assert "expected a duration in seconds, or such as 1h30m" in shop.delay("plan", "1y").stderr
 
 
 def test_nobody_can_look_into_it_and_a_broker_that_is_not_there_is_one_sentence(

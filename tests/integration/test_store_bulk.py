@@ -24,7 +24,6 @@ from celery_native_delay.transports.timeouts.lines import Line
 from celery_native_delay.transports.timeouts.schema import LINES, METADATA
 from celery_native_delay.transports.timeouts.store import Store
 from tests.conformance.brokers import Broker, options_of, running_broker, settings_of
-from tests.traffic import PATIENCE_SECONDS
 from tests.waiting import wait_until
 
 
@@ -168,9 +167,7 @@ def test_a_store_that_stays_away_leaves_them_in_doubt(postgresql: Broker, shop: 
     def send_all() -> None:
         with batch:
             batch.send("shop.remind", (0,), countdown=600)
-            wait_until(
-                lambda: not batch._line._outbox.unanswered_count, timeout_seconds=PATIENCE_SECONDS
-            )
+            wait_until(lambda: not batch._line._outbox.unanswered_count)
             postgresql._server.stop()  # type: ignore[attr-defined]
             for number in range(1, 51):
                 batch.send("shop.remind", (number,), countdown=600)

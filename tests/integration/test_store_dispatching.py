@@ -23,6 +23,7 @@ from celery_native_delay import (
     TopologyMismatch,
     UnsupportedBroker,
 )
+from celery_native_delay.core.durations import seconds_of
 from celery_native_delay.transports.contract import Outage, Rescue
 from celery_native_delay.transports.timeouts import database, handover
 from celery_native_delay.transports.timeouts.dispatcher import Dispatcher
@@ -77,7 +78,7 @@ def test_many_dispatchers_hand_over_each_message_once(url: str) -> None:
         due = time() + 1.5
         for number in range(500):
             publish(connection, number, "jobs", delay=due - time())
-        wait_until(lambda: time() > due, timeout_seconds=PATIENCE_SECONDS)
+        wait_until(lambda: time() > due)
         with (
             dispatching(url, own_store=True),
             dispatching(url, own_store=True),
@@ -105,7 +106,7 @@ def test_what_this_process_adds_wakes_its_dispatcher(folder_url: str) -> None:
         dispatching(folder_url) as dispatcher,
     ):
         publish(connection, "later", "jobs", delay=60)
-        wait_until(lambda: dispatcher._sleeps_until_us > 0, timeout_seconds=PATIENCE_SECONDS)
+        wait_until(lambda: dispatcher._sleeps_until_us > 0)
         publish(connection, "soon", "jobs", delay=1)
         assert received.wait_for(1)[0].body == "soon"
 
@@ -149,7 +150,7 @@ def test_a_message_that_its_destination_refuses_is_parked_and_in_nobodys_way(
         with dispatching(folder_url) as dispatcher:
             received.wait_for(150)
             store = store_of(connection)
-            wait_until(lambda: store.count_parked() == 1, timeout_seconds=PATIENCE_SECONDS)
+            wait_until(lambda: store.count_parked() == 1)
         assert (dispatcher.promoted, dispatcher.parked) == (150, 1)
         (_, reason), *_ = store.parked(limit=2)
         assert reason.startswith("ChannelError: Cannot add file")
@@ -242,11 +243,11 @@ def test_what_cannot_be_removed_from_the_store_is_put_once(folder_url: str) -> N
         with store.engine.begin() as transaction:
             transaction.execute(text(FULL))
         with dispatching(folder_url) as dispatcher:
-            wait_until(lambda: dispatcher._pause_seconds > 1, timeout_seconds=PATIENCE_SECONDS)
+            wait_until(lambda: dispatcher._pause_seconds > 1)
             assert store.census().overdue == 1
             with store.engine.begin() as transaction:
                 transaction.execute(text("DROP TRIGGER full"))
-            wait_until(lambda: store.census().waiting == 0, timeout_seconds=PATIENCE_SECONDS)
+            wait_until(lambda: store.census().waiting == 0)
         publish(connection, "the last one", "jobs")
         assert [arrival.body for arrival in received.wait_for(2)] == ["hello", "the last one"]
 
@@ -275,7 +276,7 @@ def test_a_dispatcher_leaves_a_file_to_others_now_and_then(folder_url: str) -> N
             transaction.execute(text(TEN_THOUSAND_MORE))
         asking = sqlite3.connect(store.engine.url.database, timeout=0, isolation_level=None)
         with dispatching(folder_url, own_store=True) as dispatcher:
-            wait_until(lambda: dispatcher.promoted > 0, timeout_seconds=PATIENCE_SECONDS)
+            wait_until(lambda: dispatcher.promoted > 0)
             answers = [may_write(asking) for _ in range(500)]
             assert dispatcher.promoted < 10_000, "it was at it all the time"
         asking.close()
@@ -357,9 +358,9 @@ def test_an_outage_is_told_of_once_if_it_takes_too_long_and_never_otherwise(
         publish(connection, "hello", "jobs", delay=1)
         with away(space_of(folder_url) / "delays.db"):
             end = time() + away_seconds
-            wait_until(lambda: time() > end, timeout_seconds=PATIENCE_SECONDS)
+            wait_until(lambda: time() > end)
             if away_seconds > OUTAGE_SECONDS:
-                wait_until(lambda: bool(outages), timeout_seconds=PATIENCE_SECONDS)
+                wait_until(lambda: bool(outages))
         assert received.wait_for(1)[0].body == "hello"
     assert [outage.what for outage in outages] == (
         ["fetching what is due"] if away_seconds > OUTAGE_SECONDS else []
@@ -376,7 +377,7 @@ def test_a_broker_that_stays_away_is_an_outage_too(folder_url: str) -> None:
         aside = queues.rename(queues.with_name("aside"))
         with dispatching(folder_url, store_outage_seconds=OUTAGE_SECONDS) as dispatcher:
             dispatcher.on_outage = outages.append
-            wait_until(lambda: bool(outages), timeout_seconds=PATIENCE_SECONDS)
+            wait_until(lambda: bool(outages))
             assert (store.census().overdue, store.count_parked()) == (1, 0)
             aside.rename(queues)
             with inbox(connection, "jobs") as received:
@@ -395,7 +396,7 @@ def test_a_store_that_can_only_be_read_is_an_outage_too(folder_url: str) -> None
             dispatcher.on_outage = outages.append
             other = Store(store.url, store.namespace)
             with other.engine.begin():  # somebody who writes and does not end it
-                wait_until(lambda: bool(outages), timeout_seconds=PATIENCE_SECONDS)
+                wait_until(lambda: bool(outages))
             with inbox(connection, "jobs") as received:
                 assert received.wait_for(1)[0].body == "hello"
             other.engine.dispose()
@@ -412,23 +413,28 @@ def test_the_command_line_declares_looks_and_gives_up(folder_url: str, tmp_path:
     name = f"tests of sqlite:///{store}"
     assert shop.lines("declare") == [f"{name}: its tables are there, in version 1"]
     assert shop.lines("verify") == [f"{name}: as planned"]
-    assert shop.lines("plan", "90") == [f"90 s waits 90 s in {name}, then goes to 'celery'"]
+    assert shop.lines("plan", "90") == [
+        f"1 min 30 s waits 1 min 30 s in {name}, then goes to 'celery'"
+    ]
     with delaying(folder_url) as connection:
         publish(connection, "hello", "jobs", delay=1)
         waiting = store_of(connection)
         with waiting.engine.begin() as transaction:
             transaction.execute(text("UPDATE native_delay_message SET due_us = due_us - 60000000"))
-    told = shop.delay("verify").stdout
-    overdue = re.search(r"1 message\(s\) overdue, the first for (\d+) s", told)
+    told = shop.delay("doctor").stdout
+    overdue = re.search(r"1 message\(s\) overdue, the first for (.+), and nothing promotes", told)
     assert overdue is not None
-    assert int(overdue[1]) >= 59  # it was due in a second, and then a minute before that
+    assert seconds_of(overdue[1]) >= 59  # it was due in a second, and then a minute before that
+    shown = shop.lines("status")
+    assert shown[1] == "next due overdue"
+    assert "run `celery -A PROJ delay promote`" in shown[-1]
     command = [sys.executable, "-m", "celery", "-A", "shop", "delay", "promote"]
     with subprocess.Popen(
         command, cwd=tmp_path, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
     ) as promote:
         assert promote.stdout is not None
         assert promote.stdout.readline().startswith(f"promote runs: sqlite:///{store} holds")
-        wait_until(lambda: not waiting.census().waiting, timeout_seconds=PATIENCE_SECONDS)
+        wait_until(lambda: not waiting.census().waiting)
         with away(store):
             assert "cannot be used: unable to open" in shop.delay("status").stderr
             told, error = promote.communicate(timeout=PATIENCE_SECONDS)
@@ -461,7 +467,7 @@ def test_a_worker_that_would_send_where_it_does_not_look_is_told(folder_url: str
         assert part.dangers() == []
         connection.default_channel.transport_options["data_folder_out"] = "elsewhere"
         (said,) = connection.channel().worker_part(DelaySettings()).dangers()
-        assert "what is due goes to data_folder_out, elsewhere, and this worker consumes" in said
+        assert "what is due goes to data_folder_out, elsewhere, and this" in said.problem
 
 
 def test_a_database_broker_in_memory_refuses_what_is_delayed() -> None:

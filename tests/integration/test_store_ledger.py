@@ -15,6 +15,7 @@ from celery_native_delay.transports.timeouts.store import Store
 from tests.conformance.brokers import Broker, options_of, settings_of
 from tests.integration.ledger_promises import *  # noqa: F403
 from tests.traffic import beside
+from tests.waiting import PATIENCE_SECONDS
 
 
 def new_app(url: str, results: Path) -> Celery:
@@ -66,7 +67,7 @@ def test_who_comes_after_the_dispatcher_is_told_that_it_is_too_late(
         canceller.join(0.3)
         assert canceller.is_alive()
         batch.delivered += [message.id for message in batch.messages]
-    canceller.join(30)
+    canceller.join(PATIENCE_SECONDS)
     assert [outcome.verdict for outcome in outcomes] == [Verdict.TOO_LATE]
     assert delay.count() == 0
     app.close()

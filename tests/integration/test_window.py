@@ -32,7 +32,7 @@ from tests.integration.traffic import (
     inbox,
 )
 from tests.traffic import eta_in, publish
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 ORDERS = Queue("orders", durable=True)
 
@@ -80,7 +80,7 @@ def test_no_more_than_the_window_is_unconfirmed(vhost_url: str) -> None:
 
 def test_what_no_further_publish_comes_for_is_confirmed_by_itself(connection: Any) -> None:
     publish(connection, "alone", "orders", delay=0.5)
-    wait_until(lambda: not outbox_of(connection).unconfirmed_count, timeout_seconds=20)
+    wait_until(lambda: not outbox_of(connection).unconfirmed_count)
 
 
 def test_threads_share_one_window(vhost_url: str) -> None:
@@ -122,7 +122,7 @@ def test_the_broker_is_killed_in_the_middle_of_a_loop(
     half = Event()
 
     def restart() -> None:
-        half.wait(60)
+        half.wait(PATIENCE_SECONDS)
         mortal_rabbitmq.kill()
         mortal_rabbitmq.start()
 
@@ -166,7 +166,7 @@ def test_a_dead_connection_is_replaced_without_any_further_publish(
     publish(connection, "first", "orders", delay=2)
     # Nobody reads the confirm, and the socket is gone.
     outbox._client.connection.transport.sock.shutdown(socket.SHUT_RDWR)
-    wait_until(lambda: not outbox.unconfirmed_count, timeout_seconds=30)
+    wait_until(lambda: not outbox.unconfirmed_count)
     came = everything_in(vhost_url, "orders", 1)
     assert {body for body, _ in came} == {"first"}
     assert len({delivery_id for _, delivery_id in came}) == 1
@@ -214,7 +214,7 @@ def test_refused_messages_are_named_once(
         queues = rabbitmq.queues(vhost)
         return any(queue.get("policy") == "full" for queue in queues)
 
-    wait_until(is_limited, timeout_seconds=20)
+    wait_until(is_limited)
 
     def refusal() -> PublishRefused | None:
         """The queue tells its publishers a moment after it is full."""
@@ -227,7 +227,7 @@ def test_refused_messages_are_named_once(
             return exc
         return None
 
-    refused = wait_until(refusal, timeout_seconds=20).refused
+    refused = wait_until(refusal).refused
     assert 0 < len(refused) <= 20
     assert {message.routing_key for message in refused} == {"orders"}
     assert len({message.task_id for message in refused}) == len(refused)
@@ -235,7 +235,7 @@ def test_refused_messages_are_named_once(
         flush_delayed()
 
     publish(connection, "refused", "orders", delay=5)
-    wait_until(lambda: not outbox_of(connection).unconfirmed_count, timeout_seconds=20)
+    wait_until(lambda: not outbox_of(connection).unconfirmed_count)
     with pytest.raises(PublishRefused, match="this message was not sent"):
         publish(connection, "not sent", "orders", delay=1)
     rabbitmq.clear_policy(vhost, "full")
@@ -324,7 +324,7 @@ while not pathlib.Path({str(killed)!r}).exists():
 """
     process = subprocess.Popen([sys.executable, "-c", EXITING.replace("{rest}", rest), mortal_url])
     try:
-        wait_until(sent.exists, timeout_seconds=30)
+        wait_until(sent.exists)
         mortal_rabbitmq.kill()
         killed.touch()
         mortal_rabbitmq.start()

@@ -16,7 +16,6 @@ from celery_native_delay.core.topology import Topology
 from celery_native_delay.testing import PrivateRabbitMQ, vhost_name
 from celery_native_delay.transports.rabbitmq.delays import Delays
 from tests import traffic
-from tests.traffic import PATIENCE_SECONDS
 from tests.waiting import wait_until
 
 T = TypeVar("T")
@@ -164,4 +163,4 @@ def assert_nothing_held(rabbitmq: PrivateRabbitMQ, vhost: str, **space: str) -> 
         empty_since.append(monotonic())
         return empty_since[-1] - empty_since[0] > 2.5
 
-    wait_until(nothing_held, timeout_seconds=PATIENCE_SECONDS)
+    wait_until(nothing_held)

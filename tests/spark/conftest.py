@@ -48,7 +48,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if here in item.path.parents:
             item.add_marker(pytest.mark.spark)
-            item.add_marker(pytest.mark.timeout(300))
             # py4j before Spark 4.3 leaves sockets to the garbage collector.
             item.add_marker(pytest.mark.filterwarnings("ignore:.*socket.socket:ResourceWarning"))
             item.add_marker(_UNRAISABLE)

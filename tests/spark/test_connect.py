@@ -16,6 +16,7 @@ pytest.importorskip("pyspark.sql.datasource", reason="of Spark 4")
 
 from celery_native_delay.spark import task_id_of
 from tests.integration.traffic import inbox
+from tests.waiting import PATIENCE_SECONDS
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,7 +40,7 @@ def test_fan_out_and_sink_work_through_spark_connect(
         },
         capture_output=True,
         text=True,
-        timeout=200,
+        timeout=2 * PATIENCE_SECONDS,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     said = json.loads(done.stdout.splitlines()[-1])

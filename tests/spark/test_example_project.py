@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -11,9 +12,12 @@ import pytest
 pytest.importorskip("pyspark")
 
 import pyarrow.parquet as pq
+from rich.console import Console
 
+from celery_native_delay.core.attempt import FIELDS
+from celery_native_delay.spark import FanOutResult, Receipt, reconcile
 from example_project import orders
-from example_project.spark_demo import SPEED, reminders
+from example_project.spark_demo import SPEED, lead, reminders, tell
 
 
 def test_the_data_set_is_what_its_generator_makes() -> None:
@@ -34,3 +38,38 @@ def test_everybody_who_wants_a_reminder_gets_one_in_time(spark: Any) -> None:
         delivered = orders.utc_of(row.row.delivery, row.row.zone)
         assert abs((at - start) * SPEED - (delivered - orders.DAY)) < timedelta(seconds=1)
         assert json.loads(row.body)[0][0] == row.row.email
+
+
+def test_the_lead_is_longer_on_a_slower_machine() -> None:
+    """Planning again, writing the ledger and sending all lie before the first due time."""
+    for planning_seconds in (0.5, 5.0, 50.0):
+        assert lead(planning_seconds, 5_000).total_seconds() > 2 * planning_seconds + 5
+    assert lead(1.0, 100_000) > lead(1.0, 1_000)
+
+
+@pytest.mark.parametrize("forgotten", [0, 1])
+def test_the_tally_tells_every_row(
+    spark: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, forgotten: int
+) -> None:
+    """Rejected ones too; those apart that were sent after they were due."""
+    monkeypatch.chdir(tmp_path)
+    due = datetime(2026, 11, 20, 9, 30, tzinfo=UTC)
+    line = {"task": "send_email", "queue": "emails", "retries": 0, "worker": "w", "pid": 1}
+    rows = []
+    for name, waited, late_seconds in (("a", True, 0.25), ("b", False, 60)):
+        start = due + timedelta(seconds=late_seconds)
+        ran = {"id": name, "started": start, "finished": start, "outcome": "success"}
+        rows.append(tuple((line | ran | {"waited": waited}).get(key) for key in FIELDS))
+    schema = ", ".join(f"{key} {kind}" for key, kind in FIELDS.items())
+    ledger = spark.createDataFrame([("a", due), ("b", due)], "task_id string, due timestamp")
+    found = reconcile(ledger, spark.createDataFrame(rows, schema))
+    receipt = Receipt(0, 0, rows=5 + forgotten, sent=2, confirmed=2, sent_after_due=1)
+    receipt.rejected = Counter({"the due time has passed": 3})
+    console = Console(width=100, record=True, quiet=False)
+    assert tell(found, FanOutResult("r", 1.0, [receipt], []), console) is not bool(forgotten)
+    shown = [line.split() for line in console.export_text().splitlines()]
+    assert ["ok", "1", "0.250", "s", "0.250", "s", "0.250", "s"] in shown
+    late = "ok (sent after it was due) 1 60.000 s 60.000 s 60.000 s"
+    assert late.split() in shown
+    assert ["rejected:", "see", "the", "plan", "3"] in shown
+    assert f"together 5 of {5 + forgotten}".split() in shown

@@ -106,9 +106,9 @@ def test_a_partition_that_spark_runs_again_runs_once_behind_a_fence(
     once = {task_id_of("fenced", "note", number) for number in range(ROWS)}
     twice = {task_id_of("plain", "note", number) for number in range(ROWS)}
     with fleet_with_worker(broker_url, tmp_path, store_url) as (fleet, worker):
-        fleet.record.wait_for_ids([*once, *twice], timeout_seconds=60)
+        fleet.record.wait_for_ids([*once, *twice])
         worker.wait_for_log("is dropped: attempt", count=LOST_AT)
-        runs = fleet.record.wait_for(2 * ROWS + LOST_AT, timeout_seconds=60)
+        runs = fleet.record.wait_for(2 * ROWS + LOST_AT)
     counts = Counter(run.id for run in runs)
     assert {counts[task_id] for task_id in once} == {1}
     assert sorted(counts[task_id] for task_id in twice) == [1] * (ROWS - LOST_AT) + [2] * LOST_AT

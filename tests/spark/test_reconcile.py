@@ -136,7 +136,13 @@ def test_each_task_gets_one_verdict(ledger: DataFrame, events: DataFrame) -> Non
 
 def test_a_verdict_shows_when_and_where(ledger: DataFrame, events: DataFrame) -> None:
     result = reconcile(ledger, events, as_of=NOW)
-    assert result.verdicts.columns == [*ledger.columns, "verdict", "late_seconds", "ran"]
+    assert result.verdicts.columns == [
+        *ledger.columns,
+        "verdict",
+        "late_seconds",
+        "sent_after_due",
+        "ran",
+    ]
     rows = {row.task_id: row for row in result.verdicts.drop("due").collect()}
     assert rows["nobody"].ran is None
     assert rows["nobody"].late_seconds is None
@@ -183,6 +189,40 @@ def test_summaries_and_the_picture(ledger: DataFrame, events: DataFrame, tmp_pat
         result.summary("quueue")
     result.picture().savefig(tmp_path / "picture.png")
     assert (tmp_path / "picture.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_was_sent_after_it_was_due_is_told_from_late(spark: SparkSession) -> None:
+    """It is no less ok; but its lateness says nothing of what it waited in."""
+    in_time = ended("success", 0.2, waited=True)
+    lines = {
+        "in time": in_time,
+        "sent late": ended("success", 50, waited=False),
+        "retried": ended("retry", 0.4, waited=True, retry_due=at(2))
+        + ended("success", 2, retries=1, waited=False),
+        "nobody can tell": ended("success", 0.3),
+    }
+    rows = [
+        tuple(({"id": name, "task": "remind", "queue": "post"} | line).get(key) for key in FIELDS)
+        for name, of_task in lines.items()
+        for line in of_task
+    ]
+    schema = ", ".join(f"{key} {kind}" for key, kind in FIELDS.items())
+    ledger = spark.createDataFrame([(name, DUE) for name in lines], "task_id string, due timestamp")
+    found = reconcile(ledger, spark.createDataFrame(rows, schema), as_of=NOW)
+    verdicts = {row.task_id: row for row in found.verdicts.collect()}
+    assert {row.verdict for row in verdicts.values()} == {"ok"}
+    assert {name: row.sent_after_due for name, row in verdicts.items()} == {
+        "in time": False,
+        "sent late": True,
+        "retried": False,
+        "nobody can tell": None,
+    }
+    (whole,) = found.summary().collect()
+    assert (whole.tasks, whole.ok, whole.sent_after_due) == (4, 4, 1)
+    assert (whole.late_p50, whole.late_max) == (0.3, 0.4)
+    counts, _ = found.picture().axes
+    labels = [text.get_text() for text in counts.get_legend().get_texts()]
+    assert labels == ["ok 4", "of them sent after they were due 1"]
 
 
 def test_the_benchmark_finds_exactly_the_faults_it_puts_in(

@@ -87,7 +87,7 @@ def test_a_data_frame_is_written(
     spark: Any, make_app: MakeApp, native_delay_rabbitmq_url: str
 ) -> None:
     df = spark.range(1_000).selectExpr("id as number", "2.5D as wait", "if(id<500,'vip','plain') q")
-    options = {"id_cols": "number", "run_id": "r", "queue_col": "q", "smear": "1"}
+    options = {"id_cols": "number", "run_id": "r", "queue_col": "q", "smear": "1s"}
     writer_of(df, make_app(native_delay_rabbitmq_url), **options).save()
     with inbox(native_delay_rabbitmq_url, "plain", "vip") as letters:
         came = letters.wait_for(1_000)

@@ -119,16 +119,15 @@ def test_an_eta_that_is_no_date_is_named_with_an_example_of_one(eta: str) -> Non
 def test_a_countdown_that_is_no_time_is_refused(countdown: float) -> None:
     with pytest.raises(InvalidDueTime) as refused:
         check_countdown(countdown, longest_delay_seconds=268_435_455)
-    assert str(refused.value) == (
-        f"expected a countdown of 0 to 268,435,455 seconds, got {countdown!r}"
-    )
+    assert str(refused.value) == f"expected a countdown of 0 to 3106 d 21 h, got {countdown!r}"
 
 
 def test_a_countdown_beyond_the_levels_is_refused_with_value_limit_and_way_out() -> None:
     with pytest.raises(DelayTooLong) as refused:
         check_countdown(10**10, longest_delay_seconds=268_435_455.875)
     assert str(refused.value) == (
-        "a delay of 10,000,000,000.000 s exceeds the longest delay of 268,435,455.875 s: raise "
+        "a delay of 115740 d 17 h 46 min 40 s exceeds the longest delay of "
+        "3106 d 21 h 24 min 15.875 s: raise "
         "native_delay_levels or native_delay_resolution, or let celery beat send the task when "
         "it is nearer"
     )
@@ -143,5 +142,5 @@ def test_an_eta_beyond_the_levels_is_refused_with_value_limit_and_way_out() -> N
     check_reach(2**31 - 1, max_units=2**31 - 1, resolution_ms=125)
     with pytest.raises(DelayTooLong) as refused:
         check_reach(2**31, max_units=2**31 - 1, resolution_ms=125)
-    for said in ("268,435,456.000 s", "268,435,455.875 s", "native_delay_levels", "celery beat"):
+    for said in ("24 min 16 s", "24 min 15.875 s", "native_delay_levels", "celery beat"):
         assert said in str(refused.value)

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from celery_native_delay import UnsupportedBroker
-from celery_native_delay.transports.redis.server import (
+from celery_native_delay.core.finding import ADVICE, UNCHECKED, WRONG, Finding
+from celery_native_delay.core.redis_server import (
     Server,
-    advice,
     check_server,
-    clock_danger,
-    dangers,
+    clocks,
+    keeping,
 )
 
 INFO = {
@@ -24,6 +25,10 @@ INFO = {
 }
 
 
+def kept(server: Server, **options: bool) -> list[Finding]:
+    return list(keeping(server, check="server", kept="delayed messages", **options))
+
+
 def server(**info: Any) -> Server:
     return Server.from_info(INFO | info)
 
@@ -32,7 +37,7 @@ def test_a_server_as_it_should_be() -> None:
     found = server()
     check_server(found, prefix="")
     assert str(found) == "Redis 7.0.15"
-    assert list(dangers(found)) == list(advice(found)) == []
+    assert kept(found) == []
 
 
 def test_valkey_tells_its_own_name_and_the_version_it_is_compatible_with() -> None:
@@ -59,7 +64,8 @@ def test_newer_servers_are_taken(version: str) -> None:
 def test_a_server_that_tells_nothing_is_taken() -> None:
     """Proxies have no INFO, and a strict ACL forbids it."""
     check_server(Server.from_info({}), prefix="")
-    assert list(dangers(Server())) == []
+    (finding,) = kept(Server())
+    assert finding.level == UNCHECKED
 
 
 @pytest.mark.parametrize("info", [{"cluster_enabled": 1}, {"redis_mode": "cluster"}])
@@ -72,31 +78,39 @@ def test_a_cluster_is_refused_unless_all_keys_share_a_slot(info: dict[str, Any])
 
 
 @pytest.mark.parametrize(
-    ("info", "dangerous", "advised"),
+    ("info", "level", "problem"),
     [
-        ({"maxmemory_policy": "allkeys-lru"}, ["maxmemory-policy is allkeys-lru"], []),
-        ({"maxmemory_policy": "volatile-ttl"}, [], ["maxmemory-policy is volatile-ttl"]),
-        ({"aof_enabled": 0}, ["appendonly is no"], []),
+        ({"maxmemory_policy": "allkeys-lru"}, WRONG, "maxmemory-policy is allkeys-lru"),
+        ({"maxmemory_policy": "volatile-ttl"}, ADVICE, "maxmemory-policy is volatile-ttl"),
+        ({"aof_enabled": 0}, WRONG, "appendonly is no"),
     ],
 )
-def test_what_may_lose_messages_is_said(
-    info: dict[str, Any], dangerous: list[str], advised: list[str]
-) -> None:
-    for found, expected in (
-        (dangers(server(**info)), dangerous),
-        (advice(server(**info)), advised),
-    ):
-        for sentence, beginning in zip(found, expected, strict=True):
-            assert sentence.startswith(beginning)
+def test_what_may_lose_messages_is_said(info: dict[str, Any], level: str, problem: str) -> None:
+    (finding,) = kept(server(**info))
+    assert finding.problem.startswith(problem)
+    assert finding.level == level
+
+
+def test_what_has_a_ttl_is_lost_to_volatile_policies_as_well() -> None:
+    """The records of a fence, and what is marked as cancelled in a ledger."""
+    (finding,) = kept(server(maxmemory_policy="volatile-lru"), has_ttls=True)
+    assert finding.level == WRONG
+
+
+def test_a_hosted_server_that_cannot_be_configured_is_given_advice_only() -> None:
+    hosted = replace(server(aof_enabled=0, maxmemory_policy="allkeys-lru"), configurable=False)
+    found = kept(hosted)
+    assert {each.level for each in found} == {ADVICE}
+    assert all("where your provider lets you" in each.remedy for each in found)
 
 
 @pytest.mark.parametrize(
     ("ahead_seconds", "said"),
-    [(0, None), (-1, None), (1, None), (1.5, "1.5 s ahead of"), (-7.25, "7.2 s behind")],
+    [(0, None), (-1, None), (1, None), (1.5, "1.5 s ahead of"), (-72.25, "1 min 12 s behind")],
 )
 def test_clocks_that_differ_are_said_when_it_matters(
     ahead_seconds: float, said: str | None
 ) -> None:
-    sentences = list(clock_danger(ahead_seconds))
-    assert len(sentences) == (said is not None)
-    assert all(f"the Redis server's clock is {said} this machine's" in each for each in sentences)
+    problems = [finding.problem for finding in clocks(ahead_seconds)]
+    assert len(problems) == (said is not None)
+    assert all(f"the Redis server's clock is {said} this machine's" in each for each in problems)

@@ -32,7 +32,7 @@ def test_a_breaker_opens_once_when_it_has_failed_for_so_long_and_closes_by_a_suc
     assert [breaker.failed(AWAY, now=now) for now in (1000, 1060, 1119.9)] == [None, None, None]
     outage = breaker.failed(AWAY, now=1120)
     assert outage == Outage("nothing", 120, "OSError: it is away")
-    assert str(outage) == "nothing has failed for 120 s: OSError: it is away"
+    assert str(outage) == "nothing has failed for 2 min: OSError: it is away"
     assert breaker.failed(AWAY, now=2000) is None
     assert breaker.succeeded(now=2001) == 1001
     assert breaker.succeeded(now=2002) is None

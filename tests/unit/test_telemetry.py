@@ -17,7 +17,15 @@ from celery.exceptions import Ignore, Reject, Retry
 
 from celery_native_delay import install
 from celery_native_delay.celery_app import bootsteps, telemetry
-from celery_native_delay.celery_app.telemetry import DAY_US, LineFiles, outcome_of, retry_due_us
+from celery_native_delay.celery_app.telemetry import (
+    DAY_US,
+    LineFiles,
+    outcome_of,
+    retry_due_us,
+    waited,
+)
+from celery_native_delay.core.delayed import Delayed
+from celery_native_delay.core.fence import HEADER
 from tests.waiting import wait_until
 
 SIGNALS = (
@@ -71,7 +79,7 @@ def test_only_what_came_from_a_broker_to_this_app_is_written_down(tmp_path: Path
     app, other = app_with_task("shop", telemetry=str(tmp_path)), app_with_task("other")
     with running(app):
         app.tasks["shop.note"].apply_async(task_id="sent")
-        wait_until(lambda: len(lines_in(tmp_path)) >= 2, timeout_seconds=20)
+        wait_until(lambda: len(lines_in(tmp_path)) >= 2)
         other.tasks["other.note"].apply(task_id="elsewhere")
     start, end = lines_in(tmp_path)
     assert (start["id"], start["outcome"], start["finished"]) == ("sent", None, None)
@@ -137,3 +145,41 @@ def test_what_became_of_an_attempt(
 ) -> None:
     assert outcome_of(state, raised) == outcome
     assert retry_due_us(outcome, raised, 1_000_000) == again_us
+
+
+@pytest.mark.parametrize(
+    ("eta", "trace", "expected"),
+    [
+        ("1970-01-01T00:00:01+00:00", Delayed("d", 1000, "", "celery"), True),
+        ("1970-01-01T00:00:01+00:00", None, False),
+        # Held by the worker: it was sent in time, whoever sent it.
+        ("1970-01-01T00:01:00+00:00", None, None),
+        # Put back since, by a fence or while the ledger was away.
+        ("1970-01-01T00:00:01+00:00", Delayed("d", 1500, "", "celery"), None),
+        (None, None, None),
+        ("tomorrow", None, None),
+    ],
+)
+def test_whether_a_message_waited_for_its_due_time(
+    eta: str | None, trace: Delayed | None, expected: bool | None
+) -> None:
+    message = SimpleNamespace(headers={"task": "note", "eta": eta}, native_delay=trace)
+    assert waited(message, now_ms=2000) is expected
+
+
+def test_of_a_fenced_message_that_came_without_a_trace_nothing_is_said() -> None:
+    """Redis gives one that was put back no other look."""
+    headers = {"task": "note", "eta": "1970-01-01T00:00:01+00:00", HEADER: "r:0:1"}
+    assert waited(SimpleNamespace(headers=headers, native_delay=None), now_ms=2000) is None
+
+
+def test_a_message_whose_eta_celery_is_not_to_see_has_it_still() -> None:
+    eta = "1970-01-01T00:00:01+00:00"
+    trace = Delayed("d", 1000, "", "celery")
+    message = SimpleNamespace(headers={"task": "note"}, native_delay=trace, kept_eta=eta)
+    assert waited(message, now_ms=2000) is True
+
+
+def test_a_broker_that_leaves_no_trace_says_nothing_of_a_wait() -> None:
+    message = SimpleNamespace(headers={"task": "note", "eta": "1970-01-01T00:00:01+00:00"})
+    assert waited(message, now_ms=2000) is None

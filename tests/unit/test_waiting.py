@@ -1,9 +1,11 @@
 """What the tests themselves rely on."""
 
 import socket
+from typing import Any
 
 import pytest
 
+from tests.sockets import collect_sockets, forget_sockets
 from tests.waiting import wait_until
 
 
@@ -18,6 +20,19 @@ def test_wait_until_names_what_was_not_seen() -> None:
 
     with pytest.raises(pytest.fail.Exception, match=r"queue_is_empty not seen within 0\.1 s"):
         wait_until(queue_is_empty, timeout_seconds=0.1)
+
+
+def test_a_socket_that_is_left_to_the_garbage_collector_is_told_with_its_origin() -> None:
+    forget_sockets()
+    with socket.socket() as closed, socket.socket() as still_used:
+        closed.close()
+        cycle: list[Any] = [socket.socket()]
+        cycle.append(cycle)
+        del cycle
+        (origin,) = collect_sockets()
+        assert "test_waiting.py" in origin
+        assert collect_sockets() == []
+        assert still_used.fileno() != -1
 
 
 def test_a_unit_test_cannot_open_a_connection() -> None:

@@ -6,28 +6,44 @@
 
     var page = document.getElementById("delays-page"),
         urls = page.dataset,
-        timezone = urls.timezone,
+        zone = moment.tz.zone(urls.timezone) ? urls.timezone : "UTC",   // as Flower's own pages
         mayChange = urls.mayChange === "yes",
         REFRESH_MS = 5000,
         BATCH = 100,
         LISTED = 20,
+        SIZES = [15, 30, 50, 100],
+        // What a terminal or a reader would obey instead of showing it: C0, C1, bidirectional, unseen.
+        OBEYED = /[\u0000-\u001f\u007f-\u009f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff]/g,
         range = null,           // [from, until] in microseconds: the bar that filters
         selected = new Map(),   // of what is shown: id -> name
         allMatch = null,        // ids of everything that matches, if it was asked for
         matching = 0,
         counted = true,         // or there are more
-        failed = false,         // the last search was not answered
+        failed = "",            // why the last search was not answered
         FOCUSABLE = "a, button, input",
         held = null,            // row and place of the focus in the table, while it is drawn again
-        table, bars = [];
+        bars = [], drawn = "",  // of the histogram, and what of it is on the page
+        stop = 0,               // the bar that Tab leads to
+        address = "",           // the query string that says what is shown
+        table;
 
     function byId(id) {
         return document.getElementById("delays-" + id);
     }
 
+    function visible(text) {
+        return String(text === null || text === undefined ? "" : text).replace(OBEYED, function (char) {
+            return "\\u" + ("000" + char.charCodeAt(0).toString(16)).slice(-4);
+        });
+    }
+
     function escapeHtml(text) {
-        return $("<i>").text(text === null || text === undefined ? "" : String(text)).html()
-            .replace(/"/g, "&quot;");
+        return $("<i>").text(visible(text)).html().replace(/"/g, "&quot;");
+    }
+
+    // By itself: what is written from right to left does not turn what stands beside it.
+    function isolated(text) {
+        return "<bdi>" + escapeHtml(text).replace(/\./g, ".<wbr>") + "</bdi>";
     }
 
     function number(value) {
@@ -38,9 +54,16 @@
         return number(count) + (count === 1 ? " task" : " tasks");
     }
 
-    function at(us) {
-        var time = moment(us / 1000);
-        return timezone ? time.tz(timezone) : time;
+    function clock(us) {
+        return moment(us / 1000).tz(zone).format("YYYY-MM-DD HH:mm:ss z");
+    }
+
+    function iso(us) {
+        return new Date(us / 1000).toISOString();
+    }
+
+    function timeTag(us, before) {
+        return '<time datetime="' + iso(us) + '" title="' + iso(us) + '">' + (before || "") + clock(us) + "</time>";
     }
 
     function duration(seconds) {
@@ -91,11 +114,12 @@
     function showNumbers(found) {
         byId("name").textContent = found.name;
         byId("waiting").textContent = number(found.waiting);
-        byId("next").textContent = found.next_due_us ?
-            inWords(found.next_due_us).replace(/^in /, "") : "\u2014";
-        byId("levels-next").textContent = found.next_due_us ? inWords(found.next_due_us) :
-            (found.error ? "unknown without a ledger" : "\u2014");
-        byId("next").title = found.next_due_us ? at(found.next_due_us).format() : "";
+        var next = found.next_due_us ? inWords(found.next_due_us) :
+            (found.next_due_within_seconds ? "within " + duration(found.next_due_within_seconds) : "\u2014");
+        byId("next").textContent = next.replace(/^in /, "");
+        $(byId("next")).toggleClass("is-within", /^within/.test(next));
+        byId("levels-next").textContent = next;
+        byId("next").title = found.next_due_us ? iso(found.next_due_us) : "";
         byId("overdue").textContent = number(found.overdue);
         byId("parked").textContent = number(found.parked);
         $(byId("overdue-card")).toggleClass("metric-card-danger", Boolean(found.overdue));
@@ -110,26 +134,41 @@
     function showHistogram(found) {
         var most = Math.max.apply(null, [1].concat(found.map(function (bar) { return bar[2]; }))),
             box = byId("histogram"),
-            focused = document.activeElement && document.activeElement.dataset.from;
+            focused = box.contains(document.activeElement);
         bars = found;
-        $(box).empty();
-        found.forEach(function (bar) {
-            var label = plural(bar[2]) + " due from " + at(bar[0]).format("YYYY-MM-DD HH:mm:ss") +
-                    " until " + at(bar[1]).format("YYYY-MM-DD HH:mm:ss"),
+        if (drawn === (drawn = JSON.stringify([found, range]))) {
+            return;
+        }
+        $(box).empty().append(found.map(function (bar) {
+            var label = plural(bar[2]) + " due from " + clock(bar[0]) + " until " + clock(bar[1]),
                 height = bar[2] ? Math.max(3, Math.round(bar[2] / most * 100)) : 0,
                 pressed = range !== null && range[0] === bar[0] && range[1] === bar[1];
-            $('<button type="button" class="delays-bar">')
-                .attr({"aria-label": label, title: label, "aria-pressed": pressed, "data-from": bar[0]})
+            return $('<button type="button" class="delays-bar">')
+                .attr({"aria-label": label, title: label, "aria-pressed": pressed})
                 .append($("<span>").css("height", height + "%"))
-                .on("click", function () { filterTimes(pressed ? null : [bar[0], bar[1]]); })
-                .appendTo(box);
-        });
-        if (focused) {
-            $(box).find('[data-from="' + focused + '"]').trigger("focus");
+                .on("click", function () { filterTimes(pressed ? null : [bar[0], bar[1]]); });
+        }));
+        stopAt(stop, focused);
+        $(byId("from")).html(found.length ? timeTag(found[0][0]) : "");
+        $(byId("until")).html(found.length ? timeTag(found[found.length - 1][1]) : "Nothing waits");
+    }
+
+    // One of the bars is a stop of Tab; the arrows lead to the others.
+    function stopAt(index, focus) {
+        var all = $(byId("histogram")).children();
+        stop = Math.max(0, Math.min(index, all.length - 1));
+        all.attr("tabindex", function (place) { return place === stop ? 0 : -1; });
+        if (focus) {
+            all.eq(stop).trigger("focus");
         }
-        byId("from").textContent = found.length ? at(found[0][0]).format("YYYY-MM-DD HH:mm:ss") : "";
-        byId("until").textContent = found.length ?
-            at(found[found.length - 1][1]).format("YYYY-MM-DD HH:mm:ss") : "Nothing waits";
+    }
+
+    function moveStop(event) {
+        var to = {ArrowRight: stop + 1, ArrowLeft: stop - 1, Home: 0, End: bars.length - 1}[event.key];
+        if (to !== undefined) {
+            event.preventDefault();
+            stopAt(to, true);
+        }
     }
 
     function showLevels(levels) {
@@ -193,10 +232,10 @@
                 list.append($("<li>").text("A worker is trying them right now."));
             }
             (answer.tasks || []).forEach(function (task) {
-                var where = [task.exchange, task.routing_key].filter(Boolean).join(" \u2192 "),
-                    due = task.due ? ", due " + at(Date.parse(task.due) * 1000).format("YYYY-MM-DD HH:mm:ss") : "";
-                list.append($("<li>").text((task.task || "(no task)") + " " + (task.id || ""))
-                    .append($("<small>").text("to " + (where || "nobody knows") + due)));
+                var where = [task.exchange, task.routing_key].filter(Boolean).map(isolated).join(" \u2192 "),
+                    due = task.due ? ", due " + timeTag(Date.parse(task.due) * 1000) : "";
+                list.append("<li>" + isolated(task.task || "(no task)") + " " + isolated(task.id) +
+                    "<small>to " + (where || "nobody knows") + due + "</small></li>");
             });
             if (answer.tasks && parked > answer.tasks.length) {
                 list.append($("<li>").text("and " + number(parked - answer.tasks.length) + " more"));
@@ -205,16 +244,57 @@
         }).fail(function (xhr) { toast(sayWhy(xhr), "danger"); });
     }
 
+    function showRange() {
+        $(byId("filter")).toggleClass("d-none", range === null);
+        $(byId("filter-text")).html(range ? "Due from " + timeTag(range[0]) + " until " + timeTag(range[1]) : "");
+        if (drawn) {
+            showHistogram(bars);
+        }
+    }
+
     function filterTimes(wanted) {
         range = wanted;
-        $(byId("filter")).toggleClass("d-none", range === null);
-        if (range) {
-            byId("filter-text").textContent = "Due from " + at(range[0]).format("YYYY-MM-DD HH:mm:ss") +
-                " until " + at(range[1]).format("YYYY-MM-DD HH:mm:ss");
-        }
-        showHistogram(bars);
+        showRange();
         unselect();
         table.ajax.reload();
+    }
+
+    // ---- the address ----------------------------------------------------------------------
+
+    function ofAddress() {
+        var found = new URLSearchParams(location.search), us = ["from_us", "until_us"].map(function (name) {
+                return /^\d{1,17}$/.test(found.get(name)) ? Number(found.get(name)) : null;
+            }), limit = Number(found.get("limit"));
+        limit = SIZES.indexOf(limit) < 0 ? SIZES[0] : limit;
+        range = us.indexOf(null) < 0 ? us : null;
+        return {search: found.get("search") || "", limit: limit,
+            offset: Math.max(0, Math.floor((parseInt(found.get("offset"), 10) || 0) / limit) * limit)};
+    }
+
+    // One step back for each change; for a search that is being typed, one in all.
+    function toAddress(search, offset, limit) {
+        var typed = document.activeElement === searchBox(), before = address;
+        address = $.param($.extend(search ? {search: search} : {}, offset > 0 ? {offset: offset} : {},
+            limit !== SIZES[0] ? {limit: limit} : {}, range ? {from_us: range[0], until_us: range[1]} : {}));
+        if (address !== before) {
+            history[typed && history.state === "typed" ? "replaceState" : "pushState"](typed ? "typed" : "",
+                "", location.pathname + (address && "?" + address));
+        }
+    }
+
+    function goToAddress() {
+        var wanted = ofAddress(), settings = table.settings()[0];
+        address = location.search.slice(1);
+        unselect();
+        showRange();
+        searchBox().value = wanted.search;
+        table.search(wanted.search).page.len(wanted.limit);
+        settings._iDisplayStart = wanted.offset;
+        table.draw("page");
+    }
+
+    function searchBox() {
+        return document.querySelector("#delays-table_filter input");
     }
 
     function refresh() {
@@ -240,51 +320,41 @@
 
     function columns() {
         return [{
-            data: "id", visible: mayChange, width: "1%",
+            data: "id", visible: mayChange, width: "1%", className: "delays-pick",
             render: function (id, type, task) {
-                return '<input type="checkbox" class="form-check-input delays-box" data-id="' +
-                    escapeHtml(id) + '" aria-label="Select ' + escapeHtml(task.name + " " + id) + '"' +
+                return '<input type="checkbox" class="form-check-input delays-box" aria-label="Select ' +
+                    escapeHtml(task.name + " " + id) + '"' +
                     (selected.has(id) || (allMatch && allMatch.has(id)) ? " checked" : "") + ">";
             }
         }, {
             data: "due_us", className: "delays-due",
             render: function (us) {
                 var late = us / 1000 < Date.now() ? ' class="is-overdue"' : "";
-                return '<time datetime="' + at(us).toISOString() + '"><span' + late + ">" +
-                    escapeHtml(inWords(us)) + "</span><small>" +
-                    '<span class="d-none d-md-inline">' + at(us).format("YYYY-") + "</span>" +
-                    at(us).format("MM-DD HH:mm") +
-                    '<span class="d-none d-md-inline">' + at(us).format(":ss") + "</span></small></time>";
+                return timeTag(us, "<span" + late + ">" + inWords(us) + "</span> ");
             }
         }, {
             data: "name", className: "delays-name",
-            render: function (name, type, task) {
-                return escapeHtml(name || "(no task)").replace(/\./g, ".<wbr>") +
-                    '<small class="delays-text d-md-none">' + escapeHtml(given(task)) + "</small>";
-            }
+            render: function (name) { return isolated(name || "(no task)"); }
         }, {
-            data: "id", className: "task-uuid-cell delays-secondary",
+            data: "id", className: "delays-id",
             render: function (id) {
                 var prefix = $("#url_prefix").val();
                 prefix = prefix ? "/" + prefix.replace(/^\/+|\/+$/g, "") : "";
                 return '<a href="' + prefix + "/task/" + encodeURIComponent(id) + '" title="' +
-                    escapeHtml(id) + '"><code>' + escapeHtml(id.length > 13 ? id.slice(0, 8) : id) +
-                    "</code></a>";
+                    escapeHtml(id) + '"><code><bdi>' + escapeHtml(id) + "</bdi></code></a>";
             }
         }, {
-            data: "args", className: "delays-secondary",
+            data: "args", className: "delays-args",
             render: function (args, type, task) {
-                return '<span class="delays-text" title="' + escapeHtml(given(task)) + '">' +
-                    escapeHtml(given(task)) + "</span>";
+                return '<bdi title="' + escapeHtml(given(task)) + '">' + escapeHtml(given(task)) + "</bdi>";
             }
         }, {
-            data: "queue", className: "delays-secondary",
+            data: "queue", className: "delays-queue",
             render: function (queue, type, task) {
-                return escapeHtml(queue || task.exchange + " \u2192 " + task.routing_key)
-                    .replace(/\./g, ".<wbr>");
+                return queue ? isolated(queue) : isolated(task.exchange) + " \u2192 " + isolated(task.routing_key);
             }
         }, {
-            data: "id", visible: mayChange, width: "1%", className: "text-end",
+            data: "id", visible: mayChange, width: "1%", className: "delays-change text-end",
             render: function (id, type, task) {
                 return '<div class="dropdown"><button type="button" class="btn btn-sm btn-link' +
                     ' delays-more" data-bs-toggle="dropdown" aria-expanded="false"' +
@@ -294,7 +364,7 @@
                     [["run-now", "Run now"], ["reschedule", "Reschedule\u2026"], ["cancel", "Cancel\u2026"]]
                         .map(function (item) {
                             return '<li><button type="button" class="dropdown-item" data-one="' + item[0] +
-                                '" data-id="' + escapeHtml(id) + '">' + item[1] + "</button></li>";
+                                '">' + item[1] + "</button></li>";
                         }).join("") + "</ul></div>";
             }
         }];
@@ -355,17 +425,18 @@
     var VERBS = {
         "cancel": {
             question: function (what) { return "Cancel " + what + "?"; },
-            consequence: "They will never run; their results become REVOKED. This cannot be undone.",
+            consequence: ["It will never run; its result becomes REVOKED. This cannot be undone.",
+                "They will never run; their results become REVOKED. This cannot be undone."],
             yes: function (what) { return "Cancel " + what; }, done: "cancelled", kind: "btn-danger"
         },
         "reschedule": {
             question: function (what) { return "Reschedule " + what + "?"; },
-            consequence: "All of them become due at the same time.",
+            consequence: ["It becomes due at this time.", "All of them become due at the same time."],
             yes: function (what) { return "Reschedule " + what; }, done: "rescheduled", kind: "btn-primary"
         },
         "run-now": {
             question: function (what) { return "Run " + what + " now?"; },
-            consequence: "They go to their queues at once.",
+            consequence: ["It goes to its queue at once.", "They go to their queues at once."],
             yes: function (what) { return "Run " + what + " now"; }, done: "due now", kind: "btn-primary"
         }
     }, dialog, wanted = null, busy = false;
@@ -374,13 +445,14 @@
         var what = plural(tasks.size), words = VERBS[verb];
         wanted = {verb: verb, tasks: tasks};
         byId("question").textContent = words.question(what);
-        byId("consequence").textContent = words.consequence;
+        byId("consequence").textContent = words.consequence[tasks.size === 1 ? 0 : 1];
+        byId("when-error").textContent = "";
         $(byId("when")).toggleClass("d-none", verb !== "reschedule");
         byId("form").reset();
         $(byId("yes")).text(words.yes(what)).removeClass("btn-danger btn-primary").addClass(words.kind)
             .prop("disabled", false);
         $(byId("chosen")).empty().append(Array.from(tasks).slice(0, LISTED).map(function (task) {
-            return $("<li>").text((task[1] ? task[1] + " " : "") + task[0]);
+            return "<li>" + (task[1] ? isolated(task[1]) + " " : "") + isolated(task[0]) + "</li>";
         }));
         if (tasks.size > LISTED) {
             $(byId("chosen")).append($("<li>").text("and " + number(tasks.size - LISTED) + " more"));
@@ -394,7 +466,7 @@
         if ((countdown === "") === (eta === "")) {
             return null;
         }
-        return countdown !== "" ? {countdown: Number(countdown)} : {eta: new Date(eta).toISOString()};
+        return countdown !== "" ? {countdown: Number(countdown)} : {eta: moment.tz(eta, zone).toISOString()};
     }
 
     function change(verb, ids, when) {
@@ -430,7 +502,8 @@
         if (wanted.verb === "reschedule") {
             when = moment_of_form();
             if (!when) {
-                toast("Give either seconds from now or a time", "danger");
+                byId("when-error").textContent = "Give either seconds from now or a time.";
+                byId("countdown").focus();
                 return;
             }
         }
@@ -454,13 +527,17 @@
     // ---- it starts ------------------------------------------------------------------------
 
     $(function () {
+        var first = ofAddress();
+        address = location.search.slice(1);
+        showRange();
         $.fn.dataTable.ext.errMode = "none";
         table = $("#delays-table").DataTable({
             rowId: "delivery_id",
             searching: true, searchDelay: 300, ordering: false, autoWidth: false,
             processing: true, serverSide: true,
             dom: "frt<'dt-footer'lip>",
-            lengthMenu: [15, 30, 50, 100], pageLength: 15,
+            lengthMenu: SIZES, pageLength: first.limit, displayStart: first.offset,
+            search: {search: first.search},
             language: {
                 lengthMenu: "_MENU_",
                 info: "Showing _START_ to _END_ of _TOTAL_ tasks",
@@ -476,20 +553,26 @@
                 data: function (sent) {
                     var what = {draw: sent.draw, start: sent.start, length: sent.length,
                         "search[value]": sent.search.value};
+                    if (table) {        // not for what the address itself asks for
+                        toAddress(sent.search.value, sent.start, sent.length);
+                    }
                     return range ? $.extend(what, {from_us: range[0], until_us: range[1]}) : what;
                 },
                 dataSrc: function (answer) {
                     $(byId("search-error")).toggleClass("d-none", !answer.searchError)
                         .text(answer.searchError || "");
+                    searchBox().setAttribute("aria-invalid", Boolean(answer.searchError));
                     matching = answer.recordsFiltered;
                     counted = answer.counted !== false;
-                    failed = Boolean(answer.searchError);
+                    failed = answer.unavailable || (answer.searchError ? "Nothing to show." : "");
                     return answer.data;
                 }
             },
             initComplete: function () {
                 $("#delays-table_length select").attr("aria-label", "Tasks per page");
-                $(".delays-toolbar").insertAfter("#delays-table_filter");
+                $(byId("search-error")).insertAfter("#delays-table_filter");
+                $(searchBox()).attr("aria-describedby", "delays-search-error");
+                $(".delays-toolbar").insertAfter("#delays-search-error");
             },
             infoCallback: function (settings, start, end, max, total, text) {
                 return counted ? text : text.replace(/ of ([\d,]+) tasks/, " of more than $1 tasks");
@@ -505,7 +588,9 @@
                     found.focus({preventScroll: true});
                 }
                 if (failed) {
-                    $("#delays-table .dataTables_empty").text("Nothing to show.");
+                    $("#delays-table .dataTables_empty").text(failed);
+                } else if (matching && !shown().length) {   // they have come to an end before this page
+                    setTimeout(function () { table.page("last").draw("page"); });
                 }
                 showSelection();
             },
@@ -513,6 +598,7 @@
         });
         table.on("search.dt", function () { unselect(); });
         table.on("page.dt", function () { unselect(); });
+        $("label[for=delays-eta]").text("or at (time in " + zone + ")");
         dialog = new bootstrap.Modal(document.getElementById("delays-dialog"));
         document.getElementById("delays-dialog").addEventListener("shown.bs.modal", function () {
             (wanted.verb === "reschedule" ? byId("countdown") : byId("no")).focus();
@@ -522,7 +608,7 @@
             modal.addEventListener("show.bs.modal", function () { opener = document.activeElement; });
             modal.addEventListener("hidden.bs.modal", function () {
                 var back = opener && opener.isConnected && opener.offsetParent && !opener.disabled;
-                (back ? opener : document.querySelector("#delays-table_filter input")).focus();
+                (back ? opener : searchBox()).focus();
             });
         });
         $("#delays-form").on("submit", confirmed);
@@ -542,6 +628,10 @@
                 byId("requeue").focus();
             }
         });
+        $("#delays-histogram").on("keydown", moveStop).on("focusin", function (event) {
+            stopAt($(event.target).index());
+        });
+        window.addEventListener("popstate", goToAddress);
         $("#delays-filter-clear").on("click", function () { filterTimes(null); });
         $("#delays-table").on("change", ".delays-box", function () {
             var task = table.row($(this).closest("tr")).data();
@@ -573,7 +663,7 @@
         }());
         setInterval(function () {
             // Under the hands of whoever chooses nothing moves.
-            if (!selected.size && !allMatch && !busy && !$("#delays-table .dropdown-menu.show").length) {
+            if (!selected.size && !allMatch && !busy && !$(byId("list")).hasClass("d-none") && !$("#delays-table .dropdown-menu.show").length) {
                 table.ajax.reload(null, false);
             }
         }, REFRESH_MS);

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from time import time_ns
 from typing import Any
 
 from amqp.exceptions import NotFound, ResourceLocked
 
-from ...core.errors import LedgerUnavailable
+from ...core.errors import LedgerUnavailable, NativeDelayError, UnsupportedBroker
+from ...core.finding import WRONG, Finding
 from ...core.settings import DelaySettings
-from ..contract import Backlog, ParkedTask, Rescue, Verification
+from ...core.shown_url import without_password
+from ..contract import Backlog, ParkedTask, Rescue
 from .declaring import permissions_explained
-from .inspection import Status, levels, status, verify
+from .inspection import examine, verify
 from .management import ManagementAPI, management_of
 from .parking import count, peek, purge, rescue
 from .preparation import Prepared
+from .status import LedgerStatus, Status, levels, status
 
 
 @dataclass(frozen=True)
@@ -57,15 +60,40 @@ class RabbitMQAdminPart:
                 self._delays.prepare_ledger(redeclare=True)
             return Declared(self.name, prepared)
 
-    def verify(self) -> Verification:
+    def verify(self) -> list[Finding]:
         """Compare the broker with the plan."""
         with permissions_explained(self._topology):
             return verify(self._delays, self._api())
+
+    def examine(self) -> list[Finding]:
+        """Look at what is parked or held up, at the ledger and at clocks."""
+        with permissions_explained(self._topology):
+            return [*examine(self._delays, self._api()), *self._ledger()]
+
+    def _ledger(self) -> list[Finding]:
+        try:
+            ledger = self._channel.ledger(self._settings)
+            if ledger is None:
+                return []
+            try:
+                return ledger.findings()  # type: ignore[no-any-return]
+            finally:
+                ledger.close()
+        except (LedgerUnavailable, UnsupportedBroker) as exc:
+            way_out = "have it answer, or unset native_delay_ledger in workers and producers"
+            return [Finding("ledger", WRONG, str(exc), way_out)]
 
     def status(self) -> Status:
         """Count what waits in the levels and in the parking queue."""
         with permissions_explained(self._topology):
             return status(self._delays, self._api())
+
+    def status_with_ledger(self) -> Status:
+        """See :class:`~celery_native_delay.transports.contract.CountsByLedger`."""
+        found = self.status()
+        if self._settings.ledger is None:
+            return found
+        return replace(found, ledger=self._ledger_status())
 
     def backlog(self) -> Backlog:
         """The same as numbers, over AMQP alone; what is due when, as far as the ledger has it."""
@@ -123,6 +151,19 @@ class RabbitMQAdminPart:
             if self._settings.ledger_url is not None:
                 return purge(self._delays)
             return self._purged(self.parking)
+
+    def _ledger_status(self) -> LedgerStatus:
+        in_streams = self._settings.streams_ledger
+        where = "streams" if in_streams else without_password(str(self._settings.ledger))
+        try:
+            ledger = self._channel.ledger(self._settings)
+            try:
+                now_us = time_ns() // 1000
+                return LedgerStatus.of(ledger, where, now_us=now_us, keeps_overdue=not in_streams)
+            finally:
+                ledger.close()
+        except NativeDelayError as exc:
+            return LedgerStatus(where, error=str(exc))
 
     def _purged(self, queue: str) -> int:
         try:

@@ -13,6 +13,7 @@ from kombu import Producer
 
 from ...core.address import message_address
 from ...core.delayed import HEADER, due_of
+from ...core.difference import differing
 from ...core.due_time import check_reach, milliseconds_up, units_until
 from ...core.errors import NativeDelayError
 from ...core.random_ids import RandomIds
@@ -20,7 +21,7 @@ from ...core.topology import Topology
 from ..contract import Line
 from .envelope import unseal
 from .ledger.entry import Entry
-from .outbox import LOST, Outbox
+from .outbox import LOST, Outbox, is_lasting
 from .recording import Recorder
 from .routes import ROUTE_SECONDS
 from .template import FramedTask, TaskFields, Template
@@ -29,7 +30,7 @@ from .window import NotConfirmedInTime, Publication
 
 T = TypeVar("T")
 
-#: Seconds to try on while there is no connection.
+#: Seconds to try on while there is no connection, counted from the first failure of an outage.
 PATIENCE_SECONDS = 60.0
 
 #: Ways that a kind remembers: as many as there are due times close to each other.
@@ -40,7 +41,8 @@ class BulkChannel(Channel):
     """A channel whose publishes go through an outbox, and are remembered for a template."""
 
     outbox: Outbox
-    last: tuple[Publication, tuple[str, str]] | None = None
+    published: list[tuple[Publication, tuple[str, str]]]
+    """What the last publish the long way sent, each with the user's own destination."""
 
     def basic_publish(
         self,
@@ -56,7 +58,7 @@ class BulkChannel(Channel):
         if due_us is not None:
             publication = self.delays.publication(msg, exchange, routing_key, due_us=due_us)
         publication = publication or Publication(msg, exchange, routing_key, mandatory)
-        self.last = publication, (exchange, routing_key)
+        self.published.append((publication, (exchange, routing_key)))
         self.outbox.send(publication)
 
 
@@ -70,11 +72,16 @@ class Kind:
         topology: Topology,
         properties: Mapping[str, Any],
         recorder: Recorder,
+        body: bytes,
     ) -> None:
         self.template = template
+        #: That of the task it was learnt from.
+        self.body = body
         self.to = to
         self.topology = topology
-        self._properties = properties
+        self._properties = {
+            name: value for name, value in properties.items() if name != "application_headers"
+        }
         self._recorder = recorder
         #: Until then the exchange is taken to lead where it did.
         self.valid_until_us = time_ns() // 1000 + round(ROUTE_SECONDS * 1_000_000)
@@ -87,10 +94,13 @@ class Kind:
         if not self._recorder.is_on:
             return
         headers = self.template.headers(fields)
-        own = {"application_headers": headers, "correlation_id": fields.task_id}
-        properties = {**self._properties, **own}
+        properties = {**self.properties_of(fields.task_id), "application_headers": headers}
         entry = Entry(properties, fields.body, *self.to)
         self._recorder.note(f"{fields.task_id}:{fields.delivery_id}", due_us, entry)
+
+    def properties_of(self, task_id: str) -> dict[str, Any]:
+        """The user's properties of a task, but for its headers."""
+        return {**self._properties, "correlation_id": task_id}
 
     def way(self, units: int) -> tuple[str, str]:
         """Entry exchange and routing key of a message that waits *units*, noted in :attr:`ways`."""
@@ -108,6 +118,8 @@ class BulkLine(Line[Outbox]):
     def __init__(self, client: Any, *, window: int) -> None:
         """*client* is a kombu connection to the same broker, which is not touched."""
         super().__init__(Outbox(client, window))
+        #: When the outage of now began, in seconds of the monotonic clock; None without one.
+        self._away_since: float | None = None
         self._channel: BulkChannel | None = None
         self._ids = RandomIds()
 
@@ -116,39 +128,76 @@ class BulkLine(Line[Outbox]):
 
         Raises:
             Whatever *publish* does; OSError, amqp.exceptions.AMQPError: there has been no
-                connection for :data:`PATIENCE_SECONDS`.
+                connection for :data:`PATIENCE_SECONDS`, however many calls ago that began, or
+                there will be none: the broker does not let us in.
         """
 
         def attempt() -> None:
             with self._outbox.lock:
-                publish(Producer(self._ready_channel(), auto_declare=False))
+                channel = self._ready_channel()
+                channel.published = []
+                publish(Producer(channel, auto_declare=False))
 
         self._patiently(attempt)
+
+    @property
+    def last_headers(self) -> Mapping[str, Any] | None:
+        """Headers of the one message that was last sent the long way; None if it was not one."""
+        last = self._last()
+        return last and (last[0].message.properties.get("application_headers") or {})
 
     def learn(self) -> Kind | None:
         """What the last message teaches about others of its kind; None if it does not.
 
         A template is only used if it makes the very bytes that py-amqp does.
         """
-        channel = self._channel
-        if channel is None or channel.last is None:
+        channel, last = self._channel, self._last()
+        if channel is None or last is None:
             return None
-        publication, (exchange, routing_key) = channel.last
+        publication, (exchange, routing_key) = last
         headers = publication.message.properties.get("application_headers") or {}
         if HEADER not in headers or "BCC" in headers or "expires" in headers[HEADER]:
             return None
         try:
-            template = Template(publication.message.properties)
-            same = template.frames(
-                fields_of(publication), channel_id=7, frame_max=channel.connection.frame_max
-            ) == frames_of(publication, channel_id=7, frame_max=channel.connection.frame_max)
+            template, fields = Template(publication.message.properties), fields_of(publication)
+            same = self._is_made_by(template, fields, publication)
         except ValueError:
             return None
         opened = unseal(publication.message.properties, None)
         if not same or opened is None:
             return None
         delays = channel.delays
-        return Kind(template, (exchange, routing_key), delays.topology, opened[0], delays.recorder)
+        to = exchange, routing_key
+        return Kind(template, to, delays.topology, opened[0], delays.recorder, fields.body)
+
+    def difference(
+        self, kind: Kind, task_id: str, eta: str, argsrepr: str, kwargsrepr: str, body: bytes
+    ) -> str:
+        """What of the last message *kind* would have made otherwise, in words; "" if nothing."""
+        last = self._last()
+        if last is None:
+            return "how many messages they are"
+        publication, to = last
+        if to != kind.to:
+            return "its destination"
+        properties = publication.message.properties
+        try:
+            theirs = fields_of(publication)
+        except ValueError:
+            return "its headers"
+        fields = theirs._replace(
+            task_id=task_id, eta=eta, argsrepr=argsrepr, kwargsrepr=kwargsrepr, body=body
+        )
+        if self._is_made_by(kind.template, fields, publication):
+            return ""
+        headers = kind.template.headers(fields)
+        opened = unseal(properties, None)
+        found = dict(opened[0] if opened else properties)
+        return (
+            differing("header", headers, found.pop("application_headers"))
+            or differing("property", kind.properties_of(task_id), found)
+            or ("its body" if theirs.body != body else "its bytes")
+        )
 
     def send(
         self,
@@ -166,8 +215,7 @@ class BulkLine(Line[Outbox]):
 
         Raises:
             DelayTooLong: not sent.
-            OSError, amqp.exceptions.AMQPError: there has been no connection for
-                :data:`PATIENCE_SECONDS`; not sent.
+            OSError, amqp.exceptions.AMQPError: as of :meth:`publish`; not sent.
         """
         topology = kind.topology
         now_us = time_ns() // 1000
@@ -197,9 +245,20 @@ class BulkLine(Line[Outbox]):
             self._outbox.send(framed)
         except LOST:
             self._patiently(lambda: self._outbox.send(framed))
+        else:
+            self._away_since = None
         return True
 
     # --- private -------------------------------------------------------------------------
+
+    def _last(self) -> tuple[Publication, tuple[str, str]] | None:
+        published = [] if self._channel is None else self._channel.published
+        return published[0] if len(published) == 1 else None
+
+    def _is_made_by(self, template: Template, fields: TaskFields, publication: Publication) -> bool:
+        """Whether *template* makes the very bytes that py-amqp does."""
+        where = {"channel_id": 7, "frame_max": self._outbox.connection.frame_max}
+        return template.frames(fields, **where) == frames_of(publication, **where)
 
     def _ready_channel(self) -> BulkChannel:
         connection = self._outbox.connection
@@ -207,42 +266,56 @@ class BulkLine(Line[Outbox]):
         if channel is None or channel.connection is not connection:
             channel = self._channel = BulkChannel(connection)
             channel.open()
-            channel.outbox = self._outbox
+            channel.outbox, channel.published = self._outbox, []
         return channel
 
     def _patiently(self, attempt: Callable[[], T]) -> T:
-        deadline = monotonic() + PATIENCE_SECONDS
         while True:
             try:
-                return attempt()
-            except (NotConfirmedInTime, ChannelError, NativeDelayError):
+                done = attempt()
+            except (NotConfirmedInTime, ChannelError, NativeDelayError) as exc:
                 self._channel = None  # it may be closed
+                if isinstance(exc, ChannelError) and not self._outbox.is_connected:
+                    self._outbox.has_given_up = True  # it is the connection that was refused
                 raise
-            except LOST:
-                if monotonic() > deadline:
+            except LOST as exc:
+                now = monotonic()
+                if self._away_since is None:
+                    self._away_since = now
+                if now - self._away_since > PATIENCE_SECONDS or is_lasting(exc):
+                    self._outbox.has_given_up = True
                     raise
                 self._outbox.lose()
                 sleep(0.2)
+            else:
+                self._away_since = None
+                return done
 
 
 def fields_of(publication: Publication) -> TaskFields:
-    """What a template has to be filled with to make *publication* again."""
+    """What a template has to be filled with to make *publication* again.
+
+    Raises:
+        ValueError: a delayed Celery task has what is missing here.
+    """
     message = publication.message
     headers = message.properties["application_headers"]
     body = message.body
-    envelope = headers[HEADER]
-    return TaskFields(
-        publication.exchange,
-        publication.routing_key,
-        headers["id"],
-        headers["eta"],
-        headers["argsrepr"],
-        headers["kwargsrepr"],
-        body.encode() if isinstance(body, str) else body,
-        envelope["id"],
-        envelope["due"],
-        message.properties.get("expiration", ""),
-    )
+    try:
+        return TaskFields(
+            publication.exchange,
+            publication.routing_key,
+            headers["id"],
+            headers["eta"],
+            headers["argsrepr"],
+            headers["kwargsrepr"],
+            body.encode() if isinstance(body, str) else body,
+            headers[HEADER]["id"],
+            headers[HEADER]["due"],
+            message.properties.get("expiration", ""),
+        )
+    except KeyError as exc:
+        raise ValueError(f"expected a delayed Celery task with {exc}") from exc
 
 
 class _Recorder:

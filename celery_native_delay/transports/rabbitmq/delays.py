@@ -26,7 +26,8 @@ from ...core.due_time import check_reach, units_until
 from ...core.errors import CannotDelay, NativeDelayError, TopologyMismatch
 from ...core.settings import DelaySettings
 from .declaring import broker_version, not_permitted
-from .envelope import seal
+from .encoded import encoded
+from .envelope import COUNTED_BY_THE_QUEUE, seal
 from .outbox import Outbox, outbox_key, outbox_of
 from .own_channel import OwnChannel
 from .preparation import Preparation
@@ -83,6 +84,11 @@ class Delays(Preparation):
     @cached_property
     def _outbox_key(self) -> Any:
         return outbox_key(self.connection.client, self.settings)
+
+    @property
+    def user(self) -> str:
+        """The broker user of this connection."""
+        return str(self.connection.client.userid or "guest")
 
     @cached_property
     def _limits_priority(self) -> bool:
@@ -143,6 +149,7 @@ class Delays(Preparation):
         """
         if not self.is_ahead(due_us, now_us=time_ns() // 1000):
             return None
+        message = encoded(message)
         if not exchange:
             # Reached by its name, whoever declared it.
             self.mirror.queue_bound_once(routing_key)
@@ -181,18 +188,20 @@ class Delays(Preparation):
         delivery_id: str | None = None,
         cancelled: bool = False,
         replaces: Replaces | None = None,
+        expires_ms: int | None = None,
         recorded: bool = True,
     ) -> None:
         """Let a message that was received wait (again), then deliver it.
 
         Args:
-            message: as received, its body in the original encoding.
+            message: as received, its body in the bytes that came.
             exchange, routing_key: what it was once published with, and is seen with again.
             queue: the one queue it is for, or None for all that *exchange* leads to.
             due_us: microseconds since the epoch; a past one is delivered at once.
             delivery_id: the id it has had so far.
             cancelled: it comes to be announced, not to run.
             replaces: the delivery that it takes the place of, where streams keep the ledger.
+            expires_ms: when its ``expiration``, if it has one, was over so far.
             recorded: the ledger is told of it.
         """
         if queue is not None or not exchange:
@@ -202,6 +211,9 @@ class Delays(Preparation):
         now_us = time_ns() // 1000
         units = max(self.units(due_us, now_us), 1)
         delivery_id = delivery_id or token_hex(16)
+        headers = message.properties.get("application_headers") or {}
+        own = {name: headers[name] for name in headers if name not in COUNTED_BY_THE_QUEUE}
+        message = amqp.Message(message.body, **{**message.properties, "application_headers": own})
         sealed = self._sealed(
             message,
             exchange,
@@ -213,6 +225,8 @@ class Delays(Preparation):
             queue,
             cancelled,
             replaces,
+            expires_ms,
+            self.user,
         )
         if recorded:
             self.recorder.record(message, exchange, routing_key, sealed, due_us, queue)
@@ -249,6 +263,8 @@ class Delays(Preparation):
         queue: str | None = None,
         cancelled: bool = False,
         replaces: Replaces | None = None,
+        expires_ms: int | None = None,
+        user: str | None = None,
     ) -> amqp.Message:
         properties = seal(
             message.properties,
@@ -261,6 +277,8 @@ class Delays(Preparation):
             queue=queue,
             cancelled=cancelled,
             replaces=replaces,
+            expires_ms=expires_ms,
+            user=user,
         )
         first_ttl_ms = self.topology.first_ttl_ms(units, remaining_us=due_us - now_us)
         if first_ttl_ms is not None:

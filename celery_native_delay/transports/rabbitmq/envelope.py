@@ -28,6 +28,9 @@ DEATH_HEADERS = (
     "x-last-death-reason",
 )
 
+#: What a quorum queue adds to a message that was returned to it: not the next queue's business.
+COUNTED_BY_THE_QUEUE = ("x-delivery-count", "x-acquired-count")
+
 #: Quorum queues of RabbitMQ 4.0 to 4.2 keep priorities above 4 apart and look for expired
 #: messages only at the next one to serve: one of high priority would hold up all others.
 HIGHEST_SAFE_PRIORITY = 4
@@ -45,11 +48,14 @@ def seal(
     queue: str | None = None,
     cancelled: bool = False,
     replaces: Replaces | None = None,
+    expires_ms: int | None = None,
+    user: str | None = None,
 ) -> dict[str, Any]:
     """The properties with which a message enters the delay levels.
 
     With *queue* it goes to that queue alone, wherever it was published to once. One that was
-    *cancelled* goes there to be announced; one that *replaces* another names it.
+    *cancelled* goes there to be announced; one that *replaces* another names it. What is sent again
+    has had an *expires_ms* since it was published, and is sent by *user* on behalf of that one.
 
     Raises:
         CannotDelay: the message names further routing keys of its own (CC, BCC), or its
@@ -79,7 +85,9 @@ def seal(
         if not str(expiration).isdecimal():
             raise CannotDelay(f"expected an expiration in milliseconds, got {expiration!r}")
         envelope["expiration"] = expiration
-        envelope["expires"] = now_us // 1000 + int(expiration)
+        envelope["expires"] = expires_ms or now_us // 1000 + int(expiration)
+    if user is not None:
+        keep_user_id(sealed, envelope, user)
     priority = sealed.get("priority")
     if limit_priority and priority and priority > HIGHEST_SAFE_PRIORITY:
         envelope["priority"] = priority
@@ -91,6 +99,15 @@ def seal(
     headers[HEADER] = envelope
     sealed["application_headers"] = headers
     return sealed
+
+
+def keep_user_id(properties: dict[str, Any], envelope: dict[str, Any], user: str) -> None:
+    """Move the ``user_id`` of another than *user*, who is to send *properties*, into *envelope*.
+
+    RabbitMQ closes the channel on it. https://www.rabbitmq.com/docs/validated-user-id
+    """
+    if properties.get("user_id", user) != user:
+        envelope["user_id"] = properties.pop("user_id")
 
 
 def refuse_copies(headers: Mapping[str, Any], exchange: str) -> None:
@@ -132,7 +149,7 @@ def unseal(
     cancelled = uncover(headers, envelope)
     opened["application_headers"] = _without_ours(headers, envelope.get("deaths") or {})
     opened.pop("expiration", None)
-    for name in ("expiration", "priority"):
+    for name in ("expiration", "priority", "user_id"):
         if name in envelope:
             opened[name] = envelope[name]
     if ours:

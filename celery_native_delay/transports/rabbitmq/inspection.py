@@ -1,153 +1,96 @@
-"""Comparing the broker with the plan, and counting what waits."""
+"""Comparing what is on the broker with the plan, and finding what is held up."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from time import sleep
 from typing import Any
 
 from amqp.exceptions import AccessRefused, NotFound, PreconditionFailed
 
+from ...core.clocks import MAY_DIFFER_IN_WHOLE_SECONDS, clock_finding
 from ...core.errors import ManagementUnavailable
+from ...core.finding import UNCHECKED, WRONG, Finding
 from ...core.topology import Binding, Exchange, Queue, Topology
-from ..contract import Level, Verification
+from ..virtual.status import parked_finding
+from .declaring import broker_version
 from .delays import Delays
+from .known_faults import known_faults
 from .management import ManagementAPI, overriding_policies
-from .parking import count
+from .status import Status, status
+
+#: So many messages of a queue RabbitMQ dead-letters at a time, by default:
+#: dead_letter_worker_consumer_prefetch.
+DEAD_LETTERED_AT_ONCE = 32
+
+#: The management API counts messages every 5 s.
+COUNTED_ANEW_SECONDS = 6.0
+
+_HELD_UP = (
+    "bind a queue to the exchange that they go to, or make room in the queue that takes none; "
+    "see `celery -A PROJ delay status`"
+)
 
 
-@dataclass(frozen=True)
-class LevelStatus:
-    """One level queue. *stuck* are messages in dead-lettering, None where nobody tells."""
-
-    queue: str
-    ttl_seconds: float
-    waiting: int | None
-    stuck: int | None
-
-
-@dataclass(frozen=True)
-class LandingStatus:
-    """A landing queue that holds messages, because its destination takes none of them."""
-
-    queue: str
-    held: int
-
-
-@dataclass(frozen=True)
-class Status:
-    """What waits in one set of delay levels."""
-
-    name: str
-    levels: list[LevelStatus]
-    landings: list[LandingStatus]
-    parked: int
-    next_due_within_seconds: float | None
-
-    @property
-    def waiting(self) -> int:
-        """Messages in all levels."""
-        return sum(level.waiting or 0 for level in self.levels)
-
-    @property
-    def stuck(self) -> int | None:
-        """Messages held up in dead-lettering, None where the management API is away."""
-        known = [level.stuck for level in self.levels if level.stuck is not None]
-        return sum(known) + sum(landing.held for landing in self.landings) if known else None
-
-    def as_json(self) -> dict[str, Any]:
-        """For ``--json``."""
-        return asdict(self) | {"waiting": self.waiting, "stuck": self.stuck}
-
-    def lines(self, table: Callable[[tuple[str, ...], list[tuple[Any, ...]]], str]) -> list[str]:
-        """For people."""
-        lines = []
-        missing = [level.queue for level in self.levels if level.waiting is None]
-        if missing:
-            lines.append(f"{len(missing)} level queue(s) are not declared, such as {missing[0]}")
-        rows = [
-            (
-                level.queue,
-                level.ttl_seconds,
-                level.waiting,
-                "?" if level.stuck is None else level.stuck,
-            )
-            for level in self.levels
-            if level.waiting or level.stuck
-        ]
-        lines.append(table(("level queue", "ttl s", "waiting", "stuck"), rows))
-        lines += [
-            f"{landing.queue} holds {landing.held}: its destination takes none of them"
-            for landing in self.landings
-        ]
-        due, stuck = self.next_due_within_seconds, self.stuck
-        unknown = "unknown (management API not reachable)"
-        return [
-            *lines,
-            f"waiting   {self.waiting}",
-            f"next due  {'-' if due is None else f'within {due:g} s'}",
-            f"parked    {self.parked}",
-            f"stuck     {unknown if stuck is None else stuck}",
-        ]
-
-
-def verify(delays: Delays, api: ManagementAPI) -> Verification:
+def verify(delays: Delays, api: ManagementAPI) -> list[Finding]:
     """Compare the broker with the plan, through the management API where it answers."""
     topology = delays.topology
-    advice = _advice(delays)
     try:
-        differences = list(_compare_by_api(topology, api)) + overriding_policies(api, topology)
-        return Verification(differences, [], advice)
+        found = [*_compare_by_api(topology, api), *overriding_policies(api, topology)]
+        queues = api.queues(f"{topology.space}.")
+        replicated = any(len(queue.get("members") or ()) > 1 for queue in queues)
+        return found + known_faults(broker_version(delays.connection), replicated=replicated)
     except ManagementUnavailable as exc:
-        differences, unchecked = _compare_by_amqp(delays)
-        return Verification(differences, [f"bindings and policies: {exc}", *unchecked], advice)
+        sentence = f"bindings and policies: {exc}"
+        unchecked = Finding.of_sentence("policies", UNCHECKED, sentence)
+        found = [unchecked, *_compare_by_amqp(delays)]
+        return found + known_faults(broker_version(delays.connection), replicated=None)
 
 
-def status(delays: Delays, api: ManagementAPI) -> Status:
-    """Count what waits in the levels and in the parking queue."""
-    topology = delays.topology
-    try:
-        queues = {queue["name"]: queue for queue in api.queues(f"{topology.name}.")}
-    except ManagementUnavailable:
-        queues = {}
-    levels = [
-        LevelStatus(
-            queue=hop.queue,
-            ttl_seconds=hop.ttl_ms / 1000,
-            waiting=_depth(delays, hop.queue),
-            stuck=queues[hop.queue].get("messages_dlx", 0) if hop.queue in queues else None,
+def examine(delays: Delays, api: ManagementAPI) -> list[Finding]:
+    """Look at what is parked or held up, and at the clock of the broker's machine."""
+    found = status(delays, api)
+    findings = []
+    if found.parked:
+        findings.append(parked_finding(found.parked, "their destination was not there"))
+    if suspected := _held_up(found):
+        # What is merely on its way is gone when RabbitMQ has counted anew.
+        sleep(COUNTED_ANEW_SECONDS)
+        findings += [
+            Finding("dead-lettering", WRONG, f"{queue} {held}", _HELD_UP)
+            for queue, held in _held_up(status(delays, api)).items()
+            if queue in suspected
+        ]
+    if found.stuck is None:
+        problem = "what is stuck between two levels, and the broker's clock: see policies"
+        way_out = "have the management API answer"
+        findings.append(Finding("dead-lettering", UNCHECKED, problem, way_out))
+    ahead_seconds = api.clock_ahead_seconds
+    if ahead_seconds is not None:
+        findings += clock_finding(
+            "the broker's clock",
+            ahead_seconds,
+            "it is no matter to RabbitMQ but, if this machine's is wrong, delayed tasks from here "
+            "are that much early or late",
+            may_differ_seconds=MAY_DIFFER_IN_WHOLE_SECONDS,
         )
-        for hop in topology.level_queues
-    ]
-    landings = [
-        LandingStatus(name, held)
-        for name, queue in queues.items()
-        if topology.is_landing(name) and (held := queue.get("messages", 0))
-    ]
-    # A message in a level has at most that level and all below it before it.
-    nearest = next((level for level in levels if level.waiting), None)
-    within = None if nearest is None else 2 * nearest.ttl_seconds
-    return Status(topology.name, levels, landings, count(delays), within)
+    return findings
 
 
-def levels(delays: Delays) -> Iterator[Level]:
-    """The level queues that are declared, over AMQP alone."""
-    topology = delays.topology
-    for hop in topology.level_queues:
-        waiting = _depth(delays, hop.queue)
-        if waiting is not None:
-            name = hop.queue.removeprefix(f"{topology.name}.")
-            yield Level(name, hop.ttl_ms / 1000, waiting)
+def _held_up(found: Status) -> dict[str, str]:
+    """Queues whose messages may go nowhere, and which those are."""
+    levels = {
+        level.queue: f"has {level.stuck} message(s) in dead-lettering, so that no other passes"
+        for level in found.levels
+        if (level.stuck or 0) >= DEAD_LETTERED_AT_ONCE
+    }
+    return levels | {
+        landing.queue: f"holds {landing.held} message(s): its destination takes none of them"
+        for landing in found.landings
+    }
 
 
-def _depth(delays: Delays, queue: str) -> int | None:
-    try:
-        return int(delays.declarer.queue_declare(queue, passive=True).message_count)
-    except NotFound:
-        return None
-
-
-def _compare_by_api(topology: Topology, api: ManagementAPI) -> Iterator[str]:
+def _compare_by_api(topology: Topology, api: ManagementAPI) -> Iterator[Finding]:
     exchanges = {exchange["name"]: exchange for exchange in api.exchanges(f"{topology.space}.")}
     queues = {queue["name"]: queue for queue in api.queues(f"{topology.space}.")}
     bound: dict[str, set[tuple[str, str, str]]] = {}
@@ -168,7 +111,9 @@ def _compare_by_api(topology: Topology, api: ManagementAPI) -> Iterator[str]:
                         for item in api.bindings_from(source)
                     }
                 if (kind, destination, routing_key) not in bound[source]:
-                    yield f"{source}: not bound to {destination} with {routing_key}"
+                    yield _not_as_planned(
+                        f"{source}: not bound to {destination} with {routing_key}"
+                    )
 
 
 def _differing(
@@ -177,9 +122,9 @@ def _differing(
     there: dict[str, Any] | None,
     fields: dict[str, Any],
     arguments: dict[str, Any],
-) -> Iterator[str]:
+) -> Iterator[Finding]:
     if there is None:
-        yield f"{name}: {what} is missing"
+        yield _not_as_planned(f"{name}: {what} is missing")
         return
     expected = {"durable": True, "auto_delete": False} | fields
     found = {field: there.get(field) for field in expected}
@@ -190,12 +135,25 @@ def _differing(
     }
     for key in sorted(expected.keys() | found.keys()):
         if expected.get(key) != found.get(key):
-            yield f"{name}: {key} {found.get(key)!r}, expected {expected.get(key)!r}"
+            yield _made_otherwise(
+                f"{name}: {key} {found.get(key)!r}, expected {expected.get(key)!r}"
+            )
 
 
-def _compare_by_amqp(delays: Delays) -> tuple[list[str], list[str]]:
-    """Differences, and what this user may not look at."""
-    differences, unchecked = [], []
+def _not_as_planned(problem: str) -> Finding:
+    way_out = "start an installed worker, or run `celery -A PROJ delay declare`"
+    return Finding("delay levels", WRONG, problem, way_out)
+
+
+def _made_otherwise(problem: str) -> Finding:
+    way_out = (
+        "delete it when it is empty and run `celery -A PROJ delay declare`, or choose another "
+        "native_delay_namespace"
+    )
+    return Finding("delay levels", WRONG, problem, way_out)
+
+
+def _compare_by_amqp(delays: Delays) -> Iterator[Finding]:
     for declaration in delays.topology.plan():
         if isinstance(declaration, Binding):
             continue
@@ -205,12 +163,12 @@ def _compare_by_amqp(delays: Delays) -> tuple[list[str], list[str]]:
             _declare(delays, declaration, passive=True)
             _declare(delays, declaration, passive=False)
         except NotFound:
-            differences.append(f"{name}: {type(declaration).__name__.lower()} is missing")
+            yield _not_as_planned(f"{name}: {type(declaration).__name__.lower()} is missing")
         except PreconditionFailed as exc:
-            differences.append(f"{name}: {exc.reply_text}")
+            yield _made_otherwise(f"{name}: {exc.reply_text}")
         except AccessRefused as exc:
-            unchecked.append(f"{name}: {exc.reply_text}")
-    return differences, unchecked
+            way_out = "ask as a user who may configure it"
+            yield Finding("delay levels", UNCHECKED, f"{name}: {exc.reply_text}", way_out)
 
 
 def _declare(delays: Delays, declaration: Exchange | Queue, *, passive: bool) -> None:
@@ -220,15 +178,3 @@ def _declare(delays: Delays, declaration: Exchange | Queue, *, passive: bool) ->
         delays.declarer.exchange_declare(name, declaration.type, **common)
     else:
         delays.declarer.queue_declare(name, **common)
-
-
-def _advice(delays: Delays) -> list[str]:
-    version = str(delays.connection.server_properties.get("version", ""))
-    if not version.startswith("3."):
-        return []
-    sentence = (
-        f"RabbitMQ {version}: set dead_letter_worker_publisher_confirm_timeout to 10000-30000 ms "
-        f"(advanced.config, rabbit); with the default of 180 s messages that were between two "
-        f"levels when a node died or restarted hang that long"
-    )
-    return [sentence]

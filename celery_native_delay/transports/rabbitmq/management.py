@@ -6,12 +6,15 @@ import json
 import re
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
+from email.utils import parsedate_to_datetime
+from time import time
 from typing import Any
 from urllib.error import URLError
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 from urllib.request import Request, urlopen
 
 from ...core.errors import ManagementUnavailable
+from ...core.finding import WRONG, Finding
 from ...core.settings import DelaySettings
 from ...core.topology import Topology
 
@@ -30,10 +33,21 @@ OVERRIDING_KEYS = (
     "dead-letter-routing-key",
     "dead-letter-strategy",
     "delivery-limit",
+    # RabbitMQ 4.3: what is returned to a queue waits there once more.
+    "delayed-retry-type",
+    "delayed-retry-min",
+    "delayed-retry-max",
 )
 
 #: Where a queue's description names the policy in force, by kind.
 POLICY_KINDS = {"policy": "policy", "operator policy": "operator_policy"}
+
+_WAYS_OUT = {
+    "policy": "narrow its pattern, or give a policy for ^{ours} without these keys a higher "
+    "priority",
+    "operator policy": "have whoever runs the broker narrow its pattern: no policy of yours "
+    "outranks it",
+}
 
 _PAGE = 500
 
@@ -50,6 +64,9 @@ class ManagementAPI:
         self.vhost = vhost
         self._cluster = cluster
         self._checked = False
+        #: By its last answer: how far its machine's clock, told in whole seconds, is ahead of ours,
+        #: negative if behind; None before the first.
+        self.clock_ahead_seconds: float | None = None
         token = b64encode(f"{user}:{password}".encode()).decode()
         self._headers = {"Authorization": f"Basic {token}"}
 
@@ -104,12 +121,15 @@ class ManagementAPI:
         request = Request(f"{self.url}/api/{path}", headers=self._headers)
         try:
             with urlopen(request, timeout=TIMEOUT_SECONDS) as response:
+                if dated := response.headers.get("date"):
+                    told = parsedate_to_datetime(dated).timestamp()
+                    self.clock_ahead_seconds = told + 0.5 - time()
                 return json.load(response)
         except (URLError, OSError, ValueError) as exc:
             raise ManagementUnavailable(
-                f"RabbitMQ's management API at {self.url} does not answer ({exc}): enable the "
-                f"plugin rabbitmq_management, give the user the tag monitoring, or set "
-                f"native_delay_management_url"
+                f"RabbitMQ's management API at {self.url} does not answer ({exc}): where you may, "
+                f"enable the plugin rabbitmq_management and give the user the tag monitoring, or "
+                f"set native_delay_management_url"
             ) from exc
 
 
@@ -128,8 +148,8 @@ def management_of(connection: Any, settings: DelaySettings) -> ManagementAPI:
     return ManagementAPI(url, user, password, vhost, cluster)
 
 
-def overriding_policies(api: ManagementAPI, topology: Topology) -> list[str]:
-    """One sentence for each policy that changes what our queues do.
+def overriding_policies(api: ManagementAPI, topology: Topology) -> list[Finding]:
+    """Policies that change what our queues do.
 
     By the patterns of the policies, because a queue's own description names its policy only some
     seconds after it was declared; by that for a user who may not read policies.
@@ -142,18 +162,23 @@ def overriding_policies(api: ManagementAPI, topology: Topology) -> list[str]:
     queues[topology.parking_queue] = "quorum_queues"
     if topology.settings.streams_ledger:
         queues |= {stream.name: "streams" for stream in topology.ledger.streams}
-    touched: dict[tuple[str, str], list[str]] = {}
+    touched: dict[tuple[str, str, str], list[str]] = {}
     for kind, key in POLICY_KINDS.items():
         policies = api.policies(kind)
         described = {} if policies is not None else _described(api, topology, key)
         for queue, kinds in queues.items():
             name, definition = described.get(queue) or applied_policy(policies, queue, kinds)
             if keys := [key for key in OVERRIDING_KEYS if key in definition]:
-                touched.setdefault((f"{kind} {name!r}", ", ".join(keys)), []).append(queue)
+                touched.setdefault((kind, name, ", ".join(keys)), []).append(queue)
     return [
-        f"{policy} sets {keys} on {len(found)} delay queue(s) such as {found[0]}: delayed "
-        f"messages may come early or get lost; narrow the pattern of the policy"
-        for (policy, keys), found in touched.items()
+        Finding(
+            "policies",
+            WRONG,
+            f"{kind} {name!r} sets {keys} on {len(found)} delay queue(s) such as {found[0]}: "
+            f"delayed messages may come early or get lost",
+            _WAYS_OUT[kind].format(ours=re.escape(topology.space)),
+        )
+        for (kind, name, keys), found in touched.items()
     ]
 
 

@@ -80,11 +80,18 @@ class Mirror:
         if not is_internal(source):
             self._lands(source)
 
-    def exchange_deleted(self, exchange: str) -> None:
+    def exchange_deleted(self, exchange: str) -> list[Binding]:
+        """The broker unbound what was bound to *exchange*; what mirrors it, as far as was seen."""
+        known = [mirrored for mirrored in self._known if mirrored.exchange == exchange]
+        mirrors = map(self.binding_of, known) if exchange in self.types else ()
+        gone = [binding for binding in mirrors if binding is not None]
+        for mirrored in known:
+            self.queue_unbound(mirrored.queue, mirrored.exchange, mirrored.routing_key)
         self.types.pop(exchange, None)
         self.version += 1
         self._landings.pop(exchange, None)
         self._pending_landings.pop(exchange, None)
+        return gone
 
     def queue_declared(
         self, queue: str, arguments: dict[str, Any] | None, *, short_lived: bool

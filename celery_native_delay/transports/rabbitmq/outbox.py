@@ -18,13 +18,15 @@ from threading import Event, Lock, RLock, Thread
 from time import monotonic
 from typing import Any
 
-from amqp.exceptions import AMQPError
+from amqp.exceptions import AccessRefused, AMQPError, NotAllowed
 from kombu import Connection
 
+from ...core.durations import duration
 from ...core.errors import NativeDelayError, PublishRefused
 from ...core.refusal import RefusedMessage
 from ...core.settings import DelaySettings
 from ...kombu_hook import flushes
+from ..lasting import is_lasting_tls
 from .sending import Sender
 from .window import NotConfirmedInTime, Publication, Sendable
 
@@ -47,6 +49,18 @@ IN_DOUBT = "the connection was lost before the broker had confirmed it; it may h
 LOST = (AMQPError, OSError, AttributeError)
 
 
+def is_lasting(error: BaseException) -> bool:
+    """Whether what ended a connection, or kept it from being made, will be there tomorrow.
+
+    That is a wrong user or password, a virtual host that is not there or not for this user, TLS
+    where the other end has none; not a limit of connections, nor a virtual host that is down.
+    """
+    if isinstance(error, NotAllowed):
+        text = str(error)
+        return "limit (" not in text and "is down" not in text
+    return isinstance(error, AccessRefused) or is_lasting_tls(error)
+
+
 class Outbox:
     """See the module's docstring."""
 
@@ -65,6 +79,8 @@ class Outbox:
         self._wake = Event()
         #: How often it has connected: whoever relies on what the broker held before looks again.
         self.connects = 0
+        #: Set when the broker has been away for too long, or does not let us in.
+        self.has_given_up = False
 
     def publish(self, publication: Publication, *, timeout_seconds: float | None = None) -> None:
         """Send without waiting, unless the window is full.
@@ -92,9 +108,9 @@ class Outbox:
                     break
                 except NotConfirmedInTime:
                     raise
-                except LOST:
+                except LOST as exc:
                     self.lose()
-                    if lost:
+                    if lost or is_lasting(exc):
                         raise
                     lost = True
             self._published_at = monotonic()
@@ -106,23 +122,30 @@ class Outbox:
 
         Raises:
             PublishRefused: it did not take some.
-            TimeoutError: it has not after *timeout_seconds*; they stay kept.
+            TimeoutError: it has not after *timeout_seconds*, or will not have us; they stay kept.
         """
         self.settle(timeout_seconds=timeout_seconds)
         with self.lock:
             self._report_refused("all others are confirmed")
 
     def settle(self, *, timeout_seconds: float | None) -> None:
-        """:meth:`flush` that leaves what was refused to :meth:`take_refused`."""
+        """:meth:`flush` that leaves what was refused to :meth:`take_refused`.
+
+        Without a connection there is one attempt if it :attr:`has_given_up`.
+        """
         deadline = None if timeout_seconds is None else monotonic() + timeout_seconds
         retry_seconds = 0.05
-        while not self._settle_all(deadline):
+        while lost := self._settle_all(deadline):
             left = None if deadline is None else deadline - monotonic()
-            if left is not None and left <= 0:
+            slow = isinstance(lost, NotConfirmedInTime)
+            gives_up = is_lasting(lost) or (self.has_given_up and not slow)
+            if gives_up or (left is not None and left <= 0):
                 raise TimeoutError(
-                    f"{self.unconfirmed_count} delayed message(s) not confirmed within "
-                    f"{timeout_seconds} s; they are kept and will be sent again"
-                )
+                    f"{self.unconfirmed_count} delayed message(s) not confirmed"
+                    f"{'' if gives_up else f' within {duration(timeout_seconds or 0.0)}'}"
+                    f"{'' if slow else f', {type(lost).__name__}: {lost}'}; "
+                    f"they are kept and will be sent again"
+                ) from lost
             self._wake.wait(min(retry_seconds, left or retry_seconds))
             retry_seconds = min(retry_seconds * 2, _LONGEST_RETRY_SECONDS)
 
@@ -148,6 +171,11 @@ class Outbox:
             self.give_up()
             self._published_at = -IDLE_SECONDS  # nothing is to come: the thread ends
             self._wake.set()
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the connection is not known to be lost."""
+        return self._sender is not None and self._sender.is_usable
 
     @property
     def connection(self) -> Any:
@@ -177,24 +205,25 @@ class Outbox:
             self._client.connect()
             self._sender = Sender(self._client.connection.delays, self._window)
             self.connects += 1
+            self.has_given_up = False
         while self._unsent:
             self._sender.send(self._unsent[0])
             self._unsent.popleft()
         return self._sender
 
-    def _settle_all(self, deadline: float | None) -> bool:
-        """Whether nothing is in doubt any more; False where the connection is lost."""
+    def _settle_all(self, deadline: float | None) -> Exception | None:
+        """Why something is still in doubt; None if nothing is."""
         with self.lock:
             try:
                 if self.unconfirmed_count:
                     self._ready_sender().settle(deadline=deadline)
-            except NotConfirmedInTime:
-                return False
+            except NotConfirmedInTime as exc:
+                return exc
             except LOST as exc:
                 self.lose()
                 logger.debug("native delay: %s: %s", type(exc).__name__, exc)
-                return False
-            return True
+                return exc
+            return None
 
     def _report_refused(self, others: str) -> None:
         if refused := tuple(self.take_refused()):

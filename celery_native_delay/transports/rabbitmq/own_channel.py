@@ -24,6 +24,8 @@ from amqp.exceptions import (
     error_for_code,
 )
 
+from .encoded import received
+
 logger = logging.getLogger(__name__)
 
 
@@ -53,7 +55,7 @@ class OwnChannel(amqp.Channel):  # type: ignore[misc]
 
     def __init__(self, connection: Any, *, confirm: bool = True) -> None:
         """Without *confirm* nothing published here is ever known to have arrived."""
-        super().__init__(connection)
+        super().__init__(connection, auto_decode=False)
         self._confirms = confirm
         self._published = 0
         #: By delivery tag; the values are for subclasses.
@@ -185,7 +187,7 @@ class OwnChannel(amqp.Channel):  # type: ignore[misc]
     def _on_basic_return(
         self, reply_code: int, reply_text: str, exchange: str, routing_key: str, message: Any
     ) -> None:
-        self._returned.append(Returned(message, exchange, routing_key))
+        self._returned.append(Returned(received(message), exchange, routing_key))
 
     def _on_close(self, reply_code: int, reply_text: str, class_id: int, method_id: int) -> None:
         """Give the channel up; py-amqp would open it again, without confirm mode."""

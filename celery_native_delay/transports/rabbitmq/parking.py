@@ -23,7 +23,8 @@ from ...core.delayed import HEADER, Delayed, cancel
 from ...core.topology import Topology
 from ..contract import Rescue
 from .delays import Delays
-from .envelope import unseal
+from .encoded import received
+from .envelope import COUNTED_BY_THE_QUEUE, keep_user_id, unseal
 from .own_channel import OwnChannel
 
 logger = logging.getLogger(__name__)
@@ -36,10 +37,6 @@ ARRIVAL_SECONDS = 5.0
 
 #: At most this many per round, so that a dead destination costs little.
 ROUND = 10_000
-
-
-#: What a quorum queue adds to a message that was returned to it: ours, not the destination's.
-_COUNTED_BY_THE_QUEUE = ("x-delivery-count", "x-acquired-count")
 
 
 @dataclass(frozen=True)
@@ -150,11 +147,12 @@ def purge(delays: Delays) -> int:
 
 
 def _parked(message: amqp.Message) -> Parked:
+    message = received(message)
     unsealed = unseal(message.properties, message.delivery_info)
     if unsealed is None:
         return Parked(message, message.properties, None)
     properties, _, delayed = unsealed
-    for header in _COUNTED_BY_THE_QUEUE:
+    for header in COUNTED_BY_THE_QUEUE:
         properties["application_headers"].pop(header, None)
     return Parked(message, properties, delayed)
 
@@ -191,9 +189,20 @@ def _move_on(work: _Round, batch: list[Parked]) -> None:
     work.outcome.delivered += sum(map(len, sent.values()))
     work.outcome.still_parked += len(stay)
     for parked in stay:
-        message = amqp.Message(parked.message.body, **parked.message.properties)
+        message = _as_parked(parked, work.delays.user)
         work.publisher.publish(message, "", work.delays.topology.parking_queue)
     work.publisher.wait_all()
+
+
+def _as_parked(parked: Parked, user: str) -> amqp.Message:
+    """For the end of the parking queue, where *user* sends it."""
+    properties = dict(parked.message.properties)
+    headers = dict(properties.get("application_headers") or {})
+    envelope = dict(headers.get(HEADER) or {})
+    keep_user_id(properties, envelope, user)
+    if parked.delayed is not None:
+        properties["application_headers"] = headers | {HEADER: envelope}
+    return amqp.Message(parked.message.body, **properties)
 
 
 def _back_to_levels(work: _Round, parked: Parked, delayed: Delayed) -> None:
@@ -210,6 +219,7 @@ def _back_to_levels(work: _Round, parked: Parked, delayed: Delayed) -> None:
         delivery_id=delayed.delivery_id,
         cancelled=delayed.cancelled,
         replaces=delayed.replaces,
+        expires_ms=delayed.expires_ms,
         recorded=not delayed.cancelled,
     )
     work.outcome.waiting_again += 1
@@ -221,6 +231,7 @@ def _publish_original(
     """To where it would have gone undelayed; the envelope stays, for the delivery id."""
     properties = dict(parked.properties)
     envelope = dict(parked.message.headers[HEADER])
+    keep_user_id(properties, envelope, work.delays.user)
     headers = {**properties["application_headers"], HEADER: envelope}
     if delayed.cancelled:
         cancel(headers, envelope)

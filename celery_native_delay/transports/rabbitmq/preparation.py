@@ -13,9 +13,9 @@ from amqp.exceptions import AccessRefused, ChannelError, NotFound
 
 from ...core.errors import NativeDelayError, NotPermitted
 from ...core.settings import DelaySettings
-from ...core.topology import Exchange, Topology
+from ...core.topology import Exchange, Topology, Unbinding
 from .declaring import apply, check_broker, refusals_explained
-from .mirror import Mirror, Mirrored, must_land_declarations
+from .mirror import Mirror, Mirrored, is_internal, must_land_declarations
 from .own_channel import OwnChannel
 from .routes import Routes
 
@@ -177,13 +177,26 @@ class Preparation:
 
     def queue_deleted(self, queue: str) -> None:
         """The user deleted *queue*: nothing may be left that takes copies for it."""
-        if self.mirror.rejects(queue):
+        unknown = self.mirror.is_stranger(queue) and not is_internal(queue)
+        if unknown or self.mirror.rejects(queue):
             landing = self.topology.queue_landing_queue(queue)
             # Quorum queues know no if-empty; nothing rests in this one for longer than an instant.
             with suppress(ChannelError):
                 if not self.declarer.queue_declare(landing, passive=True).message_count:
                     self.declarer.queue_delete(landing)
         self.mirror.queue_deleted(queue)
+
+    def exchange_deleted(self, exchange: str) -> None:
+        """The user deleted *exchange*: nothing may be left of what was bound to it here."""
+        gone = self.mirror.exchange_deleted(exchange)
+        try:
+            if gone and self._is_complete():
+                bound = [
+                    (binding.source, binding.destination, binding.routing_key) for binding in gone
+                ]
+                apply(self.declarer, [Unbinding(*binding) for binding in bound])
+        except ChannelError as exc:
+            logger.debug("not unbound: %s: %s", exchange, exc)
 
     def unmirror(self, binding: Mirrored) -> None:
         """Take back what mirrors a binding that the user has removed."""

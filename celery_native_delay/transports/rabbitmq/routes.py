@@ -14,7 +14,7 @@ from ...core.address import message_address
 from ...core.errors import CannotDelay
 from ...core.topology import Topology
 from .declaring import apply, refusals_explained
-from .mirror import MIRRORED_TYPES, Mirror, landing_declarations
+from .mirror import BUILTIN_TYPES, MIRRORED_TYPES, Mirror, landing_declarations
 from .own_channel import OwnChannel
 
 logger = logging.getLogger(__name__)
@@ -76,11 +76,13 @@ class Routes:
             return False
         if self._version != self._mirror.version:
             self.forget()
-        if (exchange, routing_key) in self._reached:
-            return False
         known = self._known.get(exchange)
         if known is None or known.until < monotonic():
+            if known is not None:
+                self._look_again(exchange)
             known = self._known[exchange] = self._find_out(exchange)
+        if (exchange, routing_key) in self._reached:
+            return False
         if known.lands or self._is_too_long(exchange, routing_key):
             self._require_landing(exchange)
             return True
@@ -117,6 +119,17 @@ class Routes:
         if kind is None:
             kind = self._mirror.types[exchange] = self._ask_type(exchange)
         return kind
+
+    def _look_again(self, exchange: str) -> None:
+        """Somebody may have deleted it, and declared it again as another type.
+
+        Raises:
+            amqp.exceptions.NotFound: it is not there any more.
+        """
+        kind = self.type_of(exchange)
+        if kind in ASKED_TYPES and exchange not in BUILTIN_TYPES:
+            self._mirror.types[exchange] = self._ask_type(exchange, likely=kind)
+        self._reached = {reached for reached in self._reached if reached[0] != exchange}
 
     def _find_out(self, exchange: str) -> _Known:
         until = monotonic() + ROUTE_SECONDS
@@ -196,15 +209,16 @@ class Routes:
             return False
         return True
 
-    def _ask_type(self, exchange: str) -> str:
+    def _ask_type(self, exchange: str, *, likely: str = "") -> str:
         if not exchange.isascii() and len(exchange.encode()) > LONGEST_ASKED_BYTES:
-            return ""
+            return likely
         try:
             # Passive first: asking must not declare what is not there.
             self._declarer().exchange_declare(exchange, "direct", passive=True)
-            return next(filter(partial(self._is_of_type, exchange), ASKED_TYPES), "")
+            asked = sorted(ASKED_TYPES, key=lambda kind: kind != likely)
+            return next(filter(partial(self._is_of_type, exchange), asked), "")
         except AccessRefused:
-            return "direct"
+            return likely or "direct"
 
     def _is_of_type(self, exchange: str, kind: str) -> bool:
         try:

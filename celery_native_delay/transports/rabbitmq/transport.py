@@ -16,6 +16,7 @@ from ...core.errors import SettingsError
 from ...core.settings import DelaySettings
 from ...kombu_hook import OPTION, asks_for_delays, settings_from_option
 from .delays import Delays
+from .encoded import as_it_came, keep_bytes
 from .envelope import unseal
 from .mirror import is_internal
 from .publish_batch import PublishBatch
@@ -40,7 +41,7 @@ class Message(pyamqp.Message):  # type: ignore[misc]
     """
 
     native_delay: Delayed | None = None
-    raw_body: bytes | str = b""
+    raw_body: bytes = b""
 
 
 class Channel(pyamqp.Channel):  # type: ignore[misc]
@@ -154,7 +155,7 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
 
     def exchange_delete(self, exchange: str, *args: Any, **kwargs: Any) -> Any:
         result = super().exchange_delete(exchange, *args, **kwargs)
-        self.delays.mirror.exchange_deleted(exchange)
+        self.delays.exchange_deleted(exchange)
         return result
 
     def exchange_bind(self, destination: str, source: str = "", *args: Any, **kwargs: Any) -> Any:
@@ -208,6 +209,11 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
             self.delays.prepare_to_consume(queue)
         return super().basic_consume(queue, *args, **kwargs)
 
+    def dispatch_method(self, method_sig: tuple[int, int], payload: bytes, content: Any) -> Any:
+        if content is not None:
+            keep_bytes(content)
+        return super().dispatch_method(method_sig, payload, content)
+
     def message_to_python(self, raw_message: Any) -> Any:
         """The received message as it would be without its wait."""
         unsealed = unseal(raw_message.properties, raw_message.delivery_info)
@@ -216,7 +222,7 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
             raw_message.properties, raw_message.delivery_info, delayed = unsealed
         message = super().message_to_python(raw_message)
         message.native_delay = delayed
-        message.raw_body = raw_message.body
+        message.raw_body = as_it_came(raw_message)
         return message
 
 

@@ -76,7 +76,6 @@ class WindowChannel(OwnChannel):
 
     def __init__(self, connection: Any) -> None:
         super().__init__(connection)
-        self.auto_decode = False
         self._returned: Counter[Hashable] = Counter()  # type: ignore[assignment]
         self._unwritten: list[bytes] = []
         self._unwritten_bytes = 0

@@ -9,7 +9,9 @@ import amqp
 from amqp.exceptions import AccessRefused
 
 from ...core.delayed import Delayed
+from ...core.durations import duration
 from ...core.errors import NativeDelayError, NotPermitted
+from ...core.finding import Finding
 from ...core.settings import DelaySettings
 from ..contract import Answer, Early, Receipts, Rescue
 from .ledger.entry import member_of
@@ -32,10 +34,10 @@ class RabbitMQWorkerPart:
         prepared = self._delays.prepare(consuming=True)
         settings = self.settings
         return (
-            f"{settings.levels} {settings.queue_type} levels of {settings.resolution:g} s on "
+            f"{settings.levels} {settings.queue_type} levels of {duration(settings.resolution)} on "
             f"{where}, {'declared' if prepared.declared else 'found declared'} in "
             f"{prepared.seconds * 1000:.0f} ms; {self._delays.mirror.known_count} bindings; "
-            f"longest delay {settings.longest_delay_seconds / 86400:.0f} days; adopting "
+            f"longest delay {duration(settings.longest_delay_seconds)}; adopting "
             f"{'on' if settings.adopt else 'off'}; ledger "
             f"{_where_the_ledger_is(settings)}"
             + (
@@ -45,7 +47,7 @@ class RabbitMQWorkerPart:
             )
         )
 
-    def dangers(self) -> list[str]:
+    def dangers(self) -> list[Finding]:
         """Policies that override the arguments of our queues."""
         api = management_of(self._delays.connection.client, self.settings)
         return overriding_policies(api, self._delays.topology)
@@ -67,6 +69,7 @@ class RabbitMQWorkerPart:
                         due_us=task.due_us,
                         delivery_id=task.delivery_id,
                         replaces=delayed.replaces if delayed is not None and is_same else None,
+                        expires_ms=None if delayed is None else delayed.expires_ms,
                     )
                 except NativeDelayError as exc:
                     refused.append((task, exc))
@@ -75,7 +78,7 @@ class RabbitMQWorkerPart:
     def receipts(self) -> Receipts | None:
         """What is asked about every message that waited; None without a ledger."""
         if self.settings.streams_ledger:
-            return StreamReceipts(self._delays.connection.client, self._delays.topology.ledger)
+            return StreamReceipts(self._delays.connection.client, self._delays.topology)
         url, vhost = self.settings.ledger_url, self._delays.connection.virtual_host
         if url is None:
             return None

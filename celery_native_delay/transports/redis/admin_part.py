@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..contract import Backlog, ParkedTask, Rescue, Verification
+from ...core.finding import WRONG, Finding
+from ...core.redis_server import clocks
+from ..contract import Backlog, ParkedTask, Rescue
 from ..virtual.status import Status, backlog_of
 from ..virtual.trace import unsealed
 from .envelope import opened_entry
-from .server import advice, clock_danger, dangers
 from .store import Census, Store
 from .worker_part import rescue
 
@@ -43,26 +44,32 @@ class RedisAdminPart:
         """Check the server; there is nothing to declare."""
         return Ready(self.name, str(self._delays.prepare()))
 
-    def verify(self) -> Verification:
-        """Check the server, our keys, and that somebody promotes."""
+    def verify(self) -> list[Finding]:
+        """Check the server and what our keys are."""
         self._delays.prepare()
-        server = self._delays.look()
         keys = self._delays.keys
         expected = dict.fromkeys((keys.due, keys.wake, keys.parked, keys.ids), "zset")
-        expected[keys.messages] = "hash"
-        differences = [
-            f"{key}: is a {kind}, expected a {expected[key]}"
+        expected |= {keys.messages: "hash", keys.promoting: "string"}
+        wrong = [
+            Finding(
+                "keys",
+                WRONG,
+                f"{key}: is a {kind}, expected a {expected[key]}",
+                f"delete it (DEL {key}), or choose another native_delay_namespace",
+            )
             for key, kind in self._store.kinds().items()
             if kind != expected[key]
         ]
-        if not differences:
-            differences += _compare(self.name, self._store.census())
-        differences += dangers(server)
-        differences += clock_danger(self._delays.clock_ahead_seconds())
-        unchecked = []
-        if server.policy is None or server.aof is None:
-            unchecked.append("maxmemory-policy and persistence: INFO does not tell them")
-        return Verification(differences, unchecked, list(advice(server)))
+        return [*wrong, *self._delays.dangers()]
+
+    def examine(self) -> list[Finding]:
+        """See that something promotes, that no entry is lost, and what time it is there."""
+        census = self._store.census()
+        return [
+            *_compare(self.name, census),
+            *Status.of(self.name, census).findings(),
+            *clocks(self._delays.clock_ahead_seconds()),
+        ]
 
     def status(self) -> Status:
         """Count what waits and what is parked."""
@@ -86,14 +93,14 @@ class RedisAdminPart:
         return self._store.purge_parked()
 
 
-def _compare(name: str, census: Census) -> list[str]:
-    differences = []
+def _compare(name: str, census: Census) -> list[Finding]:
     surplus = census.entries - census.waiting - census.parked
-    if surplus:
-        differences.append(
-            f"{name}: {abs(surplus)} message(s) {'without a due time' if surplus > 0 else 'lost'}"
-        )
-    return [*differences, *Status.of(name, census).differences()]
+    if not surplus:
+        return []
+    what = "without a due time" if surplus > 0 else "lost"
+    problem = f"{name}: {abs(surplus)} message(s) {what}"
+    way_out = "find out who else writes to these keys, or drops them; send such tasks again"
+    return [Finding("keys", WRONG, problem, way_out)]
 
 
 def _parked_task(entry: bytes) -> ParkedTask:

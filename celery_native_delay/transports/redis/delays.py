@@ -7,16 +7,19 @@ from typing import Any
 from uuid import uuid4
 
 import redis
-from redis.exceptions import ResponseError
 
 from ...core.due_time import milliseconds_up
 from ...core.errors import NativeDelayError
+from ...core.finding import Finding
+from ...core.redis_server import Server, check_server, keeping
 from ...core.settings import DelaySettings
+from ...redis_asking import clock_ahead_seconds, is_configurable, server_of
 from ..virtual import delays
+from ..virtual.status import Status
 from ..virtual.trace import encoded, sealed
+from ..virtual.watching import warn_if_nothing_promotes
 from .envelope import Destination, entry_of
 from .keys import Keys, member_of
-from .server import Server, check_server
 from .store import Store
 
 
@@ -32,6 +35,7 @@ class Delays(delays.Delays):
         super().__init__(settings, refusal=refusal)
         self.keys = Keys(channel.global_keyprefix or "", settings.namespace)
         self._channel = channel
+        self._place = f"{self.keys.space} of {channel.connection.client.as_uri()}"
         self._store: Store | None = None
         self._server: Server | None = None
 
@@ -61,12 +65,18 @@ class Delays(delays.Delays):
             self._server = server
         return self._server
 
-    def look(self) -> Server:
-        """What the server says of itself now; little, where ``INFO`` is not allowed."""
-        try:
-            return Server.from_info(self.store.client.info())
-        except ResponseError:
-            return Server()
+    def look(self, *, thoroughly: bool = False) -> Server:
+        """What the server says of itself now; *thoroughly*: whether it can be configured, too."""
+        client = self.store.client
+        return server_of(client, configurable=is_configurable(client) if thoroughly else None)
+
+    def dangers(self) -> list[Finding]:
+        """What may make the server lose messages that wait."""
+        return list(keeping(self.look(thoroughly=True), check="server", kept="delayed messages"))
+
+    def status(self) -> Status:
+        """What waits here, and whether anything promotes it."""
+        return Status.of(self.keys.space, self.store.census())
 
     def publish(
         self, message: dict[str, Any], destination: Destination, *, due_us: int, batch: Any = None
@@ -87,6 +97,11 @@ class Delays(delays.Delays):
         else:
             name, arguments = self.store.add_command(member, due_us, entry)
             batch.add(name, *arguments)
+        self.watch()
+
+    def watch(self) -> None:
+        """Something was published: see now and then to its being promoted."""
+        warn_if_nothing_promotes(self._place, self.status)
 
     def stored(
         self, message: dict[str, Any], destination: Destination, *, due_us: int
@@ -113,9 +128,7 @@ class Delays(delays.Delays):
 
     def clock_ahead_seconds(self) -> float:
         """How far the server's clock is ahead of ours; negative if it is behind."""
-        before_us = time_ns() // 1000
-        server_us = self.store.now_us()
-        return (server_us - (before_us + time_ns() // 1000) / 2) / 1_000_000
+        return clock_ahead_seconds(self.store.client)
 
     @staticmethod
     def _entry(message: dict[str, Any], destination: Destination, due_us: int) -> bytes:

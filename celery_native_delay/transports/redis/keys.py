@@ -44,6 +44,11 @@ class Keys(IndexKeys):
         return f"{self.space}.wake"
 
     @property
+    def promoting(self) -> str:
+        """String with a TTL: there is a promoter."""
+        return f"{self.space}.promoting"
+
+    @property
     def parked(self) -> str:
         """Sorted set: member → when its destination refused it, in microseconds."""
         return f"{self.space}.parked"

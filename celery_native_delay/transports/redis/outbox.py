@@ -32,6 +32,15 @@ _DIGESTS = {
 }
 
 
+#: A user, password or right that will not do.
+_NOT_LET_IN = (
+    exceptions.AuthenticationError,
+    exceptions.AuthenticationWrongNumberOfArgsError,
+    exceptions.AuthorizationError,
+    exceptions.NoPermissionError,
+)
+
+
 class Put(NamedTuple):
     """A message on its way to *destination*: it waits as *member*, due then, or without one not.
 
@@ -124,6 +133,11 @@ class Outbox(outbox.Outbox[Put, Parcel]):
             to = put.destination
             self._add(self._parcel(PUSH, to.keys, [to.ttl_ms, put.envelope], [put]))
 
+    def is_lasting(self, error: BaseException) -> bool:
+        """See :meth:`~..virtual.outbox.Outbox.is_lasting`."""
+        no_database = isinstance(error, exceptions.ResponseError) and "DB index" in str(error)
+        return isinstance(error, _NOT_LET_IN) or no_database or super().is_lasting(error)
+
     # --- private -------------------------------------------------------------------------
 
     @property
@@ -137,6 +151,7 @@ class Outbox(outbox.Outbox[Put, Parcel]):
         arguments: list[Any] = []
         for put in puts:
             arguments += (put.member, put.due_us, put.front + put.envelope)
+        self.channel.delays.watch()
         return (self._parcel(ADD_MANY, names, arguments, puts),)
 
     def _parcel(

@@ -23,11 +23,12 @@ from kombu.exceptions import KombuError
 from redis.exceptions import RedisError, TimeoutError
 
 from ...core.errors import NativeDelayError
+from ..virtual.watching import SHOW_SECONDS, Sign
 from .store import BATCH, Moved, Rounds
 
 logger = logging.getLogger(__name__)
 
-LONGEST_SLEEP_SECONDS = 10.0
+LONGEST_SLEEP_SECONDS = SHOW_SECONDS
 
 #: A promoter that came too late to find anything comes this much later next time, doubled up to
 #: the longest, so that of many one does the work and the others stand by.
@@ -68,6 +69,7 @@ class Promoter:
         self._stop_reader, self._stop_writer = socketpair()
         self._stop_writer.setblocking(False)
         self._pause_seconds = FIRST_PAUSE_SECONDS
+        self._sign = Sign(lambda: None)
 
     def run(self) -> None:
         """Promote until :meth:`stop`; a lost connection is made again, however long it takes."""
@@ -108,6 +110,7 @@ class Promoter:
             rounds = Rounds(pool.make_connection(), delays.keys, version=delays.version)
             alarm = _Alarm(pool.make_connection(), delays.keys.wake)
             try:
+                self._sign = Sign(delays.store.show_promoting, RedisError)
                 rounds.connect()
                 alarm.arm(self._stop_reader)
                 yield rounds, alarm
@@ -143,9 +146,11 @@ class Promoter:
         While there is more, the server works on one round when the answer to another is read.
         """
         taken = 0
+        self._sign.keep_up()
         rounds.ask()
         while True:
             moved = rounds.answer()
+            self._sign.keep_up()
             self._count(moved)
             taken += moved.taken
             if moved.taken == BATCH and not self._stopping.is_set():

@@ -176,9 +176,9 @@ return {#members, #done, parked, now, first[2] and tonumber(first[2]) or -1, ref
 #: maxmemory keeps everybody else from writing.
 ALLOW_OOM = "#!lua flags=allow-oom\n"
 
-#: KEYS due, messages, parked. Returns waiting, parked, entries, overdue, µs until the next is due
-#: (below 0: since it was; '' if nothing waits). A script, because a transaction is refused while
-#: maxmemory is reached, reading ones too.
+#: KEYS due, messages, parked, promoting. Returns waiting, parked, entries, overdue, µs until the
+#: next is due (below 0: since it was; '' if nothing waits), whether there is a promoter. A script,
+#: because a transaction is refused while maxmemory is reached, reading ones too.
 CENSUS = """
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
@@ -189,6 +189,7 @@ return {
     redis.call('HLEN', KEYS[2]),
     redis.call('ZCOUNT', KEYS[1], '-inf', now),
     first[2] and tonumber(first[2]) - now or '',
+    redis.call('EXISTS', KEYS[4]),
 }
 """
 

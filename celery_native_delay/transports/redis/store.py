@@ -22,6 +22,8 @@ from redis.exceptions import (
 )
 
 from ...core.errors import BrokerFull, NotPermitted
+from ...redis_asking import now_us
+from ..virtual.watching import SHOWN_SECONDS
 from .keys import Keys
 from .scripts import ADD, ALLOW_OOM, CENSUS, DISCARD, MOVE_ON, REMOVE, REPLACE
 
@@ -66,6 +68,8 @@ class Census:
     overdue_us: int
     next_due_us: int | None
     """Microseconds until the next message is due; None if none waits."""
+    promoting: bool
+    """Whether a promoter has shown itself lately."""
 
     @property
     def until_first_us(self) -> int | None:
@@ -154,18 +158,28 @@ class Store:
         with refusals_explained(self.keys):
             return _moved(script(keys=keys, args=[limit, highest]))
 
+    # --- who promotes --------------------------------------------------------------------
+
+    def show_promoting(self) -> None:
+        """Let others know for :data:`SHOWN_SECONDS` that there is a promoter.
+
+        Prolonging needs no memory, so it works while ``maxmemory`` is reached.
+        """
+        key = self.keys.promoting
+        if not self.client.expire(key, SHOWN_SECONDS):
+            self.client.set(key, "", ex=SHOWN_SECONDS)
+
     # --- looking -------------------------------------------------------------------------
 
     def now_us(self) -> int:
         """Microseconds since the epoch by the server's clock."""
-        seconds, microseconds = self.client.time()
-        return int(seconds) * 1_000_000 + int(microseconds)
+        return now_us(self.client)
 
     def census(self) -> Census:
         """Count what waits and what is parked."""
-        keys = [self.keys.due, self.keys.messages, self.keys.parked]
+        keys = [self.keys.due, self.keys.messages, self.keys.parked, self.keys.promoting]
         with refusals_explained(self.keys):
-            waiting, parked, entries, overdue, first = self._census(keys=keys)
+            waiting, parked, entries, overdue, first, promoting = self._census(keys=keys)
         wait_us = first if isinstance(first, int) else None
         return Census(
             waiting,
@@ -174,6 +188,7 @@ class Store:
             overdue,
             overdue_us=max(0, -(wait_us or 0)),
             next_due_us=None if wait_us is None else max(0, wait_us),
+            promoting=bool(promoting),
         )
 
     def peek_parked(self, *, limit: int) -> list[bytes]:
@@ -185,7 +200,7 @@ class Store:
     def kinds(self) -> dict[str, str]:
         """Key → its Redis type, of those that exist."""
         keys = self.keys
-        names = [keys.due, keys.messages, keys.wake, keys.parked, keys.ids]
+        names = [keys.due, keys.messages, keys.wake, keys.parked, keys.ids, keys.promoting]
         kinds = {name: self.client.type(name).decode() for name in names}
         return {name: kind for name, kind in kinds.items() if kind != "none"}
 

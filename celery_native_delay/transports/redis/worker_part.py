@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from ...core.durations import duration
 from ...core.errors import NativeDelayError
+from ...core.finding import Finding
+from ...core.redis_server import clocks
 from ...core.settings import DelaySettings
 from ..contract import Early, Rescue
 from .promoter import Promoter
-from .server import clock_danger, dangers
 from .store import BATCH
 
 #: At most this many scripts per round, so that a dead destination costs little.
@@ -31,14 +33,13 @@ class RedisWorkerPart:
         return (
             f"{where} ({server}) holds delayed tasks under {self._delays.keys.space}: "
             f"{census.waiting} waiting, {census.parked} parked; promoting in this worker; longest "
-            f"delay {self.settings.longest_delay_seconds / 86400:.0f} days; adopting "
+            f"delay {duration(self.settings.longest_delay_seconds)}; adopting "
             f"{'on' if self.settings.adopt else 'off'}"
         )
 
-    def dangers(self) -> list[str]:
+    def dangers(self) -> list[Finding]:
         """An eviction policy that may drop keys; no append-only file; a clock that is off."""
-        ahead_seconds = self._delays.clock_ahead_seconds()
-        return [*dangers(self._delays.look()), *clock_danger(ahead_seconds)]
+        return [*self._delays.dangers(), *clocks(self._delays.clock_ahead_seconds())]
 
     def put_back(self, early: Sequence[Early]) -> list[tuple[Early, NativeDelayError]]:
         """Store messages again for the queues they came from."""

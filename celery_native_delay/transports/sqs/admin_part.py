@@ -6,7 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..contract import Backlog, ParkedTask, Rescue, Verification
+from ...core.clocks import MAY_DIFFER_IN_WHOLE_SECONDS, clock_finding
+from ...core.finding import UNCHECKED, WRONG, Finding
+from ..contract import Backlog, ParkedTask, Rescue
 from .delay_queue import (
     LONGEST_NAME,
     advice,
@@ -19,6 +21,11 @@ from .delay_queue import (
 )
 from .queues import administered
 from .worker_part import refuse, set_up
+
+_RELAY = (
+    "start an installed worker that consumes from there or, where all workers are plain ones, run "
+    "`celery -A PROJ delay relay` beside them"
+)
 
 _DELAYED = "ApproximateNumberOfMessagesDelayed"
 
@@ -55,16 +62,22 @@ class QueueStatus:
 
 @dataclass(frozen=True)
 class Status:
-    """What waits in SQS."""
+    """What waits in SQS; when the first is due nobody can know, and nothing is parked."""
 
+    name: str
     queues: list[QueueStatus]
+    parked: int = 0
 
     @property
     def waiting(self) -> int:
         return sum(each.here + (each.on_the_way or 0) for each in self.queues)
 
+    @property
+    def overdue(self) -> int:
+        return sum(each.overdue for each in self.queues)
+
     def as_json(self) -> dict[str, Any]:
-        return {"waiting": self.waiting} | asdict(self)
+        return asdict(self) | {"waiting": self.waiting, "overdue": self.overdue}
 
     def lines(self, table: Callable[..., str]) -> list[str]:
         rows = [
@@ -72,11 +85,18 @@ class Status:
             for each in self.queues
         ]
         overdue = [
-            f"{each.queue}: {each.overdue} message(s) lie in its delay queue and nobody takes them"
+            f"{each.queue}: about {each.overdue} message(s) have done their wait and nobody takes "
+            f"them from its delay queue: {_RELAY}"
             for each in self.queues
             if each.overdue
         ]
-        return [table(("queue", "waiting here", "in its delay queue"), rows), *overdue]
+        return [
+            table(("queue", "waiting here", "in its delay queue"), rows),
+            f"waiting   about {self.waiting}",
+            "next due  unknown (SQS does not tell)",
+            f"overdue   {f'about {self.overdue}' if self.overdue else 0}",
+            *overdue,
+        ]
 
 
 class SqsAdminPart:
@@ -106,29 +126,53 @@ class SqsAdminPart:
         refuse(wrong)
         return Declared(found, lacking)
 
-    def verify(self) -> Verification:
+    def verify(self) -> list[Finding]:
         """Compare the delay queues with what they must be."""
         self._delays.check_settings()
-        differences: list[str] = []
-        advices: list[str] = []
+        found: list[Finding] = []
         for queue, name in self._named():
             attributes = self._attributes(queue)
             if attributes is None:
-                differences.append(f"{name}: {self._way_to(name)}")
+                found.append(self._lacking(name))
                 continue
-            differences += mismatches(name, attributes, hop_seconds=self._delays.hop_seconds)
-            advices += advice(name, attributes)
-            overdue = overdue_in(attributes)
+            found += mismatches(name, attributes, hop_seconds=self._delays.hop_seconds)
+            found += advice(name, attributes)
+        return found
+
+    def examine(self) -> list[Finding]:
+        """See that something relays, as far as SQS tells, and what time it is there."""
+        found, silent = [], []
+        for queue, name in self._named():
+            attributes = self._attributes(queue)
+            overdue = overdue_in(attributes or {})
             if overdue:
-                differences.append(
-                    f"{name}: about {overdue} message(s) have done their wait and nobody takes "
-                    f"them: no installed worker and no `celery -A PROJ delay relay` is running"
+                problem = (
+                    f"{name}: about {overdue} message(s) have done their wait and nothing takes "
+                    f"them: no installed worker of {queue!r} and no `celery -A PROJ delay relay` "
+                    f"is running"
                 )
-        return Verification(differences, [], advices)
+                found.append(Finding("relaying", WRONG, problem, _RELAY))
+            elif attributes is not None:
+                silent.append(name)
+        if silent:
+            problem = (
+                f"whether anything relays from {', '.join(silent)}: SQS tells it only of messages "
+                f"that have done their wait, and none lies there"
+            )
+            found.append(Finding("relaying", UNCHECKED, problem, f"make sure of it: {_RELAY}"))
+        return [*found, *self._clocks()]
+
+    def _clocks(self) -> Iterator[Finding]:
+        yield from clock_finding(
+            "SQS' clock",
+            self._delays.queues.clock_ahead_seconds or 0.0,
+            "delayed tasks from here are that much early or late",
+            may_differ_seconds=MAY_DIFFER_IN_WHOLE_SECONDS,
+        )
 
     def status(self) -> Status:
         """Count what waits, as far as SQS tells: its numbers are some seconds old."""
-        return Status([self._status(queue) for queue in self._queues])
+        return Status(self.name, [self._status(queue) for queue in self._queues])
 
     def backlog(self) -> Backlog:
         """The same as one number; when the first is due nobody can know."""
@@ -164,10 +208,12 @@ class SqsAdminPart:
         for queue in self._queues:
             yield queue, self._delays.queues.name(delay_queue_of(queue))
 
-    def _way_to(self, name: str) -> str:
+    def _lacking(self, name: str) -> Finding:
         if len(name) > LONGEST_NAME or self._channel.predefined_queues:
-            return why_not_made(name)
-        return "missing; `celery -A PROJ delay declare` creates it"
+            why = why_not_made(name)
+        else:
+            why = "missing: run `celery -A PROJ delay declare`, which creates it"
+        return Finding.of_sentence("delay queues", WRONG, f"{name}: {why}")
 
     def _attributes(self, queue: str) -> dict[str, str] | None:
         """Of its delay queue; None if there is none."""

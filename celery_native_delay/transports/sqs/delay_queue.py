@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from ...core.finding import ADVICE, WRONG, Finding
 from .entry import MOST_BYTES
 
 FIFO = ".fifo"
@@ -15,6 +16,9 @@ LONGEST_NAME = 80
 
 #: 14 days in seconds, the longest that SQS keeps a message. It is counted anew with every hop.
 RETENTION_SECONDS = 1_209_600
+
+_CHECK = "delay queues"
+_SET = "aws sqs set-queue-attributes --queue-url … --attributes "
 
 _COUNTS = [
     "ApproximateNumberOfMessages",
@@ -70,35 +74,33 @@ def attributes_of(hop_seconds: int, user: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def mismatches(name: str, attributes: Mapping[str, str], *, hop_seconds: int) -> list[str]:
-    """What is wrong with a delay queue, a sentence each."""
+def mismatches(name: str, attributes: Mapping[str, str], *, hop_seconds: int) -> list[Finding]:
+    """What is wrong with a delay queue."""
     expected = {"DelaySeconds": hop_seconds, "MessageRetentionPeriod": RETENTION_SECONDS}
     found = []
     for attribute, value in expected.items():
         has = attributes.get(attribute)
         if has != str(value):
-            found.append(
-                f"{name}: {attribute} is {has}, expected {value}: aws sqs set-queue-attributes "
-                f"--queue-url … --attributes {attribute}={value}"
-            )
+            problem = f"{name}: {attribute} is {has}, expected {value}"
+            found.append(Finding(_CHECK, WRONG, problem, f"{_SET}{attribute}={value}"))
     if attributes.get("FifoQueue") != "true":
-        found.append(f"{name}: expected a FIFO queue: delete it, a worker creates it")
+        problem = f"{name}: expected a FIFO queue"
+        found.append(Finding(_CHECK, WRONG, problem, "delete it, a worker creates it"))
     if attributes.get("RedrivePolicy"):
-        found.append(
+        problem = (
             f"{name}: RedrivePolicy is {attributes['RedrivePolicy']}, expected none, since it "
-            f"takes away messages that still wait: aws sqs set-queue-attributes --queue-url … "
-            f"--attributes RedrivePolicy="
+            f"takes away messages that still wait"
         )
+        found.append(Finding(_CHECK, WRONG, problem, f"{_SET}RedrivePolicy="))
     return found
 
 
-def advice(name: str, attributes: Mapping[str, str]) -> list[str]:
-    """What would be better, a sentence each."""
+def advice(name: str, attributes: Mapping[str, str]) -> list[Finding]:
+    """What would be better."""
     if attributes.get("FifoThroughputLimit") == "perMessageGroupId":
         return []
     way = "DeduplicationScope=messageGroup,FifoThroughputLimit=perMessageGroupId"
-    command = f"aws sqs set-queue-attributes --queue-url … --attributes {way}"
-    return [f"{name}: takes 300 requests a second: {command}"]
+    return [Finding(_CHECK, ADVICE, f"{name}: takes 300 requests a second", f"{_SET}{way}")]
 
 
 def most_bytes_of(attributes: Mapping[str, str]) -> int:

@@ -11,6 +11,7 @@ from botocore.exceptions import ClientError
 
 from ...core.delayed import HEADER
 from ...core.due_time import milliseconds_up
+from ...core.durations import duration
 from ...core.errors import CannotDelay, NativeDelayError, NotPermitted, TopologyMismatch
 from ...core.hops import seconds_up
 from ...core.settings import DelaySettings
@@ -209,13 +210,13 @@ class Delays(delays.Delays):
                 way_out = "start an installed worker or run `celery -A PROJ delay relay`"
             _say_once(
                 f"{name}: not found, so nobody relays for {queue!r}. Tasks that are due in more "
-                f"than {self.hop_seconds} s wait for so long in SQS, and then in the memory of a "
-                f"plain worker, where visibility_timeout may run them twice: {way_out}"
+                f"than {duration(self.hop_seconds)} wait for so long in SQS, and then in the "
+                f"memory of a plain worker, where visibility_timeout may run them twice: {way_out}"
             )
             return Look(monotonic(), None)
         found = mismatches(name, attributes, hop_seconds=self.hop_seconds)
         if found:
-            raise TopologyMismatch("; ".join(found))
+            raise TopologyMismatch("; ".join(map(str, found)))
         overdue = overdue_in(attributes)
         if overdue:
             logger.warning(

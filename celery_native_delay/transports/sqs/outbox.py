@@ -10,7 +10,13 @@ from collections.abc import Callable, Iterable
 from time import time_ns
 from typing import Any
 
-from botocore.exceptions import BotoCoreError, ClientError
+from botocore.exceptions import (
+    BotoCoreError,
+    ClientError,
+    NoCredentialsError,
+    NoRegionError,
+    PartialCredentialsError,
+)
 
 from ..virtual.collecting import Collecting, PlainPut
 from ..virtual.outbox import Batch, CallingOutbox, NotTaken
@@ -19,6 +25,14 @@ from .delays import Delays
 from .entry import Put, in_requests
 from .queues import explained
 from .transport import Channel
+
+#: What SQS answers to credentials that it does not know; those it knows may be denied an action.
+_NOT_LET_IN = frozenset(
+    ("InvalidClientTokenId", "SignatureDoesNotMatch", "UnrecognizedClientException",
+     "InvalidAccessKeyId", "AuthFailure", "OptInRequired", "AccessDenied", "AccessDeniedException")
+)  # fmt: skip
+
+_NO_CREDENTIALS = (NoCredentialsError, PartialCredentialsError, NoRegionError)
 
 
 class NotYet(Exception):
@@ -49,6 +63,13 @@ class Outbox(CallingOutbox[Put | PlainPut]):
     """See the module's docstring. What does not wait is sent as ever, one by one."""
 
     lost = (*CallingOutbox.lost, BotoCoreError, ClientError, NotYet)
+
+    def is_lasting(self, error: BaseException) -> bool:
+        """See :meth:`~..virtual.outbox.Outbox.is_lasting`."""
+        if isinstance(error, ClientError):
+            return error.response.get("Error", {}).get("Code") in _NOT_LET_IN
+        no_credentials = isinstance(error, _NO_CREDENTIALS)
+        return no_credentials or super().is_lasting(error)
 
     def take(self, put: Put | PlainPut) -> None:
         if isinstance(put, Put):

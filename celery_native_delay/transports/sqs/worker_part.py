@@ -10,7 +10,9 @@ from uuid import uuid4
 from botocore.exceptions import BotoCoreError, ClientError
 from kombu.exceptions import OperationalError
 
+from ...core.durations import duration
 from ...core.errors import NativeDelayError, TopologyMismatch
+from ...core.finding import Finding
 from ...core.settings import DelaySettings
 from ..contract import Early, Rescue
 from .delay_queue import can_delay, delay_queue_of, mismatches, why_not_made
@@ -43,25 +45,26 @@ class SqsWorkerPart:
         found, lacking, wrong = set_up(self._delays, self._queues)
         if not found:
             refuse(wrong)
-        for queue, sentences in wrong.items():
-            logger.critical("native delay: nobody relays for %r: %s", queue, "; ".join(sentences))
+        for queue, findings in wrong.items():
+            told = "; ".join(map(str, findings))
+            logger.critical("native delay: nobody relays for %r: %s", queue, told)
         self._queues = [queue for queue in self._queues if queue not in wrong]
         for name in lacking:
             logger.warning(
-                "native delay: %s %s. Tasks that are due in more than %d s come back to a worker "
+                "native delay: %s %s. Tasks that are due in more than %s come back to a worker "
                 "that often",
                 name,
                 why_not_made(name),
-                self._delays.hop_seconds,
+                duration(self._delays.hop_seconds),
             )
         return (
-            f"{where} holds delayed tasks, for longer than {self._delays.hop_seconds} s in "
+            f"{where} holds delayed tasks, for longer than {duration(self._delays.hop_seconds)} in "
             f"{', '.join(found) or 'no queue'}; relaying in this process; longest delay "
-            f"{self.settings.longest_delay_seconds / 86400:.0f} days; adopting "
+            f"{duration(self.settings.longest_delay_seconds)}; adopting "
             f"{'on' if self.settings.adopt else 'off'}"
         )
 
-    def dangers(self) -> list[str]:
+    def dangers(self) -> list[Finding]:
         """None that prepare() would not have refused."""
         return []
 
@@ -93,7 +96,9 @@ class SqsWorkerPart:
         return Relay(connect, self._queues)
 
 
-def set_up(delays: Any, queues: Sequence[str]) -> tuple[list[str], list[str], dict[str, list[str]]]:
+def set_up(
+    delays: Any, queues: Sequence[str]
+) -> tuple[list[str], list[str], dict[str, list[Finding]]]:
     """Names of the delay queues of *queues*, of those that nobody makes; what is wrong, by queue.
 
     Raises:
@@ -107,18 +112,20 @@ def set_up(delays: Any, queues: Sequence[str]) -> tuple[list[str], list[str], di
             lacking.append(name)
             continue
         attributes = delays.queues.attributes(delay_queue_of(queue), url) or {}
-        sentences = mismatches(name, attributes, hop_seconds=delays.hop_seconds)
-        if sentences:
-            wrong[queue] = sentences
+        findings = mismatches(name, attributes, hop_seconds=delays.hop_seconds)
+        if findings:
+            wrong[queue] = findings
         else:
             found.append(name)
     return found, lacking, wrong
 
 
-def refuse(wrong: Mapping[str, Sequence[str]]) -> None:
+def refuse(wrong: Mapping[str, Sequence[Finding]]) -> None:
     """Raise TopologyMismatch with all that is *wrong*, if anything is."""
     if wrong:
-        raise TopologyMismatch("; ".join(sentence for each in wrong.values() for sentence in each))
+        raise TopologyMismatch(
+            "; ".join(str(finding) for each in wrong.values() for finding in each)
+        )
 
 
 def _as_sent(raw: dict[str, Any]) -> tuple[dict[str, Any], str]:

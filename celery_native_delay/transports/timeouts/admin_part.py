@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ..contract import Backlog, ParkedTask, Rescue, Verification
+from ...core.clocks import clock_finding
+from ...core.errors import StoreUnavailable, TopologyMismatch
+from ...core.finding import UNCHECKED, WRONG, Finding
+from ..contract import Backlog, ParkedTask, Rescue
 from ..virtual.status import Status, backlog_of
 from ..virtual.trace import unsealed
 from .schema import MESSAGES, VERSION
@@ -43,10 +47,39 @@ class StoreAdminPart:
         self._store.prepare()
         return Ready(self.name, VERSION)
 
-    def verify(self) -> Verification:
-        """Check the version of the tables, and that somebody dispatches."""
-        self._store.prepare()
-        return Verification(Status.of(self.name, self._store.census()).differences(), [], [])
+    def verify(self) -> list[Finding]:
+        """Check that the tables are there, in our version, and can be written to."""
+        with _told() as found:
+            if self._store.is_made():
+                self._store.prepare()
+                self._store.try_to_write()
+            else:
+                problem = f"{self._store.shown_url} has none of our tables"
+                way_out = (
+                    "start a worker or run `celery -A PROJ delay declare`, which make them, or "
+                    "correct native_delay_store, in workers and producers"
+                )
+                found.append(Finding("store", WRONG, problem, way_out))
+        return found
+
+    def examine(self) -> list[Finding]:
+        """See that something dispatches, and what time it is there."""
+        with _told() as found:
+            if self._store.is_made():
+                self._store.prepare()
+                found += Status.of(self.name, self._store.census()).findings()
+                found += self._clocks()
+        return found
+
+    def _clocks(self) -> Iterator[Finding]:
+        ahead_seconds = self._store.clock_ahead_seconds()
+        if ahead_seconds is None:
+            problem = f"the clock of {self._store.shown_url}: it is not known how to ask for it"
+            way_out = "have all machines follow one time server"
+            yield Finding("clocks", UNCHECKED, problem, way_out)
+            return
+        effect = "one of the two makes delayed tasks early or late"
+        yield from clock_finding("the database's clock", ahead_seconds, effect)
 
     def status(self) -> Status:
         """Count what waits and what is parked."""
@@ -72,6 +105,22 @@ class StoreAdminPart:
 
     def purge_parked(self) -> int:
         return self._store.purge(parked=True)
+
+
+@contextmanager
+def _told() -> Iterator[list[Finding]]:
+    """A list of findings, to which is added what ended the block."""
+    found: list[Finding] = []
+    try:
+        yield found
+    except StoreUnavailable as exc:
+        way_out = (
+            "see that the database runs, takes this user and can be written to, or correct "
+            "native_delay_store, in workers and producers"
+        )
+        found.append(Finding("store", WRONG, str(exc), way_out))
+    except TopologyMismatch as exc:
+        found.append(Finding.of_sentence("store", WRONG, str(exc)))
 
 
 def _parked_task(envelope: str) -> ParkedTask:

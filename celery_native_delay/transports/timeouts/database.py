@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from pathlib import Path
+from time import time
 from typing import Any
 
-from sqlalchemy import URL, Engine, create_engine, event, exc, make_url
+from sqlalchemy import URL, Connection, Engine, create_engine, event, exc, make_url, text
 
 from ...core.errors import SettingsError
 from ...core.shown_url import without_password
@@ -110,6 +111,26 @@ def _sqlite(place: URL) -> Engine:
         connection.connection.dbapi_connection.execute("BEGIN" if reads else "BEGIN IMMEDIATE")
 
     return engine
+
+
+#: How servers tell the time, in seconds since the epoch.
+_TIMES = {
+    "postgresql": "SELECT extract(epoch FROM clock_timestamp())",
+    "mysql": "SELECT unix_timestamp(now(6))",
+    "mariadb": "SELECT unix_timestamp(now(6))",
+}
+
+
+def clock_ahead_seconds(connection: Connection) -> float | None:
+    """How far the database's clock is ahead of ours, negative if behind; None: unknown."""
+    if connection.dialect.name == "sqlite":
+        return 0.0  # it has ours
+    statement = _TIMES.get(connection.dialect.name)
+    if statement is None:
+        return None
+    before = time()
+    told = float(connection.execute(text(statement)).scalar_one())
+    return told - (before + time()) / 2
 
 
 def _identity(file: Path) -> tuple[int, int] | None:

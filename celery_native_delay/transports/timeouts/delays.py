@@ -8,8 +8,11 @@ from uuid import uuid4
 from ...core.due_time import milliseconds_up
 from ...core.errors import NativeDelayError
 from ...core.settings import DelaySettings
+from ...core.shown_url import without_password
 from ..virtual import delays
+from ..virtual.status import Status
 from ..virtual.trace import encoded, sealed
+from ..virtual.watching import warn_if_nothing_promotes
 from .store import Store
 
 #: The queue of a message for all that listen to its exchange.
@@ -43,6 +46,7 @@ class Delays(delays.Delays):
     ) -> None:
         super().__init__(settings, refusal=refusal)
         self._url = url
+        self._place = f"{settings.namespace} of {without_password(url)}"
 
     @property
     def store(self) -> Store:
@@ -67,6 +71,14 @@ class Delays(delays.Delays):
         store = self.store
         waiting = self.stored(message, queue, due_us=due_us)
         store.add(queue, waiting.envelope, due_us=due_us, task_id=waiting.task_id)
+        self.watch()
+
+    def watch(self) -> None:
+        """Something was stored: see now and then to its being dispatched."""
+        warn_if_nothing_promotes(self._place, self._status)
+
+    def _status(self) -> Status:
+        return Status.of(self._place, self.store.look_for_dispatcher())
 
     def stored(self, message: dict[str, Any], queue: str, *, due_us: int) -> Put:
         """kombu's *message* as it is stored; raises as :meth:`publish`."""

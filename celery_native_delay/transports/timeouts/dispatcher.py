@@ -17,6 +17,7 @@ from typing import Any
 from ...core.errors import NativeDelayError, StoreUnavailable
 from ...kombu_hook import OPTION
 from ..contract import Outage
+from ..virtual.watching import Sign
 from .alarm import Alarm
 from .batch import Batch
 from .breakers import Breaker, nobody_asked
@@ -54,6 +55,7 @@ class Dispatcher:
         self._hand_over: HandOver | None = None
         self._stopping = Event()
         self._alarm = Alarm()
+        self._sign = Sign(store.show_dispatching, StoreUnavailable)
         self._sleeps_until_us = 0
         self._pause_seconds = FIRST_PAUSE_SECONDS
 
@@ -93,6 +95,7 @@ class Dispatcher:
         breakers = self._store.breakers
         try:
             self._store.prepare()
+            self._sign.keep_up()
             # What is added from here on rings.
             self._sleeps_until_us = 1 << 62
             next_us = self._store.next_due_us()

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from ...core.errors import StoreUnavailable
+from ..lasting import is_lasting_sql
 from ..virtual.collecting import Collecting, PlainPut
 from ..virtual.outbox import Batch, CallingOutbox, NotTaken
 from .delays import BROADCAST, Put
@@ -42,6 +43,10 @@ class Outbox(CallingOutbox[Put | PlainPut]):
         self._line: Line | None = None
         #: Of the last batch that is stored.
         self._number = 0
+
+    def is_lasting(self, error: BaseException) -> bool:
+        """See :meth:`~..virtual.outbox.Outbox.is_lasting`; of the broker and of the store."""
+        return is_lasting_sql(error) or super().is_lasting(error)
 
     def _open(self, client: Any) -> Collecting:
         transport = client.transport
@@ -80,6 +85,7 @@ class Outbox(CallingOutbox[Put | PlainPut]):
                 raise NotTaken(str(error)) from error
             raise
         self._number += 1
+        self.channel.delays.watch()
 
     def _put_plainly(self, put: PlainPut) -> None:
         try:

@@ -33,9 +33,10 @@ from ...core.errors import StoreUnavailable, TopologyMismatch
 from ...core.shown_url import without_password
 from .batch import DUE, PARKED, Batch
 from .breakers import Breakers
-from .database import READS, engine_of
+from .database import READS, clock_ahead_seconds, engine_of
 from .rows import Rows
 from .schema import MESSAGES, METADATA, SCHEMA, VERSION
+from .sign import is_shown, show
 
 T = TypeVar("T")
 
@@ -46,19 +47,21 @@ _ROW = MESSAGES.c
 ADD = insert(MESSAGES)
 _MINE = _ROW.namespace == bindparam("mine")
 _NEXT = select(func.min(_ROW.due_us)).where(_MINE)
+_CHANGE_NOTHING = delete(MESSAGES).where(_ROW.id < 0)
 
 
 @dataclass(frozen=True)
 class Census:
     """What lies in the store: numbers of messages, microseconds until the first is due.
 
-    Below 0 since it was; None if nothing waits.
+    Below 0 since it was; None if nothing waits. *promoting*: a dispatcher has shown itself lately.
     """
 
     waiting: int
     parked: int
     overdue: int
     until_first_us: int | None
+    promoting: bool
 
 
 _stores: dict[tuple[str, str], Store] = {}
@@ -98,8 +101,7 @@ class Store:
         store = _stores.get((url, namespace))
         if store is None:
             store = _stores.setdefault((url, namespace), cls(url, namespace))
-            path = (store.engine.url.database or "").removeprefix("file:")
-            if store.is_file and not Path(path).is_absolute():
+            if store.is_file and not Path(store.path).is_absolute():
                 logger.warning(
                     "native delay: %s is another file for each folder that a process starts in: "
                     "name it with four slashes, as in sqlite:////var/lib/shop/delays.db",
@@ -111,6 +113,11 @@ class Store:
     def is_file(self) -> bool:
         """Whether it is SQLite's: local, and quick to ask."""
         return self.engine.dialect.name == "sqlite"
+
+    @property
+    def path(self) -> str:
+        """Of SQLite's file."""
+        return (self.engine.url.database or "").removeprefix("file:")
 
     # --- the tables ----------------------------------------------------------------------
 
@@ -129,6 +136,22 @@ class Store:
                     self._create()
                 self._check_version()
                 self._is_ready = True
+
+    def is_made(self) -> bool:
+        """Whether the tables are there, so that :meth:`prepare` would make none."""
+        if self.is_file and not Path(self.path).exists():
+            return False  # looking would make the file
+        with self._explained():
+            return self._has_tables()
+
+    def try_to_write(self) -> None:
+        """Change nothing, as who may write."""
+        self.change(lambda connection: connection.execute(_CHANGE_NOTHING))
+
+    def clock_ahead_seconds(self) -> float | None:
+        """How far the database's clock is ahead of ours, negative if behind; None: unknown."""
+        with self._explained(), self._reading() as connection:
+            return clock_ahead_seconds(connection)
 
     def _has_tables(self) -> bool:
         with self.engine.connect().execution_options(**{READS: True}) as connection:
@@ -254,6 +277,10 @@ class Store:
         for one in batch.delivered:
             self.put_already.pop(one, None)
 
+    def show_dispatching(self) -> None:
+        """Let others know that something dispatches from here."""
+        self.change(lambda connection: show(connection, self.namespace))
+
     # --- looking -------------------------------------------------------------------------
 
     def census(self) -> Census:
@@ -266,8 +293,19 @@ class Store:
             overdue = connection.execute(
                 select(func.count()).select_from(MESSAGES).where(_MINE, _ROW.due_us <= now_us), mine
             ).scalar()
+            promoting = is_shown(connection, self.namespace)
         until_first_us = None if first_us is None else int(first_us) - now_us
-        return Census(int(waiting), int(total) - int(waiting), int(overdue or 0), until_first_us)
+        parked = int(total) - int(waiting)
+        return Census(int(waiting), parked, int(overdue or 0), until_first_us, promoting)
+
+    def look_for_dispatcher(self) -> Census:
+        """The same without counting, which takes long where much waits: *overdue* is 1 or 0."""
+        due_us = self.next_due_us()
+        with self._explained(), self._reading() as connection:
+            promoting = is_shown(connection, self.namespace)
+        until_us = None if due_us is None else due_us - time_ns() // 1000
+        overdue = until_us is not None and until_us <= 0
+        return Census(int(due_us is not None), 0, int(overdue), until_us, promoting)
 
     @contextmanager
     def rows(self, *, to_change: bool = False) -> Iterator[Rows]:

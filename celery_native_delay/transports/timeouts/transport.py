@@ -10,6 +10,7 @@ from contextlib import suppress
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+from amqp.exceptions import RecoverableConnectionError
 from kombu.exceptions import ChannelError
 from kombu.transport import virtual
 from kombu.utils.imports import symbol_by_name
@@ -198,12 +199,22 @@ def delaying(kombus: type[virtual.Transport]) -> type[virtual.Transport]:
     names: dict[str, Any] = {"__module__": __name__}
     if plain.Message is not virtual.Message:
         names["Message"] = type("Message", (Message, plain.Message), {})
+    names["disconnected"] = disconnected_of(kombus)
     channel = type("Channel", (mixin, plain), names)
     return type(
         "Transport",
         (DatabaseTransport if is_database else StoreDelayingTransport, kombus),
         {"__module__": __name__, "delaying_channel": channel},
     )
+
+
+def disconnected_of(kombus: type[virtual.Transport]) -> type[Exception]:
+    """An error from which this transport recovers; some of kombu's know none but a driver's own."""
+    found: type[Exception] = RecoverableConnectionError
+    recoverable = getattr(kombus, "recoverable_connection_errors", kombus.connection_errors)
+    if not issubclass(found, recoverable):
+        found = type("Disconnected", (found, recoverable[0]), {})
+    return found
 
 
 _transports: dict[str, type[virtual.Transport]] = {}

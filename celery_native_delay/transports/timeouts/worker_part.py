@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from ...core.durations import duration
 from ...core.errors import NativeDelayError, StoreUnavailable
+from ...core.finding import WRONG, Finding
 from ...core.settings import DelaySettings
 from ..contract import Early, Rescue
 from .dispatcher import Dispatcher
@@ -44,22 +46,23 @@ class StoreWorkerPart:
         return (
             f"{store.shown_url} holds delayed tasks of {where}: {found}; "
             f"dispatching in this worker; longest delay "
-            f"{self.settings.longest_delay_seconds / 86400:.0f} days; adopting "
+            f"{duration(self.settings.longest_delay_seconds)}; adopting "
             f"{'on' if self.settings.adopt else 'off'}"
         )
 
-    def dangers(self) -> list[str]:
+    def dangers(self) -> list[Finding]:
         """Folders between which what is dispatched would be lost."""
         if not is_folder(self._channel):
             return []
         out, into = self._channel.data_folder_out, self._channel.data_folder_in
         if Path(out).absolute() == Path(into).absolute():
             return []
-        danger = (
+        problem = (
             f"what is due goes to data_folder_out, {out}, and this worker consumes from "
-            f"data_folder_in, {into}: name the same folder twice in broker_transport_options"
+            f"data_folder_in, {into}"
         )
-        return [danger]
+        way_out = "name the same folder twice in broker_transport_options"
+        return [Finding("folders", WRONG, problem, way_out)]
 
     def put_back(self, early: Sequence[Early]) -> list[tuple[Early, NativeDelayError]]:
         """Store messages again for the queues they came from."""

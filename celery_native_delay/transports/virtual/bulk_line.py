@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from time import time_ns
 from typing import Any
 
 from kombu import Producer
 
+from ...core.difference import differing
 from ...core.due_time import milliseconds_up
 from ...core.random_ids import RandomIds
 from ..contract import Line
@@ -23,9 +24,11 @@ ROUTE_SECONDS = 60.0
 class Kind:
     """How tasks of one kind are sent without the long way: like *put*."""
 
-    def __init__(self, template: Template, put: Put) -> None:
+    def __init__(self, template: Template, put: Put, body: bytes) -> None:
         self.template = template
         self.put = put
+        #: That of the task it was learnt from.
+        self.body = body
         #: Until then the exchange is taken to lead where it did.
         self.valid_until_us = time_ns() // 1000 + round(ROUTE_SECONDS * 1_000_000)
 
@@ -63,17 +66,49 @@ class BulkLine(Line[Outbox[Any, Any]]):
 
         A template is only used if it makes the very envelope that the long way did.
         """
-        if len(self._last) != 1 or not self._last[0].due_us:
+        put = self._one()
+        if put is None or not put.due_us:
             return None
-        put = self._last[0]
-        text = put.envelope if isinstance(put.envelope, str) else put.envelope.decode()
+        text = text_of(put)
         envelope = json.loads(text)
         try:
-            template = Template(envelope)
-            same = template.envelope(fields_of(envelope)) == text
+            template, fields = Template(envelope), fields_of(envelope)
         except ValueError:
             return None
-        return Kind(template, put) if same else None
+        return Kind(template, put, fields.body) if template.envelope(fields) == text else None
+
+    @property
+    def last_headers(self) -> Mapping[str, Any] | None:
+        """Headers of the one message that was last sent the long way; None if it was not one."""
+        put = self._one()
+        return None if put is None else json.loads(text_of(put)).get("headers") or {}
+
+    def difference(
+        self, kind: Kind, task_id: str, eta: str, argsrepr: str, kwargsrepr: str, body: bytes
+    ) -> str:
+        """What of the last message *kind* would have made otherwise, in words; "" if nothing."""
+        put = self._one()
+        if put is None:
+            return "how many messages or queues they are"
+        found = json.loads(text_of(put))
+        try:
+            theirs = fields_of(found)
+        except ValueError:
+            return "its headers"
+        fields = TaskFields(
+            task_id, eta, argsrepr, kwargsrepr, body, theirs.due_ms, theirs.delivery_tag
+        )
+        text = kind.template.envelope(fields)
+        tag = theirs.delivery_tag
+        if put == kind.put.another(text, due_us=put.due_us, task_id=task_id, delivery_tag=tag):
+            return ""
+        made = json.loads(text)
+        return (
+            differing("header", made.pop("headers"), found.pop("headers"))
+            or differing("property", made.pop("properties"), found.pop("properties"))
+            or differing("part", made, found)
+            or "its destination"
+        )
 
     def send(
         self,
@@ -107,3 +142,13 @@ class BulkLine(Line[Outbox[Any, Any]]):
             self._outbox.make_room()
             self._outbox.take(put)
         return True
+
+    # --- private -------------------------------------------------------------------------
+
+    def _one(self) -> Put | None:
+        return self._last[0] if len(self._last) == 1 else None
+
+
+def text_of(put: Put) -> str:
+    """kombu's message in *put*, as JSON."""
+    return put.envelope if isinstance(put.envelope, str) else put.envelope.decode()

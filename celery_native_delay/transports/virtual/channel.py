@@ -10,6 +10,7 @@ from functools import cached_property
 from time import time_ns
 from typing import Any, ClassVar
 
+from amqp.exceptions import RecoverableConnectionError
 from kombu.transport import virtual
 
 from ...core.delayed import Delayed, due_of
@@ -36,7 +37,34 @@ class Message(virtual.Message):  # type: ignore[misc]
         self.headers, self.native_delay = unsealed(self.headers, self.properties)
 
 
-class DelayingChannel:
+class PublishingChannel:
+    """A delayed publish on a closed channel is an outage, which kombu retries, as on RabbitMQ."""
+
+    disconnected: ClassVar[type[Exception]] = RecoverableConnectionError
+    """What to raise on a closed channel: one of the errors from which its transport recovers."""
+
+    def basic_publish(
+        self: Any, message: dict[str, Any], exchange: str, routing_key: str, **kwargs: Any
+    ) -> Any:
+        if self.due_of(message) is not None:
+            self.check_connected()
+        return super().basic_publish(message, exchange, routing_key, **kwargs)  # type: ignore[misc]
+
+    def check_connected(self: Any) -> None:
+        """Raise :attr:`disconnected` on a channel that was closed, maybe with its connection."""
+        if self.connection is None:
+            raise self.disconnected("the connection of this channel was closed")
+
+    @staticmethod
+    def due_of(message: dict[str, Any]) -> int | None:
+        """When *message* is due, if it is to wait; not what kombu redelivers through here."""
+        if message.get("redelivered"):
+            return None
+        due_us = due_of(message.get("headers"))
+        return due_us if due_us is not None and due_us > time_ns() // 1000 else None
+
+
+class DelayingChannel(PublishingChannel):
     """What our channels do differently from kombu's; mixed in before them."""
 
     Message = Message
@@ -59,9 +87,14 @@ class DelayingChannel:
         """
         raise NotImplementedError
 
+    @property
+    def delays(self) -> Any:
+        """Delayed delivery on this channel; raises :attr:`disconnected` when it was closed."""
+        self.check_connected()
+        return self._delays
+
     @cached_property
-    def delays(self: Any) -> Any:
-        """Delayed delivery on this channel."""
+    def _delays(self: Any) -> Any:
         option = (self.connection.client.transport_options or {}).get(OPTION)
         try:
             return self.make_delays(settings_from_option(option))
@@ -75,14 +108,6 @@ class DelayingChannel:
         if due_us is None:
             return super()._put(queue, message, **kwargs)  # type: ignore[misc]
         return self.let_wait(queue, message, due_us=due_us, **kwargs)
-
-    @staticmethod
-    def due_of(message: dict[str, Any]) -> int | None:
-        """When *message* is due, if it is to wait; not what kombu redelivers through here."""
-        if message.get("redelivered"):
-            return None
-        due_us = due_of(message.get("headers"))
-        return due_us if due_us is not None and due_us > time_ns() // 1000 else None
 
     def basic_consume(
         self: Any,

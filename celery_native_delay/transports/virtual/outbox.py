@@ -20,6 +20,7 @@ from kombu.exceptions import OperationalError
 
 from ...core.errors import NativeDelayError
 from ...core.refusal import RefusedMessage
+from ..lasting import is_lasting_tls, with_causes
 from .collecting import Collecting, Put
 from .template import refused_of
 
@@ -29,7 +30,7 @@ PutT = TypeVar("PutT", bound=Put)
 #: Messages that are written at a time. More are no faster, and keep others waiting longer.
 BATCH = 100
 
-#: Seconds to try on while there is no connection.
+#: Seconds to try on while there is no connection, counted from the first failure of an outage.
 PATIENCE_SECONDS = 60.0
 
 #: A batch that is not full is sent after this, also if nothing follows it for an hour.
@@ -87,6 +88,10 @@ class Outbox(ABC, Generic[PutT, ParcelT]):
         self._parcels: deque[ParcelT] = deque()
         self._written = 0
         self._unanswered = 0
+        #: When the outage of now began, in seconds of the monotonic clock; None without one.
+        self._away_since: float | None = None
+        #: Whether it has lasted too long, or will for good.
+        self.has_given_up = False
         self._refused: list[RefusedMessage] = []
         self._already_named: set[tuple[str | None, str | None]] = set()
         self._wanted = Event()
@@ -111,7 +116,7 @@ class Outbox(ABC, Generic[PutT, ParcelT]):
         Before a message is taken, so that one that cannot be sent is not held either.
 
         Raises:
-            One of :attr:`lost`: there has been no connection for :data:`PATIENCE_SECONDS`.
+            One of :attr:`lost`: see :meth:`patiently`.
         """
         if len(self._held) >= self._batch or self._held_bytes >= _BATCH_BYTES:
             self._close_batch()
@@ -124,24 +129,38 @@ class Outbox(ABC, Generic[PutT, ParcelT]):
         """What *attempt* returns, given a channel; again on a new one if the connection is lost.
 
         Raises:
-            Whatever *attempt* does; one of :attr:`lost` after :data:`PATIENCE_SECONDS`.
+            Whatever *attempt* does; one of :attr:`lost`: there has been no connection for
+                :data:`PATIENCE_SECONDS`, however many calls ago that began, or it is lasting.
         """
-        deadline = monotonic() + PATIENCE_SECONDS
         while True:
             try:
                 self._connect()
-                return attempt(self.channel)
-            except self.lost:
-                if monotonic() > deadline:
-                    raise
+                done = attempt(self.channel)
+            except self.lost as exc:
                 self._lose()
+                now = monotonic()
+                if self._away_since is None:
+                    self._away_since = now
+                self.has_given_up = now - self._away_since > PATIENCE_SECONDS or any(
+                    map(self.is_lasting, with_causes(exc))
+                )
+                if self.has_given_up:
+                    raise
                 sleep(PAUSE_SECONDS)
+            else:
+                self._is_back()
+                return done
+
+    def is_lasting(self, error: BaseException) -> bool:
+        """Whether this cause of one of :attr:`lost` is no outage, but will be there tomorrow."""
+        return is_lasting_tls(error)
 
     def settle(self, *, timeout_seconds: float | None) -> None:
         """Return when the server has answered for everything.
 
         Raises:
-            TimeoutError: it has not after *timeout_seconds*.
+            TimeoutError: it has not after *timeout_seconds*, or it is known that it will not: for
+                an outage that has lasted too long already there is one attempt.
         """
         deadline = None if timeout_seconds is None else monotonic() + timeout_seconds
         with self.lock:
@@ -152,9 +171,15 @@ class Outbox(ABC, Generic[PutT, ParcelT]):
                 try:
                     self._write()
                     self._read_ready(timeout_seconds=PAUSE_SECONDS)
-                except self.lost:
+                except self.lost as exc:
                     self._lose()
+                    if self.has_given_up or any(map(self.is_lasting, with_causes(exc))):
+                        raise TimeoutError(
+                            f"{self._unanswered} message(s) not answered for: {exc}"
+                        ) from exc
                     sleep(PAUSE_SECONDS)
+                else:
+                    self._is_back()
 
     def take_refused(self) -> list[RefusedMessage]:
         """What the server did not take since the last time."""
@@ -255,6 +280,9 @@ class Outbox(ABC, Generic[PutT, ParcelT]):
             raise
         self._client = client
         self.connects += 1
+
+    def _is_back(self) -> None:
+        self._away_since, self.has_given_up = None, False
 
     def _lose(self) -> None:
         client, self._client = self._client, None

@@ -1,4 +1,4 @@
-"""What the command line tells of a store that workers hand over from. Pure."""
+"""What is told of a store that workers hand over from. Pure."""
 
 from __future__ import annotations
 
@@ -6,10 +6,20 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
+from ...core.durations import duration
+from ...core.finding import WRONG, Finding
 from ..contract import Backlog
 
 #: Longer overdue, in seconds, and nobody seems to hand over.
-_PATIENCE_SECONDS = 15.0
+PATIENCE_SECONDS = 15.0
+
+NOTHING_PROMOTES = (
+    "nothing promotes: no installed worker and no `celery -A PROJ delay promote` is running"
+)
+_WAY_OUT = (
+    "start an installed worker or, where all workers are plain ones, run "
+    "`celery -A PROJ delay promote` beside them"
+)
 
 
 class Census(Protocol):
@@ -28,6 +38,10 @@ class Census(Protocol):
     def until_first_us(self) -> int | None:
         """Microseconds until the first is due, below 0 since it was; None if nothing waits."""
 
+    @property
+    def promoting(self) -> bool:
+        """Whether a promoter has shown itself lately."""
+
 
 @dataclass(frozen=True)
 class Status:
@@ -39,6 +53,7 @@ class Status:
     overdue: int
     overdue_seconds: float
     parked: int
+    promoting: bool
 
     @classmethod
     def of(cls, name: str, census: Census) -> Status:
@@ -50,6 +65,7 @@ class Status:
             census.overdue,
             max(-(until_us or 0), 0) / 1_000_000,
             census.parked,
+            census.promoting,
         )
 
     def as_json(self) -> dict[str, Any]:
@@ -57,24 +73,45 @@ class Status:
 
     def lines(self, table: Callable[..., str]) -> list[str]:
         due = self.next_due_within_seconds
-        late = f", the first for {self.overdue_seconds:g} s" if self.overdue else ""
+        until = "-" if due is None else "overdue" if self.overdue else f"in {duration(due)}"
+        late = f", the first for {duration(self.overdue_seconds)}" if self.overdue else ""
         return [
             f"waiting   {self.waiting}",
-            f"next due  {'-' if due is None else f'within {due:g} s'}",
+            f"next due  {until}",
             f"overdue   {self.overdue}{late}",
             f"parked    {self.parked}",
+            *([f"{NOTHING_PROMOTES}: {_WAY_OUT}"] if self.overdue and not self.promoting else []),
         ]
 
-    def differences(self) -> list[str]:
-        """What is wrong if nobody hands over."""
-        if self.overdue_seconds <= _PATIENCE_SECONDS:
-            return []
-        nobody = (
-            f"{self.name}: {self.overdue} message(s) overdue, the first for "
-            f"{self.overdue_seconds:.0f} s: no installed worker and no "
-            f"`celery -A PROJ delay promote` is running"
+    def findings(self) -> list[Finding]:
+        """What is wrong if nothing hands over, or cannot."""
+        found = []
+        late = (
+            f"{self.overdue} message(s) overdue, the first for {duration(self.overdue_seconds)}"
+            if self.overdue
+            else f"{self.waiting} message(s) waiting"
         )
-        return [nobody]
+        if not self.promoting:
+            problem = f"{self.name}: {late}, and {NOTHING_PROMOTES}"
+            found.append(Finding("promoting", WRONG, problem, _WAY_OUT))
+        elif self.overdue_seconds > PATIENCE_SECONDS:
+            problem = f"{self.name}: {late}, although something promotes"
+            way_out = "look into the log of the workers, or of `delay promote`: it is held up"
+            found.append(Finding("promoting", WRONG, problem, way_out))
+        if self.parked:
+            found.append(parked_finding(self.parked, "their destination refuses them"))
+        return found
+
+
+def parked_finding(number: int, why: str) -> Finding:
+    """That *number* messages are parked, due and not delivered."""
+    return Finding(
+        "parked",
+        WRONG,
+        f"{number} message(s) are parked: they were due, and {why}",
+        "see `celery -A PROJ delay parked list`, make their destinations right, and workers send "
+        "them on",
+    )
 
 
 def backlog_of(census: Census) -> Backlog:

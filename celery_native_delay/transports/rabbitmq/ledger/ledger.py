@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from secrets import token_hex
 from time import time_ns
 from typing import Any
@@ -21,6 +22,7 @@ import amqp
 
 from ....core.due_time import eta_of
 from ....core.errors import LedgerUnavailable
+from ....core.finding import Finding
 from ....core.ledger import Outcome, Waiting
 from ....core.settings import DelaySettings
 from ....core.shown_url import without_password
@@ -43,8 +45,12 @@ class RabbitMQLedger(IndexedLedger):
         url, options = redis_options(settings.ledger, timeout_seconds=_TIMEOUT_SECONDS)
         import redis
 
+        from .... import redis_asking
+
+        self._ask_server = redis_asking.findings
         self._delays = delays
         self._where = without_password(settings.ledger)
+        self._meaning = settings.while_ledger_is_away
         self._keys = LedgerKeys(settings.namespace, delays.connection.virtual_host)
         self._client = redis.Redis.from_url(url, **options)
         self._errors = redis.RedisError, OSError
@@ -64,6 +70,18 @@ class RabbitMQLedger(IndexedLedger):
     def sweep(self, *, stale_after_us: int = STALE_AFTER_US) -> int:
         """Remove entries that are overdue by *stale_after_us*; how many."""
         return self._throw_away("-inf", time_ns() // 1000 - stale_after_us)
+
+    def findings(self) -> list[Finding]:
+        """What is wrong with the Redis that keeps it."""
+        return list(
+            self._ask_server(
+                self._client,
+                key=f"{self._keys.space}.trial",
+                check="ledger",
+                kept="what is listed, cancelled and moved",
+                where=f"native_delay_ledger at {self._where}",
+            )
+        )
 
     def purge(self) -> None:
         """Forget what is not due yet; whoever calls empties the levels."""
@@ -99,12 +117,13 @@ class RabbitMQLedger(IndexedLedger):
         old_mark, new_mark = self._keys.marks + old_id, self._keys.marks + new_id
         with self._explained():
             self._client.set(new_mark, member, px=new_ttl_ms)
-        moved = due_then(Entry.decoded(entry), new_due_us, now_ms)
+        moved = due_then(Entry.decoded(entry), new_due_us)
         self._delays.put_back(
             amqp.Message(moved.body, **moved.properties),
             moved.exchange,
             moved.routing_key,
             queue=moved.queue,
+            expires_ms=moved.expires_ms,
             due_us=new_due_us,
             delivery_id=new_id,
             cancelled=cancelled,
@@ -123,17 +142,12 @@ class RabbitMQLedger(IndexedLedger):
             yield
         except self._errors as exc:
             raise LedgerUnavailable(
-                f"the ledger at {self._where} does not answer: {exc}; tasks wait and run as ever, "
-                f"but cannot be listed, cancelled or moved until it is back"
+                f"the ledger at {self._where} does not answer: {str(exc).rstrip('.')}; "
+                f"{self._meaning}"
             ) from exc
 
 
-def due_then(entry: Entry, due_us: int, now_ms: int) -> Entry:
-    """The same message, due at another time; what is left of its ``expiration`` counts on."""
+def due_then(entry: Entry, due_us: int) -> Entry:
+    """The same message, due at another time; its ``expiration`` ends when it did."""
     headers = {**entry.headers, "eta": eta_of(due_us)}
-    properties = {**entry.properties, "application_headers": headers}
-    if entry.expires_ms is not None:
-        properties["expiration"] = str(max(entry.expires_ms - now_ms, 1))
-    return Entry(
-        properties, entry.body, entry.exchange, entry.routing_key, entry.queue, entry.expires_ms
-    )
+    return replace(entry, properties={**entry.properties, "application_headers": headers})

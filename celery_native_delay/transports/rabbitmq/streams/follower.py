@@ -22,8 +22,10 @@ from amqp import spec
 from amqp.exceptions import AMQPError
 from kombu import Connection
 
+from ....core.durations import duration
 from ....core.errors import LedgerUnavailable, NativeDelayError
-from ....core.ledger_streams import LedgerStreams, Stream
+from ....core.ledger_streams import Stream
+from ....core.topology import Topology
 from ..own_channel import OwnChannel
 from .line import GONE, LeadsNowhere
 from .notes import Mark, Note, Noted, note_message, note_of
@@ -75,7 +77,7 @@ class Follower(Thread):
     def __init__(
         self,
         client: Any,
-        ledger: LedgerStreams,
+        topology: Topology,
         streams: Sequence[Stream],
         reader: Reader,
         *,
@@ -89,7 +91,8 @@ class Follower(Thread):
         super().__init__(name="native-delay-follower", daemon=True)
         # Its pings take the place of heartbeats.
         self._client = Connection(**dict(client._info(resolve=False), heartbeat=0))
-        self._ledger = ledger
+        self._ledger = topology.ledger
+        self._meaning = topology.settings.while_ledger_is_away
         self._streams = streams
         self._reader = reader
         self._idle_seconds = idle_seconds
@@ -166,10 +169,10 @@ class Follower(Thread):
                 patience_seconds = PATIENCE_SECONDS if self._error is None else _LOST_SECONDS
                 waited_seconds = monotonic() - max(begun, self._read_at)
                 if self._stopping or waited_seconds > patience_seconds:
-                    reason = self._error or f"nothing was read for {patience_seconds:g} s"
+                    reason = self._error or f"nothing was read for {duration(patience_seconds)}"
                     raise LedgerUnavailable(
-                        f"the ledger in RabbitMQ's streams cannot be read: {reason}; tasks wait "
-                        f"and run as ever, but cannot be listed, cancelled or moved until it can"
+                        f"the ledger in the streams of {self._client.as_uri()} does not answer: "
+                        f"{reason}; {self._meaning}"
                     )
                 self.lock.wait(_PING_SECONDS)
                 self._asked_at = monotonic()
@@ -230,7 +233,7 @@ class Follower(Thread):
         while token in self._marks and not self._stopping:
             self._follow()
             if monotonic() - self._read_at > PATIENCE_SECONDS:
-                raise TimeoutError(f"nothing was read for {PATIENCE_SECONDS:g} s")
+                raise TimeoutError(f"nothing was read for {duration(PATIENCE_SECONDS)}")
             if channel.take_returned():
                 raise LeadsNowhere(f"{self._ledger.exchange} leads nowhere")
         with self.lock:
@@ -256,7 +259,9 @@ class Follower(Thread):
             self._unacked = 0
         if spec.Basic.QosOk in channel._pending:
             if monotonic() - self._heard_at > _UNANSWERED_SECONDS:
-                raise TimeoutError(f"the broker has not answered for {_UNANSWERED_SECONDS:g} s")
+                raise TimeoutError(
+                    f"the broker has not answered for {duration(_UNANSWERED_SECONDS)}"
+                )
         elif monotonic() - self._pinged_at > _PING_SECONDS:
             self._ping(channel)
 

@@ -17,10 +17,13 @@ from typing import Any, TypeVar
 import amqp
 
 from ....core.delayed import Replaces
+from ....core.durations import duration
 from ....core.errors import LedgerUnavailable
+from ....core.finding import Finding
 from ....core.ledger import ALL, Outcome, Page, Query, Verdict, Waiting, ids_by_page
 from ....core.ledger_streams import LedgerStreams
 from ....core.settings import DelaySettings
+from ....core.topology import Topology
 from ..ledger.entry import Entry
 from ..ledger.ledger import due_then
 from ..outbox import outbox_key
@@ -48,12 +51,12 @@ _IDLE_SECONDS = 60.0
 class Followed:
     """What was read of the streams, and is followed, for whoever asks in this process."""
 
-    def __init__(self, client: Any, ledger: LedgerStreams) -> None:
+    def __init__(self, client: Any, topology: Topology) -> None:
         self.memory = Memory()
         #: How many entries of this process are known to have been read.
         self.recorded_seen = -1
-        self.streams = ledger.streams
-        self.follower = Follower(client, ledger, self.streams, self, idle_seconds=_IDLE_SECONDS)
+        self.streams = topology.ledger.streams
+        self.follower = Follower(client, topology, self.streams, self, idle_seconds=_IDLE_SECONDS)
         self.follower.start()
 
     def restart(self) -> None:
@@ -103,6 +106,15 @@ class StreamLedger:
     def span(self) -> tuple[int, int] | None:
         return self._ask(lambda memory, now_us: memory.span(now_us=now_us))
 
+    def findings(self) -> list[Finding]:
+        """None, if it answers.
+
+        Raises:
+            LedgerUnavailable: it does not.
+        """
+        self.count()
+        return []
+
     def close(self) -> None:
         """Nothing is its own: the process goes on following for a while."""
 
@@ -146,13 +158,14 @@ class StreamLedger:
         entry = self._fetch(found.place, task.delivery_id)
         made_ms = time_ns() // 1_000_000
         begun = monotonic()
-        moved = due_then(entry, due_us, made_ms)
+        moved = due_then(entry, due_us)
         new_id = token_hex(16)
         self._delays.put_back(
             amqp.Message(moved.body, **moved.properties),
             moved.exchange,
             moved.routing_key,
             queue=moved.queue,
+            expires_ms=moved.expires_ms,
             due_us=due_us,
             delivery_id=new_id,
             cancelled=cancelled,
@@ -220,7 +233,7 @@ class StreamLedger:
         with _registering:
             followed = _followed.get(key)
             if followed is None or not followed.follower.is_asked():
-                followed = _followed[key] = Followed(client, self._streams)
+                followed = _followed[key] = Followed(client, self._delays.topology)
             return followed
 
 
@@ -231,8 +244,8 @@ def _too_late(task: Waiting) -> str:
     if seconds <= 0:
         return "it was handed over meanwhile"
     return (
-        f"it is due in {seconds:.1f} s, and a ledger in streams takes changes until "
-        f"{MARGIN_SECONDS:g} s before"
+        f"it is due in {duration(seconds)}, and a ledger in streams takes changes until "
+        f"{duration(MARGIN_SECONDS)} before"
     )
 
 

@@ -67,6 +67,7 @@ class StreamLine:
         """*client* is a kombu connection to the same broker, which is not touched."""
         self._exchange = Topology(settings).ledger.exchange
         self._client = Connection(**dict(client._info(resolve=False), heartbeat=0))
+        self._meaning = settings.while_ledger_is_away
         self._lock = RLock()
         self._channel: WindowChannel | None = None
         self._fetcher: OwnChannel | None = None
@@ -173,9 +174,8 @@ class StreamLine:
                     self._drop()
                     if last_try:
                         raise LedgerUnavailable(
-                            f"the ledger in RabbitMQ's streams does not answer: {exc}; tasks wait "
-                            f"and run as ever, but cannot be listed, cancelled or moved until it "
-                            f"does"
+                            f"the ledger in the streams of {self._client.as_uri()} does not "
+                            f"answer: {exc}; {self._meaning}"
                         ) from exc
         raise AssertionError("unreachable")
 

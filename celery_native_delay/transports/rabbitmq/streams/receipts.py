@@ -9,7 +9,7 @@ from typing import Any
 
 from ....core.delayed import Delayed
 from ....core.errors import LedgerUnavailable
-from ....core.ledger_streams import LedgerStreams
+from ....core.topology import Topology
 from ...contract import Answer
 from ..ledger.entry import member_of
 from .decisions import Decisions
@@ -41,14 +41,14 @@ class _DecisionReader:
 class StreamReceipts:
     """See the module's docstring and :class:`~celery_native_delay.transports.contract.Receipts`."""
 
-    def __init__(self, client: Any, ledger: LedgerStreams) -> None:
+    def __init__(self, client: Any, topology: Topology) -> None:
         """Returns when all decisions have been read, or none can be.
 
         *client* is a kombu connection to the broker, which is not touched.
         """
         self._decisions = Decisions()
         reader = _DecisionReader(self._decisions)
-        self._follower = Follower(client, ledger, ledger.of_decisions, reader)
+        self._follower = Follower(client, topology, topology.ledger.of_decisions, reader)
         self._follower.start()
         started = monotonic()
         try:

@@ -1,0 +1,38 @@
+"""``python -m celery_native_delay.testing [FOLDER]``: a broker for development, until Ctrl-C."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+from contextlib import suppress
+
+from .errors import BrokerFailed, BrokerMissing
+from .redis import embedded_broker
+
+
+def main() -> None:
+    """Run the embedded broker and print its URL."""
+    parser = argparse.ArgumentParser(
+        prog="python -m celery_native_delay.testing",
+        description="Run a broker for development, the Valkey of the extra `embedded`, and print "
+        "its URL; until Ctrl-C.",
+    )
+    parser.add_argument(
+        "folder",
+        nargs="?",
+        help="where it keeps what waits, and finds it the next time; without one it is gone",
+    )
+    chosen = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    with suppress(KeyboardInterrupt), embedded_broker(chosen.folder) as broker:
+        with suppress(KeyboardInterrupt):  # so that it is stopped in good order
+            print(broker.url, flush=True)  # noqa: T201  a command prints
+            signal.pause()
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (BrokerFailed, BrokerMissing) as exc:
+        sys.exit(str(exc))

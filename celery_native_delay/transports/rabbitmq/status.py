@@ -1,0 +1,248 @@
+"""Counting what waits in RabbitMQ: level by level, by the ledger, and what is parked or held up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from amqp.exceptions import NotFound
+
+from ...core.durations import duration
+from ...core.errors import ManagementUnavailable
+from ...core.ledger import Ledger, Query
+from ..contract import Level
+from .delays import Delays
+from .management import ManagementAPI
+from .parking import count
+
+
+@dataclass(frozen=True)
+class LevelStatus:
+    """One level queue. *stuck* are messages in dead-lettering, None where nobody tells."""
+
+    queue: str
+    ttl_seconds: float
+    waiting: int | None
+    stuck: int | None
+
+
+@dataclass(frozen=True)
+class LandingStatus:
+    """A landing queue that holds messages, because its destination takes none of them."""
+
+    queue: str
+    held: int
+
+
+@dataclass(frozen=True)
+class LedgerStatus:
+    """The ledger's account of what waits; none of it is known while *error* says why it is away.
+
+    *ahead* tasks are due later than now, the first in *next_due_seconds*. *overdue* ones are due,
+    and no installed worker has received them; None from a ledger in streams, which cannot tell.
+    """
+
+    where: str
+    error: str | None = None
+    ahead: int = 0
+    next_due_seconds: float | None = None
+    overdue: int | None = None
+    overdue_seconds: float | None = None
+
+    @classmethod
+    def of(cls, ledger: Ledger, where: str, *, now_us: int, keeps_overdue: bool) -> LedgerStatus:
+        """By what *ledger* answers.
+
+        Raises:
+            LedgerUnavailable: it does not.
+        """
+        ahead = Query(from_us=now_us)
+        page, count = ledger.page(ahead, limit=1), ledger.count(ahead)
+        next_due_seconds = (page.tasks[0].due_us - now_us) / 1e6 if page.tasks else None
+        if not keeps_overdue:
+            return cls(where, None, count, next_due_seconds)
+        span = ledger.span()
+        first_us = now_us if span is None else min(span[0], now_us)
+        overdue = ledger.count(Query(until_us=now_us))
+        return cls(where, None, count, next_due_seconds, overdue, (now_us - first_us) / 1e6)
+
+
+@dataclass(frozen=True)
+class Status:
+    """What waits in one set of delay levels, and what a *ledger* says of it."""
+
+    name: str
+    levels: list[LevelStatus]
+    landings: list[LandingStatus]
+    parked: int
+    next_due_within_seconds: float | None
+    ledger: LedgerStatus | None = None
+
+    @property
+    def in_levels(self) -> int:
+        """Messages in all levels."""
+        return sum(level.waiting or 0 for level in self.levels)
+
+    @property
+    def waiting(self) -> int:
+        """Tasks that wait, overdue ones too, where a ledger says so; or else all messages."""
+        known = self._known
+        return self.in_levels if known is None else known.ahead + (known.overdue or 0)
+
+    @property
+    def not_in_ledger(self) -> int | None:
+        """Messages in the levels beyond the tasks that the ledger lists there; None without it."""
+        return None if self._known is None else self.in_levels - self._known.ahead
+
+    @property
+    def _known(self) -> LedgerStatus | None:
+        return self.ledger if self.ledger and self.ledger.error is None else None
+
+    @property
+    def stuck(self) -> int | None:
+        """Messages held up in dead-lettering, None where the management API is away."""
+        known = [level.stuck for level in self.levels if level.stuck is not None]
+        return sum(known) + sum(landing.held for landing in self.landings) if known else None
+
+    def as_json(self) -> dict[str, Any]:
+        """For ``--json``."""
+        known = self._known
+        told = asdict(self) | {
+            "waiting": self.waiting,
+            "in_levels": self.in_levels,
+            "not_in_ledger": self.not_in_ledger,
+            "overdue": known and known.overdue,
+            "overdue_seconds": known and known.overdue_seconds,
+            "stuck": self.stuck,
+            "ledger": self.ledger and {"where": self.ledger.where, "error": self.ledger.error},
+        }
+        if known is not None:
+            told["next_due_within_seconds"] = 0 if known.overdue else known.next_due_seconds
+        return told
+
+    def lines(self, table: Callable[[tuple[str, ...], list[tuple[Any, ...]]], str]) -> list[str]:
+        """For people."""
+        lines = []
+        missing = [level.queue for level in self.levels if level.waiting is None]
+        if missing:
+            lines.append(f"{len(missing)} level queue(s) are not declared, such as {missing[0]}")
+        rows = [
+            (
+                level.queue,
+                duration(level.ttl_seconds),
+                level.waiting,
+                "?" if level.stuck is None else level.stuck,
+            )
+            for level in self.levels
+            if level.waiting or level.stuck
+        ]
+        if rows:
+            lines.append(table(("level queue", "ttl", "waiting", "stuck"), rows))
+        lines += [
+            f"{landing.queue} holds {landing.held}: its destination takes none of them"
+            for landing in self.landings
+        ]
+        stuck = "unknown (management API not reachable)" if self.stuck is None else self.stuck
+        return [
+            *lines,
+            *(self._counted() if self._known is None else self._listed(self._known)),
+            f"parked    {self.parked}",
+            f"stuck     {stuck}",
+            *(
+                []
+                if self.ledger is None
+                else [f"ledger    {self.ledger.error or self.ledger.where}"]
+            ),
+        ]
+
+    def _counted(self) -> list[str]:
+        """By the levels alone."""
+        due = self.next_due_within_seconds
+        why = "native_delay_ledger is not set" if self.ledger is None else "the ledger is away"
+        most = (
+            "" if self.ledger is None else ", or fewer: what was cancelled or moved is among them"
+        )
+        return [
+            f"waiting   {self.waiting}{most if self.waiting else ''}",
+            f"next due  {'-' if due is None else f'within {duration(due, up=True)}'}",
+            f"overdue   unknown ({why})",
+        ]
+
+    def _listed(self, known: LedgerStatus) -> list[str]:
+        """By the ledger, and what the levels hold besides."""
+        due, overdue = known.next_due_seconds, known.overdue
+        late = "no installed worker has received"
+        until = "-" if due is None else f"in {duration(due)}"
+        if overdue:
+            until = "overdue" if due is None else f"overdue, then {until}"
+        lines = [f"waiting   {self.waiting}", f"next due  {until}"]
+        if overdue is None:
+            lines.append("overdue   unknown (a ledger in streams forgets what is due)")
+        elif overdue:
+            since = duration(known.overdue_seconds or 0.0)
+            them = "it" if overdue == 1 else "them"
+            parked = "; parked ones are among them" if self.parked else ""
+            lines.append(f"overdue   {overdue}, the first for {since}: {late} {them}{parked}")
+        else:
+            lines.append("overdue   0")
+        return [*lines, f"in levels {self.in_levels}{self._explained(known)}"]
+
+    def _explained(self, known: LedgerStatus) -> str:
+        more = self.in_levels - known.ahead
+        if more > 0:
+            return (
+                f" = {known.ahead} that the ledger has ahead + {more} that it does not list: what "
+                f"was cancelled or moved stays there until it was due, and so does what is no "
+                f"task, or was sent without the ledger"
+            )
+        if more < 0:
+            return (
+                f": {-more} of the {known.ahead} that the ledger has ahead are elsewhere: between "
+                f"two levels, in levels of other settings, or lost"
+            )
+        return ""
+
+
+def status(delays: Delays, api: ManagementAPI) -> Status:
+    """Count what waits in the levels and in the parking queue."""
+    topology = delays.topology
+    try:
+        queues = {queue["name"]: queue for queue in api.queues(f"{topology.name}.")}
+    except ManagementUnavailable:
+        queues = {}
+    levels = [
+        LevelStatus(
+            queue=hop.queue,
+            ttl_seconds=hop.ttl_ms / 1000,
+            waiting=_depth(delays, hop.queue),
+            stuck=queues[hop.queue].get("messages_dlx", 0) if hop.queue in queues else None,
+        )
+        for hop in topology.level_queues
+    ]
+    landings = [
+        LandingStatus(name, held)
+        for name, queue in queues.items()
+        if topology.is_landing(name) and (held := queue.get("messages", 0))
+    ]
+    # A message in a level has at most that level and all below it before it.
+    nearest = next((level for level in levels if level.waiting), None)
+    within = None if nearest is None else 2 * nearest.ttl_seconds
+    return Status(topology.name, levels, landings, count(delays), within)
+
+
+def levels(delays: Delays) -> Iterator[Level]:
+    """The level queues that are declared, over AMQP alone."""
+    topology = delays.topology
+    for hop in topology.level_queues:
+        waiting = _depth(delays, hop.queue)
+        if waiting is not None:
+            name = hop.queue.removeprefix(f"{topology.name}.")
+            yield Level(name, hop.ttl_ms / 1000, waiting)
+
+
+def _depth(delays: Delays, queue: str) -> int | None:
+    try:
+        return int(delays.declarer.queue_declare(queue, passive=True).message_count)
+    except NotFound:
+        return None

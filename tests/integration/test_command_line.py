@@ -1,0 +1,193 @@
+"""``celery delay ls | show | cancel | reschedule | run-now``: what is asked, refused and printed.
+
+It is the same on every broker, so Redis stands for all; the answers are those of its ledger.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from time import time
+
+import pytest
+from celery import Celery
+
+from celery_native_delay import Delay, install
+from celery_native_delay.testing import PrivateRedis
+from tests.integration.project import Project
+
+pytestmark = [
+    pytest.mark.parametrize("server_name", ["redis"], indirect=True),
+    pytest.mark.timeout(300),  # each command is a process, which takes seconds on a busy machine
+]
+
+APP = """
+from celery import Celery
+from celery_native_delay import install
+
+app = Celery("shop", broker={url!r}, set_as_current=False)
+install(app)
+"""
+
+
+@pytest.fixture
+def shop(tmp_path: Path, empty_redis: PrivateRedis) -> Project:
+    return Project(tmp_path).write(APP, empty_redis.url)
+
+
+@pytest.fixture
+def app(empty_redis: PrivateRedis) -> Iterator[Celery]:
+    app = install(Celery("shop", broker=empty_redis.url, set_as_current=False))
+    yield app
+    app.close()
+
+
+@pytest.fixture
+def delay(app: Celery) -> Delay:
+    return Delay(app)
+
+
+def send(app: Celery, number: int, countdown: float) -> None:
+    options = {"task_id": f"order-{number}", "countdown": countdown, "queue": "reminders"}
+    app.send_task("shop.remind", ("ada",), {"odd": bool(number % 2)}, **options)
+
+
+def test_one_id_is_shown_as_one_object_and_several_as_a_list(shop: Project, app: Celery) -> None:
+    for number, countdown in ((1, 4230), (2, 1000), (2, 900)):
+        send(app, number, countdown)
+    one = shop.told("show", "order-1")
+    assert (one["id"], one["kwargs"]) == ("order-1", "{'odd': True}")
+    assert "others" not in one
+    (other,) = shop.told("show", "order-2")["others"]
+    assert other["id"] == "order-2"
+    assert shop.told("show", "nobody", status=1) is None
+    several = shop.told("show", "order-1", "nobody", "order-2", status=1)
+    assert [each and each["id"] for each in several] == ["order-1", None, "order-2"]
+    assert several[2]["due"] < several[2]["others"][0]["due"]
+    due = next(line for line in shop.lines("show", "order-1") if line.startswith("due "))
+    assert re.fullmatch(r"due \S+ \(1 h (10|9) min\)", due)
+    done = shop.delay("show", "order-1", "nobody")
+    assert done.returncode == 1
+    assert done.stdout.endswith("\n\nnobody: nothing waits under this id\n")
+
+
+def test_a_dry_run_shows_what_ls_does_and_ends_as_the_change_would(
+    shop: Project, app: Celery, delay: Delay
+) -> None:
+    for number in range(6):
+        send(app, number, 40_000 + number)
+    found = shop.told("cancel", "--search", "true", "--dry-run")
+    assert found["ids"] == ["order-1", "order-3", "order-5"]
+    assert found["tasks"] == shop.told("ls", "--search", "true")["tasks"]
+    lines = shop.lines("cancel", "--search", "true", "--dry-run")
+    assert lines[0] == shop.lines("ls")[0] == "due in task id queue args kwargs"
+    assert [re.findall(r"order-\d", line) for line in lines[1:4]] == [[one] for one in found["ids"]]
+    assert lines[4:] == ["would cancel 3 task(s)"]
+    seen = shop.told("run-now", "order-1", "order-1", "order-99", "--dry-run", status=1)
+    assert (seen["ids"], seen["unknown"]) == (["order-1"], ["order-99"])
+    done = shop.delay("run-now", "order-1", "order-99", "--dry-run")
+    assert done.returncode == 1
+    assert done.stdout.splitlines()[2:] == [
+        "order-99: nothing waits under this id",
+        "would run now 1 task(s)",
+    ]
+    assert delay.count() == 6
+
+
+def test_a_dry_run_of_many_shows_the_first_and_counts_all(shop: Project, app: Celery) -> None:
+    for number in range(53):
+        send(app, number, 40_000 + number)
+    lines = shop.lines("cancel", "--search", "ada", "--dry-run")
+    assert len(lines) == 1 + 50 + 1
+    assert lines[-1] == "would cancel 53 task(s), of which 50 are shown; --json names all"
+    assert len(shop.told("cancel", "--search", "ada", "--dry-run")["ids"]) == 53
+
+
+def test_what_a_search_finds_is_counted(shop: Project, app: Celery) -> None:
+    """Beyond what is listed, and not by the offset alone."""
+    for number in range(6):
+        send(app, number, 40_000 + number)
+    assert shop.lines("ls", "-n", "1")[-1] == "1 of 6 waiting"
+    assert shop.lines("ls", "--search", "true", "-n", "2")[-1] == "2 of 3 that match"
+    assert shop.lines("ls", "--search", "true", "--offset", "99") == ["0 of 3 that match"]
+    told = shop.told("ls", "--search", "true", "-n", "1")
+    assert (told["total"], [task["id"] for task in told["tasks"]]) == (3, ["order-1"])
+    assert "leave out --search" in shop.delay("ls", "--histogram", "--search", "x").stderr
+
+
+def test_questions_are_no_part_of_what_scripts_read(
+    shop: Project, app: Celery, delay: Delay
+) -> None:
+    for number in range(2):
+        send(app, number, 1000)
+    for arguments in (
+        ("cancel", "--search", "ada"),
+        ("run-now", "--search", "ada"),
+        ("reschedule", "--search", "ada", "--countdown", "1h"),
+        ("purge",),
+        ("parked", "purge"),
+    ):
+        done = shop.delay(*arguments, "--json", answer="n\n")
+        assert (done.returncode, done.stdout) == (1, ""), arguments
+        assert "? [y/N]: " in done.stderr
+    done = shop.delay("purge")  # whose standard input is at its end
+    assert (done.returncode, done.stdout) == (1, "")
+    assert delay.count() == 2
+    done = shop.delay("cancel", "--search", "ada", "--json", answer="y\n")
+    assert (done.returncode, done.stdout[0], json.loads(done.stdout)["done"]) == (0, "{", 2)
+
+
+def test_a_task_is_not_moved_into_the_past_unasked(
+    shop: Project, app: Celery, delay: Delay
+) -> None:
+    """It would run at once; `run-now` is named, and --yes goes on."""
+    send(app, 1, 1000)
+    past = (datetime.now(UTC) - timedelta(days=3)).isoformat()
+    for option, told in (("--countdown=-90", "1 min 30 s ago"), (f"--eta={past}", "3 d ago")):
+        done = shop.delay("reschedule", "order-1", option)
+        assert (done.returncode, done.stdout) == (2, "")
+        assert told in done.stderr
+        assert "`run-now`" in done.stderr
+    assert delay.count() == 1
+    assert shop.delay("reschedule", "order-1", "--countdown=-90", "--yes").returncode == 0
+    assert delay.count() == 0
+
+
+def test_options_that_exclude_each_other_are_told_from_those_that_lack(shop: Project) -> None:
+    for arguments, said in (
+        (("reschedule", "a"), "say when: --countdown or --eta"),
+        (("reschedule", "a", "--countdown", "1h", "--eta", "2099-01-01"), "--eta, not both"),
+        (("cancel",), "say which: IDs, or a search"),
+        (("cancel", "a", "--search", "x"), "not both"),
+    ):
+        done = shop.delay(*arguments)
+        assert (done.returncode, said in done.stderr) == (2, True), arguments
+
+
+def test_times_are_given_as_people_write_them(shop: Project, app: Celery, delay: Delay) -> None:
+    send(app, 1, 1000)
+    for text, seconds in (("1h 30min", 5400), ("2d", 172_800)):
+        before = time()
+        assert shop.lines("reschedule", "order-1", "--countdown", text)[0].startswith("order-1 is")
+        (task,) = delay.ls().tasks
+        assert before + seconds <= task.due_us / 1e6 <= time() + seconds
+    assert shop.told("ls", "--from", "1d 23h", "--until", "2d")["total"] == 1
+    assert shop.told("plan", "1h30m")["delay_seconds"] == 5400
+    for arguments in (("plan", "1y"), ("ls", "--from", "soon"), ("exporter", "-i", "0s")):
+        done = shop.delay(*arguments)
+        assert (done.returncode, "expected " in done.stderr) == (2, True), arguments
+
+
+def test_promote_and_relay_say_what_each_does(shop: Project) -> None:
+    promote, relay = (shop.delay(name, "--help").stdout for name in ("promote", "relay"))
+    assert "Redis" in promote
+    assert "--queues" not in promote
+    assert "SQS" in relay
+    assert "--queues" in relay
+    listed = shop.lines("--help")
+    (first,) = (line for line in listed if line.startswith("promote "))
+    (second,) = (line for line in listed if line.startswith("relay "))
+    assert first.removeprefix("promote ") != second.removeprefix("relay ")

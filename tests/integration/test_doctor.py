@@ -1,0 +1,589 @@
+"""``celery delay doctor``: healthy, or what to do."""
+
+from __future__ import annotations
+
+import re
+import signal
+import sqlite3
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from celery import Celery
+
+from celery_native_delay import install, redis_asking, register_transports
+from celery_native_delay.celery_app.doctor import examine
+from celery_native_delay.celery_app.parts import admin_part
+from celery_native_delay.core.finding import ADVICE, UNCHECKED, WRONG, Finding
+from celery_native_delay.testing import (
+    PrivateRabbitMQ,
+    PrivateRedis,
+    PrivateSqs,
+    private_redis,
+    vhost_name,
+)
+from celery_native_delay.transports.rabbitmq import management
+from celery_native_delay.transports.redis.keys import Keys
+from celery_native_delay.transports.sqs import queues
+from celery_native_delay.transports.timeouts import database
+from tests.brokers import installed_rabbitmq
+from tests.conformance.brokers import running_broker, settings_of
+from tests.integration.project import Project
+from tests.integration.traffic import SETTINGS, TOPOLOGY
+from tests.waiting import wait_until
+
+PATIENCE_SECONDS = 60.0
+
+redis_only = pytest.mark.parametrize("server_name", ["redis"], indirect=True)
+
+APP = """
+from celery import Celery
+from celery_native_delay import install
+
+app = Celery("shop", broker={url!r}, set_as_current=False)
+app.conf.task_default_queue = "orders"
+install(app, **{settings!r})
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Project:
+    return Project(tmp_path)
+
+
+@contextmanager
+def promoting(project: Project) -> Iterator[None]:
+    """``delay promote``, as a process of its own."""
+    command = [sys.executable, "-m", "celery", "-A", "shop", "delay", "promote"]
+    with subprocess.Popen(
+        command, cwd=project.folder, stdout=subprocess.PIPE, text=True
+    ) as promoter:
+        assert promoter.stdout is not None
+        assert promoter.stdout.readline().startswith("promote runs: ")
+        try:
+            yield
+        finally:
+            promoter.send_signal(signal.SIGTERM)
+
+
+def app_on(url: str, **settings: Any) -> Celery:
+    return install(Celery("shop", broker=url, set_as_current=False), **settings)
+
+
+def of_level(app: Celery, level: str) -> list[Finding]:
+    return [finding for finding in examine(app) if finding.level == level]
+
+
+def the_wrong(app: Celery, check: str) -> Finding:
+    (finding,) = [each for each in of_level(app, WRONG) if each.check == check]
+    assert finding.remedy
+    return finding
+
+
+# ---- Redis -------------------------------------------------------------------------------------
+
+
+def make_overdue(server: PrivateRedis, number: int, *, seconds: float = 60) -> None:
+    """Have the first messages that wait be due for some time."""
+    due = Keys("", "celery_delay").due
+    (now, _), members = server.client.time(), server.client.zrange(due, 0, number - 1)
+    server.client.zadd(due, dict.fromkeys(members, (now - seconds) * 1000000))
+
+
+@redis_only
+def test_on_redis_overdue_tasks_that_nothing_promotes_are_named_until_something_does(
+    project: Project, empty_redis: PrivateRedis
+) -> None:
+    project.write(APP, empty_redis.url)
+    app = app_on(empty_redis.url)
+    for _ in range(3):
+        app.send_task("shop.remind", countdown=600)
+    make_overdue(empty_redis, 3, seconds=2)
+
+    done = project.delay("doctor")
+    assert done.returncode == 1
+    wrong, remedy, last = done.stdout.splitlines()
+    assert wrong.startswith("wrong: promoting: celery_delay.v2: 3 message(s) overdue, ")
+    assert "nothing promotes" in wrong
+    assert "run `celery -A PROJ delay promote`" in remedy
+    assert last == "1 thing(s) to mend"
+    assert "run `celery -A PROJ delay promote`" in project.delay("status").stdout
+
+    with promoting(project):
+        wait_until(lambda: not examine(app), timeout_seconds=PATIENCE_SECONDS)
+        assert project.lines("doctor") == ["healthy"]
+        assert "promote" not in project.delay("status").stdout
+
+
+@redis_only
+def test_on_redis_nothing_that_promotes_is_found_before_anything_is_overdue(
+    empty_redis: PrivateRedis,
+) -> None:
+    app = app_on(empty_redis.url)
+    app.send_task("shop.remind", countdown=600)
+    found = the_wrong(app, "promoting")
+    assert "1 message(s) waiting, and nothing promotes" in found.problem
+
+
+@redis_only
+def test_a_promoter_that_may_not_hand_over_is_told_from_one_that_does_not_run(
+    empty_redis: PrivateRedis,
+) -> None:
+    app = app_on(empty_redis.url)
+    app.send_task("shop.remind", countdown=600)
+    make_overdue(empty_redis, 1)
+    empty_redis.client.set(Keys("", "celery_delay").promoting, "", ex=60)
+    assert "although something promotes" in the_wrong(app, "promoting").problem
+
+
+@redis_only
+def test_a_redis_that_cannot_be_configured_is_given_advice_only(own_redis: PrivateRedis) -> None:
+    """Hosted ones know no CONFIG."""
+    own_redis.client.config_set("appendonly", "no")
+    own_redis.client.execute_command(
+        *["ACL", "SETUSER", "tenant", "on", ">tenant", "~*", "&*", "+@all", "-config"]
+    )
+    app = app_on(own_redis.url)
+    assert the_wrong(app, "server").problem.startswith("appendonly is no")
+    hosted = app_on(own_redis.url.replace("//", "//tenant:tenant@"))
+    assert [finding.check for finding in of_level(hosted, WRONG)] == ["promoting"]
+    (finding,) = of_level(hosted, ADVICE)
+    assert "where your provider lets you" in finding.remedy
+
+
+@redis_only
+def test_a_broker_that_is_down_is_a_finding_that_names_it(
+    project: Project, own_redis: PrivateRedis
+) -> None:
+    project.write(APP, own_redis.url, telemetry="/proc/nowhere")
+    own_redis.stop()
+    told = project.told("doctor", status=1)
+    broker, telemetry = told["findings"]
+    assert broker["check"] == "broker"
+    assert f"127.0.0.1:{own_redis.port}" in broker["problem"]
+    assert "broker_url" in broker["remedy"]
+    assert telemetry["check"] == "telemetry"
+
+
+# ---- producers ---------------------------------------------------------------------------------
+
+
+@redis_only
+def test_a_producer_says_once_that_nothing_promotes(
+    empty_redis: PrivateRedis, project: Project
+) -> None:
+    """In a process of its own, as it looks once a minute; and not while something promotes."""
+    project.write(APP, empty_redis.url)
+    app = app_on(empty_redis.url)
+    app.send_task("shop.remind", countdown=600)
+    make_overdue(empty_redis, 1)
+    said = produce(project)
+    assert said.count("nothing promotes") == 1
+    assert "1 message(s) overdue, the first for " in said
+    assert "run `celery -A PROJ delay promote`" in said
+
+    empty_redis.client.set(Keys("", "celery_delay").promoting, "", ex=60)
+    assert produce(project) == ""  # it promotes, and is late
+
+
+@redis_only
+def test_a_producer_is_silent_while_nothing_is_overdue_for_long(
+    empty_redis: PrivateRedis, project: Project
+) -> None:
+    """A worker may just start, or be of a release that shows nothing."""
+    project.write(APP, empty_redis.url)
+    assert produce(project) == ""
+    make_overdue(empty_redis, 1, seconds=3)
+    assert produce(project) == ""
+
+
+@redis_only
+def test_a_producer_who_may_not_look_publishes_all_the_same(
+    empty_redis: PrivateRedis, project: Project
+) -> None:
+    project.write(APP, empty_redis.url)
+    app_on(empty_redis.url).send_task("shop.remind", countdown=600)
+    make_overdue(empty_redis, 1)
+    empty_redis.client.execute_command(
+        *["ACL", "SETUSER", "sender", "on", ">sender", "~*", "&*", "+@all", "-exists"]
+    )
+    project.write(APP, empty_redis.url.replace("//", "//sender:sender@"))
+    said = produce(project)
+    empty_redis.client.execute_command("ACL", "DELUSER", "sender")
+    assert said == ""
+    assert empty_redis.client.zcard(Keys("", "celery_delay").due) == 4
+
+
+def produce(project: Project) -> str:
+    """What a process says that sends three tasks: two alone, one in bulk."""
+    code = (
+        "from shop import app; from celery_native_delay.bulk import bulk\n"
+        "for _ in range(2): app.send_task('shop.remind', countdown=600)\n"
+        "with bulk(app) as batch: batch.send('shop.remind', countdown=600)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=project.folder,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE_SECONDS,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+@redis_only
+def test_a_worker_that_promotes_shows_it_although_memory_is_short(
+    own_redis: PrivateRedis, project: Project
+) -> None:
+    """Prolonging takes none."""
+    project.write(APP, own_redis.url)
+    app = app_on(own_redis.url)
+    with promoting(project):
+        wait_until(lambda: not examine(app), timeout_seconds=PATIENCE_SECONDS)
+        key = Keys("", "celery_delay").promoting
+        own_redis.client.config_set("maxmemory", "1mb")
+        own_redis.client.expire(key, 12)
+        wait_until(lambda: own_redis.client.ttl(key) > 12, timeout_seconds=PATIENCE_SECONDS)
+
+
+# ---- the ledger of RabbitMQ --------------------------------------------------------------------
+
+
+@contextmanager
+def no_redis() -> Iterator[int]:
+    """A server that speaks HTTP, on the port that it gives."""
+
+    class Refuse(BaseHTTPRequestHandler):
+        def log_message(self, *_: Any) -> None: ...
+
+    with HTTPServer(("127.0.0.1", 0), Refuse) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield server.server_port
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.rabbitmq310
+@pytest.mark.parametrize("rabbitmq_version", ["3.10"], indirect=True)
+def test_a_ledger_that_is_down_or_wrong_is_named(
+    rabbitmq: PrivateRabbitMQ, vhost_url: str, project: Project
+) -> None:
+    management = {"management_url": rabbitmq.management_url}
+
+    def on(ledger: str) -> Celery:
+        return app_on(vhost_url, ledger=ledger, **management, **SETTINGS)
+
+    with private_redis(server="redis") as ledger:
+        project.write(APP, vhost_url, ledger=ledger.url, **management, **SETTINGS)
+        assert project.delay("declare").returncode == 0
+        assert of_level(on(ledger.url), WRONG) == []
+        assert project.told("doctor")["healthy"] is True
+
+        ledger.client.config_set("appendonly", "no")
+        ledger.client.config_set("maxmemory-policy", "volatile-lru")
+        found = [finding.problem for finding in of_level(on(ledger.url), WRONG)]
+        assert ["volatile-lru" in found[0], "appendonly is no" in found[1]] == [True, True]
+        ledger.client.config_set("appendonly", "yes")
+        ledger.client.config_set("maxmemory-policy", "noeviction")
+
+        ledger.client.config_set("requirepass", "secret")
+        wrong_password = ledger.url.replace("//", "//:mistyped@")
+        found_wrong = the_wrong(on(wrong_password), "ledger")
+        assert "does not serve: " in found_wrong.problem
+        assert "mistyped" not in str(found_wrong)
+        ledger.client.config_set("requirepass", "")
+
+        with private_redis(server="redis", replica_of=ledger) as replica:
+            wait_until(
+                lambda: replica.client.info()["master_link_status"] == "up",
+                timeout_seconds=PATIENCE_SECONDS,
+            )
+            found_wrong = the_wrong(on(replica.url), "ledger")
+            assert "takes nothing: ReadOnlyError" in found_wrong.problem
+
+        with no_redis() as port:
+            assert "does not serve" in the_wrong(on(f"redis://127.0.0.1:{port}"), "ledger").problem
+        ledger.stop()
+        down = project.delay("doctor")
+        assert down.returncode == 1
+        assert "native_delay_ledger at redis://127.0.0.1" in down.stdout
+        assert "start it, or correct" in down.stdout
+        ledger.start()
+
+
+def test_what_lies_parked_on_rabbitmq_and_policies_are_named(
+    rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str, project: Project
+) -> None:
+    app = app_on(vhost_url, management_url=rabbitmq.management_url, **SETTINGS)
+    project.write(APP, vhost_url, management_url=rabbitmq.management_url, **SETTINGS)
+    missing = of_level(app, WRONG)
+    assert missing[0].check == "delay levels"
+    assert "delay declare" in missing[0].remedy
+    project.delay("declare")
+    assert of_level(app, WRONG) == of_level(app, UNCHECKED) == []
+
+    definition: dict[str, object] = {"delivery-limit": 3}
+    if rabbitmq.version.startswith("4."):
+        definition |= {"delayed-retry-type": "all", "delayed-retry-min": 1000}
+    rabbitmq.set_policy(vhost, "everything", ".*", definition)
+    operators = {"pattern": "parked$", "definition": {"expires": 60_000}, "apply-to": "queues"}
+    rabbitmq.api("PUT", f"/operator-policies/{vhost}/guard", operators)
+    operator, users = sorted(of_level(app, WRONG), key=lambda each: each.problem)
+    assert operator.problem.startswith("operator policy 'guard' sets expires on 1 delay queue(s)")
+    assert "whoever runs the broker" in operator.remedy
+    for key in definition:
+        assert key in users.problem
+    rabbitmq.clear_policy(vhost, "everything")
+    rabbitmq.api("DELETE", f"/operator-policies/{vhost}/guard")
+
+    with app.connection_for_write() as connection:
+        producer = connection.Producer()
+        producer.publish("x", exchange=TOPOLOGY.parking_exchange, routing_key="x")
+
+    def parked() -> list[Finding] | None:
+        return of_level(app, WRONG) or None
+
+    (found,) = wait_until(parked, timeout_seconds=PATIENCE_SECONDS)
+    assert found.problem.startswith("1 message(s) are parked")
+    assert "delay parked list" in found.remedy
+
+
+# ---- SQS ---------------------------------------------------------------------------------------
+
+
+def test_a_delay_queue_without_a_relay_is_named(project: Project, shared_sqs: PrivateSqs) -> None:
+    register_transports()
+    shared_sqs.wipe()
+    project.write(APP, shared_sqs.url, sqs_hop_seconds=1)
+    app = app_on(shared_sqs.url, sqs_hop_seconds=1)
+    app.conf.task_default_queue = "orders"
+    assert "missing" in the_wrong(app, "delay queues").problem
+    project.delay("declare")
+    assert of_level(app, WRONG) == []
+    (unknown,) = of_level(app, UNCHECKED)
+    assert "SQS tells it only of messages that have done their wait" in unknown.problem
+    assert "as far as could be asked: 1 not checked" in project.delay("doctor").stdout
+
+    app.send_task("shop.remind", countdown=60)
+    (found,) = wait_until(lambda: of_level(app, WRONG) or None, timeout_seconds=PATIENCE_SECONDS)
+    assert found.check == "relaying"
+    assert "about 1 message(s) have done their wait" in found.problem
+    assert "delay relay" in found.remedy
+    assert project.told("doctor", status=1)["findings"][0]["check"] == "relaying"
+
+
+# ---- stores ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder_url() -> Iterator[str]:
+    with running_broker("filesystem", pytest.fail) as broker:
+        yield broker.new_space()
+
+
+@pytest.fixture
+def store_app(folder_url: str) -> Celery:
+    return app_on_store(folder_url)
+
+
+def app_on_store(url: str, **settings: Any) -> Celery:
+    app = app_on(url, **settings_of(url), **settings)
+    app.conf.broker_transport_options = options(url)
+    return app
+
+
+def options(url: str) -> dict[str, str]:
+    queues, control = (url.partition("://")[2] + name for name in ("/queues", "/control"))
+    return {"data_folder_in": queues, "data_folder_out": queues, "control_folder": control}
+
+
+def file_of(url: str) -> Path:
+    return Path(settings_of(url)["store"].partition("///")[2])
+
+
+def test_a_store_that_is_not_there_is_named_and_not_made(
+    folder_url: str, store_app: Celery
+) -> None:
+    found = the_wrong(store_app, "store")
+    assert "has none of our tables" in found.problem
+    assert not file_of(folder_url).exists()
+    store_app.send_task("shop.remind", countdown=600)
+    assert [each.check for each in of_level(store_app, WRONG)] == ["promoting"]
+
+
+def test_a_store_that_somebody_locks_is_named(folder_url: str, store_app: Celery) -> None:
+    store_app.send_task("shop.remind", countdown=600)
+    with sqlite3.connect(file_of(folder_url), isolation_level=None) as connection:
+        connection.execute("BEGIN IMMEDIATE")
+        assert "database is locked" in the_wrong(store_app, "store").problem
+        connection.execute("ROLLBACK")
+    connection.close()
+
+
+def test_a_store_of_another_release_is_named(folder_url: str, project: Project) -> None:
+    app_on_store(folder_url).send_task("shop.remind", countdown=600)
+    with sqlite3.connect(file_of(folder_url)) as connection:
+        connection.execute("UPDATE native_delay_schema SET version = 7")
+    connection.close()
+    source = APP + f"app.conf.broker_transport_options = {options(folder_url)}\n".replace(
+        "{", "{{"
+    ).replace("}", "}}")
+    project.write(source, folder_url, **settings_of(folder_url))
+    told = project.told("doctor", status=1)
+    (finding,) = told["findings"]
+    assert "found version 7" in finding["problem"]
+    assert finding["remedy"].startswith("use the release of celery_native_delay that has made them")
+
+
+@pytest.mark.parametrize("kind", ["filesystem", "filesystem-postgresql", "sqla"])
+def test_from_a_store_nothing_dispatches_until_something_does(kind: str, project: Project) -> None:
+    with running_broker(kind, pytest.fail) as broker:
+        url = broker.new_space()
+        source = APP
+        if kind != "sqla":
+            shown = str(options(url)).replace("{", "{{").replace("}", "}}")
+            source += f"app.conf.broker_transport_options = {shown}\n"
+        project.write(source, url, **settings_of(url))
+        app = app_on(url) if kind == "sqla" else app_on_store(url)
+        app.send_task("shop.remind", countdown=600)
+        assert [each.check for each in examine(app)] == ["promoting"]
+        assert produce(project) == ""  # nothing is overdue
+        with promoting(project):
+            wait_until(lambda: not examine(app), timeout_seconds=PATIENCE_SECONDS)
+
+
+def test_a_producer_says_that_nothing_dispatches(folder_url: str, project: Project) -> None:
+    app_on_store(folder_url).send_task("shop.remind", countdown=600)
+    with sqlite3.connect(file_of(folder_url)) as connection:
+        connection.execute("UPDATE native_delay_message SET due_us = due_us - 700000000")
+    connection.close()
+    shown = str(options(folder_url)).replace("{", "{{").replace("}", "}}")
+    source = f"{APP}app.conf.broker_transport_options = {shown}\n"
+    project.write(source, folder_url, **settings_of(folder_url))
+    assert "run `celery -A PROJ delay promote`" in project.delay("status").stdout
+    said = produce(project)
+    assert said.count("nothing promotes") == 1
+
+
+# ---- clocks ------------------------------------------------------------------------------------
+
+AN_HOUR_SECONDS = 3600
+
+
+@pytest.fixture(params=["redis", "rabbitmq", "sqs", "filesystem-postgresql"])
+def declared_app(
+    request: pytest.FixtureRequest, running_rabbitmq: Callable[..., PrivateRabbitMQ]
+) -> Iterator[tuple[Celery, ModuleType, str]]:
+    """An app on a broker, the module that asks it for the time, and the name of our clock there."""
+    match request.param:
+        case "redis":
+            with private_redis(server="redis") as server:
+                yield app_on(server.url), redis_asking, "time_ns"
+        case "rabbitmq":
+            broker = running_rabbitmq(installed_rabbitmq("3.10"))
+            url, api = broker.new_vhost(), broker.management_url
+            yield app_on(url, management_url=api, **SETTINGS), management, "time"
+            broker.delete_vhost(vhost_name(url))
+        case "sqs":
+            sqs: PrivateSqs = request.getfixturevalue("shared_sqs")
+            sqs.wipe()
+            app = app_on(sqs.url)
+            with app.connection_for_write() as connection:
+                admin_part(app, connection).declare(list(app.amqp.queues.values()))
+            yield app, queues, "time"
+        case kind:
+            with running_broker(kind, pytest.fail) as broker_with_store:
+                app = app_on_store(broker_with_store.new_space())
+                app.send_task("shop.remind", countdown=600)
+                yield app, database, "time"
+
+
+def test_a_clock_that_is_an_hour_slow_is_named(
+    declared_app: tuple[Celery, ModuleType, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    app, module, clock = declared_app
+    assert [each for each in examine(app) if each.check == "clocks"] == []
+    ours = vars(module)[clock]
+    slow = AN_HOUR_SECONDS * (10**9 if clock == "time_ns" else 1)
+    monkeypatch.setattr(module, clock, lambda: ours() - slow)
+    found = the_wrong(app, "clocks")
+    assert re.search(r"clock is (59 min|1 h) .*ahead of this machine's", found.problem)
+
+
+# ---- fence and telemetry -----------------------------------------------------------------------
+
+
+@redis_only
+def test_a_fence_that_is_away_or_forgets_is_named(
+    empty_redis: PrivateRedis, own_redis: PrivateRedis
+) -> None:
+    app = app_on(empty_redis.url, fence=own_redis.url)
+    empty_redis.client.set(Keys("", "celery_delay").promoting, "", ex=600)
+    assert examine(app) == []
+    own_redis.client.config_set("maxmemory-policy", "volatile-ttl")
+    assert "maxmemory-policy is volatile-ttl" in the_wrong(app, "fence").problem
+    own_redis.client.config_set("maxmemory-policy", "noeviction")
+    own_redis.client.config_set("requirepass", "secret")
+    assert "AuthenticationError" in the_wrong(app, "fence").problem
+    own_redis.stop()
+    assert "does not serve" in the_wrong(app, "fence").problem
+
+
+@redis_only
+def test_a_telemetry_folder_that_takes_nothing_is_named(
+    empty_redis: PrivateRedis, tmp_path: Path
+) -> None:
+    empty_redis.client.set(Keys("", "celery_delay").promoting, "", ex=600)
+    folder = tmp_path / "telemetry"
+    app = app_on(empty_redis.url, telemetry=str(folder))
+    assert "is no folder on this machine" in the_wrong(app, "telemetry").problem
+    folder.mkdir()
+    assert examine(app) == []
+    assert list(folder.iterdir()) == []
+    # Nobody may write there, not even root.
+    app = app_on(empty_redis.url, telemetry="/proc/self")
+    assert "takes nothing on this machine" in the_wrong(app, "telemetry").problem
+
+
+@redis_only
+def test_a_telemetry_folder_that_is_full_is_named(
+    empty_redis: PrivateRedis, tmp_path: Path
+) -> None:
+    folder = tmp_path / "full"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", folder], capture_output=True
+    )
+    if mounted.returncode:
+        pytest.skip("only root may mount a small file system")
+    try:
+        app = app_on(empty_redis.url, telemetry=str(folder))
+        assert "No space left on device" in the_wrong(app, "telemetry").problem
+    finally:
+        subprocess.run(["umount", folder], check=True)
+
+
+# ---- what nobody can be asked ------------------------------------------------------------------
+
+
+def test_an_app_that_was_never_installed_or_is_misconfigured_is_told_so(project: Project) -> None:
+    (project.folder / "shop.py").write_text('from celery import Celery\napp = Celery("shop")\n')
+    assert "install(app)" in project.delay("doctor").stderr
+    project.write(
+        APP.replace("install(app, **{settings!r})", "install(app)\n{settings}"), "redis://"
+    )
+    source = (project.folder / "shop.py").read_text()
+    (project.folder / "shop.py").write_text(f"{source}app.conf.native_delay_levels = 0\n")
+    told = project.told("doctor", status=1)
+    (finding,) = told["findings"]
+    assert finding["check"] == "settings"
+    assert "native_delay_levels" in finding["problem"]

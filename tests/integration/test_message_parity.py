@@ -1,0 +1,415 @@
+"""Every property, header, byte and flag of a delayed message is that of the undelayed one.
+
+Random messages as py-amqp sends them, each without a delay from a plain connection and then by all
+the ways that a delay can take, to an installed consumer and to a plain one. Examples are drawn the
+same in every run; `NATIVE_DELAY_PARITY_EXAMPLES=1000` draws that many new ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from datetime import datetime
+from decimal import Decimal
+from itertools import count
+from typing import Any
+
+import amqp
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+from kombu import Connection
+
+from celery_native_delay.celery_app.adoption import EarlyTask
+from celery_native_delay.core.delayed import HEADER
+from celery_native_delay.core.due_time import due_us
+from celery_native_delay.core.topology import is_delay_name
+from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis
+from celery_native_delay.transports.rabbitmq.envelope import DEATH_HEADERS
+from celery_native_delay.transports.rabbitmq.parking import rescue
+from celery_native_delay.transports.rabbitmq.worker_part import RabbitMQWorkerPart
+from tests.integration.test_parity import MORE_EXAMPLES, PAST
+from tests.integration.traffic import (
+    SETTINGS,
+    TOPOLOGY,
+    bind,
+    declare_exchange,
+    declare_queue,
+    delaying,
+    delays_of,
+    depth,
+    parked_count,
+)
+from tests.traffic import PATIENCE_SECONDS, eta_in
+from tests.waiting import wait_until
+
+EXAMPLES = 10
+
+# ---- messages --------------------------------------------------------------------------------
+
+any_text = st.text(st.characters(codec="utf-8"), max_size=12)
+
+#: What AMQP knows in a table, as far as py-amqp writes it.
+leaves = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-(2**63), 2**63 - 1),
+    st.sampled_from([0, 127, 128, 2**31 - 1, 2**31, -(2**31), -(2**63), 2**63 - 1]),
+    st.floats(allow_nan=False),
+    any_text,
+    st.binary(max_size=6),
+    st.builds(
+        lambda number, digits: Decimal(number).scaleb(-digits),
+        st.integers(-(2**31), 2**31 - 1),
+        st.integers(0, 12),
+    ),
+    st.datetimes(datetime(1970, 1, 2), datetime(2200, 1, 1)).map(
+        lambda at: at.replace(microsecond=0)
+    ),
+)
+names = st.sampled_from(["h", "", "é%.#", "x-h", "x-opt-h", "n" * 100, "expires", "root_id"])
+values = st.recursive(
+    leaves,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(names, inner, max_size=3),
+    max_leaves=6,
+)
+
+#: None: absent.
+properties = st.fixed_dictionaries(
+    {},
+    optional={
+        "content_type": st.sampled_from(["", "text/plain", "application/json", "é"]),
+        "delivery_mode": st.sampled_from([1, 2]),
+        "priority": st.integers(0, 255),
+        "correlation_id": any_text,
+        "reply_to": any_text,
+        "expiration": st.sampled_from(["60000", "3600000"]),
+        "message_id": any_text,
+        "timestamp": st.sampled_from([0, 1, 2**31, 2**32, 2**63]) | st.integers(0, 2**40),
+        "type": any_text,
+        "user_id": st.just("guest"),
+        "app_id": any_text,
+        "cluster_id": any_text,
+    },
+)
+
+bodies = st.one_of(
+    st.tuples(any_text, st.sampled_from([None, "utf-8", "utf-16", "utf-8-sig"])),
+    st.tuples(
+        st.binary(max_size=12) | any_text.map(str.encode) | st.just(b""),
+        st.sampled_from([None, "", "utf-8", "binary", "utf-16", "latin-1", "utf-7", "zlib"]),
+    ),
+    st.tuples(st.just(b"\xfe\xff\0a"), st.just("utf-16")),
+)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What is published, anew for each way: py-amqp writes into the message that it is given."""
+
+    body: str | bytes
+    properties: dict[str, Any]
+    headers: dict[str, Any]
+
+    def message(self, eta: str) -> amqp.Message:
+        headers = self.headers | {"eta": eta}
+        return amqp.Message(self.body, application_headers=headers, **self.properties)
+
+
+@st.composite
+def messages(draw: st.DrawFn) -> Sent:
+    body, encoding = draw(bodies)
+    drawn = draw(properties)
+    if encoding is not None:
+        drawn["content_encoding"] = encoding
+    return Sent(body, drawn, draw(st.dictionaries(names, values, max_size=4)))
+
+
+# ---- what is seen of them --------------------------------------------------------------------
+
+
+def as_received(raw: amqp.Message, channel: Any) -> dict[str, Any]:
+    """All that a consumer sees of a message, but when it was due."""
+    if hasattr(channel, "delays"):
+        message = channel.message_to_python(raw)
+        came = {
+            "kombu": (message.content_type, message.content_encoding, message.headers),
+            "body": message.body,
+        }
+        properties, info = message.properties, message.delivery_info
+    else:
+        came, properties, info = {"body": raw.body}, raw.properties, raw.delivery_info
+    headers = properties["application_headers"]
+    headers.pop("eta")
+    return {
+        **came,
+        "type of body": type(came["body"]),
+        "properties": properties,
+        # As text, so that True is not 1, nor 1 a Decimal.
+        "exactly": repr(sorted(headers.items())),
+        "info": {name: info[name] for name in ("exchange", "routing_key", "redelivered")},
+    }
+
+
+def as_plainly_seen(came: dict[str, Any], way: str) -> dict[str, Any]:
+    """What is left of *came* without that which a plain consumer sees of the wait."""
+    properties = dict(came["properties"])
+    properties.pop("expiration", None)
+    if way in SENT_AGAIN:
+        properties.pop("user_id", None)
+    headers = {
+        name: value
+        for name, value in properties.pop("application_headers").items()
+        if name not in {HEADER, *DEATH_HEADERS}
+    }
+    info = dict(came["info"])
+    if is_delay_name(info["exchange"]):
+        exchange, key = WAYS[way]
+        info |= {"exchange": exchange, "routing_key": key}
+    return {
+        "body": came["body"],
+        "type of body": came["type of body"],
+        "properties": properties,
+        "headers": headers,
+        "info": info,
+    }
+
+
+# ---- the ways --------------------------------------------------------------------------------
+
+#: Two levels, and time enough for what happens meanwhile.
+DELAY_UNITS = 9
+DELAY_SECONDS = DELAY_UNITS * SETTINGS["resolution"]
+
+#: What each way sends to, exchange and routing key; its queue has its name.
+WAYS = {
+    "returned": ("", "returned"),  # the first: it takes a level away
+    "wait": ("", "wait"),
+    "window": ("", "window"),
+    "off": ("", "off"),
+    "batch": ("", "batch"),
+    "direct": ("billing", "é"),
+    "topic": ("shop", "orders.new"),
+    "landing": ("news", "any"),
+    "rejecting": ("amq.topic", "orders.new"),
+    "adopted": ("billing", "adopted"),
+    "parked": ("half-known", "parked"),
+    "parked early": ("", "parked early"),
+    "moved": ("billing", "moved"),
+    "cancelled": ("", "cancelled"),
+}
+
+#: Those on which a worker sends it again: it cannot say for whom, to those who do not know us.
+SENT_AGAIN = {"adopted", "parked", "parked early", "moved", "cancelled"}
+
+
+@dataclass
+class Site:
+    """A broker with a queue for each way, and the connections that send and receive."""
+
+    plain: Any
+    producers: dict[str, Any]
+    worker: Any
+    """Another user of the broker, whom RabbitMQ lets send no `user_id` but his own."""
+    receiver: Any
+    numbers: Iterator[int] = field(default_factory=count)
+    rescued: int = 0
+    put_back_early: int = 0
+
+    def task(self) -> dict[str, str]:
+        """What the ledger knows a message by."""
+        return {"task": "shop.remind", "id": f"id-{next(self.numbers)}"}
+
+    def declare(self) -> None:
+        installed = self.producers["wait"]
+        for name, kind in (("billing", "direct"), ("shop", "topic"), ("news", "fanout")):
+            declare_exchange(installed, name, kind)
+        # Its consumers are known, all but one.
+        declare_exchange(installed, "half-known", "direct")
+        declare_queue(installed, "known")
+        bind(installed, "known", "half-known", "known")
+        for name, (exchange, key) in WAYS.items():
+            arguments = {"x-overflow": "reject-publish"} if name == "rejecting" else {}
+            if name in ("topic", "wait"):
+                arguments["x-queue-type"] = "quorum"
+            owner = self.plain if name in ("parked", "returned") else installed
+            declare_queue(owner, name, **arguments)
+            if exchange:
+                bind(
+                    owner,
+                    name,
+                    exchange,
+                    "orders.#" if "topic" in exchange or exchange == "shop" else key,
+                )
+        delays_of(installed).prepare(consuming=True)
+        for producer in self.producers.values():
+            delays_of(producer).prepare()
+
+    def send_undelayed(self, way: str, sent: Sent) -> None:
+        self.plain.default_channel.basic_publish(sent.message(PAST), *WAYS[way])
+
+    def send(self, way: str, sent: Sent) -> None:
+        getattr(self, f"_{way.replace(' ', '_')}", self._plainly)(way, sent)
+
+    def _plainly(
+        self, way: str, sent: Sent, mode: str = "wait", seconds: float = DELAY_SECONDS
+    ) -> None:
+        channel = self.producers[mode].default_channel
+        channel.basic_publish(sent.message(eta_in(seconds)), *WAYS[way])
+
+    def _window(self, way: str, sent: Sent) -> None:
+        self._plainly(way, sent, "window")
+
+    def _off(self, way: str, sent: Sent) -> None:
+        self._plainly(way, sent, "off")
+
+    def _batch(self, way: str, sent: Sent) -> None:
+        batch = self.producers["wait"].default_channel.create_publish_batch(10)
+        batch.publish(sent.message(eta_in(DELAY_SECONDS)), *WAYS[way])
+        batch.flush()
+        batch.close()
+
+    def _returned(self, way: str, sent: Sent) -> None:
+        """The level queue that it is to wait in was deleted."""
+        hop = delays_of(self.producers["wait"]).topology.path(DELAY_UNITS)[0]
+        self.plain.default_channel.queue_delete(hop.queue)
+        self._plainly(way, sent)
+
+    def _adopted(self, way: str, sent: Sent) -> None:
+        """A plain producer sent it early, and a worker puts it back."""
+        eta = eta_in(DELAY_SECONDS)
+        self.plain.default_channel.basic_publish(sent.message(eta), *WAYS[way])
+        channel = self.worker.default_channel
+        message = channel.message_to_python(self._get(way, channel, sent, no_ack=False))
+        part = RabbitMQWorkerPart(channel, channel.delays.settings)
+        early = EarlyTask(message, due_us(eta), way, ack=message.ack, hold=message.ack)
+        assert part.put_back([early]) == []
+        message.ack()
+
+    def _parked(self, way: str, sent: Sent) -> None:
+        """Nobody mirrored its queue's binding; a worker rescues it."""
+        self._plainly(way, sent)
+
+        def parked_unless_late() -> bool:
+            """On a busy machine it may have been due before it was sent."""
+            return parked_count(self.plain) == 1 or depth(self.plain, way) == 1
+
+        wait_until(parked_unless_late, timeout_seconds=PATIENCE_SECONDS)
+        outcome = rescue(delays_of(self.worker))
+        assert outcome is not None
+        self.rescued += outcome.delivered
+
+    def _parked_early(self, way: str, sent: Sent) -> None:
+        """A level's binding was gone; a worker puts it back into the levels."""
+        eta = eta_in(5 * DELAY_SECONDS)
+        delays = delays_of(self.producers["wait"])
+        publication = delays.publication(sent.message(eta), *WAYS[way], due_us=due_us(eta))
+        assert publication is not None
+        self.plain.default_channel.basic_publish(
+            publication.message, TOPOLOGY.parking_exchange, publication.routing_key
+        )
+        wait_until(lambda: parked_count(self.plain) == 1, timeout_seconds=PATIENCE_SECONDS)
+        outcome = rescue(delays_of(self.worker))
+        assert outcome is not None
+        self.put_back_early += outcome.waiting_again
+
+    def _moved(self, way: str, sent: Sent) -> None:
+        """What it replaces comes, too, much later, for a worker to drop."""
+        self._plainly(way, sent, "ledger", seconds=5)
+        outcome = self.ledger.move(sent.headers["id"], due_us(eta_in(DELAY_SECONDS)))
+        assert outcome, outcome
+
+    def _cancelled(self, way: str, sent: Sent) -> None:
+        """The copy that is to be announced comes at once."""
+        self._plainly(way, sent, "ledger", seconds=5)
+        outcome = self.ledger.cancel(sent.headers["id"])
+        assert outcome, outcome
+
+    @property
+    def ledger(self) -> Any:
+        channel = self.worker.default_channel
+        return channel.ledger(channel.delays.settings)
+
+    def receive(self, way: str, sent: Sent) -> dict[str, Any]:
+        channel = self.receiver.default_channel
+        return as_received(self._get(way, channel, sent, no_ack=True), channel)
+
+    def _get(self, queue: str, channel: Any, sent: Sent, *, no_ack: bool) -> amqp.Message:
+        def get() -> Any:
+            came = channel.basic_get(queue, no_ack=no_ack)
+            return came if came and came.headers["id"] == sent.headers["id"] else None
+
+        get.__qualname__ = f"what was sent to {queue!r}"
+        return wait_until(get, timeout_seconds=PATIENCE_SECONDS)
+
+
+@contextmanager
+def site_of(
+    url: str, worker_url: str, ledger: str, *, consumer: str, queue_type: str
+) -> Iterator[Site]:
+    with ExitStack() as stack:
+
+        def connection(url: str = url, **options: Any) -> Any:
+            return stack.enter_context(delaying(url, queue_type=queue_type, **options))
+
+        plain = stack.enter_context(Connection(url, transport_options={"confirm_publish": True}))
+        producers = {mode: connection(confirm_publish=mode) for mode in ("wait", "window", "off")}
+        producers["ledger"] = connection(ledger=ledger)
+        receiver = connection() if consumer == "installed" else stack.enter_context(Connection(url))
+        worker = connection(worker_url, ledger=ledger)
+        site = Site(plain, producers, worker, receiver)
+        site.declare()
+        yield site
+
+
+@pytest.mark.timeout(600 if not MORE_EXAMPLES else 0)
+@pytest.mark.parametrize("queue_type", ["quorum", "classic"])
+@pytest.mark.parametrize("consumer", ["installed", "plain"])
+def test_whatever_way_it_took_it_is_seen_as_without_its_delay(
+    rabbitmq: PrivateRabbitMQ,
+    vhost_url: str,
+    vhost: str,
+    ledger_redis: PrivateRedis,
+    consumer: str,
+    queue_type: str,
+) -> None:
+    @settings(
+        max_examples=MORE_EXAMPLES or EXAMPLES,
+        derandomize=not MORE_EXAMPLES,
+        phases=list(Phase) if MORE_EXAMPLES else [Phase.generate],
+        database=None,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        report_multiple_bugs=False,
+    )
+    @given(messages())
+    def every_message(drawn: Sent) -> None:
+        ways = {way: replace(drawn, headers=drawn.headers | site.task()) for way in WAYS}
+        for way, sent in ways.items():
+            site.send_undelayed(way, sent)
+        undelayed = {way: site.receive(way, sent) for way, sent in ways.items()}
+        for way, sent in ways.items():
+            site.send(way, sent)
+        different = {}
+        for way, expected in undelayed.items():
+            came = site.receive(way, ways[way])
+            if consumer == "plain":
+                expected, came = as_plainly_seen(expected, way), as_plainly_seen(came, way)
+                if way == "cancelled":
+                    # By which a plain worker announces it as expired.
+                    assert came["headers"].pop("expires") == "2000-01-01T00:00:00+00:00"
+                    expected["headers"].pop("expires", None)
+            if came != expected:
+                different[way] = [
+                    (name, expected[name], came[name])
+                    for name in expected
+                    if came[name] != expected[name]
+                ]
+        assert not different, (drawn, different)
+
+    urls = vhost_url, rabbitmq.add_user(f"worker-{vhost}", "secret", vhost=vhost), ledger_redis.url
+    with site_of(*urls, consumer=consumer, queue_type=queue_type) as site:
+        every_message()
+        assert site.rescued
+        assert site.put_back_early

@@ -1,0 +1,171 @@
+"""A fan-out whose broker is away, or does not let it in: told once in a job, not per partition."""
+
+from __future__ import annotations
+
+import json
+import socketserver
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from threading import Thread
+from time import monotonic
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pyspark")
+
+
+from celery_native_delay import FanOutFailed
+from celery_native_delay.bulk import Bulk
+from celery_native_delay.spark import FanOut
+from celery_native_delay.spark.sending import Receipt, SendJob, send_rows
+from celery_native_delay.testing import private_redis, require_redis
+from celery_native_delay.transports.rabbitmq import bulk_line
+from pytest_celery_native_delay import installed
+
+MakeApp = Callable[..., str]
+
+ROWS, PARTITIONS = 40, 8
+
+
+def fan_out(spark: Any, app: str) -> FanOut:
+    """Each of its partitions has the same share of the rows; one in four is rejected."""
+    df = spark.range(ROWS, numPartitions=PARTITIONS).selectExpr(
+        "id as number", "if(id % 4 = 3, null, 60) as wait"
+    )
+    return FanOut(df, app=app, task="shop.remind", countdown="wait", kwargs=["number"])
+
+
+def write(spark: Any, app: str) -> None:
+    """The same through the sink."""
+    df = spark.range(ROWS, numPartitions=PARTITIONS).selectExpr("id as number", "60 as wait")
+    options = {"app": app, "task": "shop.remind", "countdown_col": "wait"}
+    options["kwargs_cols"] = "number"
+    df.write.format("celery").options(**options).mode("append").save()
+
+
+def test_what_never_lets_us_in_is_asked_once(
+    spark: Any, make_app: MakeApp, native_delay_rabbitmq_url: str
+) -> None:
+    """Every row is named, the rejected ones are counted, and nobody has waited."""
+    nowhere = f"{native_delay_rabbitmq_url.rpartition('/')[0]}/nowhere"
+    with pytest.raises(FanOutFailed, match="vhost nowhere not found") as raised:
+        fan_out(spark, make_app(nowhere)).send()
+    result = raised.value.result
+    assert (result.rows, result.confirmed, result.rejected) == (ROWS, 0, ROWS // 4)
+    assert len(result.failures) == ROWS - result.rejected
+    assert {failure.outcome for failure in result.failures} == {"unsent"}
+    assert {failure.reason for failure in result.failures} == {result.failures[0].reason}
+    assert max(receipt.seconds for receipt in result.receipts) < bulk_line.PATIENCE_SECONDS
+
+
+def test_a_wrong_password_is_tried_once_in_each_slot(
+    spark: Any, make_app: MakeApp, tmp_path: Path
+) -> None:
+    """Not in each partition, nor in each of Spark's attempts: accounts are locked for less."""
+    installed(require_redis, "redis")
+    with private_redis(server="redis", password="secret") as redis:
+        app = make_app(redis.url.replace("secret", "wrong"))
+        redis.client.acl_log_reset()
+        with pytest.raises(FanOutFailed, match="invalid username-password pair") as raised:
+            fan_out(spark, app).send()
+        refusals = sum(int(entry["count"]) for entry in redis.client.acl_log())
+    assert max(r.seconds for r in raised.value.result.receipts) < bulk_line.PATIENCE_SECONDS
+    # kombu asks twice before it raises, and two slots may do so at the same time.
+    assert 1 <= refusals <= 4
+
+
+class _HangsUp(socketserver.BaseRequestHandler):
+    """What a load balancer does whose brokers are all down."""
+
+    def handle(self) -> None:
+        self.server.asked_at.append(monotonic())  # type: ignore[attr-defined]
+
+
+@contextmanager
+def nobody_behind() -> Iterator[Any]:
+    """A port that hangs up, and notes when it was asked."""
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), _HangsUp) as server:
+        server.asked_at = []  # type: ignore[attr-defined]
+        Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            yield server
+        finally:
+            server.shutdown()
+
+
+@pytest.mark.parametrize("way", ["FanOut", "sink"])
+def test_an_outage_is_waited_out_once_in_a_job(
+    spark: Any, make_app: MakeApp, apps_folder: Path, way: str
+) -> None:
+    """Eight partitions on two slots, and in the sink four attempts at each; then all are told."""
+    patience_seconds = 15
+    with nobody_behind() as server:
+        app = make_app(f"amqp://127.0.0.1:{server.server_address[1]}")
+        module = apps_folder / f"{app.partition(':')[0]}.py"
+        impatient = (
+            "from celery_native_delay.transports.rabbitmq import bulk_line\n"
+            f"bulk_line.PATIENCE_SECONDS = {patience_seconds}\n"
+        )
+        module.write_text(module.read_text() + impatient)
+        if way == "FanOut":
+            with pytest.raises(FanOutFailed, match=f"{ROWS - ROWS // 4} unsent"):
+                fan_out(spark, app).send()
+        else:
+            pytest.importorskip("pyspark.sql.datasource")
+            with pytest.raises(Exception, match="tasks are not confirmed"):
+                write(spark, app)
+        waited_seconds = server.asked_at[-1] - server.asked_at[0]
+    # Once for each of four waves of partitions, or attempts, would be 60 s.
+    assert patience_seconds - 5 < waited_seconds < 3 * patience_seconds
+
+
+def test_the_next_job_asks_again(
+    spark: Any, make_app: MakeApp, native_delay_rabbitmq: Any, native_delay_rabbitmq_url: str
+) -> None:
+    """What one job has learnt is not held against another, of the same run too."""
+    native_delay_rabbitmq.rabbitmqctl("add_user", "late", "late")
+    vhost = native_delay_rabbitmq_url.rpartition("/")[2]
+    app = make_app(native_delay_rabbitmq_url.replace("//guest:guest@", "//late:late@"))
+    reminders = fan_out(spark, app)
+    with pytest.raises(FanOutFailed, match="refused for user 'late'"):
+        reminders.send()
+    native_delay_rabbitmq.rabbitmqctl("set_permissions", "-p", vhost, "late", ".*", ".*", ".*")
+    assert reminders.send().confirmed == ROWS - ROWS // 4
+
+
+def test_what_a_user_may_not_do_is_tried_once_for_each_queue(
+    make_app: MakeApp,
+    apps_folder: Path,
+    native_delay_rabbitmq: Any,
+    native_delay_rabbitmq_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As an executor runs it; each row is named with the answer."""
+    native_delay_rabbitmq.rabbitmqctl("add_user", "clerk", "clerk")
+    vhost = native_delay_rabbitmq_url.rpartition("/")[2]
+    own = ["^(plain|vip)$", ".*", ".*"]  # it may not declare the levels
+    native_delay_rabbitmq.rabbitmqctl("set_permissions", "-p", vhost, "clerk", *own)
+    monkeypatch.syspath_prepend(str(apps_folder))
+    asked = []
+    send = Bulk.send
+
+    def noting(self: Bulk, *args: Any, **kwargs: Any) -> str:
+        asked.append(kwargs["queue"])
+        return send(self, *args, **kwargs)
+
+    monkeypatch.setattr(Bulk, "send", noting)
+    app = make_app(native_delay_rabbitmq_url.replace("//guest:guest@", "//clerk:clerk@"), levels=20)
+    eta = (datetime.now(UTC) + timedelta(hours=1)).isoformat(timespec="microseconds")
+    rows = [
+        (f"id-{n}", eta, json.dumps([[n], {}]), ("plain", "vip")[n % 2], None, None, None)
+        for n in range(20)
+    ]
+    receipt = Receipt(0, 0)
+    failures = list(send_rows(rows, SendJob(app, "shop.remind", None), receipt))
+    assert [failure.task_id for failure in failures] == [row[0] for row in rows]
+    assert {failure.outcome for failure in failures} == {"refused"}
+    assert all("NotPermitted" in failure.reason for failure in failures)
+    assert asked == ["plain", "vip"]

@@ -1,0 +1,234 @@
+"""``Delay(app)`` and the other public functions, given what they are not made for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from datetime import date, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery.result import AsyncResult, GroupResult
+
+from celery_native_delay import (
+    Delay,
+    DelayTooLong,
+    InvalidDueTime,
+    InvalidQuery,
+    SettingsError,
+    Verdict,
+    delay_headers,
+    flush_delayed,
+    install,
+)
+from celery_native_delay.bulk import bulk
+from celery_native_delay.kombu_hook import settings_from_option
+from celery_native_delay.metrics import expose
+
+
+@pytest.fixture
+def app(tmp_path: Path) -> Iterator[Celery]:
+    """One whose tasks wait in a file."""
+    app = Celery("shop", broker="memory://", backend="cache+memory://", set_as_current=False)
+    install(app, store=f"sqlite:///{tmp_path}/delays.db")
+    yield app
+    app.close()
+
+
+@pytest.fixture
+def sent(app: Celery) -> list[AsyncResult]:
+    """Three tasks that wait."""
+    return [app.send_task("remind", (number,), countdown=600 + number) for number in range(3)]
+
+
+@pytest.fixture
+def delay(app: Celery, sent: list[AsyncResult]) -> Delay:
+    return Delay(app)
+
+
+# ---- what ls() gives ----------------------------------------------------------------------
+
+
+def test_a_page_is_a_sequence_of_what_waits(delay: Delay, sent: list[AsyncResult]) -> None:
+    page = delay.ls(limit=2)
+    assert isinstance(page, Sequence)
+    assert [task.id for task in page] == [result.id for result in sent[:2]]
+    assert (len(page), page.total) == (2, 3)
+    assert page[0].id == sent[0].id
+    assert page[-1] in page
+    assert [task.id for task in page[1:]] == [sent[1].id]
+    assert [task.id for task in reversed(page)] == [sent[1].id, sent[0].id]
+    assert page.tasks == tuple(page)
+    assert page
+    assert not delay.ls("nothing like it")
+
+
+# ---- which task ---------------------------------------------------------------------------
+
+CHANGES = [
+    pytest.param(lambda delay, task: delay.cancel(task), "cancel_all", id="cancel"),
+    pytest.param(lambda delay, task: delay.run_now(task), "run_all_now", id="run_now"),
+    pytest.param(
+        lambda delay, task: delay.reschedule(task, countdown=900),
+        "reschedule_all",
+        id="reschedule",
+    ),
+]
+CHANGES_OF_MANY = [
+    pytest.param(lambda delay, tasks: delay.cancel_all(tasks), id="cancel_all"),
+    pytest.param(lambda delay, tasks: delay.run_all_now(tasks), id="run_all_now"),
+    pytest.param(
+        lambda delay, tasks: delay.reschedule_all(tasks, countdown=900), id="reschedule_all"
+    ),
+]
+
+
+@pytest.mark.parametrize(("change", "many"), CHANGES)
+def test_a_task_is_named_by_its_id_its_result_or_what_was_found(
+    delay: Delay, sent: list[AsyncResult], change: Callable[..., Any], many: str
+) -> None:
+    (found,) = delay.show(sent[2])
+    for task, result in zip((sent[0].id, sent[1], found), sent, strict=True):
+        assert change(delay, task), many
+        assert delay.show(result.id) == delay.show(result)
+
+
+@pytest.mark.parametrize("change", CHANGES_OF_MANY)
+def test_many_are_named_alike(
+    delay: Delay, sent: list[AsyncResult], change: Callable[..., Any]
+) -> None:
+    assert all(change(delay, GroupResult("reminders", sent)))
+
+
+@pytest.mark.parametrize(("change", "many"), CHANGES)
+def test_several_tasks_for_one_are_told_the_method_for_many(
+    delay: Delay, sent: list[AsyncResult], change: Callable[..., Any], many: str
+) -> None:
+    for several in ([sent[0].id, sent[1].id], tuple(sent), GroupResult("g", sent), delay.ls()):
+        with pytest.raises(TypeError, match=rf"; for several there is {many}\(\)$"):
+            change(delay, several)
+    assert delay.count() == 3
+
+
+@pytest.mark.parametrize("task", [None, 7, "", b"id", object])
+@pytest.mark.parametrize(("change", "many"), CHANGES)
+def test_what_names_no_task_is_refused(
+    delay: Delay, change: Callable[..., Any], many: str, task: Any
+) -> None:
+    for ask in (change, lambda delay, task: delay.show(task)):
+        with pytest.raises(TypeError, match="expected the id of a task, or its AsyncResult, got "):
+            ask(delay, task)
+
+
+@pytest.mark.parametrize("change", CHANGES_OF_MANY)
+def test_nothing_is_changed_if_one_of_many_is_no_task(
+    delay: Delay, sent: list[AsyncResult], change: Callable[..., Any]
+) -> None:
+    """Nor is a text taken for a list of ids, one letter each."""
+    before = delay.ls()
+    for tasks in ([sent[0].id, None], [sent[0].id, ["b"]], [""]):
+        with pytest.raises(TypeError, match="expected the id of a task, or its AsyncResult, got "):
+            change(delay, tasks)
+    for tasks in (sent[0].id, sent[0], None, 7):
+        with pytest.raises(TypeError, match="expected the ids of tasks, such as a list of them, "):
+            change(delay, tasks)
+    assert delay.ls() == before
+
+
+def test_an_id_that_nobody_knows_is_unknown(delay: Delay) -> None:
+    assert delay.cancel("nobody").verdict is Verdict.UNKNOWN
+    assert delay.show("nobody") == []
+    assert delay.cancel_all([]) == []
+
+
+def test_celerys_revoke_takes_what_it_ever_took(app: Celery, sent: list[AsyncResult]) -> None:
+    """Ids are no matter to Celery."""
+    for ids in ("", None, 7, [""], [None, sent[0].id, ""]):
+        app.control.revoke(ids)
+    assert Delay(app).count() == 2
+
+
+# ---- how many, and when -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("ask", "said"),
+    [
+        (lambda delay: delay.ls(limit=-1), "limit to be a whole number from 0, got -1"),
+        (lambda delay: delay.ls(limit="5"), "limit to be a whole number from 0, got '5'"),
+        (lambda delay: delay.ls(offset=-1), "offset to be a whole number from 0, got -1"),
+        (lambda delay: delay.ids(limit=-1), "limit to be a whole number from 0, got -1"),
+        (lambda delay: delay.histogram(bars=0), "bars to be a whole number from 1, got 0"),
+        (lambda delay: delay.ls(None), "a search as text or as a Query, got None"),
+        (lambda delay: delay.count(7), "a search as text or as a Query, got 7"),
+    ],
+)
+def test_a_question_that_makes_no_sense_is_refused(
+    delay: Delay, ask: Callable[[Delay], Any], said: str
+) -> None:
+    with pytest.raises(InvalidQuery, match=f"expected {said}"):
+        ask(delay)
+
+
+@pytest.mark.parametrize(
+    ("moment", "error"),
+    [
+        ({}, InvalidDueTime),
+        ({"countdown": 5, "eta": datetime(2050, 1, 1)}, InvalidDueTime),
+        ({"countdown": "5"}, InvalidDueTime),
+        ({"countdown": float("nan")}, InvalidDueTime),
+        ({"countdown": 10**300}, DelayTooLong),
+        ({"eta": 5}, InvalidDueTime),
+        ({"eta": ""}, InvalidDueTime),
+        ({"eta": date(2050, 1, 1)}, InvalidDueTime),
+        ({"eta": datetime.max}, DelayTooLong),
+    ],
+    ids=str,
+)
+def test_a_moment_that_is_none_changes_nothing(
+    delay: Delay, sent: list[AsyncResult], moment: dict[str, Any], error: type[Exception]
+) -> None:
+    before = delay.ls()
+    with pytest.raises(error):
+        delay.reschedule(sent[0], **moment)
+    assert delay.ls() == before
+    if error is InvalidDueTime:
+        with pytest.raises(InvalidDueTime):
+            delay_headers(**moment)
+
+
+# ---- which app, which setting -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("made", [install, Delay, bulk, expose])
+@pytest.mark.parametrize("app", [None, "shop", 7, Celery, object()])
+def test_what_is_no_app_is_refused(made: Callable[[Any], Any], app: Any) -> None:
+    with pytest.raises(TypeError, match="expected a Celery app, got "):
+        made(app)
+
+
+def test_a_keyword_with_the_prefix_is_told_to_leave_it_out() -> None:
+    app = Celery("shop", broker="memory://", set_as_current=False)
+    with pytest.raises(SettingsError) as refused:
+        install(app, native_delay_levels=31)
+    assert str(refused.value) == (
+        "expected settings without their prefix here, got native_delay_levels: write levels=31"
+    )
+    with pytest.raises(SettingsError, match=r"write ledger=…$"):
+        install(app, native_delay_ledger="redis://:secret@localhost")
+    with pytest.raises(SettingsError, match="unknown setting native_delay_levles; did you mean"):
+        install(app, native_delay_levles=31)
+    with pytest.raises(SettingsError, match="got native_delay_base: write base=4"):
+        settings_from_option({"native_delay_base": 4})
+
+
+@pytest.mark.parametrize("options", [{"window": 0}, {"window": "x"}, {"progress_every": 0}])
+def test_a_batch_with_impossible_options_is_refused(app: Celery, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="to be a whole number from 1, got "):
+        bulk(app, **options)
+
+
+def test_a_time_for_flushing_that_is_none_is_refused() -> None:
+    with pytest.raises(TypeError, match="expected timeout_seconds as seconds or None, got 'x'"):
+        flush_delayed(timeout_seconds="x")  # type: ignore[arg-type]

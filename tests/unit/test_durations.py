@@ -1,0 +1,102 @@
+"""Durations are told in one form, and what is told is understood again."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from celery_native_delay.core.durations import duration, seconds_of
+from celery_native_delay.core.errors import InvalidDueTime
+
+DAY, HOUR, MINUTE = 86_400, 3600, 60
+
+spans_seconds = st.integers(0, 4_000 * DAY * 1000).map(lambda ms: ms / 1000)
+
+
+def shown_to_seconds(seconds: float) -> float:
+    """The precision that is promised."""
+    for least, step in ((DAY, HOUR), (HOUR, MINUTE), (10, 1), (1, 0.1)):
+        if seconds >= least:
+            return step
+    return 0.001
+
+
+@given(spans_seconds)
+def test_what_is_told_exactly_is_understood_to_the_millisecond(seconds: float) -> None:
+    assert seconds_of(duration(seconds, exact=True)) == seconds
+    assert seconds_of(duration(-seconds, exact=True)) == -seconds
+
+
+@given(spans_seconds)
+def test_what_is_told_is_understood_to_the_precision_that_is_shown(seconds: float) -> None:
+    told = duration(seconds)
+    assert abs(seconds_of(told) - seconds) <= shown_to_seconds(seconds) / 2 + 1e-6
+    assert duration(seconds_of(told)) == told
+    assert len(told.split()) <= 4
+
+
+@given(spans_seconds)
+def test_an_upper_bound_is_never_told_too_short(seconds: float) -> None:
+    told = seconds_of(duration(seconds, up=True))
+    assert 0 <= told - seconds < shown_to_seconds(seconds)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "told"),
+    [
+        (0, "0 s"),
+        (0.0004, "0 s"),
+        (0.125, "0.125 s"),
+        (0.3, "0.3 s"),
+        (1.44, "1.4 s"),
+        (9.96, "10 s"),
+        (12.3, "12 s"),
+        (59.7, "1 min"),
+        (90, "1 min 30 s"),
+        (3599.6, "1 h"),
+        (4200, "1 h 10 min"),
+        (4229, "1 h 10 min"),
+        (86_399, "1 d"),
+        (100_000, "1 d 4 h"),
+        (2**28, "3106 d 21 h"),
+        (-90, "-1 min 30 s"),
+    ],
+)
+def test_durations_are_told_in_their_two_largest_units(seconds: float, told: str) -> None:
+    assert duration(seconds) == told
+
+
+def test_an_exact_duration_has_all_units() -> None:
+    assert duration(100_000.3, exact=True) == "1 d 3 h 46 min 40.3 s"
+    assert duration(4096, up=True) == "1 h 9 min"
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("90", 90),
+        ("1.5", 1.5),
+        ("-90", -90),
+        ("1e3", 1000),
+        ("1h30m", 5400),
+        ("1h 30min", 5400),
+        ("1 h 30 min", 5400),
+        ("1H30M", 5400),
+        ("2d", 2 * DAY),
+        (" 2 days 12 hours ", 2.5 * DAY),
+        ("1.5h", 5400),
+        ("1 minute 30 seconds", 90),
+        ("-1h", -3600),
+    ],
+)
+def test_durations_are_understood_as_people_write_them(text: str, seconds: float) -> None:
+    assert seconds_of(text) == seconds
+
+
+@pytest.mark.parametrize(
+    "text", ["", "-", "h", "1y", "30m1h", "1h1h", "1:30", "nan", "inf", "1h30", "soon", "1,5h"]
+)
+def test_what_is_no_duration_is_refused_with_examples(text: str) -> None:
+    with pytest.raises(InvalidDueTime, match=r"such as 1h30m, 1h 30min or 2d, got "):
+        seconds_of(text)
