@@ -208,7 +208,7 @@ def test_a_witness_of_each_apply_async_sees_each_task_of_a_batch(
     watched, named = WITNESSES[witness]
     with watched(space) as (app, traces), inbox(space, "plain") as letters:
         with bulk(app) as batch:
-            ids = [batch.send("shop.remind", (n,), countdown=0.2) for n in range(6)]
+            ids = [batch.send("shop.remind", (n,), countdown=2) for n in range(6)]
         came = letters.wait_for(6)
         app.close()
     assert list(traces) == ids
@@ -227,13 +227,13 @@ def test_opentelemetry_has_a_span_for_each_message(space: str) -> None:
     with inbox(space, "plain") as letters:
         with bulk(app) as batch:
             for n in range(3):
-                batch.send("shop.remind", (n,), countdown=0.2)
+                batch.send("shop.remind", (n,), countdown=2)
             instrumentor.instrument(tracer_provider=provider)
             try:
-                ids = [batch.send("shop.remind", (n,), countdown=0.2) for n in range(6)]
+                ids = [batch.send("shop.remind", (n,), countdown=2) for n in range(6)]
             finally:
                 instrumentor.uninstrument()
-            batch.send("shop.remind", (9,), countdown=0.2)
+            batch.send("shop.remind", (9,), countdown=2)
         came = letters.wait_for(10)
     app.close()
     parents = {}
@@ -277,7 +277,7 @@ def test_a_witness_that_comes_in_the_middle_of_a_batch_sees_what_follows(
         with bulk(app) as batch:
 
             def send(count: int) -> list[str]:
-                return [batch.send("shop.remind", (n,), countdown=0.2) for n in range(count)]
+                return [batch.send("shop.remind", (n,), countdown=2) for n in range(count)]
 
             before = send(4)
             monkeypatch.setattr(Producer, "publish", watching.around_publish(Producer.publish))
@@ -355,9 +355,9 @@ def test_what_a_template_would_not_have_made_goes_as_apply_async_sends_it(
     with inbox(space, "plain") as letters:
         monkeypatch.setattr(owner, name, around(getattr(owner, name)))
         for number in sent:
-            app.tasks["shop.remind"].apply_async((number,), countdown=0.2)
+            app.tasks["shop.remind"].apply_async((number,), countdown=2)
         with bulk(app) as batch:
-            ids = [batch.send("shop.remind", (number,), countdown=0.2) for number in sent]
+            ids = [batch.send("shop.remind", (number,), countdown=2) for number in sent]
         monkeypatch.undo()
         came = letters.wait_for(2 * len(sent))
     app.close()
@@ -386,7 +386,7 @@ def test_a_template_of_equal_tasks_serves_for_their_like_only(
     with inbox(space, "plain") as letters:
         monkeypatch.setattr(amqp, "task_message", OF_ARGUMENT(amqp.task_message))
         with bulk(app) as batch:
-            ids = [batch.send("shop.remind", (number,), countdown=0.2) for number in sent]
+            ids = [batch.send("shop.remind", (number,), countdown=2) for number in sent]
         monkeypatch.undo()
         came = letters.wait_for(len(sent))
     app.close()
@@ -423,7 +423,7 @@ def test_after_a_reconnect_one_message_shows_that_all_is_as_it_was(space: str) -
                     with outbox.lock:
                         (outbox.lose if hasattr(outbox, "lose") else outbox._lose)()
                     batch.send("shop.remind", (8,), countdown=0.2, headers={})  # connects
-                batch.send("shop.remind", (number,), countdown=0.2)
+                batch.send("shop.remind", (number,), countdown=2)
         # On RabbitMQ some may be there twice.
         letters.receive_until(lambda: len({str(each.body) for each in letters.arrivals}) == 9)
     app.close()

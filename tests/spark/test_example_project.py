@@ -69,7 +69,7 @@ def test_the_tally_tells_every_row(
     assert tell(found, FanOutResult("r", 1.0, [receipt], []), console) is not bool(forgotten)
     shown = [line.split() for line in console.export_text().splitlines()]
     assert ["ok", "1", "0.250", "s", "0.250", "s", "0.250", "s"] in shown
-    late = "ok (sent after it was due) 1 60.000 s 60.000 s 60.000 s"
+    late = "ok, sent after due 1 60.000 s 60.000 s 60.000 s"
     assert late.split() in shown
     assert ["rejected:", "see", "the", "plan", "3"] in shown
     assert f"together 5 of {5 + forgotten}".split() in shown
