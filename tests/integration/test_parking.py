@@ -381,3 +381,21 @@ def test_a_thousand_of_all_kinds_are_neither_lost_nor_doubled(
     wait_parked(connection, expected["junk"])
     connection.default_channel.queue_purge(TOPOLOGY.parking_queue)
     assert_nothing_held(rabbitmq, vhost)
+
+
+def test_another_users_message_keeps_its_user_id_while_it_stays_and_when_it_goes(
+    connection: Any, rabbitmq: PrivateRabbitMQ, vhost: str
+) -> None:
+    """RabbitMQ closes the channel of who sends in another's name; others are rescued beside it."""
+    url = rabbitmq.add_user(f"worker-{vhost}", "secret", vhost=vhost)
+    park(connection, "signed", "nobody", user_id="guest")
+    Producer(connection).publish("junk", routing_key=TOPOLOGY.parking_queue, user_id="guest")
+    wait_parked(connection, 2)
+    with delaying(url) as worker:
+        assert rescued(worker) == Rescue(still_parked=2)
+        wait_parked(connection, 2)
+        declare_queue(connection, "nobody")
+        assert rescued(worker) == Rescue(delivered=1, still_parked=1)
+        (came,) = Inbox(worker).consume(["nobody"]).wait_for(1)
+    assert came.body == "signed"
+    assert came.message.properties["user_id"] == "guest"

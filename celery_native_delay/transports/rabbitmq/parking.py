@@ -197,10 +197,12 @@ def _move_on(work: _Round, batch: list[Parked]) -> None:
 def _as_parked(parked: Parked, user: str) -> amqp.Message:
     """For the end of the parking queue, where *user* sends it."""
     properties = dict(parked.message.properties)
-    headers = dict(properties.get("application_headers") or {})
-    envelope = dict(headers.get(HEADER) or {})
-    keep_user_id(properties, envelope, user)
-    if parked.delayed is not None:
+    if parked.delayed is None:
+        keep_user_id(properties, {}, user)
+    elif properties.get("user_id", user) != user:
+        headers = properties["application_headers"]
+        envelope = dict(headers[HEADER])
+        keep_user_id(properties, envelope, user)
         properties["application_headers"] = headers | {HEADER: envelope}
     return amqp.Message(parked.message.body, **properties)
 
