@@ -2,9 +2,6 @@
 
 Confirm mode is per channel and irreversible, and an error closes the channel it happened on;
 the user's channel sees neither.
-
-Confirms are read as they come, many with one look at the socket; py-amqp reads three times for
-each of them.
 """
 
 from __future__ import annotations
@@ -13,8 +10,8 @@ import logging
 import select
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
-from struct import Struct
 from time import monotonic
 from typing import Any
 
@@ -24,20 +21,12 @@ from amqp.exceptions import (
     ChannelError,
     MessageNacked,
     RecoverableConnectionError,
-    UnexpectedFrame,
     error_for_code,
 )
 
 from .encoded import received
-from .frame_writer import FRAME, FRAME_BYTES, FRAME_END, METHOD_FRAME
 
 logger = logging.getLogger(__name__)
-
-READ_BYTES = 65_536
-
-_ACK = Struct(">QB")
-_ACK_METHOD = b"".join(number.to_bytes(2, "big") for number in spec.Basic.Ack)
-_ACK_BYTES = len(_ACK_METHOD) + _ACK.size
 
 
 def is_readable(socket: Any, timeout_seconds: float | None) -> bool:
@@ -160,54 +149,16 @@ class OwnChannel(amqp.Channel):  # type: ignore[misc]
         return self.connection._transport
 
     def _is_readable(self, timeout_seconds: float | None) -> bool:
-        socket = self._transport.sock
-        if socket is None:
+        transport = self._transport
+        if transport.sock is None:
             raise RecoverableConnectionError("connection already closed")
-        return is_readable(socket, timeout_seconds)
+        return bool(transport._read_buffer) or is_readable(transport.sock, timeout_seconds)
 
     def _read(self) -> None:
-        """Wait for what the broker sends next, and take in all that is there."""
-        transport = self._transport
+        """Take in the next frame that the broker sends, waiting for it."""
         try:
-            data = transport.sock.recv(READ_BYTES)
-        except BlockingIOError:  # the connection's own read_timeout; as py-amqp
-            return
-        if not data:
-            transport.connected = False
-            raise RecoverableConnectionError("the broker closed the connection")
-        # py-amqp reads on from here, so what is incomplete is left to it.
-        buffer = transport._read_buffer + data
-        at = 0
-        while len(buffer) - at >= FRAME_BYTES:
-            kind, channel_id, size = FRAME.unpack_from(buffer, at)
-            payload_at = at + FRAME.size
-            end = payload_at + size
-            if len(buffer) <= end:
-                break
-            if buffer[end] != FRAME_END[0]:
-                raise UnexpectedFrame(f"expected the end of a frame, got {buffer[end]:#04x}")
-            at = end + 1
-            if (
-                kind == METHOD_FRAME
-                and size == _ACK_BYTES
-                and channel_id == self.channel_id
-                and buffer.startswith(_ACK_METHOD, payload_at)
-            ):
-                tag, multiple = _ACK.unpack_from(buffer, payload_at + len(_ACK_METHOD))
-                self.connection.bytes_recv += 1
-                self._on_basic_ack(tag, bool(multiple & 1))
-                continue
-            # It may raise, and it may read by itself.
-            transport._read_buffer = buffer[at:]
-            self._dispatch((kind, channel_id, buffer[payload_at:end]))
-            if self.connection is None:
-                return
-            buffer, at = transport._read_buffer, 0
-        transport._read_buffer = buffer[at:]
-
-    def _dispatch(self, frame: tuple[int, int, bytes]) -> None:
-        try:
-            self.connection.on_inbound_frame(frame)
+            with suppress(TimeoutError):  # the connection's own read_timeout
+                self.connection.blocking_read()
         except ChannelError as exc:
             if self.closed_with is not None:
                 raise

@@ -16,7 +16,18 @@ from amqp.serialization import dumps
 
 from ...core.delayed import HEADER
 from ...core.refusal import RefusedMessage
-from .frame_writer import BYTES, FRAME, FRAME_BYTES, FRAME_END, LONG, long_, short_string
+
+FRAME = Struct(">BHI")
+FRAME_END = b"\xce"
+
+#: What each frame takes beside its payload; the payload of one is at most frame_max less this.
+FRAME_BYTES = 8
+
+LONG = Struct(">I")
+
+#: Packing a number takes longer than finding it.
+LONGS = [LONG.pack(number) for number in range(1024)]
+BYTES = [bytes((number,)) for number in range(256)]
 
 _METHOD = Struct(">BHIHHH")
 _HEADER_FRAME = Struct(">BHIHHQ")
@@ -217,6 +228,21 @@ def _body_frames(body: bytes, channel_id: int, most: int) -> bytes:
         return b"%b%b\xce" % (FRAME.pack(3, channel_id, len(body)), body)
     chunks = [body[at : at + most] for at in range(0, len(body), most)]
     return b"".join(FRAME.pack(3, channel_id, len(chunk)) + chunk + FRAME_END for chunk in chunks)
+
+
+def short_string(text: str) -> bytes:
+    """*text* behind its length in one byte.
+
+    Raises:
+        IndexError: it is longer than 255 bytes.
+    """
+    encoded = text.encode("utf-8", "surrogatepass")
+    return BYTES[len(encoded)] + encoded
+
+
+def long_(number: int) -> bytes:
+    """*number* in four bytes."""
+    return LONGS[number] if number < 1024 else LONG.pack(number)
 
 
 def _due(due_ms: int) -> bytes:

@@ -15,11 +15,9 @@ from ...core.delayed import Delayed, due_of
 from ...core.errors import SettingsError
 from ...core.settings import DelaySettings
 from ...kombu_hook import OPTION, asks_for_delays, settings_from_option
-from .content_header import handler_of_read_headers
 from .delays import Delays
-from .encoded import as_it_came
+from .encoded import as_it_came, keep_bytes
 from .envelope import unseal
-from .frame_writer import frame_writer
 from .mirror import is_internal
 from .publish_batch import PublishBatch
 
@@ -211,6 +209,11 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
             self.delays.prepare_to_consume(queue)
         return super().basic_consume(queue, *args, **kwargs)
 
+    def dispatch_method(self, method_sig: tuple[int, int], payload: bytes, content: Any) -> Any:
+        if content is not None:
+            keep_bytes(content)
+        return super().dispatch_method(method_sig, payload, content)
+
     def message_to_python(self, raw_message: Any) -> Any:
         """The received message as it would be without its wait."""
         unsealed = unseal(raw_message.properties, raw_message.delivery_info)
@@ -231,8 +234,6 @@ class Connection(pyamqp.Connection):  # type: ignore[misc]
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         option = kwargs.pop(OPTION)
         kwargs["socket_settings"] = _patient(kwargs.get("socket_settings"))
-        kwargs.setdefault("frame_handler", handler_of_read_headers)
-        kwargs.setdefault("frame_writer", frame_writer)
         super().__init__(*args, **kwargs)
         try:
             self.delays = Delays(self, settings_from_option(option))

@@ -10,19 +10,17 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import select
 from collections import deque
 from contextlib import suppress
 from hashlib import sha1
 from threading import Lock
-from time import monotonic, perf_counter
+from time import monotonic
 from typing import Any
 
 from ....core.errors import UnsupportedBroker
 from ....core.redis_url import redis_py_url
 from ....core.shown_url import without_password
 from ....kombu_hook import flushes
-from ..own_channel import is_readable
 from .scripts import FORGET, RECEIVED, RECORD, LedgerKeys
 
 logger = logging.getLogger(__name__)
@@ -34,14 +32,14 @@ PATIENCE_SECONDS = 0.3
 FIRST_PAUSE_SECONDS = 1.0
 LONGEST_PAUSE_SECONDS = 30.0
 
-#: Seconds for which a worker looks out for an answer before it goes to sleep.
-_AWAKE_SECONDS = 0.00005
-
 #: Answers are read at every so many messages, or after so many seconds.
 _READ_EVERY = 64
 _READ_AFTER_SECONDS = 0.05
 
-_RUN, _DROP = b":0\r\n", b":1\r\n"
+#: What the script RECEIVED returns for a message that may run.
+RUN = 0
+
+RECEIVED_SHA = sha1(RECEIVED.encode(), usedforsecurity=False).hexdigest()
 
 
 def redis_options(url: str, *, timeout_seconds: float) -> tuple[str, dict[str, Any]]:
@@ -67,58 +65,46 @@ def redis_options(url: str, *, timeout_seconds: float) -> tuple[str, dict[str, A
 class LedgerLine:
     """See the module's docstring. For any thread of one process.
 
-    Used to publish or to receive, not for both. redis-py connects and logs in; it would take
-    longer than the server to write a command and to read its answer.
+    Used to publish or to receive, not for both.
 
     *missed* counts what could not be noted down, or asked.
     """
 
     def __init__(self, url: str, namespace: str, vhost: str = "/") -> None:
         to, options = redis_options(url, timeout_seconds=PATIENCE_SECONDS)
-        from redis import ConnectionPool
+        from redis import ConnectionPool, exceptions
+
+        self._no_script = exceptions.NoScriptError
 
         self.keys = LedgerKeys(namespace, vhost)
         self.missed = 0
         self._where = without_password(url)
         self._make_connection = ConnectionPool.from_url(to, **options).make_connection
         self._connection: Any = None
-        self._answers = select.poll()
         self._lock = Lock()
         #: When each command that waits for its answer was sent.
         self._sent: deque[float] = deque()
-        self._rest = b""
         self._retry_at = 0.0
         self._pause_seconds = FIRST_PAUSE_SECONDS
         self._told = False
-        digest = sha1(RECEIVED.encode(), usedforsecurity=False).hexdigest()
-        self._record = _packed("EVAL", RECORD, 3, *self.keys.index)
-        self._forget = _packed("EVAL", FORGET, 3, *self.keys.index)
-        self._received = _packed("EVALSHA", digest, 4, *self.keys.index)
-        self._received_whole = _packed("EVAL", RECEIVED, 4, *self.keys.index)
-        marks = self.keys.marks.encode()
-        self._marks, self._marks_packed = marks, _packed(marks)
 
     # --- publishing ----------------------------------------------------------------------
 
     def record(self, member: str, due_us: int, entry: bytes) -> None:
         """Note down a message that is about to wait; never fails, never waits."""
-        name, due = member.encode(), b"%d" % due_us
-        self._send(
-            b"*9\r\n%b$%d\r\n%b\r\n$%d\r\n%b\r\n$%d\r\n%b\r\n"
-            % (self._record, len(name), name, len(due), due, len(entry), entry)
-        )
+        self._send(RECORD, member, due_us, entry)
 
     def forget(self, member: str) -> None:
         """A message could not be sent after all."""
-        self._send(b"*7\r\n" + self._forget + _packed(member))
+        self._send(FORGET, member)
 
-    def _send(self, command: bytes) -> None:
+    def _send(self, script: str, *arguments: Any) -> None:
         with self._lock:
             if not self._is_usable():
                 self.missed += 1
                 return
             try:
-                self._connection._sock.sendall(command)
+                self._connection.send_command("EVAL", script, 3, *self.keys.index, *arguments)
                 now = monotonic()
                 self._sent.append(now)
                 if len(self._sent) >= _READ_EVERY or now - self._sent[0] > _READ_AFTER_SECONDS:
@@ -128,34 +114,16 @@ class LedgerLine:
             except Exception as exc:  # whatever it is, publishing must go on
                 self._lose(exc)
 
-    def _read_ready(self) -> None:
-        while self._sent and self._is_readable(0):
-            self._read_some()
-
-    def _is_readable(self, seconds: float) -> bool:
-        # redis-py's can_read() reads, into a buffer of its own.
-        return is_readable(self._connection._sock, max(seconds, 0))
-
-    def _read_some(self) -> None:
-        """Many answers at once: each is a line, that of a script which returns nothing ``$-1``."""
-        received = self._connection._sock.recv(65_536)
-        if not received:
-            raise ConnectionError("the ledger closed the connection")
-        *lines, self._rest = (self._rest + received).split(b"\r\n")
-        for line in lines:
-            if line.startswith(b"-"):
-                raise ConnectionError(line.decode("utf-8", "replace"))
+    def _read_ready(self, timeout_seconds: float = 0) -> None:
+        while self._sent and self._connection.can_read(timeout_seconds):
+            self._connection.read_response()
             self._sent.popleft()
-        if lines:
             self._works()
 
     def flush(self, timeout_seconds: float | None) -> None:
         """Read what is outstanding: a socket that is closed with answers unread loses commands."""
-        deadline = monotonic() + min(timeout_seconds or PATIENCE_SECONDS, PATIENCE_SECONDS)
         with self._lock, suppress(Exception):
-            while self._sent and monotonic() < deadline:
-                if self._is_readable(deadline - monotonic()):
-                    self._read_some()
+            self._read_ready(min(timeout_seconds or PATIENCE_SECONDS, PATIENCE_SECONDS))
 
     # --- receiving -----------------------------------------------------------------------
 
@@ -168,38 +136,21 @@ class LedgerLine:
             if not self._is_usable():
                 self.missed += 1
                 return None
-            name = member.encode()
-            mark = self._marks + name.rpartition(b":")[2]
-            rest = b"$%d\r\n%b\r\n$%d\r\n%b\r\n" % (len(mark), mark, len(name), name)
-            arguments = rest + self._marks_packed
+            keys = (*self.keys.index, self.keys.marks + member.rpartition(":")[2])
+            arguments = (4, *keys, member, self.keys.marks)
             try:
-                socket = self._connection._sock
-                socket.sendall(b"*9\r\n" + self._received + arguments)
-                self._look_out()
-                answer = socket.recv(4096)
-                if answer.startswith(b"-NOSCRIPT"):
-                    socket.sendall(b"*9\r\n" + self._received_whole + arguments)
-                    answer = socket.recv(4096)
-                while not answer.endswith(b"\n"):
-                    more = socket.recv(4096)
-                    if not more:
-                        raise ConnectionError("the ledger closed the connection")
-                    answer += more
-                if answer not in (_RUN, _DROP):
-                    raise ConnectionError(answer.decode("utf-8", "replace").strip())
+                try:
+                    self._connection.send_command("EVALSHA", RECEIVED_SHA, *arguments)
+                    answer = self._connection.read_response()
+                except self._no_script:
+                    self._connection.send_command("EVAL", RECEIVED, *arguments)
+                    answer = self._connection.read_response()
             except Exception as exc:  # whatever it is, the worker must go on
                 self._lose(exc)
                 self.missed += 1
                 return None
             self._works()
-            return bool(answer == _RUN)
-
-    def _look_out(self) -> None:
-        """Wait awake for as long as an answer takes: falling asleep and waking up takes longer."""
-        is_there = self._answers.poll
-        until = perf_counter() + _AWAKE_SECONDS
-        while not is_there(0) and perf_counter() < until:
-            pass
+            return bool(answer == RUN)
 
     def connect(self) -> bool:
         """Connect now, so that no task has to wait for it; False if that fails."""
@@ -220,8 +171,6 @@ class LedgerLine:
             self._lose(exc)
             return False
         self._connection = connection
-        self._answers = select.poll()
-        self._answers.register(connection._sock, select.POLLIN)
         return True
 
     def _works(self) -> None:
@@ -233,7 +182,6 @@ class LedgerLine:
     def _lose(self, exc: Exception) -> None:
         connection, self._connection = self._connection, None
         self._sent.clear()
-        self._rest = b""
         if connection is not None:
             with suppress(Exception):
                 connection.disconnect()
@@ -248,12 +196,6 @@ class LedgerLine:
                 type(exc).__name__,
                 exc,
             )
-
-
-def _packed(*words: Any) -> bytes:
-    """Words of a command, as Redis wants them."""
-    encoded = (word if isinstance(word, bytes) else str(word).encode() for word in words)
-    return b"".join(b"$%d\r\n%b\r\n" % (len(word), word) for word in encoded)
 
 
 # ---- the lines of this process ---------------------------------------------------------------
