@@ -122,7 +122,6 @@ class Graph:
     messages: list[Message]
     one_connection: bool
     """Whether the producer is the connection that declared everything."""
-    fused_bits: int
 
     def kind(self, exchange: str) -> str:
         return next((e.kind for e in self.exchanges if e.name == exchange), "direct")
@@ -332,7 +331,6 @@ def graphs(draw: st.DrawFn) -> Graph:
         bindings,
         messages,
         one_connection=draw(st.booleans()),
-        fused_bits=draw(st.sampled_from([0, 4, 12])),
     )
 
 
@@ -458,7 +456,7 @@ class Site:
 @contextmanager
 def site_of(url: str, graph: Graph) -> Iterator[Site]:
     listed = tuple(exchange.name for exchange in graph.exchanges if exchange.listed)
-    options = {"landing_exchanges": listed, "fused_bits": graph.fused_bits}
+    options = {"landing_exchanges": listed}
     with (
         delaying(url, **options) as declarer,
         delaying(url, **options) as other_producer,
