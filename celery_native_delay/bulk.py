@@ -246,6 +246,7 @@ class Bulk:
             text = eta if isinstance(eta, str) else eta.isoformat()
         else:
             return None
+        args = args or ()  # as Celery, whose argsrepr shows it
         if known is not None and getattr(known, "typing", False):
             known.__header__(*args, **kwargs)
         return Made(

@@ -249,6 +249,15 @@ def test_large_and_unknown_tasks(app: Celery, url: str) -> None:
     assert batch.result.by_template == 2
 
 
+@pytest.mark.parametrize("nothing", [(), []], ids=str)
+def test_tasks_without_positional_arguments_go_by_template(app: Celery, nothing: Any) -> None:
+    """An empty list is told as Celery tells it, as an empty tuple."""
+    with bulk(app) as batch:
+        for number in range(6):
+            batch.send("shop.remind", nothing, {"number": number}, countdown=60)
+    assert batch.result.by_template == 4
+
+
 def test_progress_is_told(app: Celery) -> None:
     told: list[int] = []
 

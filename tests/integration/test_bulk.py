@@ -65,20 +65,25 @@ def numbers(letters: Inbox) -> set[int]:
     return {arrival.body[0][0] for arrival in letters.arrivals}
 
 
+@pytest.mark.parametrize(
+    ("options", "count"), [({}, 6_000), ({"headers": {"tenant": "a"}}, 600)], ids=str
+)
 def test_the_broker_is_killed_in_the_middle_of_a_batch(
-    mortal_rabbitmq: PrivateRabbitMQ, mortal_url: str
+    mortal_rabbitmq: PrivateRabbitMQ, mortal_url: str, options: dict[str, Any], count: int
 ) -> None:
-    """It waits for it to return, and loses nothing."""
+    """It waits for it to return, and loses nothing: by template, and the way apply_async goes."""
     app = make_app(mortal_url, levels=12)
     with bulk(app) as batch:
-        for number in range(6_000):
-            if number == 3_000:
+        for number in range(count):
+            if number == count // 2:
                 mortal_rabbitmq.kill()
                 mortal_rabbitmq.start()
-            batch.send("shop.remind", (number,), eta=eta_in(1024 * SETTINGS["resolution"]))
-    assert batch.result.confirmed == 6_000
+            eta = eta_in(1024 * SETTINGS["resolution"])
+            batch.send("shop.remind", (number,), eta=eta, **options)
+    assert batch.result.confirmed == count
+    assert bool(batch.result.by_template) is not bool(options)
     with inbox(mortal_url, "plain") as letters:
-        letters.receive_until(lambda: len(numbers(letters)) >= 6_000)
+        letters.receive_until(lambda: len(numbers(letters)) >= count)
         ids = {a.message.native_delay.delivery_id for a in letters.arrivals}
-    assert numbers(letters) == set(range(6_000))
-    assert len(ids) == 6_000
+    assert numbers(letters) == set(range(count))
+    assert len(ids) == count

@@ -10,6 +10,7 @@ import amqp
 from amqp.exceptions import ChannelError
 from amqp.method_framing import frame_writer
 from kombu import Producer
+from kombu.exceptions import OperationalError
 
 from ...core.address import message_address
 from ...core.delayed import HEADER, due_of
@@ -136,7 +137,10 @@ class BulkLine(Line[Outbox]):
             with self._outbox.lock:
                 channel = self._ready_channel()
                 channel.published = []
-                publish(Producer(channel, auto_declare=False))
+                try:
+                    publish(Producer(channel, auto_declare=False))
+                except OperationalError as exc:  # Celery's word for what is LOST
+                    raise exc.__cause__ or exc from None
 
         self._patiently(attempt)
 
