@@ -208,6 +208,7 @@ def test_what_is_not_ours_stays(connection: Any) -> None:
     wait_parked(connection, len(junk) + 1)
     declare_queue(connection, "nobody")
     assert rescued(connection) == Rescue(delivered=1, still_parked=len(junk))
+    wait_parked(connection, len(junk))
     assert rescued(connection) == Rescue(still_parked=len(junk))
     assert bodies(Inbox(connection).consume(["nobody"]).wait_for(1)) == ["ours"]
     connection.default_channel.queue_delete("orders")
