@@ -219,8 +219,8 @@ def test_a_keyword_with_the_prefix_is_told_to_leave_it_out() -> None:
         install(app, native_delay_ledger="redis://:secret@localhost")
     with pytest.raises(SettingsError, match="unknown setting native_delay_levles; did you mean"):
         install(app, native_delay_levles=31)
-    with pytest.raises(SettingsError, match="got native_delay_base: write base=4"):
-        settings_from_option({"native_delay_base": 4})
+    with pytest.raises(SettingsError, match="got native_delay_fused_bits: write fused_bits=4"):
+        settings_from_option({"native_delay_fused_bits": 4})
 
 
 @pytest.mark.parametrize("options", [{"window": 0}, {"window": "x"}, {"progress_every": 0}])
