@@ -84,8 +84,6 @@ def test_twenty_thousand_tasks_arrive_once_and_never_early_in_their_queues(
     good = [n for n in range(count) if n % 1000 != 999]
     assert result.rejects == {"no due time, or none that can be read": count // 1000}
     assert (result.rows, result.confirmed, result.failures) == (count, len(good), [])
-    # Whatever the machine does, all but what each partition learns from goes by template.
-    assert sum(receipt.by_template for receipt in result.receipts) > len(good) / 2
     with promotes, inbox(url, "plain", "vip") as letters:
         came = letters.wait_for(len(good))
     assert sorted(map(number_of, came)) == good
@@ -198,7 +196,10 @@ def test_the_broker_is_restarted_between_jobs_and_short_of_memory_and_restarted_
                 run_id=run_id,
                 **options,
             )
-            assert fan_out.send().confirmed == 4_000
+            result = fan_out.send()
+            assert result.confirmed == 4_000
+            # All but what each partition learns from.
+            assert sum(receipt.by_template for receipt in result.receipts) > 2_000
 
         send("first")
         broker.stop()
