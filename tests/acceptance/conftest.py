@@ -14,6 +14,6 @@ from tests.acceptance.worker import FEW_LEVELS, Fleet, fleet_on
 def fleet(vhost_url: str, tmp_path: Path) -> Iterator[Fleet]:
     """Workers and producers on an empty virtual host of this test's own."""
     with fleet_on(
-        vhost_url, tmp_path, native_delay_levels=FEW_LEVELS, native_delay_fused_bits=4
+        vhost_url, tmp_path, native_delay_levels=FEW_LEVELS, native_delay_fused_bits=0
     ) as fleet:
         yield fleet

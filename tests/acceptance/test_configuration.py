@@ -102,7 +102,7 @@ def test_two_namespaces_on_one_vhost(fleet: Fleet, rabbitmq: PrivateRabbitMQ, vh
 
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "binary": {"native_delay_fused_bits": 0},
+    "lowest bits fused": {"native_delay_fused_bits": 12},
     "all fused": {"native_delay_fused_bits": 32},
     "classic": {"native_delay_queue_type": "classic"},
     "whole seconds": {"native_delay_resolution": 1, "native_delay_levels": 10},
@@ -377,14 +377,14 @@ def test_a_user_who_may_not_configure_our_names(
 def test_a_queue_of_our_name_with_other_arguments(fleet: Fleet) -> None:
     with Connection(fleet.broker_url) as connection:
         connection.default_channel.queue_declare(
-            f"{OUR_NAMES}v1.{FEW_LEVELS}x125ms.f4.quorum.level-00-8",
+            f"{OUR_NAMES}v1.{FEW_LEVELS}x125ms.f0.quorum.level-03",
             durable=True,
             auto_delete=False,
         )
-    worker_without_delay(fleet, "celery -A PROJ delay verify", "level-00-8")
+    worker_without_delay(fleet, "celery -A PROJ delay verify", "level-03")
     app = fleet.app()
     run_now(fleet, app)
-    with pytest.raises(TopologyMismatch, match="level-00-8"):
+    with pytest.raises(TopologyMismatch, match="level-03"):
         app.send_task("note", ("x",), countdown=1)
     run_now(fleet, app)
 

@@ -29,6 +29,10 @@ def margin_seconds() -> float:
 def fleet(vhost_url: str, ledger_redis: PrivateRedis, tmp_path: Path) -> Iterator[Fleet]:
     conf = {"native_delay_ledger": "stream"} | results_in(ledger_redis)  # noqa: F405
     with fleet_on(vhost_url, tmp_path, **conf) as fleet:
+        with fleet.app().connection_for_write() as connection:
+            delays = connection.default_channel.delays
+            delays.prepare()  # on a busy machine a short delay would be over by then
+            delays.prepare_ledger()
         yield fleet
     gc.collect()  # results unsubscribe
 

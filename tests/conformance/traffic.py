@@ -15,7 +15,7 @@ from tests.conformance.brokers import options_of, settings_of
 from tests.traffic import beside
 
 #: On RabbitMQ few and short levels, which are quick to declare; the longest delay is 163.84 s.
-SETTINGS = {"namespace": "tests", "levels": 13, "fused_bits": 4, "resolution": 0.02}
+SETTINGS = {"namespace": "tests", "levels": 13, "fused_bits": 0, "resolution": 0.02}
 
 _LOOK_SECONDS = 0.2
 

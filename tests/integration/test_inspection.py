@@ -206,7 +206,7 @@ def begin_alike(sentences: list[str], beginnings: list[str]) -> bool:
     "settings",
     [
         {},
-        {"fused_bits": 0},
+        {"fused_bits": 12, "levels": 31},
         {"fused_bits": 4, "levels": 9},
         {"queue_type": "classic"},
     ],
@@ -267,9 +267,7 @@ def test_policies_that_override_our_queues_are_named(
     declare_queue(connection, "orders")
     harmful = {"message-ttl": 1000, "max-length": 5, "expires": 600_000}
     rabbitmq.set_policy(vhost, "elsewhere", "^orders", harmful)
-    rabbitmq.set_policy(
-        vhost, "harmless", r"\.level-00-[12]$", {"queue-leader-locator": "balanced"}
-    )
+    rabbitmq.set_policy(vhost, "harmless", r"\.level-0[01]$", {"queue-leader-locator": "balanced"})
     rabbitmq.set_policy(vhost, "short-lived", r"\.level-0[67]$", harmful)
     rabbitmq.set_policy(vhost, "strict", r"parked$", {"max-length": 7})
 
@@ -326,7 +324,7 @@ def test_a_pattern_for_celerys_queues_leaves_out_the_levels_as_the_readme_has_it
 
 
 def set_operator_policy(rabbitmq: PrivateRabbitMQ, vhost: str) -> None:
-    body = {"pattern": r"level-00-1$", "definition": {"message-ttl": 1000}, "apply-to": "queues"}
+    body = {"pattern": r"level-00$", "definition": {"message-ttl": 1000}, "apply-to": "queues"}
     rabbitmq.api("PUT", f"/operator-policies/{vhost}/guard", body)
 
 
@@ -351,7 +349,7 @@ def test_operator_policies_are_named(
 def test_a_policy_is_not_blamed_for_what_an_operator_policy_sets(
     rabbitmq: PrivateRabbitMQ, connection: Any, vhost: str
 ) -> None:
-    rabbitmq.set_policy(vhost, "harmless", r"level-00-1$", {"queue-leader-locator": "balanced"})
+    rabbitmq.set_policy(vhost, "harmless", r"level-00$", {"queue-leader-locator": "balanced"})
 
     def applied() -> bool:
         return any(queue.get("policy") == "harmless" for queue in rabbitmq.queues(vhost))
@@ -410,7 +408,7 @@ def test_without_the_plugin_queues_and_exchanges_are_still_compared(
 
             counts = counted(connection, url)
             assert counts.stuck is None
-            assert [level.waiting for level in counts.levels] == [0] * 7 + [None] + [0] * 11
+            assert [level.waiting for level in counts.levels] == [0] * 3 + [None] + [0] * 4
 
 
 def test_a_user_without_the_tag_gets_what_amqp_tells(rabbitmq: PrivateRabbitMQ, vhost: str) -> None:
@@ -468,8 +466,8 @@ def test_status_counts_what_waits_and_what_is_parked(
 
         found = counted(connection, rabbitmq.management_url)
         assert found.name == SLOW_TOPOLOGY.name
-        assert [level.waiting for level in found.levels] == [0] * 17 + [1, 2]
-        assert [level.ttl_seconds for level in found.levels] == [*range(1, 16), 16, 32, 64, 128]
+        assert [level.waiting for level in found.levels] == [0] * 6 + [1, 2]
+        assert [level.ttl_seconds for level in found.levels] == [1, 2, 4, 8, 16, 32, 64, 128]
         assert (found.waiting, found.parked, found.stuck) == (3, 2, 0)
         assert found.next_due_within_seconds is not None
         assert 90 <= found.next_due_within_seconds <= 128
@@ -584,7 +582,7 @@ def test_declare_then_verify(shop: Project, rabbitmq: PrivateRabbitMQ, vhost_url
 def test_status_shows_what_waits(shop: Project, rabbitmq: PrivateRabbitMQ, vhost_url: str) -> None:
     shop.write(INSTALLED, vhost_url, management_url=rabbitmq.management_url, **SLOW)
     assert shop.lines("status")[0] == (
-        f"19 level queue(s) are not declared, such as {SLOW_TOPOLOGY.level_queue(1)}"
+        f"8 level queue(s) are not declared, such as {SLOW_TOPOLOGY.level_queue(1)}"
     )
     with delaying(vhost_url, **SLOW) as connection, Connection(vhost_url) as stranger:
         declare_queue(connection, "orders")

@@ -24,7 +24,8 @@ from kombu import Connection
 
 from celery_native_delay import CannotDelay
 from celery_native_delay.core.address import landing_address, message_address, topic_binding_address
-from celery_native_delay.core.topology import is_delay_name
+from celery_native_delay.core.settings import DelaySettings
+from celery_native_delay.core.topology import Topology, is_delay_name
 from celery_native_delay.core.walk import topic_matches
 from celery_native_delay.testing import PrivateRabbitMQ
 from celery_native_delay.transports.rabbitmq.envelope import DEATH_HEADERS, HEADER, Delayed
@@ -32,7 +33,6 @@ from celery_native_delay.transports.rabbitmq.parking import peek
 from celery_native_delay.transports.rabbitmq.routes import LONGEST_ASKED_BYTES
 from tests.integration.traffic import (
     SETTINGS,
-    TOPOLOGY,
     Arrival,
     Inbox,
     assert_nothing_held,
@@ -45,6 +45,9 @@ from tests.integration.traffic import (
     parked_count,
 )
 from tests.traffic import eta_in, publish
+
+#: Bits 0 to 3 are one level of 15 queues, bits 4 to 7 a level each.
+TOPOLOGY = Topology(DelaySettings.from_mapping(SETTINGS | {"fused_bits": 4}))
 
 MORE_EXAMPLES = int(os.environ.get("NATIVE_DELAY_PARITY_EXAMPLES", "0"))
 EXAMPLES = 40
@@ -456,7 +459,7 @@ class Site:
 @contextmanager
 def site_of(url: str, graph: Graph) -> Iterator[Site]:
     listed = tuple(exchange.name for exchange in graph.exchanges if exchange.listed)
-    options = {"landing_exchanges": listed}
+    options = {"landing_exchanges": listed, "fused_bits": TOPOLOGY.settings.fused_bits}
     with (
         delaying(url, **options) as declarer,
         delaying(url, **options) as other_producer,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import subprocess
 import sys
@@ -76,7 +77,8 @@ def test_status_counts_by_queue_and_purge_spares_what_it_cannot_tell_apart(
         assert (told["name"], told["waiting"], told["parked"]) == (NAME, 2, 0)
         overdue = (
             "jobs: about 2 message(s) have done their wait and nobody takes them from its delay "
-            "queue: start an installed worker or `celery -A PROJ delay relay`"
+            "queue: start an installed worker that consumes from there or, where all workers are "
+            "plain ones, run `celery -A PROJ delay relay` beside them"
         )
         assert shop.lines("status") == [
             "queue waiting here in its delay queue",
@@ -141,4 +143,4 @@ def test_nobody_can_look_into_it_and_a_broker_that_is_not_there_is_one_sentence(
     done = shop.delay("status")
     assert done.returncode == 1
     assert len(done.stderr.splitlines()) == 1, done.stderr
-    assert "the broker cannot be used" in done.stderr
+    assert re.search("the broker sqs://.* cannot be used", done.stderr)

@@ -20,9 +20,7 @@ from tests.waiting import wait_until
 
 T = TypeVar("T")
 
-SETTINGS = {"namespace": "tests", "levels": 8, "fused_bits": 4, "resolution": 0.02}
-"""Bits 0 to 3 are one level of 15 queues, bits 4 to 7 a level each."""
-
+SETTINGS = {"namespace": "tests", "levels": 8, "fused_bits": 0, "resolution": 0.02}
 """Few and short levels: quick to declare, and a delay is over in an instant."""
 
 TOPOLOGY = Topology(DelaySettings.from_mapping(SETTINGS))
