@@ -216,7 +216,8 @@ def test_a_backend_that_sees_each_task_is_named() -> None:
         def on_task_call(self, *args: Any) -> None:
             """Counts."""
 
-    app = Celery("shop", broker="memory://", backend=Backend, set_as_current=False)
+    app = Celery("shop", broker="memory://", set_as_current=False)
+    app._backend = Backend(app=app)
     assert "Backend.on_task_call" in witness_in(make_app(app, ignore_result=False))
 
 
