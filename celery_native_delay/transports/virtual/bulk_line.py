@@ -122,7 +122,8 @@ class BulkLine(Line[Outbox[Any, Any]]):
     ) -> bool:
         """Send a task by its template; False if only the long way will do.
 
-        That is for a task that is due already, and when what was learnt is too old.
+        That is for a task that is due already, when what was learnt is too old, or the connection
+        is gone.
 
         Raises:
             NativeDelayError: it cannot wait; not sent.
@@ -130,7 +131,9 @@ class BulkLine(Line[Outbox[Any, Any]]):
         """
         now_us = time_ns() // 1000
         channel = self._outbox.channel
-        if due_us <= now_us or now_us > kind.valid_until_us or channel is None:
+        if due_us <= now_us or now_us > kind.valid_until_us:
+            return False
+        if channel is None or channel.connection is None:  # the long way connects again
             return False
         channel.delays.check_reach(due_us)
         tag = self._ids.uuid()

@@ -16,6 +16,7 @@ from threading import Event, RLock, Thread
 from time import monotonic, sleep
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
+from amqp.exceptions import RecoverableConnectionError
 from kombu.exceptions import OperationalError
 
 from ...core.errors import NativeDelayError
@@ -63,7 +64,7 @@ class Outbox(ABC, Generic[PutT, ParcelT]):
     been *written* to the connection of now.
     """
 
-    lost: tuple[type[Exception], ...] = (OSError, OperationalError)
+    lost: tuple[type[Exception], ...] = (OSError, OperationalError, RecoverableConnectionError)
     """What says that a connection or its server is gone."""
 
     connection_options: ClassVar[dict[str, Any]] = {}
