@@ -16,7 +16,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.apps import QUEUE, TASK, declare_for, make_app
 from benchmarks.charts import bars
-from benchmarks.measuring import Bench, Result, Target, median, percentile
+from benchmarks.measuring import REDIS_CONFIG, Bench, Result, Target, median, percentile
 from celery_native_delay import delay_headers, flush_delayed
 from celery_native_delay.bulk import bulk
 from celery_native_delay.core.due_time import due_us as due_us_of
@@ -63,7 +63,7 @@ def run(bench: Bench) -> Result:
             return app
 
         def redis_app() -> Any:
-            app = make_app("ours", stack.enter_context(private_redis()).url)
+            app = make_app("ours", stack.enter_context(private_redis(config=REDIS_CONFIG)).url)
             stack.callback(app.close)
             return app
 

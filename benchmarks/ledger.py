@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.apps import REPOSITORY, TASK, declare_for, make_app
 from benchmarks.charts import bars
-from benchmarks.measuring import Bench, Result, Target, median, percentile
+from benchmarks.measuring import REDIS_CONFIG, Bench, Result, Target, median, percentile
 from celery_native_delay import Delay, flush_delayed
 from celery_native_delay.bulk import bulk
 from celery_native_delay.core.delayed import Delayed
@@ -115,7 +115,7 @@ def publishes(bench: Bench) -> tuple[Measured, Measured, Measured]:
     """With a ledger in Redis, with one in streams, and without."""
     rounds = bench.count(ROUNDS, at_least=3)
     with ExitStack() as stack:
-        ledger = stack.enter_context(private_redis())
+        ledger = stack.enter_context(private_redis(config=REDIS_CONFIG))
         ways: dict[str, tuple[Callable[..., object], Measured]] = {}
         variants = {"on": {"ledger": ledger.url}, "streams": {"ledger": "stream"}, "off": {}}
         for name, settings in variants.items():
@@ -180,7 +180,7 @@ def worker_checks(bench: Bench) -> list[float]:
     """Seconds of each question."""
     members = [f"{uuid4()}:{uuid4().hex}" for _ in range(bench.count(CHECKS, at_least=100))]
     checks = []
-    with private_redis() as redis:
+    with private_redis(config=REDIS_CONFIG) as redis:
         line = LedgerLine(redis.url, "bench")
         for member in members:
             line.record(member, 2**52, b"e" * ENTRY_BYTES)
@@ -195,7 +195,7 @@ def worker_checks(bench: Bench) -> list[float]:
 @contextmanager
 def waiting(bench: Bench, count: int) -> Iterator[tuple[str, Delay]]:
     """The URL of a Redis where so many wait, and what looks at them."""
-    with private_redis() as redis:
+    with private_redis(config=REDIS_CONFIG) as redis:
         app = make_app("ours", redis.url)
         what = f"ledger: {count:,} waiting"
         with bench.progress(what, count) as done, bulk(app) as batch:

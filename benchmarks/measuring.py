@@ -26,6 +26,9 @@ REFRESH_SECONDS = 0.25
 BROKER_CONFIG = "collect_statistics_interval = 5000"
 """Statistics as rarely as RabbitMQ gathers them by default, not as often as tests want them."""
 
+REDIS_CONFIG = "appendfsync everysec\n"
+"""Redis writes as safely as it does by default, not as a test that ends with its block wants it."""
+
 PERCENTILES = (*range(100), 99.5, 99.9, 100)
 """Enough of a distribution to draw it."""
 

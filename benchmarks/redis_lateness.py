@@ -23,6 +23,7 @@ from benchmarks.apps import BOOT_SECONDS
 from benchmarks.charts import GREY, OTHERS, OURS, curves_on, figure
 from benchmarks.lateness import starts_on
 from benchmarks.measuring import (
+    REDIS_CONFIG,
     Bench,
     Result,
     Target,
@@ -68,10 +69,10 @@ def run(bench: Bench) -> Result:
     late: dict[str, list[float]] = {}
     rates: dict[str, float] = {}
     notes: list[str] = []
-    with private_redis() as redis:
+    with private_redis(config=REDIS_CONFIG) as redis:
         server = str(redis.installation)
         late[LIST], rates[LIST] = at_the_list(bench, redis, delays, burst)
-    with private_redis() as redis:
+    with private_redis(config=REDIS_CONFIG) as redis:
         try:
             late[BULL], rates[BULL], version = in_bullmq(bench, redis, delays, burst)
             notes.append(f"BullMQ {version}.")
@@ -79,7 +80,7 @@ def run(bench: Bench) -> Result:
             notes.append(f"Without BullMQ: {exc}.")
             log(f"redis-lateness: without BullMQ: {exc}")
     for label, method in ((OURS_TASK, "ours"), (HELD_TASK, "held")):
-        with private_redis() as redis:
+        with private_redis(config=REDIS_CONFIG) as redis:
             what = f"redis-lateness, {label}"
             late[label] = starts_on(redis.url, bench, method, tasks, what)
     result = Result(

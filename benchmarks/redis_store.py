@@ -15,7 +15,7 @@ import kombu
 from matplotlib.figure import Figure
 
 from benchmarks.charts import bars_on, figure
-from benchmarks.measuring import Bench, Result, Target, median, percentile, quiet
+from benchmarks.measuring import REDIS_CONFIG, Bench, Result, Target, median, percentile, quiet
 from celery_native_delay.testing import PrivateRedis, private_redis
 from celery_native_delay.transports.redis.envelope import Destination, entry_of
 from celery_native_delay.transports.redis.store import BATCH, Rounds, Store
@@ -135,7 +135,7 @@ def run(bench: Bench) -> Result:
 def pending(bench: Bench, count: int) -> Iterator[Pending]:
     """A Redis of its own with *count* messages; no snapshot or rewrite forks in between."""
     with (
-        private_redis(config="auto-aof-rewrite-percentage 0") as redis,
+        private_redis(config=REDIS_CONFIG + "auto-aof-rewrite-percentage 0") as redis,
         delaying(redis) as client,
         ExitStack() as stack,
     ):
@@ -231,7 +231,7 @@ def publish_costs(bench: Bench, rounds: int) -> tuple[list[float], list[float], 
     """Seconds of each immediate and of each delayed publish, and the server."""
     pushed: list[float] = []
     delayed: list[float] = []
-    with private_redis() as redis, delaying(redis) as connection:
+    with private_redis(config=REDIS_CONFIG) as redis, delaying(redis) as connection:
         send = connection.Producer().publish
         order = random.Random(5)
         for _ in range(2 * BLOCK):  # warm up

@@ -18,7 +18,7 @@ from pyspark.sql import functions as f
 
 from benchmarks.apps import QUEUE, REPOSITORY, TASK, declare_for, make_app
 from benchmarks.charts import bars
-from benchmarks.measuring import Bench, Result, Target, median, percentile
+from benchmarks.measuring import REDIS_CONFIG, Bench, Result, Target, median, percentile
 from celery_native_delay.spark import FanOut
 from celery_native_delay.testing import private_redis
 
@@ -59,7 +59,9 @@ def run(bench: Bench) -> Result:
             app = make_app(method, url)
             declare_for(method, app)
             app.close()
-        redis, redis_plain = (stack.enter_context(private_redis()).url for _ in range(2))
+        redis, redis_plain = (
+            stack.enter_context(private_redis(config=REDIS_CONFIG)).url for _ in range(2)
+        )
         spark = _session(
             bench,
             BENCH_SPARK_URL=ours,

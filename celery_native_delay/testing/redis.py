@@ -45,6 +45,11 @@ set-proc-title no
 repl-diskless-sync-delay 0
 """
 
+#: For what ends with the block anyway. With Redis' own "everysec" a write is put off for up to two
+#: seconds while the disk is busy with an fsync, and a SIGKILL then loses what was answered; with
+#: "no" all that was answered has been written.
+_SURVIVES_KILL = "appendfsync no"
+
 
 @contextmanager
 def private_redis(
@@ -102,7 +107,6 @@ def embedded_broker(folder: Path | str | None = None) -> Iterator[PrivateRedis]:
     try:
         redis.start()
         yield redis
-        redis.stop()
     finally:
         redis.close()
 
@@ -129,7 +133,7 @@ class PrivateRedis:
         self.installation = installation
         self.password = password
         self._certificate = tls[0].absolute() if tls else None
-        temporary = folder is None
+        self._temporary = temporary = folder is None
         self.folder = Path(folder or tempfile.mkdtemp(prefix="private-redis-")).absolute()
         self.folder.mkdir(parents=True, exist_ok=True)
         if len(os.fsencode(self.socket)) > _LONGEST_SOCKET_PATH:
@@ -141,6 +145,8 @@ class PrivateRedis:
         self._claims = claim_ports(1) if tcp else []
         self.port = port_of(self._claims[0]) if self._claims else None
         lines = [_CONFIG.format(folder=self.folder)]
+        if temporary:
+            lines += [_SURVIVES_KILL]
         if tls:
             certificate, key = (file.absolute() for file in tls)
             lines += [
@@ -200,11 +206,16 @@ class PrivateRedis:
         self._server.end(signal.SIGTERM, within_seconds=60)
 
     def kill(self) -> None:
-        """SIGKILL the server; data and port stay."""
+        """SIGKILL the server; data and port stay.
+
+        With a *folder* that stays it may lose the writes of its last two seconds, as any Redis may.
+        """
         self._server.end(signal.SIGKILL)
 
     def close(self) -> None:
-        """Kill the server and remove its folder if it is temporary. Not needed at exit."""
+        """End the server, in good order if its folder stays. Not needed at exit."""
+        if not self._temporary:
+            self.stop()
         self._server.close()
         self.client.connection_pool.disconnect()
         for claim in self._claims:
