@@ -19,7 +19,7 @@ from benchmarks.charts import bars
 from benchmarks.measuring import REDIS_CONFIG, Bench, Result, Target, median, percentile
 from celery_native_delay import delay_headers, flush_delayed
 from celery_native_delay.bulk import bulk
-from celery_native_delay.core.due_time import due_us as due_us_of
+from celery_native_delay.due_time import due_us as due_us_of
 from celery_native_delay.testing import private_redis
 from celery_native_delay.transports.rabbitmq.bulk_line import BulkLine
 from celery_native_delay.transports.rabbitmq.window import WindowChannel

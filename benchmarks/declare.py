@@ -21,8 +21,8 @@ from benchmarks.measuring import (
     resident_bytes,
 )
 from celery_native_delay import DelaySettings
-from celery_native_delay.core.topology import Topology
 from celery_native_delay.testing import private_rabbitmq
+from celery_native_delay.transports.rabbitmq.topology import Topology
 
 ROUNDS = 5
 RECONNECTS = 5

@@ -24,7 +24,7 @@ from benchmarks.charts import bars
 from benchmarks.measuring import REDIS_CONFIG, Bench, Result, Target, median, percentile
 from celery_native_delay import Delay, flush_delayed
 from celery_native_delay.bulk import bulk
-from celery_native_delay.core.delayed import Delayed
+from celery_native_delay.message import Delayed
 from celery_native_delay.testing import private_redis
 from celery_native_delay.transports.rabbitmq.ledger.line import LedgerLine
 from celery_native_delay.transports.rabbitmq.streams.receipts import StreamReceipts

@@ -15,7 +15,7 @@ from benchmarks.apps import LABELS, TASK, Worker, make_app, running_worker, wait
 from benchmarks.charts import bars_on, figure
 from benchmarks.measuring import Bench, Result, Target, percentile
 from celery_native_delay import DelaySettings
-from celery_native_delay.core.topology import Topology
+from celery_native_delay.transports.rabbitmq.topology import Topology
 
 PENDING = 100_000
 PENDING_CELERYS = 20_000

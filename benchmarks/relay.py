@@ -20,10 +20,10 @@ from matplotlib.figure import Figure
 from benchmarks.charts import bars_on, figure
 from benchmarks.measuring import Bench, Result, Target, median, percentile
 from celery_native_delay import DelaySettings, register_transports
-from celery_native_delay.core.hops import BATCH, REQUESTS_PER_HOP
 from celery_native_delay.testing import PrivateSqs, private_sqs
 from celery_native_delay.transports.sqs.delay_queue import ASKED
 from celery_native_delay.transports.sqs.entry import Entry, Parcel
+from celery_native_delay.transports.sqs.hops import BATCH, REQUESTS_PER_HOP
 from celery_native_delay.transports.sqs.relay import Relay
 
 MESSAGES = 60

@@ -39,8 +39,8 @@ from benchmarks.measuring import (
 )
 from celery_native_delay import DelaySettings
 from celery_native_delay.bulk import bulk
-from celery_native_delay.core.topology import Topology
 from celery_native_delay.testing import BrokerMissing, private_rabbitmq
+from celery_native_delay.transports.rabbitmq.topology import Topology
 from celery_native_delay.transports.rabbitmq.window import WindowChannel
 
 SECONDS = 20

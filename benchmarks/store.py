@@ -27,10 +27,10 @@ from benchmarks.measuring import (
     percentile,
     quiet,
 )
-from celery_native_delay.transports.timeouts.batch import BATCH
-from celery_native_delay.transports.timeouts.handover import HandOver, hand_over_on
-from celery_native_delay.transports.timeouts.schema import MESSAGES
-from celery_native_delay.transports.timeouts.store import Store
+from celery_native_delay.transports.sql.batch import BATCH
+from celery_native_delay.transports.sql.handover import HandOver, hand_over_on
+from celery_native_delay.transports.sql.schema import MESSAGES
+from celery_native_delay.transports.sql.store import Store
 from example_project.folder_broker import SCHEME, settings_of
 
 PENDING = 100_000

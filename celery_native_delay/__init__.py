@@ -8,10 +8,9 @@ From then on every ``countdown`` and ``eta`` of that app waits in the broker. Pl
 set ``transport_options={"native_delay": True}`` and publish with :func:`delay_headers`.
 """
 
-from .celery_app.delay import Delay
-from .celery_app.install import install
-from .celery_app.outage import store_outage
-from .core.errors import (
+from .app.delay import Delay
+from .app.install import install
+from .errors import (
     BrokerFull,
     CannotDelay,
     DelayTooLong,
@@ -26,15 +25,16 @@ from .core.errors import (
     NoLedger,
     NotPermitted,
     PublishRefused,
+    RefusedMessage,
     SettingsError,
     StoreUnavailable,
     TopologyMismatch,
     UnsupportedBroker,
 )
-from .core.ledger import Outcome, Query, Verdict, Waiting
-from .core.refusal import RefusedMessage
-from .core.settings import DelaySettings
-from .kombu_hook import delay_headers, flush_delayed, register_transports, transport_for
+from .ledger.model import Outcome, Query, Verdict, Waiting
+from .settings import DelaySettings
+from .transports.aliases import delay_headers, flush_delayed, register_transports, transport_for
+from .worker.outage import store_outage
 
 __version__ = "0.1.0"
 

@@ -18,9 +18,8 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from celery_native_delay.core.due_time import units_until
-from celery_native_delay.core.settings import DelaySettings
-from celery_native_delay.core.topology import Topology
+from celery_native_delay.due_time import units_until
+from celery_native_delay.settings import DelaySettings
 from celery_native_delay.testing import (
     BrokerMissing,
     embedded_broker,
@@ -29,6 +28,7 @@ from celery_native_delay.testing import (
     private_rabbitmq,
     private_sqs,
 )
+from celery_native_delay.transports.rabbitmq.topology import Topology
 from example_project.folder_broker import SCHEME
 
 REPOSITORY = Path(__file__).resolve().parent.parent

@@ -1,14 +1,6 @@
 """``celery -A proj delay …``"""
 
-from . import (  # their commands join the group
-    broker,
-    exporter,
-    flower,
-    parked,
-    plan,
-    promote,
-    waiting,
-)
+from . import broker, exporter, flower, parked, plan, promote, waiting
 from .group import delay
 
 __all__ = ("broker", "delay", "exporter", "flower", "parked", "plan", "promote", "waiting")

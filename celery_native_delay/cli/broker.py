@@ -47,8 +47,8 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
     Asks for all that `delay verify` compares, and for what moves: who hands over, what is overdue,
     parked or held up, ledger, fence, telemetry and clocks.
     """
-    from ..celery_app.doctor import examine
-    from ..core.errors import SettingsError
+    from ..app.doctor import examine
+    from ..errors import SettingsError
 
     with suppress(SettingsError):  # a finding, like others
         installed_settings(ctx)
@@ -63,7 +63,7 @@ def status(ctx: click.Context, as_json: bool) -> None:
     On RabbitMQ with a ledger tasks are counted as `ls` lists them; levels hold more: what was
     cancelled or moved stays there until it was due.
     """
-    from ..transports.contract import CountsByLedger
+    from ..transports.interface import CountsByLedger
 
     with broker(ctx) as part:
         found = part.status_with_ledger() if isinstance(part, CountsByLedger) else part.status()

@@ -44,7 +44,7 @@ def exporter(
     import signal
     from threading import Event
 
-    from ..core.extras import ExtraMissing
+    from ..errors import ExtraMissing
 
     try:
         from ..metrics import expose

@@ -12,14 +12,14 @@ import click
 from .group import print_json, printable
 
 if TYPE_CHECKING:
-    from ..core.finding import Finding
+    from ..finding import Finding
 
 
 def show_findings(
     ctx: click.Context, found: Sequence[Finding], as_json: bool, *, well: str
 ) -> None:
     """Show each, and a last line: *well* if nothing is wrong; else exit status 1."""
-    from ..core.finding import ADVICE, UNCHECKED, WRONG
+    from ..finding import ADVICE, UNCHECKED, WRONG
 
     levels = (WRONG, UNCHECKED, ADVICE)
     ordered = sorted(found, key=lambda finding: levels.index(finding.level))

@@ -18,8 +18,7 @@ from .group import delay
 @click.pass_context
 def flower(ctx: click.Context, arguments: tuple[str, ...]) -> None:
     """Start Flower with the page Delays and DELAYED tasks; all its options go with it."""
-    from ..core.errors import NativeDelayError
-    from ..core.extras import ExtraMissing
+    from ..errors import ExtraMissing, NativeDelayError
 
     try:
         from ..flower import run

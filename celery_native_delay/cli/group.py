@@ -16,8 +16,8 @@ import click
 from celery.bin.base import CeleryCommand, handle_preload_options
 
 if TYPE_CHECKING:
-    from ..core.settings import DelaySettings
-    from ..transports.contract import AdminPart, Report, WorkerPart
+    from ..settings import DelaySettings
+    from ..transports.interface import AdminPart, Report, WorkerPart
 
 as_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts.")
 yes_option = click.option(
@@ -62,8 +62,8 @@ def _errors_explained(ctx: click.Context) -> Iterator[None]:
     from amqp.exceptions import AMQPError
     from kombu.exceptions import OperationalError
 
-    from ..celery_app.broker import shown_broker
-    from ..core.errors import NativeDelayError
+    from ..app.broker import shown_broker
+    from ..errors import NativeDelayError
 
     try:
         yield
@@ -82,7 +82,7 @@ def _errors_explained(ctx: click.Context) -> Iterator[None]:
 @contextmanager
 def broker(ctx: click.Context) -> Iterator[AdminPart]:
     """What can be done on the app's broker, on a fresh connection."""
-    from ..celery_app.parts import serving
+    from ..app.parts import serving
 
     with _channel(ctx) as (channel, chosen):
         yield serving(channel.admin_part(chosen), ctx.obj.app)
@@ -96,7 +96,7 @@ def worker_part(
 
     For *queues*, where that matters; None for all of the app's.
     """
-    from ..celery_app.parts import serving
+    from ..app.parts import serving
 
     with _channel(ctx) as (channel, chosen):
         part = serving(channel.worker_part(chosen), ctx.obj.app, queues)
@@ -107,7 +107,7 @@ def worker_part(
 def _channel(ctx: click.Context) -> Iterator[tuple[Any, DelaySettings]]:
     from kombu.exceptions import OperationalError
 
-    from ..celery_app.install import delaying_channel
+    from ..app.install import delaying_channel
 
     installed_settings(ctx)
     with ctx.obj.app.connection_for_write() as connection:
@@ -125,7 +125,7 @@ def installed_settings(ctx: click.Context, *, insists: bool = True) -> DelaySett
     """
     from celery import _state
 
-    from ..celery_app.install import installation_of, installed
+    from ..app.install import installation_of, installed
 
     app = ctx.obj.app
     if app is _state.default_app and installation_of(app) is None:
@@ -149,8 +149,8 @@ def _words_of(ctx: click.Context) -> str:
 
 def settings(ctx: click.Context) -> DelaySettings:
     """The app's settings, the defaults for one without delayed delivery."""
-    from ..celery_app.install import installation_of
-    from ..core.settings import DelaySettings
+    from ..app.install import installation_of
+    from ..settings import DelaySettings
 
     installation = installation_of(ctx.obj.app)
     if installation is None:

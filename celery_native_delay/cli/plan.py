@@ -10,7 +10,7 @@ from .group import as_json_option, command, print_json, settings, table
 from .times import Duration
 
 if TYPE_CHECKING:
-    from ..core.settings import DelaySettings
+    from ..settings import DelaySettings
 
 #: Of the way through SQS so many sends are shown at most.
 _SHOWN = 10
@@ -44,10 +44,10 @@ def plan(
 
     On SQS also what it costs. Needs no broker.
     """
-    from ..core.address import message_address
-    from ..core.due_time import check_countdown, units_until
-    from ..core.durations import duration
-    from ..core.topology import Topology
+    from ..due_time import check_countdown, units_until
+    from ..durations import duration
+    from ..transports.rabbitmq.address import message_address
+    from ..transports.rabbitmq.topology import Topology
 
     chosen = settings(ctx)
     check_countdown(seconds, longest_delay_seconds=chosen.longest_delay_seconds)
@@ -83,7 +83,7 @@ def plan(
 
 
 def _waits(seconds: float, waits_seconds: float, where: str, queue: str) -> str:
-    from ..core.durations import duration
+    from ..durations import duration
 
     asked, kept = duration(seconds, exact=True), duration(waits_seconds, exact=True)
     return f"{asked} waits {kept} {where}, then goes to {queue!r}"
@@ -91,7 +91,7 @@ def _waits(seconds: float, waits_seconds: float, where: str, queue: str) -> str:
 
 def _transport(ctx: click.Context, chosen: DelaySettings) -> Any:
     """The app's own, if anything can wait on it."""
-    from ..celery_app.broker import check_fits
+    from ..app.broker import check_fits
 
     connection = ctx.obj.app.connection_for_write()
     check_fits(connection, chosen)
@@ -111,8 +111,8 @@ def _plan_hops(
     hop_seconds: int, seconds: float, queue: str, price_per_million: float, as_json: bool
 ) -> None:
     """SQS keeps a message for a hop at a time, and a relay sends it on."""
-    from ..core.durations import duration
-    from ..core.hops import Itinerary
+    from ..durations import duration
+    from ..transports.sqs.hops import Itinerary
 
     way = Itinerary.of(max(seconds, 0), hop_seconds=hop_seconds)
     alone, batched = way.requests, way.requests_in_batches

@@ -47,8 +47,8 @@ def relay(ctx: click.Context, loglevel: str, queues: str, as_json: bool) -> None
 def _run(ctx: click.Context, loglevel: str, queues: str, as_json: bool, *, done: str) -> None:
     import signal
 
-    from ..celery_app.outage import react
-    from ..transports.contract import GivesUp, Outage, Promotes, ServesQueues
+    from ..transports.interface import GivesUp, Outage, Promotes, ServesQueues
+    from ..worker.outage import react
 
     app = ctx.obj.app
     installed_settings(ctx)

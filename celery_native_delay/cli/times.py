@@ -19,8 +19,8 @@ class Duration(click.ParamType):  # type: ignore[type-arg]
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> float:
-        from ..core.durations import duration, seconds_of
-        from ..core.errors import InvalidDueTime
+        from ..durations import duration, seconds_of
+        from ..errors import InvalidDueTime
 
         try:
             seconds = seconds_of(str(value))
@@ -39,8 +39,8 @@ class Moment(click.ParamType):  # type: ignore[type-arg]
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> datetime:
-        from ..core.durations import seconds_of
-        from ..core.errors import InvalidDueTime
+        from ..durations import seconds_of
+        from ..errors import InvalidDueTime
 
         try:
             return datetime.now(UTC) + timedelta(seconds=seconds_of(value))

@@ -22,8 +22,8 @@ from .group import (
 from .times import Duration, Moment
 
 if TYPE_CHECKING:
-    from ..celery_app.delay import Delay
-    from ..core.ledger import Outcome, Query, Waiting
+    from ..app.delay import Delay
+    from ..ledger.model import Outcome, Query, Waiting
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -102,7 +102,7 @@ def ls(
         raise click.UsageError(
             "--histogram shows all that waits: leave out --search, --from and --until"
         )
-    from ..core.ledger import ALL
+    from ..ledger.model import ALL
 
     delay = _delay(ctx)
     if histogram:
@@ -196,15 +196,15 @@ def run_now(ctx: click.Context, **chosen: Any) -> None:
 
 
 def _delay(ctx: click.Context) -> Delay:
-    from ..celery_app.delay import Delay
+    from ..app.delay import Delay
 
     installed_settings(ctx)
     return Delay(ctx.obj.app)
 
 
 def _query(search: str, from_: datetime | None, until: datetime | None) -> Query:
-    from ..core.due_time import due_us
-    from ..core.ledger import Query
+    from ..due_time import due_us
+    from ..ledger.model import Query
 
     edges = [None if at is None else due_us(at) for at in (from_, until)]
     return Query.parse(search).due_within(*edges)
@@ -251,7 +251,7 @@ def _change(
 
 def _say_dry(delay: Delay, ids: list[str], query: Query | None, verb: str, as_json: bool) -> int:
     """Tell what would be changed, of *ids* or by *query*; return the exit status of doing so."""
-    from ..core.ledger import Outcome, Verdict
+    from ..ledger.model import Outcome, Verdict
 
     if query is None:
         tasks = [task for task_id in ids for task in delay.show(task_id)]
@@ -273,7 +273,7 @@ def _say_dry(delay: Delay, ids: list[str], query: Query | None, verb: str, as_js
 
 
 def _refuse_past(countdown: float | None, eta: datetime | None) -> None:
-    from ..core.durations import duration
+    from ..durations import duration
 
     if eta is None:
         ago_seconds, option = -(countdown or 0.0), "--countdown"
@@ -330,7 +330,7 @@ def _row(task: Waiting, now: datetime) -> tuple[str, ...]:
 
 
 def _until(task: Waiting, now: datetime) -> str:
-    from ..core.durations import duration
+    from ..durations import duration
 
     seconds = (task.due - now).total_seconds()
     return f"overdue {duration(-seconds)}" if seconds < 0 else duration(seconds)

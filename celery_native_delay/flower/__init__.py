@@ -15,8 +15,7 @@ from importlib.metadata import version
 
 import click
 
-from ..core.errors import NativeDelayError
-from ..core.extras import brought_by
+from ..errors import NativeDelayError, brought_by
 
 with brought_by("flower", whose=__name__):
     import flower.command

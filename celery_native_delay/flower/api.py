@@ -12,11 +12,11 @@ from typing import Any
 from flower.api import BaseApiHandler
 from tornado import web
 
-from ..celery_app.delay import Delay
-from ..core.durations import seconds_of
-from ..core.errors import InvalidDueTime, InvalidQuery
-from ..core.ledger import Outcome
-from ..transports.contract import AdminPart
+from ..app.delay import Delay
+from ..durations import seconds_of
+from ..errors import InvalidDueTime, InvalidQuery
+from ..ledger.model import Outcome
+from ..transports.interface import AdminPart
 from .pages import Errors, Parked, listed, long_json
 
 #: Changing takes a millisecond or two per task; this is patience for a busy broker.

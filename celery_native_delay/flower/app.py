@@ -9,7 +9,7 @@ from typing import Any
 from flower.app import Flower, rewrite_handler
 from tornado.web import StaticFileHandler, url
 
-from ..core.errors import NativeDelayError
+from ..errors import NativeDelayError
 from ..metrics import Exposed, expose
 from . import api, pages
 from .asking import Asking

@@ -11,13 +11,13 @@ from typing import TypeVar
 from celery import Celery
 from kombu.exceptions import OperationalError
 
-from ..celery_app.delay import Delay
-from ..celery_app.install import installed
-from ..celery_app.parts import admin_part
-from ..core.durations import duration
-from ..core.errors import LedgerUnavailable
-from ..core.shown_url import without_password
-from ..transports.contract import AdminPart
+from ..app.delay import Delay
+from ..app.install import installed
+from ..app.parts import admin_part
+from ..durations import duration
+from ..errors import LedgerUnavailable
+from ..transports.interface import AdminPart
+from ..urls import without_password
 
 T = TypeVar("T")
 

@@ -13,9 +13,9 @@ from flower.views import BaseHandler
 from tornado import web
 from tornado.iostream import StreamClosedError
 
-from ..celery_app.delay import Delay
-from ..core.errors import InvalidQuery, LedgerUnavailable, NativeDelayError, NoLedger
-from ..core.ledger import Page, Query
+from ..app.delay import Delay
+from ..errors import InvalidQuery, LedgerUnavailable, NativeDelayError, NoLedger
+from ..ledger.model import Page, Query
 from .asking import Asking
 from .patching import STATIC
 

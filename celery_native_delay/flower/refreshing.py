@@ -16,7 +16,7 @@ from typing import Any
 
 from celery.utils.log import get_logger
 
-from ..core.errors import NativeDelayError, NoLedger
+from ..errors import NativeDelayError, NoLedger
 from .asking import Asking
 from .state import WaitingState
 

@@ -18,9 +18,9 @@ from celery import states
 from celery.events.state import Task
 from flower.events import EventsState
 
-from ..core.due_time import due_us
-from ..core.errors import InvalidDueTime
-from ..core.ledger import Outcome, Waiting
+from ..due_time import due_us
+from ..errors import InvalidDueTime
+from ..ledger.model import Outcome, Waiting
 
 DELAYED = "DELAYED"
 

@@ -4,7 +4,7 @@
 gets them with :func:`expose`. Needs the extra ``metrics`` (Flower brings it).
 """
 
-from ..core.extras import brought_by
+from ..errors import brought_by
 
 with brought_by("metrics", whose=__name__):
     from .exposing import Exposed, expose

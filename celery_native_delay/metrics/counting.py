@@ -9,7 +9,7 @@ from typing import Any
 
 from celery.utils.log import get_logger
 
-from ..core.tally import Tally
+from ..worker.tally import Tally
 
 logger = get_logger(__name__)
 

@@ -10,7 +10,7 @@ from celery import Celery
 from celery.events.receiver import EventReceiver
 from celery.utils.log import get_logger
 
-from ..core.tally import EVENT
+from ..worker.tally import EVENT
 from .counting import Counts
 
 logger = get_logger(__name__)

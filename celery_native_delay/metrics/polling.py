@@ -11,8 +11,8 @@ from typing import Any
 from celery import Celery
 from celery.utils.log import get_logger
 
-from ..celery_app.parts import TIMEOUT_SECONDS, admin_part, bounded_connection
-from ..transports.contract import Backlog
+from ..app.parts import TIMEOUT_SECONDS, admin_part, bounded_connection
+from ..transports.interface import Backlog
 
 logger = get_logger(__name__)
 

@@ -4,8 +4,7 @@ Each is sent under an id that a retry does not change. Needs the extra
 ``celery_native_delay[spark]``, on the driver and in the executors' Python.
 """
 
-from ..core.errors import FanOutFailed, InvalidFanOut
-from ..core.extras import brought_by
+from ..errors import FanOutFailed, InvalidFanOut, brought_by
 
 with brought_by("spark", whose=__name__):
     from .fan_out import FanOut, FanOutResult

@@ -15,10 +15,10 @@ from celery.app.routes import MapRoute
 from celery.local import Proxy
 from kombu.utils.imports import symbol_by_name
 
-from ..bulk import check_broker
-from ..celery_app.install import installation_of
-from ..core.errors import InvalidFanOut, UnsupportedBroker
-from ..core.settings import DelaySettings
+from ..app.install import installation_of
+from ..bulk.batch import check_broker
+from ..errors import InvalidFanOut, UnsupportedBroker
+from ..settings import DelaySettings
 from .options import FanOutOptions
 
 

@@ -14,7 +14,7 @@ from pyspark.errors import AnalysisException
 from pyspark.sql import functions as f
 from pyspark.sql import types as t
 
-from ..core.errors import InvalidFanOut
+from ..errors import InvalidFanOut
 from .ids import NAMESPACE
 from .options import FanOutOptions
 from .reasons import Reasons

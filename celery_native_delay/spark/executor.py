@@ -10,7 +10,7 @@ from typing import Any
 import pyarrow as pa
 from pyspark import TaskContext
 
-from ..core.errors import InvalidFanOut
+from ..errors import InvalidFanOut
 from .app import Call, describe
 from .sending import FAILURE, RECEIPT, Receipt, SendJob, send_rows
 

@@ -14,8 +14,8 @@ from uuid import uuid4
 from pyspark.errors import PySparkException
 from pyspark.sql import functions as f
 
-from ..core.durations import duration
-from ..core.errors import FanOutFailed, InvalidFanOut
+from ..durations import duration
+from ..errors import FanOutFailed, InvalidFanOut
 from . import encode
 from .app import AppFacts, Call
 from .executor import REPORT, checker, sender

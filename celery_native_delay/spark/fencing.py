@@ -10,10 +10,10 @@ from secrets import token_hex
 from time import time
 from typing import TYPE_CHECKING, Self
 
-from ..core.durations import duration
-from ..core.errors import FanOutFailed, FenceUnavailable
-from ..core.fence import ABORTED, ALL, COMMITTED, MARGIN_SECONDS, OPEN, Record, Stamp
-from ..fence_store import fence_store
+from ..durations import duration
+from ..errors import FanOutFailed, FenceUnavailable
+from ..fence import fence_store
+from ..fence.run import ABORTED, ALL, COMMITTED, MARGIN_SECONDS, OPEN, Record, Stamp
 
 if TYPE_CHECKING:
     from .app import AppFacts

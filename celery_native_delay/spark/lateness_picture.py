@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from ..core.durations import duration
+from ..durations import duration
 
 try:
     from matplotlib.axes import Axes

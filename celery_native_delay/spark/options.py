@@ -11,8 +11,8 @@ from typing import Any
 from uuid import uuid4
 from zoneinfo import ZoneInfo
 
-from ..core.errors import InvalidFanOut
-from ..core.fence import SCHEMES_TEXT, is_store_url
+from ..errors import InvalidFanOut
+from ..settings import FENCE_URLS_TEXT, is_fence_url
 
 #: The name of a column, or a ``pyspark.sql.Column``.
 Columnar = Any
@@ -116,8 +116,8 @@ class FanOutOptions:
             ("check_queue", "True or False", isinstance(self.check_queue, bool)),
             (
                 "fence",
-                f"None or a URL that starts with {SCHEMES_TEXT}",
-                self.fence is None or is_store_url(self.fence),
+                f"None or a URL that starts with {FENCE_URLS_TEXT}",
+                self.fence is None or is_fence_url(self.fence),
             ),
             (
                 "fence_timeout",

@@ -10,7 +10,7 @@ from typing import Any
 
 from pyspark.sql import functions as f
 
-from ..core.topology import Topology
+from ..transports.rabbitmq.topology import Topology
 from .app import AppFacts
 from .options import EPOCH, FanOutOptions
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..core.durations import duration
+from ..durations import duration
 from .options import FanOutOptions
 from .slots import Slot, column_text
 

@@ -28,8 +28,8 @@ from typing import TYPE_CHECKING
 from pyspark.sql import Column, DataFrame, SparkSession
 from pyspark.sql import functions as F  # noqa: N812 - everybody's name for it
 
-from ..core.attempt import ATTEMPT_KEY, COMES_AGAIN, DONE, FIELDS, GIVEN_UP, RAN_TO_ITS_END
-from ..core.due_time import due_us
+from ..due_time import due_us
+from ..worker.attempt import ATTEMPT_KEY, COMES_AGAIN, DONE, FIELDS, GIVEN_UP, RAN_TO_ITS_END
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -61,7 +61,7 @@ def read_events(spark: SparkSession, path: str | list[str]) -> DataFrame:
         path: the folder, or several; folders inside it are read as well.
 
     Returns:
-        One row per line, with the columns of ``celery_native_delay.core.attempt.FIELDS``. Half
+        One row per line, with the columns of ``celery_native_delay.worker.attempt.FIELDS``. Half
         lines, which a full disk may leave, are left out.
     """
     schema = ", ".join(f"{name} {kind}" for name, kind in FIELDS.items())
@@ -154,7 +154,7 @@ class Reconciliation:
 
     verdicts: DataFrame
     """The ledger's columns; ``verdict``; ``late_seconds`` of the first start; ``sent_after_due``,
-    null where workers cannot tell (see ``waited`` in ``core.attempt``); and ``ran``, null
+    null where workers cannot tell (see ``waited`` in ``worker.attempt``); and ``ran``, null
     if no worker knows of the task: ``started`` (first), ``finished`` (last), ``worker`` and
     ``queue`` of the first start, ``outcome`` of the last end, ``retries``, and ``attempts``, those
     after which a process was killed included."""

@@ -15,7 +15,7 @@ from zoneinfo import ZoneInfo
 
 from pyspark.sql import types as t
 
-from ..core.errors import InvalidFanOut
+from ..errors import InvalidFanOut
 from .ids import id_of_texts, key_text, smear_us_of
 from .options import EPOCH, FanOutOptions
 from .reasons import Reasons

@@ -11,8 +11,8 @@ from datetime import UTC, datetime
 from time import monotonic, sleep
 from typing import Any
 
-from ..bulk import Bulk
-from ..core.errors import (
+from ..bulk.batch import Bulk
+from ..errors import (
     NativeDelayError,
     NotPermitted,
     PublishRefused,
@@ -21,7 +21,7 @@ from ..core.errors import (
     TopologyMismatch,
     UnsupportedBroker,
 )
-from ..core.fence import HEADER
+from ..fence.run import HEADER
 from .app import load_app
 from .fencing import Fence
 from .given_up import GivenUp

@@ -17,9 +17,9 @@ from uuid import uuid4
 from pyspark import TaskContext
 from pyspark.sql.datasource import DataSourceStreamWriter, DataSourceWriter, WriterCommitMessage
 
-from ..core.durations import seconds_of
-from ..core.errors import FanOutFailed, InvalidFanOut
-from ..core.fence import COMMITTED, Stamp
+from ..durations import seconds_of
+from ..errors import FanOutFailed, InvalidFanOut
+from ..fence.run import COMMITTED, Stamp
 from .app import Call, describe
 from .fencing import Fence
 from .options import FanOutOptions

@@ -8,7 +8,7 @@ from typing import Any
 
 from pyspark.sql import types as t
 
-from ..core.errors import InvalidFanOut
+from ..errors import InvalidFanOut
 from .options import Columnar, FanOutOptions
 
 _WHOLE = (t.ByteType, t.ShortType, t.IntegerType, t.LongType)

@@ -11,7 +11,7 @@ from typing import Any
 
 from kombu.transport import pgmq
 
-from ..core.settings import DelaySettings
+from ..settings import DelaySettings
 from .lasting import is_lasting_sql
 from .virtual.bulk_line import BulkLine
 from .virtual.channel import DelayingTransport, PublishingChannel

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from celery_native_delay.bulk import bulk
-from celery_native_delay.core.fence import ABORTED, ALL, COMMITTED, HEADER, OPEN, Record, Stamp
-from celery_native_delay.fence_store import FenceStore, fence_store
+from celery_native_delay.fence import FenceStore, fence_store
+from celery_native_delay.fence.run import ABORTED, ALL, COMMITTED, HEADER, OPEN, Record, Stamp
 from celery_native_delay.testing import PrivateRedis, private_redis
 from tests.acceptance.worker import Fleet, fleet_on
 from tests.traffic import beside

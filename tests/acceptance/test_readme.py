@@ -16,7 +16,6 @@ from celery import Celery
 from kombu import Connection
 
 from celery_native_delay import Delay, DelaySettings, install, store_outage
-from celery_native_delay.celery_app.outage import react
 from celery_native_delay.testing import (
     PrivateRedis,
     private_sqs,
@@ -24,7 +23,8 @@ from celery_native_delay.testing import (
     require_redis,
     require_sqs,
 )
-from celery_native_delay.transports.contract import Outage
+from celery_native_delay.transports.interface import Outage
+from celery_native_delay.worker.outage import react
 from pytest_celery_native_delay import installed
 from tests.processes import processes_of
 from tests.waiting import wait_until

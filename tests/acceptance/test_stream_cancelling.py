@@ -12,7 +12,7 @@ import pytest
 from celery import Celery
 
 from celery_native_delay import Delay
-from celery_native_delay.core.delayed import Replaces
+from celery_native_delay.message import Replaces
 from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis
 from celery_native_delay.transports.rabbitmq.streams.decisions import PENDING_MS
 from celery_native_delay.transports.rabbitmq.streams.ledger import MARGIN_SECONDS

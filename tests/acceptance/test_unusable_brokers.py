@@ -129,7 +129,7 @@ def test_a_broker_whose_package_is_not_installed(
         raised = shop.raised(code)
         assert raised.count("Traceback") == 1
         name, _, sentence = raised.splitlines()[-1].partition(": ")
-        assert name == "celery_native_delay.core.errors.UnsupportedBroker"
+        assert name == "celery_native_delay.errors.UnsupportedBroker"
         said.append(sentence)
     assert len(set(said)) == 1
     assert f"needs the Python package {package}" in said[0]

@@ -10,7 +10,7 @@ from typing import Any
 from kombu import Connection
 
 from celery_native_delay import DelaySettings
-from celery_native_delay.transports.contract import AdminPart, Promotes, ServesQueues, WorkerPart
+from celery_native_delay.transports.interface import AdminPart, Promotes, ServesQueues, WorkerPart
 from tests.conformance.brokers import options_of, settings_of
 from tests.traffic import beside
 

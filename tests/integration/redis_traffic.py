@@ -8,7 +8,7 @@ from typing import Any
 
 from kombu import Connection
 
-from celery_native_delay.core.redis_server import Server
+from celery_native_delay.redis_server import Server
 from celery_native_delay.transports.redis.delays import Delays
 from celery_native_delay.transports.redis.promoter import Promoter
 from celery_native_delay.transports.redis.store import Moved, Store

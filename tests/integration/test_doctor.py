@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from celery_native_delay import install, redis_asking, register_transports
-from celery_native_delay.celery_app.doctor import examine
-from celery_native_delay.celery_app.parts import admin_part
-from celery_native_delay.core.finding import ADVICE, UNCHECKED, WRONG, Finding
+from celery_native_delay import install, redis_server, register_transports
+from celery_native_delay.app.doctor import examine
+from celery_native_delay.app.parts import admin_part
+from celery_native_delay.finding import ADVICE, UNCHECKED, WRONG, Finding
 from celery_native_delay.testing import (
     PrivateRabbitMQ,
     PrivateRedis,
@@ -31,8 +31,8 @@ from celery_native_delay.testing import (
 )
 from celery_native_delay.transports.rabbitmq import management
 from celery_native_delay.transports.redis.keys import Keys
+from celery_native_delay.transports.sql import database
 from celery_native_delay.transports.sqs import queues
-from celery_native_delay.transports.timeouts import database
 from tests.brokers import installed_rabbitmq
 from tests.conformance.brokers import running_broker, settings_of
 from tests.integration.project import Project
@@ -487,7 +487,7 @@ def declared_app(
     match request.param:
         case "redis":
             with private_redis(server="redis") as server:
-                yield app_on(server.url), redis_asking, "time_ns"
+                yield app_on(server.url), redis_server, "time_ns"
         case "rabbitmq":
             broker = running_rabbitmq(installed_rabbitmq("3.10"))
             url, api = broker.new_vhost(), broker.management_url

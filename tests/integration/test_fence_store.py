@@ -9,8 +9,8 @@ from time import monotonic
 import pytest
 
 from celery_native_delay import FenceUnavailable
-from celery_native_delay.core.fence import ABORTED, ALL, COMMITTED, OPEN, Record
-from celery_native_delay.fence_store import FenceStore, fence_store
+from celery_native_delay.fence import FenceStore, fence_store
+from celery_native_delay.fence.run import ABORTED, ALL, COMMITTED, OPEN, Record
 from celery_native_delay.testing import PrivateRedis, private_redis
 
 NOW = 1_795_200_000.25

@@ -19,13 +19,13 @@ from celery import Celery
 from kombu import Connection
 
 from celery_native_delay import Delay, DelaySettings, install
-from celery_native_delay.core.finding import ADVICE, UNCHECKED, WRONG
-from celery_native_delay.core.topology import Binding, Exchange, Queue, Topology
+from celery_native_delay.finding import ADVICE, UNCHECKED, WRONG
 from celery_native_delay.testing import PrivateRabbitMQ, private_rabbitmq, private_redis
 from celery_native_delay.transports.rabbitmq.declaring import apply
 from celery_native_delay.transports.rabbitmq.inspection import examine, verify
 from celery_native_delay.transports.rabbitmq.management import ManagementAPI, management_of
 from celery_native_delay.transports.rabbitmq.status import Status, status
+from celery_native_delay.transports.rabbitmq.topology import Binding, Exchange, Queue, Topology
 from tests.brokers import on_one_version
 from tests.integration.project import Project
 from tests.integration.traffic import (

@@ -9,9 +9,9 @@ import pytest
 from kombu import Connection
 
 from celery_native_delay import DelaySettings
-from celery_native_delay.core.topology import Topology
 from celery_native_delay.testing import PrivateRabbitMQ, vhost_name
 from celery_native_delay.transports.rabbitmq.parking import rescue
+from celery_native_delay.transports.rabbitmq.topology import Topology
 from tests.integration.traffic import (
     SETTINGS,
     TOPOLOGY,

@@ -21,14 +21,14 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from kombu import Connection
 
-from celery_native_delay.celery_app.adoption import EarlyTask
-from celery_native_delay.core.delayed import HEADER
-from celery_native_delay.core.due_time import due_us
-from celery_native_delay.core.topology import is_delay_name
+from celery_native_delay.due_time import due_us
+from celery_native_delay.message import HEADER
 from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis
 from celery_native_delay.transports.rabbitmq.envelope import DEATH_HEADERS
 from celery_native_delay.transports.rabbitmq.parking import rescue
+from celery_native_delay.transports.rabbitmq.topology import is_delay_name
 from celery_native_delay.transports.rabbitmq.worker_part import RabbitMQWorkerPart
+from celery_native_delay.worker.adoption import EarlyTask
 from tests.integration.test_parity import MORE_EXAMPLES, PAST
 from tests.integration.traffic import (
     SETTINGS,

@@ -23,14 +23,18 @@ from hypothesis import strategies as st
 from kombu import Connection
 
 from celery_native_delay import CannotDelay
-from celery_native_delay.core.address import landing_address, message_address, topic_binding_address
-from celery_native_delay.core.settings import DelaySettings
-from celery_native_delay.core.topology import Topology, is_delay_name
-from celery_native_delay.core.walk import topic_matches
+from celery_native_delay.settings import DelaySettings
 from celery_native_delay.testing import PrivateRabbitMQ
+from celery_native_delay.transports.rabbitmq.address import (
+    landing_address,
+    message_address,
+    topic_binding_address,
+    topic_matches,
+)
 from celery_native_delay.transports.rabbitmq.envelope import DEATH_HEADERS, HEADER, Delayed
 from celery_native_delay.transports.rabbitmq.parking import peek
 from celery_native_delay.transports.rabbitmq.routes import LONGEST_ASKED_BYTES
+from celery_native_delay.transports.rabbitmq.topology import Topology, is_delay_name
 from tests.integration.traffic import (
     SETTINGS,
     Arrival,

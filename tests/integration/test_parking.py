@@ -13,8 +13,8 @@ import pytest
 from amqp.exceptions import ResourceLocked
 from kombu import Connection, Producer
 
-from celery_native_delay.core.delayed import HEADER
-from celery_native_delay.core.due_time import due_us
+from celery_native_delay.due_time import due_us
+from celery_native_delay.message import HEADER
 from celery_native_delay.testing import PrivateRabbitMQ
 from celery_native_delay.transports.rabbitmq.own_channel import OwnChannel
 from celery_native_delay.transports.rabbitmq.parking import BATCH, Rescue, count, peek, rescue

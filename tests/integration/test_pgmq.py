@@ -13,10 +13,10 @@ from celery import Celery
 from kombu import Connection, Exchange, Queue
 
 from celery_native_delay import UnsupportedBroker, install
+from celery_native_delay.app.doctor import examine
+from celery_native_delay.app.install import delaying_channel
 from celery_native_delay.bulk import bulk
-from celery_native_delay.celery_app.doctor import examine
-from celery_native_delay.celery_app.install import delaying_channel
-from celery_native_delay.core.finding import UNCHECKED
+from celery_native_delay.finding import UNCHECKED
 from pytest_celery_native_delay import installed
 from tests.postgresql import find_postgresql, private_postgresql
 from tests.traffic import eta_in, inbox, publish

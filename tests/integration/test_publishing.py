@@ -17,8 +17,8 @@ from celery_native_delay import (
     SettingsError,
     TopologyMismatch,
 )
-from celery_native_delay.core import topology
 from celery_native_delay.testing import PrivateRabbitMQ, private_rabbitmq, vhost_name
+from celery_native_delay.transports.rabbitmq import topology
 from celery_native_delay.transports.rabbitmq.own_channel import OwnChannel
 from celery_native_delay.transports.rabbitmq.parking import rescue
 from tests.brokers import on_one_version

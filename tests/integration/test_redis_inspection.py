@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from celery_native_delay import UnsupportedBroker
-from celery_native_delay.core.finding import UNCHECKED
-from celery_native_delay.core.redis_server import Server
+from celery_native_delay.finding import UNCHECKED
+from celery_native_delay.redis_server import Server
 from celery_native_delay.testing import PrivateRedis
 from celery_native_delay.transports.redis.admin_part import RedisAdminPart
 from tests.integration.project import Project

@@ -18,10 +18,10 @@ from celery_native_delay import (
     SettingsError,
     UnsupportedBroker,
     delay_headers,
-    redis_asking,
+    redis_server,
 )
-from celery_native_delay.core.delayed import HEADER
-from celery_native_delay.core.redis_server import Server
+from celery_native_delay.message import HEADER
+from celery_native_delay.redis_server import Server
 from celery_native_delay.testing import PrivateRedis
 from celery_native_delay.transports.redis import delays as module
 from celery_native_delay.transports.redis.envelope import Destination
@@ -402,7 +402,7 @@ def test_what_is_put_back_waits_for_the_rest_by_the_servers_clock(
         make_due(connection)
         promote(store)
         message = connection.default_channel.basic_get("jobs", no_ack=True)
-        for each in (module, redis_asking):
+        for each in (module, redis_server):
             monkeypatch.setattr(each, "time_ns", lambda: time_ns() - 20_000_000_000)
         assert delays.clock_ahead_seconds() == pytest.approx(20, abs=1)
         due_us = module.time_ns() // 1000 + 10_000_000

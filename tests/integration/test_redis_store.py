@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from celery_native_delay import BrokerFull, NotPermitted
-from celery_native_delay.core.redis_server import Server
+from celery_native_delay.redis_server import Server
 from celery_native_delay.testing import PrivateRedis
 from celery_native_delay.transports.redis.envelope import Destination, entry_of
 from celery_native_delay.transports.redis.keys import Keys

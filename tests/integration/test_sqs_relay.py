@@ -25,7 +25,7 @@ from celery_native_delay import (
     UnsupportedBroker,
     register_transports,
 )
-from celery_native_delay.core.finding import WRONG
+from celery_native_delay.finding import WRONG
 from celery_native_delay.testing import PrivateSqs
 from celery_native_delay.transports.sqs import delays
 from celery_native_delay.transports.sqs import relay as relay_module

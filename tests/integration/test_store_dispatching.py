@@ -23,11 +23,11 @@ from celery_native_delay import (
     TopologyMismatch,
     UnsupportedBroker,
 )
-from celery_native_delay.core.durations import seconds_of
-from celery_native_delay.transports.contract import Outage, Rescue
-from celery_native_delay.transports.timeouts import database, handover
-from celery_native_delay.transports.timeouts.dispatcher import Dispatcher
-from celery_native_delay.transports.timeouts.store import Store
+from celery_native_delay.durations import seconds_of
+from celery_native_delay.transports.interface import Outage, Rescue
+from celery_native_delay.transports.sql import database, handover
+from celery_native_delay.transports.sql.dispatcher import Dispatcher
+from celery_native_delay.transports.sql.store import Store
 from tests.conformance.brokers import Broker, options_of, running_broker, settings_of
 from tests.conformance.traffic import delaying, waiting_count
 from tests.integration.project import Project

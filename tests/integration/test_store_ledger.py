@@ -11,7 +11,7 @@ import pytest
 from celery import Celery
 
 from celery_native_delay import Delay, LedgerUnavailable, Verdict, install
-from celery_native_delay.transports.timeouts.store import Store
+from celery_native_delay.transports.sql.store import Store
 from tests.conformance.brokers import Broker, options_of, settings_of
 from tests.integration.ledger_promises import *  # noqa: F403
 from tests.traffic import beside

@@ -18,10 +18,10 @@ import pytest
 from celery import Celery
 
 from celery_native_delay import Delay, LedgerUnavailable, Verdict, install
-from celery_native_delay.core.delayed import Delayed
-from celery_native_delay.core.finding import WRONG
+from celery_native_delay.finding import WRONG
+from celery_native_delay.message import Delayed
 from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, vhost_name
-from celery_native_delay.transports.contract import Answer
+from celery_native_delay.transports.interface import Answer
 from celery_native_delay.transports.rabbitmq.streams import follower
 from celery_native_delay.transports.rabbitmq.streams import ledger as stream_ledger
 from celery_native_delay.transports.rabbitmq.streams import line as stream_line

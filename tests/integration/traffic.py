@@ -12,9 +12,9 @@ from typing import Any, Self, TypeVar
 from kombu import Connection
 
 from celery_native_delay import DelaySettings
-from celery_native_delay.core.topology import Topology
 from celery_native_delay.testing import PrivateRabbitMQ, vhost_name
 from celery_native_delay.transports.rabbitmq.delays import Delays
+from celery_native_delay.transports.rabbitmq.topology import Topology
 from tests import traffic
 from tests.waiting import wait_until
 

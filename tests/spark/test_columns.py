@@ -15,11 +15,11 @@ pytest.importorskip("pyspark")
 from pyspark.sql import functions as f
 
 from celery_native_delay import InvalidFanOut
-from celery_native_delay.core.settings import DelaySettings
-from celery_native_delay.core.topology import Topology
+from celery_native_delay.settings import DelaySettings
 from celery_native_delay.spark import FanOut, ids, task_id_of
 from celery_native_delay.spark.encode import encoded
 from celery_native_delay.spark.options import FanOutOptions
+from celery_native_delay.transports.rabbitmq.topology import Topology
 
 NOW = datetime(2026, 10, 1, 12, tzinfo=UTC)
 LONGEST_SECONDS = 90 * 86_400.0

@@ -14,8 +14,8 @@ pytest.importorskip("pyspark")
 import pyarrow.parquet as pq
 from rich.console import Console
 
-from celery_native_delay.core.attempt import FIELDS
 from celery_native_delay.spark import FanOutResult, Receipt, reconcile
+from celery_native_delay.worker.attempt import FIELDS
 from example_project import orders
 from example_project.spark_demo import SPEED, lead, reminders, tell
 

@@ -16,8 +16,8 @@ pytest.importorskip("pyspark")
 from pyspark.errors import PySparkException
 
 from celery_native_delay import FanOutFailed, FenceUnavailable, InvalidFanOut
-from celery_native_delay.core.fence import ABORTED, COMMITTED, Record
-from celery_native_delay.fence_store import fence_store
+from celery_native_delay.fence import fence_store
+from celery_native_delay.fence.run import ABORTED, COMMITTED, Record
 from celery_native_delay.spark import FanOut, task_id_of
 from tests.acceptance.worker import Fleet, fleet_on
 from tests.spark.conftest import LEVELS

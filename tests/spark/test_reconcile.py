@@ -17,10 +17,10 @@ from pyspark.sql import DataFrame, SparkSession
 from benchmarks.measuring import Bench
 from benchmarks.reconcile import INJECTED, PLANNED, measure
 from celery_native_delay import install
-from celery_native_delay.celery_app.install import installation_of
-from celery_native_delay.celery_app.telemetry import Telemetry
-from celery_native_delay.core.attempt import FIELDS
+from celery_native_delay.app.install import installation_of
 from celery_native_delay.spark import read_events, reconcile
+from celery_native_delay.worker.attempt import FIELDS
+from celery_native_delay.worker.telemetry import Telemetry
 
 README = (Path(__file__).parents[2] / "README.md").read_text()
 

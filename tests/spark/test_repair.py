@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("pyspark")
 
-from celery_native_delay.core.attempt import FIELDS, SUCCESS
 from celery_native_delay.spark import FanOut, read_events, reconcile
+from celery_native_delay.worker.attempt import FIELDS, SUCCESS
 
 
 def test_the_missing_of_a_run_are_sent_again_under_their_ids(

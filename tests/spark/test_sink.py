@@ -16,8 +16,8 @@ pytest.importorskip("pyspark.sql.datasource", reason="Spark 3.5 has no data sour
 from pyspark.errors import AnalysisException, PySparkException
 from pyspark.sql import functions as f
 
-from celery_native_delay.core.fence import HEADER, Stamp, Verdict, verdict
-from celery_native_delay.fence_store import fence_store
+from celery_native_delay.fence import fence_store
+from celery_native_delay.fence.run import HEADER, Stamp, Verdict, verdict
 from celery_native_delay.spark import task_id_of
 from celery_native_delay.spark.encode import encoded
 from celery_native_delay.spark.options import FanOutOptions

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from celery_native_delay.core.address import (
+from celery_native_delay.transports.rabbitmq.address import (
     landing_address,
     message_address,
     queue_address,
     topic_binding_address,
+    topic_matches,
 )
-from celery_native_delay.core.walk import topic_matches
 
 patient = settings(deadline=None, max_examples=300)
 

@@ -13,17 +13,17 @@ import pytest
 from celery.exceptions import InvalidTaskError
 from celery.worker import state
 
-from celery_native_delay.celery_app import announcing
-from celery_native_delay.celery_app.adoption import (
+from celery_native_delay.due_time import due_us
+from celery_native_delay.fence.run import HEADER
+from celery_native_delay.message import Delayed
+from celery_native_delay.transports.interface import Answer
+from celery_native_delay.worker import announcing
+from celery_native_delay.worker.adoption import (
     AdoptingStrategies,
     EarlyTask,
     FencedTask,
     forget_eta,
 )
-from celery_native_delay.core.delayed import Delayed
-from celery_native_delay.core.due_time import due_us
-from celery_native_delay.core.fence import HEADER
-from celery_native_delay.transports.contract import Answer
 
 NOON = datetime(2026, 11, 20, 12, 0, tzinfo=UTC)
 

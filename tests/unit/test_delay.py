@@ -23,8 +23,8 @@ from celery_native_delay import (
     install,
 )
 from celery_native_delay.bulk import bulk
-from celery_native_delay.kombu_hook import settings_from_option
 from celery_native_delay.metrics import expose
+from celery_native_delay.transports.aliases import settings_from_option
 
 
 @pytest.fixture

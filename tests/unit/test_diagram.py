@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from celery_native_delay.core.diagram import mermaid
-from celery_native_delay.core.settings import DelaySettings
-from celery_native_delay.core.topology import Binding, Queue, Topology
+from celery_native_delay.settings import DelaySettings
+from celery_native_delay.transports.rabbitmq.diagram import mermaid
+from celery_native_delay.transports.rabbitmq.topology import Binding, Queue, Topology
 
 README = Path(__file__).parents[2] / "README.md"
 BLOCK = re.compile(

@@ -11,13 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_native_delay.core.due_time import (
+from celery_native_delay.due_time import (
     check_countdown,
     check_reach,
     due_us,
     units_until,
 )
-from celery_native_delay.core.errors import DelayTooLong, InvalidDueTime
+from celery_native_delay.errors import DelayTooLong, InvalidDueTime
 
 NOON = datetime(2026, 11, 20, 12, 0, tzinfo=UTC)
 NOON_US = 1_795_176_000_000_000

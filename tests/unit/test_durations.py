@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_native_delay.core.durations import duration, seconds_of
-from celery_native_delay.core.errors import InvalidDueTime
+from celery_native_delay.durations import duration, seconds_of
+from celery_native_delay.errors import InvalidDueTime
 
 DAY, HOUR, MINUTE = 86_400, 3600, 60
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from celery_native_delay import CannotDelay, InvalidDueTime
-from celery_native_delay.core.delayed import due_of
+from celery_native_delay.message import due_of
 from celery_native_delay.transports.rabbitmq.envelope import (
     DEATH_HEADERS,
     HEADER,

@@ -8,7 +8,7 @@ import re
 import pytest
 
 import celery_native_delay
-from celery_native_delay.core import errors
+from celery_native_delay import errors
 
 ALL = [
     kind

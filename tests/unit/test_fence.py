@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from celery_native_delay.core.fence import (
+from celery_native_delay.fence.run import (
     ABORTED,
     ALL,
     COMMITTED,
@@ -19,9 +19,9 @@ from celery_native_delay.core.fence import (
     given_up,
     hold_seconds,
     is_overdue,
-    is_store_url,
     verdict,
 )
+from celery_native_delay.settings import is_fence_url
 
 NOW = 1_795_200_000.5
 
@@ -116,11 +116,11 @@ def test_a_message_is_looked_at_again_the_sooner_the_younger_its_run(
 
 @pytest.mark.parametrize("url", ["redis://h", "rediss://:pw@h:1/2", "redis+socket:///run/r.sock"])
 def test_urls_that_have_a_store(url: str) -> None:
-    assert is_store_url(url)
+    assert is_fence_url(url)
 
 
 @pytest.mark.parametrize(
     "url", ["", "h:6379", "memcached://h", "sentinel://h", 5, None, b"redis://h"]
 )
 def test_urls_that_have_none(url: object) -> None:
-    assert not is_store_url(url)
+    assert not is_fence_url(url)

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from celery_native_delay import DelaySettings
-from celery_native_delay.celery_app.adoption import FencedTask
-from celery_native_delay.celery_app.fencing import Fence, NoFence
-from celery_native_delay.core.fence import HEADER
+from celery_native_delay.fence.run import HEADER
+from celery_native_delay.worker.adoption import FencedTask
+from celery_native_delay.worker.fencing import Fence, NoFence
 
 
 def task(header: object) -> FencedTask:

@@ -17,10 +17,10 @@ from celery import Celery
 from celery.events.state import Task
 
 from celery_native_delay import LedgerUnavailable, SettingsError, install
-from celery_native_delay.core.ledger import Outcome, Verdict, Waiting
 from celery_native_delay.flower.asking import Asking
 from celery_native_delay.flower.patching import PATCHES, PatchedTemplates, patched
 from celery_native_delay.flower.state import DELAYED, WaitingState
+from celery_native_delay.ledger.model import Outcome, Verdict, Waiting
 
 TEMPLATES = Path(stock.__file__).parent / "templates"
 

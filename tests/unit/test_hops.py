@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from celery_native_delay.core.hops import Itinerary, Reception, remainders, retry_seconds
+from celery_native_delay.transports.sqs.hops import Itinerary, Reception, remainders, retry_seconds
 
 patient = settings(deadline=None)
 

@@ -25,13 +25,13 @@ from celery_native_delay import (
     UnsupportedBroker,
     install,
 )
-from celery_native_delay.celery_app.control import RevokesWaiting
-from celery_native_delay.celery_app.install import (
+from celery_native_delay.app.control import RevokesWaiting
+from celery_native_delay.app.install import (
     BOOTSTEP,
     installation_of,
     keep_celerys_own_off,
 )
-from celery_native_delay.kombu_hook import OPTION, settings_from_option
+from celery_native_delay.transports.aliases import OPTION, settings_from_option
 
 
 def plain_app(**configuration: Any) -> Celery:
@@ -344,7 +344,7 @@ def test_quality_of_service_is_still_decided_by_the_queues_there_are() -> None:
     import celery.worker.consumer.delayed_delivery
     import celery.worker.consumer.tasks
 
-    import celery_native_delay.celery_app.bootsteps  # noqa: F401, what a worker loads
+    import celery_native_delay.worker.bootsteps  # noqa: F401, what a worker loads
 
     app = install(with_quorum_queue(plain_app()))
     consumer = celery.worker.consumer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from celery_native_delay.core.finding import ADVICE, WRONG
+from celery_native_delay.finding import ADVICE, WRONG
 from celery_native_delay.transports.rabbitmq.known_faults import known_faults
 
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_native_delay import InvalidQuery, Outcome, Query, Verdict, Waiting
-from celery_native_delay.core.ledger import edges
-from celery_native_delay.transports.looking import to_find
+from celery_native_delay.ledger.looking import to_find
+from celery_native_delay.ledger.model import edges
 from celery_native_delay.transports.rabbitmq.ledger.entry import Entry, waiting
 
 SECOND_US = 1_000_000

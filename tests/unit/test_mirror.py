@@ -5,20 +5,20 @@ from __future__ import annotations
 import pytest
 
 from celery_native_delay import DelaySettings
-from celery_native_delay.core.topology import (
-    Binding,
-    Change,
-    Exchange,
-    Queue,
-    Topology,
-    Unbinding,
-)
 from celery_native_delay.transports.rabbitmq.mirror import (
     Mirror,
     Mirrored,
     is_internal,
     landing_declarations,
     must_land_declarations,
+)
+from celery_native_delay.transports.rabbitmq.topology import (
+    Binding,
+    Change,
+    Exchange,
+    Queue,
+    Topology,
+    Unbinding,
 )
 
 TOPOLOGY = Topology(DelaySettings(levels=2))

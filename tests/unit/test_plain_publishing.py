@@ -17,8 +17,8 @@ from celery.utils.dispatch import Signal
 from kombu import Producer
 
 from celery_native_delay import install
-from celery_native_delay.celery_app.install import installation_of
-from celery_native_delay.celery_app.plain_publishing import PlainPublishing, same
+from celery_native_delay.app.install import installation_of
+from celery_native_delay.bulk.plain_publishing import PlainPublishing, same
 
 
 def make_app(app: Celery | None = None, **task_options: Any) -> Celery:

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from celery_native_delay import UnsupportedBroker
-from celery_native_delay.core.finding import ADVICE, UNCHECKED, WRONG, Finding
-from celery_native_delay.core.redis_server import (
+from celery_native_delay.finding import ADVICE, UNCHECKED, WRONG, Finding
+from celery_native_delay.redis_server import (
     Server,
     check_server,
     clocks,

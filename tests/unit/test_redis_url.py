@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from redis import ConnectionPool
 
-from celery_native_delay.core.redis_url import redis_py_url
+from celery_native_delay.urls import redis_py_url
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from celery_native_delay import DelaySettings, SettingsError
-from celery_native_delay.core.settings import check_settings
+from celery_native_delay.settings import check_settings
 
 STORE = 'None or a SQLAlchemy URL of a database that outlives the process, such as "sqlite:////var/lib/shop/delays.db"'
 FENCE = "None or a URL that starts with redis://, rediss:// or redis+socket://"

@@ -13,13 +13,13 @@ from sqlalchemy.dialects import mysql, postgresql, sqlite
 from sqlalchemy.schema import CreateIndex, CreateTable
 
 from celery_native_delay import SettingsError, store_outage
-from celery_native_delay.celery_app.outage import react
-from celery_native_delay.core.shown_url import without_password
-from celery_native_delay.transports.contract import Outage
-from celery_native_delay.transports.timeouts.breakers import Breaker, Breakers
-from celery_native_delay.transports.timeouts.database import engine_of, same_database
-from celery_native_delay.transports.timeouts.schema import METADATA, VERSION
-from celery_native_delay.transports.timeouts.store import Store
+from celery_native_delay.transports.interface import Outage
+from celery_native_delay.transports.sql.breakers import Breaker, Breakers
+from celery_native_delay.transports.sql.database import engine_of, same_database
+from celery_native_delay.transports.sql.schema import METADATA, VERSION
+from celery_native_delay.transports.sql.store import Store
+from celery_native_delay.urls import without_password
+from celery_native_delay.worker.outage import react
 
 AWAY = OSError("it is away")
 

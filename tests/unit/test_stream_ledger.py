@@ -10,13 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_native_delay import Query, Waiting
-from celery_native_delay.core.delayed import Delayed, Replaces
-from celery_native_delay.core.ledger_streams import DECISION_GRACE_SECONDS, LedgerStreams
-from celery_native_delay.core.settings import DelaySettings
-from celery_native_delay.transports.contract import Answer
+from celery_native_delay.message import Delayed, Replaces
+from celery_native_delay.settings import DelaySettings
+from celery_native_delay.transports.interface import Answer
 from celery_native_delay.transports.rabbitmq.ledger.entry import Entry
 from celery_native_delay.transports.rabbitmq.streams.decisions import PENDING_MS, Decisions
 from celery_native_delay.transports.rabbitmq.streams.memory import Memory, Place
+from celery_native_delay.transports.rabbitmq.streams.names import (
+    DECISION_GRACE_SECONDS,
+    LedgerStreams,
+)
 from celery_native_delay.transports.rabbitmq.streams.notes import (
     Decision,
     Mark,

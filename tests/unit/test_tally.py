@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from celery_native_delay.core.tally import Tally
 from celery_native_delay.metrics.counting import Counts
+from celery_native_delay.worker.tally import Tally
 
 
 def told(*late_seconds: float, **counts: int) -> dict[str, Any]:

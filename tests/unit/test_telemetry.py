@@ -16,16 +16,16 @@ from celery.contrib.testing.worker import start_worker
 from celery.exceptions import Ignore, Reject, Retry
 
 from celery_native_delay import install
-from celery_native_delay.celery_app import bootsteps, telemetry
-from celery_native_delay.celery_app.telemetry import (
+from celery_native_delay.fence.run import HEADER
+from celery_native_delay.message import Delayed
+from celery_native_delay.worker import bootsteps, telemetry
+from celery_native_delay.worker.telemetry import (
     DAY_US,
     LineFiles,
     outcome_of,
     retry_due_us,
     waited,
 )
-from celery_native_delay.core.delayed import Delayed
-from celery_native_delay.core.fence import HEADER
 from tests.waiting import wait_until
 
 SIGNALS = (

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_native_delay.bulk import short_repr
+from celery_native_delay.bulk.batch import short_repr
 from celery_native_delay.transports.rabbitmq.bulk_line import fields_of, frames_of
 from celery_native_delay.transports.rabbitmq.envelope import seal
 from celery_native_delay.transports.rabbitmq.template import FramedTask, Template

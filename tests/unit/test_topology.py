@@ -13,17 +13,18 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from celery_native_delay.core.address import (
+from celery_native_delay.due_time import units_until
+from celery_native_delay.settings import DelaySettings
+from celery_native_delay.transports.rabbitmq.address import (
     hashed_address,
     landing_address,
     message_address,
     queue_address,
     short_word,
     topic_binding_address,
+    topic_matches,
 )
-from celery_native_delay.core.due_time import units_until
-from celery_native_delay.core.settings import DelaySettings
-from celery_native_delay.core.topology import (
+from celery_native_delay.transports.rabbitmq.topology import (
     Binding,
     Declaration,
     Exchange,
@@ -31,7 +32,7 @@ from celery_native_delay.core.topology import (
     Topology,
     is_delay_name,
 )
-from celery_native_delay.core.walk import Trip, topic_matches, walk
+from tests.walking import Trip, walk
 
 GOLDEN = Path(__file__).parent / "golden"
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from celery_native_delay.core.delayed import HEADER, Delayed
-from celery_native_delay.core.due_time import milliseconds_up
+from celery_native_delay.due_time import milliseconds_up
+from celery_native_delay.message import HEADER, Delayed
 from celery_native_delay.transports.virtual.trace import sealed, unsealed
 
 ETA = "2026-11-20T12:00:00.000001+00:00"

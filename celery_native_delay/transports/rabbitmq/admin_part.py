@@ -9,11 +9,11 @@ from typing import Any
 
 from amqp.exceptions import NotFound, ResourceLocked
 
-from ...core.errors import LedgerUnavailable, NativeDelayError, UnsupportedBroker
-from ...core.finding import WRONG, Finding
-from ...core.settings import DelaySettings
-from ...core.shown_url import without_password
-from ..contract import Backlog, ParkedTask, Rescue
+from ...errors import LedgerUnavailable, NativeDelayError, UnsupportedBroker
+from ...finding import WRONG, Finding
+from ...settings import DelaySettings
+from ...urls import without_password
+from ..interface import Backlog, ParkedTask, Rescue
 from .declaring import permissions_explained
 from .inspection import examine, verify
 from .management import ManagementAPI, management_of
@@ -40,7 +40,7 @@ class Declared:
 
 
 class RabbitMQAdminPart:
-    """On one channel; see :class:`~celery_native_delay.transports.contract.AdminPart`."""
+    """On one channel; see :class:`~celery_native_delay.transports.interface.AdminPart`."""
 
     def __init__(self, channel: Any, settings: DelaySettings) -> None:
         self._channel = channel
@@ -89,7 +89,7 @@ class RabbitMQAdminPart:
             return status(self._delays, self._api())
 
     def status_with_ledger(self) -> Status:
-        """See :class:`~celery_native_delay.transports.contract.CountsByLedger`."""
+        """See :class:`~celery_native_delay.transports.interface.CountsByLedger`."""
         found = self.status()
         if self._settings.ledger is None:
             return found

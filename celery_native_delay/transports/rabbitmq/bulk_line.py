@@ -12,20 +12,20 @@ from amqp.method_framing import frame_writer
 from kombu import Producer
 from kombu.exceptions import OperationalError
 
-from ...core.address import message_address
-from ...core.delayed import HEADER, due_of
-from ...core.difference import differing
-from ...core.due_time import check_reach, milliseconds_up, units_until
-from ...core.errors import NativeDelayError
-from ...core.random_ids import RandomIds
-from ...core.topology import Topology
-from ..contract import Line
+from ...due_time import check_reach, milliseconds_up, units_until
+from ...errors import NativeDelayError
+from ...message import HEADER, due_of
+from ..difference import differing
+from ..interface import Line
+from ..random_ids import RandomIds
+from .address import message_address
 from .envelope import unseal
 from .ledger.entry import Entry
 from .outbox import LOST, Outbox, is_lasting
 from .recording import Recorder
 from .routes import ROUTE_SECONDS
 from .template import FramedTask, TaskFields, Template
+from .topology import Topology
 from .transport import Channel
 from .window import NotConfirmedInTime, Publication
 

@@ -9,8 +9,8 @@ from typing import Any
 from amqp import spec
 from amqp.exceptions import AccessRefused, PreconditionFailed
 
-from ...core.errors import NotPermitted, TopologyMismatch, UnsupportedBroker
-from ...core.topology import Binding, Change, Exchange, Queue, Topology, Unbinding
+from ...errors import NotPermitted, TopologyMismatch, UnsupportedBroker
+from .topology import Binding, Change, Exchange, Queue, Topology, Unbinding
 
 #: At-least-once dead-lettering came with 3.10. https://www.rabbitmq.com/docs/quorum-queues
 OLDEST_RABBITMQ = (3, 10)

@@ -20,11 +20,11 @@ from amqp.exceptions import (
     RecoverableConnectionError,
 )
 
-from ...core.address import landing_address, message_address
-from ...core.delayed import Replaces
-from ...core.due_time import check_reach, units_until
-from ...core.errors import CannotDelay, NativeDelayError, TopologyMismatch
-from ...core.settings import DelaySettings
+from ...due_time import check_reach, units_until
+from ...errors import CannotDelay, NativeDelayError, TopologyMismatch
+from ...message import Replaces
+from ...settings import DelaySettings
+from .address import landing_address, message_address
 from .declaring import broker_version, not_permitted
 from .encoded import encoded
 from .envelope import COUNTED_BY_THE_QUEUE, seal

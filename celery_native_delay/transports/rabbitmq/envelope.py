@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...core.delayed import HEADER, Delayed, Replaces, cancel, due_ms_of, uncover
-from ...core.due_time import milliseconds_up
-from ...core.errors import CannotDelay
-from ...core.topology import is_delay_name
+from ...due_time import milliseconds_up
+from ...errors import CannotDelay
+from ...message import HEADER, Delayed, Replaces, cancel, due_ms_of, uncover
+from .topology import is_delay_name
 
 VERSION = 1
 _REQUIRED = {"id", "due", "exchange", "rk"}

@@ -8,16 +8,15 @@ from typing import Any
 
 from amqp.exceptions import AccessRefused, NotFound, PreconditionFailed
 
-from ...core.clocks import MAY_DIFFER_IN_WHOLE_SECONDS, clock_finding
-from ...core.errors import ManagementUnavailable
-from ...core.finding import UNCHECKED, WRONG, Finding
-from ...core.topology import Binding, Exchange, Queue, Topology
+from ...errors import ManagementUnavailable
+from ...finding import MAY_DIFFER_IN_WHOLE_SECONDS, UNCHECKED, WRONG, Finding, clock_finding
 from ..virtual.status import parked_finding
 from .declaring import broker_version
 from .delays import Delays
 from .known_faults import known_faults
 from .management import ManagementAPI, overriding_policies
 from .status import Status, status
+from .topology import Binding, Exchange, Queue, Topology
 
 #: So many messages of a queue RabbitMQ dead-letters at a time, by default:
 #: dead_letter_worker_consumer_prefetch.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ...core.finding import ADVICE, WRONG, Finding
+from ...finding import ADVICE, WRONG, Finding
 
 _CHECK = "release"
 

@@ -13,10 +13,10 @@ from urllib.error import URLError
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
 from urllib.request import Request, urlopen
 
-from ...core.errors import ManagementUnavailable
-from ...core.finding import WRONG, Finding
-from ...core.settings import DelaySettings
-from ...core.topology import Topology
+from ...errors import ManagementUnavailable
+from ...finding import WRONG, Finding
+from ...settings import DelaySettings
+from .topology import Topology
 
 TIMEOUT_SECONDS = 3.0
 

@@ -12,14 +12,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from ...core.address import (
+from .address import (
     landing_address,
     message_address,
     queue_address,
     topic_binding_address,
+    topic_matches,
 )
-from ...core.topology import Binding, Change, Declaration, Exchange, Topology, Unbinding
-from ...core.walk import topic_matches
+from .topology import Binding, Change, Declaration, Exchange, Topology, Unbinding
 
 #: Exchanges that every RabbitMQ vhost has.
 BUILTIN_TYPES = {

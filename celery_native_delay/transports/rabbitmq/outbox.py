@@ -21,11 +21,10 @@ from typing import Any
 from amqp.exceptions import AccessRefused, AMQPError, NotAllowed
 from kombu import Connection
 
-from ...core.durations import duration
-from ...core.errors import NativeDelayError, PublishRefused
-from ...core.refusal import RefusedMessage
-from ...core.settings import DelaySettings
-from ...kombu_hook import flushes
+from ...durations import duration
+from ...errors import NativeDelayError, PublishRefused, RefusedMessage
+from ...settings import DelaySettings
+from ..aliases import flushes
 from ..lasting import is_lasting_tls
 from .sending import Sender
 from .window import NotConfirmedInTime, Publication, Sendable

@@ -18,14 +18,14 @@ from typing import Any
 import amqp
 from amqp.exceptions import AccessRefused, NotFound, ResourceLocked
 
-from ...core.address import queue_of_address
-from ...core.delayed import HEADER, Delayed, cancel
-from ...core.topology import Topology
-from ..contract import Rescue
+from ...message import HEADER, Delayed, cancel
+from ..interface import Rescue
+from .address import queue_of_address
 from .delays import Delays
 from .encoded import received
 from .envelope import COUNTED_BY_THE_QUEUE, keep_user_id, unseal
 from .own_channel import OwnChannel
+from .topology import Topology
 
 logger = logging.getLogger(__name__)
 

@@ -11,13 +11,13 @@ from typing import Any
 
 from amqp.exceptions import AccessRefused, ChannelError, NotFound
 
-from ...core.errors import NativeDelayError, NotPermitted
-from ...core.settings import DelaySettings
-from ...core.topology import Exchange, Topology, Unbinding
+from ...errors import NativeDelayError, NotPermitted
+from ...settings import DelaySettings
 from .declaring import apply, check_broker, refusals_explained
 from .mirror import Mirror, Mirrored, is_internal, must_land_declarations
 from .own_channel import OwnChannel
 from .routes import Routes
+from .topology import Exchange, Topology, Unbinding
 
 logger = logging.getLogger(__name__)
 

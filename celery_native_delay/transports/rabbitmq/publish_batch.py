@@ -11,8 +11,8 @@ from typing import Any
 
 import amqp
 
-from ...core.delayed import due_of
-from ...core.errors import PublishRefused
+from ...errors import PublishRefused
+from ...message import due_of
 from .envelope import refuse_copies
 from .outbox import IN_DOUBT, LOST
 from .sending import Sender

@@ -7,7 +7,7 @@ from time import time_ns
 
 import amqp
 
-from ...core.delayed import HEADER
+from ...message import HEADER
 from .ledger.entry import Entry, member_of
 from .ledger.line import LedgerLine, line_of
 from .preparation import Preparation

@@ -10,12 +10,12 @@ from time import monotonic
 
 from amqp.exceptions import AccessRefused, NotFound, PreconditionFailed
 
-from ...core.address import message_address
-from ...core.errors import CannotDelay
-from ...core.topology import Topology
+from ...errors import CannotDelay
+from .address import message_address
 from .declaring import apply, refusals_explained
 from .mirror import BUILTIN_TYPES, MIRRORED_TYPES, Mirror, landing_declarations
 from .own_channel import OwnChannel
+from .topology import Topology
 
 logger = logging.getLogger(__name__)
 

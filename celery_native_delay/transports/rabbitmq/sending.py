@@ -10,9 +10,9 @@ from time import monotonic
 
 from amqp.exceptions import ChannelError, NotFound
 
-from ...core.refusal import RefusedMessage
-from ...core.topology import is_delay_name
+from ...errors import RefusedMessage
 from .preparation import Preparation
+from .topology import is_delay_name
 from .window import Sendable, WindowChannel
 
 logger = logging.getLogger(__name__)

@@ -8,10 +8,10 @@ from typing import Any
 
 from amqp.exceptions import NotFound
 
-from ...core.durations import duration
-from ...core.errors import ManagementUnavailable
-from ...core.ledger import Ledger, Query
-from ..contract import Level
+from ...durations import duration
+from ...errors import ManagementUnavailable
+from ...ledger.model import Ledger, Query
+from ..interface import Level
 from .delays import Delays
 from .management import ManagementAPI
 from .parking import count

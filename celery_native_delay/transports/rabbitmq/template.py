@@ -14,8 +14,8 @@ import amqp
 from amqp import spec
 from amqp.serialization import dumps
 
-from ...core.delayed import HEADER
-from ...core.refusal import RefusedMessage
+from ...errors import RefusedMessage
+from ...message import HEADER
 
 FRAME = Struct(">BHI")
 FRAME_END = b"\xce"

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from kombu.transport import pyamqp
 
-from ...core.delayed import Delayed, due_of
-from ...core.errors import SettingsError
-from ...core.settings import DelaySettings
-from ...kombu_hook import OPTION, asks_for_delays, settings_from_option
+from ...errors import SettingsError
+from ...message import Delayed, due_of
+from ...settings import DelaySettings
+from ..aliases import OPTION, asks_for_delays, settings_from_option
 from .delays import Delays
 from .encoded import as_it_came, keep_bytes
 from .envelope import unseal

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, Protocol
 
 import amqp
 
-from ...core.delayed import HEADER
-from ...core.refusal import RefusedMessage
+from ...errors import RefusedMessage
+from ...message import HEADER
 from .own_channel import OwnChannel
 
 #: Frames that come ready-made are written so many at a time.

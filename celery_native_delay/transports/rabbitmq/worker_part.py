@@ -8,12 +8,12 @@ from typing import Any
 import amqp
 from amqp.exceptions import AccessRefused
 
-from ...core.delayed import Delayed
-from ...core.durations import duration
-from ...core.errors import NativeDelayError, NotPermitted
-from ...core.finding import Finding
-from ...core.settings import DelaySettings
-from ..contract import Answer, Early, Receipts, Rescue
+from ...durations import duration
+from ...errors import NativeDelayError, NotPermitted
+from ...finding import Finding
+from ...message import Delayed
+from ...settings import DelaySettings
+from ..interface import Answer, Early, Receipts, Rescue
 from .ledger.entry import member_of
 from .ledger.ledger import RabbitMQLedger
 from .ledger.line import LedgerLine
@@ -23,7 +23,7 @@ from .streams.receipts import StreamReceipts
 
 
 class RabbitMQWorkerPart:
-    """On one channel; see :class:`~celery_native_delay.transports.contract.WorkerPart`."""
+    """On one channel; see :class:`~celery_native_delay.transports.interface.WorkerPart`."""
 
     def __init__(self, channel: Any, settings: DelaySettings) -> None:
         self.settings = settings
@@ -111,14 +111,14 @@ def _where_the_ledger_is(settings: DelaySettings) -> str:
 
 
 class LedgerReceipts:
-    """Asks the ledger; see :class:`~celery_native_delay.transports.contract.Receipts`."""
+    """Asks the ledger; see :class:`~celery_native_delay.transports.interface.Receipts`."""
 
     def __init__(self, line: LedgerLine) -> None:
         self._line = line
         line.connect()
 
     def may_run(self, headers: Mapping[str, Any], delayed: Delayed) -> Answer:
-        """See :class:`~celery_native_delay.transports.contract.Receipts`."""
+        """See :class:`~celery_native_delay.transports.interface.Receipts`."""
         member = member_of(headers, delayed.delivery_id)
         if member is None:
             return Answer.RUN

@@ -7,9 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ...core.finding import WRONG, Finding
-from ...core.redis_server import clocks
-from ..contract import Backlog, ParkedTask, Rescue
+from ...finding import WRONG, Finding
+from ...redis_server import clocks
+from ..interface import Backlog, ParkedTask, Rescue
 from ..virtual.status import Status, backlog_of
 from ..virtual.trace import unsealed
 from .envelope import opened_entry
@@ -32,7 +32,7 @@ class Ready:
 
 
 class RedisAdminPart:
-    """On one channel; see :class:`~celery_native_delay.transports.contract.AdminPart`."""
+    """On one channel; see :class:`~celery_native_delay.transports.interface.AdminPart`."""
 
     def __init__(self, channel: Any) -> None:
         self._delays = channel.delays

@@ -8,12 +8,18 @@ from uuid import uuid4
 
 import redis
 
-from ...core.due_time import milliseconds_up
-from ...core.errors import NativeDelayError
-from ...core.finding import Finding
-from ...core.redis_server import Server, check_server, keeping
-from ...core.settings import DelaySettings
-from ...redis_asking import clock_ahead_seconds, is_configurable, server_of
+from ...due_time import milliseconds_up
+from ...errors import NativeDelayError
+from ...finding import Finding
+from ...redis_server import (
+    Server,
+    check_server,
+    clock_ahead_seconds,
+    is_configurable,
+    keeping,
+    server_of,
+)
+from ...settings import DelaySettings
 from ..virtual import delays
 from ..virtual.status import Status
 from ..virtual.trace import encoded, sealed

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from ..waiting import IndexKeys
+from ...ledger.redis_index import IndexKeys
 
 #: 1 had its scores in milliseconds, and was never released.
 VERSION = 2

@@ -15,12 +15,12 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from ...core.delayed import CANCELLED, HEADER
-from ...core.due_time import eta_of, milliseconds_up
-from ...core.errors import CannotDelay, LedgerUnavailable
-from ...core.ledger import Outcome, Waiting
+from ...due_time import eta_of, milliseconds_up
+from ...errors import CannotDelay, LedgerUnavailable
+from ...ledger.model import Outcome, Waiting
+from ...ledger.redis_index import Index, IndexedLedger
+from ...message import CANCELLED, HEADER
 from ..virtual.trace import encoded, sealed, unsealed
-from ..waiting import Index, IndexedLedger
 from .envelope import Destination, entry_of, opened_entry
 
 #: What kombu puts between the name of a queue and its priority.
@@ -28,7 +28,7 @@ _SEPARATOR = "\x06\x16"
 
 
 class RedisLedger(IndexedLedger):
-    """On one channel; see :class:`~celery_native_delay.core.ledger.Ledger`."""
+    """On one channel; see :class:`~celery_native_delay.ledger.model.Ledger`."""
 
     def __init__(self, channel: Any) -> None:
         self._delays = channel.delays

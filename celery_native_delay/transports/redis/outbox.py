@@ -16,7 +16,7 @@ from uuid import uuid4
 
 from redis import exceptions
 
-from ...core.errors import NativeDelayError
+from ...errors import NativeDelayError
 from ..virtual import outbox
 from ..virtual.collecting import Collecting
 from ..virtual.trace import encoded

@@ -22,7 +22,7 @@ from typing import Any
 from kombu.exceptions import KombuError
 from redis.exceptions import RedisError, TimeoutError
 
-from ...core.errors import NativeDelayError
+from ...errors import NativeDelayError
 from ..virtual.watching import SHOW_SECONDS, Sign
 from .store import BATCH, Moved, Rounds
 

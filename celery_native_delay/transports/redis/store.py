@@ -21,8 +21,8 @@ from redis.exceptions import (
     ResponseError,
 )
 
-from ...core.errors import BrokerFull, NotPermitted
-from ...redis_asking import now_us
+from ...errors import BrokerFull, NotPermitted
+from ...redis_server import now_us
 from ..virtual.watching import SHOWN_SECONDS
 from .keys import Keys
 from .scripts import ADD, ALLOW_OOM, CENSUS, DISCARD, MOVE_ON, REMOVE, REPLACE

@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from kombu.transport import redis
 from redis.exceptions import RedisError
 
-from ...core.errors import NativeDelayError, SettingsError, UnsupportedBroker
-from ...core.settings import DelaySettings
+from ...errors import NativeDelayError, SettingsError, UnsupportedBroker
+from ...settings import DelaySettings
 from ..virtual.channel import DelayingChannel, DelayingTransport
 from .delays import Delays
 from .envelope import Destination

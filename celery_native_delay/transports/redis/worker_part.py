@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ...core.durations import duration
-from ...core.errors import NativeDelayError
-from ...core.finding import Finding
-from ...core.redis_server import clocks
-from ...core.settings import DelaySettings
-from ..contract import Early, Rescue
+from ...durations import duration
+from ...errors import NativeDelayError
+from ...finding import Finding
+from ...redis_server import clocks
+from ...settings import DelaySettings
+from ..interface import Early, Rescue
 from .promoter import Promoter
 from .store import BATCH
 
@@ -19,7 +19,7 @@ _ROUND = 100
 
 
 class RedisWorkerPart:
-    """On one channel; see :class:`~celery_native_delay.transports.contract.WorkerPart`."""
+    """On one channel; see :class:`~celery_native_delay.transports.interface.WorkerPart`."""
 
     def __init__(self, channel: Any, settings: DelaySettings) -> None:
         self.settings = settings

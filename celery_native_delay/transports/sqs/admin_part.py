@@ -6,9 +6,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ...core.clocks import MAY_DIFFER_IN_WHOLE_SECONDS, clock_finding
-from ...core.finding import UNCHECKED, WRONG, Finding
-from ..contract import Backlog, ParkedTask, Rescue
+from ...finding import MAY_DIFFER_IN_WHOLE_SECONDS, UNCHECKED, WRONG, Finding, clock_finding
+from ..interface import Backlog, ParkedTask, Rescue
 from .delay_queue import (
     LONGEST_NAME,
     advice,
@@ -100,7 +99,7 @@ class Status:
 
 
 class SqsAdminPart:
-    """On one channel; see :class:`~celery_native_delay.transports.contract.AdminPart`.
+    """On one channel; see :class:`~celery_native_delay.transports.interface.AdminPart`.
 
     Only the queues that are served: others of the same account belong to somebody else.
     """
@@ -114,7 +113,7 @@ class SqsAdminPart:
         self.name = "the delay queues of this app"
 
     def serve(self, queues: Sequence[str]) -> None:
-        """See :class:`~celery_native_delay.transports.contract.ServesQueues`."""
+        """See :class:`~celery_native_delay.transports.interface.ServesQueues`."""
         self._queues = [queue for queue in queues if can_delay(queue)]
         self.name = ", ".join(name for _, name in self._named())
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...core.finding import ADVICE, WRONG, Finding
+from ...finding import ADVICE, WRONG, Finding
 from .entry import MOST_BYTES
 
 FIFO = ".fifo"

@@ -9,12 +9,11 @@ from typing import Any, NamedTuple, TypeVar
 
 from botocore.exceptions import ClientError
 
-from ...core.delayed import HEADER
-from ...core.due_time import milliseconds_up
-from ...core.durations import duration
-from ...core.errors import CannotDelay, NativeDelayError, NotPermitted, TopologyMismatch
-from ...core.hops import seconds_up
-from ...core.settings import DelaySettings
+from ...due_time import milliseconds_up
+from ...durations import duration
+from ...errors import CannotDelay, NativeDelayError, NotPermitted, TopologyMismatch
+from ...message import HEADER
+from ...settings import DelaySettings
 from ..virtual import delays
 from ..virtual.trace import sealed
 from .delay_queue import (
@@ -27,6 +26,7 @@ from .delay_queue import (
     why_not_made,
 )
 from .entry import MOST_BYTES, Entry, Parcel, Put, check_size
+from .hops import seconds_up
 from .queues import Queues, explained, is_gone
 
 logger = logging.getLogger(__name__)

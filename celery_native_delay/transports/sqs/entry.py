@@ -13,10 +13,10 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 from kombu.utils.json import dumps, loads
 
-from ...core.due_time import milliseconds_up
-from ...core.errors import CannotDelay
-from ...core.hops import BATCH
+from ...due_time import milliseconds_up
+from ...errors import CannotDelay
 from ..virtual.trace import encoded
+from .hops import BATCH
 
 T = TypeVar("T")
 

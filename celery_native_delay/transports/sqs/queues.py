@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from botocore.exceptions import ClientError
 from kombu.transport.SQS import DoesNotExistQueueException, UndefinedQueueException
 
-from ...core.errors import CannotDelay, NativeDelayError, NotPermitted, UnsupportedBroker
+from ...errors import CannotDelay, NativeDelayError, NotPermitted, UnsupportedBroker
 from .delay_queue import LONGEST_NAME, asked_of, attributes_of, delay_queue_of
 
 _GONE = ("AWS.SimpleQueueService.NonExistentQueue", "QueueDoesNotExist")

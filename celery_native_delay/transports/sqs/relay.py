@@ -18,10 +18,10 @@ from typing import Any
 from botocore.exceptions import BotoCoreError, ClientError
 from kombu.exceptions import KombuError
 
-from ...core.errors import NativeDelayError
-from ...core.hops import BATCH, Reception, retry_seconds, seconds_up
+from ...errors import NativeDelayError
 from .delay_queue import delay_queue_of
 from .entry import Entry, in_requests, opened
+from .hops import BATCH, Reception, retry_seconds, seconds_up
 from .queues import Queues, dated_ms, is_gone
 
 logger = logging.getLogger(__name__)

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from kombu.transport import SQS
 
-from ...core.delayed import HEADER
-from ...core.errors import NativeDelayError, NoLedger
-from ...core.settings import DelaySettings
+from ...errors import NativeDelayError, NoLedger
+from ...message import HEADER
+from ...settings import DelaySettings
 from ..virtual import channel as virtual
 from .delay_queue import can_delay
 from .delays import Delays, leave_to_celery

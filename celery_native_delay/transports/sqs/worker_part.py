@@ -10,11 +10,11 @@ from uuid import uuid4
 from botocore.exceptions import BotoCoreError, ClientError
 from kombu.exceptions import OperationalError
 
-from ...core.durations import duration
-from ...core.errors import NativeDelayError, TopologyMismatch
-from ...core.finding import Finding
-from ...core.settings import DelaySettings
-from ..contract import Early, Rescue
+from ...durations import duration
+from ...errors import NativeDelayError, TopologyMismatch
+from ...finding import Finding
+from ...settings import DelaySettings
+from ..interface import Early, Rescue
 from .delay_queue import can_delay, delay_queue_of, mismatches, why_not_made
 from .relay import Relay
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class SqsWorkerPart:
-    """On one channel; see :class:`~celery_native_delay.transports.contract.WorkerPart`."""
+    """On one channel; see :class:`~celery_native_delay.transports.interface.WorkerPart`."""
 
     def __init__(self, channel: Any, settings: DelaySettings) -> None:
         self.settings = settings
@@ -31,7 +31,7 @@ class SqsWorkerPart:
         self._queues: list[str] = []
 
     def serve(self, queues: Sequence[str]) -> None:
-        """See :class:`~celery_native_delay.transports.contract.ServesQueues`."""
+        """See :class:`~celery_native_delay.transports.interface.ServesQueues`."""
         self._queues = [queue for queue in queues if can_delay(queue)]
 
     def prepare(self, where: str) -> str:

@@ -9,10 +9,10 @@ from typing import Any
 
 from kombu import Producer
 
-from ...core.difference import differing
-from ...core.due_time import milliseconds_up
-from ...core.random_ids import RandomIds
-from ..contract import Line
+from ...due_time import milliseconds_up
+from ..difference import differing
+from ..interface import Line
+from ..random_ids import RandomIds
 from .collecting import Put
 from .outbox import Outbox
 from .template import TaskFields, Template, fields_of

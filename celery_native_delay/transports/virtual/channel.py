@@ -13,10 +13,10 @@ from typing import Any, ClassVar
 from amqp.exceptions import RecoverableConnectionError
 from kombu.transport import virtual
 
-from ...core.delayed import Delayed, due_of
-from ...core.errors import NativeDelayError, SettingsError
-from ...core.settings import DelaySettings
-from ...kombu_hook import OPTION, asks_for_delays, settings_from_option
+from ...errors import NativeDelayError, SettingsError
+from ...message import Delayed, due_of
+from ...settings import DelaySettings
+from ..aliases import OPTION, asks_for_delays, settings_from_option
 from .trace import unsealed
 
 

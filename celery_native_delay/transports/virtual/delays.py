@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from time import time_ns
 
-from ...core.due_time import check_due
-from ...core.errors import NativeDelayError
-from ...core.settings import DelaySettings
+from ...due_time import check_due
+from ...errors import NativeDelayError
+from ...settings import DelaySettings
 
 
 class Delays:

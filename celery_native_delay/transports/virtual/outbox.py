@@ -19,8 +19,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 from amqp.exceptions import RecoverableConnectionError
 from kombu.exceptions import OperationalError
 
-from ...core.errors import NativeDelayError
-from ...core.refusal import RefusedMessage
+from ...errors import NativeDelayError, RefusedMessage
 from ..lasting import is_lasting_tls, with_causes
 from .collecting import Collecting, Put
 from .template import refused_of

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from ...core.durations import duration
-from ...core.finding import WRONG, Finding
-from ..contract import Backlog
+from ...durations import duration
+from ...finding import WRONG, Finding
+from ..interface import Backlog
 
 #: Longer overdue, in seconds, and nobody seems to hand over.
 PATIENCE_SECONDS = 15.0

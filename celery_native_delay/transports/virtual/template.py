@@ -15,8 +15,8 @@ from operator import itemgetter
 from secrets import token_hex
 from typing import Any, NamedTuple
 
-from ...core.delayed import HEADER
-from ...core.refusal import RefusedMessage
+from ...errors import RefusedMessage
+from ...message import HEADER
 from .trace import encoded, unsealed
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 from kombu.utils.json import dumps
 
-from ...core.delayed import HEADER, Delayed, cancel, due_ms_of, uncover
+from ...message import HEADER, Delayed, cancel, due_ms_of, uncover
 
 VERSION = 1
 

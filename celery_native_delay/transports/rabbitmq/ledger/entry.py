@@ -9,7 +9,7 @@ from typing import Any
 
 from kombu.utils.json import JSONEncoder, loads
 
-from ....core.ledger import Waiting
+from ....ledger.model import Waiting
 
 #: kombu's dumps() makes an encoder for each call, which takes three times as long.
 _as_json: Callable[[Any], str] = JSONEncoder(separators=(",", ":")).encode

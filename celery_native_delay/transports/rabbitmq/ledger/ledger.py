@@ -20,13 +20,13 @@ from typing import Any
 
 import amqp
 
-from ....core.due_time import eta_of
-from ....core.errors import LedgerUnavailable
-from ....core.finding import Finding
-from ....core.ledger import Outcome, Waiting
-from ....core.settings import DelaySettings
-from ....core.shown_url import without_password
-from ...waiting import Index, IndexedLedger
+from ....due_time import eta_of
+from ....errors import LedgerUnavailable
+from ....finding import Finding
+from ....ledger.model import Outcome, Waiting
+from ....ledger.redis_index import Index, IndexedLedger
+from ....settings import DelaySettings
+from ....urls import without_password
 from .entry import Entry, waiting
 from .line import redis_options
 from .scripts import MARK_GRACE_MS, REPLACE, STALE_AFTER_US, SWEEP, LedgerKeys
@@ -38,16 +38,16 @@ _SWEPT_AT_ONCE = 1000
 
 
 class RabbitMQLedger(IndexedLedger):
-    """On one connection; see :class:`~celery_native_delay.core.ledger.Ledger`."""
+    """On one connection; see :class:`~celery_native_delay.ledger.model.Ledger`."""
 
     def __init__(self, delays: Any, settings: DelaySettings) -> None:
         assert settings.ledger is not None
         url, options = redis_options(settings.ledger, timeout_seconds=_TIMEOUT_SECONDS)
         import redis
 
-        from .... import redis_asking
+        from .... import redis_server
 
-        self._ask_server = redis_asking.findings
+        self._ask_server = redis_server.findings
         self._delays = delays
         self._where = without_password(settings.ledger)
         self._meaning = settings.while_ledger_is_away

@@ -17,10 +17,9 @@ from threading import Lock
 from time import monotonic
 from typing import Any
 
-from ....core.errors import UnsupportedBroker
-from ....core.redis_url import redis_py_url
-from ....core.shown_url import without_password
-from ....kombu_hook import flushes
+from ....errors import UnsupportedBroker
+from ....urls import redis_py_url, without_password
+from ...aliases import flushes
 from .scripts import FORGET, RECEIVED, RECORD, LedgerKeys
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...waiting import THROW_AWAY, IndexKeys
+from ....ledger.redis_index import THROW_AWAY, IndexKeys
 
 VERSION = 1
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 from typing import NamedTuple
 
-from ....core.delayed import Delayed
-from ....core.ledger_streams import DECISION_GRACE_SECONDS
-from ...contract import Answer
+from ....message import Delayed
+from ...interface import Answer
+from .names import DECISION_GRACE_SECONDS
 from .notes import Decision
 
 logger = logging.getLogger(__name__)

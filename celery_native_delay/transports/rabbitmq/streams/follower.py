@@ -22,12 +22,12 @@ from amqp import spec
 from amqp.exceptions import AMQPError
 from kombu import Connection
 
-from ....core.durations import duration
-from ....core.errors import LedgerUnavailable, NativeDelayError
-from ....core.ledger_streams import Stream
-from ....core.topology import Topology
+from ....durations import duration
+from ....errors import LedgerUnavailable, NativeDelayError
 from ..own_channel import OwnChannel
+from ..topology import Topology
 from .line import GONE, LeadsNowhere
+from .names import Stream
 from .notes import Mark, Note, Noted, note_message, note_of
 
 logger = logging.getLogger(__name__)

@@ -16,20 +16,20 @@ from typing import Any, TypeVar
 
 import amqp
 
-from ....core.delayed import Replaces
-from ....core.durations import duration
-from ....core.errors import LedgerUnavailable
-from ....core.finding import Finding
-from ....core.ledger import ALL, Outcome, Page, Query, Verdict, Waiting, ids_by_page
-from ....core.ledger_streams import LedgerStreams
-from ....core.settings import DelaySettings
-from ....core.topology import Topology
+from ....durations import duration
+from ....errors import LedgerUnavailable
+from ....finding import Finding
+from ....ledger.model import ALL, Outcome, Page, Query, Verdict, Waiting, ids_by_page
+from ....message import Replaces
+from ....settings import DelaySettings
 from ..ledger.entry import Entry
 from ..ledger.ledger import due_then
 from ..outbox import outbox_key
+from ..topology import Topology
 from .follower import Follower
 from .line import stream_line_of
 from .memory import Found, Memory, Place
+from .names import LedgerStreams
 from .notes import Decision, Mark, Note, Noted, Purge, note_of
 
 T = TypeVar("T")
@@ -77,7 +77,7 @@ class Followed:
 
 
 class StreamLedger:
-    """On one connection; see :class:`~celery_native_delay.core.ledger.Ledger`."""
+    """On one connection; see :class:`~celery_native_delay.ledger.model.Ledger`."""
 
     def __init__(self, delays: Any) -> None:
         self._delays = delays

@@ -22,15 +22,15 @@ import amqp
 from amqp.exceptions import NotFound
 from kombu import Connection
 
-from ....core.errors import LedgerUnavailable
-from ....core.ledger_streams import Stream
-from ....core.settings import DelaySettings
-from ....core.topology import Topology
-from ....kombu_hook import flushes
+from ....errors import LedgerUnavailable
+from ....settings import DelaySettings
+from ...aliases import flushes
 from ..ledger.line import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, PATIENCE_SECONDS
 from ..outbox import LOST, outbox_key
 from ..own_channel import OwnChannel
+from ..topology import Topology
 from ..window import NotConfirmedInTime, Publication, Sendable, WindowChannel
+from .names import Stream
 from .notes import Note, Noted, note_message
 
 logger = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from itertools import islice, pairwise
 from sys import intern
 from typing import NamedTuple
 
-from ....core.ledger import ALL, Page, Query, Waiting
+from ....ledger.model import ALL, Page, Query, Waiting
 from ..ledger.entry import waiting
 from .decisions import Decisions
 from .notes import Decision, Noted
@@ -85,7 +85,7 @@ class Memory:
         return [each for each in found if each.task.due_us > now_us]
 
     def count(self, query: Query, *, now_us: int) -> int:
-        """As :class:`~celery_native_delay.core.ledger.Ledger` has it, like those below."""
+        """As :class:`~celery_native_delay.ledger.model.Ledger` has it, like those below."""
         first, end = self._range(query, now_us)
         if query.is_by_time_only:
             return end - first

@@ -7,11 +7,11 @@ from collections.abc import Mapping
 from time import monotonic, time_ns
 from typing import Any
 
-from ....core.delayed import Delayed
-from ....core.errors import LedgerUnavailable
-from ....core.topology import Topology
-from ...contract import Answer
+from ....errors import LedgerUnavailable
+from ....message import Delayed
+from ...interface import Answer
 from ..ledger.entry import member_of
+from ..topology import Topology
 from .decisions import Decisions
 from .follower import Follower
 from .notes import Decision, Note
@@ -39,7 +39,7 @@ class _DecisionReader:
 
 
 class StreamReceipts:
-    """See the module's docstring and :class:`~celery_native_delay.transports.contract.Receipts`."""
+    """Answers from memory; see :class:`~celery_native_delay.transports.interface.Receipts`."""
 
     def __init__(self, client: Any, topology: Topology) -> None:
         """Returns when all decisions have been read, or none can be.
@@ -63,7 +63,7 @@ class StreamReceipts:
         )
 
     def may_run(self, headers: Mapping[str, Any], delayed: Delayed) -> Answer:
-        """See :class:`~celery_native_delay.transports.contract.Receipts`."""
+        """See :class:`~celery_native_delay.transports.interface.Receipts`."""
         if member_of(headers, delayed.delivery_id) is None:
             return Answer.RUN
         answer = self._answer(delayed, is_fresh=self._follower.is_fresh)

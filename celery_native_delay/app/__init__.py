@@ -1,0 +1,1 @@
+"""An app's part: what install() puts into it, and ``Delay(app)``."""

@@ -1,0 +1,67 @@
+"""The broker of an app as far as delays care: what it is called in errors, why nothing can wait."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from kombu.exceptions import OperationalError
+from kombu.transport import TRANSPORT_ALIASES
+
+from ..errors import UnsupportedBroker
+from ..settings import DelaySettings
+from ..transports.aliases import needs_store, transport_of
+from ..urls import without_password
+
+_WAY_TO_STORE = (
+    "; set native_delay_store to the URL of a database, such as "
+    '"sqlite:////var/lib/shop/delays.db", in workers and producers'
+)
+
+
+def check_fits(connection: Any, settings: DelaySettings) -> None:
+    """Refuse a connection to a broker in which nothing can wait.
+
+    Raises:
+        UnsupportedBroker: saying the way out.
+    """
+    if transport_of(connection.transport_cls, store=settings.store) is None:
+        problem, way_out = why_nothing_waits(connection.transport_cls)
+        raise UnsupportedBroker(f"{problem}{way_out}")
+
+
+def why_nothing_waits(transport: Any) -> tuple[str, str]:
+    """What is missing on one of kombu's transports, and the way out."""
+    shown = transport if transport in TRANSPORT_ALIASES else repr(transport)
+    if needs_store(transport):
+        return f"native delay has no store for {shown}", _WAY_TO_STORE
+    return f"native delay has no transport for {shown}", ""
+
+
+@contextmanager
+def told_on_command_lines() -> Iterator[None]:
+    """Have an UnsupportedBroker end ``celery worker``, ``beat``, … without a traceback."""
+    try:
+        yield
+    except UnsupportedBroker as exc:
+        click = sys.modules.get("click")
+        if click is None or click.get_current_context(silent=True) is None:
+            raise
+        from . import command_line
+
+        raise command_line.UnsupportedBroker(str(exc)) from exc
+
+
+def name_broker(error: OperationalError, app: Any) -> None:
+    """Add to an error of kombu's, whose text may name no host, where *app* connects to."""
+    if not hasattr(error, "__notes__"):
+        error.add_note(f"the broker is {shown_broker(app)}")
+
+
+def shown_broker(app: Any) -> str:
+    """The broker that *app* writes to, or each of several, without a password."""
+    connection = app.connection_for_write()
+    urls = [without_password(url) for url in connection.alt]
+    return " or ".join(urls) if len(urls) > 1 else without_password(connection.as_uri())

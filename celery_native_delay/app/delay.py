@@ -1,0 +1,300 @@
+"""``Delay(app)``: see, cancel and move what waits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from datetime import UTC, datetime, timedelta
+from time import time_ns
+from typing import Any, TypeAlias, TypeVar
+
+from celery import Celery, states
+from celery.backends.base import DisabledBackend
+from celery.result import AsyncResult
+from celery.utils.log import get_logger
+from kombu.exceptions import OperationalError
+
+from ..due_time import check_countdown, due_us
+from ..errors import (
+    CannotDelay,
+    InvalidDueTime,
+    InvalidQuery,
+    LedgerUnavailable,
+    NoLedger,
+)
+from ..ledger import model as ledger
+from ..ledger.model import Bar, Ledger, Outcome, Page, Query, Verdict, Waiting
+from ..settings import DelaySettings
+from .broker import name_broker
+from .install import checked_app, delaying_channel, installed
+
+logger = get_logger(__name__)
+
+T = TypeVar("T")
+
+#: What names a task.
+TaskId: TypeAlias = str | AsyncResult | Waiting
+
+#: A result in one of these is not the last one; Celery's own revoke overwrites the same.
+_UNREADY = (states.PENDING, states.RECEIVED, states.RETRY, states.REJECTED)
+
+
+class Delay:
+    """What waits for one app, to be seen, cancelled and moved.
+
+    On Redis it is the broker itself that is asked, on RabbitMQ ``native_delay_ledger``, elsewhere
+    ``native_delay_store``. Every method raises :class:`~celery_native_delay.LedgerUnavailable` if
+    that is not there, and errors of kombu if the broker is not. What changes something answers
+    with an :class:`~celery_native_delay.Outcome`, true if it was done.
+    """
+
+    def __init__(self, app: Celery) -> None:
+        self._app = checked_app(app)
+        self._tells_results = True
+
+    # --- seeing --------------------------------------------------------------------------
+
+    def ls(
+        self,
+        search: str | Query = "",
+        *,
+        limit: int = 50,
+        offset: int = 0,
+    ) -> Page:
+        """What waits, earliest first, as a sequence; its *total* is how many match in all.
+
+        Args:
+            search: words as in Flower's search box, such as ``name:shop.remind ada``, or a
+                :class:`Query`.
+
+        Raises:
+            InvalidQuery: it cannot be understood, or *limit* or *offset* is no number from 0.
+        """
+        _check_count("limit", limit, least=0)
+        _check_count("offset", offset, least=0)
+        query = _query(search)
+        return self._ask(lambda found: found.page(query, offset=offset, limit=limit))
+
+    def show(self, task_id: TaskId) -> list[Waiting]:
+        """What waits under this id: one message most often, none if it does not wait."""
+        one = _id_of(task_id)
+        return self._ask(lambda found: found.get(one))
+
+    def ids(self, search: str | Query = "", *, limit: int | None = None) -> list[str]:
+        """The ids of all that match now, each once, earliest first; at most *limit*."""
+        if limit is not None:
+            _check_count("limit", limit, least=0)
+        query = _query(search)
+        return self._ask(lambda found: _some_of(found.ids(query), limit))
+
+    def count(self, search: str | Query = "") -> int:
+        """How many wait."""
+        query = _query(search)
+        return self._ask(lambda found: found.count(query))
+
+    def histogram(self, *, bars: int = 40) -> list[Bar]:
+        """How the due times are spread, in *bars* bars at most."""
+        _check_count("bars", bars, least=1)
+        return self._ask(lambda found: ledger.histogram(found, bars=bars))
+
+    def next_due(self) -> datetime | None:
+        """When the next task is due, None if nothing waits."""
+        span = self._ask(lambda found: found.span())
+        return None if span is None else datetime.fromtimestamp(span[0] / 1_000_000, UTC)
+
+    # --- changing ------------------------------------------------------------------------
+
+    def cancel(self, task_id: TaskId) -> Outcome:
+        """Have a task never run: that of an id, an ``AsyncResult`` or what :meth:`ls` has found.
+
+        Its result is REVOKED at once. A worker announces it as it does with every revoked task:
+        to monitors and, if it is part of one, to its chord; as soon as there is one.
+        """
+        return self.cancel_all([_id_of(task_id, many="cancel_all")])[0]
+
+    def cancel_all(self, task_ids: Iterable[TaskId]) -> list[Outcome]:
+        """:meth:`cancel` for many, over one connection."""
+        self._tells_results = True
+        return self._change(task_ids, self._cancel)
+
+    def reschedule(
+        self,
+        task_id: TaskId,
+        *,
+        countdown: float | None = None,
+        eta: datetime | str | None = None,
+    ) -> Outcome:
+        """Have a task due at another time, as its ``eta`` then says.
+
+        Args:
+            countdown: seconds from now; below 0 is now.
+            eta: the due time; a naive one is UTC. Either *countdown* or *eta*.
+
+        Raises:
+            InvalidDueTime, DelayTooLong: it is due when it was.
+        """
+        one = _id_of(task_id, many="reschedule_all")
+        return self.reschedule_all([one], countdown=countdown, eta=eta)[0]
+
+    def reschedule_all(
+        self,
+        task_ids: Iterable[TaskId],
+        *,
+        countdown: float | None = None,
+        eta: datetime | str | None = None,
+    ) -> list[Outcome]:
+        """:meth:`reschedule` for many, over one connection."""
+        if (countdown is None) == (eta is None):
+            raise InvalidDueTime(f"expected countdown or eta, got {countdown=} and {eta=}")
+        if countdown is not None:
+            if not isinstance(countdown, int | float):
+                raise InvalidDueTime(f"expected countdown in seconds, got {countdown!r}")
+            check_countdown(countdown, longest_delay_seconds=self._longest_delay_seconds())
+            eta = datetime.now(UTC) + timedelta(seconds=max(countdown, 0))
+        assert eta is not None
+        at_us = due_us(eta)
+        moment = at_us if at_us > time_ns() // 1000 else None
+        return self._change(task_ids, lambda found, task_id: found.move(task_id, moment))
+
+    def run_now(self, task_id: TaskId) -> Outcome:
+        """Have a task due now."""
+        return self.run_all_now([_id_of(task_id, many="run_all_now")])[0]
+
+    def run_all_now(self, task_ids: Iterable[TaskId]) -> list[Outcome]:
+        """:meth:`run_now` for many, over one connection."""
+        return self._change(task_ids, lambda found, task_id: found.move(task_id, None))
+
+    # --- private -------------------------------------------------------------------------
+
+    def _cancel(self, found: Ledger, task_id: str) -> Outcome:
+        outcome = found.cancel(task_id)
+        if outcome:
+            self._revoke_result(outcome)
+        return outcome
+
+    def _change(
+        self, task_ids: Iterable[TaskId], change: Callable[[Ledger, str], Outcome]
+    ) -> list[Outcome]:
+        ids = _ids_of(task_ids)
+        outcomes: list[Outcome] = []
+
+        def rest(found: Ledger) -> list[Outcome]:
+            # Asked once more on another connection, those that are changed are not waiting.
+            for task_id in ids[len(outcomes) :]:
+                try:
+                    outcomes.append(change(found, task_id))
+                except CannotDelay as exc:
+                    if len(ids) == 1:
+                        raise
+                    outcomes.append(Outcome(task_id, Verdict.IMPOSSIBLE, late=str(exc)))
+            return outcomes
+
+        try:
+            return self._ask(rest)
+        except LedgerUnavailable as exc:
+            if not outcomes:
+                raise
+            done = sum(map(bool, outcomes))
+            raise LedgerUnavailable(f"{done} of {len(ids)} were changed, then {exc}") from exc
+
+    def _ask(self, question: Callable[[Ledger], T]) -> T:
+        try:
+            return self._ask_on_a_connection(question)
+        except OperationalError as exc:
+            name_broker(exc, self._app)
+            raise
+
+    def _ask_on_a_connection(self, question: Callable[[Ledger], T]) -> T:
+        with self._app.connection_or_acquire() as connection:
+            for last_try in (False, True):
+                try:
+                    connection.ensure_connection(max_retries=1)
+                    return self._ask_on(*delaying_channel(self._app, connection), question)
+                except connection.recoverable_connection_errors:
+                    # A pooled connection whose broker was restarted knows when it is used.
+                    if last_try:
+                        raise
+                    connection.collect()
+        raise AssertionError("unreachable")
+
+    @staticmethod
+    def _ask_on(channel: Any, settings: DelaySettings, question: Callable[[Ledger], T]) -> T:
+        found = channel.ledger(settings)
+        if found is None:
+            raise NoLedger(
+                "nobody can look into the delay levels of RabbitMQ: set native_delay_ledger = "
+                '"redis://…" or "stream" in workers and producers'
+            )
+        try:
+            return question(found)
+        finally:
+            found.close()
+
+    def _longest_delay_seconds(self) -> float:
+        return installed(self._app).settings().longest_delay_seconds
+
+    def _revoke_result(self, outcome: Outcome) -> None:
+        """Tell the result backend now; chord and monitors are for the worker to tell, once.
+
+        A backend that is away is not asked again for the others: each may wait for minutes.
+        """
+        for task in outcome.tasks:
+            if not (self._tells_results and task.name and task.keeps_result):
+                continue
+            try:
+                registered = self._app.tasks.get(task.name)
+                backend = self._app.backend if registered is None else registered.backend
+                if isinstance(backend, DisabledBackend):
+                    continue
+                if backend.get_state(task.id) in _UNREADY:
+                    backend.mark_as_revoked(task.id, reason="revoked", store_result=True)
+            except Exception as exc:  # the worker will say it, too
+                self._tells_results = False
+                logger.warning(
+                    "native delay: %s is cancelled, results from it on will say so when a worker "
+                    "has announced it: %s: %s",
+                    task.id,
+                    type(exc).__name__,
+                    exc,
+                )
+
+
+def _some_of(ids: Iterable[str], limit: int | None) -> list[str]:
+    """Each once, the first *limit* of them."""
+    found: dict[str, None] = {}
+    for task_id in ids:
+        if len(found) == limit:
+            break
+        found[task_id] = None
+    return list(found)
+
+
+def _query(search: str | Query) -> Query:
+    if isinstance(search, Query):
+        return search
+    if not isinstance(search, str):
+        raise InvalidQuery(f"expected a search as text or as a Query, got {search!r}")
+    return Query.parse(search)
+
+
+def _check_count(name: str, value: object, *, least: int) -> None:
+    if not isinstance(value, int) or value < least:
+        raise InvalidQuery(f"expected {name} to be a whole number from {least}, got {value!r}")
+
+
+def _id_of(task: object, *, many: str | None = None) -> str:
+    """The id of one task; *many* is the method that takes several of them."""
+    if isinstance(task, AsyncResult | Waiting):
+        return str(task.id)
+    if isinstance(task, str) and task:
+        return task
+    several = many if isinstance(task, Iterable) and not isinstance(task, str | bytes) else None
+    raise TypeError(
+        f"expected the id of a task, or its AsyncResult, got {task!r}"
+        + (f"; for several there is {several}()" if several else "")
+    )
+
+
+def _ids_of(tasks: object) -> list[str]:
+    if isinstance(tasks, str | bytes | AsyncResult | Waiting) or not isinstance(tasks, Iterable):
+        raise TypeError(f"expected the ids of tasks, such as a list of them, got {tasks!r}")
+    return [_id_of(task) for task in tasks]

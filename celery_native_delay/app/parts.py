@@ -1,0 +1,48 @@
+"""A transport's part for an app, told which queues it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+from ..transports.interface import AdminPart, ServesQueues
+from .install import delaying_channel
+
+Part = TypeVar("Part")
+
+#: Seconds for each answer of a broker that is looked at.
+TIMEOUT_SECONDS = 5.0
+
+#: Transport options for that; py-amqp takes the first two, redis-py the others, and either passes
+#: over what is not its own.
+_BOUNDED = {
+    "read_timeout": TIMEOUT_SECONDS,
+    "write_timeout": TIMEOUT_SECONDS,
+    "socket_timeout": TIMEOUT_SECONDS,
+    "socket_connect_timeout": TIMEOUT_SECONDS,
+}
+
+
+def bounded_connection(app: Any) -> Any:
+    """A connection of *app* to look at its broker, which may keep nobody waiting for ever."""
+    return app.connection_for_write(
+        connect_timeout=TIMEOUT_SECONDS, transport_options=dict(_BOUNDED)
+    )
+
+
+def admin_part(app: Any, connection: Any) -> AdminPart:
+    """What can be done on the broker of *connection*, which is one of *app*.
+
+    Raises:
+        SettingsError, UnsupportedBroker: as :func:`delaying_channel`.
+    """
+    channel, settings = delaying_channel(app, connection)
+    part: AdminPart = channel.admin_part(settings)
+    return serving(part, app)
+
+
+def serving(part: Part, app: Any, queues: Sequence[str] | None = None) -> Part:
+    """*part* itself, which knows now of *queues* if it must; None for all of the app's."""
+    if isinstance(part, ServesQueues):
+        part.serve(queues or [queue.name for queue in app.amqp.queues.values()])
+    return part

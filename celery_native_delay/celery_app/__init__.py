@@ -1,1 +1,0 @@
-"""The Celery side: the only importers of celery beneath the command line."""

@@ -1,0 +1,169 @@
+"""Every error this package raises, in one tree.
+
+::
+
+    NativeDelayError
+    ├── SettingsError            a setting is unknown or has an impossible value
+    ├── InvalidDueTime           a countdown or ETA that is no point in time
+    │   └── DelayTooLong         further away than the delay levels reach
+    ├── CannotDelay              this message cannot wait in the broker exactly
+    ├── PublishRefused           the broker did not take messages that were sent earlier
+    ├── TopologyMismatch         the broker holds one of our names with other arguments
+    ├── NotPermitted             the broker user may not declare or bind what is needed
+    ├── UnsupportedBroker        no transport of ours fits, or the broker is too old
+    ├── BrokerFull               the broker takes no more messages that wait
+    ├── StoreUnavailable         the database of a timeout store is away, or cannot be used
+    ├── InvalidQuery             a search for waiting tasks that cannot be understood
+    ├── LedgerUnavailable        nobody can say what waits, or change it: the ledger is away
+    │   └── NoLedger             there is none
+    ├── InvalidFanOut            an option or column of a Spark fan-out is impossible
+    ├── FanOutFailed             rows of a Spark fan-out are not confirmed
+    ├── FenceUnavailable         the store of a fence cannot be reached or used
+    └── ManagementUnavailable    RabbitMQ's management API cannot be read
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RefusedMessage:
+    """A message that the broker did not take: all that is needed to send it again.
+
+    *exchange* and *routing_key* are what it was published with, *delivery_id* is None if it had
+    no wait ahead; *returned* is True if it led nowhere.
+    """
+
+    reason: str
+    exchange: str
+    routing_key: str
+    headers: Mapping[str, Any]
+    body: bytes | str
+    delivery_id: str | None = None
+    returned: bool = False
+
+    @property
+    def task_id(self) -> str | None:
+        """The id of a Celery task, None for any other message."""
+        return self.headers.get("id") if "task" in self.headers else None
+
+    def __str__(self) -> str:
+        name = f"{self.headers['task']}[{self.task_id}]" if "task" in self.headers else "a message"
+        return f"{name} to exchange {self.exchange!r}, key {self.routing_key!r}: {self.reason}"
+
+
+class NativeDelayError(Exception):
+    """Base of every error this package raises."""
+
+
+class SettingsError(NativeDelayError, ValueError):
+    """A setting is unknown or has an impossible value."""
+
+
+class InvalidDueTime(NativeDelayError, ValueError):
+    """A countdown or ETA that is no point in time."""
+
+
+class DelayTooLong(InvalidDueTime):
+    """The due time is further away than the delay levels reach."""
+
+
+class CannotDelay(NativeDelayError):
+    """This message cannot wait in the broker and arrive exactly as without the delay."""
+
+
+class PublishRefused(NativeDelayError):
+    """The broker did not take messages whose publish had already returned.
+
+    *refused* holds every one of them; none is reported twice.
+    """
+
+    def __init__(self, text: str, refused: tuple[RefusedMessage, ...] = ()) -> None:
+        super().__init__(text, refused)
+        self.refused = refused
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class TopologyMismatch(NativeDelayError):
+    """The broker holds a queue or exchange of this name with other arguments."""
+
+
+class NotPermitted(NativeDelayError):
+    """The broker user may not declare or bind what delayed delivery needs."""
+
+
+class UnsupportedBroker(NativeDelayError):
+    """No transport of ours fits this connection, or the broker is too old."""
+
+
+class BrokerFull(NativeDelayError):
+    """The broker takes no more messages that wait; nothing was sent."""
+
+
+class StoreUnavailable(NativeDelayError):
+    """The database in which messages wait cannot be reached or used; nothing was stored."""
+
+
+class InvalidQuery(NativeDelayError, ValueError):
+    """A search for waiting tasks that cannot be understood."""
+
+
+class LedgerUnavailable(NativeDelayError):
+    """Nobody can say what waits, or change it: the ledger is away."""
+
+
+class NoLedger(LedgerUnavailable):
+    """This app has no ledger: what waits in its broker cannot be seen."""
+
+
+class InvalidFanOut(NativeDelayError, ValueError):
+    """An option or a column of a Spark fan-out is impossible; nothing was sent."""
+
+
+class FanOutFailed(NativeDelayError):
+    """Rows of a Spark fan-out are not confirmed.
+
+    *result* names every one of them, and counts the others.
+    """
+
+    def __init__(self, text: str, result: Any = None) -> None:
+        super().__init__(text, result)
+        self.result = result
+
+    def __str__(self) -> str:
+        return str(self.args[0])
+
+
+class FenceUnavailable(NativeDelayError):
+    """The store that a fence keeps its records in cannot be reached or used."""
+
+
+class ManagementUnavailable(NativeDelayError):
+    """RabbitMQ's management API cannot be read; only inspection needs it."""
+
+
+class ExtraMissing(ModuleNotFoundError):
+    """A package of an extra is not installed; the text says what to install."""
+
+
+@contextmanager
+def brought_by(extra: str, *, whose: str) -> Iterator[None]:
+    """A block of imports, made by the module *whose*, of what *extra* brings.
+
+    Raises:
+        ExtraMissing: something is not there.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as exc:
+        raise ExtraMissing(
+            f"{whose} needs the Python package {exc.name}, which is not installed: "
+            f"pip install 'celery_native_delay[{extra}]'",
+            name=exc.name,
+        ) from exc

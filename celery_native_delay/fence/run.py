@@ -1,0 +1,130 @@
+"""Attempt fencing: of all attempts at a part of a Spark job, the tasks of one run. Pure.
+
+Every message of a fenced run says who sent it: ``run/partition/attempt``. A store outside the
+broker holds one record per run, which says whose tasks run. It is opened before the first message
+goes out and sealed once, by the driver when the job ends, or by a worker when nobody did in time.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+
+#: The one header of a message that belongs to a fenced run.
+HEADER = "native_delay_fence"
+
+#: A record outlives the last due time of its run by this, for tasks that wait in a long queue, are
+#: parked or redelivered. 30 days; a record takes some bytes per partition.
+MARGIN_SECONDS = 30 * 86_400
+
+#: How long a message waits in the broker for a run that is not sealed: a tenth of the time that the
+#: run has been open, within these bounds. So much it may be late.
+SHORTEST_HOLD_SECONDS = 1.0
+LONGEST_HOLD_SECONDS = 30.0
+
+#: The same while the store cannot be asked.
+BLIND_HOLD_SECONDS = 5.0
+
+OPEN, COMMITTED, ABORTED, ALL = "open", "committed", "aborted", "all"
+
+
+@dataclass(frozen=True)
+class Stamp:
+    """Who sent a message. No two attempts share *attempt*, whatever Spark counts."""
+
+    run: str
+    partition: int
+    attempt: str
+
+    def __str__(self) -> str:
+        return f"{self.run}/{self.partition}/{self.attempt}"
+
+    @classmethod
+    def parse(cls, text: object) -> Stamp:
+        """What :meth:`__str__` wrote; a run may have slashes of its own.
+
+        Raises:
+            ValueError: it is something else.
+        """
+        parts = text.rsplit("/", 2) if isinstance(text, str) else ()
+        if len(parts) != 3 or not all(parts) or not parts[1].isdecimal():
+            raise ValueError(f"expected run/partition/attempt, got {text!r}")
+        return cls(parts[0], int(parts[1]), parts[2])
+
+
+@dataclass(frozen=True)
+class Record:
+    """What the store knows of a run; times are seconds since the epoch.
+
+    *state* is "open"; "committed": of each partition, the attempt in *winners* runs; "aborted":
+    none does; or "all": every attempt does, which nobody but a worker decides.
+    """
+
+    state: str
+    at: float
+    """When it was opened, or sealed."""
+    deadline: float = 0.0
+    """Of an open one: from then on workers decide."""
+    winners: Mapping[str, str] = field(default_factory=dict)
+    by: str = ""
+    """Who sealed it."""
+
+    def to_json(self) -> str:
+        """Text for the store."""
+        return json.dumps(asdict(self), separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str | bytes) -> Record:
+        """What :meth:`to_json` was made of; later releases may add to it."""
+        values = json.loads(text)
+        return cls(**{name: values[name] for name in cls.__dataclass_fields__ if name in values})
+
+    @property
+    def is_final(self) -> bool:
+        """Whether it stays as it is. A stream that sends a batch again reopens an aborted one."""
+        return self.state in (COMMITTED, ALL)
+
+
+class Verdict(Enum):
+    """What a worker does with a message."""
+
+    RUN = "run"
+    DROP = "drop"
+    HOLD = "hold"
+    """Let it wait: the run is not sealed."""
+
+
+def verdict(record: Record, stamp: Stamp) -> Verdict:
+    """What to do with a message of *stamp* while its run has *record*."""
+    match record.state:
+        case "open":
+            return Verdict.HOLD
+        case "committed":
+            won = record.winners.get(str(stamp.partition)) == stamp.attempt
+            return Verdict.RUN if won else Verdict.DROP
+        case "aborted":
+            return Verdict.DROP
+    return Verdict.RUN  # of a later release, too: rather twice than never
+
+
+def is_overdue(record: Record | None, *, now: float) -> bool:
+    """Whether a worker has to seal the run: nobody did in time, or its record is lost (None).
+
+    *now* is in seconds since the epoch.
+    """
+    return record is None or (record.state == OPEN and now >= record.deadline)
+
+
+def given_up(policy: str, *, now: float, by: str) -> Record:
+    """The record of a run that nobody sealed in time, by the *policy* "run" or "drop"."""
+    return Record(ALL if policy == "run" else ABORTED, now, by=by)
+
+
+def hold_seconds(record: Record | None, *, now: float) -> float:
+    """How long a message waits until its run is looked up again; None: nobody could be asked."""
+    if record is None:
+        return BLIND_HOLD_SECONDS
+    wait = min(max((now - record.at) / 10, SHORTEST_HOLD_SECONDS), LONGEST_HOLD_SECONDS)
+    return max(min(wait, record.deadline - now), SHORTEST_HOLD_SECONDS)

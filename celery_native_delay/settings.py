@@ -1,0 +1,318 @@
+"""All settings: one frozen object, validated whole.
+
+In a Celery configuration every name carries the prefix ``native_delay_``; as
+keywords of ``install()`` and as ``transport_options["native_delay"]`` they stand
+without it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import Any
+from urllib.parse import urlsplit
+
+from .errors import SettingsError
+from .urls import without_password
+
+#: RabbitMQ refuses a longer ``x-message-ttl``: rabbit_misc.erl, check_expiry/1.
+MAX_TTL_MS = 315_360_000_000
+
+#: SQS takes no longer ``DelaySeconds``, of a message or a queue.
+LONGEST_HOP_SECONDS = 900
+
+#: A million messages of 1 kB kept are a gigabyte; beyond some thousands none goes out faster.
+MAX_CONFIRM_WINDOW = 1_000_000
+
+#: Bits that are waited for together: 15 queues for one hop instead of four.
+FUSED_WIDTH = 4
+
+_PREFIX = "native_delay_"
+
+_NAMESPACE = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
+_NAMESPACE_BYTES = 64
+
+_LEDGER_URLS = ("redis://", "rediss://", "redis+socket://", "unix://")
+
+# Not SQLite in memory: nobody else would see it, and it ends with the process.
+_STORE_URL = re.compile(
+    r"(?!sqlite(\+\w+)?://(/?(\?|$)|.*(:memory:|mode=memory)))[A-Za-z][\w.]*(\+\w+)?://", re.ASCII
+)
+_EXPECTED_STORE = (
+    "None or a SQLAlchemy URL of a database that outlives the process, such as "
+    '"sqlite:////var/lib/shop/delays.db"'
+)
+
+_FENCE_SCHEMES = ("redis", "rediss", "redis+socket")
+FENCE_URLS_TEXT = "redis://, rediss:// or redis+socket://"
+
+#: The value of ``native_delay_ledger`` that has RabbitMQ keep the ledger itself.
+STREAM = "stream"
+
+
+@dataclass(frozen=True, kw_only=True)
+class DelaySettings:
+    """What decides how delayed messages wait; equal settings mean the same delay levels.
+
+    Raises:
+        SettingsError: for an unknown name or an impossible value; the text says what
+            was expected, what came and the way out.
+    """
+
+    enabled: bool = True
+    """Off: Celery behaves as if this package were not installed. Defaults to True."""
+    namespace: str = "celery_delay"
+    """First word of every broker-side name. Two namespaces never meet."""
+    levels: int = 31
+    """Delay levels; the longest delay is just under 2**levels times the resolution.
+    Defaults to 31 (8.5 years at 125 ms)."""
+    resolution: float = 0.125
+    """Seconds of level 0, a whole number of milliseconds; delays are rounded up to it."""
+    fused_bits: int = 12
+    """So many of the lowest bits of a delay are waited for four at a time, in one of 15 queues,
+    instead of one at a time: fewer hops per message, and room for more messages per second, for
+    more level queues. A multiple of 4; 0 is purely binary. Defaults to 12: delays below 8.5
+    minutes take at most three hops."""
+    queue_type: str = "quorum"
+    """"quorum", or "classic": one node, may lose what hops while the broker crashes."""
+    confirm_publish: str = "wait"
+    """"wait": each delayed publish waits for the broker's confirm; "window": the confirms of the
+    last ones may be outstanding, and those are sent again if the connection dies; "off": as
+    Celery."""
+    confirm_window: int = 1000
+    """Delayed messages that may be unconfirmed at a time with "window", and in bulk."""
+    landing_exchanges: tuple[str, ...] = ()
+    """Exchanges that foreign consumers bind to: their delayed messages pass a landing queue."""
+    adopt: bool = True
+    """Workers put tasks that arrive with their ETA ahead back into the delay levels."""
+    management_url: str | None = None
+    """RabbitMQ's management API, ``http://user:password@host:15672``. None: the broker's host
+    and credentials, port 15672. Only ``doctor``, ``verify``, ``status`` and the policy check
+    read it."""
+
+    ledger: str | None = None
+    """What keeps a copy of what waits in RabbitMQ: the URL of a Redis, or "stream" for streams of
+    RabbitMQ's own. Needed there to list, cancel and move tasks; on a Redis broker the store itself
+    is the ledger. Defaults to None: off."""
+    ledger_away: str = "run"
+    """While the ledger does not answer, a task that is due may "run", although it may have been
+    cancelled or moved; or it is to "wait" in the broker until the ledger does."""
+
+    sqs_hop_seconds: int = LONGEST_HOP_SECONDS
+    """Seconds of one hop on SQS, the same in producers, workers and relays. Lower it in tests
+    only: every hop costs requests. Defaults to 900, the longest that SQS has."""
+    store: str | None = None
+    """SQLAlchemy URL of the database in which messages wait whose broker can delay nothing, such
+    as ``sqlite:////var/lib/shop/delays.db``. Defaults to None: a ``sqla+…`` broker is its own
+    store, with other brokers Celery keeps its own way."""
+    store_outage_seconds: float = 120.0
+    """So long the store may be away before a worker calls it critical, and stops warmly."""
+    strict: bool = False
+    """An app whose broker no transport of ours fits raises, instead of a warning."""
+
+    telemetry: str | None = None
+    """Folder to which every process of a worker writes what its tasks did, one line of JSON when
+    an attempt starts and one when it ends. Defaults to None: off."""
+    fence: str | None = None
+    """URL of the store that fenced fan-outs write to: workers ask it whose tasks run. Defaults to
+    None: they run all."""
+    fence_policy: str = "run"
+    """What workers do with tasks of a fenced run that nobody sealed in time: "run" all of them,
+    perhaps twice, or "drop" all of them."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "landing_exchanges", _as_tuple(self.landing_exchanges))
+        for name in _names():
+            _check(name, getattr(self, name))
+        if not self._fits_ttl(self.levels):
+            ttl_ms = self.resolution_ms * self._largest_step(self.levels)
+            raise SettingsError(
+                f"native_delay_levels={self.levels} with native_delay_resolution="
+                f"{self.resolution} and native_delay_fused_bits={self.fused_bits} needs a queue "
+                f"with a TTL of {ttl_ms} ms; RabbitMQ's limit is {MAX_TTL_MS} ms (10 years): "
+                f"expected native_delay_levels of at most {self._most_levels()}, or a smaller "
+                f"native_delay_resolution"
+            )
+
+    @property
+    def resolution_ms(self) -> int:
+        """Milliseconds of level 0."""
+        return round(self.resolution * 1000)
+
+    @property
+    def streams_ledger(self) -> bool:
+        """Whether RabbitMQ keeps the ledger itself."""
+        return self.ledger == STREAM
+
+    @property
+    def ledger_url(self) -> str | None:
+        """The Redis that keeps the ledger, None without one."""
+        return None if self.streams_ledger else self.ledger
+
+    @property
+    def while_ledger_is_away(self) -> str:
+        """The consequences of a ledger that does not answer, for an error to tell."""
+        due = (
+            "tasks wait and run as ever, those that were cancelled or moved as well"
+            if self.ledger_away == "run"
+            else "tasks that are due wait in the broker"
+        )
+        return f"until it does {due}, and none can be listed, cancelled or moved"
+
+    @property
+    def longest_delay_seconds(self) -> float:
+        """The longest delay that the levels can hold, in seconds."""
+        return ((1 << self.levels) - 1) * self.resolution_ms / 1000
+
+    def _largest_step(self, levels: int) -> int:
+        """Units of the longest single wait: all bits of the top level."""
+        top = levels - 1
+        lowest = top - top % FUSED_WIDTH if top < self.fused_bits else top
+        return (1 << levels) - (1 << lowest)
+
+    def _most_levels(self) -> int:
+        fits = (n for n in range(self.levels, 0, -1) if self._fits_ttl(n))
+        return next(fits, 0)
+
+    def _fits_ttl(self, levels: int) -> bool:
+        return self.resolution_ms * self._largest_step(levels) <= MAX_TTL_MS
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, Any]) -> DelaySettings:
+        """Settings from names without the prefix; unknown names are refused."""
+        check_settings(values)
+        return cls(**values)
+
+
+def check_settings(values: Mapping[str, Any]) -> None:
+    """Check names and values one by one, without the rules that join several of them.
+
+    Raises:
+        SettingsError: for the first name that is unknown or value that is impossible.
+    """
+    for name, value in values.items():
+        bare = name.removeprefix(_PREFIX)
+        if bare != name and bare in _names():
+            shown = repr(value) if isinstance(value, int | float) else "…"  # may hold a password
+            raise SettingsError(
+                f"expected settings without their prefix here, got {name}: write {bare}={shown}"
+            )
+        if name not in _names():
+            close = get_close_matches(bare, _names(), n=1)
+            hint = f"did you mean native_delay_{close[0]}?" if close else f"known: {_known()}"
+            raise SettingsError(f"unknown setting native_delay_{bare}; {hint}")
+        _check(name, _as_tuple(value) if name == "landing_exchanges" else value)
+
+
+def is_store_url(url: str) -> bool:
+    """Whether messages can wait there: no SQLite in memory."""
+    return bool(_STORE_URL.match(url))
+
+
+def _names() -> list[str]:
+    return [field.name for field in fields(DelaySettings)]
+
+
+def _known() -> str:
+    return ", ".join(f"native_delay_{name}" for name in _names())
+
+
+def _as_tuple(value: Any) -> Any:
+    """A list or set as a tuple; equal sets in the same order, as a repr must be."""
+    if isinstance(value, set | frozenset):
+        return tuple(sorted(value, key=str))
+    return tuple(value) if isinstance(value, list) else value
+
+
+def _check(name: str, value: Any) -> None:
+    expected = _expected(name, value)
+    if expected:
+        if name in ("fence", "store") and isinstance(value, str):
+            value = value.partition("://")[0]  # the rest may hold a password
+        elif isinstance(value, str):
+            value = without_password(value)
+        raise SettingsError(f"expected native_delay_{name} to be {expected}, got {value!r}")
+
+
+def _expected(name: str, value: Any) -> str:
+    """What *name* should have been, or "" when *value* will do."""
+    match name:
+        case "enabled" | "adopt" | "strict":
+            return "" if isinstance(value, bool) else "True or False"
+        case "namespace":
+            fits = (
+                isinstance(value, str)
+                and _NAMESPACE.fullmatch(value)
+                and len(value) <= _NAMESPACE_BYTES
+            )
+            return "" if fits else f"1 to {_NAMESPACE_BYTES} letters, digits, _, - or inner dots"
+        case "levels":
+            return "" if _is_int(value) and 1 <= value <= 60 else "a whole number from 1 to 60"
+        case "resolution":
+            fits = _is_number(value) and 0.001 <= value <= 3600
+            whole = fits and abs(value * 1000 - round(value * 1000)) < 1e-6
+            return "" if whole else "seconds from 0.001 to 3600, a whole number of milliseconds"
+        case "fused_bits":
+            fits = _is_int(value) and 0 <= value <= 60 and value % FUSED_WIDTH == 0
+            return "" if fits else f"a multiple of {FUSED_WIDTH} from 0 to 60"
+        case "queue_type":
+            return "" if value in ("quorum", "classic") else '"quorum" or "classic"'
+        case "confirm_publish":
+            return "" if value in ("wait", "window", "off") else '"wait", "window" or "off"'
+        case "confirm_window":
+            fits = _is_int(value) and 1 <= value <= MAX_CONFIRM_WINDOW
+            return "" if fits else f"a whole number from 1 to {MAX_CONFIRM_WINDOW}"
+        case "landing_exchanges":
+            fits = isinstance(value, tuple) and all(isinstance(v, str) and v for v in value)
+            return "" if fits else "a list of exchange names"
+        case "ledger":
+            fits = value in (None, STREAM) or _is_ledger_url(value)
+            urls = " or ".join(_LEDGER_URLS)
+            return "" if fits else f'None, "{STREAM}" or a URL that starts with {urls}'
+        case "ledger_away":
+            return "" if value in ("run", "wait") else '"run" or "wait"'
+        case "sqs_hop_seconds":
+            fits = _is_int(value) and 1 <= value <= LONGEST_HOP_SECONDS
+            return "" if fits else f"whole seconds from 1 to {LONGEST_HOP_SECONDS}"
+        case "store":
+            fits = value is None or (isinstance(value, str) and is_store_url(value))
+            return "" if fits else _EXPECTED_STORE
+        case "store_outage_seconds":
+            fits = _is_number(value) and 0 < value <= 86_400
+            return "" if fits else "seconds, more than 0 and at most 86400"
+        case "telemetry":
+            fits = value is None or (isinstance(value, str) and value != "" and "\0" not in value)
+            return "" if fits else "None or the path of a folder"
+        case "fence":
+            fits = value is None or is_fence_url(value)
+            return "" if fits else f"None or a URL that starts with {FENCE_URLS_TEXT}"
+        case "fence_policy":
+            return "" if value in ("run", "drop") else '"run" or "drop"'
+        case _:
+            fits = value is None or (isinstance(value, str) and value.startswith("http"))
+            return "" if fits else "None or an http(s) URL"
+
+
+def is_fence_url(value: object) -> bool:
+    """Whether *value* names a store in which the records of fenced runs are kept."""
+    return isinstance(value, str) and "://" in value and urlsplit(value).scheme in _FENCE_SCHEMES
+
+
+def _is_ledger_url(value: Any) -> bool:
+    if not (isinstance(value, str) and value.startswith(_LEDGER_URLS)):
+        return False
+    try:
+        urlsplit(value).port  # noqa: B018  raises for one that is no number
+    except ValueError:
+        return False
+    return True
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

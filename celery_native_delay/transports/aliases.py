@@ -1,0 +1,339 @@
+"""Registers our transports under kombu's own aliases.
+
+kombu resolves a URL's scheme through ``TRANSPORT_ALIASES``; ours are subclasses that behave as
+kombu's until a connection asks for more with ``transport_options["native_delay"]``. The option is
+what makes delayed delivery per app; unlike a Connection subclass it survives pools, clones,
+pickling and failover.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields
+from datetime import UTC, datetime, timedelta
+from difflib import get_close_matches
+from importlib.util import find_spec
+from typing import Any
+
+from kombu import transport
+
+from ..due_time import check_countdown, due_us
+from ..errors import InvalidDueTime, SettingsError, UnsupportedBroker
+from ..settings import DelaySettings
+from ..urls import without_password
+
+#: The key in a connection's ``transport_options``.
+OPTION = "native_delay"
+
+_RABBITMQ = "celery_native_delay.transports.rabbitmq"
+_REDIS = "celery_native_delay.transports.redis"
+_SQS = "celery_native_delay.transports.sqs"
+
+_SQL = "celery_native_delay.transports.sql"
+_PGMQ = "celery_native_delay.transports.pgmq"
+
+#: kombu's transports on which nothing can wait: their messages do in ``native_delay_store``. Not
+#: gcpubsub: who dispatches must know the topic of a queue, which kombu tells only who has bound it.
+_WITHOUT_DELAYS = (
+    "memory",
+    "filesystem",
+    "sqlalchemy",
+    "sqla",
+    "mongodb",
+    "zookeeper",
+    "consul",
+    "etcd",
+    "pyro",
+    "SLMQ",
+    "slmq",
+    "azurestoragequeues",
+    "azureservicebus",
+    "confluentkafka",
+    "kafka",
+)
+
+#: Those of them that are a database themselves.
+_OWN_STORE = ("sqlalchemy", "sqla")
+
+#: kombu's aliases and what they lead to from now on; modules are imported when first used.
+ALIASES = {
+    "amqp": f"{_RABBITMQ}:Transport",
+    "pyamqp": f"{_RABBITMQ}:Transport",
+    "amqps": f"{_RABBITMQ}:SSLTransport",
+    "redis": f"{_REDIS}:Transport",
+    "rediss": f"{_REDIS}:Transport",
+    "sentinel": f"{_REDIS}:SentinelTransport",
+    "sqs": f"{_SQS}:Transport",
+    "SQS": f"{_SQS}:Transport",
+    "pgmq": f"{_PGMQ}:Transport",
+    **{alias: f"{_SQL}:{alias}" for alias in _WITHOUT_DELAYS},
+}
+
+_FOR_REDIS = ("redis",), "celery_native_delay[redis]"
+_FOR_SQS = ("boto3", "botocore"), "celery_native_delay[sqs]"
+_FOR_SQLALCHEMY = ("sqlalchemy",), "celery_native_delay[sql]"
+_FOR_KAFKA = ("confluent_kafka",), "kombu[confluentkafka]"
+
+#: What kombu's transports import, by their aliases, and what to install for it.
+_PACKAGES: dict[str, tuple[tuple[str, ...], str]] = {
+    "redis": _FOR_REDIS,
+    "rediss": _FOR_REDIS,
+    "sentinel": _FOR_REDIS,
+    "sqs": _FOR_SQS,
+    "SQS": _FOR_SQS,
+    "sqlalchemy": _FOR_SQLALCHEMY,
+    "sqla": _FOR_SQLALCHEMY,
+    "pgmq": (("pgmq", "psycopg"), "kombu[pgmq]"),
+    "mongodb": (("pymongo",), "kombu[mongodb]"),
+    "zookeeper": (("kazoo",), "kombu[zookeeper]"),
+    "consul": (("consul",), "kombu[consul]"),
+    "etcd": (("etcd",), "python-etcd"),
+    "pyro": (("Pyro4",), "kombu[pyro]"),
+    "SLMQ": (("softlayer_messaging",), "kombu[slmq]"),
+    "slmq": (("softlayer_messaging",), "kombu[slmq]"),
+    "azurestoragequeues": (("azure.storage.queue",), "kombu[azurestoragequeues]"),
+    "azureservicebus": (("azure.servicebus",), "kombu[azureservicebus]"),
+    "confluentkafka": _FOR_KAFKA,
+    "kafka": _FOR_KAFKA,
+    "gcpubsub": (("google.cloud.pubsub_v1",), "kombu[gcpubsub]"),
+}
+
+#: What the aliases led to before.
+originals: dict[str, Any] = {}
+
+
+def register_transports() -> None:
+    """Point kombu's aliases at our transports, as far as it has them. Idempotent."""
+    for alias, path in ALIASES.items():
+        present = transport.TRANSPORT_ALIASES.get(alias)
+        if present is not None and present != path:
+            originals[alias] = present
+            transport.TRANSPORT_ALIASES[alias] = path
+            transport._transport_cache.pop(alias, None)
+
+
+def transport_for(url: str | Sequence[str], *, store: str | None = None) -> str | None:
+    """Which of our transports serves a broker: the one place where that is decided.
+
+    Args:
+        url: the broker's, as Celery takes it; of several the first.
+        store: ``native_delay_store``, without which most of kombu's transports cannot delay.
+
+    Returns:
+        "rabbitmq", "redis", "sqs", "pgmq" or "sql", the name of its module; None if none does.
+    """
+    if not isinstance(url, str) and not (isinstance(url, Sequence) and url):
+        raise TypeError(f"expected a broker's URL, or a list of them, got {url!r}")
+    first = url if isinstance(url, str) else url[0]
+    scheme = first.partition("://")[0]
+    return transport_of(scheme.partition("+")[0], store=store)
+
+
+def transport_of(alias: object, *, store: str | None) -> str | None:
+    """The same for one of kombu's aliases; a class of somebody else's is served by none."""
+    path = ALIASES.get(alias) if isinstance(alias, str) else None
+    if path is None or (needs_store(alias) and store is None):
+        return None
+    return path.partition(":")[0].rpartition(".")[2]
+
+
+def check_url(url: str | Sequence[str] | None, *, alias: str | None = None) -> None:
+    """Refuse a broker's URL of which kombu would raise no more than what it did not find.
+
+    Args:
+        url: as Celery takes it, one or several; None for kombu's default.
+        alias: the transport that is asked for besides it, if any.
+
+    Raises:
+        UnsupportedBroker: kombu knows no such scheme, or a package is not installed.
+    """
+    for each in url.split(";") if isinstance(url, str) else url or ():
+        scheme, found, _ = str(each).partition("://")
+        prefix, plus, _ = scheme.partition("+")
+        _check_alias(prefix if found and plus else alias or (scheme.lower() if found else None))
+
+
+#: Of whose transports everything is there.
+_checked: set[str] = set()
+
+
+def _check_alias(alias: str | None) -> None:
+    if alias in _checked or not isinstance(alias, str) or "." in alias or ":" in alias:
+        return
+    if alias not in transport.TRANSPORT_ALIASES:
+        close = get_close_matches(alias, transport.TRANSPORT_ALIASES, n=1)
+        way_out = f"did you mean {close[0]}://?" if close else f"known: {_known_schemes()}"
+        raise UnsupportedBroker(
+            f"expected a broker URL with a scheme that kombu knows, got {alias}://; {way_out}"
+        )
+    modules, requirement = _PACKAGES.get(alias, ((), ""))
+    missing = [module for module in modules if not _is_there(module)]
+    if missing:
+        raise UnsupportedBroker(
+            f"a broker at {alias}:// needs the Python package {missing[0]}, which is not "
+            f"installed: pip install '{requirement}'"
+        )
+    _checked.add(alias)
+
+
+def _known_schemes() -> str:
+    return ", ".join(sorted({alias.lower() for alias in transport.TRANSPORT_ALIASES}))
+
+
+def _is_there(module: str) -> bool:
+    if module in sys.modules:
+        return sys.modules[module] is not None
+    try:
+        return find_spec(module) is not None
+    except ModuleNotFoundError:  # not even what it is in
+        return False
+
+
+def needs_store(alias: object) -> bool:
+    """Whether messages can wait on this transport of kombu's only in a database beside it."""
+    return alias in _WITHOUT_DELAYS and alias not in _OWN_STORE
+
+
+#: What sends off everything that publishing keeps in memory, given the time for it in seconds;
+#: a transport that keeps anything adds its own.
+flushes: list[Callable[[float | None], None]] = []
+
+
+def flush_delayed(*, timeout_seconds: float | None = 60.0) -> None:
+    """Return when the broker holds every delayed message that this process has published.
+
+    Only ``native_delay_confirm_publish = "window"`` leaves any in doubt. It is also done when the
+    process or a worker's child ends.
+
+    Args:
+        timeout_seconds: how long to try; None for as long as it takes.
+
+    Raises:
+        PublishRefused: the broker did not take some of them; its *refused* tells which.
+        TimeoutError: some are not confirmed yet; they stay with this process, which goes on
+            trying.
+    """
+    if timeout_seconds is not None and not isinstance(timeout_seconds, int | float):
+        raise TypeError(f"expected timeout_seconds as seconds or None, got {timeout_seconds!r}")
+    for flush in flushes:
+        flush(timeout_seconds)
+
+
+_NOT_FOR_PUBLISHING = (
+    "management_url",
+    "telemetry",
+    "fence",
+    "fence_policy",
+    "ledger_away",
+    "store_outage_seconds",
+    "strict",
+)
+
+#: Settings whose URLs may hold a password, which the option must not show.
+_URLS = ("ledger", "store")
+
+
+def option_of(settings: DelaySettings | SettingsError) -> dict[str, Any] | bool:
+    """What to put under :data:`OPTION` for *settings*.
+
+    Plain data, because ``celery inspect stats`` shows transport options as JSON, and in a fixed
+    order, because their repr is part of kombu's pool key. An error stands for settings that could
+    not be understood: immediate messages go their way, the first delayed one is told.
+    """
+    if isinstance(settings, SettingsError):
+        return {"misconfigured": str(settings)}
+    defaults = DelaySettings()
+    changed = {
+        field.name: getattr(settings, field.name)
+        for field in fields(settings)
+        # Publishing does not need them, and two of them may hold a password.
+        if field.name not in _NOT_FOR_PUBLISHING
+        and getattr(settings, field.name) != getattr(defaults, field.name)
+    }
+    for name in _URLS:
+        if name in changed:
+            shown = without_password(changed[name])
+            _whole_urls[shown] = changed[name]
+            changed[name] = shown
+    return changed or True
+
+
+#: Of ledgers and stores, by the same without its password.
+_whole_urls: dict[str, str] = {}
+
+
+def asks_for_delays(option: Any) -> bool:
+    """Whether a connection with this option is to be one of ours; an empty dict of settings is."""
+    if option is None or option is False:
+        return False
+    enabled = option.get("enabled", True) if isinstance(option, Mapping) else True
+    return enabled is not False and getattr(option, "enabled", True)
+
+
+def settings_from_option(option: Any) -> DelaySettings:
+    """Settings from ``transport_options["native_delay"]``.
+
+    Args:
+        option: True for the defaults, a mapping of settings without their prefix, or a
+            :class:`DelaySettings`.
+
+    Raises:
+        SettingsError: it is none of these, or a setting is wrong.
+    """
+    match option:
+        case True:
+            return DelaySettings()
+        case DelaySettings():
+            return option
+        case {"misconfigured": error}:
+            raise SettingsError(error)
+        case Mapping():
+            whole = {
+                name: _whole_urls.get(option[name], option[name])
+                for name in _URLS
+                if option.get(name)
+            }
+            return DelaySettings.from_mapping({**option, **whole})
+    raise SettingsError(
+        f'expected transport_options["native_delay"] to be True, a dict of settings or '
+        f"DelaySettings, got {option!r}"
+    )
+
+
+def delay_headers(
+    *,
+    countdown: float | None = None,
+    eta: datetime | str | None = None,
+    now: datetime | None = None,
+) -> dict[str, str]:
+    """Headers with which a plain kombu ``publish`` is delayed.
+
+    Args:
+        countdown: seconds from *now*.
+        eta: the due time; a naive one is UTC. Either *countdown* or *eta*.
+        now: the current time; defaults to the clock's.
+
+    Returns:
+        ``{"eta": ISO 8601 text}``, to be merged into the message's own headers.
+
+    Raises:
+        InvalidDueTime: neither or both were given, or one is no point in time.
+    """
+    if (countdown is None) == (eta is None):
+        raise InvalidDueTime(f"expected countdown or eta, got {countdown=} and {eta=}")
+    if countdown is not None:
+        if not isinstance(countdown, int | float):
+            raise InvalidDueTime(f"expected a countdown in seconds, got {countdown!r}")
+        check_countdown(countdown, longest_delay_seconds=_LONGEST_COUNTDOWN_SECONDS)
+        try:
+            eta = (now or datetime.now(UTC)) + timedelta(seconds=countdown)
+        except OverflowError as exc:
+            raise InvalidDueTime(f"expected a countdown in seconds, got {countdown!r}") from exc
+    assert eta is not None
+    due_us(eta)
+    return {"eta": eta if isinstance(eta, str) else eta.isoformat()}
+
+
+#: A thousand years: what the levels can hold is checked when the message is published.
+_LONGEST_COUNTDOWN_SECONDS = 1000 * 365.25 * 86400

@@ -1,0 +1,355 @@
+"""What workers and the command line ask of any transport.
+
+A channel that can delay has ``worker_part(settings)`` and ``admin_part(settings)``; its own class
+decides what lies behind, so that nobody above has to know which broker it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import Enum
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+
+from ..durations import duration
+from ..errors import NativeDelayError, RefusedMessage
+from ..finding import Finding
+from ..message import Delayed
+from ..settings import DelaySettings
+
+
+class EarlyMessage(Protocol):
+    """A message that reached a worker with its ETA ahead."""
+
+    @property
+    def message(self) -> Any:
+        """As kombu received it."""
+
+    @property
+    def due_us(self) -> int:
+        """Microseconds since the epoch."""
+
+    @property
+    def queue(self) -> str:
+        """Where it was consumed from, and is to come back to alone."""
+
+    @property
+    def delivery_id(self) -> str | None:
+        """The one that it is to keep, None for a new one."""
+
+
+Early = TypeVar("Early", bound=EarlyMessage)
+
+
+@dataclass
+class Rescue:
+    """What one round over the parked messages did, as numbers of messages."""
+
+    delivered: int = 0
+    waiting_again: int = 0
+    expired: int = 0
+    still_parked: int = 0
+
+    @property
+    def rescued(self) -> int:
+        """Messages that are no longer parked."""
+        return self.delivered + self.waiting_again + self.expired
+
+    def __str__(self) -> str:
+        return (
+            f"{self.delivered} parked message(s) delivered, {self.waiting_again} waiting again, "
+            f"{self.expired} expired, {self.still_parked} still parked"
+        )
+
+
+class WorkerPart(Protocol):
+    """What a worker does for its broker besides consuming; lives as long as its connection."""
+
+    settings: DelaySettings
+
+    def prepare(self, where: str) -> str:
+        """Make the broker ready for consuming; the sentence that the worker logs.
+
+        Args:
+            where: the broker's URL without its password.
+
+        Raises:
+            NativeDelayError: delayed messages cannot wait there; saying the way out.
+        """
+
+    def dangers(self) -> list[Finding]:
+        """What is set up on the broker that may lose or bend delays.
+
+        Raises:
+            ManagementUnavailable: nobody can tell.
+        """
+
+    def put_back(self, early: Sequence[Early]) -> list[tuple[Early, NativeDelayError]]:
+        """Let messages wait in the broker again; returns once it has them.
+
+        Returns:
+            those that cannot, and why.
+        """
+
+    def rescue(self) -> Rescue | None:
+        """Try every parked message once; None if another process is at it.
+
+        Raises:
+            NotPermitted: this broker user may not.
+        """
+
+
+class Promoter(Protocol):
+    """Hands over what is due, until it is told to stop; *promoted* and *parked* count messages."""
+
+    promoted: int
+    parked: int
+
+    def run(self) -> None: ...
+
+    def stop(self) -> None:
+        """Have :meth:`run` return soon; from any thread or signal handler."""
+
+
+@runtime_checkable
+class Promotes(Protocol):
+    """A worker's part on a broker that does not move messages by itself."""
+
+    def promoter(self, connect: Callable[..., Any]) -> Promoter:
+        """A promoter; *connect* makes kombu connections, given their ``transport_options``."""
+
+
+@runtime_checkable
+class ServesQueues(Protocol):
+    """A part on a broker where every queue needs something of its own."""
+
+    def serve(self, queues: Sequence[str]) -> None:
+        """Take care of these, by name: those a worker consumes from, or all of the app's."""
+
+
+@dataclass(frozen=True)
+class Outage:
+    """Something that delayed messages cannot do without has been away for too long.
+
+    *what* is done in vain, such as "fetching what is due"; *reason* is what it said last.
+    """
+
+    what: str
+    seconds: float
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.what} has failed for {duration(self.seconds)}: {self.reason}"
+
+
+@runtime_checkable
+class GivesUp(Protocol):
+    """A promoter whose messages wait in a store of their own, which may stay away."""
+
+    on_outage: Callable[[Outage], object]
+    """Called in its thread when that has been away for too long, once each time."""
+
+
+class Answer(Enum):
+    """What is to become of a message that waited."""
+
+    RUN = "run"
+    DROP = "drop"
+    """Its task was cancelled or moved; another message has taken its place."""
+    NOT_YET = "not yet"
+    """It is about to take the place of another: ask again in a moment."""
+    AWAY = "away"
+    """Nobody can tell right now."""
+
+
+class Receipts(Protocol):
+    """What a worker asks about every message that waited, before anything is done with it."""
+
+    def may_run(self, headers: Mapping[str, Any], delayed: Delayed) -> Answer:
+        """By a message's headers and the trace of its wait."""
+
+    def close(self) -> None:
+        """The worker ends."""
+
+
+@runtime_checkable
+class KeepsLedger(Protocol):
+    """A worker's part on a broker that nobody can look into, so that a ledger is kept beside it."""
+
+    def receipts(self) -> Receipts | None:
+        """What to ask; None if no ledger is kept."""
+
+    def sweep(self) -> int:
+        """Remove what the ledger holds of messages that are long gone; how many.
+
+        Raises:
+            LedgerUnavailable: it is away.
+        """
+
+
+@dataclass(frozen=True)
+class ParkedTask:
+    """A parked message, as far as it can tell who it is; *due* is ISO 8601."""
+
+    task: str | None
+    id: str | None
+    exchange: str | None
+    routing_key: str | None
+    due: str | None
+
+    @classmethod
+    def of(cls, headers: Mapping[str, Any], delayed: Delayed | None) -> ParkedTask:
+        """By a message's headers and its trace; None for one that lost it."""
+        task, task_id = headers.get("task"), headers.get("id")
+        if delayed is None:
+            return cls(task, task_id, None, None, None)
+        due = datetime.fromtimestamp(delayed.due_ms / 1000, UTC).isoformat(timespec="milliseconds")
+        return cls(task, task_id, delayed.exchange, delayed.routing_key, due)
+
+
+class Report(Protocol):
+    """Something the command line shows."""
+
+    def as_json(self) -> dict[str, Any]:
+        """For ``--json``."""
+
+    def lines(self, table: Callable[[tuple[str, ...], list[tuple[Any, ...]]], str]) -> list[str]:
+        """For people; *table* aligns columns under headings."""
+
+
+@dataclass(frozen=True)
+class Level:
+    """One of the queues in which messages wait, and how many are in it."""
+
+    name: str
+    ttl_seconds: float
+    waiting: int
+
+
+@dataclass(frozen=True)
+class Backlog:
+    """How much waits on a broker, as numbers of messages.
+
+    *ledger_answers* says whether the ledger does, None where none is kept. Only if it does, it is
+    known when the first message is due: *until_first_us* in microseconds, below 0 since it was;
+    None if nothing waits. *in_ledger* is how many it says wait, None where it does not.
+    """
+
+    waiting: int
+    parked: int
+    levels: tuple[Level, ...] = ()
+    ledger_answers: bool | None = None
+    until_first_us: int | None = None
+    in_ledger: int | None = None
+
+
+class AdminPart(Protocol):
+    """What the command line does on a broker."""
+
+    name: str
+    """What all of it belongs to, such as ``celery_delay.v1.31x125ms.quorum``."""
+    parking: str
+    """Where parked messages lie."""
+
+    def declare(self, queues: Sequence[Any]) -> Report:
+        """Set up whatever delayed messages need; *queues* are the app's."""
+
+    def verify(self) -> list[Finding]:
+        """Compare the broker with the plan: what is there, how it is set up, what overrides it.
+
+        Nothing is declared, and no worker need run.
+        """
+
+    def examine(self) -> list[Finding]:
+        """Look at what moves: what is overdue, parked, held up; who hands over; ledger, clocks."""
+
+    def status(self) -> Report:
+        """Count what waits and what is parked, by the broker alone."""
+
+    def backlog(self) -> Backlog:
+        """The same as numbers, and quick enough to be asked every few seconds."""
+
+    def purge(self) -> int:
+        """Throw away all that waits; how many."""
+
+    def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]] | None:
+        """How many are parked, and the first *limit* of them; None while a worker rescues."""
+
+    def requeue(self) -> Rescue | None:
+        """:meth:`WorkerPart.rescue`, here and now; None while a worker rescues."""
+
+    def purge_parked(self) -> int:
+        """Throw away all that is parked; how many."""
+
+
+@runtime_checkable
+class CountsByLedger(Protocol):
+    """An admin part on a broker that nobody can look into, whose ledger knows what waits in it."""
+
+    def status_with_ledger(self) -> Report:
+        """:meth:`AdminPart.status` and what the ledger says; one that is away is told, not raised.
+
+        May take as long as a ledger has to answer.
+        """
+
+
+class Outbox(Protocol):
+    """What keeps messages until the broker has answered for them."""
+
+    connects: int
+    """How often it has connected."""
+    has_given_up: bool
+    """Whether the broker has been away for too long, or will not have us."""
+
+    def settle(self, *, timeout_seconds: float | None) -> None:
+        """See :meth:`Line.settle`."""
+
+    def take_refused(self) -> list[RefusedMessage]:
+        """See :meth:`Line.take_refused`."""
+
+    def give_up(self) -> list[RefusedMessage]:
+        """See :meth:`Line.give_up`."""
+
+    def close(self) -> None:
+        """See :meth:`Line.close`."""
+
+
+OutboxT = TypeVar("OutboxT", bound=Outbox)
+
+
+class Line(Generic[OutboxT]):
+    """A way of their own for many messages, as far as it is the same for every broker."""
+
+    def __init__(self, outbox: OutboxT) -> None:
+        self._outbox = outbox
+
+    def settle(self, *, timeout_seconds: float | None) -> None:
+        """Return when the broker has answered for everything.
+
+        Raises:
+            TimeoutError: it has not after *timeout_seconds*, or it is known that it will not.
+        """
+        self._outbox.settle(timeout_seconds=timeout_seconds)
+
+    def take_refused(self) -> list[RefusedMessage]:
+        """What the broker did not take since the last time."""
+        return self._outbox.take_refused()
+
+    def give_up(self) -> list[RefusedMessage]:
+        """The messages that the broker has yet to answer for; none of them is sent again."""
+        return self._outbox.give_up()
+
+    @property
+    def generation(self) -> int:
+        """Changes with every new connection: what was learnt on the last is not valid any more."""
+        return self._outbox.connects
+
+    @property
+    def has_given_up(self) -> bool:
+        """Whether the broker has been away for too long, or will not have us."""
+        return self._outbox.has_given_up
+
+    def close(self) -> None:
+        """Close the connection; what is in doubt is given up."""
+        self._outbox.close()

@@ -1,0 +1,127 @@
+"""What the command line does with a store."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ...errors import StoreUnavailable, TopologyMismatch
+from ...finding import UNCHECKED, WRONG, Finding, clock_finding
+from ..interface import Backlog, ParkedTask, Rescue
+from ..virtual.status import Status, backlog_of
+from ..virtual.trace import unsealed
+from .schema import MESSAGES, VERSION
+from .store import Store
+from .worker_part import rescue
+
+
+@dataclass(frozen=True)
+class Ready:
+    """The tables are there."""
+
+    name: str
+    version: int
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def lines(self, table: Callable[..., str]) -> list[str]:
+        return [f"{self.name}: its tables are there, in version {self.version}"]
+
+
+class StoreAdminPart:
+    """On one channel; see :class:`~celery_native_delay.transports.interface.AdminPart`."""
+
+    def __init__(self, channel: Any) -> None:
+        self._channel = channel
+        self._store: Store = channel.delays.store
+        self.name = f"{self._store.namespace} of {self._store.shown_url}"
+        self.parking = f"{MESSAGES.name} of {self._store.shown_url}, parked"
+
+    def declare(self, queues: Sequence[Any]) -> Ready:
+        """Make the tables, if they are not there."""
+        self._store.prepare()
+        return Ready(self.name, VERSION)
+
+    def verify(self) -> list[Finding]:
+        """Check that the tables are there, in our version, and can be written to."""
+        with _told() as found:
+            if self._store.is_made():
+                self._store.prepare()
+                self._store.try_to_write()
+            else:
+                problem = f"{self._store.shown_url} has none of our tables"
+                way_out = (
+                    "start a worker or run `celery -A PROJ delay declare`, which make them, or "
+                    "correct native_delay_store, in workers and producers"
+                )
+                found.append(Finding("store", WRONG, problem, way_out))
+        return found
+
+    def examine(self) -> list[Finding]:
+        """See that something dispatches, and what time it is there."""
+        with _told() as found:
+            if self._store.is_made():
+                self._store.prepare()
+                found += Status.of(self.name, self._store.census()).findings()
+                found += self._clocks()
+        return found
+
+    def _clocks(self) -> Iterator[Finding]:
+        ahead_seconds = self._store.clock_ahead_seconds()
+        if ahead_seconds is None:
+            problem = f"the clock of {self._store.shown_url}: it is not known how to ask for it"
+            way_out = "have all machines follow one time server"
+            yield Finding("clocks", UNCHECKED, problem, way_out)
+            return
+        effect = "one of the two makes delayed tasks early or late"
+        yield from clock_finding("the database's clock", ahead_seconds, effect)
+
+    def status(self) -> Status:
+        """Count what waits and what is parked."""
+        self._store.prepare()
+        return Status.of(self.name, self._store.census())
+
+    def backlog(self) -> Backlog:
+        """The same as numbers; the store itself is the ledger."""
+        self._store.prepare()
+        return backlog_of(self._store.census())
+
+    def purge(self) -> int:
+        return self._store.purge(parked=False)
+
+    def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]]:
+        self._store.prepare()
+        found = self._store.parked(limit=limit)
+        return self._store.count_parked(), [_parked_task(envelope) for envelope, _ in found]
+
+    def requeue(self) -> Rescue:
+        self._store.prepare()
+        return rescue(self._channel, self._store)
+
+    def purge_parked(self) -> int:
+        return self._store.purge(parked=True)
+
+
+@contextmanager
+def _told() -> Iterator[list[Finding]]:
+    """A list of findings, to which is added what ended the block."""
+    found: list[Finding] = []
+    try:
+        yield found
+    except StoreUnavailable as exc:
+        way_out = (
+            "see that the database runs, takes this user and can be written to, or correct "
+            "native_delay_store, in workers and producers"
+        )
+        found.append(Finding("store", WRONG, str(exc), way_out))
+    except TopologyMismatch as exc:
+        found.append(Finding.of_sentence("store", WRONG, str(exc)))
+
+
+def _parked_task(envelope: str) -> ParkedTask:
+    message = json.loads(envelope)
+    return ParkedTask.of(*unsealed(message.get("headers"), message["properties"]))

@@ -1,0 +1,141 @@
+"""The engine of a store: what each kind of database needs to keep messages."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from time import time
+from typing import Any
+
+from sqlalchemy import URL, Connection, Engine, create_engine, event, exc, make_url, text
+
+from ...errors import SettingsError
+from ...urls import without_password
+
+#: An option of our own in the URL of a SQLite store; in lower case the first is the default.
+SYNCHRONOUS = ("normal", "full")
+
+#: Milliseconds for which somebody else may write to the same SQLite file.
+_BUSY_MS = 5_000
+
+#: An execution option: SQLite need not lock what is only read.
+READS = "native_delay_reads"
+
+
+def parsed(url: str) -> URL:
+    """*url* as SQLAlchemy has it.
+
+    Raises:
+        SettingsError: it is none.
+    """
+    try:
+        return make_url(url)
+    except (exc.ArgumentError, ValueError) as error:
+        raise SettingsError(
+            f"expected native_delay_store to be a URL of SQLAlchemy such as "
+            f"sqlite:////var/lib/shop/delays.db, got {without_password(url)!r}"
+        ) from error
+
+
+def same_database(one: str, other: str) -> bool:
+    """Whether both URLs lead to the same database, by whatever driver and user."""
+    return _place(parsed(one)) == _place(parsed(other))
+
+
+_WHERE = ("host", "port", "options")
+
+
+def _place(url: URL) -> tuple[Any, ...]:
+    backend = url.get_backend_name()
+    if backend == "sqlite":
+        return backend, str(Path(url.database or "").absolute().resolve())
+    # PostgreSQL's options may name another schema.
+    query = {name: value for name, value in url.query.items() if name in _WHERE}
+    return backend, url.host, url.port, url.database, query
+
+
+def engine_of(url: str) -> Engine:
+    """An engine for *url*; it connects when it is first used.
+
+    Raises:
+        SettingsError: no such database, or its driver is not installed.
+    """
+    place = parsed(url)
+    try:
+        if place.get_backend_name() == "sqlite":
+            return _sqlite(place)
+        # A connection that the server has closed meanwhile is noticed before it is used.
+        return create_engine(place, pool_pre_ping=True, **_of_servers(place))
+    except (exc.ArgumentError, ImportError) as error:
+        raise SettingsError(
+            f"native_delay_store {without_password(url)!r} cannot be used: {error}"
+        ) from error
+
+
+def _of_servers(place: URL) -> dict[str, Any]:
+    """What an engine for a server is made with, where that is known."""
+    if place.get_backend_name() not in ("postgresql", "mysql", "mariadb"):
+        return {}
+    # Whoever publishes waits no longer than this for a server that does not answer, in seconds.
+    patience = {} if "connect_timeout" in place.query else {"connect_timeout": 5}
+    # Stricter ones, which somebody may have made a database's default, refuse a dispatcher at the
+    # end of its transaction what it has put into queues already.
+    return {"connect_args": patience, "isolation_level": "READ COMMITTED"}
+
+
+def _sqlite(place: URL) -> Engine:
+    mode = place.query.get("synchronous", SYNCHRONOUS[0])
+    if str(mode).lower() not in SYNCHRONOUS:
+        raise SettingsError(f"expected synchronous=normal or full in the store's URL, got {mode!r}")
+    engine = create_engine(place.difference_update_query(["synchronous"]))
+    file = Path(place.database or "").absolute()
+
+    @event.listens_for(engine, "connect")
+    def prepare(connection: Any, record: Any) -> None:
+        connection.isolation_level = None  # transactions begin where we say so
+        connection.execute(f"PRAGMA busy_timeout = {_BUSY_MS}")
+        connection.execute("PRAGMA journal_mode = WAL")
+        connection.execute(f"PRAGMA synchronous = {mode}")
+        record.info["file"] = _identity(file)
+
+    @event.listens_for(engine, "checkout")
+    def notice_another_file(connection: Any, record: Any, proxy: Any) -> None:
+        # SQLite would go on writing to a file that was removed or replaced.
+        if record.info.get("file") != _identity(file):
+            raise exc.DisconnectionError(f"{file} is not the file any more that was opened")
+
+    @event.listens_for(engine, "begin")
+    def begin(connection: Any) -> None:
+        # A transaction that reads first and writes later fails where another one has written.
+        reads = connection.get_execution_options().get(READS)
+        # Not exec_driver_sql(): it takes as long as the insert that follows.
+        connection.connection.dbapi_connection.execute("BEGIN" if reads else "BEGIN IMMEDIATE")
+
+    return engine
+
+
+#: How servers tell the time, in seconds since the epoch.
+_TIMES = {
+    "postgresql": "SELECT extract(epoch FROM clock_timestamp())",
+    "mysql": "SELECT unix_timestamp(now(6))",
+    "mariadb": "SELECT unix_timestamp(now(6))",
+}
+
+
+def clock_ahead_seconds(connection: Connection) -> float | None:
+    """How far the database's clock is ahead of ours, negative if behind; None: unknown."""
+    if connection.dialect.name == "sqlite":
+        return 0.0  # it has ours
+    statement = _TIMES.get(connection.dialect.name)
+    if statement is None:
+        return None
+    before = time()
+    told = float(connection.execute(text(statement)).scalar_one())
+    return told - (before + time()) / 2
+
+
+def _identity(file: Path) -> tuple[int, int] | None:
+    try:
+        found = file.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino

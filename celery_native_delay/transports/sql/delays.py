@@ -1,0 +1,102 @@
+"""Delayed publishing on one channel: an insert a message, and it is safe."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Self
+from uuid import uuid4
+
+from ...due_time import milliseconds_up
+from ...errors import NativeDelayError
+from ...settings import DelaySettings
+from ...urls import without_password
+from ..virtual import delays
+from ..virtual.status import Status
+from ..virtual.trace import encoded, sealed
+from ..virtual.watching import warn_if_nothing_promotes
+from .store import Store
+
+#: The queue of a message for all that listen to its exchange.
+BROADCAST = ""
+
+
+class Put(NamedTuple):
+    """A message that is to wait for *queue* under *task_id*."""
+
+    queue: str
+    due_us: int
+    task_id: str
+    envelope: str
+
+    @property
+    def size_bytes(self) -> int:
+        return len(self.envelope)
+
+    def another(self, envelope: str, *, due_us: int, task_id: str, delivery_tag: str) -> Self:
+        return self.__class__(self.queue, due_us, task_id, envelope)
+
+
+class Delays(delays.Delays):
+    """Everything delayed delivery does on one channel.
+
+    With a *refusal* nothing is delayed: whoever asks for it is told why.
+    """
+
+    def __init__(
+        self, settings: DelaySettings, url: str, *, refusal: NativeDelayError | None = None
+    ) -> None:
+        super().__init__(settings, refusal=refusal)
+        self._url = url
+        self._place = f"{settings.namespace} of {without_password(url)}"
+
+    @property
+    def store(self) -> Store:
+        """What the messages wait in; another one after a fork.
+
+        Raises:
+            SettingsError, UnsupportedBroker: there is none; saying the way out.
+        """
+        self.check_settings()
+        return Store.of(self._url, self.settings.namespace)
+
+    def publish(self, message: dict[str, Any], queue: str, *, due_us: int) -> None:
+        """Store kombu's *message* for *queue*, or for :data:`BROADCAST`.
+
+        Args:
+            due_us: microseconds since the epoch.
+
+        Raises:
+            DelayTooLong, SettingsError, StoreUnavailable, TopologyMismatch, UnsupportedBroker:
+                nothing was stored; the text says why and the way out.
+        """
+        store = self.store
+        waiting = self.stored(message, queue, due_us=due_us)
+        store.add(queue, waiting.envelope, due_us=due_us, task_id=waiting.task_id)
+        self.watch()
+
+    def watch(self) -> None:
+        """Something was stored: see now and then to its being dispatched."""
+        warn_if_nothing_promotes(self._place, self._status)
+
+    def _status(self) -> Status:
+        return Status.of(self._place, self.store.look_for_dispatcher())
+
+    def stored(self, message: dict[str, Any], queue: str, *, due_us: int) -> Put:
+        """kombu's *message* as it is stored; raises as :meth:`publish`."""
+        self.check_reach(due_us)
+        envelope = encoded(sealed(message, due_ms=milliseconds_up(due_us)))
+        return Put(queue, due_us, id_of(message), envelope)
+
+    def put_back(self, message: dict[str, Any], queue: str, *, due_us: int) -> None:
+        """Let a received message, as it lay in *queue*, wait (again) for it alone.
+
+        It gets a new delivery tag: its present one is about to be acknowledged.
+        """
+        properties = {**message["properties"], "delivery_tag": str(uuid4())}
+        self.publish({**message, "properties": properties}, queue, due_us=due_us)
+
+
+def id_of(message: dict[str, Any]) -> str:
+    """Under which id people look for *message*."""
+    headers, properties = message.get("headers") or {}, message["properties"]
+    found = headers.get("id") or properties.get("correlation_id") or properties["delivery_tag"]
+    return str(found)

@@ -1,0 +1,207 @@
+"""Hands over what is due: in every worker, or in a process of its own. No leader.
+
+It asks for the next due time and sleeps until then. What this process adds meanwhile and is due
+sooner wakes it up. What other processes add it sees when it looks again, which matters only to
+delays shorter than that: a longer one is known long before it is over.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from threading import Event
+from time import monotonic, time_ns
+from typing import Any
+
+from ...errors import NativeDelayError, StoreUnavailable
+from ..aliases import OPTION
+from ..interface import Outage
+from ..virtual.watching import Sign
+from .alarm import Alarm
+from .batch import Batch
+from .breakers import Breaker, nobody_asked
+from .handover import HandOver, hand_over_on
+from .store import Store
+
+logger = logging.getLogger(__name__)
+
+#: Seconds between two looks at a file, and at a server.
+FILE_LOOK_SECONDS = 0.05
+SERVER_LOOK_SECONDS = 0.25
+
+#: Seconds until a look at what others were about to hand over.
+_TAKEN_PAUSE_SECONDS = 0.02
+
+#: For so much of the time that a batch has kept a file locked it is then left to others: SQLite
+#: has who waits look every 0.1 s, and give up after 5 s.
+_LEFT_TO_OTHERS = 0.25
+
+#: Seconds between attempts to reach what is away.
+FIRST_PAUSE_SECONDS = 0.1
+LONGEST_PAUSE_SECONDS = 5.0
+
+
+class Dispatcher:
+    """See the module's docstring. *promoted* and *parked* count messages so far."""
+
+    def __init__(self, store: Store, connect: Callable[..., Any]) -> None:
+        """*connect* makes a kombu connection, given its ``transport_options``."""
+        self.promoted = 0
+        self.parked = 0
+        self._store = store
+        self._connect = connect
+        self._connection: Any = None
+        self._hand_over: HandOver | None = None
+        self._stopping = Event()
+        self._alarm = Alarm()
+        self._sign = Sign(store.show_dispatching, StoreUnavailable)
+        self._sleeps_until_us = 0
+        self._pause_seconds = FIRST_PAUSE_SECONDS
+
+    @property
+    def on_outage(self) -> Callable[[Outage], object]:
+        """Called when the store or the broker has been away for too long, once each time."""
+        return self._store.breakers.on_outage
+
+    @on_outage.setter
+    def on_outage(self, call: Callable[[Outage], object]) -> None:
+        self._store.breakers.on_outage = call
+
+    def run(self) -> None:
+        """Dispatch until :meth:`stop`; what is away is tried again, however long it takes."""
+        self._store.on_add = self._note_added
+        try:
+            while not self._stopping.is_set():
+                self._step()
+        finally:
+            self._store.on_add = lambda due_us: None
+            self._store.breakers.on_outage = nobody_asked
+            self._disconnect()
+            self._alarm.close()
+
+    def stop(self) -> None:
+        """Have :meth:`run` return soon; from any thread or signal handler."""
+        self._stopping.set()
+        self._alarm.ring()
+
+    # --- private -------------------------------------------------------------------------
+
+    def _note_added(self, due_us: int) -> None:
+        if due_us < self._sleeps_until_us:
+            self._alarm.ring()
+
+    def _step(self) -> None:
+        breakers = self._store.breakers
+        try:
+            self._store.prepare()
+            self._sign.keep_up()
+            # What is added from here on rings.
+            self._sleeps_until_us = 1 << 62
+            next_us = self._store.next_due_us()
+        except Exception as error:  # the loop must outlive whatever a driver brings
+            self._wait_for(breakers.fetch, error)
+            return
+        self._works(breakers.fetch)
+        now_us = time_ns() // 1000
+        if next_us is None or next_us > now_us:
+            self._works(breakers.dispatch)  # others may have done it
+            self._sleep(next_us, now_us)
+            return
+        try:
+            away = self._hand_over_batch()
+        except StoreUnavailable as error:
+            # It can be read, and not written to: the broker is not to blame.
+            self._wait_for(breakers.dispatch, error)
+            return
+        except Exception as error:
+            away = error
+        if away is None:
+            self._works(breakers.dispatch)
+        else:
+            self._disconnect()
+            self._wait_for(breakers.dispatch, away)
+
+    def _sleep(self, next_us: int | None, now_us: int) -> None:
+        look_seconds = FILE_LOOK_SECONDS if self._store.is_file else SERVER_LOOK_SECONDS
+        until_us = now_us + round(look_seconds * 1_000_000)
+        if next_us is not None:
+            until_us = min(until_us, next_us)
+        self._sleeps_until_us = until_us
+        if not self._stopping.is_set():
+            self._alarm.wait((until_us - time_ns() // 1000) / 1_000_000)
+
+    def _hand_over_batch(self) -> Exception | None:
+        """Hand over what is due now, one batch; why no more can be, if the broker is away."""
+        if self._hand_over is None:
+            self._hand_over = self._connected()
+        began = monotonic()
+        with self._store.taking(until_us=time_ns() // 1000) as batch:
+            away = self._hand_over(batch, park=False)
+        if self._store.is_file:
+            self._stopping.wait((monotonic() - began) * _LEFT_TO_OTHERS)
+        self.promoted += len(batch.delivered)
+        if batch.delivered:
+            self._works(self._store.breakers.store)
+        if batch.put_off:
+            self._tell_of(batch)
+        if not batch.messages and away is None:
+            # Others have taken what is due, and may put it back.
+            self._alarm.wait(_TAKEN_PAUSE_SECONDS)
+        return away
+
+    def _tell_of(self, batch: Batch) -> None:
+        parked = sum(each["due"] is None for each in batch.put_off)
+        self.parked += parked
+        reason = batch.put_off[-1]["why"]
+        if parked:
+            logger.error(
+                "native delay: parked %d message(s), their destination refused them again and "
+                "again: %s; see `celery -A PROJ delay parked list`",
+                parked,
+                reason,
+            )
+        if later := len(batch.put_off) - parked:
+            logger.warning(
+                "native delay: put off %d message(s), their destination refused them: %s",
+                later,
+                reason,
+            )
+
+    def _connected(self) -> HandOver:
+        # kombu's own channel: what is due is not to wait once more.
+        self._connection = self._connect(transport_options={OPTION: False})
+        # Once for each URL; the pauses between attempts are ours.
+        tries = len(self._connection.alt) or 1
+        self._connection.ensure_connection(max_retries=tries, interval_start=0, interval_step=0)
+        return hand_over_on(self._connection.default_channel, self._store)
+
+    def _disconnect(self) -> None:
+        connection, self._connection, self._hand_over = self._connection, None, None
+        if connection is not None:
+            with suppress(Exception):  # it is gone, whatever it says to that
+                connection.close()
+
+    def _works(self, breaker: Breaker) -> None:
+        away_seconds = breaker.succeeded(now=monotonic())
+        if away_seconds is not None:
+            logger.warning("native delay: %s works again, after %.1f s", breaker.what, away_seconds)
+            self._pause_seconds = FIRST_PAUSE_SECONDS
+
+    def _wait_for(self, breaker: Breaker, error: Exception) -> None:
+        if self._stopping.is_set():
+            return
+        expected = isinstance(error, NativeDelayError | OSError) or self._connection is None
+        logger.warning(
+            "native delay: %s failed, next attempt in %.1f s: %s: %s",
+            breaker.what,
+            self._pause_seconds,
+            type(error).__name__,
+            error,
+            exc_info=None if expected else error,
+        )
+        self._store.breakers.failed(breaker, error, now=monotonic())
+        self._sleeps_until_us = 0
+        if not self._stopping.is_set():
+            self._alarm.wait(self._pause_seconds)
+        self._pause_seconds = min(self._pause_seconds * 2, LONGEST_PAUSE_SECONDS)

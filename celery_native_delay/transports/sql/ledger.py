@@ -1,0 +1,172 @@
+"""What waits in a store, seen and changed in place: the store itself is the ledger.
+
+A row's lock decides between a change and the dispatcher: who comes second finds it gone, or due
+at another time. A task that is cancelled is due at once, with a mark that has its worker announce
+it instead of running it; so a real worker tells the result backend, the chord and the monitors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from functools import cached_property
+from itertools import islice, pairwise
+from time import time_ns
+from typing import Any
+
+from ...due_time import eta_of, milliseconds_up
+from ...errors import CannotDelay, LedgerUnavailable, StoreUnavailable, TopologyMismatch
+from ...ledger.looking import is_itself_in_json
+from ...ledger.model import ALL, Outcome, Page, Query, Verdict, Waiting, ids_by_page
+from ...message import CANCELLED, HEADER
+from ..virtual.trace import encoded, sealed, unsealed
+from .handover import HandOver, handing_over
+from .rows import Row, Rows
+from .store import Store
+
+
+class StoreLedger:
+    """On one channel; see :class:`~celery_native_delay.ledger.model.Ledger`."""
+
+    def __init__(self, channel: Any) -> None:
+        self._channel = channel
+        self._delays = channel.delays
+        self._store: Store = self._delays.store
+        self._stack = ExitStack()
+        with _explained():
+            self._store.prepare()
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def count(self, query: Query = ALL) -> int:
+        if not query.is_by_time_only:
+            return sum(1 for _ in self._matching(query))
+        with _explained(), self._store.rows() as rows:
+            return rows.count(query.from_us, query.until_us)
+
+    def page(self, query: Query = ALL, *, offset: int = 0, limit: int = 50) -> Page:
+        if not query.is_by_time_only:
+            return Page(tuple(islice(self._matching(query), offset, offset + limit)), None)
+        with _explained(), self._store.rows() as rows:
+            total = rows.count(query.from_us, query.until_us)
+            found = rows.waiting(query.from_us, query.until_us, offset=offset)
+            tasks = tuple(islice(filter(None, map(_decoded, found)), limit))
+        return Page(tasks, total)
+
+    def ids(self, query: Query = ALL) -> Iterator[str]:
+        return ids_by_page(self.page, query)
+
+    def get(self, task_id: str) -> list[Waiting]:
+        with _explained(), self._store.rows() as rows:
+            return list(filter(None, map(_decoded, rows.of(task_id))))
+
+    def counts(self, edges: Sequence[int]) -> list[int]:
+        with _explained(), self._store.rows() as rows:
+            return [rows.count(*pair) for pair in pairwise(edges)]
+
+    def span(self) -> tuple[int, int] | None:
+        with _explained(), self._store.rows() as rows:
+            return rows.span()
+
+    def cancel(self, task_id: str) -> Outcome:
+        return self._change(task_id, None, cancelled=True)
+
+    def move(self, task_id: str, due_us: int | None) -> Outcome:
+        if due_us is not None:
+            self._delays.check_reach(due_us)
+        return self._change(task_id, due_us, cancelled=False)
+
+    # --- private -------------------------------------------------------------------------
+
+    def _matching(self, query: Query) -> Iterator[Waiting]:
+        needles = [text for text in query.needles if is_itself_in_json(text)]
+        groups = [
+            group for group in query.needles_in_any_case if all(map(is_itself_in_json, group))
+        ]
+        with _explained(), self._store.rows() as rows:
+            for row in rows.waiting(
+                query.from_us, query.until_us, containing=needles, containing_any=groups
+            ):
+                task = _decoded(row)
+                if task is not None and query.matches(task):
+                    yield task
+
+    def _change(self, task_id: str, due_us: int | None, *, cancelled: bool) -> Outcome:
+        """Replace everything that waits under *task_id*, to be due then; None for now."""
+        new_due_us = time_ns() // 1000 if due_us is None else due_us
+        done: list[Waiting] = []
+        with _explained():
+            seen = self.get(task_id)
+            with self._store.rows(to_change=True) as rows:
+                for row in rows.of(task_id):
+                    task = _decoded(row)
+                    if task is not None:
+                        _replace(rows, row, new_due_us, cancelled=cancelled)
+                        done.append(task)
+            if not done:
+                verdict = Verdict.TOO_LATE if seen else Verdict.UNKNOWN
+                return Outcome(task_id, verdict, None, tuple(seen))
+            self._store.on_add(new_due_us)
+            if due_us is None:
+                self._dispatch()
+        return Outcome(task_id, Verdict.DONE, None if cancelled else new_due_us, tuple(done))
+
+    def _dispatch(self) -> None:
+        """Where nobody dispatches now, what is due would still be counted among what waits."""
+        lost = self._channel.connection.client.connection_errors
+        with suppress(OSError, *lost):  # then a worker will, when the broker is back
+            hand_over = self._hand_over
+            with self._store.taking(until_us=time_ns() // 1000) as batch:
+                hand_over(batch, park=False)
+
+    @cached_property
+    def _hand_over(self) -> HandOver:
+        return self._stack.enter_context(handing_over(self._channel, self._store))
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    try:
+        yield
+    except (StoreUnavailable, TopologyMismatch) as exc:
+        raise LedgerUnavailable(f"the store does not say what waits: {exc}") from exc
+
+
+def _replace(rows: Rows, row: Row, due_us: int, *, cancelled: bool) -> None:
+    message = json.loads(row.envelope)
+    headers = dict(message.get("headers") or {})
+    if "task" not in headers:
+        if cancelled:  # nobody would know what the mark means, and there is no result
+            rows.remove(row)
+            return
+        raise CannotDelay(
+            "expected a task of protocol 2, whose ETA is in its headers: only such can be "
+            "rescheduled, others can be cancelled"
+        )
+    headers["eta"] = eta_of(due_us)
+    new = sealed(
+        {**message, "headers": headers}, due_ms=milliseconds_up(due_us), cancelled=cancelled
+    )
+    rows.replace(row, encoded(new), due_us)
+
+
+def _decoded(row: Row) -> Waiting | None:
+    """None for what is on its way to be announced as cancelled."""
+    message = json.loads(row.envelope)
+    headers, properties = message.get("headers") or {}, message["properties"]
+    trace = headers.get(HEADER) or {}
+    if trace.get(CANCELLED):
+        return None
+    info = properties.get("delivery_info") or {}
+    opened, _ = unsealed(headers, properties)
+    return Waiting.of(
+        opened,
+        properties,
+        queue=row.queue,
+        exchange=info.get("exchange") or "",
+        routing_key=info.get("routing_key") or "",
+        due_us=row.due_us or trace.get("due", 0) * 1000,
+        delivery_id=str(properties.get("delivery_tag")),
+    )

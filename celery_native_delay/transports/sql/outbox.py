@@ -1,0 +1,100 @@
+"""Many messages into a store: a hundred in a transaction, none twice whatever is lost on the way.
+
+Each batch has a number, which the transaction that stores it writes down. One that is done again,
+because its commit was not answered, finds its number and changes nothing: neither for a message
+that still waits, nor for one that has been handed over since.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from ...errors import StoreUnavailable
+from ..lasting import is_lasting_sql
+from ..virtual.collecting import Collecting, PlainPut
+from ..virtual.outbox import Batch, CallingOutbox, NotTaken
+from .delays import BROADCAST, Put
+from .lines import Line
+from .store import is_about_a_row
+
+
+class CollectingChannel(Collecting):
+    """Mixed in before one of ours."""
+
+    def put_for(self: Any, queue: str, message: dict[str, Any]) -> Put | PlainPut:
+        due_us = self.due_of(message)
+        if due_us is None:
+            return PlainPut(queue, message)
+        return self.delays.stored(message, queue, due_us=due_us)  # type: ignore[no-any-return]
+
+    def put_for_all(
+        self: Any, exchange: str, message: dict[str, Any], routing_key: str, *, due_us: int
+    ) -> Put:
+        return self.delays.stored(message, BROADCAST, due_us=due_us)  # type: ignore[no-any-return]
+
+
+class Outbox(CallingOutbox[Put | PlainPut]):
+    """See the module's docstring. What does not wait goes to the broker as ever."""
+
+    def __init__(self, client: Any, window: int) -> None:
+        super().__init__(client, window)
+        self.lost = (*self.lost, StoreUnavailable, *client.recoverable_connection_errors)
+        self._line: Line | None = None
+        #: Of the last batch that is stored.
+        self._number = 0
+
+    def is_lasting(self, error: BaseException) -> bool:
+        """See :meth:`~..virtual.outbox.Outbox.is_lasting`; of the broker and of the store."""
+        return is_lasting_sql(error) or super().is_lasting(error)
+
+    def _open(self, client: Any) -> Collecting:
+        transport = client.transport
+        plain = transport.delaying_channel
+        channel: Any = type("BulkChannel", (CollectingChannel, plain), {})(client.connection)
+        client.connection.channels.append(channel)
+        channel.delays.store.prepare()
+        if self._line is None:
+            line = Line(channel.delays.store)
+            line.open()
+            self._line = line
+        return channel  # type: ignore[no-any-return]
+
+    def _packed(self, puts: list[Put | PlainPut]) -> Iterable[Batch[Put | PlainPut]]:
+        waiting = [put for put in puts if isinstance(put, Put)]
+        if waiting:
+            yield Batch(waiting)
+        for put in puts:
+            if isinstance(put, PlainPut):
+                yield Batch([put])
+
+    def _deliver(self, batch: Batch[Put | PlainPut]) -> None:
+        waiting = []
+        for put in batch.puts:
+            if isinstance(put, PlainPut):
+                self._put_plainly(put)
+            else:
+                waiting.append(put)
+        if not waiting:
+            return
+        assert self._line is not None
+        try:
+            self._line.store(self._number + 1, waiting)
+        except StoreUnavailable as error:
+            if is_about_a_row(error):
+                raise NotTaken(str(error)) from error
+            raise
+        self._number += 1
+        self.channel.delays.watch()
+
+    def _put_plainly(self, put: PlainPut) -> None:
+        try:
+            self.channel.put_plainly(put)
+        except self.lost:
+            raise
+        except Exception as error:  # whatever a transport raises
+            raise NotTaken(f"{type(error).__name__}: {error}") from error
+
+    def _forget(self) -> None:
+        if self._line is not None:
+            self._line.close()

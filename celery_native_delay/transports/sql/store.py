@@ -1,0 +1,385 @@
+"""Messages that wait in a table, by due time.
+
+Threads may share a store; after a fork the child makes its own. Several processes may dispatch
+from one: PostgreSQL and MySQL lock the rows that are taken and skip those that others have taken,
+SQLite locks the file while a batch is handed over.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from threading import Lock
+from time import monotonic, time_ns
+from typing import Any, TypeVar
+
+from sqlalchemy import (
+    Connection,
+    bindparam,
+    delete,
+    exc,
+    func,
+    insert,
+    inspect,
+    select,
+)
+
+from ...errors import StoreUnavailable, TopologyMismatch
+from ...urls import without_password
+from .batch import DUE, PARKED, Batch
+from .breakers import Breakers
+from .database import READS, clock_ahead_seconds, engine_of
+from .rows import Rows
+from .schema import MESSAGES, METADATA, SCHEMA, VERSION
+from .sign import is_shown, show
+
+T = TypeVar("T")
+
+logger = logging.getLogger(__name__)
+
+_ROW = MESSAGES.c
+
+ADD = insert(MESSAGES)
+_MINE = _ROW.namespace == bindparam("mine")
+_NEXT = select(func.min(_ROW.due_us)).where(_MINE)
+_CHANGE_NOTHING = delete(MESSAGES).where(_ROW.id < 0)
+
+
+@dataclass(frozen=True)
+class Census:
+    """What lies in the store: numbers of messages, microseconds until the first is due.
+
+    Below 0 since it was; None if nothing waits. *promoting*: a dispatcher has shown itself lately.
+    """
+
+    waiting: int
+    parked: int
+    overdue: int
+    until_first_us: int | None
+    promoting: bool
+
+
+_stores: dict[tuple[str, str], Store] = {}
+
+# A child must not use its parent's connections, nor close them, as forgetting them would.
+_inherited: list[Store] = []
+
+
+def _inherit() -> None:
+    _inherited.extend(_stores.values())
+    _stores.clear()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_inherit)
+
+
+class Store:
+    """See the module's docstring. Every method that asks the database raises StoreUnavailable."""
+
+    def __init__(self, url: str, namespace: str) -> None:
+        self.shown_url = without_password(url)
+        self.url = url
+        self.namespace = namespace
+        self.engine = engine_of(url)
+        self.breakers = Breakers(float("inf"))
+        #: Called with the due time of whatever this process adds.
+        self.on_add: Callable[[int], object] = lambda due_us: None
+        #: What this process has put and could not remove: hashes of envelopes, by id.
+        self.put_already: dict[int, int] = {}
+        self._is_ready = False
+        self._preparing = Lock()
+
+    @classmethod
+    def of(cls, url: str, namespace: str) -> Store:
+        """The one of this process."""
+        store = _stores.get((url, namespace))
+        if store is None:
+            store = _stores.setdefault((url, namespace), cls(url, namespace))
+            if store.is_file and not Path(store.path).is_absolute():
+                logger.warning(
+                    "native delay: %s is another file for each folder that a process starts in: "
+                    "name it with four slashes, as in sqlite:////var/lib/shop/delays.db",
+                    store.shown_url,
+                )
+        return store
+
+    @property
+    def is_file(self) -> bool:
+        """Whether it is SQLite's: local, and quick to ask."""
+        return self.engine.dialect.name == "sqlite"
+
+    @property
+    def path(self) -> str:
+        """Of SQLite's file."""
+        return (self.engine.url.database or "").removeprefix("file:")
+
+    # --- the tables ----------------------------------------------------------------------
+
+    def prepare(self) -> None:
+        """Make sure that our tables are there, in the version that we know; once.
+
+        Raises:
+            TopologyMismatch: they are of another version.
+            StoreUnavailable: it is away, or this user may not create them.
+        """
+        if self._is_ready:
+            return
+        with self._preparing, self._explained():
+            if not self._is_ready:
+                if not self._has_tables():
+                    self._create()
+                self._check_version()
+                self._is_ready = True
+
+    def is_made(self) -> bool:
+        """Whether the tables are there, so that :meth:`prepare` would make none."""
+        if self.is_file and not Path(self.path).exists():
+            return False  # looking would make the file
+        with self._explained():
+            return self._has_tables()
+
+    def try_to_write(self) -> None:
+        """Change nothing, as who may write."""
+        self.change(lambda connection: connection.execute(_CHANGE_NOTHING))
+
+    def clock_ahead_seconds(self) -> float | None:
+        """How far the database's clock is ahead of ours, negative if behind; None: unknown."""
+        with self._explained(), self._reading() as connection:
+            return clock_ahead_seconds(connection)
+
+    def _has_tables(self) -> bool:
+        with self.engine.connect().execution_options(**{READS: True}) as connection:
+            found = inspect(connection)
+            return all(found.has_table(table.name) for table in METADATA.sorted_tables)
+
+    def _create(self) -> None:
+        # Where somebody else creates them as well, "if it is not there" is no promise.
+        for last_try in (False, True):
+            try:
+                with self.engine.begin() as connection:
+                    METADATA.create_all(connection)
+                    if connection.execute(select(SCHEMA.c.version)).first() is None:
+                        connection.execute(insert(SCHEMA).values(version=VERSION))
+                return
+            except (exc.IntegrityError, exc.ProgrammingError, exc.OperationalError):
+                if last_try:
+                    raise
+
+    def _check_version(self) -> None:
+        with self._reading() as connection:
+            found = sorted(connection.execute(select(SCHEMA.c.version)).scalars())
+        if found != [VERSION]:
+            raise TopologyMismatch(
+                f"expected the tables of version {VERSION} in {self.shown_url}, found version "
+                f"{' and '.join(map(str, found)) or 'none'}: use the release of "
+                f"celery_native_delay that has made them, or another database"
+            )
+
+    # --- in ------------------------------------------------------------------------------
+
+    def add(self, queue: str, envelope: str, *, due_us: int, task_id: str) -> None:
+        """Have *envelope* put into *queue* at *due_us*; it is there when this returns."""
+        values = self.row(queue, envelope, due_us, task_id)
+        with self.noticed():
+            self.prepare()
+            if not self._add_by_driver(values):
+                self.change(lambda connection: connection.execute(ADD, values))
+        self.on_add(due_us)
+
+    def row(self, queue: str, envelope: str, due_us: int, task_id: str) -> dict[str, Any]:
+        return {
+            "namespace": self.namespace,
+            "due_us": due_us,
+            "queue": queue,
+            "envelope": envelope,
+            "task_id": task_id[:255],
+        }
+
+    @contextmanager
+    def noticed(self) -> Iterator[None]:
+        """Whether the store is there, as those see it who add to it."""
+        try:
+            yield
+        except StoreUnavailable as error:
+            if not is_about_a_row(error):
+                self.breakers.failed(self.breakers.store, error, now=monotonic())
+            raise
+        self.breakers.store.succeeded(now=monotonic())
+
+    def _add_by_driver(self, values: dict[str, Any]) -> bool:
+        """Past SQLAlchemy, which takes as long again for a transaction of one row.
+
+        False if the database did not like it, so that nothing was stored.
+        """
+        statement, order = self._driver_statement
+        parameters: Any = tuple(values[name] for name in order) if order else values
+        error: type[Exception] = self.engine.dialect.loaded_dbapi.Error
+        try:
+            connection = self.engine.raw_connection()
+            try:
+                cursor = connection.cursor()
+                try:
+                    cursor.execute(statement, parameters)
+                except error:
+                    connection.invalidate()
+                    return False
+                cursor.close()
+                connection.commit()
+            finally:
+                connection.close()
+        except (error, exc.SQLAlchemyError) as lost:
+            raise StoreUnavailable(self._in_words(lost)) from lost
+        return True
+
+    @cached_property
+    def _driver_statement(self) -> tuple[str, list[str] | None]:
+        """The insert in the driver's own words; the order of its parameters, if they have one."""
+        columns = ["namespace", "due_us", "queue", "envelope", "task_id"]
+        compiled = ADD.compile(dialect=self.engine.dialect, column_keys=columns)
+        return compiled.string, getattr(compiled, "positiontup", None)
+
+    # --- out -----------------------------------------------------------------------------
+
+    def next_due_us(self) -> int | None:
+        """When the first message is due, microseconds since the epoch; None if nothing waits."""
+        with self._explained(), self._reading() as connection:
+            due_us = connection.execute(_NEXT, {"mine": self.namespace}).scalar()
+        return None if due_us is None else int(due_us)
+
+    @contextmanager
+    def taking(self, *, until_us: int) -> Iterator[Batch]:
+        """A batch of what is due, earliest first, for as long as the block lasts.
+
+        What the block has marked is settled at its end. If it raises, or this process dies,
+        nothing has happened here, and all of it is there to be taken again.
+        """
+        with self._batch(DUE, {"mine": self.namespace, "until": until_us}) as batch:
+            yield batch
+
+    @contextmanager
+    def taking_parked(self, *, after_id: int) -> Iterator[Batch]:
+        """The same for what is parked, in the order of ids."""
+        with self._batch(PARKED, {"mine": self.namespace, "after": after_id}) as batch:
+            yield batch
+
+    @contextmanager
+    def _batch(self, which: Any, parameters: dict[str, Any]) -> Iterator[Batch]:
+        with self._explained(), self.engine.begin() as connection:
+            batch = Batch.taken(connection, which, parameters)
+            yield batch
+            batch.settle()
+        for one in batch.delivered:
+            self.put_already.pop(one, None)
+
+    def show_dispatching(self) -> None:
+        """Let others know that something dispatches from here."""
+        self.change(lambda connection: show(connection, self.namespace))
+
+    # --- looking -------------------------------------------------------------------------
+
+    def census(self) -> Census:
+        """Count what is there."""
+        now_us = time_ns() // 1000
+        columns = (func.count(_ROW.due_us), func.count(_ROW.id), func.min(_ROW.due_us))
+        with self._explained(), self._reading() as connection:
+            mine = {"mine": self.namespace}
+            waiting, total, first_us = connection.execute(select(*columns).where(_MINE), mine).one()
+            overdue = connection.execute(
+                select(func.count()).select_from(MESSAGES).where(_MINE, _ROW.due_us <= now_us), mine
+            ).scalar()
+            promoting = is_shown(connection, self.namespace)
+        until_first_us = None if first_us is None else int(first_us) - now_us
+        parked = int(total) - int(waiting)
+        return Census(int(waiting), parked, int(overdue or 0), until_first_us, promoting)
+
+    def look_for_dispatcher(self) -> Census:
+        """The same without counting, which takes long where much waits: *overdue* is 1 or 0."""
+        due_us = self.next_due_us()
+        with self._explained(), self._reading() as connection:
+            promoting = is_shown(connection, self.namespace)
+        until_us = None if due_us is None else due_us - time_ns() // 1000
+        overdue = until_us is not None and until_us <= 0
+        return Census(int(due_us is not None), 0, int(overdue), until_us, promoting)
+
+    @contextmanager
+    def rows(self, *, to_change: bool = False) -> Iterator[Rows]:
+        """All that is there, one by one; locked when it is looked at *to_change* it."""
+        connected = self.engine.begin() if to_change else self._reading()
+        with self._explained(), connected as connection:
+            yield Rows(connection, self.namespace, to_change=to_change)
+
+    def count_parked(self) -> int:
+        """How many are parked."""
+        statement = select(func.count()).select_from(MESSAGES).where(_MINE, _ROW.due_us.is_(None))
+        with self._explained(), self._reading() as connection:
+            return int(connection.execute(statement, {"mine": self.namespace}).scalar() or 0)
+
+    def parked(self, *, limit: int) -> list[tuple[str, str]]:
+        """Envelopes of the first *limit* parked messages, and why each was refused."""
+        statement = (
+            select(_ROW.envelope, _ROW.reason)
+            .where(_MINE, _ROW.due_us.is_(None))
+            .order_by(_ROW.id)
+            .limit(limit)
+        )
+        with self._explained(), self._reading() as connection:
+            rows = connection.execute(statement, {"mine": self.namespace}).all()
+        return [(envelope, reason or "") for envelope, reason in rows]
+
+    def purge(self, *, parked: bool) -> int:
+        """Throw away all that waits, or all that is parked; how many."""
+        which = _ROW.due_us.is_(None) if parked else _ROW.due_us.is_not(None)
+        statement = delete(MESSAGES).where(_MINE, which)
+        return self.change(
+            lambda connection: connection.execute(statement, {"mine": self.namespace}).rowcount
+        )
+
+    # --- private -------------------------------------------------------------------------
+
+    def change(self, change: Callable[[Connection], T]) -> T:
+        """*change* in a transaction of its own; tables that are gone are made anew."""
+        self.prepare()
+        with self._explained():
+            try:
+                with self.engine.begin() as connection:
+                    return change(connection)
+            except (exc.OperationalError, exc.ProgrammingError):
+                if self._has_tables():
+                    raise
+                self._is_ready = False
+        self.prepare()
+        with self._explained(), self.engine.begin() as connection:
+            return change(connection)
+
+    @contextmanager
+    def _reading(self) -> Iterator[Connection]:
+        with self.engine.connect().execution_options(**{READS: True}) as connection:
+            yield connection
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        # Who begins a transaction for SQLite asks the driver itself.
+        except (exc.SQLAlchemyError, self.engine.dialect.loaded_dbapi.Error) as error:
+            raise StoreUnavailable(self._in_words(error)) from error
+
+    def _in_words(self, error: Exception) -> str:
+        return f"the store {self.shown_url} cannot be used: {reason_of(error)}"
+
+
+def is_about_a_row(error: StoreUnavailable) -> bool:
+    """Whether the database does not like what it was given, and would take something else."""
+    return isinstance(error.__cause__, exc.DataError | exc.IntegrityError)
+
+
+def reason_of(error: BaseException) -> str:
+    """What the driver said, in one line."""
+    said = str(getattr(error, "orig", None) or error).strip()
+    return said.splitlines()[0] if said else type(error).__name__

@@ -1,0 +1,229 @@
+"""kombu's transports on which nothing can wait, each with a store beside it.
+
+A subclass of kombu's own is made when one is first asked for. Without
+``transport_options["native_delay"]`` it is kombu's in every respect.
+"""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+from amqp.exceptions import RecoverableConnectionError
+from kombu.exceptions import ChannelError
+from kombu.transport import virtual
+from kombu.utils.imports import symbol_by_name
+from kombu.utils.json import dumps
+
+from ...errors import NativeDelayError, UnsupportedBroker
+from ...settings import DelaySettings, is_store_url
+from ...urls import without_password
+from ..aliases import OPTION, originals
+from ..virtual.channel import DelayingChannel, DelayingTransport, Message
+from .whole_files import is_folder, put_file
+
+if TYPE_CHECKING:
+    from ..virtual.bulk_line import BulkLine
+    from .admin_part import StoreAdminPart
+    from .delays import Delays
+    from .ledger import StoreLedger
+    from .worker_part import StoreWorkerPart
+
+
+class StoreDelayingChannel(DelayingChannel):
+    """What our channels do differently from kombu's; mixed in before them."""
+
+    own_store: str | None = None
+    """URL of the database that the broker itself is, if it is one."""
+
+    def make_delays(
+        self, settings: DelaySettings, *, refusal: NativeDelayError | None = None
+    ) -> Delays:
+        """Delayed delivery on this channel."""
+        url = settings.store or self.own_store or ""
+        if refusal is None and not is_store_url(url):
+            refusal = UnsupportedBroker(
+                "expected native_delay_store to be the URL of a database, such as "
+                "sqlite:////var/lib/shop/delays.db: this broker cannot delay by itself"
+            )
+        try:
+            _require_sqlalchemy()
+        except UnsupportedBroker as exc:
+            return _Refusing(refusal or exc)  # type: ignore[return-value]
+        from .delays import Delays
+
+        return Delays(settings, url, refusal=refusal)
+
+    def worker_part(self, settings: DelaySettings) -> StoreWorkerPart:
+        """What a worker does for the store."""
+        _require_sqlalchemy()
+        from .worker_part import StoreWorkerPart
+
+        return StoreWorkerPart(self, settings)
+
+    def admin_part(self, settings: DelaySettings) -> StoreAdminPart:
+        """What the command line does with the store."""
+        _require_sqlalchemy()
+        from .admin_part import StoreAdminPart
+
+        return StoreAdminPart(self)
+
+    def ledger(self, settings: DelaySettings) -> StoreLedger:
+        """What waits in the store."""
+        _require_sqlalchemy()
+        from .ledger import StoreLedger
+
+        return StoreLedger(self)
+
+    def let_wait(self, queue: str, message: dict[str, Any], *, due_us: int, **kwargs: Any) -> None:
+        """Store *message* for *queue*."""
+        self.delays.publish(message, queue, due_us=due_us)
+
+    def _put_fanout(
+        self, exchange: str, message: dict[str, Any], routing_key: str, **kwargs: Any
+    ) -> Any:
+        """Broadcast; when it is due, to whoever listens then, as without the delay."""
+        due_us = self.due_of(message)
+        if due_us is None:
+            return super()._put_fanout(exchange, message, routing_key, **kwargs)  # type: ignore[misc]
+        return self.delays.publish(message, "", due_us=due_us)
+
+
+def _require_sqlalchemy() -> None:
+    """What stands beside this module needs it.
+
+    Raises:
+        UnsupportedBroker: it is not installed, or too old.
+    """
+    try:
+        from . import store  # noqa: F401
+    except ImportError as exc:
+        raise UnsupportedBroker(
+            f"messages wait in a database here, which needs SQLAlchemy 2: "
+            f"pip install 'celery_native_delay[sql]' ({exc})"
+        ) from exc
+
+
+class _Refusing:
+    """Delays where nothing can be delayed; whoever asks for one is told why."""
+
+    def __init__(self, refusal: NativeDelayError) -> None:
+        self._refusal = refusal
+
+    def __getattr__(self, name: str) -> Any:
+        raise self._refusal
+
+
+class StoreDelayingTransport(DelayingTransport):
+    """What our transports do differently from kombu's; mixed in before them."""
+
+    def __init__(self, client: Any, **kwargs: Any) -> None:
+        super().__init__(client, **kwargs)  # type: ignore[call-arg]
+        if self.delaying:
+            with suppress(UnsupportedBroker):  # told to whoever delays a message
+                _require_sqlalchemy()  # it takes a second, on a busy machine
+
+    def waits_in(self: Any, settings: DelaySettings) -> str:
+        """Where delayed messages wait; needs no connection."""
+        return f"{settings.namespace} of {without_password(self._store_url(settings))}"
+
+    def bulk_line(self: Any, *, window: int) -> BulkLine:
+        """A way of their own for many messages; the connection itself is not touched."""
+        _require_sqlalchemy()
+        from ..virtual.bulk_line import BulkLine
+        from .outbox import Outbox
+
+        return BulkLine(Outbox(self.client, window))
+
+    def _store_url(self, settings: DelaySettings) -> str:
+        return settings.store or "native_delay_store, which is not set"
+
+
+class FolderChannel(StoreDelayingChannel):
+    """On kombu's filesystem transport: whoever consumes finds complete files only."""
+
+    def _put(self, queue: str, message: dict[str, Any], **kwargs: Any) -> Any:
+        if self.due_of(message) is not None:
+            return super()._put(queue, message, **kwargs)
+        try:
+            return put_file(self, queue, dumps(message))
+        except OSError as exc:
+            raise ChannelError(f"Cannot add a file for {queue!r} to directory: {exc}") from exc
+
+
+class DatabaseChannel(StoreDelayingChannel):
+    """On kombu's sqlalchemy transport, whose database is the store if no other is named."""
+
+    @property
+    def own_store(self: Any) -> str:  # type: ignore[override]
+        return str(self.connection.client.hostname)
+
+    def _engine_from_config(self: Any) -> Any:
+        client = self.connection.client
+        known = SimpleNamespace(
+            hostname=client.hostname, transport_options=_for_engines(client.transport_options)
+        )
+        stand_in = SimpleNamespace(connection=SimpleNamespace(client=known))
+        return super()._engine_from_config.__func__(stand_in)  # type: ignore[misc]
+
+
+class DatabaseTransport(StoreDelayingTransport):
+    """kombu's sqlalchemy transport."""
+
+    def establish_connection(self: Any) -> Any:
+        options = self.client.transport_options
+        if not self.delaying and OPTION in options:
+            self.client.transport_options = _for_engines(options)
+        return super().establish_connection()
+
+    def _store_url(self: Any, settings: DelaySettings) -> str:
+        return settings.store or str(self.client.hostname)
+
+
+def _for_engines(options: dict[str, Any]) -> dict[str, Any]:
+    """kombu hands to SQLAlchemy whatever it does not know; these two would be refused there."""
+    ours = (OPTION, "polling_interval")
+    return {name: value for name, value in options.items() if name not in ours}
+
+
+def delaying(kombus: type[virtual.Transport]) -> type[virtual.Transport]:
+    """A subclass of one of kombu's transports whose messages can wait in a store."""
+    plain = kombus.Channel
+    is_database = hasattr(plain, "_engine_from_config")
+    mixin: type = StoreDelayingChannel
+    if is_database:
+        mixin = DatabaseChannel
+    elif is_folder(plain):
+        mixin = FolderChannel
+    names: dict[str, Any] = {"__module__": __name__}
+    if plain.Message is not virtual.Message:
+        names["Message"] = type("Message", (Message, plain.Message), {})
+    names["disconnected"] = disconnected_of(kombus)
+    channel = type("Channel", (mixin, plain), names)
+    return type(
+        "Transport",
+        (DatabaseTransport if is_database else StoreDelayingTransport, kombus),
+        {"__module__": __name__, "delaying_channel": channel},
+    )
+
+
+def disconnected_of(kombus: type[virtual.Transport]) -> type[Exception]:
+    """An error from which this transport recovers; some of kombu's know none but a driver's own."""
+    found: type[Exception] = RecoverableConnectionError
+    recoverable = getattr(kombus, "recoverable_connection_errors", kombus.connection_errors)
+    if not issubclass(found, recoverable):
+        found = type("Disconnected", (found, recoverable[0]), {})
+    return found
+
+
+_transports: dict[str, type[virtual.Transport]] = {}
+
+
+def transport_of(alias: str) -> type[virtual.Transport]:
+    """Ours for one of kombu's aliases; imports kombu's."""
+    if alias not in _transports:
+        original = originals[alias]
+        found = original() if callable(original) else symbol_by_name(original)
+        _transports[alias] = delaying(symbol_by_name(found))
+    return _transports[alias]

@@ -1,0 +1,105 @@
+"""What a worker does for a store: dispatch, take in what came too early, try what is parked."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ...durations import duration
+from ...errors import NativeDelayError, StoreUnavailable
+from ...finding import WRONG, Finding
+from ...settings import DelaySettings
+from ..interface import Early, Rescue
+from .dispatcher import Dispatcher
+from .handover import handing_over
+from .store import Store
+from .whole_files import is_folder
+
+logger = logging.getLogger(__name__)
+
+
+class StoreWorkerPart:
+    """On one channel; see :class:`~celery_native_delay.transports.interface.WorkerPart`."""
+
+    def __init__(self, channel: Any, settings: DelaySettings) -> None:
+        self.settings = settings
+        self._channel = channel
+        self._delays = channel.delays
+
+    def prepare(self, where: str) -> str:
+        """Make the tables, if they are not there; while the store is away, whoever dispatches does.
+
+        Raises:
+            SettingsError, TopologyMismatch, UnsupportedBroker: it will not do, however long one
+                waits; the text says why and the way out.
+        """
+        store: Store = self._delays.store
+        try:
+            store.prepare()
+            census = store.census()
+            found = f"{census.waiting} waiting, {census.parked} parked"
+        except StoreUnavailable as exc:
+            logger.warning("native delay: %s; it is asked again until it answers", exc)
+            found = "nobody knows how many yet"
+        return (
+            f"{store.shown_url} holds delayed tasks of {where}: {found}; "
+            f"dispatching in this worker; longest delay "
+            f"{duration(self.settings.longest_delay_seconds)}; adopting "
+            f"{'on' if self.settings.adopt else 'off'}"
+        )
+
+    def dangers(self) -> list[Finding]:
+        """Folders between which what is dispatched would be lost."""
+        if not is_folder(self._channel):
+            return []
+        out, into = self._channel.data_folder_out, self._channel.data_folder_in
+        if Path(out).absolute() == Path(into).absolute():
+            return []
+        problem = (
+            f"what is due goes to data_folder_out, {out}, and this worker consumes from "
+            f"data_folder_in, {into}"
+        )
+        way_out = "name the same folder twice in broker_transport_options"
+        return [Finding("folders", WRONG, problem, way_out)]
+
+    def put_back(self, early: Sequence[Early]) -> list[tuple[Early, NativeDelayError]]:
+        """Store messages again for the queues they came from."""
+        refused = []
+        for task in early:
+            try:
+                self._delays.put_back(task.message._raw, task.queue, due_us=task.due_us)
+            except NativeDelayError as exc:
+                refused.append((task, exc))
+        return refused
+
+    def rescue(self) -> Rescue:
+        """Try every parked message once more; several processes may be at it."""
+        return rescue(self._channel, self._delays.store)
+
+    def promoter(self, connect: Callable[..., Any]) -> Dispatcher:
+        """Hands over what is due, on a connection of its own."""
+        store: Store = self._delays.store
+        store.breakers.give_up_after(self.settings.store_outage_seconds)
+        return Dispatcher(store, connect)
+
+
+def rescue(channel: Any, store: Store) -> Rescue:
+    """Try what is parked now; what is refused again stays parked."""
+    outcome = Rescue()
+    if not store.count_parked():
+        return outcome
+    after_id = 0
+    with handing_over(channel, store) as hand_over:
+        while True:
+            with store.taking_parked(after_id=after_id) as batch:
+                error = hand_over(batch, park=True)
+            outcome.delivered += len(batch.delivered)
+            outcome.still_parked += len(batch.put_off)
+            settled = [*batch.delivered, *(each["one"] for each in batch.put_off)]
+            if error is not None:
+                raise error
+            if not settled:
+                return outcome
+            after_id = max(settled)

@@ -1,0 +1,110 @@
+"""The arithmetic of SQS: no wait there is longer than 15 minutes, so a long one is many. Pure.
+
+A message waits in the delay queue for one hop at a time; the relay that receives it there sends it
+on with what is left of its delay, at the end to its destination.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ...settings import LONGEST_HOP_SECONDS
+
+#: For so long SQS recognises a deduplication id, in seconds.
+RECOGNISED_SECONDS = 300
+
+#: Messages that one request sends, receives or deletes at most.
+BATCH = 10
+
+#: What each hop takes: one request to receive, one to send on, one to delete.
+REQUESTS_PER_HOP = 3
+
+
+def seconds_up(milliseconds: int) -> int:
+    """Milliseconds in whole seconds, the resolution of SQS, rounded up: never early."""
+    return max(0, -(-milliseconds // 1000))
+
+
+def remainders(delay_ms: int, *, hop_seconds: int = LONGEST_HOP_SECONDS) -> list[int]:
+    """What is left of a delay at each send, in seconds; the last one is to the destination.
+
+    32 min 5 s are sent with 1,925 s left, again with 1,025 s, and with the last 125 s.
+    """
+    left = seconds_up(delay_ms)
+    hops = max(0, -(-left // hop_seconds) - 1)
+    return [left - hop * hop_seconds for hop in range(hops + 1)]
+
+
+@dataclass(frozen=True)
+class Reception:
+    """What the broker tells of a message that comes out of a delay queue, all by its own clock.
+
+    *sent_ms*, *first_received_ms* and *now_ms* are Unix times in milliseconds. If somebody received
+    it before and died, *now_ms* says how late it is: the date of the broker's answer, in whole
+    seconds, so that at most a second of its wait is counted too little.
+    """
+
+    sent_ms: int
+    first_received_ms: int
+    receive_count: int
+    now_ms: int
+
+    def left_ms(self, delay_ms: int) -> int:
+        """What is left of a delay, in milliseconds; below 0 if it is late."""
+        return delay_ms - max(0, self._received_ms - self.sent_ms)
+
+    def is_last_hop(self, delay_ms: int, *, hop_seconds: int) -> bool:
+        """Whether it goes to its destination now.
+
+        As who received it first decided, as long as a second send of the same is recognised:
+        else the one would send it to the destination, and the other back.
+        """
+        if self._received_ms - self.first_received_ms < RECOGNISED_SECONDS * 1000:
+            left = delay_ms - max(0, self.first_received_ms - self.sent_ms)
+        else:
+            left = self.left_ms(delay_ms)
+        return seconds_up(left) <= hop_seconds
+
+    @property
+    def _received_ms(self) -> int:
+        first_ms = self.first_received_ms
+        return first_ms if self.receive_count <= 1 else max(first_ms, self.now_ms)
+
+
+def retry_seconds(receive_count: int, *, longest_seconds: int = LONGEST_HOP_SECONDS) -> int:
+    """How long a message that could not be sent on rests, by how often it was received."""
+    return min(1 << min(receive_count, 20), longest_seconds)
+
+
+@dataclass(frozen=True)
+class Itinerary:
+    """The way of one message through SQS."""
+
+    delay_seconds: float
+    remainders: tuple[int, ...]
+
+    @classmethod
+    def of(cls, delay_seconds: float, *, hop_seconds: int = LONGEST_HOP_SECONDS) -> Itinerary:
+        """The way of a delay in seconds."""
+        delay_ms = -(-round(delay_seconds * 1_000_000) // 1000)
+        return cls(delay_seconds, tuple(remainders(delay_ms, hop_seconds=hop_seconds)))
+
+    @property
+    def waits_seconds(self) -> int:
+        """How long it waits in all."""
+        return self.remainders[0]
+
+    @property
+    def hops(self) -> int:
+        """How often it waits in the delay queue."""
+        return len(self.remainders) - 1
+
+    @property
+    def requests(self) -> int:
+        """What it costs if it travels alone, as a number of requests, its first send included."""
+        return 1 + self.hops * REQUESTS_PER_HOP
+
+    @property
+    def requests_in_batches(self) -> float:
+        """The same if it always travels with nine others."""
+        return 1 + self.hops * REQUESTS_PER_HOP / BATCH

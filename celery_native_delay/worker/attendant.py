@@ -1,0 +1,196 @@
+"""A worker's thread beside its event loop: puts early tasks back and rescues parked ones.
+
+It has a connection of its own, because waiting for a confirm dispatches every callback of the
+connection it waits on; the event loop never waits for it.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
+from queue import Empty, SimpleQueue
+from threading import Event, Thread
+from time import monotonic
+from typing import Any
+
+from amqp.exceptions import AMQPError
+from celery.utils.log import get_logger
+
+from ..errors import LedgerUnavailable, ManagementUnavailable, NativeDelayError, NotPermitted
+from ..finding import WRONG
+from ..settings import DelaySettings
+from ..transports.interface import KeepsLedger, WorkerPart
+from .adoption import EarlyTask
+
+logger = get_logger(__name__)
+
+#: Seconds between looks at what is parked: after a success, and at most.
+SHORTEST_LOOK_SECONDS = 1.0
+LONGEST_LOOK_SECONDS = 30.0
+
+#: Early tasks put back with one wait for the broker. A quorum queue's client keeps back
+#: acknowledgements beyond 32, and a worker that stops right then would have those redelivered.
+BATCH = 32
+
+_RETRY_SECONDS = 1.0
+_TRIES = 3
+
+#: py-amqp raises AttributeError where a connection went away under it.
+_ERRORS = (AMQPError, OSError, AttributeError)
+
+
+class Attendant(Thread):
+    """See the module's docstring."""
+
+    def __init__(self, app: Any, settings: DelaySettings) -> None:
+        super().__init__(name="native-delay-attendant", daemon=True)
+        self.settings = settings
+        self._app = app
+        self._connection: Any = None
+        self._errors: tuple[type[BaseException], ...] = _ERRORS
+        self._tasks: SimpleQueue[EarlyTask | None] = SimpleQueue()
+        self._stopping = Event()
+        self._look_seconds = SHORTEST_LOOK_SECONDS
+        self._next_look = monotonic()
+        self._told = False
+
+    # --- called from the consumer's thread ----------------------------------------------
+
+    def adopt(self, task: EarlyTask) -> bool:
+        """Take *task*; it is acknowledged once the broker holds it again."""
+        if self._stopping.is_set():
+            return False
+        self._tasks.put(task)
+        return True
+
+    def look_for_parked(self) -> None:
+        """Look at what is parked now: new bindings may have come."""
+        self._next_look = monotonic()
+        self._tasks.put(None)
+
+    def stop(self, *, timeout_seconds: float = 5.0) -> None:
+        """End the thread; what it has not put back stays unacknowledged with the broker."""
+        self._stopping.set()
+        self._tasks.put(None)
+        self.join(timeout_seconds)
+
+    # --- the thread ----------------------------------------------------------------------
+
+    def run(self) -> None:
+        self._guarded(self._name_dangers)
+        while not self._stopping.is_set():
+            batch = self._take_batch()
+            if batch:
+                self._put_back_or_hold(batch)
+            if monotonic() >= self._next_look and not self._stopping.is_set():
+                self._guarded(self._rescue)
+        self._disconnect()
+
+    def _take_batch(self) -> list[EarlyTask]:
+        """Early tasks, or none when it is time to look at what is parked."""
+        batch: list[EarlyTask] = []
+        timeout: float = max(self._next_look - monotonic(), 0.0)
+        while len(batch) < BATCH:
+            try:
+                task = self._tasks.get(timeout=timeout) if timeout else self._tasks.get_nowait()
+            except Empty:
+                break
+            if task is None:
+                break
+            batch.append(task)
+            timeout = 0.0
+        return batch
+
+    def _put_back_or_hold(self, batch: list[EarlyTask]) -> None:
+        for attempt in range(_TRIES):
+            batch = [task for task in batch if task.is_ours]
+            if not batch or self._guarded(partial(self._put_back, batch)):
+                return
+            if self._stopping.wait(_RETRY_SECONDS * (attempt + 1)):
+                return
+        for task in batch:
+            logger.warning("native delay: could not put a task back, the worker holds it")
+            task.hold()
+
+    def _put_back(self, batch: list[EarlyTask]) -> None:
+        refused = self._part().put_back(batch)
+        for task, exc in refused:
+            logger.warning("native delay: the worker holds a task: %s", exc)
+            task.hold()
+        held = [task for task, _ in refused]
+        done = [task for task in batch if task not in held]
+        for task in done:
+            task.ack()
+        logger.debug("native delay: put %d early task(s) back", len(done))
+
+    def _rescue(self) -> None:
+        try:
+            outcome = self._part().rescue()
+        except NotPermitted as exc:
+            level = logging.DEBUG if self._told else logging.WARNING
+            self._told = True
+            logger.log(level, "native delay: this worker rescues nothing that is parked: %s", exc)
+            outcome = None
+        if outcome is None:
+            self._look_seconds = LONGEST_LOOK_SECONDS / 2
+        elif outcome.rescued:
+            logger.info("native delay: %s", outcome)
+            self._look_seconds = SHORTEST_LOOK_SECONDS
+        elif outcome.still_parked:
+            self._look_seconds = min(self._look_seconds * 2, LONGEST_LOOK_SECONDS)
+        else:
+            self._look_seconds = LONGEST_LOOK_SECONDS
+        self._next_look = monotonic() + self._look_seconds
+        part = self._part()
+        if isinstance(part, KeepsLedger):
+            with suppress(LedgerUnavailable):  # whoever uses it says so
+                part.sweep()
+
+    def _name_dangers(self) -> None:
+        try:
+            found = self._part().dangers()
+        except ManagementUnavailable as exc:
+            logger.info("native delay: policies not checked: %s", exc)
+            return
+        for finding in found:
+            if finding.level == WRONG:
+                logger.warning("native delay: %s", finding)
+
+    def _guarded(self, step: Callable[[], None]) -> bool:
+        """Run *step*; on an error say so, drop the connection and answer False."""
+        try:
+            step()
+        except Exception as exc:  # the thread must outlive whatever a message brings
+            expected = isinstance(exc, (NativeDelayError, *self._errors))
+            if not self._stopping.is_set():
+                logger.warning(
+                    "native delay: %s: %s", type(exc).__name__, exc, exc_info=not expected
+                )
+            self._next_look = monotonic() + LONGEST_LOOK_SECONDS / 10
+            self._disconnect()
+            return False
+        return True
+
+    def _part(self) -> WorkerPart:
+        channel = self._connect().default_channel
+        part: WorkerPart = channel.worker_part(self.settings)
+        return part
+
+    def _connect(self) -> Any:
+        if self._connection is None:
+            # Confirms for what became due meanwhile and is published at once.
+            self._connection = self._app.connection_for_write(
+                transport_options={"confirm_publish": True}
+            )
+            transport = self._connection.transport
+            self._errors = (*_ERRORS, *transport.connection_errors, *transport.channel_errors)
+        self._connection.ensure_connection(max_retries=1)
+        return self._connection
+
+    def _disconnect(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with suppress(*self._errors):
+                connection.close()

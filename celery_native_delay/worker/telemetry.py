@@ -1,0 +1,323 @@
+"""What a worker's tasks did, one line of JSON at a time, for ``spark.reconcile`` and for you.
+
+Every process of a worker appends to a file of its own, ``<day>_<worker>_<pid>.jsonl``, whole
+lines with one write each and no buffer: a SIGKILL loses at most what its tasks had not said yet.
+A file is closed when its (UTC) day is over. No write can hurt a task. The fields are those of
+:mod:`~celery_native_delay.worker.attempt`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from time import time_ns
+from typing import Any
+
+from billiard.exceptions import TimeLimitExceeded, WorkerLostError
+from celery import signals, states
+from celery.utils.log import get_logger
+
+from ..app.install import Installation, installation_of
+from ..due_time import due_us
+from ..errors import InvalidDueTime
+from ..fence.run import HEADER
+from ..message import due_ms_of
+from . import attempt
+from .adoption import queue_of
+
+logger = get_logger(__name__)
+
+#: Under this name, among the properties of its message, the queue that a task was consumed from
+#: travels to the process that runs it; by itself only the routing key does. A name of its own in
+#: the request would be a header to ``Context``, and be sent with retries.
+QUEUE = "native_delay_queue"
+
+#: Beside it, whether the message waited in the broker until it was due: see :func:`waited`.
+WAITED = "native_delay_waited"
+
+#: Where the request of a running task keeps when it started, in microseconds since the epoch.
+STARTED = "native_delay_started_us"
+
+_as_json = json.JSONEncoder(separators=(",", ":"), default=str).encode
+
+DAY_US = 86_400_000_000
+
+#: Of a message whose broker leaves no trace of a wait.
+_NO_TRACES = object()
+
+#: Failures that only the worker's main process sees.
+_ENDED_FROM_OUTSIDE: tuple[tuple[type[BaseException], str], ...] = (
+    (TimeLimitExceeded, attempt.TIMEOUT),
+    (WorkerLostError, attempt.LOST),
+)
+
+
+class Telemetry:
+    """Writes down what the tasks of one app do in this worker, from connect() to disconnect().
+
+    Made before the pool forks, so that its processes inherit the receivers.
+    """
+
+    def __init__(self, installation: Installation, consumer: Any, folder: str) -> None:
+        self.folder = Path(folder).absolute()
+        self._installation = installation
+        self._consumer = consumer
+        self._worker = str(consumer.hostname)
+        self._lines = LineFiles(self.folder, self._worker)
+        self._receivers: tuple[tuple[Any, Callable[..., None]], ...] = (
+            (signals.task_received, self._on_received),
+            (signals.task_prerun, self._on_start),
+            (signals.task_postrun, self._on_end),
+            (signals.task_failure, self._on_failure),
+            (signals.task_revoked, self._on_revoked),
+        )
+
+    def connect(self) -> None:
+        """From now on every task of the app is written down."""
+        for signal, receiver in self._receivers:
+            signal.connect(receiver, weak=False)
+
+    def disconnect(self) -> None:
+        """The worker ends."""
+        for signal, receiver in self._receivers:
+            signal.disconnect(receiver)
+        self._lines.close()
+
+    # --- receivers ------------------------------------------------------------------------
+
+    def _on_received(self, sender: Any = None, request: Any = None, **_: Any) -> None:
+        if sender is self._consumer:
+            told = {
+                QUEUE: queue_of(sender, request.message) or None,
+                WAITED: waited(request.message, now_ms=now_us() // 1000),
+            }
+            properties = request.request_dict.get("properties") or {}
+            known = {name: value for name, value in told.items() if value is not None}
+            request.request_dict["properties"] = {**properties, **known}
+
+    def _on_start(self, sender: Any = None, **_: Any) -> None:
+        request = self._request_of(sender)
+        if request is None:
+            return
+        started_us = now_us()
+        setattr(request, STARTED, started_us)
+        for name in (QUEUE, WAITED):
+            setattr(request, name, (request.properties or {}).pop(name, None))
+        self._write(sender, request, started_us, started_us=started_us)
+
+    def _on_end(self, sender: Any = None, state: Any = None, retval: Any = None, **_: Any) -> None:
+        request = self._request_of(sender)
+        if request is None:
+            return
+        outcome, finished_us = outcome_of(state, retval), now_us()
+        self._write(
+            sender,
+            request,
+            finished_us,
+            started_us=getattr(request, STARTED, None),
+            finished_us=finished_us,
+            outcome=outcome,
+            retry_due_us=retry_due_us(outcome, retval, finished_us),
+        )
+
+    def _on_failure(
+        self, sender: Any = None, task_id: Any = None, exception: Any = None, **_: Any
+    ) -> None:
+        """Of failures, only those that the task's own process could not write down."""
+        for kind, outcome in _ENDED_FROM_OUTSIDE:
+            if isinstance(exception, kind) and self._is_ours(sender):
+                # Only some of these come with the request on the stack.
+                request = sender.request if sender.request.id == task_id else None
+                self._write_ending(sender, task_id, request, outcome)
+                return
+
+    def _on_revoked(
+        self,
+        sender: Any = None,
+        request: Any = None,
+        terminated: bool = False,
+        expired: bool = False,
+        **_: Any,
+    ) -> None:
+        if self._is_ours(sender):
+            ending = attempt.EXPIRED if expired else attempt.REVOKED
+            outcome = attempt.TERMINATED if terminated else ending
+            self._write_ending(sender, request.id, request, outcome)
+
+    # --- lines ------------------------------------------------------------------------------
+
+    def _is_ours(self, task: Any) -> bool:
+        return installation_of(task.app) is self._installation
+
+    def _request_of(self, task: Any) -> Any:
+        """What runs, unless it belongs to another app or never came from a broker."""
+        if not self._is_ours(task) or task.request.is_eager:
+            return None
+        return task.request
+
+    def _write_ending(self, task: Any, task_id: str, request: Any, outcome: str) -> None:
+        finished_us = now_us()
+        self._write(
+            task, request, finished_us, task_id=task_id, finished_us=finished_us, outcome=outcome
+        )
+
+    def _write(
+        self,
+        task: Any,
+        request: Any,
+        at_us: int,
+        *,
+        task_id: str | None = None,
+        started_us: int | None = None,
+        finished_us: int | None = None,
+        outcome: str | None = None,
+        retry_due_us: int | None = None,
+    ) -> None:
+        get = request.get if request is not None else lambda _: None
+        properties = get("properties") or {}
+        has_waited = get(WAITED)
+        line = (
+            get("id") or task_id,
+            task.name,
+            get("root_id"),
+            get("hostname") or self._worker,
+            os.getpid(),
+            get(QUEUE) or _queue_of(properties, get("delivery_info") or {}),
+            get("retries"),
+            attempt.moment(eta_us(get("eta"))),
+            attempt.moment(started_us),
+            attempt.moment(finished_us),
+            outcome,
+            attempt.moment(retry_due_us),
+            properties.get(WAITED) if has_waited is None else has_waited,
+        )
+        fields = dict(zip(attempt.FIELDS, line, strict=True))
+        self._lines.append(at_us, _as_json(fields))
+
+
+class LineFiles:
+    """Appends whole lines to one file per process and day, from any thread, without a lock.
+
+    A lock could be held by another thread while a pool process is forked. A single write to a
+    file opened for appending is never mixed with another.
+    """
+
+    def __init__(self, folder: Path, name: str) -> None:
+        self._folder = folder
+        self._name = re.sub(r"[^\w.@-]", "_", name)
+        self._open: tuple[int, int, LineFile] | None = None
+        """Process, day since the epoch, and its file."""
+        self._told = False
+
+    def append(self, at_us: int, line: str) -> None:
+        """Write *line*; what goes wrong is logged once per process."""
+        data = line.encode() + b"\n"
+        try:
+            if self._file(at_us // DAY_US).write(data) < len(data):
+                self.close()  # the next line is to begin with an end of this one
+                raise OSError("the file system took half a line")
+        except OSError as exc:
+            if not self._told:
+                self._told = True
+                logger.warning(
+                    "native delay: telemetry is incomplete, tasks run as ever: cannot write to "
+                    "%s: %s",
+                    self._folder,
+                    exc,
+                )
+
+    def close(self) -> None:
+        """Let go of the file; the next line opens it again."""
+        self._open = None
+
+    def _file(self, day: int) -> LineFile:
+        opened, pid = self._open, os.getpid()
+        if opened is not None and opened[:2] == (pid, day):
+            return opened[2]
+        self._folder.mkdir(parents=True, exist_ok=True)
+        date = str(attempt.moment(day * DAY_US))[:10]
+        file = LineFile(self._folder / f"{date}_{self._name}_{pid}.jsonl")
+        self._open = (pid, day, file)
+        return file
+
+
+class LineFile:
+    """A file opened for appending; closed when nobody holds it, so never while a thread writes."""
+
+    def __init__(self, path: Path) -> None:
+        self._descriptor = -1
+        self._descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+        if os.fstat(self._descriptor).st_size:
+            self.write(b"\n")  # who wrote here before may have ended in the middle of a line
+
+    def write(self, data: bytes) -> int:
+        return os.write(self._descriptor, data)
+
+    def __del__(self) -> None:
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+
+
+def _queue_of(properties: Mapping[str, Any], delivery_info: Mapping[str, Any]) -> str | None:
+    """The queue of a task that never started; without telemetry on its way, the routing key."""
+    queue: str | None = properties.get(QUEUE) or delivery_info.get("routing_key")
+    return queue
+
+
+def waited(message: Any, *, now_ms: int) -> bool | None:
+    """Whether *message*, which has just been received, waited in the broker for its due time.
+
+    One that did not was sent after it was due, if an installed producer sent it. None where that
+    cannot be told.
+    """
+    headers = getattr(message, "headers", None) or {}
+    # While Celery makes its request, a message that has waited is without it.
+    due_ms = due_ms_of({"eta": getattr(message, "kept_eta", None) or headers.get("eta")})
+    trace: Any = getattr(message, "native_delay", _NO_TRACES)
+    if due_ms is None or trace is _NO_TRACES:
+        return None
+    if trace is None:
+        # Put back by a fence, it has lost the trace of its first wait.
+        return False if due_ms <= now_ms and HEADER not in headers else None
+    return True if trace.due_ms <= due_ms else None
+
+
+def outcome_of(state: str | None, retval: Any) -> str:
+    """What became of an attempt, by its state and what it raised."""
+    match state:
+        case states.SUCCESS:
+            return attempt.SUCCESS
+        case states.RETRY:
+            return attempt.RETRY
+        case states.IGNORED:
+            return attempt.IGNORED
+        case states.REJECTED:
+            return attempt.REQUEUED if getattr(retval, "requeue", False) else attempt.REJECTED
+        case states.FAILURE:
+            return attempt.FAILURE
+    return attempt.LOST  # ended by what is no Exception; Celery takes the process for lost
+
+
+def retry_due_us(outcome: str, raised: Any, finished_us: int) -> int | None:
+    """When the task is to come again, in microseconds since the epoch; None if it is not."""
+    if outcome not in attempt.COMES_AGAIN:
+        return None
+    when = getattr(raised, "when", None)
+    if isinstance(when, int | float):
+        return finished_us + round(when * 1e6)
+    return eta_us(when) or finished_us
+
+
+def eta_us(eta: Any) -> int | None:
+    """An ETA in microseconds since the epoch; None for none, and for one that is no time."""
+    try:
+        return due_us(eta) if eta else None
+    except InvalidDueTime:
+        return None
+
+
+def now_us() -> int:
+    return time_ns() // 1000

@@ -1,0 +1,366 @@
+"""Our transports stand under kombu's aliases and are kombu's own until they are asked for more."""
+
+from __future__ import annotations
+
+import json
+import math
+import socket
+import sys
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import amqp
+import pytest
+from kombu import Connection
+from kombu import transport as kombu_transport
+from kombu.transport import pyamqp, resolve_transport
+from kombu.transport import redis as kombu_redis
+from kombu.transport.SQS import Transport as KombuSqsTransport
+from kombu.utils.imports import symbol_by_name
+
+from celery_native_delay import (
+    DelaySettings,
+    DelayTooLong,
+    InvalidDueTime,
+    SettingsError,
+    UnsupportedBroker,
+    delay_headers,
+    register_transports,
+    transport_for,
+)
+from celery_native_delay.transports import rabbitmq, redis, sqs
+from celery_native_delay.transports.aliases import (
+    ALIASES,
+    check_url,
+    option_of,
+    originals,
+    settings_from_option,
+)
+
+NOON = datetime(2026, 11, 20, 12, 0, tzinfo=UTC)
+
+
+# ---- aliases -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("alias", "ours", "kombus"),
+    [
+        ("amqp", rabbitmq.Transport, pyamqp.Transport),
+        ("pyamqp", rabbitmq.Transport, pyamqp.Transport),
+        ("amqps", rabbitmq.SSLTransport, pyamqp.SSLTransport),
+        ("redis", redis.Transport, kombu_redis.Transport),
+        ("rediss", redis.Transport, kombu_redis.Transport),
+        ("sentinel", redis.SentinelTransport, kombu_redis.SentinelTransport),
+        ("sqs", sqs.Transport, KombuSqsTransport),
+        ("SQS", sqs.Transport, KombuSqsTransport),
+    ],
+)
+def test_an_alias_leads_to_our_transport_which_is_kombus(
+    alias: str, ours: type, kombus: type
+) -> None:
+    assert resolve_transport(alias) is ours
+    assert Connection(f"{alias}://").get_transport_cls() is ours
+    assert issubclass(ours, kombus)
+
+
+@pytest.mark.parametrize(
+    ("url", "store", "ours"),
+    [
+        ("amqp://", None, "rabbitmq"),
+        ("redis+socket:///run/redis.sock", None, "redis"),
+        ("sentinel://a;sentinel://b", None, "redis"),
+        (["amqp://a", "amqp://b"], None, "rabbitmq"),
+        ("pgmq://", None, "pgmq"),
+        ("sqla+sqlite:///broker.db", None, "sql"),
+        ("filesystem://", "sqlite:///delays.db", "sql"),
+        ("azureservicebus://", "postgresql://db/shop", "sql"),
+        ("filesystem://", None, None),
+        ("qpid://", "sqlite:///delays.db", None),
+        ("gcpubsub://projects/shop", "sqlite:///delays.db", None),
+    ],
+)
+def test_a_url_says_which_transport_serves_it(
+    url: str | list[str], store: str | None, ours: str | None
+) -> None:
+    assert transport_for(url, store=store) == ours
+
+
+@pytest.mark.parametrize("url", [None, [], 5])
+def test_what_is_no_url_is_refused(url: Any) -> None:
+    with pytest.raises(TypeError, match="expected a broker's URL, or a list of them, got "):
+        transport_for(url)
+
+
+@pytest.mark.parametrize(
+    ("scheme", "package", "requirement"),
+    [
+        ("redis", "redis", "celery_native_delay[redis]"),
+        ("redis+socket", "redis", "celery_native_delay[redis]"),
+        ("rediss", "redis", "celery_native_delay[redis]"),
+        ("sentinel", "redis", "celery_native_delay[redis]"),
+        ("sqs", "boto3", "celery_native_delay[sqs]"),
+        ("SQS", "botocore", "celery_native_delay[sqs]"),
+        ("sqlalchemy+sqlite", "sqlalchemy", "celery_native_delay[sql]"),
+        ("pgmq", "psycopg", "kombu[pgmq]"),
+        ("mongodb", "pymongo", "kombu[mongodb]"),
+        ("zookeeper", "kazoo", "kombu[zookeeper]"),
+        ("consul", "consul", "kombu[consul]"),
+        ("etcd", "etcd", "python-etcd"),
+        ("pyro", "Pyro4", "kombu[pyro]"),
+        ("slmq", "softlayer_messaging", "kombu[slmq]"),
+        ("azurestoragequeues", "azure.storage.queue", "kombu[azurestoragequeues]"),
+        ("azureservicebus", "azure.servicebus", "kombu[azureservicebus]"),
+        ("confluentkafka", "confluent_kafka", "kombu[confluentkafka]"),
+        ("gcpubsub", "google.cloud.pubsub_v1", "kombu[gcpubsub]"),
+    ],
+)
+def test_a_broker_whose_package_is_missing_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, scheme: str, package: str, requirement: str
+) -> None:
+    if scheme == "pgmq" and scheme not in kombu_transport.TRANSPORT_ALIASES:
+        pytest.skip("kombu before 5.7")
+    monkeypatch.setattr("celery_native_delay.transports.aliases._checked", set())
+    monkeypatch.setitem(sys.modules, package, None)  # as where it is not installed
+    url = f"{scheme}://shop:secret@localhost/shop"
+    for urls in (url, f"amqp://;{url}", ["amqp://", url]):
+        with pytest.raises(UnsupportedBroker) as refused:
+            check_url(urls)
+        assert str(refused.value) == (
+            f"a broker at {scheme.partition('+')[0].replace('SQS', 'sqs')}:// needs the Python "
+            f"package {package}, which is not installed: pip install '{requirement}'"
+        )
+
+
+@pytest.mark.parametrize(
+    ("url", "way_out"),
+    [
+        ("amqpp://u:secret@localhost", "got amqpp://; did you mean amqp://?"),
+        ("slqa+sqlite:///secret.db", "got slqa://; did you mean sqla://?"),
+        ("http://u:secret@localhost", "got http://; known: amqp, amqps, "),
+    ],
+)
+def test_a_scheme_that_kombu_does_not_know_is_refused(url: str, way_out: str) -> None:
+    with pytest.raises(UnsupportedBroker) as refused:
+        check_url(url)
+    assert way_out in str(refused.value)
+    assert "secret" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("url", "alias"),
+    [
+        (None, None),
+        ("localhost", None),
+        ("AMQP://localhost", None),
+        ("redis://a;redis://b", None),
+        ("amqp://localhost", "proj.transports:Transport"),
+        ("whatever://localhost", "redis"),
+    ],
+)
+def test_what_kombu_takes_is_left_to_it(url: str | None, alias: str | None) -> None:
+    check_url(url, alias=alias)
+
+
+@pytest.mark.parametrize("alias", ["memory", "filesystem", "sqla", "sqlalchemy"])
+def test_a_broker_without_delays_keeps_kombus_transport_with_ours_in_front(alias: str) -> None:
+    kombus = symbol_by_name(originals[alias])
+    ours = resolve_transport(alias)
+    assert issubclass(ours, kombus)
+    assert ours.Channel is kombus.Channel
+    assert issubclass(ours.delaying_channel, kombus.Channel)
+
+
+def test_no_other_alias_is_touched() -> None:
+    ours = {
+        alias
+        for alias, path in kombu_transport.TRANSPORT_ALIASES.items()
+        if path.startswith("celery_native_delay.")
+    }
+    assert ours | {"pgmq"} == set(ALIASES)  # which kombu has since 5.7
+
+
+def test_registering_clears_what_kombu_had_resolved_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(
+        kombu_transport.TRANSPORT_ALIASES, "amqp", "kombu.transport.pyamqp:Transport"
+    )
+    monkeypatch.setitem(kombu_transport._transport_cache, "amqp", pyamqp.Transport)
+    for _ in range(2):
+        register_transports()
+        assert kombu_transport.get_transport_cls("amqp") is rabbitmq.Transport
+
+
+# ---- connections ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """py-amqp connections that are made, but never connect."""
+    monkeypatch.setattr(amqp.Connection, "connect", lambda *args, **kwargs: None)
+
+
+def established(**transport_options: Any) -> Any:
+    connection = Connection("amqp://", transport_options=transport_options)
+    return connection.transport.establish_connection()
+
+
+def test_a_connection_without_the_option_is_kombus_own(offline: None) -> None:
+    assert type(established()) is pyamqp.Connection
+    assert type(established(confirm_publish=True)) is pyamqp.Connection
+
+
+def test_a_connection_with_the_option_does_not_change_the_next_one_without(offline: None) -> None:
+    assert hasattr(established(native_delay=True), "delays")
+    assert type(established()) is pyamqp.Connection
+    assert rabbitmq.Transport.Connection is pyamqp.Connection
+
+
+@pytest.mark.parametrize(
+    ("option", "wanted"),
+    [
+        (True, DelaySettings()),
+        ({"levels": 12}, DelaySettings(levels=12)),
+        (DelaySettings(fused_bits=4), DelaySettings(fused_bits=4)),
+    ],
+)
+def test_the_option_brings_its_settings_to_the_connection(
+    offline: None, option: Any, wanted: DelaySettings
+) -> None:
+    assert established(native_delay=option).delays.settings == wanted
+
+
+def test_an_empty_mapping_of_settings_asks_for_the_defaults(offline: None) -> None:
+    assert established(native_delay={}).delays.settings == DelaySettings()
+
+
+@pytest.mark.parametrize("option", [{"enabled": False}, DelaySettings(enabled=False)])
+def test_enabled_false_leaves_the_connection_kombus_own(offline: None, option: Any) -> None:
+    assert type(established(native_delay=option)) is pyamqp.Connection
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ({"levels": 0}, "expected native_delay_levels to be"),
+        ({"levles": 12}, "did you mean native_delay_levels"),
+        ("yes", "got 'yes'"),
+        (option_of(SettingsError("expected this, got that")), "expected this, got that"),
+    ],
+)
+def test_a_misconfigured_connection_connects_and_says_why_it_cannot_delay(
+    offline: None, option: Any, said: str
+) -> None:
+    """Immediate messages go their way."""
+    connection = established(native_delay=option)
+    with pytest.raises(SettingsError, match=said):
+        connection.delays.prepare()
+
+
+def test_a_broker_that_pauses_is_given_a_minute(offline: None) -> None:
+    """py-amqp's 1 s turns a memory alarm into silent loss."""
+    user_timeout = getattr(socket, "TCP_USER_TIMEOUT", None)
+    if user_timeout is None:
+        pytest.skip("this system has no TCP_USER_TIMEOUT")
+    assert established(native_delay=True).socket_settings[user_timeout] == 60_000
+    own = established(native_delay=True, socket_settings={user_timeout: 5})
+    assert own.socket_settings[user_timeout] == 5
+
+
+def test_the_option_survives_clones_and_failover() -> None:
+    connection = Connection("amqp://one;amqp://two", transport_options={"native_delay": True})
+    for other in (connection, connection.clone()):
+        other.switch("amqp://two")
+        assert other.hostname == "two"
+        assert other.transport_options["native_delay"] is True
+        assert other.get_transport_cls() is rabbitmq.Transport
+
+
+# ---- the option ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("option", [None, False, 1, "yes", ["levels"], DelaySettings])
+def test_an_option_of_another_kind_is_refused(option: Any) -> None:
+    with pytest.raises(SettingsError) as refused:
+        settings_from_option(option)
+    assert str(refused.value) == (
+        'expected transport_options["native_delay"] to be True, a dict of settings or '
+        f"DelaySettings, got {option!r}"
+    )
+
+
+def test_an_unknown_setting_in_the_option_is_refused() -> None:
+    with pytest.raises(SettingsError, match="did you mean native_delay_levels"):
+        settings_from_option({"levles": 3})
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        DelaySettings(),
+        DelaySettings(levels=12),
+        DelaySettings(landing_exchanges=("news",), fused_bits=4, adopt=False, queue_type="classic"),
+    ],
+)
+def test_settings_become_an_option_and_settings_again(wanted: DelaySettings) -> None:
+    assert settings_from_option(option_of(wanted)) == wanted
+    assert json.loads(json.dumps(option_of(wanted)))
+
+
+def test_the_same_mistake_has_the_same_repr() -> None:
+    """The repr is part of kombu's pool key: a pool per mistake, not per message."""
+    one, other = (option_of(SettingsError("levels=0")) for _ in range(2))
+    assert repr(one) == repr(other)
+    assert "levels=0" in repr(one)
+
+
+# ---- delay_headers -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "eta"),
+    [
+        ({"countdown": 5}, "2026-11-20T12:00:05+00:00"),
+        ({"countdown": 0.125}, "2026-11-20T12:00:00.125000+00:00"),
+        ({"countdown": 0}, "2026-11-20T12:00:00+00:00"),
+        ({"countdown": -60}, "2026-11-20T11:59:00+00:00"),
+        ({"eta": NOON}, "2026-11-20T12:00:00+00:00"),
+        ({"eta": datetime(2026, 11, 20, 12, 0)}, "2026-11-20T12:00:00"),
+        ({"eta": "2026-11-20T12:00:00Z"}, "2026-11-20T12:00:00Z"),
+    ],
+)
+def test_delay_headers(arguments: dict[str, Any], eta: str) -> None:
+    assert delay_headers(**arguments, now=NOON) == {"eta": eta}
+
+
+def test_delay_headers_count_from_now_by_default() -> None:
+    before = datetime.now(UTC)
+    eta = datetime.fromisoformat(delay_headers(countdown=60)["eta"])
+    assert before <= eta - timedelta(seconds=60) <= datetime.now(UTC)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"countdown": 5, "eta": NOON}])
+def test_delay_headers_take_either_countdown_or_eta(arguments: dict[str, Any]) -> None:
+    with pytest.raises(InvalidDueTime, match="expected countdown or eta, got countdown="):
+        delay_headers(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error"),
+    [
+        ({"countdown": math.nan}, InvalidDueTime),
+        ({"countdown": -math.inf}, InvalidDueTime),
+        ({"countdown": 10**11}, DelayTooLong),
+        ({"eta": "tomorrow"}, InvalidDueTime),
+    ],
+)
+def test_delay_headers_refuse_what_is_no_point_in_time(
+    arguments: dict[str, Any], error: type[Exception]
+) -> None:
+    with pytest.raises(error):
+        delay_headers(**arguments)
+
+
+@pytest.mark.parametrize("arguments", [{"eta": 12.5}, {"countdown": -(10**11)}])
+def test_delay_headers_refuse_other_nonsense_with_our_error(arguments: dict[str, Any]) -> None:
+    with pytest.raises(InvalidDueTime):
+        delay_headers(**arguments)
