@@ -13,7 +13,10 @@ from celery_native_delay import errors
 ALL = [
     kind
     for kind in vars(errors).values()
-    if isinstance(kind, type) and kind.__module__ == errors.__name__
+    if isinstance(kind, type)
+    and issubclass(kind, Exception)
+    and kind.__module__ == errors.__name__
+    and kind is not errors.ExtraMissing  # an ImportError of what an extra brings
 ]
 
 
