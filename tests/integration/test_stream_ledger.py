@@ -163,7 +163,7 @@ def test_what_is_sent_while_the_ledgers_connection_is_lost_is_listed(
     send(app, 0, countdown=3600)  # noqa: F405
     assert delay.count() == 1
     line = list(stream_line._lines.values())[-1]
-    line._pause_seconds = 4.0  # long enough for a busy machine to send a hundred
+    line._backoff.seconds = 4.0  # long enough for a busy machine to send a hundred
     line._client.connection.sock.shutdown(socket.SHUT_RDWR)
     for number in range(1, 101):
         send(app, number, countdown=3600)  # noqa: F405

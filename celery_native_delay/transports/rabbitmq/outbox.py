@@ -11,21 +11,22 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 from collections import deque
 from contextlib import suppress
-from threading import Event, Lock, RLock, Thread
+from threading import Event, RLock, Thread
 from time import monotonic
 from typing import Any
 
 from amqp.exceptions import AccessRefused, AMQPError, NotAllowed
 from kombu import Connection
 
+from ...backoff import Backoff
 from ...durations import duration
 from ...errors import NativeDelayError, PublishRefused, RefusedMessage
 from ...settings import DelaySettings
 from ..aliases import flushes
 from ..lasting import is_lasting_tls
+from ..per_process import PerProcess
 from .sending import Sender
 from .window import NotConfirmedInTime, Publication, Sendable
 
@@ -133,7 +134,7 @@ class Outbox:
         Without a connection there is one attempt if it :attr:`has_given_up`.
         """
         deadline = None if timeout_seconds is None else monotonic() + timeout_seconds
-        retry_seconds = 0.05
+        backoff = Backoff(0.05, _LONGEST_RETRY_SECONDS)
         while lost := self._settle_all(deadline):
             left = None if deadline is None else deadline - monotonic()
             slow = isinstance(lost, NotConfirmedInTime)
@@ -145,8 +146,8 @@ class Outbox:
                     f"{'' if slow else f', {type(lost).__name__}: {lost}'}; "
                     f"they are kept and will be sent again"
                 ) from lost
+            retry_seconds = backoff.failed()
             self._wake.wait(min(retry_seconds, left or retry_seconds))
-            retry_seconds = min(retry_seconds * 2, _LONGEST_RETRY_SECONDS)
 
     def take_refused(self) -> list[RefusedMessage]:
         """What the broker did not take since the last time; it has been logged."""
@@ -287,8 +288,7 @@ class Outbox:
 
 # ---- the outboxes of this process ------------------------------------------------------------
 
-_outboxes: dict[Any, Outbox] = {}
-_registering = Lock()
+_outboxes: PerProcess[Any, Outbox] = PerProcess(Outbox.abandon)
 
 
 def outbox_key(client: Any, settings: DelaySettings) -> Any:
@@ -310,13 +310,7 @@ def outbox_key(client: Any, settings: DelaySettings) -> Any:
 
 def outbox_of(key: Any, client: Any, settings: DelaySettings) -> Outbox:
     """The process's outbox for *key*, made with *client* if there is none."""
-    outbox = _outboxes.get(key)
-    if outbox is None:
-        with _registering:
-            outbox = _outboxes.get(key)
-            if outbox is None:
-                outbox = _outboxes[key] = Outbox(client, settings.confirm_window)
-    return outbox
+    return _outboxes.get(key, lambda: Outbox(client, settings.confirm_window))
 
 
 def flush_all(timeout_seconds: float | None) -> None:
@@ -327,7 +321,7 @@ def flush_all(timeout_seconds: float | None) -> None:
     """
     deadline = None if timeout_seconds is None else monotonic() + timeout_seconds
     first: Exception | None = None
-    for outbox in list(_outboxes.values()):
+    for outbox in _outboxes.values():
         try:
             outbox.flush(
                 timeout_seconds=None if deadline is None else max(deadline - monotonic(), 0)
@@ -345,15 +339,5 @@ def _flush_at_exit() -> None:
         logger.critical("native delay: this process ends with delayed messages lost: %s", exc)
 
 
-def _leave_to_parent() -> None:
-    """A forked child has nothing to do with what its parent has published."""
-    global _registering
-    _registering = Lock()
-    for outbox in _outboxes.values():
-        outbox.abandon()
-    _outboxes.clear()
-
-
 flushes.append(flush_all)
 atexit.register(_flush_at_exit)
-os.register_at_fork(after_in_child=_leave_to_parent)

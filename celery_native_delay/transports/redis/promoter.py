@@ -22,6 +22,7 @@ from typing import Any
 from kombu.exceptions import KombuError
 from redis.exceptions import RedisError, TimeoutError
 
+from ...backoff import Backoff
 from ...errors import NativeDelayError
 from ..virtual.watching import SHOW_SECONDS, Sign
 from .store import BATCH, Moved, Rounds
@@ -37,10 +38,6 @@ LONGEST_LAG_SECONDS = 0.05
 
 #: Of rounds that are asked for while full ones come back. More are no faster.
 _ROUNDS_AT_ONCE = 2
-
-#: Seconds between attempts to reach the broker.
-FIRST_PAUSE_SECONDS = 0.1
-LONGEST_PAUSE_SECONDS = 5.0
 
 #: The promoter's own connection gives up on a server that answers nothing; kombu's never does.
 CONNECTION_OPTIONS = {
@@ -68,7 +65,7 @@ class Promoter:
         self._stopping = Event()
         self._stop_reader, self._stop_writer = socketpair()
         self._stop_writer.setblocking(False)
-        self._pause_seconds = FIRST_PAUSE_SECONDS
+        self._backoff = Backoff()
         self._sign = Sign(lambda: None)
 
     def run(self) -> None:
@@ -83,13 +80,12 @@ class Promoter:
                 expected = isinstance(exc, NativeDelayError | RedisError | KombuError | OSError)
                 logger.warning(
                     "native delay: promoting stopped, next attempt in %.1f s: %s: %s",
-                    self._pause_seconds,
+                    self._backoff.seconds,
                     type(exc).__name__,
                     exc,
                     exc_info=not expected,
                 )
-                self._stopping.wait(self._pause_seconds)
-                self._pause_seconds = min(self._pause_seconds * 2, LONGEST_PAUSE_SECONDS)
+                self._stopping.wait(self._backoff.failed())
         self._stop_reader.close()
         self._stop_writer.close()
 
@@ -160,9 +156,8 @@ class Promoter:
                 return taken, moved
 
     def _count(self, moved: Moved) -> None:
-        if self._pause_seconds > FIRST_PAUSE_SECONDS:
+        if self._backoff.reset():
             logger.info("native delay: promoting again")
-            self._pause_seconds = FIRST_PAUSE_SECONDS
         self.promoted += moved.delivered
         self.parked += moved.parked
         if moved.parked:

@@ -8,7 +8,6 @@ SQLite locks the file while a batch is handed over.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +30,7 @@ from sqlalchemy import (
 
 from ...errors import StoreUnavailable, TopologyMismatch
 from ...urls import without_password
+from ..per_process import PerProcess
 from .batch import DUE, PARKED, Batch
 from .breakers import Breakers
 from .database import READS, clock_ahead_seconds, engine_of
@@ -64,19 +64,10 @@ class Census:
     promoting: bool
 
 
-_stores: dict[tuple[str, str], Store] = {}
-
-# A child must not use its parent's connections, nor close them, as forgetting them would.
+#: Of its parent: a child must not close their connections, as forgetting them would.
 _inherited: list[Store] = []
 
-
-def _inherit() -> None:
-    _inherited.extend(_stores.values())
-    _stores.clear()
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_inherit)
+_stores: PerProcess[tuple[str, str], Store] = PerProcess(_inherited.append)
 
 
 class Store:
@@ -98,15 +89,17 @@ class Store:
     @classmethod
     def of(cls, url: str, namespace: str) -> Store:
         """The one of this process."""
-        store = _stores.get((url, namespace))
-        if store is None:
-            store = _stores.setdefault((url, namespace), cls(url, namespace))
-            if store.is_file and not Path(store.path).is_absolute():
-                logger.warning(
-                    "native delay: %s is another file for each folder that a process starts in: "
-                    "name it with four slashes, as in sqlite:////var/lib/shop/delays.db",
-                    store.shown_url,
-                )
+        return _stores.get((url, namespace), lambda: cls._made(url, namespace))
+
+    @classmethod
+    def _made(cls, url: str, namespace: str) -> Store:
+        store = cls(url, namespace)
+        if store.is_file and not Path(store.path).is_absolute():
+            logger.warning(
+                "native delay: %s is another file for each folder that a process starts in: "
+                "name it with four slashes, as in sqlite:////var/lib/shop/delays.db",
+                store.shown_url,
+            )
         return store
 
     @property

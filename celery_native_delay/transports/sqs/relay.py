@@ -18,6 +18,7 @@ from typing import Any
 from botocore.exceptions import BotoCoreError, ClientError
 from kombu.exceptions import KombuError
 
+from ...backoff import Backoff
 from ...errors import NativeDelayError
 from .delay_queue import delay_queue_of
 from .entry import Entry, in_requests, opened
@@ -33,9 +34,8 @@ LONG_POLL_SECONDS = 20
 #: of the five minutes for which SQS recognises a repeated send.
 VISIBILITY_SECONDS = 30
 
-#: Seconds between attempts after a failure.
-FIRST_PAUSE_SECONDS = 0.5
-LONGEST_PAUSE_SECONDS = 60.0
+#: Seconds between attempts after a failure: first, and at most.
+PAUSE_SECONDS = (0.5, 60.0)
 
 #: Seconds that the end of a relay is put off for what is in its hands.
 PATIENCE_SECONDS = 3.0
@@ -95,15 +95,15 @@ class Relay:
 
     def run(self) -> None:
         """Relay until :meth:`stop`, however often SQS cannot be reached."""
-        pause = _Pause(self._stopping)
+        backoff = Backoff(*PAUSE_SECONDS)
         while not self._stopping.is_set():
             try:
                 with self._connect() as connection:
                     _leave_room(connection, len(self._queues))
                     self._run_on(connection.default_channel)
             except Exception as exc:  # the loop must outlive whatever the network brings
-                _complain("relaying", exc, pause.next_seconds)
-                pause.wait()
+                _complain("relaying", exc, backoff.seconds)
+                self._stopping.wait(backoff.failed())
 
     def line(self, channel: Any, queue: str) -> Line:
         """What is done for one destination, step by step."""
@@ -143,18 +143,18 @@ class Relay:
 
     def _serve(self, channel: Any, queue: str) -> None:
         line = self.line(channel, queue)
-        pause = _Pause(self._stopping)
+        backoff = Backoff(*PAUSE_SECONDS)
         while not self._stopping.is_set():
             try:
                 line.step()
-                pause.reset()
+                backoff.reset()
             except _NoDelayQueue:
                 return  # whoever prepared us has said so
             except Exception as exc:  # as above
                 if self._stopping.is_set():
                     return
-                _complain(f"relaying for {queue!r}", exc, pause.next_seconds)
-                pause.wait()
+                _complain(f"relaying for {queue!r}", exc, backoff.seconds)
+                self._stopping.wait(backoff.failed())
 
 
 class _NoDelayQueue(NativeDelayError):
@@ -325,21 +325,6 @@ class Line:
     def _client(self, queue: str) -> Any:
         """Asked for each time: the tokens of predefined queues expire."""
         return self._queues.client(queue)
-
-
-class _Pause:
-    """Waits twice as long each time, until :meth:`reset`."""
-
-    def __init__(self, stopping: Event) -> None:
-        self._stopping = stopping
-        self.next_seconds = FIRST_PAUSE_SECONDS
-
-    def wait(self) -> None:
-        self._stopping.wait(self.next_seconds)
-        self.next_seconds = min(self.next_seconds * 2, LONGEST_PAUSE_SECONDS)
-
-    def reset(self) -> None:
-        self.next_seconds = FIRST_PAUSE_SECONDS
 
 
 def _leave_room(connection: Any, threads: int) -> None:

@@ -6,7 +6,6 @@ Plain AMQP 0-9-1, on a connection of its own: https://www.rabbitmq.com/docs/stre
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime, timedelta
@@ -22,8 +21,10 @@ from amqp import spec
 from amqp.exceptions import AMQPError
 from kombu import Connection
 
+from ....backoff import Backoff
 from ....durations import duration
 from ....errors import LedgerUnavailable, NativeDelayError
+from ...per_process import in_forked_child
 from ..own_channel import OwnChannel
 from ..topology import Topology
 from .line import GONE, LeadsNowhere
@@ -54,8 +55,6 @@ PATIENCE_SECONDS = 10.0
 
 #: The same while there is no connection.
 _LOST_SECONDS = 2.0
-
-_LONGEST_RETRY_SECONDS = 1.0
 
 #: py-amqp raises AttributeError where a connection went away under it.
 _LOST = (AMQPError, OSError, AttributeError)
@@ -186,18 +185,17 @@ class Follower(Thread):
     # --- the thread ----------------------------------------------------------------------
 
     def run(self) -> None:
-        retry_seconds = 0.05
+        backoff = Backoff(0.05, 1.0)
         while not self._ends():
             try:
                 self._connect()
-                retry_seconds = 0.05
+                backoff.reset()
                 while not self._ends():
                     self._follow()
             except Exception as exc:  # the thread must outlive whatever the broker says
                 self._lose(exc, is_expected=isinstance(exc, (*_LOST, NativeDelayError)))
                 with self.lock:
-                    self.lock.wait(retry_seconds)
-                retry_seconds = min(retry_seconds * 2, _LONGEST_RETRY_SECONDS)
+                    self.lock.wait(backoff.failed())
         self._disconnect()
 
     def _ends(self) -> bool:
@@ -332,4 +330,4 @@ def _leave_to_parent() -> None:
     _followers.clear()
 
 
-os.register_at_fork(after_in_child=_leave_to_parent)
+in_forked_child(_leave_to_parent)

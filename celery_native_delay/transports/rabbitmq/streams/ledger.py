@@ -7,10 +7,8 @@ counts and the copy does not: whoever dies in between, one of them runs.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from secrets import token_hex
-from threading import Lock
 from time import monotonic, time_ns
 from typing import Any, TypeVar
 
@@ -22,6 +20,7 @@ from ....finding import Finding
 from ....ledger.model import ALL, Outcome, Page, Query, Verdict, Waiting, ids_by_page
 from ....message import Replaces
 from ....settings import DelaySettings
+from ...per_process import PerProcess
 from ..ledger.entry import Entry
 from ..ledger.ledger import due_then
 from ..outbox import outbox_key
@@ -230,11 +229,11 @@ class StreamLedger:
     def _followed(self) -> Followed:
         client = self._delays.connection.client
         key = outbox_key(client, self._settings)
-        with _registering:
-            followed = _followed.get(key)
-            if followed is None or not followed.follower.is_asked():
-                followed = _followed[key] = Followed(client, self._delays.topology)
-            return followed
+        return _followed.get(
+            key,
+            lambda: Followed(client, self._delays.topology),
+            is_good=lambda followed: followed.follower.is_asked(),
+        )
 
 
 def _too_late(task: Waiting) -> str:
@@ -251,15 +250,4 @@ def _too_late(task: Waiting) -> str:
 
 # ---- what this process follows ---------------------------------------------------------------
 
-_followed: dict[Any, Followed] = {}
-_registering = Lock()
-
-
-def _leave_to_parent() -> None:
-    """A forked child follows by itself."""
-    global _registering
-    _registering = Lock()
-    _followed.clear()
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)
+_followed: PerProcess[Any, Followed] = PerProcess()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -22,10 +21,12 @@ import amqp
 from amqp.exceptions import NotFound
 from kombu import Connection
 
+from ....backoff import Backoff
 from ....errors import LedgerUnavailable
 from ....settings import DelaySettings
 from ...aliases import flushes
-from ..ledger.line import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, PATIENCE_SECONDS
+from ...per_process import PerProcess
+from ..ledger.line import LEFT_ALONE_SECONDS, PATIENCE_SECONDS
 from ..outbox import LOST, outbox_key
 from ..own_channel import OwnChannel
 from ..topology import Topology
@@ -75,7 +76,7 @@ class StreamLine:
         self._unread = 0
         self._read_at = 0.0
         self._retry_at = 0.0
-        self._pause_seconds = FIRST_PAUSE_SECONDS
+        self._backoff = Backoff(*LEFT_ALONE_SECONDS)
         self._error: Exception | None = None
         #: Changes with every entry: whoever reads wants to see those of this process at once.
         self.recorded = 0
@@ -215,15 +216,14 @@ class StreamLine:
             raise LeadsNowhere(f"{self._exchange} takes nothing")
         if channel.unconfirmed_count == channel.published_count:
             return
-        self._pause_seconds = FIRST_PAUSE_SECONDS
+        self._backoff.reset()
         if self._error is not None:
             self._error = None
             logger.info("native delay: the ledger in RabbitMQ's streams is back")
 
     def _lose(self, exc: Exception) -> None:
         self._drop()
-        self._retry_at = monotonic() + self._pause_seconds
-        self._pause_seconds = min(self._pause_seconds * 2, LONGEST_PAUSE_SECONDS)
+        self._retry_at = monotonic() + self._backoff.failed()
         is_first, self._error = self._error is None, exc
         if is_first:
             logger.warning(
@@ -259,34 +259,19 @@ class StreamLine:
 
 # ---- the lines of this process ---------------------------------------------------------------
 
-_lines: dict[Any, StreamLine] = {}
-_registering = RLock()
+_lines: PerProcess[Any, StreamLine] = PerProcess(StreamLine.abandon)
 
 
 def stream_line_of(client: Any, settings: DelaySettings) -> StreamLine:
     """The process's line to the broker that *client*, a kombu connection, leads to."""
     key = outbox_key(client, settings)
-    with _registering:
-        line = _lines.get(key)
-        if line is None:
-            line = _lines[key] = StreamLine(client, settings)
-        return line
+    return _lines.get(key, lambda: StreamLine(client, settings))
 
 
 def _flush_all(timeout_seconds: float | None) -> None:
-    for line in list(_lines.values()):
-        line.flush(timeout_seconds)
-
-
-def _leave_to_parent() -> None:
-    """A forked child has lines of its own."""
-    global _registering
-    _registering = RLock()
     for line in _lines.values():
-        line.abandon()
-    _lines.clear()
+        line.flush(timeout_seconds)
 
 
 flushes.append(_flush_all)
 atexit.register(_flush_all, None)
-os.register_at_fork(after_in_child=_leave_to_parent)
