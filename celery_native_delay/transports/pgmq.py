@@ -32,23 +32,25 @@ class Channel(PublishingChannel, pgmq.Channel):  # type: ignore[misc]
         return found
 
 
-class BulkChannel(Collecting, Channel):
-    """See :class:`Collecting`; what pgmq itself routes goes its way one by one."""
+class PgmqCollecting(Collecting):
+    """Collects messages; what pgmq itself routes goes its way one by one."""
 
     def put_for(self, queue: str, message: dict[str, Any]) -> PlainPut:
         return PlainPut(queue, message)
 
     def _put_fanout(self, *args: Any, **kwargs: Any) -> None:
         self._is_routed = True
-        Channel._put_fanout(self, *args, **kwargs)
+        super(Collecting, self)._put_fanout(*args, **kwargs)  # type: ignore[misc]
 
     def _put_topic(self, *args: Any, **kwargs: Any) -> None:
         self._is_routed = True
-        super()._put_topic(*args, **kwargs)
+        super()._put_topic(*args, **kwargs)  # type: ignore[misc]
 
 
 class Outbox(CallingOutbox[PlainPut]):
     """Many messages to pgmq: a hundred in a transaction, those together that wait as long."""
+
+    collecting = PgmqCollecting
 
     def __init__(self, client: Any, window: int) -> None:
         super().__init__(client, window)
@@ -57,11 +59,6 @@ class Outbox(CallingOutbox[PlainPut]):
     def is_lasting(self, error: BaseException) -> bool:
         """See :meth:`~.virtual.outbox.Outbox.is_lasting`."""
         return is_lasting_sql(error) or super().is_lasting(error)
-
-    def _open(self, client: Any) -> Collecting:
-        channel = BulkChannel(client.connection)
-        client.connection.channels.append(channel)
-        return channel
 
     def _packed(self, puts: list[PlainPut]) -> Iterable[Batch[PlainPut]]:
         return (Batch(puts),)

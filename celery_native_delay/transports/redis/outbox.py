@@ -25,7 +25,6 @@ from .keys import Keys, member
 from .promoter import CONNECTION_OPTIONS
 from .scripts import ADD_MANY, PUSH
 from .store import refusals_explained
-from .transport import Channel, SentinelChannel, SentinelTransport
 
 _DIGESTS = {
     script: sha1(script.encode(), usedforsecurity=False).hexdigest() for script in (ADD_MANY, PUSH)
@@ -63,7 +62,9 @@ class Put(NamedTuple):
         return self.__class__(destination, front, due_us, name, envelope.encode())
 
 
-class _Collecting(Collecting):
+class RedisCollecting(Collecting):
+    """Collects messages with the keys that they go to."""
+
     def put_for(self: Any, queue: str, message: dict[str, Any]) -> Put:
         destination = self.destination(queue, message)
         due_us = self.due_of(message)
@@ -81,14 +82,6 @@ class _Collecting(Collecting):
         name, entry = self.delays.stored(message, to, due_us=due_us)
         front = front_of(to)
         return Put(to, front, due_us, name, entry[len(front) :])
-
-
-class BulkChannel(_Collecting, Channel):
-    """See :class:`~..virtual.collecting.Collecting`."""
-
-
-class SentinelBulkChannel(_Collecting, SentinelChannel):
-    """The same."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +110,7 @@ class Outbox(outbox.Outbox[Put, Parcel]):
         exceptions.ReadOnlyError,
     )
     connection_options = CONNECTION_OPTIONS
+    collecting = RedisCollecting
 
     def __init__(self, client: Any, window: int) -> None:
         super().__init__(client, window)
@@ -203,15 +197,11 @@ class Outbox(outbox.Outbox[Put, Parcel]):
         if reason is not None:
             self._refuse(reason, parcel.puts)
 
-    def _open(self, client: Any) -> Collecting:
-        is_sentinel = isinstance(client.transport, SentinelTransport)
-        channel = (SentinelBulkChannel if is_sentinel else BulkChannel)(client.connection)
-        client.connection.channels.append(channel)
+    def _prepare(self, channel: Any) -> None:
         channel.delays.prepare()
         connection = channel.pool.make_connection()
         connection.connect()
         self._connection = connection
-        return channel
 
     def _forget(self) -> None:
         with suppress(exceptions.ResponseError):

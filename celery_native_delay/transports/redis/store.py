@@ -23,6 +23,7 @@ from redis.exceptions import (
 
 from ...errors import BrokerFull, NotPermitted
 from ...redis_server import now_us
+from ..virtual import status
 from ..virtual.watching import SHOWN_SECONDS
 from .keys import Keys
 from .scripts import ADD, ALLOW_OOM, CENSUS, DISCARD, MOVE_ON, REMOVE, REPLACE
@@ -58,23 +59,10 @@ class Moved:
 
 
 @dataclass(frozen=True)
-class Census:
-    """How much there is, at one instant. *overdue_us* belongs to the longest overdue message."""
+class Census(status.Census):
+    """Numbers of messages, and of *entries* in the hash of both those that wait and are parked."""
 
-    waiting: int
-    parked: int
     entries: int
-    overdue: int
-    overdue_us: int
-    next_due_us: int | None
-    """Microseconds until the next message is due; None if none waits."""
-    promoting: bool
-    """Whether a promoter has shown itself lately."""
-
-    @property
-    def until_first_us(self) -> int | None:
-        """Microseconds until the first is due, below 0 since it was; None if nothing waits."""
-        return -self.overdue_us if self.overdue_us else self.next_due_us
 
 
 class Store:
@@ -180,16 +168,8 @@ class Store:
         keys = [self.keys.due, self.keys.messages, self.keys.parked, self.keys.promoting]
         with refusals_explained(self.keys):
             waiting, parked, entries, overdue, first, promoting = self._census(keys=keys)
-        wait_us = first if isinstance(first, int) else None
-        return Census(
-            waiting,
-            parked,
-            entries,
-            overdue,
-            overdue_us=max(0, -(wait_us or 0)),
-            next_due_us=None if wait_us is None else max(0, wait_us),
-            promoting=bool(promoting),
-        )
+        until_first_us = first if isinstance(first, int) else None
+        return Census(waiting, parked, overdue, until_first_us, bool(promoting), entries)
 
     def peek_parked(self, *, limit: int) -> list[bytes]:
         """Entries of the first *limit* parked messages; they stay."""

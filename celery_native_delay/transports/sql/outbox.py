@@ -19,8 +19,8 @@ from .lines import Line
 from .store import is_about_a_row
 
 
-class CollectingChannel(Collecting):
-    """Mixed in before one of ours."""
+class StoreCollecting(Collecting):
+    """Collects messages as they are stored."""
 
     def put_for(self: Any, queue: str, message: dict[str, Any]) -> Put | PlainPut:
         due_us = self.due_of(message)
@@ -37,6 +37,8 @@ class CollectingChannel(Collecting):
 class Outbox(CallingOutbox[Put | PlainPut]):
     """See the module's docstring. What does not wait goes to the broker as ever."""
 
+    collecting = StoreCollecting
+
     def __init__(self, client: Any, window: int) -> None:
         super().__init__(client, window)
         self.lost = (*self.lost, StoreUnavailable, *client.recoverable_connection_errors)
@@ -48,17 +50,12 @@ class Outbox(CallingOutbox[Put | PlainPut]):
         """See :meth:`~..virtual.outbox.Outbox.is_lasting`; of the broker and of the store."""
         return is_lasting_sql(error) or super().is_lasting(error)
 
-    def _open(self, client: Any) -> Collecting:
-        transport = client.transport
-        plain = transport.delaying_channel
-        channel: Any = type("BulkChannel", (CollectingChannel, plain), {})(client.connection)
-        client.connection.channels.append(channel)
+    def _prepare(self, channel: Any) -> None:
         channel.delays.store.prepare()
         if self._line is None:
             line = Line(channel.delays.store)
             line.open()
             self._line = line
-        return channel  # type: ignore[no-any-return]
 
     def _packed(self, puts: list[Put | PlainPut]) -> Iterable[Batch[Put | PlainPut]]:
         waiting = [put for put in puts if isinstance(put, Put)]

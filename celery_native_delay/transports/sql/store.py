@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
@@ -31,6 +30,7 @@ from sqlalchemy import (
 from ...errors import StoreUnavailable, TopologyMismatch
 from ...urls import without_password
 from ..per_process import PerProcess
+from ..virtual.status import Census
 from .batch import DUE, PARKED, Batch
 from .breakers import Breakers
 from .database import READS, clock_ahead_seconds, engine_of
@@ -48,20 +48,6 @@ ADD = insert(MESSAGES)
 _MINE = _ROW.namespace == bindparam("mine")
 _NEXT = select(func.min(_ROW.due_us)).where(_MINE)
 _CHANGE_NOTHING = delete(MESSAGES).where(_ROW.id < 0)
-
-
-@dataclass(frozen=True)
-class Census:
-    """What lies in the store: numbers of messages, microseconds until the first is due.
-
-    Below 0 since it was; None if nothing waits. *promoting*: a dispatcher has shown itself lately.
-    """
-
-    waiting: int
-    parked: int
-    overdue: int
-    until_first_us: int | None
-    promoting: bool
 
 
 #: Of its parent: a child must not close their connections, as forgetting them would.

@@ -15,7 +15,7 @@ from ...errors import CannotDelay, NativeDelayError, NotPermitted, TopologyMisma
 from ...message import HEADER
 from ...settings import DelaySettings
 from ..virtual import delays
-from ..virtual.trace import sealed
+from ..virtual.trace import traced
 from .delay_queue import (
     LONGEST_NAME,
     can_delay,
@@ -88,7 +88,7 @@ class Delays(delays.Delays):
             DelayTooLong, SettingsError, TopologyMismatch, NotPermitted: nothing was sent; the
                 text says why and the way out.
         """
-        put = self.sealed(queue, message, due_us=due_us, delivery_id=delivery_id)
+        put = self.put_of(queue, message, due_us=due_us, delivery_id=delivery_id)
         if entry_id is not None:
             put = put._replace(id=entry_id)
         now_us = time_ns() // 1000
@@ -98,7 +98,7 @@ class Delays(delays.Delays):
         ):
             self._send(queue, put.parcel, self.seconds_here(put, now_us=now_us))
 
-    def sealed(
+    def put_of(
         self,
         queue: str,
         message: dict[str, Any],
@@ -115,7 +115,7 @@ class Delays(delays.Delays):
             )
         self.check_reach(due_us)
         delivery_id = delivery_id or str(message["properties"]["delivery_tag"])
-        told = sealed(message, due_ms=milliseconds_up(due_us))
+        told = traced(message, due_ms=milliseconds_up(due_us))
         # SQS puts a receipt where other brokers leave the delivery tag.
         told["headers"][HEADER]["id"] = delivery_id
         base64 = self._channel.sqs_base64_encoding

@@ -24,7 +24,6 @@ from .delay_queue import can_delay, delay_queue_of
 from .delays import Delays
 from .entry import Put, in_requests
 from .queues import explained
-from .transport import Channel
 
 #: What SQS answers to credentials that it does not know; those it knows may be denied an action.
 _NOT_LET_IN = frozenset(
@@ -39,18 +38,18 @@ class NotYet(Exception):
     """SQS did not take some messages now; it may in a moment."""
 
 
-class BulkChannel(Collecting, Channel):
-    """See :class:`Collecting`."""
+class SqsCollecting(Collecting):
+    """Collects messages that SQS will take."""
 
-    def put_for(self, queue: str, message: dict[str, Any]) -> Put | PlainPut:
+    def put_for(self: Any, queue: str, message: dict[str, Any]) -> Put | PlainPut:
         due_us = self.due_of(message)
         if due_us is None or not can_delay(queue):
             return PlainPut(queue, message)
-        put: Put = self.delays.sealed(queue, message, due_us=due_us)
+        put: Put = self.delays.put_of(queue, message, due_us=due_us)
         self.check(put)
         return put
 
-    def check(self, put: Put) -> None:
+    def check(self: Any, put: Put) -> None:
         """Raise what stands against sending it, before it is among those that are sent."""
         delays: Delays = self.delays
         now_us = time_ns() // 1000
@@ -63,6 +62,7 @@ class Outbox(CallingOutbox[Put | PlainPut]):
     """See the module's docstring. What does not wait is sent as ever, one by one."""
 
     lost = (*CallingOutbox.lost, BotoCoreError, ClientError, NotYet)
+    collecting = SqsCollecting
 
     def is_lasting(self, error: BaseException) -> bool:
         """See :meth:`~..virtual.outbox.Outbox.is_lasting`."""
@@ -78,11 +78,8 @@ class Outbox(CallingOutbox[Put | PlainPut]):
 
     # --- private -------------------------------------------------------------------------
 
-    def _open(self, client: Any) -> Collecting:
-        channel = BulkChannel(client.connection)
-        client.connection.channels.append(channel)
+    def _prepare(self, channel: Any) -> None:
         channel.delays.check_settings()
-        return channel
 
     def _packed(self, puts: list[Put | PlainPut]) -> Iterable[Batch[Put | PlainPut]]:
         """Those together that go to the same queue."""

@@ -69,6 +69,9 @@ class Outbox(ABC, Generic[PutT, ParcelT]):
     connection_options: ClassVar[dict[str, Any]] = {}
     """Transport options of its own connection."""
 
+    collecting: ClassVar[type[Collecting]]
+    """What is mixed in before the transport's own channel."""
+
     def __init__(self, client: Any, window: int) -> None:
         """*client* is a kombu connection to the same server, which is not touched."""
         options = {**(client.transport_options or {}), **self.connection_options}
@@ -216,9 +219,8 @@ class Outbox(ABC, Generic[PutT, ParcelT]):
 
     # --- what only the one for a broker knows ---------------------------------------------
 
-    @abstractmethod
-    def _open(self, client: Any) -> Collecting:
-        """A channel on a kombu connection that stands; and whatever else it takes to write."""
+    def _prepare(self, channel: Any) -> None:
+        """Make a new *channel*, and whatever else it takes to write, ready."""
 
     @abstractmethod
     def _packed(self, puts: list[PutT]) -> Iterable[ParcelT]:
@@ -273,13 +275,23 @@ class Outbox(ABC, Generic[PutT, ParcelT]):
             # Once for each URL; the pauses between attempts are ours.
             tries = len(client.alt) or 1
             client.ensure_connection(max_retries=tries, interval_start=0, interval_step=0)
-            self.channel = self._open(client)
+            self.channel = self._opened(client)
         except BaseException:
             with suppress(Exception):
                 client.close()
             raise
         self._client = client
         self.connects += 1
+
+    def _opened(self, client: Any) -> Collecting:
+        """A channel that collects, on a kombu connection that stands."""
+        delaying = client.transport.delaying_channel
+        channel: Collecting = type("BulkChannel", (self.collecting, delaying), {})(
+            client.connection
+        )
+        client.connection.channels.append(channel)
+        self._prepare(channel)
+        return channel
 
     def _is_back(self) -> None:
         self._away_since, self.has_given_up = None, False

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from ...durations import duration
 from ...finding import WRONG, Finding
-from ..interface import Backlog
 
 #: Longer overdue, in seconds, and nobody seems to hand over.
 PATIENCE_SECONDS = 15.0
@@ -22,25 +21,17 @@ _WAY_OUT = (
 )
 
 
-class Census(Protocol):
-    """How much there is, at one instant, as numbers of messages."""
+@dataclass(frozen=True)
+class Census:
+    """Numbers of messages in a store at one instant."""
 
-    @property
-    def waiting(self) -> int: ...
-
-    @property
-    def parked(self) -> int: ...
-
-    @property
-    def overdue(self) -> int: ...
-
-    @property
-    def until_first_us(self) -> int | None:
-        """Microseconds until the first is due, below 0 since it was; None if nothing waits."""
-
-    @property
-    def promoting(self) -> bool:
-        """Whether a promoter has shown itself lately."""
+    waiting: int
+    parked: int
+    overdue: int
+    until_first_us: int | None
+    """Microseconds until the first is due, below 0 since it was; None if nothing waits."""
+    promoting: bool
+    """True if a promoter has shown itself lately."""
 
 
 @dataclass(frozen=True)
@@ -111,15 +102,4 @@ def parked_finding(number: int, why: str) -> Finding:
         f"{number} message(s) are parked: they were due, and {why}",
         "see `celery -A PROJ delay parked list`, make their destinations right, and workers send "
         "them on",
-    )
-
-
-def backlog_of(census: Census) -> Backlog:
-    """The same as numbers; the store itself is the ledger."""
-    return Backlog(
-        census.waiting,
-        census.parked,
-        ledger_answers=True,
-        until_first_us=census.until_first_us,
-        in_ledger=census.waiting,
     )
