@@ -15,7 +15,7 @@ from .trace import untraced
 
 @dataclass(frozen=True)
 class Ready:
-    """Everything that delayed messages need is there: *facts* for scripts, *sentence* for people."""
+    """A report that nothing is missing: *facts* for scripts, *sentence* for people."""
 
     facts: Mapping[str, Any]
     sentence: str
@@ -28,7 +28,7 @@ class Ready:
 
 
 class AdminPart(ABC):
-    """See :class:`~celery_native_delay.transports.interface.AdminPart`; here as far as it counts."""
+    """Counting for :class:`~celery_native_delay.transports.interface.AdminPart`."""
 
     name: str
 
