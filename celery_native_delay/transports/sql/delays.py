@@ -11,7 +11,7 @@ from ...settings import DelaySettings
 from ...urls import without_password
 from ..virtual import delays
 from ..virtual.status import Status
-from ..virtual.trace import encoded, traced
+from ..virtual.trace import encoded, sealed
 from ..virtual.watching import warn_if_nothing_promotes
 from .store import Store
 
@@ -83,7 +83,7 @@ class Delays(delays.Delays):
     def stored(self, message: dict[str, Any], queue: str, *, due_us: int) -> Put:
         """kombu's *message* as it is stored; raises as :meth:`publish`."""
         self.check_reach(due_us)
-        envelope = encoded(traced(message, due_ms=milliseconds_up(due_us)))
+        envelope = encoded(sealed(message, due_ms=milliseconds_up(due_us)))
         return Put(queue, due_us, id_of(message), envelope)
 
     def put_back(self, message: dict[str, Any], queue: str, *, due_us: int) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from ..interface import Backlog, ParkedTask
 from .status import Census, Status
-from .trace import untraced
+from .trace import unsealed
 
 
 @dataclass(frozen=True)
@@ -55,4 +55,4 @@ class AdminPart(ABC):
 def parked_task(envelope: str | bytes) -> ParkedTask:
     """The task in a parked message, as far as it tells who it is."""
     message = json.loads(envelope)
-    return ParkedTask.of(*untraced(message.get("headers"), message["properties"]))
+    return ParkedTask.of(*unsealed(message.get("headers"), message["properties"]))

@@ -12,7 +12,7 @@ from ...due_time import eta_of, milliseconds_up
 from ...errors import CannotDelay
 from ...ledger.model import Waiting
 from ...message import CANCELLED, HEADER
-from .trace import encoded, traced, untraced
+from .trace import encoded, sealed, unsealed
 
 
 def waiting_of(envelope: str | bytes, *, queue: str, due_us: int | None) -> Waiting | None:
@@ -26,7 +26,7 @@ def waiting_of(envelope: str | bytes, *, queue: str, due_us: int | None) -> Wait
     if trace.get(CANCELLED):
         return None
     info = properties.get("delivery_info") or {}
-    opened, _ = untraced(headers, properties)
+    opened, _ = unsealed(headers, properties)
     return Waiting.of(
         opened,
         properties,
@@ -55,4 +55,4 @@ def changed(envelope: str | bytes, due_us: int, *, cancelled: bool) -> str | Non
         )
     headers["eta"] = eta_of(due_us)
     moved = {**message, "headers": headers}
-    return encoded(traced(moved, due_ms=milliseconds_up(due_us), cancelled=cancelled))
+    return encoded(sealed(moved, due_ms=milliseconds_up(due_us), cancelled=cancelled))

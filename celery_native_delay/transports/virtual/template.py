@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from ...errors import RefusedMessage
 from ...message import HEADER
-from .trace import encoded, untraced
+from .trace import encoded, unsealed
 
 
 class TaskFields(NamedTuple):
@@ -111,7 +111,7 @@ def refused_of(reason: str, text: str | bytes) -> RefusedMessage:
     """What is reported of a message whose envelope was not taken."""
     envelope = json.loads(text)
     properties = envelope["properties"]
-    headers, delayed = untraced(envelope.get("headers"), properties)
+    headers, delayed = unsealed(envelope.get("headers"), properties)
     info = properties.get("delivery_info") or {}
     body = envelope["body"]
     return RefusedMessage(

@@ -12,7 +12,7 @@ from ...message import HEADER, Delayed, cancel, due_ms_of, uncover
 VERSION = 1
 
 
-def traced(message: Mapping[str, Any], *, due_ms: int, cancelled: bool = False) -> dict[str, Any]:
+def sealed(message: Mapping[str, Any], *, due_ms: int, cancelled: bool = False) -> dict[str, Any]:
     """A copy of kombu's *message* that tells of its wait; what it told of an earlier one is gone.
 
     Args:
@@ -33,7 +33,7 @@ def encoded(message: Mapping[str, Any]) -> str:
     return text
 
 
-def untraced(
+def unsealed(
     headers: Mapping[str, Any] | None, properties: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Delayed | None]:
     """Headers as of the undelayed message, and its wait.
