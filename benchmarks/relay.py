@@ -128,7 +128,7 @@ def relayed(sqs: PrivateSqs, count: int) -> Round:
             "before-call.sqs", lambda model, **_: requests.update([model.name])
         )
         relay = Relay(lambda: None, [QUEUE])
-        line = relay.line(channel, QUEUE)
+        line = relay.for_queue(channel, QUEUE)
         begin, begin_cpu = perf_counter(), process_time()
         while relay.promoted + relay.relayed < count:
             line.step()

@@ -190,7 +190,7 @@ def test_all_that_a_relay_holds_is_given_back_when_sqs_fails(sqs: PrivateSqs) ->
     with delaying(sqs.url) as connection, inbox(connection, "jobs") as received:
         publish(connection, "far", "jobs", delay=60)
         publish(connection, "hello", "jobs", delay=1.5)
-        line = relay_module.Relay(lambda: None, []).line(connection.default_channel, "jobs")
+        line = relay_module.Relay(lambda: None, []).for_queue(connection.default_channel, "jobs")
 
         def fail(**_: Any) -> None:
             raise ConnectionError("gone")
@@ -206,13 +206,16 @@ def test_all_that_a_relay_holds_is_given_back_when_sqs_fails(sqs: PrivateSqs) ->
         assert received.wait_for(1)[0].body == "hello"
 
 
-def test_what_was_sent_and_could_not_be_deleted_is_not_sent_again(sqs: PrivateSqs) -> None:
+def test_what_was_sent_and_could_not_be_deleted_is_not_sent_again(
+    sqs: PrivateSqs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without permission to delete it would be, by each relay every half minute for 14 days."""
+    monkeypatch.setattr(relay_module, "VISIBILITY_SECONDS", 1)
     make_delay_queue(sqs)
     with delaying(sqs.url) as connection, inbox(connection, "jobs") as received:
         publish(connection, "hello", "jobs", delay=1.5)
-        relay = relay_module.Relay(lambda: None, [], visibility_seconds=1)
-        line = relay.line(connection.default_channel, "jobs")
+        relay = relay_module.Relay(lambda: None, [])
+        line = relay.for_queue(connection.default_channel, "jobs")
 
         def fail(**_: Any) -> None:
             raise ConnectionError("gone")

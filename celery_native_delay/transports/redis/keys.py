@@ -53,9 +53,9 @@ class Keys(IndexKeys):
         """Sorted set: member → when its destination refused it, in microseconds."""
         return f"{self.space}.parked"
 
-    def taken(self, line: str) -> str:
-        """Set: the numbers of what a line for many messages has sent and the server has taken."""
-        return f"{self.space}.taken.{line}"
+    def taken(self, outbox: str) -> str:
+        """Set: the numbers of what an outbox has sent and the server has taken."""
+        return f"{self.space}.taken.{outbox}"
 
 
 def member_of(message: Mapping[str, Any], destination: str) -> str:

@@ -118,7 +118,7 @@ class Promoter:
         lag_seconds = 0.0
         expected_us: int | None = None
         while not self._stopping.is_set():
-            taken, moved = self._hand_over(rounds)
+            taken, moved = self._promote_due(rounds)
             if taken:
                 lag_seconds = 0.0
             elif expected_us is not None and moved.next_us != expected_us:
@@ -136,7 +136,7 @@ class Promoter:
                 lag_seconds = 0.0
                 expected_us = None
 
-    def _hand_over(self, rounds: Rounds) -> tuple[int, Moved]:
+    def _promote_due(self, rounds: Rounds) -> tuple[int, Moved]:
         """Promote until nothing is due; how many were, and what the last round said.
 
         While there is more, the server works on one round when the answer to another is read.

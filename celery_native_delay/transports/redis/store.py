@@ -130,7 +130,7 @@ class Store:
     # --- many out ------------------------------------------------------------------------
 
     def promote(self, *, version: tuple[int, ...], limit: int = BATCH) -> Moved:
-        """Hand over what is due by the server's clock, at most *limit* messages."""
+        """Promote what is due by the server's clock, at most *limit* messages."""
         return self._move(self.keys.due, "", version, limit)
 
     def rescue(self, *, version: tuple[int, ...], before_us: int, limit: int = BATCH) -> Moved:

@@ -44,7 +44,7 @@ def hand_over_on(channel: Any, store: Store) -> HandOver:
     client = channel.connection.client
     if hasattr(channel, "message_cls") and same_database(client.hostname, store.url):
         return IntoTheSameDatabase(channel)
-    return Put(channel, store)
+    return ThroughKombu(channel, store)
 
 
 @contextmanager
@@ -58,8 +58,8 @@ def handing_over(channel: Any, store: Store) -> Iterator[HandOver]:
         yield hand_over_on(connection.default_channel, store)
 
 
-class Put:
-    """Through kombu's own channel: put first and remove after, so at least once.
+class ThroughKombu:
+    """Handing over through kombu's own channel: put first and remove after, so at least once.
 
     What a store keeps although it was put, because its disk is full, this process puts once only.
     """
@@ -112,7 +112,7 @@ class Put:
 
 
 class IntoTheSameDatabase:
-    """Into the tables of kombu's sqlalchemy transport: one transaction, so exactly once."""
+    """Handing over into kombu's tables in the same database: one transaction, so exactly once."""
 
     def __init__(self, channel: Any) -> None:
         channel.session  # noqa: B018  has kombu create its tables

@@ -14,8 +14,8 @@ from ...errors import StoreUnavailable
 from ..lasting import is_lasting_sql
 from ..virtual.collecting import Collecting, PlainPut
 from ..virtual.outbox import Batch, CallingOutbox, NotTaken
+from .batch_numbers import NumberedBatches
 from .delays import BROADCAST, Put
-from .lines import Line
 from .store import is_about_a_row
 
 
@@ -42,7 +42,7 @@ class Outbox(CallingOutbox[Put | PlainPut]):
     def __init__(self, client: Any, window: int) -> None:
         super().__init__(client, window)
         self.lost = (*self.lost, StoreUnavailable, *client.recoverable_connection_errors)
-        self._line: Line | None = None
+        self._batches: NumberedBatches | None = None
         #: Of the last batch that is stored.
         self._number = 0
 
@@ -52,10 +52,10 @@ class Outbox(CallingOutbox[Put | PlainPut]):
 
     def _prepare(self, channel: Any) -> None:
         channel.delays.store.prepare()
-        if self._line is None:
-            line = Line(channel.delays.store)
-            line.open()
-            self._line = line
+        if self._batches is None:
+            batches = NumberedBatches(channel.delays.store)
+            batches.open()
+            self._batches = batches
 
     def _packed(self, puts: list[Put | PlainPut]) -> Iterable[Batch[Put | PlainPut]]:
         waiting = [put for put in puts if isinstance(put, Put)]
@@ -74,9 +74,9 @@ class Outbox(CallingOutbox[Put | PlainPut]):
                 waiting.append(put)
         if not waiting:
             return
-        assert self._line is not None
+        assert self._batches is not None
         try:
-            self._line.store(self._number + 1, waiting)
+            self._batches.store(self._number + 1, waiting)
         except StoreUnavailable as error:
             if is_about_a_row(error):
                 raise NotTaken(str(error)) from error
@@ -93,5 +93,5 @@ class Outbox(CallingOutbox[Put | PlainPut]):
             raise NotTaken(f"{type(error).__name__}: {error}") from error
 
     def _forget(self) -> None:
-        if self._line is not None:
-            self._line.close()
+        if self._batches is not None:
+            self._batches.close()

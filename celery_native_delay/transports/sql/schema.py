@@ -49,7 +49,8 @@ MESSAGES = Table(
     Index("native_delay_message_task", "namespace", "task_id"),
 )
 
-#: Who stores many messages, and the number of the last batch that is there.
+#: One row for each outbox: the number of the last batch that is there. And one for each sign
+#: that something dispatches.
 LINES = Table(
     "native_delay_line",
     METADATA,

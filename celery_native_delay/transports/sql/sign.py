@@ -1,6 +1,6 @@
 """The sign that something dispatches from a store: a row whose time is renewed.
 
-It stands in the table of the lines, whose rows that nobody renews are removed after a day.
+It stands in the table of the numbered batches, whose rows are removed a day after the last change.
 """
 
 from __future__ import annotations
@@ -35,5 +35,5 @@ def is_shown(connection: Connection, namespace: str) -> bool:
 
 
 def _name_of(namespace: str) -> str:
-    # The name of a line has 32 characters, a namespace may have 64.
+    # The name of a row has 32 characters, a namespace may have 64.
     return "dispatching." + blake2b(namespace.encode(), digest_size=9).hexdigest()

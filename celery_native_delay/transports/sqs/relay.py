@@ -76,20 +76,13 @@ class Relay:
     parked = 0
     """Nothing is: what cannot be sent on waits in its delay queue."""
 
-    def __init__(
-        self,
-        connect: Callable[..., Any],
-        queues: Sequence[str],
-        *,
-        visibility_seconds: int = VISIBILITY_SECONDS,
-    ) -> None:
+    def __init__(self, connect: Callable[..., Any], queues: Sequence[str]) -> None:
         """*connect* makes a kombu connection; *queues* are destinations."""
         self.promoted = 0
         self.relayed = 0
         self.failed = 0
         self._connect = connect
         self._queues = list(queues)
-        self._visibility_seconds = visibility_seconds
         self._stopping = Event()
         self._counting = Lock()
 
@@ -105,9 +98,9 @@ class Relay:
                 _complain("relaying", exc, backoff.seconds)
                 self._stopping.wait(backoff.failed())
 
-    def line(self, channel: Any, queue: str) -> Line:
-        """What is done for one destination, step by step."""
-        return Line(self, channel, queue, visibility_seconds=self._visibility_seconds)
+    def for_queue(self, channel: Any, queue: str) -> QueueRelay:
+        """Relaying for one destination, step by step."""
+        return QueueRelay(self, channel, queue)
 
     def count(self, *, promoted: int = 0, relayed: int = 0, failed: int = 0) -> None:
         """Add to the counters; from any of the threads."""
@@ -142,11 +135,11 @@ class Relay:
             thread.join(max(deadline - monotonic(), 0))
 
     def _serve(self, channel: Any, queue: str) -> None:
-        line = self.line(channel, queue)
+        relay = self.for_queue(channel, queue)
         backoff = Backoff(*PAUSE_SECONDS)
         while not self._stopping.is_set():
             try:
-                line.step()
+                relay.step()
                 backoff.reset()
             except _NoDelayQueue:
                 return  # whoever prepared us has said so
@@ -161,16 +154,15 @@ class _NoDelayQueue(NativeDelayError):
     """It should have been among the predefined queues."""
 
 
-class Line:
-    """What one thread does for one destination."""
+class QueueRelay:
+    """Relaying for one destination, which is what one thread does."""
 
-    def __init__(self, relay: Relay, channel: Any, queue: str, *, visibility_seconds: int) -> None:
+    def __init__(self, relay: Relay, channel: Any, queue: str) -> None:
         self._relay = relay
         self._queues: Queues = channel.delays.queues
         self._hop_seconds = channel.delays.hop_seconds
         self._destination = queue
         self._source = delay_queue_of(queue)
-        self._visibility_seconds = visibility_seconds
         #: Ids of messages that were sent on and could not be deleted: not to be sent again.
         self._sent: set[str] = set()
 
@@ -182,7 +174,7 @@ class Line:
                 QueueUrl=url,
                 MaxNumberOfMessages=BATCH,
                 WaitTimeSeconds=LONG_POLL_SECONDS,
-                VisibilityTimeout=self._visibility_seconds,
+                VisibilityTimeout=VISIBILITY_SECONDS,
                 MessageSystemAttributeNames=_ASKED,
             )
         except ClientError as exc:
