@@ -21,7 +21,7 @@ def die(*_: object) -> None:
 if __name__ == "__main__":
     url, queue, visibility_seconds = sys.argv[1:]
     register_transports()
-    relay.Line._delete = die  # type: ignore[method-assign]
+    relay.QueueRelay._delete = die  # type: ignore[method-assign]
     relay.VISIBILITY_SECONDS = int(visibility_seconds)
     doomed = relay.Relay(lambda: delaying(url), [queue])
     sys.stdout.write("ready\n")
