@@ -1,4 +1,4 @@
-"""What every transport's messages have in common: the ETA they carry, and the trace of a wait."""
+"""The ETA and the header that delayed messages carry on every broker."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def due_of(headers: Mapping[str, Any] | None) -> int | None:
 
 
 def due_ms_of(headers: Mapping[str, Any]) -> int | None:
-    """The same in milliseconds, as a trace has it; None also for an ETA that is not ISO 8601."""
+    """The due time in milliseconds, as a trace has it; None also for an ETA that is no date."""
     try:
         found_us = due_of(headers)
     except InvalidDueTime:
@@ -71,7 +71,7 @@ _LONG_AGO = "2000-01-01T00:00:00+00:00"
 
 
 def cancel(headers: dict[str, Any], trace: dict[str, Any]) -> None:
-    """Mark a task's *headers* and *trace*: whoever receives it must not run it."""
+    """Mark a task's *headers* and *trace*, so that no worker runs it."""
     trace[CANCELLED] = True
     if "expires" in headers:
         trace[EXPIRES] = headers["expires"]
@@ -79,7 +79,7 @@ def cancel(headers: dict[str, Any], trace: dict[str, Any]) -> None:
 
 
 def uncover(headers: dict[str, Any], trace: Mapping[str, Any]) -> bool:
-    """Whether the task was cancelled; its *headers* then have what :func:`cancel` took."""
+    """True if the task was cancelled; its *headers* then get back what :func:`cancel` took."""
     if not trace.get(CANCELLED):
         return False
     if EXPIRES in trace:

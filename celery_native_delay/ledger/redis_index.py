@@ -2,7 +2,7 @@
 
 Three keys: a sorted set of members by due time in microseconds, a hash of their entries, and a
 sorted set of the same members, all with score 0, so that those of one task id stand together. A
-member is ``<task id>:<what tells messages of one id apart>``. Whoever stores keeps all three.
+member is ``<task id>:<what tells messages of one id apart>``. A producer keeps all three.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from . import model as ledger
 from .looking import SEARCH, is_itself_in_json, to_find
 from .model import ALL, Outcome, Page, Query, Verdict, Waiting, ids_by_page
 
-#: A change is tried again so often when somebody else has changed the task at the same time.
+#: A change is tried again so often when another has changed the task at the same time.
 _TRIES = 10
 
 #: Entries that one script looks into, so that it keeps Redis from others for 1-2 ms only.
@@ -55,7 +55,7 @@ class IndexKeys:
 
     @property
     def space(self) -> str:
-        """What all keys begin with, without the last dot."""
+        """The beginning of all keys, without the last dot."""
         raise NotImplementedError
 
     @property
@@ -75,12 +75,12 @@ class IndexKeys:
 
     @property
     def index(self) -> tuple[str, str, str]:
-        """All three, as scripts take them."""
+        """The three keys, as scripts take them."""
         return self.due, self.messages, self.ids
 
 
 class Index:
-    """See the module's docstring. Errors of redis-py pass through."""
+    """Messages by due time and task id, in the three keys. Errors of redis-py pass through."""
 
     def __init__(self, client: Any, keys: IndexKeys, decode: Decode) -> None:
         """*client* is a redis.Redis that returns bytes."""
@@ -90,14 +90,14 @@ class Index:
         self._counts = client.register_script(COUNTS)
 
     def count(self, query: Query = ALL) -> int:
-        """How many match."""
+        """The number of those that match."""
         first, end = self._ranks(query)
         if query.is_by_time_only:
             return end - first
         return sum(1 for _ in self._matching(query, first, end))
 
     def page(self, query: Query = ALL, *, offset: int = 0, limit: int = 50) -> Page:
-        """Those that match, earliest first; their total only where due times alone decide."""
+        """Matching tasks, earliest first; their total only where due times alone decide."""
         first, end = self._ranks(query)
         if query.is_by_time_only:
             # Those that are not to be seen are made up for by the next.
@@ -134,17 +134,17 @@ class Index:
         return int(seconds) * 1_000_000 + int(microseconds)
 
     def counts(self, edges_us: Sequence[int]) -> list[int]:
-        """How many are due between each two neighbours of *edges_us*."""
+        """Numbers of those that are due between each two neighbours of *edges_us*."""
         return [int(count) for count in self._counts(keys=[self._due], args=list(edges_us))]
 
     def span(self) -> tuple[int, int] | None:
-        """When the first and the last are due, microseconds since the epoch."""
+        """Due times of the first and the last, microseconds since the epoch."""
         first = self._client.zrange(self._due, 0, 0, withscores=True)
         last = self._client.zrange(self._due, -1, -1, withscores=True)
         return (int(first[0][1]), int(last[0][1])) if first and last else None
 
     def members(self, task_id: str) -> list[str]:
-        """What waits under *task_id*."""
+        """Members of what waits under *task_id*."""
         prefix = f"{task_id}:"
         # ";" follows ":".
         found = self._client.zrangebylex(self._ids, f"[{prefix}", f"({task_id};")
@@ -165,7 +165,7 @@ class Index:
         return found
 
     def get(self, task_id: str) -> list[Waiting]:
-        """What waits under *task_id*."""
+        """Messages that wait under *task_id*."""
         decoded = (
             self._decode(member, entry, due_us or 0)
             for member, entry, due_us in self.entries(task_id)
@@ -212,7 +212,7 @@ class Index:
     def _searched(
         self, ranges: Sequence[tuple[int, int]], arguments: Sequence[Any]
     ) -> Iterator[list[bytes]]:
-        """What is found in each of *ranges*. After the first, Redis is one ahead of the reader."""
+        """Findings in each of *ranges*. After the first, Redis is one ahead of the reader."""
         keys = 2, self._due, self._messages
         unread = 0
         with self._client.client() as client:
@@ -231,7 +231,7 @@ class Index:
 
 
 class IndexedLedger(ABC):
-    """What ledgers with an index have in common; see :class:`~.model.Ledger`."""
+    """A :class:`~.model.Ledger` with an index, as far as it is the same for all."""
 
     def __init__(self, index: Index) -> None:
         self._index = index

@@ -23,7 +23,7 @@ class Channel(PublishingChannel, pgmq.Channel):  # type: ignore[misc]
     """A channel whose messages with an ETA ahead stay invisible until then."""
 
     def _pgmq_send_kwargs(self, message: dict[str, Any]) -> dict[str, Any]:
-        """What kombu hands to pgmq's ``send`` and ``send_topic``."""
+        """Arguments that kombu hands to pgmq's ``send`` and ``send_topic``."""
         due_us = self.due_of(message)
         if due_us is not None:
             wait_us = due_us - time_ns() // 1000
@@ -57,7 +57,7 @@ class Outbox(CallingOutbox[PlainPut]):
         self.lost = (*self.lost, *client.recoverable_connection_errors)
 
     def is_lasting(self, error: BaseException) -> bool:
-        """See :meth:`~.virtual.outbox.Outbox.is_lasting`."""
+        """True also for what PostgreSQL will never take."""
         return is_lasting_sql(error) or super().is_lasting(error)
 
     def _packed(self, puts: list[PlainPut]) -> Iterable[Batch[PlainPut]]:
@@ -89,9 +89,9 @@ class Transport(DelayingTransport, pgmq.Transport):  # type: ignore[misc]
     delaying_channel = Channel
 
     def waits_in(self, settings: DelaySettings) -> str:
-        """Where delayed messages wait; needs no connection."""
+        """The place where delayed messages wait; needs no connection."""
         return "their queue of pgmq, invisible"
 
     def bulk_line(self, *, window: int) -> BulkLine:
-        """A way of their own for many messages; the connection itself is not touched."""
+        """A line for many messages; the connection itself is not touched."""
         return BulkLine(Outbox(self.client, window))

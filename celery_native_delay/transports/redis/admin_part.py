@@ -1,4 +1,4 @@
-"""What the command line does on Redis."""
+"""The command line's part on Redis."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .worker_part import rescue
 
 
 class RedisAdminPart(AdminPart):
-    """On one channel; see :class:`~celery_native_delay.transports.interface.AdminPart`."""
+    """An :class:`~celery_native_delay.transports.interface.AdminPart` on one channel."""
 
     def __init__(self, channel: Any) -> None:
         self._delays = channel.delays

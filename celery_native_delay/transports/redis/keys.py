@@ -35,7 +35,7 @@ class Keys(IndexKeys):
 
     @property
     def space(self) -> str:
-        """What all keys begin with, without the last dot."""
+        """The beginning of all keys, without the last dot."""
         return f"{self.prefix}{self.namespace}.v{VERSION}"
 
     @property
@@ -72,6 +72,6 @@ def member_of(message: Mapping[str, Any], destination: str) -> str:
 
 
 def member(name: str, delivery_tag: str, destination: str) -> str:
-    """See :func:`member_of`; *name* is the task's id."""
+    """The member of :func:`member_of` for a task whose id is *name*."""
     digest = blake2b(f"{delivery_tag}\n{destination}".encode(), digest_size=_DIGEST_BYTES).digest()
     return f"{name}:{urlsafe_b64encode(digest).decode()}"

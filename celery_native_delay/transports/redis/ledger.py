@@ -1,4 +1,4 @@
-"""What waits in Redis, seen and changed in place: the store itself is the ledger.
+"""The ledger of Redis, which is the store itself: what waits is seen and changed in place.
 
 A change replaces a message by another one only if it is still there as it was read.
 """
@@ -24,7 +24,7 @@ _SEPARATOR = "\x06\x16"
 
 
 class RedisLedger(IndexedLedger):
-    """On one channel; see :class:`~celery_native_delay.ledger.model.Ledger`."""
+    """A :class:`~celery_native_delay.ledger.model.Ledger` on one channel."""
 
     def __init__(self, channel: Any) -> None:
         self._delays = channel.delays
@@ -69,7 +69,7 @@ class RedisLedger(IndexedLedger):
     def _replaced(
         self, member: str, entry: bytes, due_us: int | None, *, cancelled: bool
     ) -> int | None:
-        """When the message is due now; None if it was not there any more as it was."""
+        """The new due time of the message; None if it was not there any more as it was."""
         store: Store = self._delays.store
         destination, envelope = opened_entry(entry)
         new_due_us = time_ns() // 1000 if due_us is None else due_us

@@ -1,4 +1,4 @@
-"""What the server has yet to answer for: a hundred messages in a script, sent again as a whole.
+"""Messages that Redis has yet to answer for: a hundred in a script, sent again as a whole.
 
 Each script carries a number that the server keeps with what it stores. One that is sent again,
 because its answer was lost with the connection, changes nothing: neither for a message that still
@@ -100,7 +100,7 @@ class Parcel:
 
 
 class Outbox(outbox.Outbox[Put, Parcel]):
-    """See the module's docstring."""
+    """Many messages to Redis: a hundred in a script."""
 
     lost = (
         *outbox.Outbox.lost,
@@ -120,7 +120,7 @@ class Outbox(outbox.Outbox[Put, Parcel]):
         self._parcelled = 0
 
     def take(self, put: Put) -> None:
-        """What does not wait is sent at once."""
+        """Send a message, at once if it does not wait."""
         if put.due_us:
             super().take(put)
         else:
@@ -128,7 +128,7 @@ class Outbox(outbox.Outbox[Put, Parcel]):
             self._add(self._parcel(PUSH, to.keys, [to.ttl_ms, put.envelope], [put]))
 
     def is_lasting(self, error: BaseException) -> bool:
-        """See :meth:`~..virtual.outbox.Outbox.is_lasting`."""
+        """True also for a user, password or database that Redis does not know."""
         no_database = isinstance(error, exceptions.ResponseError) and "DB index" in str(error)
         return isinstance(error, _NOT_LET_IN) or no_database or super().is_lasting(error)
 

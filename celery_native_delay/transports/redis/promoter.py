@@ -1,10 +1,10 @@
-"""Hands over what is due: in every worker, or in a process of its own. No leader, no lock.
+"""Promotes what is due: in every worker, or in a process of its own. No leader, no lock.
 
 A timer here leads to the next due time, because Redis itself looks for blocked clients that time
 out only every 100 ms. It runs from when the last round was asked for: the next one takes as long
 to the server as that one did, and arrives when the message is due. What comes meanwhile and is due
 sooner wakes one promoter up through an outstanding BZPOPMIN. If that one dies with its knowledge,
-the others look in time: nobody sleeps longer than :data:`LONGEST_SLEEP_SECONDS`.
+the others look in time: none sleeps longer than :data:`LONGEST_SLEEP_SECONDS`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _SELECTABLE = 1024
 
 
 class Promoter:
-    """See the module's docstring. *promoted* and *parked* count messages so far."""
+    """A loop that promotes what is due. *promoted* and *parked* count messages so far."""
 
     def __init__(self, connect: Callable[..., Any]) -> None:
         """*connect* makes a kombu connection, given its ``transport_options``."""
@@ -122,7 +122,7 @@ class Promoter:
             if taken:
                 lag_seconds = 0.0
             elif expected_us is not None and moved.next_us != expected_us:
-                # Somebody else took it. If it is still there, this was too early by a hair.
+                # Another promoter took it. If it is still there, this was too early by a hair.
                 lag_seconds = min(max(lag_seconds * 2, FIRST_LAG_SECONDS), LONGEST_LAG_SECONDS)
             expected_us = None
             sleep_seconds = LONGEST_SLEEP_SECONDS
@@ -132,7 +132,7 @@ class Promoter:
                 if until_due_seconds < sleep_seconds:
                     sleep_seconds, expected_us = until_due_seconds, moved.next_us
             if alarm.wait(sleep_seconds):
-                # Nobody else knows of what has come.
+                # No other promoter knows of what has come.
                 lag_seconds = 0.0
                 expected_us = None
 
@@ -215,6 +215,6 @@ class _Alarm:
         self._connection.disconnect()
 
     def _ask(self) -> None:
-        # A health check could connect anew, to a socket that nobody watches.
+        # A health check could connect anew, to a socket that is not watched.
         self._connection.send_command("BZPOPMIN", self._key, _BLOCK_SECONDS, check_health=False)
         self._asked_at = monotonic()

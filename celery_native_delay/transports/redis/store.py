@@ -38,7 +38,7 @@ _FLAGS_SINCE = (7,)
 
 @dataclass(frozen=True)
 class Moved:
-    """What one script run did, as numbers of messages.
+    """The result of one script run, as numbers of messages.
 
     *taken* left the sorted set: *delivered*, *parked* with *refusal* as Redis' last word, or they
     had lost their entry. *now_us* and *next_us*, when the next one is due or None if there is none,
@@ -224,7 +224,7 @@ class Rounds:
         #: When each round that waits for its answer was asked for.
         self._asked: deque[float] = deque()
         self.last_asked_at = 0.0
-        """When the round that was answered last had been asked for, on the monotonic clock."""
+        """Monotonic time at which the round that was answered last had been asked for."""
 
     def connect(self) -> None:
         """Connect; with Sentinel, to the master of now, which sending alone would not ask for."""
@@ -232,7 +232,7 @@ class Rounds:
 
     @property
     def asked_count(self) -> int:
-        """How many rounds wait for their answer."""
+        """The number of rounds that wait for their answer."""
         return len(self._asked)
 
     def ask(self) -> None:
@@ -241,7 +241,7 @@ class Rounds:
         self._connection.send_packed_command(self._evalsha, check_health=False)
 
     def answer(self) -> Moved:
-        """What the round did that was asked for first; a script that is not there is loaded."""
+        """The result of the round that was asked for first; a missing script is loaded."""
         while True:
             try:
                 with refusals_explained(self._keys):

@@ -1,4 +1,4 @@
-"""What the command line does with a store."""
+"""The command line's part with a store."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .worker_part import rescue
 
 
 class StoreAdminPart(AdminPart):
-    """On one channel; see :class:`~celery_native_delay.transports.interface.AdminPart`."""
+    """An :class:`~celery_native_delay.transports.interface.AdminPart` on one channel."""
 
     def __init__(self, channel: Any) -> None:
         self._channel = channel

@@ -1,4 +1,4 @@
-"""Hands over what is due: in every worker, or in a process of its own. No leader.
+"""Dispatches what is due: in every worker, or in a process of its own. No leader.
 
 It asks for the next due time and sleeps until then. What this process adds meanwhile and is due
 sooner wakes it up. What other processes add it sees when it looks again, which matters only to
@@ -35,12 +35,12 @@ SERVER_LOOK_SECONDS = 0.25
 _TAKEN_PAUSE_SECONDS = 0.02
 
 #: For so much of the time that a batch has kept a file locked it is then left to others: SQLite
-#: has who waits look every 0.1 s, and give up after 5 s.
+#: has waiting processes look every 0.1 s, and give up after 5 s.
 _LEFT_TO_OTHERS = 0.25
 
 
 class Dispatcher:
-    """See the module's docstring. *promoted* and *parked* count messages so far."""
+    """A loop that dispatches what is due. *promoted* and *parked* count messages so far."""
 
     def __init__(self, store: Store, connect: Callable[..., Any]) -> None:
         """*connect* makes a kombu connection, given its ``transport_options``."""

@@ -1,7 +1,7 @@
-"""What waits in a store, seen and changed in place: the store itself is the ledger.
+"""The ledger of a store, which is the store itself: what waits is seen and changed in place.
 
-A row's lock decides between a change and the dispatcher: who comes second finds it gone, or due
-at another time.
+A row's lock decides between a change and the dispatcher: the second finds it gone, or due at
+another time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .store import Store
 
 
 class StoreLedger:
-    """On one channel; see :class:`~celery_native_delay.ledger.model.Ledger`."""
+    """A :class:`~celery_native_delay.ledger.model.Ledger` on one channel."""
 
     def __init__(self, channel: Any) -> None:
         self._channel = channel
@@ -110,7 +110,7 @@ class StoreLedger:
         return Outcome(task_id, Verdict.DONE, None if cancelled else new_due_us, tuple(done))
 
     def _dispatch(self) -> None:
-        """Where nobody dispatches now, what is due would still be counted among what waits."""
+        """Dispatch a batch: without a dispatcher what is due would be counted among what waits."""
         lost = self._channel.connection.client.connection_errors
         with suppress(OSError, *lost):  # then a worker will, when the broker is back
             hand_over = self._hand_over

@@ -35,7 +35,7 @@ class StoreCollecting(Collecting):
 
 
 class Outbox(CallingOutbox[Put | PlainPut]):
-    """See the module's docstring. What does not wait goes to the broker as ever."""
+    """Many messages into a store, a hundred in a transaction; others go to the broker as ever."""
 
     collecting = StoreCollecting
 
@@ -47,7 +47,7 @@ class Outbox(CallingOutbox[Put | PlainPut]):
         self._number = 0
 
     def is_lasting(self, error: BaseException) -> bool:
-        """See :meth:`~..virtual.outbox.Outbox.is_lasting`; of the broker and of the store."""
+        """True also for what the database of the broker or the store will never take."""
         return is_lasting_sql(error) or super().is_lasting(error)
 
     def _prepare(self, channel: Any) -> None:

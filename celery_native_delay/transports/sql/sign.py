@@ -27,7 +27,7 @@ def show(connection: Connection, namespace: str) -> None:
 
 
 def is_shown(connection: Connection, namespace: str) -> bool:
-    """Whether a dispatcher has shown itself lately."""
+    """True if a dispatcher has shown itself lately."""
     shown_us = connection.execute(_FIND, {"this": _name_of(namespace)}).scalar()
     return (
         shown_us is not None and abs(time_ns() // 1000 - int(shown_us)) < SHOWN_SECONDS * 1_000_000

@@ -33,9 +33,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: Seconds until a delay queue is looked at again: one request each, by whoever sends into it.
+#: Seconds until a delay queue is looked at again: one request of each producer.
 LOOK_SECONDS = 600.0
-#: The same while there is none.
+#: Seconds until it is looked for again while there is none.
 LOOK_FOR_SECONDS = 60.0
 
 
@@ -50,7 +50,7 @@ class Look(NamedTuple):
 class Delays(delays.Delays):
     """Everything delayed delivery does on one SQS channel.
 
-    With a *refusal* nothing is delayed: whoever asks for it is told why.
+    With a *refusal* nothing is delayed: a producer is told why.
     """
 
     def __init__(
@@ -132,16 +132,16 @@ class Delays(delays.Delays):
             check_size(put.parcel.size_bytes, queue=put.queue)
             return
         check_size(put.entry(now_us=now_us).size_bytes, queue=put.queue)
-        # At the end of its wait nobody could be told.
+        # At the end of its wait no producer could be told.
         most_bytes = self.usable(put.queue).most_bytes
         check_size(put.parcel.size_bytes, queue=put.queue, most_bytes=most_bytes)
 
     def is_far(self, put: Put, *, now_us: int) -> bool:
-        """Whether it is due later than a single wait ends."""
+        """True if it is due later than a single wait ends."""
         return seconds_up(milliseconds_up(put.due_us - now_us)) > self.hop_seconds
 
     def seconds_here(self, put: Put, *, now_us: int) -> int:
-        """How long it is to wait in its own queue."""
+        """Seconds that it is to wait in its own queue."""
         return min(seconds_up(milliseconds_up(put.due_us - now_us)), self.hop_seconds)
 
     def _send(self, queue: str, parcel: Parcel, delay_seconds: int) -> None:
@@ -155,7 +155,7 @@ class Delays(delays.Delays):
         self._anew_if_gone(queue, send)
 
     def _send_into_delay_queue(self, queue: str, entry: Entry) -> bool:
-        """False if there is none, or none any more."""
+        """Send into the delay queue; False if there is none, or none any more."""
         name = delay_queue_of(queue)
         for _ in range(2):
             url = self.usable(queue).url
@@ -184,10 +184,10 @@ class Delays(delays.Delays):
             return send()
 
     def usable(self, queue: str) -> Look:
-        """Where the delay queue of *queue* is, looked at now and then.
+        """A look at the delay queue of *queue*, which is renewed now and then.
 
-        What can be known of the receiver: whether anybody has set up its delay queue, and whether
-        messages lie there that a relay would have taken.
+        It tells what can be known of the receiver: whether a worker has set up its delay queue,
+        and whether messages lie there that a relay would have taken.
 
         Raises:
             TopologyMismatch: messages would not wait there as they should.

@@ -1,4 +1,4 @@
-"""What SQS is given: a message as kombu would send it, and the entry of one that waits. Pure.
+"""Messages as SQS is given them: as kombu would send one, and the entry of one that waits. Pure.
 
 A delay queue is read by relays alone. An entry is one line of JSON that says where the message is
 on its way, a newline, and the body that the destination will get: no hop reads or writes it anew.
@@ -50,12 +50,12 @@ class Parcel:
         return cls("", attributes, properties.get("MessageGroupId")).holding(text, base64=base64)
 
     def holding(self, text: str, *, base64: bool) -> Self:
-        """The same with another message's JSON."""
+        """This parcel with another message's JSON."""
         return replace(self, body=b64encode(text.encode()).decode() if base64 else text)
 
     @property
     def size_bytes(self) -> int:
-        """What SQS counts."""
+        """Bytes as SQS counts them."""
         return len(self.body.encode()) + sum(
             len(name.encode()) + sum(len(_bytes(part)) for part in value.values())
             for name, value in self.attributes.items()
@@ -86,7 +86,7 @@ class Entry:
     hop: int = 0
 
     def again(self, left_ms: int) -> Entry:
-        """The same on its next hop."""
+        """This entry on its next hop."""
         return replace(self, left_ms=left_ms, hop=self.hop + 1)
 
     def text(self) -> str:
@@ -105,8 +105,8 @@ class Entry:
     def arguments(self) -> dict[str, Any]:
         """Arguments of ``send_message`` to the delay queue.
 
-        A group of its own: no message waits for another. The deduplication id names the hop: who
-        repeats a send within five minutes, because the relay before it died, changes nothing.
+        A group of its own: no message waits for another. The deduplication id names the hop: a
+        relay that repeats a send within five minutes, because another died, changes nothing.
         """
         return {
             "MessageBody": self.text(),
@@ -139,7 +139,7 @@ class Put(NamedTuple):
         return self.__class__(self.queue, due_us, delivery_tag, parcel, self.base64)
 
     def entry(self, *, now_us: int) -> Entry:
-        """It in the delay queue."""
+        """The entry in the delay queue for this message."""
         wait_ms = milliseconds_up(self.due_us - now_us)
         return Entry(self.id, wait_ms, milliseconds_up(self.due_us), self.parcel)
 

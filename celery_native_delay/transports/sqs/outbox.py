@@ -1,7 +1,7 @@
 """Many messages to SQS: ten in a request, what it does not take is sent again or named.
 
 A request whose answer was lost is sent again. SQS recognises that in a delay queue, for five
-minutes; in a queue that is no FIFO queue it does not, nor does it for anybody else.
+minutes; in a queue that is no FIFO queue it does not, nor does it for other senders.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class SqsCollecting(Collecting):
         return put
 
     def check(self: Any, put: Put) -> None:
-        """Raise what stands against sending it, before it is among those that are sent."""
+        """Raise an error that stands against sending, before it is among those that are sent."""
         delays: Delays = self.delays
         now_us = time_ns() // 1000
         delays.check_size(put, now_us=now_us)
@@ -59,13 +59,13 @@ class SqsCollecting(Collecting):
 
 
 class Outbox(CallingOutbox[Put | PlainPut]):
-    """See the module's docstring. What does not wait is sent as ever, one by one."""
+    """Many messages to SQS, ten in a request; what does not wait is sent as ever, one by one."""
 
     lost = (*CallingOutbox.lost, BotoCoreError, ClientError, NotYet)
     collecting = SqsCollecting
 
     def is_lasting(self, error: BaseException) -> bool:
-        """See :meth:`~..virtual.outbox.Outbox.is_lasting`."""
+        """True also for credentials that are missing or that SQS does not know."""
         if isinstance(error, ClientError):
             return error.response.get("Error", {}).get("Code") in _NOT_LET_IN
         no_credentials = isinstance(error, _NO_CREDENTIALS)
@@ -82,7 +82,7 @@ class Outbox(CallingOutbox[Put | PlainPut]):
         channel.delays.check_settings()
 
     def _packed(self, puts: list[Put | PlainPut]) -> Iterable[Batch[Put | PlainPut]]:
-        """Those together that go to the same queue."""
+        """Batches of those that go to the same queue."""
         delays, now_us = self._delays, time_ns() // 1000
         ways: dict[tuple[str, bool], list[Put | PlainPut]] = {}
         for put in puts:

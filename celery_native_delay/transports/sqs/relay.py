@@ -1,7 +1,7 @@
-"""Sends on what comes out of delay queues: in every worker, or in a process of its own.
+"""Relays what comes out of delay queues: in every worker, or in a process of its own.
 
 A thread for each queue, because a long poll takes its time. A message is deleted once SQS has it
-on its next way, so that nothing is lost when a relay dies; who receives it then repeats a send
+on its next way, so that nothing is lost when a relay dies; the next to receive it repeats a send
 that SQS recognises, as long as it goes back into the delay queue. Any number may run at once.
 """
 
@@ -57,7 +57,7 @@ class _Received:
 
     @property
     def left_ms(self) -> int:
-        """What is left of its delay now."""
+        """Milliseconds that are left of its delay now."""
         waited_ms = int((monotonic() - self.at) * 1000)
         return self.reception.left_ms(self.entry.left_ms) - waited_ms
 
@@ -67,7 +67,7 @@ class _Received:
 
 
 class Relay:
-    """See the module's docstring.
+    """A loop that relays for some queues, one thread each.
 
     *promoted* counts messages that were sent to their destination, *relayed* those that were sent
     back to wait on, *failed* attempts at either that SQS refused.
@@ -142,7 +142,7 @@ class Relay:
                 relay.step()
                 backoff.reset()
             except _NoDelayQueue:
-                return  # whoever prepared us has said so
+                return  # the part that prepared us has said so
             except Exception as exc:  # as above
                 if self._stopping.is_set():
                     return
@@ -151,7 +151,7 @@ class Relay:
 
 
 class _NoDelayQueue(NativeDelayError):
-    """It should have been among the predefined queues."""
+    """A delay queue that should have been among the predefined queues."""
 
 
 class QueueRelay:
@@ -265,7 +265,7 @@ class QueueRelay:
         return taken
 
     def _send(self, queue: str, messages: Sequence[dict[str, Any]]) -> dict[int, str]:
-        """Which of *messages* SQS did not take, and why."""
+        """Positions of the *messages* that SQS did not take, and why."""
         failed = self._queues.send_many(queue, messages, url=lambda: self._url(queue))
         return {at: failure.reason for at, failure in failed.items()}
 
@@ -306,7 +306,7 @@ class QueueRelay:
             )
 
     def _url(self, queue: str) -> str:
-        """Of the destination or the delay queue; created if it is gone."""
+        """The URL of the destination or the delay queue; created if it is gone."""
         if queue == self._destination:
             return self._queues.url(queue)
         url = self._queues.make_delay_queue(self._destination, hop_seconds=self._hop_seconds)

@@ -57,19 +57,19 @@ class Channel(virtual.DelayingChannel, SQS.Channel):  # type: ignore[misc]
         return self.delays.publish(queue, message, due_us=due_us)
 
     def worker_part(self, settings: DelaySettings) -> SqsWorkerPart:
-        """What a worker does for this broker."""
+        """The worker's part."""
         from .worker_part import SqsWorkerPart
 
         return SqsWorkerPart(self, settings)
 
     def admin_part(self, settings: DelaySettings) -> SqsAdminPart:
-        """What the command line does on this broker."""
+        """The command line's part."""
         from .admin_part import SqsAdminPart
 
         return SqsAdminPart(self)
 
     def ledger(self, settings: DelaySettings) -> None:
-        """Nobody can look into SQS.
+        """Refuse: there is no looking into SQS.
 
         Raises:
             NoLedger: saying what remains.
@@ -91,7 +91,7 @@ class Transport(virtual.DelayingTransport, SQS.Transport):  # type: ignore[misc]
         self.urls_by_queue: dict[str, str] = {}
 
     def bulk_line(self, *, window: int) -> BulkLine:
-        """A way of their own for many messages; the connection itself is not touched."""
+        """A line for many messages; the connection itself is not touched."""
         from ..virtual.bulk_line import BulkLine
         from .outbox import Outbox
 

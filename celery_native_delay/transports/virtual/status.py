@@ -1,4 +1,4 @@
-"""What is told of a store that workers hand over from. Pure."""
+"""Numbers of a store that workers hand over from, and faults that they show. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 from ...durations import duration
 from ...finding import WRONG, Finding
 
-#: Longer overdue, in seconds, and nobody seems to hand over.
+#: Longer overdue, in seconds, and nothing seems to hand over.
 PATIENCE_SECONDS = 15.0
 
 NOTHING_PROMOTES = (
@@ -36,7 +36,7 @@ class Census:
 
 @dataclass(frozen=True)
 class Status:
-    """What waits in a store; times in seconds."""
+    """Numbers of what waits in a store; times in seconds."""
 
     name: str
     waiting: int
@@ -75,7 +75,7 @@ class Status:
         ]
 
     def findings(self) -> list[Finding]:
-        """What is wrong if nothing hands over, or cannot."""
+        """Faults: nothing hands over, or it cannot."""
         found = []
         late = (
             f"{self.overdue} message(s) overdue, the first for {duration(self.overdue_seconds)}"
@@ -95,7 +95,7 @@ class Status:
 
 
 def parked_finding(number: int, why: str) -> Finding:
-    """That *number* messages are parked, due and not delivered."""
+    """The fault that *number* messages are parked, due and not delivered."""
     return Finding(
         "parked",
         WRONG,

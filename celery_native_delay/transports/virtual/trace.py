@@ -17,7 +17,7 @@ def sealed(message: Mapping[str, Any], *, due_ms: int, cancelled: bool = False) 
 
     Args:
         due_ms: milliseconds since the epoch.
-        cancelled: whoever receives it must not run it.
+        cancelled: no worker may run it.
     """
     headers = dict(message.get("headers") or {})
     trace: dict[str, Any] = {"v": VERSION, "due": due_ms}
@@ -28,7 +28,7 @@ def sealed(message: Mapping[str, Any], *, due_ms: int, cancelled: bool = False) 
 
 
 def encoded(message: Mapping[str, Any]) -> str:
-    """As kombu would send it, but for the blanks: a tenth less to keep, and to read in a search."""
+    """*message* as kombu would send it, but for the blanks: a tenth less to keep and to search."""
     text: str = dumps(message, separators=(",", ":"))
     return text
 
@@ -38,14 +38,14 @@ def unsealed(
 ) -> tuple[dict[str, Any], Delayed | None]:
     """Headers as of the undelayed message, and its wait.
 
-    None for a trace that somebody took along: a plain worker sends unknown headers again with a
+    None for a trace that was taken along: a plain worker sends unknown headers again with a
     retry, whose ETA is another one and which did not wait.
     """
     opened = dict(headers or {})
     trace = opened.pop(HEADER, None)
     if not isinstance(trace, dict) or trace.get("v") != VERSION:
         return opened, None
-    # Task protocol 1 has its ETA in the body; nobody but us gives it the header.
+    # Task protocol 1 has its ETA in the body; only we give it the header.
     if "eta" in opened and trace.get("due") != due_ms_of(opened):
         return opened, None
     info = properties.get("delivery_info") or {}
