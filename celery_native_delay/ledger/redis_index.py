@@ -79,34 +79,105 @@ class IndexKeys:
         return self.due, self.messages, self.ids
 
 
-class Index:
-    """Messages by due time and task id, in the three keys. Errors of redis-py pass through."""
+class IndexedLedger(ABC):
+    """A :class:`~.model.Ledger` of what the three keys hold, as far as it is the same for all."""
 
     def __init__(self, client: Any, keys: IndexKeys, decode: Decode) -> None:
         """*client* is a redis.Redis that returns bytes."""
         self._client = client
         self._due, self._messages, self._ids = keys.index
-        self._decode = decode
+        self._decoded = decode
         self._counts = client.register_script(COUNTS)
 
     def count(self, query: Query = ALL) -> int:
-        """The number of those that match."""
-        first, end = self._ranks(query)
-        if query.is_by_time_only:
-            return end - first
-        return sum(1 for _ in self._matching(query, first, end))
+        with self._explained():
+            first, end = self._ranks(query)
+            if query.is_by_time_only:
+                return end - first
+            return sum(1 for _ in self._matching(query, first, end))
 
     def page(self, query: Query = ALL, *, offset: int = 0, limit: int = 50) -> Page:
-        """Matching tasks, earliest first; their total only where due times alone decide."""
-        first, end = self._ranks(query)
-        if query.is_by_time_only:
-            # Those that are not to be seen are made up for by the next.
-            matching = self._matching(query, first + offset, end, chunk=min(limit, CHUNK))
-            return Page(tuple(islice(matching, limit)), end - first)
-        matching = self._matching(query, first, end)
-        return Page(tuple(islice(matching, offset, offset + limit)), None)
+        with self._explained():
+            first, end = self._ranks(query)
+            if query.is_by_time_only:
+                # Those that are not to be seen are made up for by the next.
+                matching = self._matching(query, first + offset, end, chunk=min(limit, CHUNK))
+                return Page(tuple(islice(matching, limit)), end - first)
+            matching = self._matching(query, first, end)
+            return Page(tuple(islice(matching, offset, offset + limit)), None)
 
-    def ids_ahead(self, from_us: int, until_us: int | None) -> Iterator[str]:
+    def ids(self, query: Query = ALL) -> Iterator[str]:
+        if not query.is_by_time_only:
+            yield from ids_by_page(self.page, query)
+            return
+        with self._explained():
+            # A cancelled one, which is not to be seen, was due when it was cancelled.
+            ahead_us = max(self._now_us() + 1, query.from_us or 0)
+            if query.until_us is not None:
+                ahead_us = min(ahead_us, query.until_us)
+            yield from ids_by_page(self.page, query.due_within(query.from_us, ahead_us))
+            yield from self._ids_ahead(ahead_us, query.until_us)
+
+    def get(self, task_id: str) -> list[Waiting]:
+        with self._explained():
+            decoded = (
+                self._decoded(member, entry, due_us or 0)
+                for member, entry, due_us in self._entries(task_id)
+            )
+            return [task for task in decoded if task is not None]
+
+    def counts(self, edges_us: Sequence[int]) -> list[int]:
+        with self._explained():
+            return [int(count) for count in self._counts(keys=[self._due], args=list(edges_us))]
+
+    def span(self) -> tuple[int, int] | None:
+        with self._explained():
+            first = self._client.zrange(self._due, 0, 0, withscores=True)
+            last = self._client.zrange(self._due, -1, -1, withscores=True)
+        return (int(first[0][1]), int(last[0][1])) if first and last else None
+
+    def cancel(self, task_id: str) -> Outcome:
+        return self._change(task_id, None, cancelled=True)
+
+    @abstractmethod
+    def _explained(self) -> AbstractContextManager[None]:
+        """Has errors of redis-py say that the ledger is away."""
+
+    @abstractmethod
+    def _found(self, task_id: str) -> Iterator[tuple[str, bytes, Waiting]]:
+        """Members and entries that can be changed, and what people see of them."""
+
+    @abstractmethod
+    def _replace(
+        self, member: str, entry: bytes, task: Waiting, due_us: int | None, *, cancelled: bool
+    ) -> tuple[str, int] | None:
+        """The member that took its place and when it is due; None if it was received before."""
+
+    # --- private -------------------------------------------------------------------------
+
+    def _change(self, task_id: str, due_us: int | None, *, cancelled: bool) -> Outcome:
+        """Replace everything that waits under *task_id*, to be due then; None for now."""
+        seen: dict[str, Waiting] = {}
+        #: Members that are as they were to be.
+        made: set[str] = set()
+        is_due_us = due_us
+        for _ in range(_TRIES):
+            with self._explained():
+                found = [each for each in self._found(task_id) if each[0] not in made]
+            if not found:
+                break
+            for member, entry, task in found:
+                seen.setdefault(member, task)
+                new = self._replace(member, entry, task, due_us, cancelled=cancelled)
+                if new is not None:
+                    made.add(new[0])
+                    is_due_us = new[1]
+        tasks = tuple(seen.values())
+        if made:
+            return Outcome(task_id, Verdict.DONE, None if cancelled else is_due_us, tasks)
+        return Outcome(task_id, Verdict.TOO_LATE if seen else Verdict.UNKNOWN, None, tasks)
+
+    def _ids_ahead(self, from_us: int, until_us: int | None) -> Iterator[str]:
         """The ids of all due in the range, which is ahead, by their members alone."""
         skipped, until = 0, "+inf" if until_us is None else f"({until_us}"
         while True:
@@ -128,22 +199,12 @@ class Index:
             skipped = sum(score == last_us for _, score in found) + skipped * begins_there
             from_us = last_us
 
-    def now_us(self) -> int:
+    def _now_us(self) -> int:
         """Microseconds since the epoch by the server's clock."""
         seconds, microseconds = self._client.time()
         return int(seconds) * 1_000_000 + int(microseconds)
 
-    def counts(self, edges_us: Sequence[int]) -> list[int]:
-        """Numbers of those that are due between each two neighbours of *edges_us*."""
-        return [int(count) for count in self._counts(keys=[self._due], args=list(edges_us))]
-
-    def span(self) -> tuple[int, int] | None:
-        """Due times of the first and the last, microseconds since the epoch."""
-        first = self._client.zrange(self._due, 0, 0, withscores=True)
-        last = self._client.zrange(self._due, -1, -1, withscores=True)
-        return (int(first[0][1]), int(last[0][1])) if first and last else None
-
-    def members(self, task_id: str) -> list[str]:
+    def _members(self, task_id: str) -> list[str]:
         """Members of what waits under *task_id*."""
         prefix = f"{task_id}:"
         # ";" follows ":".
@@ -151,28 +212,18 @@ class Index:
         members = [member.decode() for member in found]
         return [member for member in members if member.rpartition(":")[0] == task_id]
 
-    def entries(self, task_id: str) -> list[tuple[str, bytes, int | None]]:
+    def _entries(self, task_id: str) -> list[tuple[str, bytes, int | None]]:
         """Member, entry and due time, None for one that is parked, of what waits under *task_id*.
 
         The due time is read first: a message that is moved in between shows up as changed.
         """
         found: list[tuple[str, bytes, int | None]] = []
-        for member in self.members(task_id):
+        for member in self._members(task_id):
             score = self._client.zscore(self._due, member)
             entry = self._client.hget(self._messages, member)
             if entry is not None:
                 found.append((member, entry, None if score is None else int(score)))
         return found
-
-    def get(self, task_id: str) -> list[Waiting]:
-        """Messages that wait under *task_id*."""
-        decoded = (
-            self._decode(member, entry, due_us or 0)
-            for member, entry, due_us in self.entries(task_id)
-        )
-        return [task for task in decoded if task is not None]
-
-    # --- private -------------------------------------------------------------------------
 
     def _ranks(self, query: Query) -> tuple[int, int]:
         """The rank of the first that is due in the range, and that behind the last."""
@@ -196,7 +247,7 @@ class Index:
         ranges = [(start, min(start + chunk, end) - 1) for start in range(first, end, chunk)]
         for found in self._searched(ranges, arguments):
             for member, score, entry in zip(found[::3], found[1::3], found[2::3], strict=True):
-                task = self._decode(member.decode(), entry, int(float(score)))
+                task = self._decoded(member.decode(), entry, int(float(score)))
                 if task is not None and query.matches(task):
                     yield task
 
@@ -228,81 +279,3 @@ class Index:
             finally:
                 if unread:  # who looks no further leaves no answer to the next user
                     client.connection.disconnect()
-
-
-class IndexedLedger(ABC):
-    """A :class:`~.model.Ledger` with an index, as far as it is the same for all."""
-
-    def __init__(self, index: Index) -> None:
-        self._index = index
-
-    def count(self, query: Query = ALL) -> int:
-        with self._explained():
-            return self._index.count(query)
-
-    def page(self, query: Query = ALL, *, offset: int = 0, limit: int = 50) -> Page:
-        with self._explained():
-            return self._index.page(query, offset=offset, limit=limit)
-
-    def ids(self, query: Query = ALL) -> Iterator[str]:
-        if not query.is_by_time_only:
-            yield from ids_by_page(self.page, query)
-            return
-        with self._explained():
-            # A cancelled one, which is not to be seen, was due when it was cancelled.
-            ahead_us = max(self._index.now_us() + 1, query.from_us or 0)
-            if query.until_us is not None:
-                ahead_us = min(ahead_us, query.until_us)
-            yield from ids_by_page(self.page, query.due_within(query.from_us, ahead_us))
-            yield from self._index.ids_ahead(ahead_us, query.until_us)
-
-    def get(self, task_id: str) -> list[Waiting]:
-        with self._explained():
-            return self._index.get(task_id)
-
-    def counts(self, edges_us: Sequence[int]) -> list[int]:
-        with self._explained():
-            return self._index.counts(edges_us)
-
-    def span(self) -> tuple[int, int] | None:
-        with self._explained():
-            return self._index.span()
-
-    def cancel(self, task_id: str) -> Outcome:
-        return self._change(task_id, None, cancelled=True)
-
-    def _change(self, task_id: str, due_us: int | None, *, cancelled: bool) -> Outcome:
-        """Replace everything that waits under *task_id*, to be due then; None for now."""
-        seen: dict[str, Waiting] = {}
-        #: Members that are as they were to be.
-        made: set[str] = set()
-        is_due_us = due_us
-        for _ in range(_TRIES):
-            with self._explained():
-                found = [each for each in self._found(task_id) if each[0] not in made]
-            if not found:
-                break
-            for member, entry, task in found:
-                seen.setdefault(member, task)
-                new = self._replace(member, entry, task, due_us, cancelled=cancelled)
-                if new is not None:
-                    made.add(new[0])
-                    is_due_us = new[1]
-        tasks = tuple(seen.values())
-        if made:
-            return Outcome(task_id, Verdict.DONE, None if cancelled else is_due_us, tasks)
-        return Outcome(task_id, Verdict.TOO_LATE if seen else Verdict.UNKNOWN, None, tasks)
-
-    @abstractmethod
-    def _explained(self) -> AbstractContextManager[None]:
-        """Has errors of redis-py say that the ledger is away."""
-
-    @abstractmethod
-    def _found(self, task_id: str) -> Iterator[tuple[str, bytes, Waiting]]:
-        """Members and entries that can be changed, and what people see of them."""
-
-    @abstractmethod
-    def _replace(
-        self, member: str, entry: bytes, task: Waiting, due_us: int | None, *, cancelled: bool
-    ) -> tuple[str, int] | None:
-        """The member that took its place and when it is due; None if it was received before."""

@@ -14,7 +14,7 @@ from redis.exceptions import RedisError
 
 from ...errors import LedgerUnavailable
 from ...ledger.model import Outcome, Waiting
-from ...ledger.redis_index import Index, IndexedLedger
+from ...ledger.redis_index import IndexedLedger
 from ..virtual.ledger import changed, waiting_of
 from .envelope import Destination, entry_of, opened_entry
 from .store import Store
@@ -33,7 +33,7 @@ class RedisLedger(IndexedLedger):
         keys = self._delays.keys
         client = self._delays.store.client
         self._prefix: str = keys.prefix
-        super().__init__(Index(client, keys, self._decode))
+        super().__init__(client, keys, self._decode)
 
     def close(self) -> None:
         """The channel's connections are its own."""
@@ -54,7 +54,7 @@ class RedisLedger(IndexedLedger):
         return outcome
 
     def _found(self, task_id: str) -> Iterator[tuple[str, bytes, Waiting]]:
-        for member, entry, due_us in self._index.entries(task_id):
+        for member, entry, due_us in self._entries(task_id):
             task = self._decode(member, entry, due_us or 0)
             if task is not None:
                 yield member, entry, task

@@ -84,14 +84,6 @@ class Outbox(CallingOutbox[Put | PlainPut]):
         self._number += 1
         self.channel.delays.watch()
 
-    def _put_plainly(self, put: PlainPut) -> None:
-        try:
-            self.channel.put_plainly(put)
-        except self.lost:
-            raise
-        except Exception as error:  # whatever a transport raises
-            raise NotTaken(f"{type(error).__name__}: {error}") from error
-
     def _forget(self) -> None:
         if self._batches is not None:
             self._batches.close()

@@ -19,7 +19,7 @@ from botocore.exceptions import (
 )
 
 from ..virtual.collecting import Collecting, PlainPut
-from ..virtual.outbox import Batch, CallingOutbox, NotTaken
+from ..virtual.outbox import Batch, CallingOutbox
 from .delay_queue import can_delay, delay_queue_of
 from .delays import Delays
 from .entry import Put, in_requests
@@ -48,6 +48,10 @@ class SqsCollecting(Collecting):
         put: Put = self.delays.put_of(queue, message, due_us=due_us)
         self.check(put)
         return put
+
+    def put_plainly(self: Any, put: PlainPut) -> None:
+        with explained(self.delays.queues.name(put.queue), "sqs:SendMessage"):
+            super().put_plainly(put)
 
     def check(self: Any, put: Put) -> None:
         """Raise an error that stands against sending, before it is among those that are sent."""
@@ -138,15 +142,6 @@ class Outbox(CallingOutbox[Put | PlainPut]):
         again = [failure.reason for failure in failures.values() if not failure.is_final]
         if again:
             raise NotYet(again[0])
-
-    def _put_plainly(self, put: PlainPut) -> None:
-        try:
-            with explained(self._delays.queues.name(put.queue), "sqs:SendMessage"):
-                self.channel.put_plainly(put)
-        except self.lost:
-            raise
-        except Exception as error:  # of kombu, for a queue that there cannot be
-            raise NotTaken(f"{type(error).__name__}: {error}") from error
 
     def _lose(self) -> None:
         """Only at the end: what a request needs of a connection it makes by itself."""

@@ -21,7 +21,7 @@ from kombu.exceptions import OperationalError
 
 from ...errors import NativeDelayError, RefusedMessage
 from ..lasting import is_lasting_tls, with_causes
-from .collecting import Collecting, Put
+from .collecting import Collecting, PlainPut, Put
 from .template import refused_of
 
 T = TypeVar("T")
@@ -356,6 +356,14 @@ class CallingOutbox(Outbox[PutT, Batch[PutT]]):
             One of :attr:`lost`: what is left of it is to be tried again.
             NotTaken: it is to be tried one by one.
         """
+
+    def _put_plainly(self, put: PlainPut) -> None:
+        try:
+            self.channel.put_plainly(put)
+        except self.lost:
+            raise
+        except Exception as error:  # whatever a transport raises
+            raise NotTaken(f"{type(error).__name__}: {error}") from error
 
     def _write(self) -> None:
         self._connect()

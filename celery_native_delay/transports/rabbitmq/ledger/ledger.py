@@ -24,7 +24,7 @@ from ....due_time import eta_of
 from ....errors import LedgerUnavailable
 from ....finding import Finding
 from ....ledger.model import Outcome, Waiting
-from ....ledger.redis_index import Index, IndexedLedger
+from ....ledger.redis_index import IndexedLedger
 from ....settings import DelaySettings
 from ....urls import without_password
 from .entry import Entry, waiting
@@ -54,7 +54,7 @@ class RabbitMQLedger(IndexedLedger):
         self._keys = LedgerKeys(settings.namespace, delays.connection.virtual_host)
         self._client = redis.Redis.from_url(url, **options)
         self._errors = redis.RedisError, OSError
-        super().__init__(Index(self._client, self._keys, waiting))
+        super().__init__(self._client, self._keys, waiting)
         self._replacing = self._client.register_script(REPLACE)
         self._sweep = self._client.register_script(SWEEP)
 
@@ -100,7 +100,7 @@ class RabbitMQLedger(IndexedLedger):
     # --- private -------------------------------------------------------------------------
 
     def _found(self, task_id: str) -> Iterator[tuple[str, bytes, Waiting]]:
-        for member, entry, due_us in self._index.entries(task_id):
+        for member, entry, due_us in self._entries(task_id):
             if due_us is not None:
                 yield member, entry, waiting(member, entry, due_us)
 
