@@ -277,5 +277,5 @@ class IndexedLedger(ABC):
                         unread -= 1
                         yield found
             finally:
-                if unread:  # who looks no further leaves no answer to the next user
+                if unread:  # a search that ends early leaves no answer to the next
                     client.connection.disconnect()

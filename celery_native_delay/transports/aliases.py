@@ -34,7 +34,7 @@ _SQL = "celery_native_delay.transports.sql"
 _PGMQ = "celery_native_delay.transports.pgmq"
 
 #: kombu's transports on which nothing can wait: their messages do in ``native_delay_store``. Not
-#: gcpubsub: who dispatches must know the topic of a queue, which kombu tells only who has bound it.
+#: gcpubsub: a dispatcher must know the topic of a queue, which only the process that bound it does.
 _WITHOUT_DELAYS = (
     "memory",
     "filesystem",

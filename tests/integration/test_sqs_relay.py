@@ -427,7 +427,7 @@ def test_a_sender_is_told_that_nobody_relays_now(
         assert "no `celery -A PROJ delay relay` is running" in said.problem
     with delaying(sqs.url) as connection:
         publish(connection, "hello", "jobs", delay=60)
-        assert "about 1 message(s) have done their wait and nobody takes them" in caplog.text
+        assert "about 1 message(s) have done their wait and no relay takes them" in caplog.text
         assert waiting_on(sqs) == 2
 
 
@@ -528,7 +528,7 @@ def test_a_producer_goes_on_after_its_delay_queue_was_deleted(
 
 def test_nobody_can_look_into_sqs_and_that_is_said(sqs: PrivateSqs) -> None:
     with delaying(sqs.url) as connection:
-        with pytest.raises(NoLedger, match="SQS shows nobody what waits"):
+        with pytest.raises(NoLedger, match="SQS does not show what waits"):
             connection.default_channel.ledger(None)
 
 

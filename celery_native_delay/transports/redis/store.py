@@ -146,7 +146,7 @@ class Store:
         with refusals_explained(self.keys):
             return _moved(script(keys=keys, args=[limit, highest]))
 
-    # --- who promotes --------------------------------------------------------------------
+    # --- the sign of a promoter --------------------------------------------------------
 
     def show_promoting(self) -> None:
         """Let others know for :data:`SHOWN_SECONDS` that there is a promoter.

@@ -84,7 +84,7 @@ class Status:
             for each in self.queues
         ]
         overdue = [
-            f"{each.queue}: about {each.overdue} message(s) have done their wait and nobody takes "
+            f"{each.queue}: about {each.overdue} message(s) have done their wait and no relay takes "
             f"them from its delay queue: {_RELAY}"
             for each in self.queues
             if each.overdue

@@ -220,7 +220,7 @@ class Delays(delays.Delays):
         overdue = overdue_in(attributes)
         if overdue:
             logger.warning(
-                "native delay: %s: about %d message(s) have done their wait and nobody takes them: "
+                "native delay: %s: about %d message(s) have done their wait and no relay takes them: "
                 "no relay seems to run; start an installed worker for %r or `celery -A PROJ delay "
                 "relay`. SQS keeps them for 14 days",
                 name,

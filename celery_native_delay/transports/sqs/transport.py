@@ -75,7 +75,7 @@ class Channel(virtual.DelayingChannel, SQS.Channel):  # type: ignore[misc]
             NoLedger: saying what remains.
         """
         raise NoLedger(
-            "SQS shows nobody what waits and gives nothing back before it is due: tasks cannot be "
+            "SQS does not show what waits and gives nothing back before it is due: tasks cannot be "
             "listed, cancelled or moved there. What remains: `expires`, a check in the task itself "
             "when it runs, or Redis or RabbitMQ with native_delay_ledger as the broker"
         )
