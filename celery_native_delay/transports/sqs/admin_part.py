@@ -84,8 +84,8 @@ class Status:
             for each in self.queues
         ]
         overdue = [
-            f"{each.queue}: about {each.overdue} message(s) have done their wait and no relay takes "
-            f"them from its delay queue: {_RELAY}"
+            f"{each.queue}: about {each.overdue} message(s) have done their wait and no relay "
+            f"takes them from its delay queue: {_RELAY}"
             for each in self.queues
             if each.overdue
         ]

@@ -220,9 +220,9 @@ class Delays(delays.Delays):
         overdue = overdue_in(attributes)
         if overdue:
             logger.warning(
-                "native delay: %s: about %d message(s) have done their wait and no relay takes them: "
-                "no relay seems to run; start an installed worker for %r or `celery -A PROJ delay "
-                "relay`. SQS keeps them for 14 days",
+                "native delay: %s: about %d message(s) have done their wait and no relay takes "
+                "them: start an installed worker for %r or `celery -A PROJ delay relay`. "
+                "SQS keeps them for 14 days",
                 name,
                 overdue,
                 queue,
