@@ -25,7 +25,7 @@ from .delay_queue import (
     overdue_in,
     why_not_made,
 )
-from .entry import MOST_BYTES, Entry, Parcel, Put, check_size
+from .entry import MOST_BYTES, Entry, Payload, Put, check_size
 from .hops import seconds_up
 from .queues import Queues, explained, is_gone
 
@@ -96,7 +96,7 @@ class Delays(delays.Delays):
         if not self.is_far(put, now_us=now_us) or not self._send_into_delay_queue(
             queue, put.entry(now_us=now_us)
         ):
-            self._send(queue, put.parcel, self.seconds_here(put, now_us=now_us))
+            self._send(queue, put.payload, self.seconds_here(put, now_us=now_us))
 
     def put_of(
         self,
@@ -119,7 +119,7 @@ class Delays(delays.Delays):
         # SQS puts a receipt where other brokers leave the delivery tag.
         told["headers"][HEADER]["id"] = delivery_id
         base64 = self._channel.sqs_base64_encoding
-        return Put(queue, due_us, delivery_id, Parcel.of(told, base64=base64), base64)
+        return Put(queue, due_us, delivery_id, Payload.of(told, base64=base64), base64)
 
     def check_size(self, put: Put, *, now_us: int) -> None:
         """Refuse what is too large for SQS, or for its destination.
@@ -129,12 +129,12 @@ class Delays(delays.Delays):
             TopologyMismatch, NotPermitted: of its delay queue, if it is due later.
         """
         if not self.is_far(put, now_us=now_us):
-            check_size(put.parcel.size_bytes, queue=put.queue)
+            check_size(put.payload.size_bytes, queue=put.queue)
             return
         check_size(put.entry(now_us=now_us).size_bytes, queue=put.queue)
         # At the end of its wait no producer could be told.
         most_bytes = self.usable(put.queue).most_bytes
-        check_size(put.parcel.size_bytes, queue=put.queue, most_bytes=most_bytes)
+        check_size(put.payload.size_bytes, queue=put.queue, most_bytes=most_bytes)
 
     def is_far(self, put: Put, *, now_us: int) -> bool:
         """True if it is due later than a single wait ends."""
@@ -144,12 +144,12 @@ class Delays(delays.Delays):
         """Seconds that it is to wait in its own queue."""
         return min(seconds_up(milliseconds_up(put.due_us - now_us)), self.hop_seconds)
 
-    def _send(self, queue: str, parcel: Parcel, delay_seconds: int) -> None:
+    def _send(self, queue: str, payload: Payload, delay_seconds: int) -> None:
         def send() -> None:
             url = self.queues.url(queue)
             with explained(self.queues.name(queue), "sqs:SendMessage"):
                 self.queues.client(queue).send_message(
-                    QueueUrl=url, DelaySeconds=delay_seconds, **parcel.arguments()
+                    QueueUrl=url, DelaySeconds=delay_seconds, **payload.arguments()
                 )
 
         self._anew_if_gone(queue, send)

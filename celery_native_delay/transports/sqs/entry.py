@@ -34,7 +34,7 @@ _ATTRIBUTES = "message_attributes"
 
 
 @dataclass(frozen=True)
-class Parcel:
+class Payload:
     """A message as ``send_message`` takes it; *group_id* is for fair queues."""
 
     body: str
@@ -50,7 +50,7 @@ class Parcel:
         return cls("", attributes, properties.get("MessageGroupId")).holding(text, base64=base64)
 
     def holding(self, text: str, *, base64: bool) -> Self:
-        """This parcel with another message's JSON."""
+        """This payload with another message's JSON."""
         return replace(self, body=b64encode(text.encode()).decode() if base64 else text)
 
     @property
@@ -82,7 +82,7 @@ class Entry:
     id: str
     left_ms: int
     due_ms: int
-    parcel: Parcel
+    payload: Payload
     hop: int = 0
 
     def again(self, left_ms: int) -> Entry:
@@ -91,16 +91,16 @@ class Entry:
 
     def text(self) -> str:
         """The body in the delay queue."""
-        parcel = asdict(self.parcel)
-        body = parcel.pop("body")
+        payload = asdict(self.payload)
+        body = payload.pop("body")
         head = {"v": VERSION, "id": self.id, "left": self.left_ms, "due": self.due_ms}
-        head |= {"hop": self.hop} | {name: value for name, value in parcel.items() if value}
+        head |= {"hop": self.hop} | {name: value for name, value in payload.items() if value}
         return f"{dumps(head)}\n{body}"
 
     @property
     def size_bytes(self) -> int:
         """The most that SQS counts on any hop and at the destination."""
-        return max(len(self.text().encode()) + _GROWTH_BYTES, self.parcel.size_bytes)
+        return max(len(self.text().encode()) + _GROWTH_BYTES, self.payload.size_bytes)
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of ``send_message`` to the delay queue.
@@ -121,27 +121,27 @@ class Put(NamedTuple):
     queue: str
     due_us: int
     id: str
-    parcel: Parcel
+    payload: Payload
     base64: bool
 
     @property
     def envelope(self) -> str:
         """kombu's message as JSON."""
-        body = self.parcel.body
+        body = self.payload.body
         return b64decode(body).decode() if self.base64 else body
 
     @property
     def size_bytes(self) -> int:
-        return len(self.parcel.body)
+        return len(self.payload.body)
 
     def another(self, envelope: str, *, due_us: int, task_id: str, delivery_tag: str) -> Self:
-        parcel = self.parcel.holding(envelope, base64=self.base64)
-        return self.__class__(self.queue, due_us, delivery_tag, parcel, self.base64)
+        payload = self.payload.holding(envelope, base64=self.base64)
+        return self.__class__(self.queue, due_us, delivery_tag, payload, self.base64)
 
     def entry(self, *, now_us: int) -> Entry:
         """The entry in the delay queue for this message."""
         wait_ms = milliseconds_up(self.due_us - now_us)
-        return Entry(self.id, wait_ms, milliseconds_up(self.due_us), self.parcel)
+        return Entry(self.id, wait_ms, milliseconds_up(self.due_us), self.payload)
 
 
 def opened(text: str) -> Entry:
@@ -155,8 +155,8 @@ def opened(text: str) -> Entry:
     if not isinstance(found, dict) or found.get("v") != VERSION:
         raise ValueError("expected a message that celery_native_delay sent")
     try:
-        parcel = Parcel(body, found.get("attributes") or {}, found.get("group_id"))
-        return Entry(found["id"], found["left"], found["due"], parcel, found["hop"])
+        payload = Payload(body, found.get("attributes") or {}, found.get("group_id"))
+        return Entry(found["id"], found["left"], found["due"], payload, found["hop"])
     except KeyError as exc:
         raise ValueError(f"expected a message with its {exc}") from exc
 

@@ -119,7 +119,7 @@ class Outbox(CallingOutbox[Put | PlainPut]):
             self._send(batch, far, delay_queue_of(queue), entries, lambda: str(url))
         if near:
             messages = [
-                {**put.parcel.arguments(), "DelaySeconds": delays.seconds_here(put, now_us=now_us)}
+                {**put.payload.arguments(), "DelaySeconds": delays.seconds_here(put, now_us=now_us)}
                 for put in near
             ]
             self._send(batch, near, queue, messages, lambda: delays.queues.url(queue))

@@ -226,7 +226,7 @@ class QueueRelay:
 
     def _home(self, each: _Received) -> dict[str, Any]:
         """To the destination."""
-        return each.entry.parcel.arguments() | {"DelaySeconds": seconds_up(each.left_ms)}
+        return each.entry.payload.arguments() | {"DelaySeconds": seconds_up(each.left_ms)}
 
     def _onward(self, each: _Received) -> dict[str, Any]:
         """Back into the delay queue."""
