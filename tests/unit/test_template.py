@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_native_delay.bulk.batch import short_repr
+from celery_native_delay.message import Delayed
 from celery_native_delay.transports.rabbitmq.bulk_line import fields_of, frames_of
-from celery_native_delay.transports.rabbitmq.envelope import seal
+from celery_native_delay.transports.rabbitmq.sealing import seal
 from celery_native_delay.transports.rabbitmq.template import FramedTask, Template
 from celery_native_delay.transports.rabbitmq.window import Publication
 
@@ -70,15 +71,9 @@ def publication(draw: Any, kind: dict[str, Any]) -> Publication:
         "correlation_id": task_id,
         "reply_to": kind["reply_to"],
     }
-    sealed = seal(
-        properties,
-        exchange=kind["exchange"],
-        routing_key=kind["key"],
-        due_us=draw(st.integers(2**45, 2**51)),
-        now_us=0,
-        delivery_id=draw(st.uuids()).hex,
-        limit_priority=False,
-    )
+    due_us, delivery_id = draw(st.integers(2**45, 2**51)), draw(st.uuids()).hex
+    delayed = Delayed(delivery_id, due_us, kind["exchange"], kind["key"])
+    sealed = seal(properties, delayed, now_us=0, limit_priority=False)
     if draw(st.booleans()):
         sealed["expiration"] = str(draw(st.integers(1, 10**9)))
     body = draw(st.binary(max_size=200) | st.integers(0, 9_000).map(lambda size: b"x" * size))

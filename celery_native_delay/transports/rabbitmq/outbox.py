@@ -1,8 +1,8 @@
 """Delayed messages on their way to one broker, kept until it has confirmed them.
 
 With ``native_delay_confirm_publish = "window"`` all threads of a process publish through one
-outbox for each broker URL. It has a connection of its own, so that reading confirms meets nobody
-else's conversation, and a lock. What is unconfirmed when that connection dies goes out again on
+outbox for each broker URL. It has a connection of its own, so that reading confirms meets no other
+conversation, and a lock. What is unconfirmed when that connection dies goes out again on
 the next, under the same delivery id. A thread looks after what no further publish comes for, and
 ends when nothing has come for a while.
 """
@@ -49,9 +49,9 @@ LOST = (AMQPError, OSError, AttributeError)
 
 
 def is_lasting(error: BaseException) -> bool:
-    """Whether what ended a connection, or kept it from being made, will be there tomorrow.
+    """True if what ended a connection, or kept it from being made, will be there tomorrow.
 
-    That is a wrong user or password, a virtual host that is not there or not for this user, TLS
+    It is a wrong user or password, a virtual host that is not there or not for this user, TLS
     where the other end has none; not a limit of connections, nor a virtual host that is down.
     """
     if isinstance(error, NotAllowed):
@@ -65,10 +65,10 @@ class Outbox:
 
     def __init__(self, client: Any, window: int) -> None:
         """*client* is a kombu connection to the same broker, which is not touched."""
-        # Nobody would send heartbeats; TCP_USER_TIMEOUT finds out about a dead peer.
+        # No thread would send heartbeats; TCP_USER_TIMEOUT finds out about a dead peer.
         self._client = Connection(**dict(client._info(resolve=False), heartbeat=0))
         self._window = window
-        #: Held by whoever uses the connection.
+        #: Held while the connection is used.
         self.lock = RLock()
         self._sender: Sender | None = None
         self._unsent: deque[Sendable] = deque()
@@ -76,7 +76,7 @@ class Outbox:
         self._published_at = monotonic()
         self._settler: Thread | None = None
         self._wake = Event()
-        #: How often it has connected: whoever relies on what the broker held before looks again.
+        #: How often it has connected; other connections look again for what they rely on then.
         self.connects = 0
         #: Set when the broker has been away for too long, or does not let us in.
         self.has_given_up = False
@@ -149,7 +149,7 @@ class Outbox:
             retry_seconds = min(retry_seconds * 2, _LONGEST_RETRY_SECONDS)
 
     def take_refused(self) -> list[RefusedMessage]:
-        """What the broker did not take since the last time; it has been logged."""
+        """Messages that the broker did not take since the last time; they have been logged."""
         with self.lock:
             if self._sender is not None:
                 self._refused += self._sender.take_refused()
@@ -157,7 +157,7 @@ class Outbox:
             return refused
 
     def give_up(self) -> list[RefusedMessage]:
-        """Send nothing again: what is in doubt, each of which may have arrived."""
+        """Send nothing again; the messages in doubt, each of which may have arrived."""
         with self.lock:
             self.lose()
             in_doubt = [message.refused(IN_DOUBT) for message in self._unsent]
@@ -173,7 +173,7 @@ class Outbox:
 
     @property
     def is_connected(self) -> bool:
-        """Whether the connection is not known to be lost."""
+        """True if the connection is not known to be lost."""
         return self._sender is not None and self._sender.is_usable
 
     @property
@@ -185,7 +185,7 @@ class Outbox:
 
     @property
     def unconfirmed_count(self) -> int:
-        """How many messages are in doubt."""
+        """Number of messages in doubt."""
         sender = self._sender
         return len(self._unsent) + (0 if sender is None else sender.in_doubt_count)
 
@@ -202,7 +202,7 @@ class Outbox:
         if self._sender is None or not self._sender.is_usable:
             self.lose()
             self._client.connect()
-            self._sender = Sender(self._client.connection.delays, self._window)
+            self._sender = Sender(self._client.connection, self._window)
             self.connects += 1
             self.has_given_up = False
         while self._unsent:
@@ -211,7 +211,7 @@ class Outbox:
         return self._sender
 
     def _settle_all(self, deadline: float | None) -> Exception | None:
-        """Why something is still in doubt; None if nothing is."""
+        """The reason for which something is still in doubt; None if nothing is."""
         with self.lock:
             try:
                 if self.unconfirmed_count:

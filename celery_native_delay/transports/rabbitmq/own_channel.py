@@ -24,13 +24,13 @@ from amqp.exceptions import (
     error_for_code,
 )
 
-from .encoded import received
+from .body import received
 
 logger = logging.getLogger(__name__)
 
 
 def is_readable(socket: Any, timeout_seconds: float | None) -> bool:
-    """Whether *socket*, TLS or not, has something to read before the time is over; None: never."""
+    """True if *socket*, TLS or not, has something to read before the time is over; None: never."""
     if hasattr(socket, "pending") and socket.pending():
         return True
     poll = select.poll()
@@ -61,7 +61,8 @@ class OwnChannel(amqp.Channel):  # type: ignore[misc]
         #: By delivery tag; the values are for subclasses.
         self._unconfirmed: OrderedDict[int, Any] = OrderedDict()
         self._refused: set[int] = set()
-        self._returned: list[Returned] = []
+        #: Mandatory messages that no queue was bound for; complete after a wait.
+        self.returned: list[Returned] = []
         self.open()
         if confirm:
             self.confirm_select()
@@ -120,8 +121,8 @@ class OwnChannel(amqp.Channel):  # type: ignore[misc]
         self.wait_confirmed(self._published)
 
     def take_returned(self) -> list[Returned]:
-        """Mandatory messages that nobody was bound for; complete after a wait."""
-        returned, self._returned = self._returned, []
+        """Take :attr:`returned` over."""
+        returned, self.returned = self.returned, []
         return returned
 
     # --- the socket ----------------------------------------------------------------------
@@ -187,7 +188,7 @@ class OwnChannel(amqp.Channel):  # type: ignore[misc]
     def _on_basic_return(
         self, reply_code: int, reply_text: str, exchange: str, routing_key: str, message: Any
     ) -> None:
-        self._returned.append(Returned(received(message), exchange, routing_key))
+        self.returned.append(Returned(received(message), exchange, routing_key))
 
     def _on_close(self, reply_code: int, reply_text: str, class_id: int, method_id: int) -> None:
         """Give the channel up; py-amqp would open it again, without confirm mode."""

@@ -1,4 +1,4 @@
-"""A connection to the ledger that nobody waits for: each use is bounded in time.
+"""A connection to the ledger that keeps no task waiting: each use is bounded in time.
 
 What publishing notes down is sent and not waited for; its answers are read with what follows. A
 ledger that refuses, or owes an answer for :data:`PATIENCE_SECONDS`, is left alone for a while, one
@@ -127,7 +127,7 @@ class LedgerLine:
     # --- receiving -----------------------------------------------------------------------
 
     def received(self, member: str) -> bool | None:
-        """Whether the message of *member* may run; None if the ledger does not answer.
+        """True if the message of *member* may run; None if the ledger does not answer.
 
         Its entry is gone then.
         """

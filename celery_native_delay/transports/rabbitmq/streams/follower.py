@@ -25,9 +25,9 @@ from kombu import Connection
 from ....durations import duration
 from ....errors import LedgerUnavailable, NativeDelayError
 from ..own_channel import OwnChannel
+from ..stream_names import Stream
 from ..topology import Topology
 from .line import GONE, LeadsNowhere
-from .names import Stream
 from .notes import Mark, Note, Noted, note_message, note_of
 
 logger = logging.getLogger(__name__)
@@ -48,7 +48,7 @@ _UNANSWERED_SECONDS = 30.0
 #: What was read is up to date if the broker has answered within so many seconds.
 FRESH_SECONDS = 1.0
 
-#: Without anything read for so long, whoever waits for the end of the streams gives up, and they
+#: Without anything read for so long, those who wait for the end of the streams give up, and they
 #: are read on another connection.
 PATIENCE_SECONDS = 10.0
 
@@ -62,7 +62,7 @@ _LOST = (AMQPError, OSError, AttributeError)
 
 
 class Reader(Protocol):
-    """What is done with what is read; called with the follower's lock held."""
+    """Takes what a follower reads; called with its lock held."""
 
     def restart(self) -> None:
         """All streams are read from the beginning again."""
@@ -86,7 +86,7 @@ class Follower(Thread):
         """*client* is a kombu connection to the same broker, which is not touched.
 
         Args:
-            idle_seconds: the thread ends if nobody has waited for it for so long; None: never.
+            idle_seconds: the thread ends if nothing was asked of it for so long; None: never.
         """
         super().__init__(name="native-delay-follower", daemon=True)
         # Its pings take the place of heartbeats.
@@ -115,11 +115,11 @@ class Follower(Thread):
 
     @property
     def is_fresh(self) -> bool:
-        """Whether everything has been read that was written until about a second ago."""
+        """True if everything has been read that was written until about a second ago."""
         return self._is_current and monotonic() - self._answered_at < FRESH_SECONDS
 
     def wait_fresh(self, timeout_seconds: float) -> bool:
-        """:attr:`is_fresh`, or becomes so in time; whoever has no connection will not."""
+        """True if it :attr:`is_fresh`, or becomes so in time, as it does not without connection."""
         if self.is_fresh or not self._is_current:
             return self._is_current
         with self.lock:
@@ -157,7 +157,7 @@ class Follower(Thread):
             self.lock.notify_all()
 
     def is_asked(self) -> bool:
-        """Go on reading for whoever asks now; False if nothing is read any more."""
+        """Go on reading, as something is asked; False if nothing is read any more."""
         with self.lock:
             self._asked_at = monotonic()
             return not self._stopping
@@ -209,7 +209,7 @@ class Follower(Thread):
     def _connect(self) -> None:
         self._client.connect()
         connection = self._client.connection
-        connection.delays.prepare_ledger(redeclare=isinstance(self._error, GONE))
+        connection.delays.preparation.prepare_ledger(redeclare=isinstance(self._error, GONE))
         channel = self._channel = OwnChannel(connection)
         channel.auto_decode = False
         channel.basic_qos(0, _PREFETCH, False)
@@ -290,7 +290,7 @@ class Follower(Thread):
                 ranks.discard(rank)
                 if not ranks:
                     del self._marks[note.token]
-            if not isinstance(note, Noted):  # nobody waits for those, which may be very many
+            if not isinstance(note, Noted):  # nothing waits for those, which may be very many
                 self.lock.notify_all()
 
     def _lose(self, exc: Exception, *, is_expected: bool) -> None:

@@ -2,7 +2,7 @@
 
 A message in a level cannot be taken back. To move one, a copy with a new delivery id is sent that
 names what it replaces; then a decision is noted. Until workers read the decision, the old one
-counts and the copy does not: whoever dies in between, one of them runs.
+counts and the copy does not: if a process dies in between, one of them runs.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from ....settings import DelaySettings
 from ..ledger.entry import Entry
 from ..ledger.ledger import due_then
 from ..outbox import outbox_key
+from ..stream_names import LedgerStreams
 from ..topology import Topology
 from .follower import Follower
 from .line import stream_line_of
 from .memory import Found, Memory, Place
-from .names import LedgerStreams
 from .notes import Decision, Mark, Note, Noted, Purge, note_of
 
 T = TypeVar("T")
@@ -49,7 +49,7 @@ _IDLE_SECONDS = 60.0
 
 
 class Followed:
-    """What was read of the streams, and is followed, for whoever asks in this process."""
+    """The streams as they were read and are followed, for all questions of this process."""
 
     def __init__(self, client: Any, topology: Topology) -> None:
         self.memory = Memory()
@@ -81,7 +81,7 @@ class StreamLedger:
 
     def __init__(self, delays: Any) -> None:
         self._delays = delays
-        # Those of whoever publishes here: its line is the one whose entries are to be seen at once.
+        # Those of the producer here: its connection's entries are to be seen at once.
         self._settings: DelaySettings = delays.settings
         self._streams: LedgerStreams = delays.topology.ledger
         self._line = stream_line_of(delays.connection.client, self._settings)
@@ -123,11 +123,11 @@ class StreamLedger:
 
     def move(self, task_id: str, due_us: int | None) -> Outcome:
         if due_us is not None:
-            self._delays.is_ahead(due_us, now_us=time_ns() // 1000)  # or too far
+            self._delays.units(due_us, now_us=time_ns() // 1000)  # or too far
         return self._change(task_id, due_us, cancelled=False)
 
     def purge(self) -> None:
-        """Forget everything that waits; whoever calls empties the levels."""
+        """Forget everything that waits; the caller empties the levels."""
         self._line.write([(stream, Purge()) for stream in self._streams.of_entries])
         self._line.recorded += 1
 
@@ -160,16 +160,10 @@ class StreamLedger:
         begun = monotonic()
         moved = due_then(entry, due_us)
         new_id = token_hex(16)
+        wait = moved.wait(new_id, due_us, cancelled=cancelled)
         self._delays.put_back(
             amqp.Message(moved.body, **moved.properties),
-            moved.exchange,
-            moved.routing_key,
-            queue=moved.queue,
-            expires_ms=moved.expires_ms,
-            due_us=due_us,
-            delivery_id=new_id,
-            cancelled=cancelled,
-            replaces=Replaces(task.delivery_id, made_ms),
+            wait._replace(replaces=Replaces(task.delivery_id, made_ms)),
             recorded=not cancelled,
         )
         if late := _too_late(task):

@@ -1,9 +1,9 @@
 """A connection for what is written into the ledger's streams, and read by its place there.
 
 A stream that is not there may cost its publisher the connection (506 in RabbitMQ 4.3), and delaying
-must go on without a ledger: so nothing of this happens on anybody else's. Entries are sent and not
-waited for. If that fails, what is unconfirmed is kept, and what comes next, up to :data:`WINDOW`;
-the streams are left alone for a while, and one warning tells so.
+must go on without a ledger: so all of this happens on a connection of its own. Entries are sent
+and not waited for. If that fails, what is unconfirmed is kept, and what comes next, up to
+:data:`WINDOW`; the streams are left alone for a while, and one warning tells so.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ from ...aliases import flushes
 from ..ledger.line import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, PATIENCE_SECONDS
 from ..outbox import LOST, outbox_key
 from ..own_channel import OwnChannel
+from ..stream_names import Stream
 from ..topology import Topology
 from ..window import NotConfirmedInTime, Publication, Sendable, WindowChannel
-from .names import Stream
 from .notes import Note, Noted, note_message
 
 logger = logging.getLogger(__name__)
@@ -52,12 +52,12 @@ class LeadsNowhere(ConnectionError):
     """A stream, or the exchange in front of it, is not there, or takes nothing."""
 
 
-#: After these, the streams are declared again. Whoever may not, goes on without at the next try.
+#: After these, the streams are declared again; a user who may not goes on without at the next try.
 GONE = (NotFound, LeadsNowhere)
 
 
 class _Entry(Publication):
-    """What is noted down of a message that waits."""
+    """The copy of a message that waits."""
 
 
 class StreamLine:
@@ -77,7 +77,7 @@ class StreamLine:
         self._retry_at = 0.0
         self._pause_seconds = FIRST_PAUSE_SECONDS
         self._error: Exception | None = None
-        #: Changes with every entry: whoever reads wants to see those of this process at once.
+        #: Changes with every entry: a reader wants to see those of this process at once.
         self.recorded = 0
 
     # --- entries: never fail -------------------------------------------------------------
@@ -189,7 +189,7 @@ class StreamLine:
             self._drop()
         self._client.connect()
         connection = self._client.connection
-        connection.delays.prepare_ledger(redeclare=isinstance(self._error, GONE))
+        connection.delays.preparation.prepare_ledger(redeclare=isinstance(self._error, GONE))
         channel = self._channel = WindowChannel(connection)
         self._send_unsent(channel)
         return channel
