@@ -204,9 +204,10 @@ class ParkedTask:
         task, task_id = headers.get("task"), headers.get("id")
         if delayed is None:
             return cls(task, task_id, None, None, None)
-        due = datetime.fromtimestamp(delayed.due_us / 1_000_000, UTC)
-        shown = due.isoformat(timespec="milliseconds")
-        return cls(task, task_id, delayed.exchange, delayed.routing_key, shown)
+        due = datetime.fromtimestamp(delayed.due_us / 1_000_000, UTC).isoformat(
+            timespec="milliseconds"
+        )
+        return cls(task, task_id, delayed.exchange, delayed.routing_key, due)
 
 
 class Report(Protocol):

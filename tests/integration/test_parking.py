@@ -16,6 +16,7 @@ from kombu import Connection, Producer
 from celery_native_delay.due_time import due_us
 from celery_native_delay.message import HEADER, Delayed
 from celery_native_delay.testing import PrivateRabbitMQ
+from celery_native_delay.transports.rabbitmq import parking
 from celery_native_delay.transports.rabbitmq.own_channel import OwnChannel
 from celery_native_delay.transports.rabbitmq.parking import BATCH, Rescue, count, peek, rescue
 from tests.integration.traffic import (
@@ -47,9 +48,9 @@ def wait_parked(connection: Any, number: int) -> None:
     wait_until(lambda: parked_count(connection) == number)
 
 
-def rescued(connection: Any, **options: Any) -> Rescue:
+def rescued(connection: Any) -> Rescue:
     """One round, which nobody else keeps us from."""
-    outcome = rescue(delays_of(connection), **options)
+    outcome = rescue(delays_of(connection))
     assert outcome is not None
     return outcome
 
@@ -299,12 +300,14 @@ def test_peek_leaves_everything_in_its_place(
     assert rescued(connection) == Rescue(delivered=5, still_parked=1)
 
 
-def test_a_limited_round_leaves_the_rest(connection: Any) -> None:
+def test_a_limited_round_leaves_the_rest(connection: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(10):
         park(connection, number, "nobody")
     wait_parked(connection, 10)
     declare_queue(connection, "nobody")
-    assert rescued(connection, limit=4).delivered == 4
+    with monkeypatch.context() as limited:
+        limited.setattr(parking, "ROUND", 4)
+        assert rescued(connection).delivered == 4
     wait_parked(connection, 6)
     assert rescued(connection).delivered == 6
 

@@ -22,16 +22,16 @@ from celery_native_delay.finding import WRONG
 from celery_native_delay.message import Delayed
 from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, vhost_name
 from celery_native_delay.transports.interface import Answer
+from celery_native_delay.transports.rabbitmq.streams import connection as stream_connection
 from celery_native_delay.transports.rabbitmq.streams import follower
 from celery_native_delay.transports.rabbitmq.streams import ledger as stream_ledger
-from celery_native_delay.transports.rabbitmq.streams import line as stream_line
+from celery_native_delay.transports.rabbitmq.streams.connection import StreamConnection
 from celery_native_delay.transports.rabbitmq.streams.follower import Follower
 from celery_native_delay.transports.rabbitmq.streams.ledger import (
     MARGIN_SECONDS,
     Followed,
     StreamLedger,
 )
-from celery_native_delay.transports.rabbitmq.streams.line import StreamLine
 from celery_native_delay.transports.rabbitmq.streams.receipts import StreamReceipts
 from tests.integration.ledger_promises import *  # noqa: F403
 from tests.waiting import PATIENCE_SECONDS, wait_until
@@ -72,7 +72,7 @@ def test_who_follows_reads_what_others_send_and_writes_nothing(
     """A monitor that asks every second would fill the streams; and is not read anew each time."""
     send(app, 1, countdown=3600)  # noqa: F405
     assert delay.count() == 1
-    monkeypatch.setattr(StreamLine, "write", None)
+    monkeypatch.setattr(StreamConnection, "write", None)
     monkeypatch.setattr(Follower, "start", None)
     other = f"""
 from celery import Celery
@@ -162,7 +162,7 @@ def test_what_is_sent_while_the_ledgers_connection_is_lost_is_listed(
     """As when a node of a cluster dies: publishing goes on at once, the ledger a second later."""
     send(app, 0, countdown=3600)  # noqa: F405
     assert delay.count() == 1
-    line = list(stream_line._lines.values())[-1]
+    line = list(stream_connection._connections.values())[-1]
     line._pause_seconds = 4.0  # long enough for a busy machine to send a hundred
     line._client.connection.sock.shutdown(socket.SHUT_RDWR)
     for number in range(1, 101):

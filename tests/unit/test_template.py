@@ -71,9 +71,14 @@ def publication(draw: Any, kind: dict[str, Any]) -> Publication:
         "correlation_id": task_id,
         "reply_to": kind["reply_to"],
     }
-    due_us, delivery_id = draw(st.integers(2**45, 2**51)), draw(st.uuids()).hex
-    delayed = Delayed(delivery_id, due_us, kind["exchange"], kind["key"])
-    sealed = seal(properties, delayed, now_us=0, limit_priority=False)
+    sealed = seal(
+        properties,
+        Delayed(
+            draw(st.uuids()).hex, draw(st.integers(2**45, 2**51)), kind["exchange"], kind["key"]
+        ),
+        now_us=0,
+        limit_priority=False,
+    )
     if draw(st.booleans()):
         sealed["expiration"] = str(draw(st.integers(1, 10**9)))
     body = draw(st.binary(max_size=200) | st.integers(0, 9_000).map(lambda size: b"x" * size))

@@ -81,7 +81,7 @@ def count(delays: Delays) -> int:
         return 0
 
 
-def rescue(delays: Delays, *, limit: int = ROUND) -> Rescue | None:
+def rescue(delays: Delays) -> Rescue | None:
     """Try every parked message once; None if another process is at it.
 
     A due one goes to its original exchange and routing key, so that a queue which knows nothing
@@ -89,7 +89,7 @@ def rescue(delays: Delays, *, limit: int = ROUND) -> Rescue | None:
     is bound for yet stays parked.
     """
     connection = delays.connection
-    parked = min(count(delays), limit)
+    parked = min(count(delays), ROUND)
     if not parked:
         return Rescue()
     try:

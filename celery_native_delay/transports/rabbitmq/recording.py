@@ -9,9 +9,9 @@ from typing import Any
 import amqp
 
 from ...message import HEADER, Delayed
+from .ledger.connection import LedgerConnection, ledger_connection
 from .ledger.entry import Entry, member_of
-from .ledger.line import LedgerLine, line_of
-from .streams.line import StreamLine, stream_line_of
+from .streams.connection import StreamConnection, stream_connection
 from .streams.notes import Noted
 from .topology import Topology
 
@@ -25,13 +25,13 @@ class Recorder:
         self._settings = topology.settings
 
     @cached_property
-    def _line(self) -> LedgerLine | None:
+    def _redis(self) -> LedgerConnection | None:
         url, vhost = self._settings.ledger_url, self._connection.virtual_host
-        return None if url is None else line_of(url, self._settings.namespace, vhost)
+        return None if url is None else ledger_connection(url, self._settings.namespace, vhost)
 
     @cached_property
-    def _stream_line(self) -> StreamLine:
-        return stream_line_of(self._connection.client, self._settings)
+    def _streams(self) -> StreamConnection:
+        return stream_connection(self._connection.client, self._settings)
 
     def record(self, message: amqp.Message, sealed: amqp.Message, delayed: Delayed) -> None:
         """Note down what is about to be sent: a worker may have it soon."""
@@ -54,16 +54,16 @@ class Recorder:
 
     def note(self, member: str, due_us: int, entry: Entry, *, replaced: str | None = None) -> None:
         """Note down an entry; *replaced* is the delivery id that it takes the place of, if any."""
-        if self._line is not None:
-            self._line.record(member, due_us, entry.encoded())
+        if self._redis is not None:
+            self._redis.record(member, due_us, entry.encoded())
             return
         stream = self._topology.ledger.for_entry((due_us - time_ns() // 1000) / 1_000_000)
         noted = Noted(member.rpartition(":")[2], due_us, replaced)
-        self._stream_line.record(stream, noted, entry.encoded())
+        self._streams.record(stream, noted, entry.encoded())
 
     def forget(self, message: amqp.Message, delivery_id: str) -> None:
         """Strike what the broker did not take; what stands in a stream is due some day."""
         headers = message.properties.get("application_headers") or {}
         member = member_of(headers, delivery_id)
-        if self._line is not None and member is not None:
-            self._line.forget(member)
+        if self._redis is not None and member is not None:
+            self._redis.forget(member)

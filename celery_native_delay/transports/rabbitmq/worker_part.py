@@ -15,9 +15,9 @@ from ...finding import Finding
 from ...message import Delayed
 from ...settings import DelaySettings
 from ..interface import Answer, Early, EarlyMessage, Receipts, Rescue
+from .ledger.connection import LedgerConnection
 from .ledger.entry import member_of
 from .ledger.ledger import RabbitMQLedger
-from .ledger.line import LedgerLine
 from .management import management_of, overriding_policies
 from .parking import rescue
 from .streams.receipts import StreamReceipts
@@ -72,7 +72,7 @@ class RabbitMQWorkerPart:
         url, vhost = self.settings.ledger_url, self._delays.connection.virtual_host
         if url is None:
             return None
-        return LedgerReceipts(LedgerLine(url, self.settings.namespace, vhost))
+        return LedgerReceipts(LedgerConnection(url, self.settings.namespace, vhost))
 
     def sweep(self) -> int:
         """Remove entries whose messages nobody has told the ledger of."""
@@ -119,7 +119,7 @@ def _where_the_ledger_is(settings: DelaySettings) -> str:
 class LedgerReceipts:
     """Asks the ledger; see :class:`~celery_native_delay.transports.interface.Receipts`."""
 
-    def __init__(self, line: LedgerLine) -> None:
+    def __init__(self, line: LedgerConnection) -> None:
         self._line = line
         line.connect()
 

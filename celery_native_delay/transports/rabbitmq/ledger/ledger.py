@@ -27,8 +27,8 @@ from ....ledger.model import Outcome, Waiting
 from ....ledger.redis_index import Index, IndexedLedger
 from ....settings import DelaySettings
 from ....urls import without_password
+from .connection import redis_options
 from .entry import Entry, waiting
-from .line import redis_options
 from .scripts import MARK_GRACE_MS, REPLACE, STALE_AFTER_US, SWEEP, LedgerKeys
 
 #: People wait longer than publishers.
@@ -67,9 +67,9 @@ class RabbitMQLedger(IndexedLedger):
             self._delays.units(due_us, now_us=time_ns() // 1000)  # or too far
         return self._change(task_id, due_us, cancelled=False)
 
-    def sweep(self, *, stale_after_us: int = STALE_AFTER_US) -> int:
-        """Remove entries that are overdue by *stale_after_us*; how many."""
-        return self._throw_away("-inf", time_ns() // 1000 - stale_after_us)
+    def sweep(self) -> int:
+        """Remove entries whose messages are lost, being overdue for so long; their number."""
+        return self._throw_away("-inf", time_ns() // 1000 - STALE_AFTER_US)
 
     def findings(self) -> list[Finding]:
         """Faults of the Redis that keeps it."""

@@ -27,7 +27,7 @@ from ....errors import LedgerUnavailable, NativeDelayError
 from ..own_channel import OwnChannel
 from ..stream_names import Stream
 from ..topology import Topology
-from .line import GONE, LeadsNowhere
+from .connection import GONE, LeadsNowhere
 from .notes import Mark, Note, Noted, note_message, note_of
 
 logger = logging.getLogger(__name__)

@@ -27,8 +27,8 @@ from ..ledger.ledger import due_then
 from ..outbox import outbox_key
 from ..stream_names import LedgerStreams
 from ..topology import Topology
+from .connection import stream_connection
 from .follower import Follower
-from .line import stream_line_of
 from .memory import Found, Memory, Place
 from .notes import Decision, Mark, Note, Noted, Purge, note_of
 
@@ -84,7 +84,7 @@ class StreamLedger:
         # Those of the producer here: its connection's entries are to be seen at once.
         self._settings: DelaySettings = delays.settings
         self._streams: LedgerStreams = delays.topology.ledger
-        self._line = stream_line_of(delays.connection.client, self._settings)
+        self._connection = stream_connection(delays.connection.client, self._settings)
 
     def count(self, query: Query = ALL) -> int:
         return self._ask(lambda memory, now_us: memory.count(query, now_us=now_us))
@@ -128,8 +128,8 @@ class StreamLedger:
 
     def purge(self) -> None:
         """Forget everything that waits; the caller empties the levels."""
-        self._line.write([(stream, Purge()) for stream in self._streams.of_entries])
-        self._line.recorded += 1
+        self._connection.write([(stream, Purge()) for stream in self._streams.of_entries])
+        self._connection.recorded += 1
 
     # --- changing ------------------------------------------------------------------------
 
@@ -173,7 +173,7 @@ class StreamLedger:
         decision = Decision(task.delivery_id, new_id, task.due_us // 1000, due_us // 1000)
         left_seconds = decision.last_due_ms / 1000 - made_ms / 1000
         stream = self._streams.for_decision(left_seconds)
-        self._line.write([(stream, decision)])
+        self._connection.write([(stream, decision)])
         followed = self._followed()
 
         def decided() -> bool:
@@ -186,7 +186,7 @@ class StreamLedger:
     def _fetch(self, place: Place, delivery_id: str) -> Entry:
         """A message as it was published, from where it stands."""
         stream = self._streams.streams[place.rank]
-        message = self._line.fetch(stream, place.offset)
+        message = self._connection.fetch(stream, place.offset)
         note = note_of(message.properties["application_headers"])
         if not isinstance(note, Noted) or note.delivery_id != delivery_id:
             raise LedgerUnavailable(
@@ -211,12 +211,12 @@ class StreamLedger:
         followed = self._followed()
         with followed.follower.current():
             pass
-        recorded = self._line.recorded
+        recorded = self._connection.recorded
         if followed.recorded_seen != recorded:
-            self._line.flush(None)
+            self._connection.flush(None)
             token = token_hex(8)
             followed.follower.expect(token)
-            self._line.write([(stream, Mark(token)) for stream in self._streams.streams])
+            self._connection.write([(stream, Mark(token)) for stream in self._streams.streams])
             followed.follower.wait_for_mark(token)
             followed.recorded_seen = recorded
         return followed

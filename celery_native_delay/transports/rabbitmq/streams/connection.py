@@ -25,7 +25,7 @@ from kombu import Connection
 from ....errors import LedgerUnavailable
 from ....settings import DelaySettings
 from ...aliases import flushes
-from ..ledger.line import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, PATIENCE_SECONDS
+from ..ledger.connection import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, PATIENCE_SECONDS
 from ..outbox import LOST, outbox_key
 from ..own_channel import OwnChannel
 from ..stream_names import Stream
@@ -60,7 +60,7 @@ class _Entry(Publication):
     """The copy of a message that waits."""
 
 
-class StreamLine:
+class StreamConnection:
     """See the module's docstring. For any thread of one process."""
 
     def __init__(self, client: Any, settings: DelaySettings) -> None:
@@ -257,34 +257,34 @@ class StreamLine:
             transport.sock.close()
 
 
-# ---- the lines of this process ---------------------------------------------------------------
+# ---- those of this process ---------------------------------------------------------------------
 
-_lines: dict[Any, StreamLine] = {}
+_connections: dict[Any, StreamConnection] = {}
 _registering = RLock()
 
 
-def stream_line_of(client: Any, settings: DelaySettings) -> StreamLine:
-    """The process's line to the broker that *client*, a kombu connection, leads to."""
+def stream_connection(client: Any, settings: DelaySettings) -> StreamConnection:
+    """The process's connection to the streams of the broker that *client* leads to."""
     key = outbox_key(client, settings)
     with _registering:
-        line = _lines.get(key)
-        if line is None:
-            line = _lines[key] = StreamLine(client, settings)
-        return line
+        found = _connections.get(key)
+        if found is None:
+            found = _connections[key] = StreamConnection(client, settings)
+        return found
 
 
 def _flush_all(timeout_seconds: float | None) -> None:
-    for line in list(_lines.values()):
-        line.flush(timeout_seconds)
+    for found in list(_connections.values()):
+        found.flush(timeout_seconds)
 
 
 def _leave_to_parent() -> None:
-    """A forked child has lines of its own."""
+    """Forget, in a forked child, the connections of its parent."""
     global _registering
     _registering = RLock()
-    for line in _lines.values():
-        line.abandon()
-    _lines.clear()
+    for found in _connections.values():
+        found.abandon()
+    _connections.clear()
 
 
 flushes.append(_flush_all)

@@ -61,7 +61,7 @@ def redis_options(url: str, *, timeout_seconds: float) -> tuple[str, dict[str, A
     }
 
 
-class LedgerLine:
+class LedgerConnection:
     """See the module's docstring. For any thread of one process.
 
     Used to publish or to receive, not for both.
@@ -197,34 +197,34 @@ class LedgerLine:
             )
 
 
-# ---- the lines of this process ---------------------------------------------------------------
+# ---- those of this process ---------------------------------------------------------------------
 
-_lines: dict[tuple[str, str, str], LedgerLine] = {}
+_connections: dict[tuple[str, str, str], LedgerConnection] = {}
 _registering = Lock()
 
 
-def line_of(url: str, namespace: str, vhost: str = "/") -> LedgerLine:
-    """The process's line for publishing."""
+def ledger_connection(url: str, namespace: str, vhost: str = "/") -> LedgerConnection:
+    """The process's connection for publishing."""
     key = (url, namespace, vhost)
-    line = _lines.get(key)
-    if line is None:
+    found = _connections.get(key)
+    if found is None:
         with _registering:
-            line = _lines.get(key)
-            if line is None:
-                line = _lines[key] = LedgerLine(*key)
-    return line
+            found = _connections.get(key)
+            if found is None:
+                found = _connections[key] = LedgerConnection(*key)
+    return found
 
 
 def _flush_all(timeout_seconds: float | None) -> None:
-    for line in list(_lines.values()):
-        line.flush(timeout_seconds)
+    for found in list(_connections.values()):
+        found.flush(timeout_seconds)
 
 
 def _leave_to_parent() -> None:
-    """A forked child has lines of its own."""
+    """Forget, in a forked child, the connections of its parent."""
     global _registering
     _registering = Lock()
-    _lines.clear()
+    _connections.clear()
 
 
 flushes.append(_flush_all)
