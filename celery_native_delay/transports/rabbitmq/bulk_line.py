@@ -20,7 +20,8 @@ from ..interface import Line
 from ..random_ids import RandomIds
 from .address import message_address
 from .ledger.entry import Entry
-from .outbox import LOST, Outbox, is_lasting
+from .outbox import Outbox, is_lasting
+from .own_connection import LOST
 from .recording import Recorder
 from .routes import ROUTE_SECONDS
 from .sealing import unseal
@@ -294,7 +295,7 @@ def fields_of(publication: Publication) -> TaskFields:
         raise ValueError(f"expected a delayed Celery task with {exc}") from exc
 
 
-class _Recorder:
+class _Written:
     """A connection and its transport, as far as py-amqp's frame writer looks at them."""
 
     def __init__(self, frame_max: int) -> None:
@@ -308,9 +309,9 @@ class _Recorder:
 
 def frames_of(publication: Publication, *, channel_id: int, frame_max: int) -> bytes:
     """The bytes that py-amqp writes for *publication*."""
-    recorder = _Recorder(frame_max)
-    write = frame_writer(recorder, recorder)
+    found = _Written(frame_max)
+    write = frame_writer(found, found)
     exchange, key, mandatory = publication[1:]
     args = amqp.serialization.dumps("Bssbb", (0, exchange, key, mandatory, False))
     write(1, channel_id, amqp.spec.Basic.Publish, args, publication.message)
-    return b"".join(recorder.written)
+    return b"".join(found.written)

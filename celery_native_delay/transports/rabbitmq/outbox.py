@@ -13,19 +13,18 @@ import atexit
 import logging
 import os
 from collections import deque
-from contextlib import suppress
 from threading import Event, Lock, RLock, Thread
 from time import monotonic
 from typing import Any
 
-from amqp.exceptions import AccessRefused, AMQPError, NotAllowed
-from kombu import Connection
+from amqp.exceptions import AccessRefused, NotAllowed
 
 from ...durations import duration
 from ...errors import NativeDelayError, PublishRefused, RefusedMessage
 from ...settings import DelaySettings
 from ..aliases import flushes
 from ..lasting import is_lasting_tls
+from .own_connection import LOST, connection_like, hang_up, leave_to_parent
 from .sending import Sender
 from .window import NotConfirmedInTime, Publication, Sendable
 
@@ -43,9 +42,6 @@ EXIT_SECONDS = 30.0
 _LONGEST_RETRY_SECONDS = 5.0
 
 IN_DOUBT = "the connection was lost before the broker had confirmed it; it may have arrived"
-
-#: py-amqp raises AttributeError where a connection went away under it.
-LOST = (AMQPError, OSError, AttributeError)
 
 
 def is_lasting(error: BaseException) -> bool:
@@ -65,8 +61,7 @@ class Outbox:
 
     def __init__(self, client: Any, window: int) -> None:
         """*client* is a kombu connection to the same broker, which is not touched."""
-        # No thread would send heartbeats; TCP_USER_TIMEOUT finds out about a dead peer.
-        self._client = Connection(**dict(client._info(resolve=False), heartbeat=0))
+        self._client = connection_like(client)
         self._window = window
         #: Held while the connection is used.
         self.lock = RLock()
@@ -190,10 +185,8 @@ class Outbox:
         return len(self._unsent) + (0 if sender is None else sender.in_doubt_count)
 
     def abandon(self) -> None:
-        """Close our end of the socket without a word: in a forked child it is the parent's."""
-        transport = getattr(self._client._connection, "_transport", None)
-        if transport is not None and transport.sock is not None:
-            transport.sock.close()
+        """Leave the socket alone, which in a forked child is the parent's."""
+        leave_to_parent(self._client)
 
     # --- under the lock ------------------------------------------------------------------
 
@@ -238,12 +231,7 @@ class Outbox:
         if sender is not None:
             self._unsent.extendleft(reversed(sender.take_in_doubt()))
             self._refused += sender.take_refused()
-        connection = self._client._connection
-        if connection is not None:
-            with suppress(*LOST):
-                connection.collect()
-        with suppress(*LOST):
-            self._client.close()
+        hang_up(self._client)
 
     # --- the thread ----------------------------------------------------------------------
 

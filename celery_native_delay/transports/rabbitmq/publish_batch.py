@@ -13,7 +13,8 @@ import amqp
 
 from ...errors import PublishRefused
 from ...message import due_of
-from .outbox import IN_DOUBT, LOST
+from .outbox import IN_DOUBT
+from .own_connection import LOST
 from .sealing import has_copies
 from .sending import Sender
 from .window import Publication

@@ -142,8 +142,8 @@ class WindowChannel(OwnChannel):
             amqp.exceptions.ChannelError: the broker closed this channel.
             OSError, amqp.exceptions.AMQPError: the connection is gone.
         """
-        while self._is_readable(0):
-            self._read()
+        while self.is_readable(0):
+            self.read()
 
     def read_until(self, condition: Callable[[], bool], *, deadline: float | None = None) -> None:
         """Take in what the broker sends until *condition* holds.
@@ -154,19 +154,19 @@ class WindowChannel(OwnChannel):
         """
         while not condition():
             left = None if deadline is None else max(deadline - monotonic(), 0)
-            if not self._is_readable(left):
+            if not self.is_readable(left):
                 raise NotConfirmedInTime(
                     f"{len(self._unconfirmed)} message(s) not confirmed in time"
                 )
-            self._read()
+            self.read()
 
     def read_all(self, *, deadline: float | None = None) -> None:
         """Take in what the broker sends until nothing is unconfirmed; raises likewise."""
         self.read_until(lambda: not self._unconfirmed, deadline=deadline)
 
-    def _is_readable(self, timeout_seconds: float | None) -> bool:
+    def is_readable(self, timeout_seconds: float | None) -> bool:
         self.write_now()
-        return super()._is_readable(timeout_seconds)
+        return super().is_readable(timeout_seconds)
 
     # --- what the broker says ------------------------------------------------------------
 

@@ -13,21 +13,20 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from threading import RLock
 from time import monotonic
 from typing import Any, TypeVar
 
 import amqp
 from amqp.exceptions import NotFound
-from kombu import Connection
 
 from ....errors import LedgerUnavailable
 from ....settings import DelaySettings
 from ...aliases import flushes
 from ..ledger.connection import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, PATIENCE_SECONDS
-from ..outbox import LOST, outbox_key
+from ..outbox import outbox_key
 from ..own_channel import OwnChannel
+from ..own_connection import connection_like, hang_up, leave_to_parent
 from ..stream_names import Stream
 from ..topology import Topology
 from ..window import NotConfirmedInTime, Publication, Sendable, WindowChannel
@@ -66,7 +65,7 @@ class StreamConnection:
     def __init__(self, client: Any, settings: DelaySettings) -> None:
         """*client* is a kombu connection to the same broker, which is not touched."""
         self._exchange = Topology(settings).ledger.exchange
-        self._client = Connection(**dict(client._info(resolve=False), heartbeat=0))
+        self._client = connection_like(client)
         self._meaning = settings.while_ledger_is_away
         self._lock = RLock()
         self._channel: WindowChannel | None = None
@@ -153,9 +152,9 @@ class StreamConnection:
             )
             deadline = monotonic() + _ANSWER_SECONDS
             while not came:
-                if not channel._is_readable(max(deadline - monotonic(), 0)):
+                if not channel.is_readable(max(deadline - monotonic(), 0)):
                     raise TimeoutError(f"{stream.name} yields nothing at offset {offset}")
-                channel._read()
+                channel.read()
             channel.basic_cancel("fetch")
             channel.basic_ack(0, multiple=True)  # 0: all
             return came[0]
@@ -241,20 +240,13 @@ class StreamConnection:
         channel, self._channel, self._fetcher = self._channel, None, None
         if channel is not None:
             self._keep(channel.unconfirmed)
-        connection = self._client._connection
-        if connection is not None:
-            with suppress(*LOST):
-                connection.collect()
-        with suppress(*LOST):
-            self._client.close()
+        hang_up(self._client)
         # As the follower's; see there.
         self._client.maybe_switch_next()
 
     def abandon(self) -> None:
-        """Close our end of the socket without a word: in a forked child it is the parent's."""
-        transport = getattr(self._client._connection, "_transport", None)
-        if transport is not None and transport.sock is not None:
-            transport.sock.close()
+        """Leave the socket alone, which in a forked child is the parent's."""
+        leave_to_parent(self._client)
 
 
 # ---- those of this process ---------------------------------------------------------------------

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from secrets import token_hex
@@ -19,12 +19,11 @@ from weakref import WeakSet
 
 import amqp
 from amqp import spec
-from amqp.exceptions import AMQPError
-from kombu import Connection
 
 from ....durations import duration
 from ....errors import LedgerUnavailable, NativeDelayError
 from ..own_channel import OwnChannel
+from ..own_connection import LOST, connection_like, hang_up, leave_to_parent
 from ..stream_names import Stream
 from ..topology import Topology
 from .connection import GONE, LeadsNowhere
@@ -57,9 +56,6 @@ _LOST_SECONDS = 2.0
 
 _LONGEST_RETRY_SECONDS = 1.0
 
-#: py-amqp raises AttributeError where a connection went away under it.
-_LOST = (AMQPError, OSError, AttributeError)
-
 
 class Reader(Protocol):
     """Takes what a follower reads; called with its lock held."""
@@ -90,7 +86,7 @@ class Follower(Thread):
         """
         super().__init__(name="native-delay-follower", daemon=True)
         # Its pings take the place of heartbeats.
-        self._client = Connection(**dict(client._info(resolve=False), heartbeat=0))
+        self._client = connection_like(client)
         self._ledger = topology.ledger
         self._meaning = topology.settings.while_ledger_is_away
         self._streams = streams
@@ -178,10 +174,8 @@ class Follower(Thread):
                 self._asked_at = monotonic()
 
     def abandon(self) -> None:
-        """Close our end of the socket without a word: in a forked child it is the parent's."""
-        transport = getattr(self._client._connection, "_transport", None)
-        if transport is not None and transport.sock is not None:
-            transport.sock.close()
+        """Leave the socket alone, which in a forked child is the parent's."""
+        leave_to_parent(self._client)
 
     # --- the thread ----------------------------------------------------------------------
 
@@ -194,7 +188,7 @@ class Follower(Thread):
                 while not self._ends():
                     self._follow()
             except Exception as exc:  # the thread must outlive whatever the broker says
-                self._lose(exc, is_expected=isinstance(exc, (*_LOST, NativeDelayError)))
+                self._lose(exc, is_expected=isinstance(exc, (*LOST, NativeDelayError)))
                 with self.lock:
                     self.lock.wait(retry_seconds)
                 retry_seconds = min(retry_seconds * 2, _LONGEST_RETRY_SECONDS)
@@ -246,9 +240,9 @@ class Follower(Thread):
     def _follow(self) -> None:
         channel = self._channel
         assert channel is not None
-        is_readable = channel._is_readable(_PING_SECONDS)
+        is_readable = channel.is_readable(_PING_SECONDS)
         if is_readable:
-            channel._read()
+            channel.read()
             self._heard_at = monotonic()
         if channel.connection is None:
             raise ConnectionError(f"the broker closed the channel: {channel.closed_with}")
@@ -313,12 +307,7 @@ class Follower(Thread):
 
     def _disconnect(self) -> None:
         self._channel = None
-        connection = self._client._connection
-        if connection is not None:
-            with suppress(*_LOST):
-                connection.collect()
-        with suppress(*_LOST):
-            self._client.close()
+        hang_up(self._client)
 
 
 #: Of this process.
