@@ -89,7 +89,7 @@ class Kind:
 
 
 class BulkLine(Line[Outbox]):
-    """See the module's docstring. For one thread."""
+    """Sends many messages over a connection of its own. For one thread."""
 
     def __init__(self, client: Any, *, window: int) -> None:
         """*client* is a kombu connection to the same broker, which is not touched."""

@@ -57,7 +57,7 @@ def is_lasting(error: BaseException) -> bool:
 
 
 class Outbox:
-    """See the module's docstring."""
+    """Keeps the delayed messages of a process for one broker until it has confirmed them."""
 
     def __init__(self, client: Any, window: int) -> None:
         """*client* is a kombu connection to the same broker, which is not touched."""

@@ -144,6 +144,7 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
         arguments: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
+        """Declare an exchange, and note its type."""
         result = super().exchange_declare(
             exchange, type, passive, durable, auto_delete, nowait, arguments, **kwargs
         )
@@ -152,11 +153,13 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
         return result
 
     def exchange_delete(self, exchange: str, *args: Any, **kwargs: Any) -> Any:
+        """Delete an exchange, and unbind what mirrors bindings to it."""
         result = super().exchange_delete(exchange, *args, **kwargs)
         self.delays.preparation.exchange_deleted(exchange)
         return result
 
     def exchange_bind(self, destination: str, source: str = "", *args: Any, **kwargs: Any) -> Any:
+        """Bind an exchange to *source*, which gets a landing queue."""
         result = super().exchange_bind(destination, source, *args, **kwargs)
         self.delays.mirror.exchange_bound(source)
         return result
@@ -172,6 +175,7 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
         arguments: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
+        """Declare a queue, which is to be mirrored by its name."""
         result = super().queue_declare(
             queue, passive, durable, exclusive, auto_delete, nowait, arguments, **kwargs
         )
@@ -183,6 +187,7 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
     def queue_bind(
         self, queue: str, exchange: str = "", routing_key: str = "", *args: Any, **kwargs: Any
     ) -> Any:
+        """Bind a queue, which is to be mirrored."""
         result = super().queue_bind(queue, exchange, routing_key, *args, **kwargs)
         self.delays.mirror.queue_bound(queue, exchange, routing_key)
         return result
@@ -190,11 +195,13 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
     def queue_unbind(
         self, queue: str, exchange: str, routing_key: str = "", *args: Any, **kwargs: Any
     ) -> Any:
+        """Unbind a queue, and what mirrors the binding."""
         result = super().queue_unbind(queue, exchange, routing_key, *args, **kwargs)
         self.delays.preparation.queue_unbound(queue, exchange, routing_key)
         return result
 
     def queue_delete(self, queue: str = "", *args: Any, **kwargs: Any) -> Any:
+        """Delete a queue, and its landing queue if it has one."""
         result = super().queue_delete(queue, *args, **kwargs)
         self.delays.preparation.queue_deleted(queue)
         return result
@@ -202,11 +209,13 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
     # --- receiving -----------------------------------------------------------------------
 
     def basic_consume(self, queue: str = "", *args: Any, **kwargs: Any) -> Any:
+        """Consume from a queue, after mirroring what was declared so far."""
         if not is_internal(queue):
             self.delays.preparation.prepare_to_consume(queue)
         return super().basic_consume(queue, *args, **kwargs)
 
     def dispatch_method(self, method_sig: tuple[int, int], payload: bytes, content: Any) -> Any:
+        """Dispatch what the broker sent; a body that decoding would change is kept in bytes."""
         if content is not None:
             keep_bytes(content)
         return super().dispatch_method(method_sig, payload, content)
@@ -288,6 +297,7 @@ class Transport(pyamqp.Transport):  # type: ignore[misc]
         return asks_for_delays(options.get(OPTION))
 
     def establish_connection(self) -> Any:
+        """Connect; with delayed delivery if it is asked for."""
         if self._delays:
             self.Connection = Connection
         return super().establish_connection()

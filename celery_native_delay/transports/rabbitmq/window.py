@@ -72,7 +72,7 @@ class Publication(NamedTuple):
 
 
 class WindowChannel(OwnChannel):
-    """See the module's docstring."""
+    """A channel that publishes without waiting, and keeps what is not confirmed yet."""
 
     def __init__(self, connection: Any) -> None:
         super().__init__(connection)

@@ -62,7 +62,7 @@ def redis_options(url: str, *, timeout_seconds: float) -> tuple[str, dict[str, A
 
 
 class LedgerConnection:
-    """See the module's docstring. For any thread of one process.
+    """Tells and asks a ledger in Redis, each time for a moment. For any thread of one process.
 
     Used to publish or to receive, not for both.
 

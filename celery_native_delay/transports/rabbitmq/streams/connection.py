@@ -60,7 +60,7 @@ class _Entry(Publication):
 
 
 class StreamConnection:
-    """See the module's docstring. For any thread of one process."""
+    """Writes into a ledger's streams, and reads by place. For any thread of one process."""
 
     def __init__(self, client: Any, settings: DelaySettings) -> None:
         """*client* is a kombu connection to the same broker, which is not touched."""

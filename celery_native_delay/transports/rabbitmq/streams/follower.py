@@ -68,7 +68,7 @@ class Reader(Protocol):
 
 
 class Follower(Thread):
-    """See the module's docstring. *lock* is held while the reader is given something."""
+    """Reads streams and follows them; *lock* is held while the reader is given something."""
 
     def __init__(
         self,
