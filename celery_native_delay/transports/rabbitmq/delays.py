@@ -184,8 +184,10 @@ class Delays:
         if not units:
             return None
         failed = getattr(_failed, "publish", None)
-        again = failed is not None and headers is not None and failed[0] is headers
-        delivery_id = failed[1] if again else token_hex(16)
+        if failed is not None and headers is not None and failed[0] is headers:
+            delivery_id = failed[1]
+        else:
+            delivery_id = token_hex(16)
         delayed = Delayed(delivery_id, due_us, exchange, routing_key)
         return self._entering(message, delayed, now_us=now_us, units=units, lands=lands)
 

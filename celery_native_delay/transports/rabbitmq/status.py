@@ -243,6 +243,6 @@ def levels(delays: Delays) -> Iterator[Level]:
 
 def _depth(delays: Delays, queue: str) -> int | None:
     try:
-        return int(delays.declarer.queue_declare(queue, passive=True).message_count)
+        return int(delays.declarer.channel.queue_declare(queue, passive=True).message_count)
     except NotFound:
         return None
