@@ -10,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import CO_OPTIMIZED
 from pathlib import Path
 from threading import Event, get_ident
 from types import CodeType, FrameType
@@ -49,13 +50,17 @@ class Trace:
             self._records = False
 
     def of(self, thread: int) -> Seen:
-        """What *thread* entered, in order; comprehensions are part of what holds them."""
-        seen = self._by_thread.get(thread, {})
-        return {code: None for code in seen if not code.co_name.endswith(("comp>", "expr>"))}
+        """Functions that *thread* entered, in order; a comprehension is part of its function."""
+        return {
+            code: None
+            for code in self._by_thread.get(thread, {})
+            if code.co_flags & CO_OPTIMIZED  # no module, no class
+            and not code.co_name.endswith(("comp>", "expr>"))
+        }
 
 
 def measure(url: str) -> dict[str, Seen]:
-    """One table row's functions each, from a broker at *url* that was never used."""
+    """The functions of each path, on a broker at *url* that was never used."""
     app = install(Celery("paths", broker=url, set_as_current=False))
     ran, ran_in = Event(), [0]
 
