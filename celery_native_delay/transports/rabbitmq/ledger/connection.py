@@ -1,4 +1,4 @@
-"""A connection to the ledger that nobody waits for: each use is bounded in time.
+"""A connection to the ledger that keeps no task waiting: each use is bounded in time.
 
 What publishing notes down is sent and not waited for; its answers are read with what follows. A
 ledger that refuses, or owes an answer for :data:`PATIENCE_SECONDS`, is left alone for a while, one
@@ -61,8 +61,8 @@ def redis_options(url: str, *, timeout_seconds: float) -> tuple[str, dict[str, A
     }
 
 
-class LedgerLine:
-    """See the module's docstring. For any thread of one process.
+class LedgerConnection:
+    """Tells and asks a ledger in Redis, each time for a moment. For any thread of one process.
 
     Used to publish or to receive, not for both.
 
@@ -127,7 +127,7 @@ class LedgerLine:
     # --- receiving -----------------------------------------------------------------------
 
     def received(self, member: str) -> bool | None:
-        """Whether the message of *member* may run; None if the ledger does not answer.
+        """True if the message of *member* may run; None if the ledger does not answer.
 
         Its entry is gone then.
         """
@@ -196,20 +196,20 @@ class LedgerLine:
             )
 
 
-# ---- the lines of this process ---------------------------------------------------------------
+# ---- those of this process ---------------------------------------------------------------------
 
-_lines: PerProcess[tuple[str, str, str], LedgerLine] = PerProcess()
+_connections: PerProcess[tuple[str, str, str], LedgerConnection] = PerProcess()
 
 
-def line_of(url: str, namespace: str, vhost: str = "/") -> LedgerLine:
-    """The process's line for publishing."""
+def ledger_connection(url: str, namespace: str, vhost: str = "/") -> LedgerConnection:
+    """The process's connection for publishing."""
     key = (url, namespace, vhost)
-    return _lines.get(key, lambda: LedgerLine(*key))
+    return _connections.get(key, lambda: LedgerConnection(*key))
 
 
 def _flush_all(timeout_seconds: float | None) -> None:
-    for line in _lines.values():
-        line.flush(timeout_seconds)
+    for found in _connections.values():
+        found.flush(timeout_seconds)
 
 
 flushes.append(_flush_all)
