@@ -56,7 +56,6 @@ PATIENCE_SECONDS = 10.0
 _LOST_SECONDS = 2.0
 
 
-
 class Reader(Protocol):
     """Takes what a follower reads; called with its lock held."""
 
