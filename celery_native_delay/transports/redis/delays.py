@@ -21,8 +21,8 @@ from ...redis_server import (
 )
 from ...settings import DelaySettings
 from ..virtual import delays
+from ..virtual.sealing import encoded, sealed
 from ..virtual.status import Status
-from ..virtual.trace import encoded, sealed
 from ..virtual.watching import warn_if_nothing_promotes
 from .envelope import Destination, entry_of
 from .keys import Keys, member_of

@@ -19,7 +19,7 @@ from redis import exceptions
 from ...errors import NativeDelayError
 from ..virtual import outbox
 from ..virtual.collecting import Collecting
-from ..virtual.trace import encoded
+from ..virtual.sealing import encoded
 from .envelope import Destination, front_of
 from .keys import Keys, member
 from .promoter import CONNECTION_OPTIONS

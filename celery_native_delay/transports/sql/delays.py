@@ -10,8 +10,8 @@ from ...errors import NativeDelayError
 from ...settings import DelaySettings
 from ...urls import without_password
 from ..virtual import delays
+from ..virtual.sealing import encoded, sealed
 from ..virtual.status import Status
-from ..virtual.trace import encoded, sealed
 from ..virtual.watching import warn_if_nothing_promotes
 from .store import Store
 

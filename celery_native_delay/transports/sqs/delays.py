@@ -15,7 +15,7 @@ from ...errors import CannotDelay, NativeDelayError, NotPermitted, TopologyMisma
 from ...message import HEADER
 from ...settings import DelaySettings
 from ..virtual import delays
-from ..virtual.trace import sealed
+from ..virtual.sealing import sealed
 from .delay_queue import (
     LONGEST_NAME,
     can_delay,

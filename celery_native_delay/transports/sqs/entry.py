@@ -15,7 +15,7 @@ from kombu.utils.json import dumps, loads
 
 from ...due_time import milliseconds_up
 from ...errors import CannotDelay
-from ..virtual.trace import encoded
+from ..virtual.sealing import encoded
 from .hops import BATCH
 
 T = TypeVar("T")

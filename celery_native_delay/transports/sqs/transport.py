@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Message(virtual.Message):
-    """A received message; its delivery tag is a receipt, so the id of its wait is in the trace."""
+    """A received message; its delivery tag is a receipt, so the id of its wait is in our header."""
 
     def __init__(self, payload: Any, channel: Any = None, **kwargs: Any) -> None:
         super().__init__(payload, channel=channel, **kwargs)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..interface import Backlog, ParkedTask
+from .sealing import unsealed
 from .status import Census, Status
-from .trace import unsealed
 
 
 @dataclass(frozen=True)

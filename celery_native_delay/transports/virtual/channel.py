@@ -17,7 +17,7 @@ from ...errors import NativeDelayError, SettingsError
 from ...message import Delayed, due_of
 from ...settings import DelaySettings
 from ..aliases import OPTION, asks_for_delays, settings_from_option
-from .trace import unsealed
+from .sealing import unsealed
 
 
 class Message(virtual.Message):  # type: ignore[misc]
@@ -33,7 +33,7 @@ class Message(virtual.Message):  # type: ignore[misc]
 
     def __init__(self, payload: Any, channel: Any = None, **kwargs: Any) -> None:
         super().__init__(payload, channel=channel, **kwargs)
-        # kombu keeps the payload itself for redelivery; its trace must stay.
+        # kombu keeps the payload itself for redelivery; our header must stay.
         self.headers, self.native_delay = unsealed(self.headers, self.properties)
 
 

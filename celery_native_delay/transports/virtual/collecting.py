@@ -16,7 +16,7 @@ class Put(Protocol):
 
     @property
     def envelope(self) -> str | bytes:
-        """kombu's message as JSON, with the trace of its wait."""
+        """kombu's message as JSON, with our header."""
 
     @property
     def size_bytes(self) -> int:

@@ -12,7 +12,7 @@ from ...due_time import eta_of, milliseconds_up
 from ...errors import CannotDelay
 from ...ledger.model import Waiting
 from ...message import CANCELLED, HEADER
-from .trace import encoded, sealed, unsealed
+from .sealing import encoded, sealed, unsealed
 
 
 def waiting_of(envelope: str | bytes, *, queue: str, due_us: int | None) -> Waiting | None:
@@ -22,8 +22,8 @@ def waiting_of(envelope: str | bytes, *, queue: str, due_us: int | None) -> Wait
     """
     message = json.loads(envelope)
     headers, properties = message.get("headers") or {}, message["properties"]
-    trace = headers.get(HEADER) or {}
-    if trace.get(CANCELLED):
+    header = headers.get(HEADER) or {}
+    if header.get(CANCELLED):
         return None
     info = properties.get("delivery_info") or {}
     opened, _ = unsealed(headers, properties)
@@ -33,7 +33,7 @@ def waiting_of(envelope: str | bytes, *, queue: str, due_us: int | None) -> Wait
         queue=queue,
         exchange=info.get("exchange") or "",
         routing_key=info.get("routing_key") or "",
-        due_us=due_us or trace.get("due", 0) * 1000,
+        due_us=due_us or header.get("due", 0) * 1000,
         delivery_id=str(properties.get("delivery_tag")),
     )
 

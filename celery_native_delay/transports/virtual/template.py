@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from ...errors import RefusedMessage
 from ...message import HEADER
-from .trace import encoded, unsealed
+from .sealing import encoded, unsealed
 
 
 class TaskFields(NamedTuple):

@@ -9,7 +9,7 @@ import pytest
 
 from celery_native_delay.due_time import milliseconds_up
 from celery_native_delay.message import HEADER, Delayed
-from celery_native_delay.transports.virtual.trace import sealed, unsealed
+from celery_native_delay.transports.virtual.sealing import sealed, unsealed
 
 ETA = "2026-11-20T12:00:00.000001+00:00"
 DUE_MS = 1_795_176_000_001
