@@ -26,7 +26,7 @@ from celery_native_delay import Delay, flush_delayed
 from celery_native_delay.bulk import bulk
 from celery_native_delay.message import Delayed
 from celery_native_delay.testing import private_redis
-from celery_native_delay.transports.rabbitmq.ledger.line import LedgerLine
+from celery_native_delay.transports.rabbitmq.ledger.connection import LedgerConnection
 from celery_native_delay.transports.rabbitmq.streams.receipts import StreamReceipts
 
 ROUNDS = 40
@@ -181,7 +181,7 @@ def worker_checks(bench: Bench) -> list[float]:
     members = [f"{uuid4()}:{uuid4().hex}" for _ in range(bench.count(CHECKS, at_least=100))]
     checks = []
     with private_redis(config=REDIS_CONFIG) as redis:
-        line = LedgerLine(redis.url, "bench")
+        line = LedgerConnection(redis.url, "bench")
         for member in members:
             line.record(member, 2**52, b"e" * ENTRY_BYTES)
         line.flush(None)

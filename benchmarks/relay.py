@@ -22,7 +22,7 @@ from benchmarks.measuring import Bench, Result, Target, median, percentile
 from celery_native_delay import DelaySettings, register_transports
 from celery_native_delay.testing import PrivateSqs, private_sqs
 from celery_native_delay.transports.sqs.delay_queue import ASKED
-from celery_native_delay.transports.sqs.entry import Entry, Parcel
+from celery_native_delay.transports.sqs.entry import Entry, Payload
 from celery_native_delay.transports.sqs.hops import BATCH, REQUESTS_PER_HOP
 from celery_native_delay.transports.sqs.relay import Relay
 
@@ -108,7 +108,7 @@ def fill(sqs: PrivateSqs, count: int, left_ms: int) -> None:
     due_ms = int(time() * 1000) + left_ms
     for first in range(0, count, BATCH):
         entries = [
-            Entry(str(uuid4()), left_ms, due_ms, Parcel(BODY)).arguments() | {"Id": str(number)}
+            Entry(str(uuid4()), left_ms, due_ms, Payload(BODY)).arguments() | {"Id": str(number)}
             for number in range(min(BATCH, count - first))
         ]
         sqs.client.send_message_batch(QueueUrl=url, Entries=entries)
@@ -128,7 +128,7 @@ def relayed(sqs: PrivateSqs, count: int) -> Round:
             "before-call.sqs", lambda model, **_: requests.update([model.name])
         )
         relay = Relay(lambda: None, [QUEUE])
-        line = relay.line(channel, QUEUE)
+        line = relay.for_queue(channel, QUEUE)
         begin, begin_cpu = perf_counter(), process_time()
         while relay.promoted + relay.relayed < count:
             line.step()

@@ -1,4 +1,4 @@
-"""From countdowns and ETAs to units of the resolution.
+"""Countdowns and ETAs in units of the resolution.
 
 Microseconds since the epoch throughout, because ETAs carry them: with exact integers
 ``countdown=5`` is exactly five seconds and nothing is ever early by rounding.
@@ -71,7 +71,11 @@ def check_reach(units: int, *, max_units: int, resolution_ms: int) -> None:
 
 
 def check_due(due_us: int, *, now_us: int, longest_delay_seconds: float) -> None:
-    """The same where nothing but the longest delay bounds it; counted in milliseconds."""
+    """Refuse a delay beyond the longest, where nothing else bounds it; counted in milliseconds.
+
+    Raises:
+        DelayTooLong: naming value, limit and way out.
+    """
     check_reach(
         milliseconds_up(due_us - now_us),
         max_units=round(longest_delay_seconds * 1000),

@@ -14,7 +14,7 @@
     ├── BrokerFull               the broker takes no more messages that wait
     ├── StoreUnavailable         the database of a timeout store is away, or cannot be used
     ├── InvalidQuery             a search for waiting tasks that cannot be understood
-    ├── LedgerUnavailable        nobody can say what waits, or change it: the ledger is away
+    ├── LedgerUnavailable        what waits cannot be seen or changed: the ledger is away
     │   └── NoLedger             there is none
     ├── InvalidFanOut            an option or column of a Spark fan-out is impossible
     ├── FanOutFailed             rows of a Spark fan-out are not confirmed
@@ -115,7 +115,7 @@ class InvalidQuery(NativeDelayError, ValueError):
 
 
 class LedgerUnavailable(NativeDelayError):
-    """Nobody can say what waits, or change it: the ledger is away."""
+    """What waits cannot be seen or changed: the ledger is away."""
 
 
 class NoLedger(LedgerUnavailable):
@@ -154,10 +154,10 @@ class ExtraMissing(ModuleNotFoundError):
 
 @contextmanager
 def brought_by(extra: str, *, whose: str) -> Iterator[None]:
-    """A block of imports, made by the module *whose*, of what *extra* brings.
+    """A block of imports, in the module *whose*, that needs the packages of *extra*.
 
     Raises:
-        ExtraMissing: something is not there.
+        ExtraMissing: one of them is not installed.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""What is wrong with delays, or may be, and what to do about it. Pure."""
+"""Findings: faults of delays, certain or possible, each with a remedy. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAY_DIFFER_IN_WHOLE_SECONDS = 2.5
 
 #: Levels of a finding. Delays do not work, or lose messages.
 WRONG = "wrong"
-#: Nobody could look.
+#: It could not be looked at.
 UNCHECKED = "not checked"
 #: Delays work, and could do so more safely.
 ADVICE = "advice"
@@ -37,7 +37,7 @@ class Finding:
 
     @classmethod
     def of_sentence(cls, check: str, level: str, sentence: str) -> Self:
-        """Out of "problem: remedy", as our errors say it."""
+        """The finding of a sentence "problem: remedy", as our errors say it."""
         problem, _, remedy = sentence.rpartition(": ")
         return cls(check, level, problem, remedy)
 
@@ -53,7 +53,7 @@ def clock_finding(
     may_differ_seconds: float = MAY_DIFFER_SECONDS,
     check: str = "clocks",
 ) -> Iterator[Finding]:
-    """What is wrong if *whose* clock is *ahead_seconds* ahead of this machine's; below 0: behind.
+    """The fault of *whose* clock if it is *ahead_seconds* ahead of this machine's; below 0: behind.
 
     *effect* is what that does to delays.
     """

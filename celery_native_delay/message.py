@@ -1,4 +1,8 @@
-"""What every transport's messages have in common: the ETA they carry, and the trace of a wait."""
+"""The header that a message carries through its wait, and the ETA that it waits for.
+
+Rule: what the header holds is decided here alone; a change in it is a new VERSION, because messages
+in brokers carry it for years.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +15,10 @@ from .errors import InvalidDueTime
 #: The one header we add: what the worker must see again, and when.
 HEADER = "native_delay"
 
+VERSION = 1
+
+_REQUIRED = {"id", "due", "exchange", "rk"}
+
 
 class Replaces(NamedTuple):
     """The delivery that a copy is to take the place of, and when it was made, in ms since 1970."""
@@ -20,20 +28,57 @@ class Replaces(NamedTuple):
 
 
 class Delayed(NamedTuple):
-    """What a message that waited carries about its wait.
+    """The wait of one message, as its header tells of it.
 
-    *delivery_id* is equal only for copies of one delivery; *due_ms* and *expires_ms* are
-    milliseconds since the epoch. One that was *cancelled* comes to be announced, not to run. One
-    that *replaces* another counts only if a ledger in streams says so.
+    *delivery_id* is equal only for copies of one delivery. *exchange* and *routing_key* are what it
+    was published with, and is seen with again; *queue* is the only one it is for, None for all that
+    these lead to. *due_us* and *expires_ms*, the end of its own ``expiration``, count from the
+    epoch. One that was *cancelled* comes to be announced, not to run. One that *replaces* another
+    counts only if a ledger in streams says so.
     """
 
     delivery_id: str
-    due_ms: int
+    due_us: int
     exchange: str
     routing_key: str
+    queue: str | None = None
     expires_ms: int | None = None
     cancelled: bool = False
     replaces: Replaces | None = None
+
+    def header(self, kept: Mapping[str, Any]) -> dict[str, Any]:
+        """Our header for it; *kept* is what is taken from the message until it has waited."""
+        header: dict[str, Any] = {
+            "v": VERSION,
+            "id": self.delivery_id,
+            "due": milliseconds_up(self.due_us),
+            "exchange": self.exchange,
+            "rk": self.routing_key,
+        }
+        if self.queue is not None:
+            header["queue"] = self.queue
+        header |= kept
+        if self.replaces is not None:
+            header["replaces"] = list(self.replaces)
+        return header
+
+    @classmethod
+    def of(cls, header: Any) -> Delayed | None:
+        """The wait that a header of :meth:`header` tells of; None for anything else."""
+        if not isinstance(header, dict) or header.get("v") != VERSION:
+            return None
+        if not header.keys() >= _REQUIRED:
+            return None
+        return cls(
+            header["id"],
+            header["due"] * 1000,
+            header["exchange"],
+            header["rk"],
+            header.get("queue"),
+            header.get("expires"),
+            bool(header.get(CANCELLED)),
+            Replaces(*header["replaces"]) if "replaces" in header else None,
+        )
 
 
 def due_of(headers: Mapping[str, Any] | None) -> int | None:
@@ -55,7 +100,7 @@ def due_of(headers: Mapping[str, Any] | None) -> int | None:
 
 
 def due_ms_of(headers: Mapping[str, Any]) -> int | None:
-    """The same in milliseconds, as a trace has it; None also for an ETA that is not ISO 8601."""
+    """The due time in milliseconds, as our header has it; None also where :func:`due_of` raises."""
     try:
         found_us = due_of(headers)
     except InvalidDueTime:
@@ -63,27 +108,27 @@ def due_ms_of(headers: Mapping[str, Any]) -> int | None:
     return None if found_us is None else milliseconds_up(found_us)
 
 
-#: Under these two a trace keeps that its task was cancelled, and the ``expires`` it had.
+#: Under these two our header keeps that its task was cancelled, and the ``expires`` it had.
 CANCELLED, EXPIRES = "cancelled", "task_expires"
 
 #: Long ago: a worker that knows nothing of us announces a cancelled task as expired.
 _LONG_AGO = "2000-01-01T00:00:00+00:00"
 
 
-def cancel(headers: dict[str, Any], trace: dict[str, Any]) -> None:
-    """Mark a task's *headers* and *trace*: whoever receives it must not run it."""
-    trace[CANCELLED] = True
+def cancel(headers: dict[str, Any], header: dict[str, Any]) -> None:
+    """Mark a task's *headers*, and our *header* among them: its receiver must not run it."""
+    header[CANCELLED] = True
     if "expires" in headers:
-        trace[EXPIRES] = headers["expires"]
+        header[EXPIRES] = headers["expires"]
     headers["expires"] = _LONG_AGO
 
 
-def uncover(headers: dict[str, Any], trace: Mapping[str, Any]) -> bool:
-    """Whether the task was cancelled; its *headers* then have what :func:`cancel` took."""
-    if not trace.get(CANCELLED):
+def uncover(headers: dict[str, Any], header: Mapping[str, Any]) -> bool:
+    """True if the task was cancelled; its *headers* then have what :func:`cancel` took."""
+    if not header.get(CANCELLED):
         return False
-    if EXPIRES in trace:
-        headers["expires"] = trace[EXPIRES]
+    if EXPIRES in header:
+        headers["expires"] = header[EXPIRES]
     else:
         headers.pop("expires", None)
     return True

@@ -1,4 +1,4 @@
-"""A Redis or Valkey that keeps something of ours: what it says of itself, and what that means."""
+"""A Redis or Valkey that keeps something of ours: its version, its settings, its clock."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Server:
 
     *version* is () where the server tells none, *policy* and *aof* are None likewise.
     *configurable* says whether this user may change its configuration, as no user may on most
-    hosted servers; None where nobody has asked.
+    hosted servers; None where that was not asked.
     """
 
     name: str = "Redis"
@@ -37,7 +37,7 @@ class Server:
 
     @classmethod
     def from_info(cls, info: Mapping[str, Any], *, configurable: bool | None = None) -> Server:
-        """From redis-py's ``info()``; {} where asking is not allowed."""
+        """A server by redis-py's ``info()``; {} where asking is not allowed."""
         text = str(info.get("redis_version", ""))
         aof = info.get("aof_enabled")
         return cls(
@@ -77,9 +77,9 @@ def check_server(server: Server, *, prefix: str) -> None:
 
 
 def keeping(server: Server, *, check: str, kept: str, has_ttls: bool = False) -> Iterator[Finding]:
-    """What may make a server lose what it is to keep.
+    """Settings that may make a server lose what it is to keep.
 
-    Where it does not let its configuration be changed, that is advice: whoever hosts it decides.
+    Where it does not let its configuration be changed, that is advice: its host decides.
 
     Args:
         check: of the findings.
@@ -122,7 +122,7 @@ def keeping(server: Server, *, check: str, kept: str, has_ttls: bool = False) ->
 
 
 def clocks(ahead_seconds: float, *, check: str = "clocks") -> Iterator[Finding]:
-    """What it does that the server's clock is *ahead_seconds* ahead of this machine's."""
+    """The fault of a server whose clock is *ahead_seconds* ahead of this machine's."""
     effect = "are put back once" if ahead_seconds > 0 else "come that much later"
     yield from clock_finding(
         "the Redis server's clock", ahead_seconds, f"delayed tasks {effect}", check=check
@@ -139,7 +139,7 @@ def _has_hash_tag(prefix: str) -> bool:
 
 
 def server_of(client: Any, *, configurable: bool | None = None) -> Server:
-    """What the server says of itself now; little, where ``INFO`` is not allowed."""
+    """The server as it describes itself now; little, where ``INFO`` is not allowed."""
     try:
         return Server.from_info(client.info(), configurable=configurable)
     except ResponseError:
@@ -147,7 +147,7 @@ def server_of(client: Any, *, configurable: bool | None = None) -> Server:
 
 
 def is_configurable(client: Any) -> bool:
-    """Whether this user may look at the configuration: who may not will not change it either."""
+    """True if this user may look at the configuration: else it may not change it either."""
     try:
         client.config_get("appendonly")
     except ResponseError:
@@ -162,14 +162,14 @@ def now_us(client: Any) -> int:
 
 
 def clock_ahead_seconds(client: Any) -> float:
-    """How far the server's clock is ahead of ours; negative if it is behind."""
+    """Seconds that the server's clock is ahead of ours; negative if it is behind."""
     before_us = time_ns() // 1000
     server_us = now_us(client)
     return (server_us - (before_us + time_ns() // 1000) / 2) / 1_000_000
 
 
 def findings(client: Any, *, key: str, check: str, kept: str, where: str) -> Iterator[Finding]:
-    """What is wrong with a Redis beside the broker, in which something is kept with TTLs.
+    """Faults of a Redis beside the broker, in which something is kept with TTLs.
 
     Args:
         key: one that may be written, and goes by itself.

@@ -36,7 +36,7 @@ _NAMESPACE_BYTES = 64
 
 _LEDGER_URLS = ("redis://", "rediss://", "redis+socket://", "unix://")
 
-# Not SQLite in memory: nobody else would see it, and it ends with the process.
+# Not SQLite in memory: no other process would see it, and it ends with its own.
 _STORE_URL = re.compile(
     r"(?!sqlite(\+\w+)?://(/?(\?|$)|.*(:memory:|mode=memory)))[A-Za-z][\w.]*(\+\w+)?://", re.ASCII
 )
@@ -54,7 +54,7 @@ STREAM = "stream"
 
 @dataclass(frozen=True, kw_only=True)
 class DelaySettings:
-    """What decides how delayed messages wait; equal settings mean the same delay levels.
+    """Settings of delayed delivery; equal ones mean the same delay levels.
 
     Raises:
         SettingsError: for an unknown name or an impossible value; the text says what
@@ -93,9 +93,9 @@ class DelaySettings:
     read it."""
 
     ledger: str | None = None
-    """What keeps a copy of what waits in RabbitMQ: the URL of a Redis, or "stream" for streams of
-    RabbitMQ's own. Needed there to list, cancel and move tasks; on a Redis broker the store itself
-    is the ledger. Defaults to None: off."""
+    """Where a copy of what waits in RabbitMQ is kept: the URL of a Redis, or "stream" for streams
+    of RabbitMQ's own. Needed there to list, cancel and move tasks; on a Redis broker the store
+    itself is the ledger. Defaults to None: off."""
     ledger_away: str = "run"
     """While the ledger does not answer, a task that is due may "run", although it may have been
     cancelled or moved; or it is to "wait" in the broker until the ledger does."""
@@ -119,7 +119,7 @@ class DelaySettings:
     """URL of the store that fenced fan-outs write to: workers ask it whose tasks run. Defaults to
     None: they run all."""
     fence_policy: str = "run"
-    """What workers do with tasks of a fenced run that nobody sealed in time: "run" all of them,
+    """Fate of the tasks of a fenced run that was not sealed in time: workers "run" all of them,
     perhaps twice, or "drop" all of them."""
 
     def __post_init__(self) -> None:
@@ -143,7 +143,7 @@ class DelaySettings:
 
     @property
     def streams_ledger(self) -> bool:
-        """Whether RabbitMQ keeps the ledger itself."""
+        """True if RabbitMQ keeps the ledger itself."""
         return self.ledger == STREAM
 
     @property
@@ -207,7 +207,7 @@ def check_settings(values: Mapping[str, Any]) -> None:
 
 
 def is_store_url(url: str) -> bool:
-    """Whether messages can wait there: no SQLite in memory."""
+    """True if messages can wait in a database at *url*: in no SQLite in memory."""
     return bool(_STORE_URL.match(url))
 
 
@@ -237,7 +237,7 @@ def _check(name: str, value: Any) -> None:
 
 
 def _expected(name: str, value: Any) -> str:
-    """What *name* should have been, or "" when *value* will do."""
+    """The values that *name* may have, or "" when *value* will do."""
     match name:
         case "enabled" | "adopt" | "strict":
             return "" if isinstance(value, bool) else "True or False"
@@ -296,7 +296,7 @@ def _expected(name: str, value: Any) -> str:
 
 
 def is_fence_url(value: object) -> bool:
-    """Whether *value* names a store in which the records of fenced runs are kept."""
+    """True if *value* is the URL of a store for the records of fenced runs."""
     return isinstance(value, str) and "://" in value and urlsplit(value).scheme in _FENCE_SCHEMES
 
 

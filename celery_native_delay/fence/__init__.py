@@ -1,7 +1,7 @@
-"""Where the records of fenced runs are kept: Redis so far, one module for each kind of store."""
+"""Fenced runs: of all attempts at a part of a Spark job, the tasks of one run."""
 
 from __future__ import annotations
 
-from .contract import FenceStore, fence_store
+from .store import FenceStore, fence_store
 
 __all__ = ("FenceStore", "fence_store")

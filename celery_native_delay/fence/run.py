@@ -2,7 +2,8 @@
 
 Every message of a fenced run says who sent it: ``run/partition/attempt``. A store outside the
 broker holds one record per run, which says whose tasks run. It is opened before the first message
-goes out and sealed once, by the driver when the job ends, or by a worker when nobody did in time.
+goes out and sealed once, by the driver when the job ends, or by a worker when the driver did not in
+time.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ OPEN, COMMITTED, ABORTED, ALL = "open", "committed", "aborted", "all"
 
 @dataclass(frozen=True)
 class Stamp:
-    """Who sent a message. No two attempts share *attempt*, whatever Spark counts."""
+    """The sender of a message. No two attempts share *attempt*, whatever Spark counts."""
 
     run: str
     partition: int
@@ -43,7 +44,7 @@ class Stamp:
 
     @classmethod
     def parse(cls, text: object) -> Stamp:
-        """What :meth:`__str__` wrote; a run may have slashes of its own.
+        """The stamp that :meth:`__str__` wrote; a run may have slashes of its own.
 
         Raises:
             ValueError: it is something else.
@@ -56,20 +57,20 @@ class Stamp:
 
 @dataclass(frozen=True)
 class Record:
-    """What the store knows of a run; times are seconds since the epoch.
+    """The state of a run in the store; times are seconds since the epoch.
 
     *state* is "open"; "committed": of each partition, the attempt in *winners* runs; "aborted":
-    none does; or "all": every attempt does, which nobody but a worker decides.
+    none does; or "all": every attempt does, which only a worker decides.
     """
 
     state: str
     at: float
-    """When it was opened, or sealed."""
+    """The time when it was opened, or sealed."""
     deadline: float = 0.0
-    """Of an open one: from then on workers decide."""
+    """The time from which on workers decide about an open one."""
     winners: Mapping[str, str] = field(default_factory=dict)
     by: str = ""
-    """Who sealed it."""
+    """The driver or worker that sealed it."""
 
     def to_json(self) -> str:
         """Text for the store."""
@@ -77,18 +78,18 @@ class Record:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Record:
-        """What :meth:`to_json` was made of; later releases may add to it."""
+        """The record that :meth:`to_json` wrote; later releases may add to it."""
         values = json.loads(text)
         return cls(**{name: values[name] for name in cls.__dataclass_fields__ if name in values})
 
     @property
     def is_final(self) -> bool:
-        """Whether it stays as it is. A stream that sends a batch again reopens an aborted one."""
+        """True if it stays as it is: a stream that sends a batch again reopens an aborted one."""
         return self.state in (COMMITTED, ALL)
 
 
 class Verdict(Enum):
-    """What a worker does with a message."""
+    """The fate of a fenced message in a worker."""
 
     RUN = "run"
     DROP = "drop"
@@ -97,7 +98,7 @@ class Verdict(Enum):
 
 
 def verdict(record: Record, stamp: Stamp) -> Verdict:
-    """What to do with a message of *stamp* while its run has *record*."""
+    """The fate of a message of *stamp* while its run has *record*."""
     match record.state:
         case "open":
             return Verdict.HOLD
@@ -110,7 +111,7 @@ def verdict(record: Record, stamp: Stamp) -> Verdict:
 
 
 def is_overdue(record: Record | None, *, now: float) -> bool:
-    """Whether a worker has to seal the run: nobody did in time, or its record is lost (None).
+    """True if a worker has to seal the run: it was not done in time, or its record is lost (None).
 
     *now* is in seconds since the epoch.
     """
@@ -118,12 +119,12 @@ def is_overdue(record: Record | None, *, now: float) -> bool:
 
 
 def given_up(policy: str, *, now: float, by: str) -> Record:
-    """The record of a run that nobody sealed in time, by the *policy* "run" or "drop"."""
+    """The record of a run that was not sealed in time, by the *policy* "run" or "drop"."""
     return Record(ALL if policy == "run" else ABORTED, now, by=by)
 
 
 def hold_seconds(record: Record | None, *, now: float) -> float:
-    """How long a message waits until its run is looked up again; None: nobody could be asked."""
+    """Seconds until the run of a message is looked up again; None: the store could not be asked."""
     if record is None:
         return BLIND_HOLD_SECONDS
     wait = min(max((now - record.at) / 10, SHORTEST_HOLD_SECONDS), LONGEST_HOLD_SECONDS)

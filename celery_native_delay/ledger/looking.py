@@ -1,6 +1,6 @@
 """Looking for texts in the entries of what waits, on the server that keeps them. Pure.
 
-Nobody indexes the entries: they are all read, within Redis, by one script after the other.
+The entries have no index: they are all read, within Redis, by one script after the other.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ return found
 
 
 def is_itself_in_json(text: str) -> bool:
-    """Whether entries contain *text* as it is; the others must be decoded to be searched."""
+    """True if entries contain *text* as it is; others must be decoded to be searched."""
     return text.isascii() and json.dumps(text) == f'"{text}"'
 
 
@@ -102,5 +102,5 @@ def to_find(text: str, sample: list[str]) -> list[tuple[str, str]]:
 
 
 def _ways_to_write(part: str) -> list[str]:
-    """In lower, upper and mixed case."""
+    """*part* in lower, upper and mixed case."""
     return ["".join(way) for way in product(*({char, char.upper()} for char in part))]

@@ -1,4 +1,4 @@
-"""What is known of the waiting tasks, and what can be asked of them. Pure: time is an argument."""
+"""Waiting tasks, questions about them, and their answers. Pure: time is an argument."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Waiting:
         due_us: int,
         delivery_id: str,
     ) -> Waiting:
-        """By the headers and properties of a message of task protocol 2, or of any other."""
+        """The message with these headers and properties, of task protocol 2 or of any other."""
         task_id = headers.get("id") or properties.get("correlation_id") or delivery_id
         return cls(
             str(task_id),
@@ -67,7 +67,7 @@ class Waiting:
         return datetime.fromtimestamp(self.due_us / 1_000_000, UTC)
 
     def as_json(self) -> dict[str, Any]:
-        """For ``--json`` and for Flower's REST."""
+        """Plain data for ``--json`` and for Flower's REST."""
         return {
             "id": self.id,
             "name": self.name,
@@ -93,7 +93,7 @@ def _number(value: Any) -> int:
 
 @dataclass(frozen=True)
 class Query:
-    """Which of the waiting: those that *condition* holds for, and that are due in the range.
+    """A choice of the waiting: those that *condition* holds for, and that are due in the range.
 
     *from_us* is included, *until_us* is not; None is without limit. *name* and *queue* must be
     exactly so.
@@ -107,7 +107,7 @@ class Query:
 
     @classmethod
     def parse(cls, text: str) -> Query:
-        """From the text of a search box.
+        """The query in the text of a search box.
 
         Raises:
             InvalidQuery: a quote or a parenthesis is left open, a word has nothing behind its
@@ -116,12 +116,12 @@ class Query:
         return cls(parse(text))
 
     def due_within(self, from_us: int | None, until_us: int | None) -> Query:
-        """The same, of those due from then until then."""
+        """This query, of those due from *from_us* until before *until_us*."""
         return replace(self, from_us=from_us, until_us=until_us)
 
     @property
     def is_by_time_only(self) -> bool:
-        """Whether due times alone decide."""
+        """True if due times alone decide."""
         return not (self.condition or self.name or self.queue)
 
     @property
@@ -137,7 +137,7 @@ class Query:
         return self.condition.needles if self.condition else []
 
     def matches(self, task: Waiting) -> bool:
-        """Whether *task* is one of them."""
+        """True if *task* is one of them."""
         return (
             (self.name is None or task.name == self.name)
             and (self.queue is None or task.queue == self.queue)
@@ -153,7 +153,7 @@ ALL = Query()
 
 @dataclass(frozen=True)
 class Page(Sequence[Waiting]):
-    """Some of the waiting, earliest first, and how many match in all; None: nobody has counted."""
+    """A few of the waiting, earliest first, and how many match in all; None: not counted."""
 
     tasks: tuple[Waiting, ...]
     total: int | None
@@ -171,7 +171,7 @@ class Page(Sequence[Waiting]):
 
 @dataclass(frozen=True)
 class Bar:
-    """How many are due from then until then, in microseconds since the epoch."""
+    """The number of tasks due from *from_us* until *until_us*, microseconds since the epoch."""
 
     from_us: int
     until_us: int
@@ -188,7 +188,7 @@ _WIDTHS = (
 
 
 def edges(first_us: int, last_us: int, *, bars: int) -> list[int]:
-    """Where the bars of a histogram begin and end: at round times, *bars* of them at most."""
+    """Times at which the bars of a histogram begin and end: round ones, for *bars* at most."""
     span_us = max(last_us - first_us, 1)
     for width in _WIDTHS:
         width_us = width * 1_000_000
@@ -203,7 +203,7 @@ def edges(first_us: int, last_us: int, *, bars: int) -> list[int]:
 
 
 class Verdict(Enum):
-    """What became of a wish to change something."""
+    """The outcome of a wish to cancel or move a task, in one word."""
 
     DONE = "done"
     TOO_LATE = "too late"
@@ -216,7 +216,7 @@ class Verdict(Enum):
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a wish to cancel or move the task *id*; true if it was done.
+    """The outcome of a wish to cancel or move the task *id*; true if it was done.
 
     *due_us* is when it is due now, None if it is not. *tasks* are what it was about, as it was;
     *late* says why it was too late, or impossible.
@@ -246,25 +246,28 @@ class Outcome:
 
 
 class Ledger(Protocol):
-    """What waits on one broker, by due time. Every method may raise LedgerUnavailable."""
+    """The tasks that wait on one broker, by due time: what the ``ledger.py`` of each is.
+
+    Every method may raise LedgerUnavailable.
+    """
 
     def count(self, query: Query = ALL) -> int:
-        """How many match."""
+        """The number of those that match."""
 
     def page(self, query: Query = ALL, *, offset: int = 0, limit: int = 50) -> Page:
-        """Those that match, earliest first, from the *offset*-th on."""
+        """Matching tasks, earliest first, from the *offset*-th on."""
 
     def ids(self, query: Query = ALL) -> Iterator[str]:
         """The ids of all that match, earliest first, never many at a time; some more than once."""
 
     def get(self, task_id: str) -> list[Waiting]:
-        """What waits under this id: most often one, none if it does not wait."""
+        """Messages that wait under this id: most often one, none if it does not wait."""
 
     def counts(self, edges_us: Sequence[int]) -> list[int]:
-        """How many are due between each two neighbours of *edges_us*."""
+        """Numbers of those that are due between each two neighbours of *edges_us*."""
 
     def span(self) -> tuple[int, int] | None:
-        """When the first and the last are due; None if nothing waits."""
+        """Due times of the first and the last; None if nothing waits."""
 
     def close(self) -> None:
         """Give up what it has of its own."""
@@ -300,7 +303,7 @@ def ids_by_page(page_of: Callable[..., Page], query: Query) -> Iterator[str]:
 
 
 def histogram(ledger: Ledger, *, bars: int = 40) -> list[Bar]:
-    """How due times are spread, in *bars* bars at most; empty if nothing waits."""
+    """The spread of due times, in *bars* bars at most; empty if nothing waits."""
     span = ledger.span()
     if span is None:
         return []

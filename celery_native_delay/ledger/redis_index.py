@@ -2,7 +2,7 @@
 
 Three keys: a sorted set of members by due time in microseconds, a hash of their entries, and a
 sorted set of the same members, all with score 0, so that those of one task id stand together. A
-member is ``<task id>:<what tells messages of one id apart>``. Whoever stores keeps all three.
+member is ``<task id>:<what tells messages of one id apart>``. A producer keeps all three.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from . import model as ledger
 from .looking import SEARCH, is_itself_in_json, to_find
 from .model import ALL, Outcome, Page, Query, Verdict, Waiting, ids_by_page
 
-#: A change is tried again so often when somebody else has changed the task at the same time.
+#: A change is tried again so often when another has changed the task at the same time.
 _TRIES = 10
 
 #: Entries that one script looks into, so that it keeps Redis from others for 1-2 ms only.
@@ -55,7 +55,7 @@ class IndexKeys:
 
     @property
     def space(self) -> str:
-        """What all keys begin with, without the last dot."""
+        """The beginning of all keys, without the last dot."""
         raise NotImplementedError
 
     @property
@@ -75,174 +75,36 @@ class IndexKeys:
 
     @property
     def index(self) -> tuple[str, str, str]:
-        """All three, as scripts take them."""
+        """The three keys, as scripts take them."""
         return self.due, self.messages, self.ids
 
 
-class Index:
-    """See the module's docstring. Errors of redis-py pass through."""
+class IndexedLedger(ABC):
+    """A :class:`~.model.Ledger` of what the three keys hold, as far as it is the same for all."""
 
     def __init__(self, client: Any, keys: IndexKeys, decode: Decode) -> None:
         """*client* is a redis.Redis that returns bytes."""
         self._client = client
         self._due, self._messages, self._ids = keys.index
-        self._decode = decode
+        self._decoded = decode
         self._counts = client.register_script(COUNTS)
 
     def count(self, query: Query = ALL) -> int:
-        """How many match."""
-        first, end = self._ranks(query)
-        if query.is_by_time_only:
-            return end - first
-        return sum(1 for _ in self._matching(query, first, end))
-
-    def page(self, query: Query = ALL, *, offset: int = 0, limit: int = 50) -> Page:
-        """Those that match, earliest first; their total only where due times alone decide."""
-        first, end = self._ranks(query)
-        if query.is_by_time_only:
-            # Those that are not to be seen are made up for by the next.
-            matching = self._matching(query, first + offset, end, chunk=min(limit, CHUNK))
-            return Page(tuple(islice(matching, limit)), end - first)
-        matching = self._matching(query, first, end)
-        return Page(tuple(islice(matching, offset, offset + limit)), None)
-
-    def ids_ahead(self, from_us: int, until_us: int | None) -> Iterator[str]:
-        """The ids of all due in the range, which is ahead, by their members alone."""
-        skipped, until = 0, "+inf" if until_us is None else f"({until_us}"
-        while True:
-            found = self._client.zrange(
-                self._due,
-                from_us,
-                until,
-                byscore=True,
-                withscores=True,
-                offset=skipped,
-                num=ledger.IDS_AT_ONCE,
-            )
-            for member, _ in found:
-                yield member.decode().rpartition(":")[0]
-            if len(found) < ledger.IDS_AT_ONCE:
-                return
-            last_us = int(found[-1][1])
-            begins_there = from_us == last_us
-            skipped = sum(score == last_us for _, score in found) + skipped * begins_there
-            from_us = last_us
-
-    def now_us(self) -> int:
-        """Microseconds since the epoch by the server's clock."""
-        seconds, microseconds = self._client.time()
-        return int(seconds) * 1_000_000 + int(microseconds)
-
-    def counts(self, edges_us: Sequence[int]) -> list[int]:
-        """How many are due between each two neighbours of *edges_us*."""
-        return [int(count) for count in self._counts(keys=[self._due], args=list(edges_us))]
-
-    def span(self) -> tuple[int, int] | None:
-        """When the first and the last are due, microseconds since the epoch."""
-        first = self._client.zrange(self._due, 0, 0, withscores=True)
-        last = self._client.zrange(self._due, -1, -1, withscores=True)
-        return (int(first[0][1]), int(last[0][1])) if first and last else None
-
-    def members(self, task_id: str) -> list[str]:
-        """What waits under *task_id*."""
-        prefix = f"{task_id}:"
-        # ";" follows ":".
-        found = self._client.zrangebylex(self._ids, f"[{prefix}", f"({task_id};")
-        members = [member.decode() for member in found]
-        return [member for member in members if member.rpartition(":")[0] == task_id]
-
-    def entries(self, task_id: str) -> list[tuple[str, bytes, int | None]]:
-        """Member, entry and due time, None for one that is parked, of what waits under *task_id*.
-
-        The due time is read first: a message that is moved in between shows up as changed.
-        """
-        found: list[tuple[str, bytes, int | None]] = []
-        for member in self.members(task_id):
-            score = self._client.zscore(self._due, member)
-            entry = self._client.hget(self._messages, member)
-            if entry is not None:
-                found.append((member, entry, None if score is None else int(score)))
-        return found
-
-    def get(self, task_id: str) -> list[Waiting]:
-        """What waits under *task_id*."""
-        decoded = (
-            self._decode(member, entry, due_us or 0)
-            for member, entry, due_us in self.entries(task_id)
-        )
-        return [task for task in decoded if task is not None]
-
-    # --- private -------------------------------------------------------------------------
-
-    def _ranks(self, query: Query) -> tuple[int, int]:
-        """The rank of the first that is due in the range, and that behind the last."""
-        count = self._client.zcount
-        first = 0 if query.from_us is None else count(self._due, "-inf", f"({query.from_us}")
-        if query.until_us is None:
-            return int(first), int(self._client.zcard(self._due))
-        return int(first), int(count(self._due, "-inf", f"({query.until_us}"))
-
-    def _matching(
-        self, query: Query, first: int, end: int, *, chunk: int = CHUNK
-    ) -> Iterator[Waiting]:
-        needles = [text for text in query.needles if is_itself_in_json(text)]
-        arguments: list[Any] = [len(needles), *needles]
-        groups = query.needles_in_any_case
-        sample = self._sample(first, end) if groups else []
-        for group in groups:
-            if group[0] not in needles and all(map(is_itself_in_json, group)):
-                pairs = [pair for text in group for pair in to_find(text, sample)]
-                arguments += [2 * len(pairs), *chain.from_iterable(pairs)]
-        ranges = [(start, min(start + chunk, end) - 1) for start in range(first, end, chunk)]
-        for found in self._searched(ranges, arguments):
-            for member, score, entry in zip(found[::3], found[1::3], found[2::3], strict=True):
-                task = self._decode(member.decode(), entry, int(float(score)))
-                if task is not None and query.matches(task):
-                    yield task
-
-    def _sample(self, first: int, end: int) -> list[str]:
-        """A few of the entries between these ranks."""
-        with self._client.pipeline(transaction=False) as pipeline:
-            for rank in range(first, end, max(1, (end - first) // _SAMPLED)):
-                pipeline.zrange(self._due, rank, rank)
-            members = [member for found in pipeline.execute() for member in found]
-        entries = self._client.hmget(self._messages, members) if members else []
-        return [entry.decode("latin-1") for entry in entries if entry is not None]
-
-    def _searched(
-        self, ranges: Sequence[tuple[int, int]], arguments: Sequence[Any]
-    ) -> Iterator[list[bytes]]:
-        """What is found in each of *ranges*. After the first, Redis is one ahead of the reader."""
-        keys = 2, self._due, self._messages
-        unread = 0
-        with self._client.client() as client:
-            try:
-                for number, ranks in enumerate([*ranges, None]):
-                    if ranks is not None:
-                        client.connection.send_command("EVAL", SEARCH, *keys, *ranks, *arguments)
-                        unread += 1
-                    if unread and number != 1:
-                        found = client.parse_response(client.connection, "EVAL")
-                        unread -= 1
-                        yield found
-            finally:
-                if unread:  # who looks no further leaves no answer to the next user
-                    client.connection.disconnect()
-
-
-class IndexedLedger(ABC):
-    """What ledgers with an index have in common; see :class:`~.model.Ledger`."""
-
-    def __init__(self, index: Index) -> None:
-        self._index = index
-
-    def count(self, query: Query = ALL) -> int:
         with self._explained():
-            return self._index.count(query)
+            first, end = self._ranks(query)
+            if query.is_by_time_only:
+                return end - first
+            return sum(1 for _ in self._matching(query, first, end))
 
     def page(self, query: Query = ALL, *, offset: int = 0, limit: int = 50) -> Page:
         with self._explained():
-            return self._index.page(query, offset=offset, limit=limit)
+            first, end = self._ranks(query)
+            if query.is_by_time_only:
+                # Those that are not to be seen are made up for by the next.
+                matching = self._matching(query, first + offset, end, chunk=min(limit, CHUNK))
+                return Page(tuple(islice(matching, limit)), end - first)
+            matching = self._matching(query, first, end)
+            return Page(tuple(islice(matching, offset, offset + limit)), None)
 
     def ids(self, query: Query = ALL) -> Iterator[str]:
         if not query.is_by_time_only:
@@ -250,26 +112,48 @@ class IndexedLedger(ABC):
             return
         with self._explained():
             # A cancelled one, which is not to be seen, was due when it was cancelled.
-            ahead_us = max(self._index.now_us() + 1, query.from_us or 0)
+            ahead_us = max(self._now_us() + 1, query.from_us or 0)
             if query.until_us is not None:
                 ahead_us = min(ahead_us, query.until_us)
             yield from ids_by_page(self.page, query.due_within(query.from_us, ahead_us))
-            yield from self._index.ids_ahead(ahead_us, query.until_us)
+            yield from self._ids_ahead(ahead_us, query.until_us)
 
     def get(self, task_id: str) -> list[Waiting]:
         with self._explained():
-            return self._index.get(task_id)
+            decoded = (
+                self._decoded(member, entry, due_us or 0)
+                for member, entry, due_us in self._entries(task_id)
+            )
+            return [task for task in decoded if task is not None]
 
     def counts(self, edges_us: Sequence[int]) -> list[int]:
         with self._explained():
-            return self._index.counts(edges_us)
+            return [int(count) for count in self._counts(keys=[self._due], args=list(edges_us))]
 
     def span(self) -> tuple[int, int] | None:
         with self._explained():
-            return self._index.span()
+            first = self._client.zrange(self._due, 0, 0, withscores=True)
+            last = self._client.zrange(self._due, -1, -1, withscores=True)
+        return (int(first[0][1]), int(last[0][1])) if first and last else None
 
     def cancel(self, task_id: str) -> Outcome:
         return self._change(task_id, None, cancelled=True)
+
+    @abstractmethod
+    def _explained(self) -> AbstractContextManager[None]:
+        """Has errors of redis-py say that the ledger is away."""
+
+    @abstractmethod
+    def _found(self, task_id: str) -> Iterator[tuple[str, bytes, Waiting]]:
+        """Members and entries that can be changed, and what people see of them."""
+
+    @abstractmethod
+    def _replace(
+        self, member: str, entry: bytes, task: Waiting, due_us: int | None, *, cancelled: bool
+    ) -> tuple[str, int] | None:
+        """The member that took its place and when it is due; None if it was received before."""
+
+    # --- private -------------------------------------------------------------------------
 
     def _change(self, task_id: str, due_us: int | None, *, cancelled: bool) -> Outcome:
         """Replace everything that waits under *task_id*, to be due then; None for now."""
@@ -293,16 +177,105 @@ class IndexedLedger(ABC):
             return Outcome(task_id, Verdict.DONE, None if cancelled else is_due_us, tasks)
         return Outcome(task_id, Verdict.TOO_LATE if seen else Verdict.UNKNOWN, None, tasks)
 
-    @abstractmethod
-    def _explained(self) -> AbstractContextManager[None]:
-        """Has errors of redis-py say that the ledger is away."""
+    def _ids_ahead(self, from_us: int, until_us: int | None) -> Iterator[str]:
+        """The ids of all due in the range, which is ahead, by their members alone."""
+        skipped, until = 0, "+inf" if until_us is None else f"({until_us}"
+        while True:
+            found = self._client.zrange(
+                self._due,
+                from_us,
+                until,
+                byscore=True,
+                withscores=True,
+                offset=skipped,
+                num=ledger.IDS_AT_ONCE,
+            )
+            for member, _ in found:
+                yield member.decode().rpartition(":")[0]
+            if len(found) < ledger.IDS_AT_ONCE:
+                return
+            last_us = int(found[-1][1])
+            begins_there = from_us == last_us
+            skipped = sum(score == last_us for _, score in found) + skipped * begins_there
+            from_us = last_us
 
-    @abstractmethod
-    def _found(self, task_id: str) -> Iterator[tuple[str, bytes, Waiting]]:
-        """Members and entries that can be changed, and what people see of them."""
+    def _now_us(self) -> int:
+        """Microseconds since the epoch by the server's clock."""
+        seconds, microseconds = self._client.time()
+        return int(seconds) * 1_000_000 + int(microseconds)
 
-    @abstractmethod
-    def _replace(
-        self, member: str, entry: bytes, task: Waiting, due_us: int | None, *, cancelled: bool
-    ) -> tuple[str, int] | None:
-        """The member that took its place and when it is due; None if it was received before."""
+    def _members(self, task_id: str) -> list[str]:
+        """Members of what waits under *task_id*."""
+        prefix = f"{task_id}:"
+        # ";" follows ":".
+        found = self._client.zrangebylex(self._ids, f"[{prefix}", f"({task_id};")
+        members = [member.decode() for member in found]
+        return [member for member in members if member.rpartition(":")[0] == task_id]
+
+    def _entries(self, task_id: str) -> list[tuple[str, bytes, int | None]]:
+        """Member, entry and due time, None for one that is parked, of what waits under *task_id*.
+
+        The due time is read first: a message that is moved in between shows up as changed.
+        """
+        found: list[tuple[str, bytes, int | None]] = []
+        for member in self._members(task_id):
+            score = self._client.zscore(self._due, member)
+            entry = self._client.hget(self._messages, member)
+            if entry is not None:
+                found.append((member, entry, None if score is None else int(score)))
+        return found
+
+    def _ranks(self, query: Query) -> tuple[int, int]:
+        """The rank of the first that is due in the range, and that behind the last."""
+        count = self._client.zcount
+        first = 0 if query.from_us is None else count(self._due, "-inf", f"({query.from_us}")
+        if query.until_us is None:
+            return int(first), int(self._client.zcard(self._due))
+        return int(first), int(count(self._due, "-inf", f"({query.until_us}"))
+
+    def _matching(
+        self, query: Query, first: int, end: int, *, chunk: int = CHUNK
+    ) -> Iterator[Waiting]:
+        needles = [text for text in query.needles if is_itself_in_json(text)]
+        arguments: list[Any] = [len(needles), *needles]
+        groups = query.needles_in_any_case
+        sample = self._sample(first, end) if groups else []
+        for group in groups:
+            if group[0] not in needles and all(map(is_itself_in_json, group)):
+                pairs = [pair for text in group for pair in to_find(text, sample)]
+                arguments += [2 * len(pairs), *chain.from_iterable(pairs)]
+        ranges = [(start, min(start + chunk, end) - 1) for start in range(first, end, chunk)]
+        for found in self._searched(ranges, arguments):
+            for member, score, entry in zip(found[::3], found[1::3], found[2::3], strict=True):
+                task = self._decoded(member.decode(), entry, int(float(score)))
+                if task is not None and query.matches(task):
+                    yield task
+
+    def _sample(self, first: int, end: int) -> list[str]:
+        """A few of the entries between these ranks."""
+        with self._client.pipeline(transaction=False) as pipeline:
+            for rank in range(first, end, max(1, (end - first) // _SAMPLED)):
+                pipeline.zrange(self._due, rank, rank)
+            members = [member for found in pipeline.execute() for member in found]
+        entries = self._client.hmget(self._messages, members) if members else []
+        return [entry.decode("latin-1") for entry in entries if entry is not None]
+
+    def _searched(
+        self, ranges: Sequence[tuple[int, int]], arguments: Sequence[Any]
+    ) -> Iterator[list[bytes]]:
+        """Findings in each of *ranges*. After the first, Redis is one ahead of the reader."""
+        keys = 2, self._due, self._messages
+        unread = 0
+        with self._client.client() as client:
+            try:
+                for number, ranks in enumerate([*ranges, None]):
+                    if ranks is not None:
+                        client.connection.send_command("EVAL", SEARCH, *keys, *ranks, *arguments)
+                        unread += 1
+                    if unread and number != 1:
+                        found = client.parse_response(client.connection, "EVAL")
+                        unread -= 1
+                        yield found
+            finally:
+                if unread:  # a search that ends early leaves no answer to the next
+                    client.connection.disconnect()

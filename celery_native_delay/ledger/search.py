@@ -1,4 +1,4 @@
-"""What somebody looks for among the waiting tasks, in the words of Flower's search box. Pure.
+"""Searches among the waiting tasks, in the words of Flower's search box. Pure.
 
 A search is what Flower's search box takes (``flower.utils.search``), and means the same: words that
 must all be there, in whatever case, wherever they stand; ``OR`` and parentheses; ``name:``,
@@ -37,7 +37,7 @@ _CONSTANTS = {"state": "delayed", "worker": "", "result": ""}
 
 
 class Searched(Protocol):
-    """What waits; it has all fields that can be searched, as texts."""
+    """A waiting task; all fields that can be searched are texts."""
 
     @property
     def kwargs(self) -> str:
@@ -46,7 +46,7 @@ class Searched(Protocol):
 
 @dataclass(frozen=True)
 class Word:
-    """What *field* must contain, in whatever case; "" for any field.
+    """A text that *field* must contain, in whatever case; "" for any field.
 
     ``kwargs`` and a *value* with an equals sign are a keyword argument and its whole value.
     """
@@ -84,7 +84,7 @@ class Word:
 
 @dataclass(frozen=True)
 class AllOf:
-    """All of them."""
+    """Conditions that must all hold."""
 
     parts: tuple[Condition, ...]
 
@@ -99,7 +99,7 @@ class AllOf:
 
 @dataclass(frozen=True)
 class AnyOf:
-    """At least one of them."""
+    """Conditions of which one must hold."""
 
     parts: tuple[Condition, ...]
 
@@ -132,7 +132,7 @@ def _text(value: object) -> str:
 
 
 def parse(text: str) -> Condition | None:
-    """What a search asks for; None if it is empty.
+    """The condition that a search asks for; None if it is empty.
 
     Raises:
         InvalidQuery: see :meth:`~.ledger.Query.parse`.
@@ -151,7 +151,7 @@ _DEEPEST = 5
 
 
 class _Parser:
-    """Of one search; AND, which nobody has to write, binds more than OR."""
+    """A parser of one search; AND, which need not be written, binds more than OR."""
 
     def __init__(self, text: str) -> None:
         self._text = text

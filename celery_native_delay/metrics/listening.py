@@ -10,13 +10,11 @@ from celery import Celery
 from celery.events.receiver import EventReceiver
 from celery.utils.log import get_logger
 
+from ..backoff import Backoff
 from ..worker.tally import EVENT
 from .counting import Counts
 
 logger = get_logger(__name__)
-
-FIRST_PAUSE_SECONDS = 1.0
-LONGEST_PAUSE_SECONDS = 30.0
 
 
 class Listener(Thread):
@@ -31,7 +29,7 @@ class Listener(Thread):
         self._counts = counts
         self._receiver: Any = None
         self._stopping = Event()
-        self._pause_seconds = FIRST_PAUSE_SECONDS
+        self._backoff = Backoff(1.0, 30.0)
         self._told = False
         self.hears = False
 
@@ -54,8 +52,7 @@ class Listener(Thread):
                     logger.warning(
                         "native delay: hears no events of workers: %s: %s", type(exc).__name__, exc
                     )
-                self._stopping.wait(self._pause_seconds)
-                self._pause_seconds = min(self._pause_seconds * 2, LONGEST_PAUSE_SECONDS)
+                self._stopping.wait(self._backoff.failed())
 
     def _listen(self) -> None:
         with self._app.connection_for_read() as connection:
@@ -75,7 +72,7 @@ class Listener(Thread):
         if self._told:
             self._told = False
             logger.info("native delay: hears events of workers again")
-        self._pause_seconds = FIRST_PAUSE_SECONDS
+        self._backoff.reset()
 
 
 class _Receiver(EventReceiver):  # type: ignore[misc]

@@ -34,7 +34,7 @@ _SQL = "celery_native_delay.transports.sql"
 _PGMQ = "celery_native_delay.transports.pgmq"
 
 #: kombu's transports on which nothing can wait: their messages do in ``native_delay_store``. Not
-#: gcpubsub: who dispatches must know the topic of a queue, which kombu tells only who has bound it.
+#: gcpubsub: a dispatcher must know the topic of a queue, which only the process that bound it does.
 _WITHOUT_DELAYS = (
     "memory",
     "filesystem",
@@ -114,7 +114,7 @@ def register_transports() -> None:
 
 
 def transport_for(url: str | Sequence[str], *, store: str | None = None) -> str | None:
-    """Which of our transports serves a broker: the one place where that is decided.
+    """The transport of ours that serves a broker: the one place where that is decided.
 
     Args:
         url: the broker's, as Celery takes it; of several the first.
@@ -131,7 +131,7 @@ def transport_for(url: str | Sequence[str], *, store: str | None = None) -> str 
 
 
 def transport_of(alias: object, *, store: str | None) -> str | None:
-    """The same for one of kombu's aliases; a class of somebody else's is served by none."""
+    """The transport of ours for one of kombu's aliases; None for a foreign class."""
     path = ALIASES.get(alias) if isinstance(alias, str) else None
     if path is None or (needs_store(alias) and store is None):
         return None
@@ -191,7 +191,7 @@ def _is_there(module: str) -> bool:
 
 
 def needs_store(alias: object) -> bool:
-    """Whether messages can wait on this transport of kombu's only in a database beside it."""
+    """True if messages can wait on this transport of kombu's only in a database beside it."""
     return alias in _WITHOUT_DELAYS and alias not in _OWN_STORE
 
 
@@ -235,7 +235,7 @@ _URLS = ("ledger", "store")
 
 
 def option_of(settings: DelaySettings | SettingsError) -> dict[str, Any] | bool:
-    """What to put under :data:`OPTION` for *settings*.
+    """The value of :data:`OPTION` for *settings*.
 
     Plain data, because ``celery inspect stats`` shows transport options as JSON, and in a fixed
     order, because their repr is part of kombu's pool key. An error stands for settings that could
@@ -264,7 +264,7 @@ _whole_urls: dict[str, str] = {}
 
 
 def asks_for_delays(option: Any) -> bool:
-    """Whether a connection with this option is to be one of ours; an empty dict of settings is."""
+    """True if a connection with this option is to be one of ours; an empty dict of settings is."""
     if option is None or option is False:
         return False
     enabled = option.get("enabled", True) if isinstance(option, Mapping) else True

@@ -204,7 +204,9 @@ class ParkedTask:
         task, task_id = headers.get("task"), headers.get("id")
         if delayed is None:
             return cls(task, task_id, None, None, None)
-        due = datetime.fromtimestamp(delayed.due_ms / 1000, UTC).isoformat(timespec="milliseconds")
+        due = datetime.fromtimestamp(delayed.due_us / 1_000_000, UTC).isoformat(
+            timespec="milliseconds"
+        )
         return cls(task, task_id, delayed.exchange, delayed.routing_key, due)
 
 

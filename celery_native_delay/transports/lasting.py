@@ -1,7 +1,7 @@
 """Errors of a connection that last: no waiting mends them, so nothing is tried again.
 
 A wrong password, a database that is not there, a certificate that is not trusted: an answer, not
-an outage. What has no answer (nobody listens, a peer that hangs or hangs up) may heal.
+an outage. What has no answer (no listener, a peer that hangs or hangs up) may heal.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def with_causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def is_lasting_tls(error: BaseException) -> bool:
-    """Whether one end does not want the other's TLS, or has none."""
+    """True if one end does not want the other's TLS, or has none."""
     if isinstance(error, ssl.SSLCertVerificationError):
         return True
     reason = (isinstance(error, ssl.SSLError) and error.reason) or ""
@@ -51,7 +51,7 @@ def is_lasting_tls(error: BaseException) -> bool:
 
 
 def is_lasting_sql(error: BaseException) -> bool:
-    """Whether a driver of a database says that it will never let us in; also SQLAlchemy's."""
+    """True if a driver of a database says that it will never let us in; also SQLAlchemy's."""
     state = getattr(error, "sqlstate", None) or getattr(error, "pgcode", None)
     if isinstance(state, str) and state.startswith(_SQL_STATES):
         return True

@@ -23,7 +23,7 @@ class Channel(PublishingChannel, pgmq.Channel):  # type: ignore[misc]
     """A channel whose messages with an ETA ahead stay invisible until then."""
 
     def _pgmq_send_kwargs(self, message: dict[str, Any]) -> dict[str, Any]:
-        """What kombu hands to pgmq's ``send`` and ``send_topic``."""
+        """Arguments that kombu hands to pgmq's ``send`` and ``send_topic``."""
         due_us = self.due_of(message)
         if due_us is not None:
             wait_us = due_us - time_ns() // 1000
@@ -32,36 +32,33 @@ class Channel(PublishingChannel, pgmq.Channel):  # type: ignore[misc]
         return found
 
 
-class BulkChannel(Collecting, Channel):
-    """See :class:`Collecting`; what pgmq itself routes goes its way one by one."""
+class PgmqCollecting(Collecting):
+    """Collects messages; what pgmq itself routes goes its way one by one."""
 
     def put_for(self, queue: str, message: dict[str, Any]) -> PlainPut:
         return PlainPut(queue, message)
 
     def _put_fanout(self, *args: Any, **kwargs: Any) -> None:
         self._is_routed = True
-        Channel._put_fanout(self, *args, **kwargs)
+        super(Collecting, self)._put_fanout(*args, **kwargs)  # type: ignore[misc]
 
     def _put_topic(self, *args: Any, **kwargs: Any) -> None:
         self._is_routed = True
-        super()._put_topic(*args, **kwargs)
+        super()._put_topic(*args, **kwargs)  # type: ignore[misc]
 
 
 class Outbox(CallingOutbox[PlainPut]):
     """Many messages to pgmq: a hundred in a transaction, those together that wait as long."""
+
+    collecting = PgmqCollecting
 
     def __init__(self, client: Any, window: int) -> None:
         super().__init__(client, window)
         self.lost = (*self.lost, *client.recoverable_connection_errors)
 
     def is_lasting(self, error: BaseException) -> bool:
-        """See :meth:`~.virtual.outbox.Outbox.is_lasting`."""
+        """True also for what PostgreSQL will never take."""
         return is_lasting_sql(error) or super().is_lasting(error)
-
-    def _open(self, client: Any) -> Collecting:
-        channel = BulkChannel(client.connection)
-        client.connection.channels.append(channel)
-        return channel
 
     def _packed(self, puts: list[PlainPut]) -> Iterable[Batch[PlainPut]]:
         return (Batch(puts),)
@@ -92,9 +89,9 @@ class Transport(DelayingTransport, pgmq.Transport):  # type: ignore[misc]
     delaying_channel = Channel
 
     def waits_in(self, settings: DelaySettings) -> str:
-        """Where delayed messages wait; needs no connection."""
+        """The place where delayed messages wait; needs no connection."""
         return "their queue of pgmq, invisible"
 
     def bulk_line(self, *, window: int) -> BulkLine:
-        """A way of their own for many messages; the connection itself is not touched."""
+        """A line for many messages; the connection itself is not touched."""
         return BulkLine(Outbox(self.client, window))

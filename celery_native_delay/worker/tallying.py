@@ -103,7 +103,7 @@ class Tallying:
         queue = self._count(request.message, "matured")
         # No signal says in this process that a task starts.
         request.on_accepted = partial(
-            self._on_accepted, request, request.on_accepted, queue, delayed.due_ms / 1000
+            self._on_accepted, request, request.on_accepted, queue, delayed.due_us / 1_000_000
         )
 
     def _on_accepted(

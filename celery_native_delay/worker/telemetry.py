@@ -282,7 +282,7 @@ def waited(message: Any, *, now_ms: int) -> bool | None:
     if trace is None:
         # Put back by a fence, it has lost the trace of its first wait.
         return False if due_ms <= now_ms and HEADER not in headers else None
-    return True if trace.due_ms <= due_ms else None
+    return True if trace.due_us <= due_ms * 1000 else None
 
 
 def outcome_of(state: str | None, retval: Any) -> str:

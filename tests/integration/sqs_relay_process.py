@@ -21,8 +21,9 @@ def die(*_: object) -> None:
 if __name__ == "__main__":
     url, queue, visibility_seconds = sys.argv[1:]
     register_transports()
-    relay.Line._delete = die  # type: ignore[method-assign]
-    doomed = relay.Relay(lambda: delaying(url), [queue], visibility_seconds=int(visibility_seconds))
+    relay.QueueRelay._delete = die  # type: ignore[method-assign]
+    relay.VISIBILITY_SECONDS = int(visibility_seconds)
+    doomed = relay.Relay(lambda: delaying(url), [queue])
     sys.stdout.write("ready\n")
     sys.stdout.flush()
     doomed.run()

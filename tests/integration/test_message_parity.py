@@ -24,9 +24,9 @@ from kombu import Connection
 from celery_native_delay.due_time import due_us
 from celery_native_delay.message import HEADER
 from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis
-from celery_native_delay.transports.contract import Rescue
-from celery_native_delay.transports.rabbitmq.envelope import DEATH_HEADERS
+from celery_native_delay.transports.interface import Rescue
 from celery_native_delay.transports.rabbitmq.parking import rescue
+from celery_native_delay.transports.rabbitmq.sealing import DEATH_HEADERS
 from celery_native_delay.transports.rabbitmq.topology import is_delay_name
 from celery_native_delay.transports.rabbitmq.worker_part import RabbitMQWorkerPart
 from celery_native_delay.worker.adoption import EarlyTask

@@ -31,9 +31,9 @@ from celery_native_delay.transports.rabbitmq.address import (
     topic_binding_address,
     topic_matches,
 )
-from celery_native_delay.transports.rabbitmq.envelope import DEATH_HEADERS, HEADER, Delayed
 from celery_native_delay.transports.rabbitmq.parking import peek
 from celery_native_delay.transports.rabbitmq.routes import LONGEST_ASKED_BYTES
+from celery_native_delay.transports.rabbitmq.sealing import DEATH_HEADERS, HEADER, Delayed
 from celery_native_delay.transports.rabbitmq.topology import Topology, is_delay_name
 from tests.integration.traffic import (
     SETTINGS,

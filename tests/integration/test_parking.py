@@ -14,8 +14,9 @@ from amqp.exceptions import ResourceLocked
 from kombu import Connection, Producer
 
 from celery_native_delay.due_time import due_us
-from celery_native_delay.message import HEADER
+from celery_native_delay.message import HEADER, Delayed
 from celery_native_delay.testing import PrivateRabbitMQ
+from celery_native_delay.transports.rabbitmq import parking
 from celery_native_delay.transports.rabbitmq.own_channel import OwnChannel
 from celery_native_delay.transports.rabbitmq.parking import BATCH, Rescue, count, peek, rescue
 from tests.integration.traffic import (
@@ -47,9 +48,9 @@ def wait_parked(connection: Any, number: int) -> None:
     wait_until(lambda: parked_count(connection) == number)
 
 
-def rescued(connection: Any, **options: Any) -> Rescue:
+def rescued(connection: Any) -> Rescue:
     """One round, which nobody else keeps us from."""
-    outcome = rescue(delays_of(connection), **options)
+    outcome = rescue(delays_of(connection))
     assert outcome is not None
     return outcome
 
@@ -141,7 +142,7 @@ def test_a_cancelled_one_stays_cancelled(connection: Any, vhost_url: str, consum
     headers = {"task": "t", "id": "task-1", "eta": eta, "expires": "2999-01-01T00:00:00+00:00"}
     message = amqp.Message("hello", application_headers=dict(headers))
     delays = delays_of(connection)
-    delays.put_back(message, "", "orders", queue=None, due_us=due_us(eta), cancelled=True)
+    delays.put_back(message, Delayed("d", due_us(eta), "", "orders", cancelled=True))
     wait_parked(connection, 1)
     declare_queue(connection, "orders")
     assert rescued(connection) == Rescue(delivered=1)
@@ -299,12 +300,14 @@ def test_peek_leaves_everything_in_its_place(
     assert rescued(connection) == Rescue(delivered=5, still_parked=1)
 
 
-def test_a_limited_round_leaves_the_rest(connection: Any) -> None:
+def test_a_limited_round_leaves_the_rest(connection: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     for number in range(10):
         park(connection, number, "nobody")
     wait_parked(connection, 10)
     declare_queue(connection, "nobody")
-    assert rescued(connection, limit=4).delivered == 4
+    with monkeypatch.context() as limited:
+        limited.setattr(parking, "ROUND", 4)
+        assert rescued(connection).delivered == 4
     wait_parked(connection, 6)
     assert rescued(connection).delivered == 6
 

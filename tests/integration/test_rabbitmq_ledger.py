@@ -21,12 +21,18 @@ from celery_native_delay.testing import (
     private_redis,
     vhost_name,
 )
-from celery_native_delay.transports.rabbitmq.ledger import line
+from celery_native_delay.transports.rabbitmq.ledger.connection import (
+    PATIENCE_SECONDS as LEDGER_PATIENCE_SECONDS,
+)
+from celery_native_delay.transports.rabbitmq.ledger.connection import (
+    LedgerConnection,
+    ledger_connection,
+)
 from celery_native_delay.transports.rabbitmq.ledger.entry import Entry
-from celery_native_delay.transports.rabbitmq.ledger.line import LedgerLine, line_of
 from celery_native_delay.transports.rabbitmq.ledger.scripts import (
     MARK_GRACE_MS,
     REPLACE,
+    STALE_AFTER_US,
     LedgerKeys,
 )
 from tests.integration.ledger_promises import *  # noqa: F403
@@ -39,8 +45,8 @@ def keys_of(app: Celery) -> LedgerKeys:
     return LedgerKeys("celery_delay", app.connection_for_write().virtual_host)
 
 
-def line_for(app: Celery) -> LedgerLine:
-    return line_of(app.conf.native_delay_ledger, "celery_delay", keys_of(app).vhost)
+def line_for(app: Celery) -> LedgerConnection:
+    return ledger_connection(app.conf.native_delay_ledger, "celery_delay", keys_of(app).vhost)
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +180,7 @@ class Race:
     def __init__(self, server: PrivateRedis) -> None:
         self.client = server.client
         self.client.flushall()
-        self.line = line_of(server.url, "celery_delay")
+        self.line = ledger_connection(server.url, "celery_delay")
         self.due_us = time_ns() // 1000
         self.line.record("task:old", self.due_us, b"old")
         self.line.flush(None)
@@ -241,7 +247,7 @@ def test_publishing_goes_on_while_the_ledger_is_away(
             server.client.execute_command("CLIENT", "PAUSE", 5000, "ALL")
         away_seconds = timed(app, 100)
         # Not waiting for the ledger once for each.
-        assert away_seconds < usual_seconds + 100 * line.PATIENCE_SECONDS / 2
+        assert away_seconds < usual_seconds + 100 * LEDGER_PATIENCE_SECONDS / 2
 
         def told() -> int:
             timed(app, 1)
@@ -294,12 +300,12 @@ def test_a_sweep_removes_what_nobody_has_told_the_ledger_of(
     line = line_for(app)
     now_us = time_ns() // 1000
     for number in range(3):
-        line.record(f"task-{number}:d", now_us - number * 1_000_000, b"[]\n")
+        line.record(f"task-{number}:d", now_us - number * 2 * STALE_AFTER_US // 3, b"[]\n")
     line.flush(None)
     with app.connection_for_write() as connection:
         channel = connection.default_channel
         ledger = channel.ledger(app._native_delay.settings())
+        assert ledger.sweep() == 1
         assert ledger.sweep() == 0
-        assert ledger.sweep(stale_after_us=500_000) == 2
         ledger.close()
-    assert ledger_redis.client.zrange(keys_of(app).due, 0, -1) == [b"task-0:d"]
+    assert ledger_redis.client.zrange(keys_of(app).due, 0, -1) == [b"task-1:d", b"task-0:d"]

@@ -224,7 +224,7 @@ def test_three_promoters_of_which_one_is_killed_again_and_again(
         for survivor in (first, second):
             tell(survivor)
         wait_until(lambda: blocked_clients(own_redis) == 2)
-        nearest_us = store.census().next_due_us
+        nearest_us = store.census().until_first_us
         store.client.eval(PULL, 2, store.keys.due, store.keys.wake, nearest_us - 500_000)
         for number, victim in enumerate(victims, 1):
             tell(victim)

@@ -76,7 +76,7 @@ def test_status_counts_by_queue_and_purge_spares_what_it_cannot_tell_apart(
         told = shop.told("status")
         assert (told["name"], told["waiting"], told["parked"]) == (NAME, 2, 0)
         overdue = (
-            "jobs: about 2 message(s) have done their wait and nobody takes them from its delay "
+            "jobs: about 2 message(s) have done their wait and no relay takes them from its delay "
             "queue: start an installed worker that consumes from there or, where all workers are "
             "plain ones, run `celery -A PROJ delay relay` beside them"
         )
@@ -133,8 +133,8 @@ def test_plan_tells_hops_requests_and_price(shop: Project) -> None:
 def test_nobody_can_look_into_it_and_a_broker_that_is_not_there_is_one_sentence(
     shop: Project,
 ) -> None:
-    assert "SQS shows nobody what waits" in shop.delay("ls").stderr
-    assert "SQS shows nobody what waits" in shop.delay("cancel", "task-1").stderr
+    assert "SQS does not show what waits" in shop.delay("ls").stderr
+    assert "SQS does not show what waits" in shop.delay("cancel", "task-1").stderr
     Project(shop.folder).write(
         APP,
         "sqs://127.0.0.1:9",

@@ -190,7 +190,7 @@ def test_all_that_a_relay_holds_is_given_back_when_sqs_fails(sqs: PrivateSqs) ->
     with delaying(sqs.url) as connection, inbox(connection, "jobs") as received:
         publish(connection, "far", "jobs", delay=60)
         publish(connection, "hello", "jobs", delay=1.5)
-        line = relay_module.Relay(lambda: None, []).line(connection.default_channel, "jobs")
+        line = relay_module.Relay(lambda: None, []).for_queue(connection.default_channel, "jobs")
 
         def fail(**_: Any) -> None:
             raise ConnectionError("gone")
@@ -206,13 +206,16 @@ def test_all_that_a_relay_holds_is_given_back_when_sqs_fails(sqs: PrivateSqs) ->
         assert received.wait_for(1)[0].body == "hello"
 
 
-def test_what_was_sent_and_could_not_be_deleted_is_not_sent_again(sqs: PrivateSqs) -> None:
+def test_what_was_sent_and_could_not_be_deleted_is_not_sent_again(
+    sqs: PrivateSqs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without permission to delete it would be, by each relay every half minute for 14 days."""
+    monkeypatch.setattr(relay_module, "VISIBILITY_SECONDS", 1)
     make_delay_queue(sqs)
     with delaying(sqs.url) as connection, inbox(connection, "jobs") as received:
         publish(connection, "hello", "jobs", delay=1.5)
-        relay = relay_module.Relay(lambda: None, [], visibility_seconds=1)
-        line = relay.line(connection.default_channel, "jobs")
+        relay = relay_module.Relay(lambda: None, [])
+        line = relay.for_queue(connection.default_channel, "jobs")
 
         def fail(**_: Any) -> None:
             raise ConnectionError("gone")
@@ -424,7 +427,7 @@ def test_a_sender_is_told_that_nobody_relays_now(
         assert "no `celery -A PROJ delay relay` is running" in said.problem
     with delaying(sqs.url) as connection:
         publish(connection, "hello", "jobs", delay=60)
-        assert "about 1 message(s) have done their wait and nobody takes them" in caplog.text
+        assert "about 1 message(s) have done their wait and no relay takes them" in caplog.text
         assert waiting_on(sqs) == 2
 
 
@@ -525,7 +528,7 @@ def test_a_producer_goes_on_after_its_delay_queue_was_deleted(
 
 def test_nobody_can_look_into_sqs_and_that_is_said(sqs: PrivateSqs) -> None:
     with delaying(sqs.url) as connection:
-        with pytest.raises(NoLedger, match="SQS shows nobody what waits"):
+        with pytest.raises(NoLedger, match="SQS does not show what waits"):
             connection.default_channel.ledger(None)
 
 

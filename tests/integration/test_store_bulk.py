@@ -19,8 +19,8 @@ from sqlalchemy import create_engine, func, select, text
 
 from celery_native_delay import PublishRefused, UnsupportedBroker, install
 from celery_native_delay.bulk import bulk
+from celery_native_delay.transports.sql.batch_numbers import NumberedBatches
 from celery_native_delay.transports.sql.delays import BROADCAST, Put
-from celery_native_delay.transports.sql.lines import Line
 from celery_native_delay.transports.sql.schema import LINES, METADATA
 from celery_native_delay.transports.sql.store import Store
 from tests.conformance.brokers import Broker, options_of, running_broker, settings_of
@@ -86,23 +86,23 @@ def shop(postgresql: Broker) -> Iterator[Celery]:
 def test_a_batch_that_is_stored_again_changes_nothing(app: Celery) -> None:
     """Whether it still waits or was handed over since; nor does it take the next one's place."""
     store = store_of(app)
-    line, due_us = Line(store), time_ns() // 1000
-    line.open()
-    batches = [[Put("plain", due_us, f"task-{number}", f'"{number}"')] for number in range(3)]
+    batches, due_us = NumberedBatches(store), time_ns() // 1000
+    batches.open()
+    puts = [[Put("plain", due_us, f"task-{number}", f'"{number}"')] for number in range(3)]
     for _ in range(2):
-        line.store(1, batches[0])
+        batches.store(1, puts[0])
     assert store.census().waiting == 1
     with store.taking(until_us=due_us) as taken:
         taken.delivered += [message.id for message in taken.messages]
-    line.store(1, batches[0])
+    batches.store(1, puts[0])
     assert store.census().waiting == 0
     for _ in range(2):
-        line.store(2, batches[1])
+        batches.store(2, puts[1])
     assert store.census().waiting == 1
     METADATA.drop_all(store.engine)
-    line.store(3, batches[2])
+    batches.store(3, puts[2])
     assert store.census().waiting == 1
-    line.close()
+    batches.close()
     assert lines(store) == 0
 
 

@@ -243,7 +243,7 @@ def test_what_cannot_be_removed_from_the_store_is_put_once(folder_url: str) -> N
         with store.engine.begin() as transaction:
             transaction.execute(text(FULL))
         with dispatching(folder_url) as dispatcher:
-            wait_until(lambda: dispatcher._pause_seconds > 1)
+            wait_until(lambda: dispatcher._backoff.seconds > 1)
             assert store.census().overdue == 1
             with store.engine.begin() as transaction:
                 transaction.execute(text("DROP TRIGGER full"))

@@ -22,16 +22,16 @@ from celery_native_delay.finding import WRONG
 from celery_native_delay.message import Delayed
 from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, vhost_name
 from celery_native_delay.transports.interface import Answer
+from celery_native_delay.transports.rabbitmq.streams import connection as stream_connection
 from celery_native_delay.transports.rabbitmq.streams import follower
 from celery_native_delay.transports.rabbitmq.streams import ledger as stream_ledger
-from celery_native_delay.transports.rabbitmq.streams import line as stream_line
+from celery_native_delay.transports.rabbitmq.streams.connection import StreamConnection
 from celery_native_delay.transports.rabbitmq.streams.follower import Follower
 from celery_native_delay.transports.rabbitmq.streams.ledger import (
     MARGIN_SECONDS,
     Followed,
     StreamLedger,
 )
-from celery_native_delay.transports.rabbitmq.streams.line import StreamLine
 from celery_native_delay.transports.rabbitmq.streams.receipts import StreamReceipts
 from tests.integration.ledger_promises import *  # noqa: F403
 from tests.waiting import PATIENCE_SECONDS, wait_until
@@ -72,7 +72,7 @@ def test_who_follows_reads_what_others_send_and_writes_nothing(
     """A monitor that asks every second would fill the streams; and is not read anew each time."""
     send(app, 1, countdown=3600)  # noqa: F405
     assert delay.count() == 1
-    monkeypatch.setattr(StreamLine, "write", None)
+    monkeypatch.setattr(StreamConnection, "write", None)
     monkeypatch.setattr(Follower, "start", None)
     other = f"""
 from celery import Celery
@@ -162,8 +162,8 @@ def test_what_is_sent_while_the_ledgers_connection_is_lost_is_listed(
     """As when a node of a cluster dies: publishing goes on at once, the ledger a second later."""
     send(app, 0, countdown=3600)  # noqa: F405
     assert delay.count() == 1
-    line = list(stream_line._lines.values())[-1]
-    line._pause_seconds = 4.0  # long enough for a busy machine to send a hundred
+    line = list(stream_connection._connections.values())[-1]
+    line._backoff.seconds = 4.0  # long enough for a busy machine to send a hundred
     line._client.connection.sock.shutdown(socket.SHUT_RDWR)
     for number in range(1, 101):
         send(app, number, countdown=3600)  # noqa: F405
@@ -231,7 +231,7 @@ def test_a_worker_knows_when_it_cannot_tell_and_never_forgets(
         receipts = StreamReceipts(connection, topology)
 
     def answer(name: str) -> Answer:
-        delayed = Delayed(ids[name], round(time() * 1000), "", QUEUE)  # noqa: F405
+        delayed = Delayed(ids[name], round(time() * 1_000_000), "", QUEUE)  # noqa: F405
         return receipts.may_run({"task": "shop.remind", "id": name}, delayed)
 
     assert [answer(name) for name in ids] == [Answer.DROP, Answer.RUN, Answer.RUN]
@@ -270,7 +270,7 @@ def test_a_worker_that_has_fallen_behind_heeds_what_it_reads_while_it_waits(
     (task,) = delay.show("order-1")
     with app.connection_for_write() as connection:
         receipts = StreamReceipts(connection, connection.default_channel.delays.topology)
-    delayed = Delayed(task.delivery_id, round(time() * 1000), "", QUEUE)  # noqa: F405
+    delayed = Delayed(task.delivery_id, round(time() * 1_000_000), "", QUEUE)  # noqa: F405
     reading = receipts._follower
     wait_until(lambda: reading.is_fresh)
     with ThreadPoolExecutor(1) as executor:

@@ -29,7 +29,7 @@ NOON = datetime(2026, 11, 20, 12, 0, tzinfo=UTC)
 
 
 def delayed(expires_ms: int | None = None) -> Delayed:
-    return Delayed("id-1", due_ms=0, exchange="", routing_key="celery", expires_ms=expires_ms)
+    return Delayed("id-1", due_us=0, exchange="", routing_key="celery", expires_ms=expires_ms)
 
 
 # ---- a request's ETA ---------------------------------------------------------------------

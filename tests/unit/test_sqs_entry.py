@@ -23,7 +23,7 @@ from celery_native_delay.transports.sqs.delay_queue import (
 from celery_native_delay.transports.sqs.entry import (
     MOST_BYTES,
     Entry,
-    Parcel,
+    Payload,
     check_size,
     opened,
 )
@@ -41,13 +41,13 @@ def message(**properties: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("base64", [True, False])
-def test_a_parcel_is_what_kombu_sends(base64: bool) -> None:
+def test_a_payload_is_what_kombu_sends(base64: bool) -> None:
     sent = message(delivery_tag="tag", message_attributes=ATTRIBUTES, MessageGroupId="customer-7")
-    parcel = Parcel.of(sent, base64=base64)
-    text = b64decode(parcel.body).decode() if base64 else parcel.body
+    payload = Payload.of(sent, base64=base64)
+    text = b64decode(payload.body).decode() if base64 else payload.body
     assert json.loads(text) == message(delivery_tag="tag", MessageGroupId="customer-7")
-    assert parcel.arguments() == {
-        "MessageBody": parcel.body,
+    assert payload.arguments() == {
+        "MessageBody": payload.body,
         "MessageAttributes": ATTRIBUTES,
         "MessageGroupId": "customer-7",
     }
@@ -65,8 +65,8 @@ def test_a_parcel_is_what_kombu_sends(base64: bool) -> None:
 def test_an_entry_comes_out_as_it_went_in(
     body: str, left_ms: int, due_ms: int, entry_id: str, with_attributes: bool
 ) -> None:
-    parcel = Parcel(body, ATTRIBUTES if with_attributes else {}, "group")
-    entry = Entry(entry_id, left_ms, due_ms, parcel)
+    payload = Payload(body, ATTRIBUTES if with_attributes else {}, "group")
+    entry = Entry(entry_id, left_ms, due_ms, payload)
     for _ in range(3):
         assert opened(entry.text()) == entry
         assert entry.text().endswith(f"\n{body}")
@@ -74,7 +74,7 @@ def test_an_entry_comes_out_as_it_went_in(
 
 
 def test_every_hop_has_a_deduplication_id_of_its_own_that_a_second_attempt_shares() -> None:
-    first = Entry("id", 5000, 1, Parcel("body"))
+    first = Entry("id", 5000, 1, Payload("body"))
     assert first.arguments()["MessageDeduplicationId"] == "id:0"
     assert first.again(1).arguments()["MessageDeduplicationId"] == "id:1"
     assert first.again(9).again(1).arguments()["MessageDeduplicationId"] == "id:2"
@@ -90,12 +90,12 @@ def test_what_somebody_else_put_into_a_delay_queue_is_told_from_ours(text: str) 
 
 
 def test_a_message_as_large_as_sqs_takes_passes_and_one_byte_more_is_refused() -> None:
-    parcel = Parcel("x" * (MOST_BYTES - 7), {"n": {"DataType": "", "StringValue": "123456"}})
-    assert parcel.size_bytes == MOST_BYTES
-    check_size(parcel.size_bytes, queue="jobs")
+    payload = Payload("x" * (MOST_BYTES - 7), {"n": {"DataType": "", "StringValue": "123456"}})
+    assert payload.size_bytes == MOST_BYTES
+    check_size(payload.size_bytes, queue="jobs")
     with pytest.raises(CannotDelay, match=r"at most 1,048,576 bytes.*got 1,048,577 for 'jobs'"):
-        check_size(Parcel("x" * (MOST_BYTES + 1)).size_bytes, queue="jobs")
-    entry = Entry("id", 5000, 1, Parcel("x" * (MOST_BYTES - 10)))
+        check_size(Payload("x" * (MOST_BYTES + 1)).size_bytes, queue="jobs")
+    entry = Entry("id", 5000, 1, Payload("x" * (MOST_BYTES - 10)))
     assert entry.size_bytes > MOST_BYTES, "the line in front counts as well"
 
 

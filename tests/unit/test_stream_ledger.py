@@ -14,12 +14,12 @@ from celery_native_delay.message import Delayed, Replaces
 from celery_native_delay.settings import DelaySettings
 from celery_native_delay.transports.interface import Answer
 from celery_native_delay.transports.rabbitmq.ledger.entry import Entry
-from celery_native_delay.transports.rabbitmq.streams.decisions import PENDING_MS, Decisions
-from celery_native_delay.transports.rabbitmq.streams.memory import Memory, Place
-from celery_native_delay.transports.rabbitmq.streams.names import (
+from celery_native_delay.transports.rabbitmq.stream_names import (
     DECISION_GRACE_SECONDS,
     LedgerStreams,
 )
+from celery_native_delay.transports.rabbitmq.streams.decisions import PENDING_MS, Decisions
+from celery_native_delay.transports.rabbitmq.streams.memory import Memory, Place
 from celery_native_delay.transports.rabbitmq.streams.notes import (
     Decision,
     Mark,
@@ -84,7 +84,7 @@ def moved(old: str, new: str, *, old_due_ms: int = NOW_MS, new_due_ms: int = NOW
 
 def message(delivery_id: str, replaces: str | None = None, *, age_ms: int = 600) -> Delayed:
     copy_of = None if replaces is None else Replaces(replaces, NOW_MS - age_ms)
-    return Delayed(delivery_id, NOW_MS, "", "celery", replaces=copy_of)
+    return Delayed(delivery_id, NOW_US, "", "celery", replaces=copy_of)
 
 
 def test_of_a_message_and_its_copy_one_may_run() -> None:

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kombu.utils.json import dumps
 
+from celery_native_delay.transports.virtual.sealing import encoded, sealed
 from celery_native_delay.transports.virtual.template import Template, fields_of, refused_of
-from celery_native_delay.transports.virtual.trace import encoded, sealed
 
 texts = st.text(max_size=80)
 names = st.text(min_size=1, max_size=60)

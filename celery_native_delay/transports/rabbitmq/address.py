@@ -79,7 +79,7 @@ def _digest(text: str) -> str:
 
 
 def topic_matches(pattern: str, routing_key: str) -> bool:
-    """Whether a topic exchange routes *routing_key* to a binding of *pattern*."""
+    """True if a topic exchange routes *routing_key* to a binding of *pattern*."""
     return _matches(pattern.split(".") if pattern else [], _words(routing_key))
 
 

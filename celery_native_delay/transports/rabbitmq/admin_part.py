@@ -1,4 +1,4 @@
-"""What the command line does on RabbitMQ."""
+"""RabbitMQ's part of the command line."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from .status import LedgerStatus, Status, levels, status
 
 @dataclass(frozen=True)
 class Declared:
-    """The delay levels are there, and the app's queues bound."""
+    """Report that the delay levels are there, and the app's queues bound."""
 
     name: str
     prepared: Prepared
 
     def as_json(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """The report for ``--json``."""
         return {"name": self.name} | asdict(self.prepared)
 
     def lines(self, table: Callable[..., str]) -> list[str]:
-        """For people."""
+        """The report for people."""
         bindings, milliseconds = self.prepared.mirrored, self.prepared.seconds * 1000
         return [f"declared {self.name} and {bindings} binding(s) in {milliseconds:.0f} ms"]
 
 
 class RabbitMQAdminPart:
-    """On one channel; see :class:`~celery_native_delay.transports.interface.AdminPart`."""
+    """RabbitMQ's :class:`~celery_native_delay.transports.interface.AdminPart`, on one channel."""
 
     def __init__(self, channel: Any, settings: DelaySettings) -> None:
         self._channel = channel
@@ -57,7 +57,7 @@ class RabbitMQAdminPart:
                 queue(self._channel).declare()
             prepared = self._delays.prepare(redeclare=True, consuming=True)
             if self._settings.streams_ledger:
-                self._delays.prepare_ledger(redeclare=True)
+                self._delays.preparation.prepare_ledger(redeclare=True)
             return Declared(self.name, prepared)
 
     def verify(self) -> list[Finding]:
@@ -96,7 +96,7 @@ class RabbitMQAdminPart:
         return replace(found, ledger=self._ledger_status())
 
     def backlog(self) -> Backlog:
-        """The same as numbers, over AMQP alone; what is due when, as far as the ledger has it."""
+        """Numbers of waiting and parked messages, over AMQP alone; due times from the ledger."""
         with permissions_explained(self._topology):
             found, parked = tuple(levels(self._delays)), count(self._delays)
         waiting = sum(level.waiting for level in found)
@@ -131,7 +131,7 @@ class RabbitMQAdminPart:
             return sum(self._purged(hop.queue) for hop in self._topology.level_queues)
 
     def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]] | None:
-        """How many are parked and the first of them; None while a worker rescues."""
+        """Number of parked messages and the first of them; None while a worker rescues."""
         with permissions_explained(self._topology):
             total = count(self._delays)
             try:
@@ -167,7 +167,7 @@ class RabbitMQAdminPart:
 
     def _purged(self, queue: str) -> int:
         try:
-            return int(self._delays.declarer.queue_purge(queue))
+            return int(self._delays.declarer.channel.queue_purge(queue))
         except NotFound:
             return 0
 

@@ -1,4 +1,4 @@
-"""A line of its own for many messages: one connection, confirms in a window, frames by template."""
+"""RabbitMQ's line for many messages: one connection, confirms in a window, frames by template."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from kombu.exceptions import OperationalError
 
 from ...due_time import check_reach, milliseconds_up, units_until
 from ...errors import NativeDelayError
-from ...message import HEADER, due_of
+from ...message import HEADER
 from ..difference import differing
 from ..interface import Line
 from ..random_ids import RandomIds
 from .address import message_address
-from .envelope import unseal
 from .ledger.entry import Entry
-from .outbox import LOST, Outbox, is_lasting
+from .outbox import Outbox, is_lasting
+from .own_connection import LOST
 from .recording import Recorder
 from .routes import ROUTE_SECONDS
+from .sealing import unseal
 from .template import FramedTask, TaskFields, Template
 from .topology import Topology
-from .transport import Channel
 from .window import NotConfirmedInTime, Publication
 
 T = TypeVar("T")
@@ -38,33 +38,8 @@ PATIENCE_SECONDS = 60.0
 _MOST_WAYS = 4096
 
 
-class BulkChannel(Channel):
-    """A channel whose publishes go through an outbox, and are remembered for a template."""
-
-    outbox: Outbox
-    published: list[tuple[Publication, tuple[str, str]]]
-    """What the last publish the long way sent, each with the user's own destination."""
-
-    def basic_publish(
-        self,
-        msg: Any,
-        exchange: str = "",
-        routing_key: str = "",
-        mandatory: bool = False,
-        *_: Any,
-        **__: Any,
-    ) -> None:
-        due_us = due_of(msg.properties.get("application_headers"))
-        publication = None
-        if due_us is not None:
-            publication = self.delays.publication(msg, exchange, routing_key, due_us=due_us)
-        publication = publication or Publication(msg, exchange, routing_key, mandatory)
-        self.published.append((publication, (exchange, routing_key)))
-        self.outbox.send(publication)
-
-
 class Kind:
-    """How tasks of one kind are sent without the long way; valid while the connection lives."""
+    """Tasks of one kind, sent without the long way; valid while the connection lives."""
 
     def __init__(
         self,
@@ -72,11 +47,11 @@ class Kind:
         to: tuple[str, str],
         topology: Topology,
         properties: Mapping[str, Any],
-        recorder: Recorder,
+        recorder: Recorder | None,
         body: bytes,
     ) -> None:
         self.template = template
-        #: That of the task it was learnt from.
+        #: Of the task it was learnt from.
         self.body = body
         self.to = to
         self.topology = topology
@@ -92,7 +67,7 @@ class Kind:
 
     def record(self, fields: TaskFields, due_us: int) -> None:
         """Note down in the ledger, if there is one, what is about to be sent."""
-        if not self._recorder.is_on:
+        if self._recorder is None:
             return
         headers = self.template.headers(fields)
         properties = {**self.properties_of(fields.task_id), "application_headers": headers}
@@ -114,14 +89,15 @@ class Kind:
 
 
 class BulkLine(Line[Outbox]):
-    """See the module's docstring. For one thread."""
+    """Sends many messages over a connection of its own. For one thread."""
 
     def __init__(self, client: Any, *, window: int) -> None:
         """*client* is a kombu connection to the same broker, which is not touched."""
         super().__init__(Outbox(client, window))
         #: When the outage of now began, in seconds of the monotonic clock; None without one.
         self._away_since: float | None = None
-        self._channel: BulkChannel | None = None
+        #: A :class:`~.transport.BulkChannel`.
+        self._channel: Any = None
         self._ids = RandomIds()
 
     def publish(self, publish: Callable[[Any], object]) -> None:
@@ -151,7 +127,7 @@ class BulkLine(Line[Outbox]):
         return last and (last[0].message.properties.get("application_headers") or {})
 
     def learn(self) -> Kind | None:
-        """What the last message teaches about others of its kind; None if it does not.
+        """The kind of the last message, for others like it; None if nothing can be learnt.
 
         A template is only used if it makes the very bytes that py-amqp does.
         """
@@ -177,7 +153,7 @@ class BulkLine(Line[Outbox]):
     def difference(
         self, kind: Kind, task_id: str, eta: str, argsrepr: str, kwargsrepr: str, body: bytes
     ) -> str:
-        """What of the last message *kind* would have made otherwise, in words; "" if nothing."""
+        """Parts of the last message that *kind* would have made otherwise, in words; "" if none."""
         last = self._last()
         if last is None:
             return "how many messages they are"
@@ -260,18 +236,15 @@ class BulkLine(Line[Outbox]):
         return published[0] if len(published) == 1 else None
 
     def _is_made_by(self, template: Template, fields: TaskFields, publication: Publication) -> bool:
-        """Whether *template* makes the very bytes that py-amqp does."""
+        """True if *template* makes the very bytes that py-amqp does."""
         where = {"channel_id": 7, "frame_max": self._outbox.connection.frame_max}
         return template.frames(fields, **where) == frames_of(publication, **where)
 
-    def _ready_channel(self) -> BulkChannel:
+    def _ready_channel(self) -> Any:
         connection = self._outbox.connection
-        channel = self._channel
-        if channel is None or channel.connection is not connection:
-            channel = self._channel = BulkChannel(connection)
-            channel.open()
-            channel.outbox, channel.published = self._outbox, []
-        return channel
+        if self._channel is None or self._channel.connection is not connection:
+            self._channel = connection.bulk_channel(self._outbox)
+        return self._channel
 
     def _patiently(self, attempt: Callable[[], T]) -> T:
         while True:
@@ -297,7 +270,7 @@ class BulkLine(Line[Outbox]):
 
 
 def fields_of(publication: Publication) -> TaskFields:
-    """What a template has to be filled with to make *publication* again.
+    """The fields with which a template makes *publication* again.
 
     Raises:
         ValueError: a delayed Celery task has what is missing here.
@@ -322,7 +295,7 @@ def fields_of(publication: Publication) -> TaskFields:
         raise ValueError(f"expected a delayed Celery task with {exc}") from exc
 
 
-class _Recorder:
+class _Written:
     """A connection and its transport, as far as py-amqp's frame writer looks at them."""
 
     def __init__(self, frame_max: int) -> None:
@@ -336,9 +309,9 @@ class _Recorder:
 
 def frames_of(publication: Publication, *, channel_id: int, frame_max: int) -> bytes:
     """The bytes that py-amqp writes for *publication*."""
-    recorder = _Recorder(frame_max)
-    write = frame_writer(recorder, recorder)
+    found = _Written(frame_max)
+    write = frame_writer(found, found)
     exchange, key, mandatory = publication[1:]
     args = amqp.serialization.dumps("Bssbb", (0, exchange, key, mandatory, False))
     write(1, channel_id, amqp.spec.Basic.Publish, args, publication.message)
-    return b"".join(recorder.written)
+    return b"".join(found.written)

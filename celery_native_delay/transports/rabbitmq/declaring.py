@@ -1,4 +1,4 @@
-"""One loop applies any plan; the broker's refusals become our errors."""
+"""Asking the broker and declaring: one loop for any plan; its refusals become our errors."""
 
 from __future__ import annotations
 
@@ -7,13 +7,60 @@ from contextlib import contextmanager
 from typing import Any
 
 from amqp import spec
-from amqp.exceptions import AccessRefused, PreconditionFailed
+from amqp.exceptions import AccessRefused, NotFound, PreconditionFailed
 
 from ...errors import NotPermitted, TopologyMismatch, UnsupportedBroker
+from .own_channel import OwnChannel
 from .topology import Binding, Change, Exchange, Queue, Topology, Unbinding
 
 #: At-least-once dead-lettering came with 3.10. https://www.rabbitmq.com/docs/quorum-queues
 OLDEST_RABBITMQ = (3, 10)
+
+
+class Declarer:
+    """Our channel on one connection for what the broker may refuse, which closes it."""
+
+    def __init__(self, connection: Any, topology: Topology) -> None:
+        self.connection = connection
+        self.topology = topology
+        self._channel: OwnChannel | None = None
+
+    @property
+    def channel(self) -> OwnChannel:
+        """The channel; a new one when the broker closed it."""
+        if self._channel is None or self._channel.connection is None:
+            self._channel = OwnChannel(self.connection, confirm=False)
+        return self._channel
+
+    def apply(self, declarations: Iterable[Change]) -> None:
+        """Have the broker carry out all of *declarations*.
+
+        Raises:
+            amqp.exceptions.ChannelError: it refused one of them.
+        """
+        apply(self.channel, declarations)
+
+    def has_exchange(self, name: str, *, if_refused: bool) -> bool:
+        """True if there is such a fanout exchange of ours.
+
+        RabbitMQ 4.3 asks for the permission configure even for looking; *if_refused* is what to
+        believe without it.
+        """
+        try:
+            self.channel.exchange_declare(name, "fanout", passive=True)
+        except NotFound:
+            return False
+        except AccessRefused:
+            return if_refused
+        return True
+
+    def has_queue(self, name: str) -> bool:
+        """True if there is such a queue; False also for a user who may not look."""
+        try:
+            self.channel.queue_declare(name, passive=True)
+        except (NotFound, AccessRefused):
+            return False
+        return True
 
 
 def apply(channel: Any, declarations: Iterable[Change]) -> None:
@@ -47,7 +94,7 @@ def _declare(channel: Any, declaration: Change) -> None:
 
 
 def not_permitted(refused: AccessRefused, topology: Topology) -> NotPermitted:
-    """The broker's 403 as our error, with the way out."""
+    """Our error for the broker's 403, with the way out."""
     return NotPermitted(
         f"{refused.reply_text}. Delayed delivery needs the permissions configure, write and read "
         f"on ^{topology.settings.namespace}\\.; grant them (rabbitmqctl set_permissions), or let a "
@@ -66,7 +113,7 @@ def permissions_explained(topology: Topology) -> Iterator[None]:
 
 @contextmanager
 def refusals_explained(topology: Topology) -> Iterator[None]:
-    """The same for a declaration, which the broker also refuses with 406."""
+    """Turn the broker's 403 and 406 to a declaration into our errors."""
     try:
         with permissions_explained(topology):
             yield
@@ -78,7 +125,7 @@ def refusals_explained(topology: Topology) -> Iterator[None]:
 
 
 def broker_version(connection: Any) -> tuple[int, ...]:
-    """The broker's version from the connection's handshake, such as ``(4, 3, 6)``."""
+    """Version of the broker from the connection's handshake, such as ``(4, 3, 6)``."""
     text = str(connection.server_properties.get("version", ""))
     return tuple(
         int(part) for part in text.split("+")[0].split("-")[0].split(".") if part.isdigit()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cached_property
 from secrets import token_hex
@@ -22,60 +22,62 @@ from amqp.exceptions import (
 
 from ...due_time import check_reach, units_until
 from ...errors import CannotDelay, NativeDelayError, TopologyMismatch
-from ...message import Replaces
+from ...message import HEADER, Delayed
 from ...settings import DelaySettings
 from .address import landing_address, message_address
-from .declaring import broker_version, not_permitted
-from .encoded import encoded
-from .envelope import COUNTED_BY_THE_QUEUE, seal
+from .declaring import Declarer, broker_version, not_permitted
+from .mirror import Mirror, Mirrored
 from .outbox import Outbox, outbox_key, outbox_of
 from .own_channel import OwnChannel
-from .preparation import Preparation
+from .preparation import Preparation, Prepared
 from .recording import Recorder
+from .routes import Routes
+from .sealing import COUNTED_BY_THE_QUEUE, seal
+from .topology import Topology
 from .window import Publication
 
 #: The headers dict and delivery id of a publish that failed in this thread: kombu's retry passes
 #: the very same dict, and a resent message must keep its id.
 _failed = local()
 
-
 #: After these the broker has surely not got the message: refused, or impossible to write (a text
 #: of more than 255 bytes where AMQP has no room for it).
 _NOT_SENT = (MessageNacked, NotFound, FrameSyntaxError, NativeDelayError, struct_error)
 
 
-class Delays(Preparation):
-    """Everything delayed delivery does on one AMQP connection."""
+class Delays:
+    """Delayed delivery on one AMQP connection.
+
+    It publishes; what it stands on knows nothing of it: *preparation* declares what must be there,
+    by what *mirror* has seen of the user's bindings and *routes* of the user's exchanges.
+    """
 
     def __init__(
         self, connection: Any, settings: DelaySettings, *, refusal: NativeDelayError | None = None
     ) -> None:
-        super().__init__(connection, settings, refusal=refusal)
-        self._publisher: OwnChannel | None = None
+        """With a *refusal* every attempt to let a message wait raises it."""
+        self.connection = connection
+        self.settings = settings
+        self.topology = Topology(settings)
+        self.mirror = Mirror(self.topology)
+        self.declarer = Declarer(connection, self.topology)
+        self.routes = Routes(self.mirror, self.declarer)
+        self.preparation = Preparation(self.mirror, self.routes, self.declarer, refusal=refusal)
+        #: None where no ledger is kept.
+        self.recorder = None if settings.ledger is None else Recorder(connection, self.topology)
         self._confirmer: OwnChannel | None = None
+        self._publisher: OwnChannel | None = None
         self._in_batch = False
         self._outbox_connects = 0
-        self.recorder = Recorder(self)
 
     @property
-    def publisher(self) -> OwnChannel:
-        """Our channel for publishing as the settings say; a new one when the broker closed it."""
-        if self.settings.confirm_publish == "wait":
-            return self.confirmer
-        if self._publisher is None or self._publisher.connection is None:
-            self._publisher = OwnChannel(self.connection, confirm=False)
-        return self._publisher
-
-    @property
-    def confirmer(self) -> OwnChannel:
-        """Our channel in confirm mode: for what is acknowledged elsewhere once it has arrived."""
-        if self._confirmer is None or self._confirmer.connection is None:
-            self._confirmer = OwnChannel(self.connection)
-        return self._confirmer
+    def user(self) -> str:
+        """The broker user of this connection."""
+        return str(self.connection.client.userid or "guest")
 
     @property
     def outbox(self) -> Outbox:
-        """What keeps the delayed messages of this process until they are confirmed."""
+        """The outbox of this process, which keeps delayed messages until they are confirmed."""
         client = self.connection.client
         if client is None:
             raise RecoverableConnectionError("connection already closed")
@@ -85,216 +87,16 @@ class Delays(Preparation):
     def _outbox_key(self) -> Any:
         return outbox_key(self.connection.client, self.settings)
 
-    @property
-    def user(self) -> str:
-        """The broker user of this connection."""
-        return str(self.connection.client.userid or "guest")
-
     @cached_property
     def _limits_priority(self) -> bool:
         return (4,) <= broker_version(self.connection) < (4, 3)
 
-    def publish(
-        self,
-        message: amqp.Message,
-        exchange: str,
-        routing_key: str,
-        *,
-        due_us: int,
-        publish_now: Callable[[], Any],
-        timeout_seconds: float | None = None,
-        confirm_timeout_seconds: float | None = None,
-    ) -> Any:
-        """Send a message into the delay levels, or call *publish_now* when it is due already.
+    def prepare(self, *, redeclare: bool = False, consuming: bool = False) -> Prepared:
+        """See :meth:`Preparation.prepare`."""
+        return self.preparation.prepare(redeclare=redeclare, consuming=consuming)
 
-        Raises:
-            DelayTooLong, CannotDelay, NotPermitted, TopologyMismatch, UnsupportedBroker: nothing
-                was sent; the text says why and the way out.
-            amqp.exceptions.NotFound: there is no such exchange.
-            amqp.exceptions.MessageNacked: the broker did not accept it.
-            PublishRefused: it did not accept earlier ones, with "window"; nothing was sent.
-        """
-        if self.settings.confirm_publish == "window":
-            self._follow_outbox()
-        publication = self.publication(message, exchange, routing_key, due_us=due_us)
-        if publication is None:
-            return publish_now()
-        _failed.publish = (message.properties.get("application_headers"), publication.id)
-        try:
-            if self.settings.confirm_publish == "window":
-                self.outbox.publish(
-                    publication, timeout_seconds=confirm_timeout_seconds or timeout_seconds
-                )
-            else:
-                self._send(
-                    publication,
-                    confirmed=self.settings.confirm_publish == "wait",
-                    timeout_seconds=timeout_seconds,
-                    confirm_timeout_seconds=confirm_timeout_seconds,
-                )
-        except _NOT_SENT:
-            self.recorder.forget(message, str(publication.id))
-            raise
-        _failed.publish = None
-        return None
-
-    def publication(
-        self, message: amqp.Message, exchange: str, routing_key: str, *, due_us: int
-    ) -> Publication | None:
-        """*message* as it enters the delay levels, which are there then; None if it is due.
-
-        Raises:
-            DelayTooLong, CannotDelay, NotPermitted, TopologyMismatch, UnsupportedBroker,
-            amqp.exceptions.NotFound: as :meth:`publish`.
-        """
-        if not self.is_ahead(due_us, now_us=time_ns() // 1000):
-            return None
-        message = encoded(message)
-        if not exchange:
-            # Reached by its name, whoever declared it.
-            self.mirror.queue_bound_once(routing_key)
-        if not self.is_prepared:
-            self.prepare()
-        lands = self._routes.lands(exchange, routing_key)
-        # Only now: declaring may have taken a second.
-        now_us = time_ns() // 1000
-        units = self.units(due_us, now_us)
-        if not units:
-            return None
-        delivery_id = self._delivery_id(message.properties.get("application_headers"))
-        sealed = self._sealed(message, exchange, routing_key, due_us, now_us, units, delivery_id)
-        routed = self._routed(sealed, units, exchange, routing_key, lands=lands)
-        self.recorder.record(message, exchange, routing_key, sealed, due_us)
-        return routed
-
-    def _follow_outbox(self) -> None:
-        """The outbox had to connect again: what this connection relies on may be gone too.
-
-        Raises:
-            OSError, amqp.exceptions.AMQPError: this connection is.
-        """
-        connects, self._outbox_connects = self._outbox_connects, self.outbox.connects
-        if connects and connects != self._outbox_connects:
-            self.look_again()
-
-    def put_back(
-        self,
-        message: amqp.Message,
-        exchange: str,
-        routing_key: str,
-        *,
-        queue: str | None,
-        due_us: int,
-        delivery_id: str | None = None,
-        cancelled: bool = False,
-        replaces: Replaces | None = None,
-        expires_ms: int | None = None,
-        recorded: bool = True,
-    ) -> None:
-        """Let a message that was received wait (again), then deliver it.
-
-        Args:
-            message: as received, its body in the bytes that came.
-            exchange, routing_key: what it was once published with, and is seen with again.
-            queue: the one queue it is for, or None for all that *exchange* leads to.
-            due_us: microseconds since the epoch; a past one is delivered at once.
-            delivery_id: the id it has had so far.
-            cancelled: it comes to be announced, not to run.
-            replaces: the delivery that it takes the place of, where streams keep the ledger.
-            expires_ms: when its ``expiration``, if it has one, was over so far.
-            recorded: the ledger is told of it.
-        """
-        if queue is not None or not exchange:
-            self.mirror.queue_bound_once(routing_key if queue is None else queue)
-        self.prepare()
-        lands = queue is None and self._routes.lands(exchange, routing_key)
-        now_us = time_ns() // 1000
-        units = max(self.units(due_us, now_us), 1)
-        delivery_id = delivery_id or token_hex(16)
-        headers = message.properties.get("application_headers") or {}
-        own = {name: headers[name] for name in headers if name not in COUNTED_BY_THE_QUEUE}
-        message = amqp.Message(message.body, **{**message.properties, "application_headers": own})
-        sealed = self._sealed(
-            message,
-            exchange,
-            routing_key,
-            due_us,
-            now_us,
-            units,
-            delivery_id,
-            queue,
-            cancelled,
-            replaces,
-            expires_ms,
-            self.user,
-        )
-        if recorded:
-            self.recorder.record(message, exchange, routing_key, sealed, due_us, queue)
-        to = (exchange, routing_key) if queue is None else ("", queue)
-        self._send(self._routed(sealed, units, *to, lands=lands), confirmed=True)
-
-    @contextmanager
-    def one_confirm(self) -> Iterator[None]:
-        """:meth:`put_back` inside does not wait for each confirm; leaving waits for all of them.
-
-        Raises:
-            amqp.exceptions.AMQPError: some are not confirmed; which, nobody knows.
-        """
-        self._in_batch = True
-        confirmer = self.confirmer
-        try:
-            yield
-            confirmer.wait_all()
-            # Another channel, if the first was closed underway.
-            self.confirmer.wait_all()
-            self._resend_returned(self.confirmer)
-        finally:
-            self._in_batch = False
-
-    def _sealed(
-        self,
-        message: amqp.Message,
-        exchange: str,
-        routing_key: str,
-        due_us: int,
-        now_us: int,
-        units: int,
-        delivery_id: str,
-        queue: str | None = None,
-        cancelled: bool = False,
-        replaces: Replaces | None = None,
-        expires_ms: int | None = None,
-        user: str | None = None,
-    ) -> amqp.Message:
-        properties = seal(
-            message.properties,
-            exchange=exchange,
-            routing_key=routing_key,
-            due_us=due_us,
-            now_us=now_us,
-            delivery_id=delivery_id,
-            limit_priority=self._limits_priority,
-            queue=queue,
-            cancelled=cancelled,
-            replaces=replaces,
-            expires_ms=expires_ms,
-            user=user,
-        )
-        first_ttl_ms = self.topology.first_ttl_ms(units, remaining_us=due_us - now_us)
-        if first_ttl_ms is not None:
-            properties["expiration"] = str(first_ttl_ms)
-        return amqp.Message(message.body, **properties)
-
-    def is_ahead(self, due_us: int, *, now_us: int) -> bool:
-        """Whether there is anything to wait for.
-
-        Raises:
-            DelayTooLong: more than the levels hold.
-        """
-        return self.units(due_us, now_us) > 0
-
-    def units(self, due_us: int, now_us: int) -> int:
-        """Units of the resolution to wait.
+    def units(self, due_us: int, *, now_us: int) -> int:
+        """Units of the resolution to wait; 0 if it is due.
 
         Raises:
             DelayTooLong: more than the levels hold.
@@ -304,38 +106,213 @@ class Delays(Preparation):
         check_reach(units, max_units=self.topology.max_units, resolution_ms=resolution_ms)
         return units
 
-    @staticmethod
-    def _delivery_id(headers: Any) -> str:
+    # --- publishing ----------------------------------------------------------------------
+
+    def publish(
+        self,
+        message: amqp.Message,
+        exchange: str,
+        routing_key: str,
+        *,
+        due_us: int,
+        timeout_seconds: float | None = None,
+        confirm_timeout_seconds: float | None = None,
+    ) -> bool:
+        """Send a message into the delay levels; False if it is due already, and was not sent.
+
+        Raises:
+            DelayTooLong, CannotDelay, NotPermitted, TopologyMismatch, UnsupportedBroker: nothing
+                was sent; the text says why and the way out.
+            amqp.exceptions.NotFound: there is no such exchange.
+            amqp.exceptions.MessageNacked: the broker did not accept it.
+            PublishRefused: it did not accept earlier ones, with "window"; nothing was sent.
+        """
+        mode = self.settings.confirm_publish
+        if mode == "window":
+            self._follow_outbox()
+        publication = self.publication(message, exchange, routing_key, due_us=due_us)
+        if publication is None:
+            return False
+        delivery_id: str = publication.message.properties["application_headers"][HEADER]["id"]
+        _failed.publish = (message.properties.get("application_headers"), delivery_id)
+        try:
+            if mode == "window":
+                self.outbox.publish(
+                    publication, timeout_seconds=confirm_timeout_seconds or timeout_seconds
+                )
+            else:
+                self._send(
+                    publication,
+                    confirmed=mode == "wait",
+                    timeout_seconds=timeout_seconds,
+                    confirm_timeout_seconds=confirm_timeout_seconds,
+                )
+        except _NOT_SENT:
+            if self.recorder is not None:
+                self.recorder.forget(message, delivery_id)
+            raise
+        _failed.publish = None
+        return True
+
+    def publication(
+        self, message: amqp.Message, exchange: str, routing_key: str, *, due_us: int
+    ) -> Publication | None:
+        """*message* as it enters the delay levels, which are there then; None if it is due.
+
+        Raises:
+            DelayTooLong, CannotDelay, NotPermitted, TopologyMismatch, UnsupportedBroker,
+            amqp.exceptions.NotFound: as :meth:`publish`.
+            LookupError, TypeError, UnicodeError: as py-amqp's, for a body that cannot be encoded.
+        """
+        if not self.units(due_us, now_us=time_ns() // 1000):
+            return None
+        headers = message.properties.get("application_headers")
+        if isinstance(message.body, str):
+            # As py-amqp would: a text that is sent again would get another encoding, or none.
+            encoding = message.properties.setdefault("content_encoding", "utf-8")
+            message = amqp.Message(message.body.encode(encoding), **message.properties)
+        if not exchange and Mirrored(routing_key, "", routing_key) not in self.mirror.known:
+            # Reached by its name, wherever it was declared.
+            self.mirror.queue_bound(routing_key, "", routing_key)
+        preparation, mirror = self.preparation, self.mirror
+        if not preparation.is_ready or mirror.pending or mirror.pending_landings:
+            preparation.prepare()
+        lands = exchange != "" and self.routes.lands(exchange, routing_key)
+        # Only now: declaring may have taken a second.
+        now_us = time_ns() // 1000
+        units = self.units(due_us, now_us=now_us)
+        if not units:
+            return None
         failed = getattr(_failed, "publish", None)
-        if failed and headers is not None and failed[0] is headers:
-            return str(failed[1])
-        return token_hex(16)
+        if failed is not None and headers is not None and failed[0] is headers:
+            delivery_id = failed[1]
+        else:
+            delivery_id = token_hex(16)
+        delayed = Delayed(delivery_id, due_us, exchange, routing_key)
+        return self._entering(message, delayed, now_us=now_us, units=units, lands=lands)
 
-    def _routed(
-        self, sealed: amqp.Message, units: int, exchange: str, routing_key: str, *, lands: bool
+    def _follow_outbox(self) -> None:
+        """Look again for what this connection relies on, if the outbox had to connect again.
+
+        Raises:
+            OSError, amqp.exceptions.AMQPError: this connection is gone, too.
+        """
+        connects, self._outbox_connects = self._outbox_connects, self.outbox.connects
+        if connects and connects != self._outbox_connects:
+            self.preparation.look_again()
+
+    # --- putting back --------------------------------------------------------------------
+
+    def put_back(self, message: amqp.Message, delayed: Delayed, *, recorded: bool = True) -> None:
+        """Let a message that was received wait (again), then deliver it.
+
+        Args:
+            message: as received, its body in the bytes that came.
+            delayed: the wait it is to have; due in the past, it is delivered at once.
+            recorded: the ledger is told of it.
+        """
+        exchange, routing_key, queue = delayed.exchange, delayed.routing_key, delayed.queue
+        if queue is not None or not exchange:
+            self.mirror.queue_bound_once(routing_key if queue is None else queue)
+        self.preparation.prepare()
+        lands = queue is None and exchange != "" and self.routes.lands(exchange, routing_key)
+        now_us = time_ns() // 1000
+        units = max(self.units(delayed.due_us, now_us=now_us), 1)
+        headers = message.properties.get("application_headers") or {}
+        own = {name: headers[name] for name in headers if name not in COUNTED_BY_THE_QUEUE}
+        message = amqp.Message(message.body, **{**message.properties, "application_headers": own})
+        publication = self._entering(
+            message,
+            delayed,
+            now_us=now_us,
+            units=units,
+            lands=lands,
+            user=self.user,
+            recorded=recorded,
+        )
+        self._send(publication, confirmed=True)
+
+    @contextmanager
+    def one_confirm(self) -> Iterator[None]:
+        """:meth:`put_back` inside does not wait for each confirm; leaving waits for all of them.
+
+        Raises:
+            amqp.exceptions.AMQPError: some are not confirmed; which ones is not known.
+        """
+        channel = self._channel(confirmed=True)
+        self._in_batch = True
+        try:
+            yield
+            channel.wait_all()
+            # Another channel, if the first was closed underway.
+            channel = self._channel(confirmed=True)
+            channel.wait_all()
+            if channel.returned:
+                self._resend_returned(channel)
+        finally:
+            self._in_batch = False
+
+    # --- private -------------------------------------------------------------------------
+
+    def _entering(
+        self,
+        message: amqp.Message,
+        delayed: Delayed,
+        *,
+        now_us: int,
+        units: int,
+        lands: bool,
+        user: str | None = None,
+        recorded: bool = True,
     ) -> Publication:
-        key = self._route(sealed, units, exchange, routing_key, lands=lands)
-        return Publication(sealed, self.topology.entry_exchange(units), key)
+        """*message* as it enters the levels, sealed, and told to the ledger if it is *recorded*.
 
-    def _route(
-        self, sealed: amqp.Message, units: int, exchange: str, routing_key: str, *, lands: bool
-    ) -> str:
-        """The routing key to publish with; for a landing queue ours travels as BCC beside it."""
+        One that *lands* keeps its own routing key, beside which ours travels as BCC.
+        """
         topology = self.topology
-        if not lands:
+        properties = seal(
+            message.properties,
+            delayed,
+            now_us=now_us,
+            limit_priority=self._limits_priority,
+            user=user,
+        )
+        first_ttl_ms = topology.first_ttl_ms(units, remaining_us=delayed.due_us - now_us)
+        if first_ttl_ms is not None:
+            properties["expiration"] = str(first_ttl_ms)
+        exchange, routing_key = delayed.exchange, delayed.routing_key
+        if delayed.queue is not None:
+            exchange, routing_key = "", delayed.queue
+        if lands:
+            if topology.collides(routing_key):
+                raise CannotDelay(
+                    f"a delayed message to exchange {exchange!r}, which needs a landing queue, "
+                    f"cannot have the routing key {routing_key!r}: its first "
+                    f"{topology.bit_count} words read like a delay; use other words"
+                )
+            ours = topology.routing_key(units, landing_address(exchange))
+            properties["application_headers"]["BCC"] = [ours]
+            key = routing_key
+        else:
             address = message_address(exchange, routing_key)
-            return topology.routing_key(
+            key = topology.routing_key(
                 units, topology.address_or_hash(address, exchange, routing_key)
             )
-        if topology.collides(routing_key):
-            raise CannotDelay(
-                f"a delayed message to exchange {exchange!r}, which needs a landing queue, cannot "
-                f"have the routing key {routing_key!r}: its first {topology.bit_count} words "
-                f"read like a delay; use other words"
-            )
-        headers = sealed.properties["application_headers"]
-        headers["BCC"] = [topology.routing_key(units, landing_address(exchange))]
-        return routing_key
+        sealed = amqp.Message(message.body, **properties)
+        if recorded and self.recorder is not None:
+            self.recorder.record(message, sealed, delayed)
+        return Publication(sealed, topology.entry_exchange(units), key)
+
+    def _channel(self, *, confirmed: bool) -> OwnChannel:
+        """Our channel for publishing, in confirm mode or not; a new one when it was closed."""
+        channel = self._confirmer if confirmed else self._publisher
+        if channel is None or channel.connection is None:
+            channel = OwnChannel(self.connection, confirm=confirmed)
+            if confirmed:
+                self._confirmer = channel
+            else:
+                self._publisher = channel
+        return channel
 
     def _send(
         self,
@@ -347,14 +324,15 @@ class Delays(Preparation):
     ) -> None:
         for last_try in (False, True):
             try:
-                channel = self.confirmer if confirmed else self.publisher
+                channel = self._channel(confirmed=confirmed)
                 tag = channel.publish(*publication, timeout_seconds=timeout_seconds)
                 if not self._in_batch:
                     if confirmed:
                         channel.wait_confirmed(
                             tag, timeout_seconds=confirm_timeout_seconds or timeout_seconds
                         )
-                    self._resend_returned(channel)
+                    if channel.returned:
+                        self._resend_returned(channel)
                 return
             except AccessRefused as exc:
                 raise not_permitted(exc, self.topology) from exc
@@ -362,18 +340,16 @@ class Delays(Preparation):
                 if last_try:
                     raise
                 # The broker lost the levels while this connection lived.
-                self.declare_again()
+                self.preparation.declare_again()
 
     def _resend_returned(self, channel: OwnChannel) -> None:
-        """Messages come back when somebody deleted the queue they were to wait in.
+        """Send again what came back because the queue that it was to wait in was deleted.
 
         Raises:
             TopologyMismatch: they come back again.
         """
         returned = channel.take_returned()
-        if not returned:
-            return
-        self.declare_again()
+        self.preparation.declare_again()
         for back in returned:
             channel.publish(back.message, back.exchange, back.routing_key, mandatory=True)
         channel.wait_all()

@@ -174,6 +174,6 @@ def _declare(delays: Delays, declaration: Exchange | Queue, *, passive: bool) ->
     name, arguments = declaration.name, declaration.arguments
     common = {"passive": passive, "durable": True, "auto_delete": False, "arguments": arguments}
     if isinstance(declaration, Exchange):
-        delays.declarer.exchange_declare(name, declaration.type, **common)
+        delays.declarer.channel.exchange_declare(name, declaration.type, **common)
     else:
-        delays.declarer.queue_declare(name, **common)
+        delays.declarer.channel.queue_declare(name, **common)

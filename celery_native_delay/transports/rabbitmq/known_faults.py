@@ -8,11 +8,11 @@ _CHECK = "release"
 
 
 def known_faults(version: tuple[int, ...], *, replicated: bool | None) -> list[Finding]:
-    """What is known of a release, and what to do where it may be chosen or configured.
+    """Known faults of a release, and the way out where it may be chosen or configured.
 
     Args:
         version: such as (4, 3, 6).
-        replicated: whether the delay levels have several members; None where nobody tells.
+        replicated: whether the delay levels have several members; None where that is not known.
     """
     name = f"RabbitMQ {'.'.join(map(str, version))}"
     found = []

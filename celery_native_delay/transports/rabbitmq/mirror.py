@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from .address import (
     landing_address,
@@ -39,12 +38,11 @@ _INTERNAL = re.compile(r"(^|\.)(pidbox|celeryev)($|\.)")
 
 
 def is_internal(name: str) -> bool:
-    """Whether a queue or exchange of this name is Celery's or kombu's own."""
+    """True if a queue or exchange of this name is Celery's or kombu's own."""
     return _INTERNAL.search(name) is not None
 
 
-@dataclass(frozen=True)
-class Mirrored:
+class Mirrored(NamedTuple):
     """A binding of the user's that is to be repeated on the delivery exchange."""
 
     queue: str
@@ -53,23 +51,26 @@ class Mirrored:
 
 
 class Mirror:
-    """What one connection's user has declared, and what of it is not yet mirrored."""
+    """The declarations of one connection's user, and which of them are not yet mirrored."""
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
         self.types: dict[str, str] = dict(BUILTIN_TYPES)
         #: Changes with everything the user declares, binds or deletes.
         self.version = 0
-        self._known: dict[Mirrored, None] = {}
-        self._pending: dict[Mirrored, None] = {}
+        #: Bindings that have been seen on this connection.
+        self.known: dict[Mirrored, None] = {}
+        #: Those of them, and landing queues of these exchanges, that are still to be declared.
+        self.pending: dict[Mirrored, None] = {}
+        self.pending_landings: dict[str, None] = {}
         #: Queues whose arguments were seen, and whether they reject what does not fit.
         self._rejects: dict[str, bool] = {}
         self._landings: dict[str, None] = {}
-        self._pending_landings: dict[str, None] = {}
 
     # --- what the user does --------------------------------------------------------------
 
     def exchange_declared(self, exchange: str, kind: str, arguments: dict[str, Any] | None) -> None:
+        """The user declared an exchange; what it passes on to an alternate one must land."""
         self.types[exchange] = kind
         self.version += 1
         if arguments and "alternate-exchange" in arguments:
@@ -81,8 +82,8 @@ class Mirror:
             self._lands(source)
 
     def exchange_deleted(self, exchange: str) -> list[Binding]:
-        """The broker unbound what was bound to *exchange*; what mirrors it, as far as was seen."""
-        known = [mirrored for mirrored in self._known if mirrored.exchange == exchange]
+        """The user deleted *exchange*; bindings that mirrored what was bound to it."""
+        known = [mirrored for mirrored in self.known if mirrored.exchange == exchange]
         mirrors = map(self.binding_of, known) if exchange in self.types else ()
         gone = [binding for binding in mirrors if binding is not None]
         for mirrored in known:
@@ -90,94 +91,98 @@ class Mirror:
         self.types.pop(exchange, None)
         self.version += 1
         self._landings.pop(exchange, None)
-        self._pending_landings.pop(exchange, None)
+        self.pending_landings.pop(exchange, None)
         return gone
 
     def queue_declared(
         self, queue: str, arguments: dict[str, Any] | None, *, short_lived: bool
     ) -> None:
-        """*short_lived*: exclusive or auto-delete, as reply queues are."""
+        """The user declared a queue; *short_lived* is exclusive or auto-delete, as replies are."""
         overflow = str((arguments or {}).get("x-overflow", ""))
         self.arguments_seen(queue, rejects=overflow.startswith("reject-publish"))
         if not short_lived:
             self.queue_bound(queue, "", queue)
 
     def arguments_seen(self, queue: str, *, rejects: bool) -> None:
-        """*queue* has arguments; *rejects*: it refuses what does not fit."""
+        """The arguments of *queue* are known, by which it *rejects* what does not fit or not."""
         self._rejects[queue] = rejects
 
     def rejects(self, queue: str) -> bool:
-        """Whether *queue* is known to refuse what does not fit."""
+        """True if *queue* is known to refuse what does not fit."""
         return self._rejects.get(queue, False)
 
     def is_stranger(self, queue: str) -> bool:
-        """Whether nothing is known yet about the arguments of *queue*."""
+        """True if nothing is known yet about the arguments of *queue*."""
         return queue not in self._rejects
 
     def queue_bound(self, queue: str, exchange: str, routing_key: str) -> None:
+        """The user bound a queue; nothing is done about Celery's and kombu's own."""
         if not queue or is_internal(exchange) or is_internal(queue):
             return
         mirrored = Mirrored(queue, exchange, routing_key)
-        self._known[mirrored] = self._pending[mirrored] = None
+        self.known[mirrored] = self.pending[mirrored] = None
         self.version += 1
 
     def queue_bound_once(self, queue: str) -> None:
-        """*queue* is to be reached by its name, unless it was seen to already."""
-        if Mirrored(queue, "", queue) not in self._known:
+        """A message is to reach *queue* by its name, which may have been seen to already."""
+        if Mirrored(queue, "", queue) not in self.known:
             self.queue_bound(queue, "", queue)
 
     def queue_unbound(self, queue: str, exchange: str, routing_key: str) -> Mirrored:
+        """The user unbound a queue; the binding that need not be mirrored any more."""
         mirrored = Mirrored(queue, exchange, routing_key)
-        self._known.pop(mirrored, None)
+        self.known.pop(mirrored, None)
         self.version += 1
-        self._pending.pop(mirrored, None)
+        self.pending.pop(mirrored, None)
         return mirrored
 
     def queue_deleted(self, queue: str) -> None:
+        """The user deleted a queue, and all its bindings with it."""
         self._rejects.pop(queue, None)
-        for mirrored in [m for m in self._known if m.queue == queue]:
+        for mirrored in [m for m in self.known if m.queue == queue]:
             self.queue_unbound(mirrored.queue, mirrored.exchange, mirrored.routing_key)
 
     # --- what is to be done about it -----------------------------------------------------
 
     def reaches(self, exchange: str, routing_key: str) -> bool:
-        """Whether a binding that was seen on this connection routes *routing_key*."""
+        """True if a binding that was seen on this connection routes *routing_key*."""
         is_topic = self.types.get(exchange) == "topic"
         return any(
             topic_matches(known.routing_key, routing_key)
             if is_topic
             else known.routing_key == routing_key
-            for known in self._known
+            for known in self.known
             if known.exchange == exchange
         )
 
     @property
     def known_count(self) -> int:
-        """How many bindings have been seen on this connection."""
-        return len(self._known)
+        """Number of bindings that have been seen on this connection."""
+        return len(self.known)
 
     @property
     def is_pending(self) -> bool:
-        return bool(self._pending or self._pending_landings)
+        """True if something is still to be declared."""
+        return bool(self.pending or self.pending_landings)
 
     def take_pending(self) -> tuple[list[Mirrored], list[str]]:
-        """Bindings and landing exchanges not mirrored yet; the caller now sees to them."""
-        pending = list(self._pending), list(self._pending_landings)
-        self._pending, self._pending_landings = {}, {}
+        """Bindings and landing exchanges not mirrored yet, which the caller now sees to."""
+        pending = list(self.pending), list(self.pending_landings)
+        self.pending, self.pending_landings = {}, {}
         return pending
 
     def not_mirrored(self, bindings: list[Mirrored]) -> None:
-        """These could not be seen to: they stay pending."""
-        self._pending = dict.fromkeys(bindings) | self._pending
+        """Keep pending *bindings*, which could not be seen to."""
+        self.pending = dict.fromkeys(bindings) | self.pending
 
     def forget_mirrored(self) -> None:
-        """The broker lost our bindings: all that is known is pending again."""
-        self._pending, self._pending_landings = dict(self._known), dict(self._landings)
+        """Have all that is known pending again: the broker lost our bindings."""
+        self.pending, self.pending_landings = dict(self.known), dict(self._landings)
 
     def declarations(self, mirrored: Mirrored) -> Iterator[Change]:
-        """What mirrors one binding, in an order the broker accepts; none for other types.
+        """Declarations that mirror one binding, in an order the broker accepts.
 
-        The type of the binding's exchange must be in :attr:`types`.
+        None of them for a type that is not mirrored, which must be in :attr:`types`.
         """
         if self.types[mirrored.exchange] not in MIRRORED_TYPES:
             return
@@ -226,7 +231,7 @@ class Mirror:
         yield Binding(self._topology.delivery_exchange, queue, pattern)
 
     def _lands(self, exchange: str) -> None:
-        self._landings[exchange] = self._pending_landings[exchange] = None
+        self._landings[exchange] = self.pending_landings[exchange] = None
 
 
 def landing_declarations(topology: Topology, exchange: str) -> Iterator[Declaration]:
@@ -238,6 +243,6 @@ def landing_declarations(topology: Topology, exchange: str) -> Iterator[Declarat
 
 
 def must_land_declarations(topology: Topology, exchange: str) -> Iterator[Declaration]:
-    """The same, with a mark by which all publishers learn that they have to use it."""
+    """The landing queue of *exchange*, and a mark by which all publishers learn to use it."""
     yield from landing_declarations(topology, exchange)
     yield Exchange(topology.lands_marker(exchange), "fanout")

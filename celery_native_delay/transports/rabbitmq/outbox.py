@@ -1,8 +1,8 @@
 """Delayed messages on their way to one broker, kept until it has confirmed them.
 
 With ``native_delay_confirm_publish = "window"`` all threads of a process publish through one
-outbox for each broker URL. It has a connection of its own, so that reading confirms meets nobody
-else's conversation, and a lock. What is unconfirmed when that connection dies goes out again on
+outbox for each broker URL. It has a connection of its own, so that reading confirms meets no other
+conversation, and a lock. What is unconfirmed when that connection dies goes out again on
 the next, under the same delivery id. A thread looks after what no further publish comes for, and
 ends when nothing has come for a while.
 """
@@ -11,21 +11,21 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 from collections import deque
-from contextlib import suppress
-from threading import Event, Lock, RLock, Thread
+from threading import Event, RLock, Thread
 from time import monotonic
 from typing import Any
 
-from amqp.exceptions import AccessRefused, AMQPError, NotAllowed
-from kombu import Connection
+from amqp.exceptions import AccessRefused, NotAllowed
 
+from ...backoff import Backoff
 from ...durations import duration
 from ...errors import NativeDelayError, PublishRefused, RefusedMessage
 from ...settings import DelaySettings
 from ..aliases import flushes
 from ..lasting import is_lasting_tls
+from ..per_process import PerProcess
+from .own_connection import LOST, connection_like, hang_up, leave_to_parent
 from .sending import Sender
 from .window import NotConfirmedInTime, Publication, Sendable
 
@@ -44,14 +44,11 @@ _LONGEST_RETRY_SECONDS = 5.0
 
 IN_DOUBT = "the connection was lost before the broker had confirmed it; it may have arrived"
 
-#: py-amqp raises AttributeError where a connection went away under it.
-LOST = (AMQPError, OSError, AttributeError)
-
 
 def is_lasting(error: BaseException) -> bool:
-    """Whether what ended a connection, or kept it from being made, will be there tomorrow.
+    """True if what ended a connection, or kept it from being made, will be there tomorrow.
 
-    That is a wrong user or password, a virtual host that is not there or not for this user, TLS
+    It is a wrong user or password, a virtual host that is not there or not for this user, TLS
     where the other end has none; not a limit of connections, nor a virtual host that is down.
     """
     if isinstance(error, NotAllowed):
@@ -61,14 +58,13 @@ def is_lasting(error: BaseException) -> bool:
 
 
 class Outbox:
-    """See the module's docstring."""
+    """Keeps the delayed messages of a process for one broker until it has confirmed them."""
 
     def __init__(self, client: Any, window: int) -> None:
         """*client* is a kombu connection to the same broker, which is not touched."""
-        # Nobody would send heartbeats; TCP_USER_TIMEOUT finds out about a dead peer.
-        self._client = Connection(**dict(client._info(resolve=False), heartbeat=0))
+        self._client = connection_like(client)
         self._window = window
-        #: Held by whoever uses the connection.
+        #: Held while the connection is used.
         self.lock = RLock()
         self._sender: Sender | None = None
         self._unsent: deque[Sendable] = deque()
@@ -76,7 +72,7 @@ class Outbox:
         self._published_at = monotonic()
         self._settler: Thread | None = None
         self._wake = Event()
-        #: How often it has connected: whoever relies on what the broker held before looks again.
+        #: How often it has connected; other connections look again for what they rely on then.
         self.connects = 0
         #: Set when the broker has been away for too long, or does not let us in.
         self.has_given_up = False
@@ -133,7 +129,7 @@ class Outbox:
         Without a connection there is one attempt if it :attr:`has_given_up`.
         """
         deadline = None if timeout_seconds is None else monotonic() + timeout_seconds
-        retry_seconds = 0.05
+        backoff = Backoff(0.05, _LONGEST_RETRY_SECONDS)
         while lost := self._settle_all(deadline):
             left = None if deadline is None else deadline - monotonic()
             slow = isinstance(lost, NotConfirmedInTime)
@@ -145,11 +141,11 @@ class Outbox:
                     f"{'' if slow else f', {type(lost).__name__}: {lost}'}; "
                     f"they are kept and will be sent again"
                 ) from lost
+            retry_seconds = backoff.failed()
             self._wake.wait(min(retry_seconds, left or retry_seconds))
-            retry_seconds = min(retry_seconds * 2, _LONGEST_RETRY_SECONDS)
 
     def take_refused(self) -> list[RefusedMessage]:
-        """What the broker did not take since the last time; it has been logged."""
+        """Messages that the broker did not take since the last time; they have been logged."""
         with self.lock:
             if self._sender is not None:
                 self._refused += self._sender.take_refused()
@@ -157,7 +153,7 @@ class Outbox:
             return refused
 
     def give_up(self) -> list[RefusedMessage]:
-        """Send nothing again: what is in doubt, each of which may have arrived."""
+        """Send nothing again; the messages in doubt, each of which may have arrived."""
         with self.lock:
             self.lose()
             in_doubt = [message.refused(IN_DOUBT) for message in self._unsent]
@@ -173,7 +169,7 @@ class Outbox:
 
     @property
     def is_connected(self) -> bool:
-        """Whether the connection is not known to be lost."""
+        """True if the connection is not known to be lost."""
         return self._sender is not None and self._sender.is_usable
 
     @property
@@ -185,15 +181,13 @@ class Outbox:
 
     @property
     def unconfirmed_count(self) -> int:
-        """How many messages are in doubt."""
+        """Number of messages in doubt."""
         sender = self._sender
         return len(self._unsent) + (0 if sender is None else sender.in_doubt_count)
 
     def abandon(self) -> None:
-        """Close our end of the socket without a word: in a forked child it is the parent's."""
-        transport = getattr(self._client._connection, "_transport", None)
-        if transport is not None and transport.sock is not None:
-            transport.sock.close()
+        """Leave the socket alone, which in a forked child is the parent's."""
+        leave_to_parent(self._client)
 
     # --- under the lock ------------------------------------------------------------------
 
@@ -202,7 +196,7 @@ class Outbox:
         if self._sender is None or not self._sender.is_usable:
             self.lose()
             self._client.connect()
-            self._sender = Sender(self._client.connection.delays, self._window)
+            self._sender = Sender(self._client.connection, self._window)
             self.connects += 1
             self.has_given_up = False
         while self._unsent:
@@ -211,7 +205,7 @@ class Outbox:
         return self._sender
 
     def _settle_all(self, deadline: float | None) -> Exception | None:
-        """Why something is still in doubt; None if nothing is."""
+        """The reason for which something is still in doubt; None if nothing is."""
         with self.lock:
             try:
                 if self.unconfirmed_count:
@@ -238,12 +232,7 @@ class Outbox:
         if sender is not None:
             self._unsent.extendleft(reversed(sender.take_in_doubt()))
             self._refused += sender.take_refused()
-        connection = self._client._connection
-        if connection is not None:
-            with suppress(*LOST):
-                connection.collect()
-        with suppress(*LOST):
-            self._client.close()
+        hang_up(self._client)
 
     # --- the thread ----------------------------------------------------------------------
 
@@ -287,8 +276,7 @@ class Outbox:
 
 # ---- the outboxes of this process ------------------------------------------------------------
 
-_outboxes: dict[Any, Outbox] = {}
-_registering = Lock()
+_outboxes: PerProcess[Any, Outbox] = PerProcess(Outbox.abandon)
 
 
 def outbox_key(client: Any, settings: DelaySettings) -> Any:
@@ -310,13 +298,7 @@ def outbox_key(client: Any, settings: DelaySettings) -> Any:
 
 def outbox_of(key: Any, client: Any, settings: DelaySettings) -> Outbox:
     """The process's outbox for *key*, made with *client* if there is none."""
-    outbox = _outboxes.get(key)
-    if outbox is None:
-        with _registering:
-            outbox = _outboxes.get(key)
-            if outbox is None:
-                outbox = _outboxes[key] = Outbox(client, settings.confirm_window)
-    return outbox
+    return _outboxes.get(key, lambda: Outbox(client, settings.confirm_window))
 
 
 def flush_all(timeout_seconds: float | None) -> None:
@@ -327,7 +309,7 @@ def flush_all(timeout_seconds: float | None) -> None:
     """
     deadline = None if timeout_seconds is None else monotonic() + timeout_seconds
     first: Exception | None = None
-    for outbox in list(_outboxes.values()):
+    for outbox in _outboxes.values():
         try:
             outbox.flush(
                 timeout_seconds=None if deadline is None else max(deadline - monotonic(), 0)
@@ -345,15 +327,5 @@ def _flush_at_exit() -> None:
         logger.critical("native delay: this process ends with delayed messages lost: %s", exc)
 
 
-def _leave_to_parent() -> None:
-    """A forked child has nothing to do with what its parent has published."""
-    global _registering
-    _registering = Lock()
-    for outbox in _outboxes.values():
-        outbox.abandon()
-    _outboxes.clear()
-
-
 flushes.append(flush_all)
 atexit.register(_flush_at_exit)
-os.register_at_fork(after_in_child=_leave_to_parent)

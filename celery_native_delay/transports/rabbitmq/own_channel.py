@@ -24,13 +24,13 @@ from amqp.exceptions import (
     error_for_code,
 )
 
-from .encoded import received
+from .body import received
 
 logger = logging.getLogger(__name__)
 
 
-def is_readable(socket: Any, timeout_seconds: float | None) -> bool:
-    """Whether *socket*, TLS or not, has something to read before the time is over; None: never."""
+def _has_input(socket: Any, timeout_seconds: float | None) -> bool:
+    """True if *socket*, TLS or not, has something to read before the time is over."""
     if hasattr(socket, "pending") and socket.pending():
         return True
     poll = select.poll()
@@ -61,7 +61,8 @@ class OwnChannel(amqp.Channel):  # type: ignore[misc]
         #: By delivery tag; the values are for subclasses.
         self._unconfirmed: OrderedDict[int, Any] = OrderedDict()
         self._refused: set[int] = set()
-        self._returned: list[Returned] = []
+        #: Mandatory messages that no queue was bound for; complete after a wait.
+        self.returned: list[Returned] = []
         self.open()
         if confirm:
             self.confirm_select()
@@ -107,9 +108,9 @@ class OwnChannel(amqp.Channel):  # type: ignore[misc]
             if self.connection is None:
                 raise RecoverableConnectionError("connection closed before the broker confirmed")
             left = None if deadline is None else max(deadline - monotonic(), 0.001)
-            if left is not None and not self._is_readable(left):
+            if left is not None and not self.is_readable(left):
                 raise TimeoutError("the broker has not confirmed in time")
-            self._read()
+            self.read()
         refused = {number for number in self._refused if number <= tag}
         if refused:
             self._refused -= refused
@@ -120,8 +121,8 @@ class OwnChannel(amqp.Channel):  # type: ignore[misc]
         self.wait_confirmed(self._published)
 
     def take_returned(self) -> list[Returned]:
-        """Mandatory messages that nobody was bound for; complete after a wait."""
-        returned, self._returned = self._returned, []
+        """Take :attr:`returned` over."""
+        returned, self.returned = self.returned, []
         return returned
 
     # --- the socket ----------------------------------------------------------------------
@@ -148,13 +149,14 @@ class OwnChannel(amqp.Channel):  # type: ignore[misc]
             raise RecoverableConnectionError("connection already closed")
         return self.connection._transport
 
-    def _is_readable(self, timeout_seconds: float | None) -> bool:
+    def is_readable(self, timeout_seconds: float | None) -> bool:
+        """True if the broker sends something before the time is over; None: wait for ever."""
         transport = self._transport
         if transport.sock is None:
             raise RecoverableConnectionError("connection already closed")
-        return bool(transport._read_buffer) or is_readable(transport.sock, timeout_seconds)
+        return bool(transport._read_buffer) or _has_input(transport.sock, timeout_seconds)
 
-    def _read(self) -> None:
+    def read(self) -> None:
         """Take in the next frame that the broker sends, waiting for it."""
         try:
             with suppress(TimeoutError):  # the connection's own read_timeout
@@ -187,7 +189,7 @@ class OwnChannel(amqp.Channel):  # type: ignore[misc]
     def _on_basic_return(
         self, reply_code: int, reply_text: str, exchange: str, routing_key: str, message: Any
     ) -> None:
-        self._returned.append(Returned(received(message), exchange, routing_key))
+        self.returned.append(Returned(received(message), exchange, routing_key))
 
     def _on_close(self, reply_code: int, reply_text: str, class_id: int, method_id: int) -> None:
         """Give the channel up; py-amqp would open it again, without confirm mode."""

@@ -21,10 +21,10 @@ from amqp.exceptions import AccessRefused, NotFound, ResourceLocked
 from ...message import HEADER, Delayed, cancel
 from ..interface import Rescue
 from .address import queue_of_address
+from .body import received
 from .delays import Delays
-from .encoded import received
-from .envelope import COUNTED_BY_THE_QUEUE, keep_user_id, unseal
 from .own_channel import OwnChannel
+from .sealing import COUNTED_BY_THE_QUEUE, keep_user_id, unseal
 from .topology import Topology
 
 logger = logging.getLogger(__name__)
@@ -56,8 +56,7 @@ class Parked:
         A copy that passed the landing queue of one queue is for that queue alone: the others have
         theirs.
         """
-        queue = self.message.headers[HEADER].get("queue")
-        queue = queue_of_address(self.message.delivery_info["routing_key"]) or queue
+        queue = queue_of_address(self.message.delivery_info["routing_key"]) or delayed.queue
         return (delayed.exchange, delayed.routing_key) if queue is None else ("", queue)
 
 
@@ -74,23 +73,23 @@ class _Round:
 
 
 def count(delays: Delays) -> int:
-    """How many messages are parked; 0 where nothing was ever declared."""
+    """Number of parked messages; 0 where nothing was ever declared."""
     queue = delays.topology.parking_queue
     try:
-        return int(delays.declarer.queue_declare(queue, passive=True).message_count)
+        return int(delays.declarer.channel.queue_declare(queue, passive=True).message_count)
     except NotFound:
         return 0
 
 
-def rescue(delays: Delays, *, limit: int = ROUND) -> Rescue | None:
+def rescue(delays: Delays) -> Rescue | None:
     """Try every parked message once; None if another process is at it.
 
     A due one goes to its original exchange and routing key, so that a queue which knows nothing
-    of us gets it too; one that still has time to wait goes back into the levels; one that nobody
-    wants yet stays parked.
+    of us gets it too; one that still has time to wait goes back into the levels; one that no queue
+    is bound for yet stays parked.
     """
     connection = delays.connection
-    parked = min(count(delays), limit)
+    parked = min(count(delays), ROUND)
     if not parked:
         return Rescue()
     try:
@@ -139,7 +138,7 @@ def purge(delays: Delays) -> int:
             left -= len(batch)
             arrivals.settle(batch)
             for parked in map(_parked, batch):
-                if parked.delayed is not None:
+                if parked.delayed is not None and delays.recorder is not None:
                     delays.recorder.forget(
                         amqp.Message(**parked.properties), parked.delayed.delivery_id
                     )
@@ -173,7 +172,7 @@ def _move_on(work: _Round, batch: list[Parked]) -> None:
                 work.outcome.expired += 1
             elif not _exists(work, destination[0]) or destination in work.unwanted:
                 stay.append(parked)
-            elif delayed.due_ms > now_ms:
+            elif delayed.due_us > now_ms * 1000:
                 _back_to_levels(work, parked, delayed)
             else:
                 _publish_original(work, parked, delayed, destination, now_ms)
@@ -195,15 +194,15 @@ def _move_on(work: _Round, batch: list[Parked]) -> None:
 
 
 def _as_parked(parked: Parked, user: str) -> amqp.Message:
-    """For the end of the parking queue, where *user* sends it."""
+    """The message for the end of the parking queue, where *user* sends it."""
     properties = dict(parked.message.properties)
     if parked.delayed is None:
         keep_user_id(properties, {}, user)
     elif properties.get("user_id", user) != user:
         headers = properties["application_headers"]
-        envelope = dict(headers[HEADER])
-        keep_user_id(properties, envelope, user)
-        properties["application_headers"] = headers | {HEADER: envelope}
+        header = dict(headers[HEADER])
+        keep_user_id(properties, header, user)
+        properties["application_headers"] = headers | {HEADER: header}
     return amqp.Message(parked.message.body, **properties)
 
 
@@ -214,14 +213,7 @@ def _back_to_levels(work: _Round, parked: Parked, delayed: Delayed) -> None:
         work.redeclared = True
     work.delays.put_back(
         amqp.Message(parked.message.body, **parked.properties),
-        delayed.exchange,
-        delayed.routing_key,
-        queue=parked.message.headers[HEADER].get("queue"),
-        due_us=delayed.due_ms * 1000,
-        delivery_id=delayed.delivery_id,
-        cancelled=delayed.cancelled,
-        replaces=delayed.replaces,
-        expires_ms=delayed.expires_ms,
+        delayed,
         recorded=not delayed.cancelled,
     )
     work.outcome.waiting_again += 1
@@ -230,13 +222,13 @@ def _back_to_levels(work: _Round, parked: Parked, delayed: Delayed) -> None:
 def _publish_original(
     work: _Round, parked: Parked, delayed: Delayed, destination: tuple[str, str], now_ms: int
 ) -> None:
-    """To where it would have gone undelayed; the envelope stays, for the delivery id."""
+    """Publish to where it would have gone undelayed; our header stays, for the delivery id."""
     properties = dict(parked.properties)
-    envelope = dict(parked.message.headers[HEADER])
-    keep_user_id(properties, envelope, work.delays.user)
-    headers = {**properties["application_headers"], HEADER: envelope}
+    header = dict(parked.message.headers[HEADER])
+    keep_user_id(properties, header, work.delays.user)
+    headers = {**properties["application_headers"], HEADER: header}
     if delayed.cancelled:
-        cancel(headers, envelope)
+        cancel(headers, header)
     properties["application_headers"] = headers
     if delayed.expires_ms is not None:
         properties["expiration"] = str(delayed.expires_ms - now_ms)
@@ -284,7 +276,7 @@ class _Arrivals:
         self._channel.basic_ack(batch[-1].delivery_tag, multiple=True)
 
     def close(self) -> None:
-        """What was taken and not settled returns to the queue."""
+        """Return to the queue what was taken and not settled."""
         if self._channel.connection is not None:
             self._channel.basic_cancel(self._tag)
             self._channel.close()
@@ -311,7 +303,7 @@ def _lock(connection: Any, topology: Topology) -> Iterator[None]:
     """One process at a time: an exclusive queue, which lives as long as its connection.
 
     Raises:
-        amqp.exceptions.ResourceLocked: somebody else has it.
+        amqp.exceptions.ResourceLocked: another process has it.
     """
     channel = OwnChannel(connection)
     channel.queue_declare(topology.rescue_lock_queue, exclusive=True, auto_delete=True)

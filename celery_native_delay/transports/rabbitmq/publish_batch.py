@@ -1,4 +1,4 @@
-"""What kombu's ``Producer.batch()`` (5.7) needs from a channel.
+"""The batch of a channel, through which kombu's ``Producer.batch()`` (5.7) publishes.
 
 Messages are held back until the batch is flushed, then all sent with confirms in a window; those
 with an ETA ahead go into the delay levels as ever.
@@ -13,8 +13,9 @@ import amqp
 
 from ...errors import PublishRefused
 from ...message import due_of
-from .envelope import refuse_copies
-from .outbox import IN_DOUBT, LOST
+from .outbox import IN_DOUBT
+from .own_connection import LOST
+from .sealing import has_copies
 from .sending import Sender
 from .window import Publication
 
@@ -26,7 +27,7 @@ class PublishBatch:
         self.channel = channel
         self._max_size = max_size
         self._delays = channel.delays
-        self._sender = Sender(self._delays, self._delays.settings.confirm_window)
+        self._sender = Sender(channel.connection, self._delays.settings.confirm_window)
         self._held: list[tuple[amqp.Message, str, str, bool, int | None]] = []
 
     def publish(
@@ -42,10 +43,11 @@ class PublishBatch:
         Raises:
             DelayTooLong, CannotDelay, InvalidDueTime: it cannot wait; the others are not affected.
         """
-        headers = message.properties.get("application_headers")
+        headers = message.properties.get("application_headers") or {}
         due_us = due_of(headers)
-        if due_us is not None and self._delays.is_ahead(due_us, now_us=time_ns() // 1000):
-            refuse_copies(headers or {}, exchange)
+        waits = due_us is not None and self._delays.units(due_us, now_us=time_ns() // 1000)
+        if waits and ("CC" in headers or "BCC" in headers):
+            raise has_copies(exchange)
         self._held.append((message, exchange, routing_key, mandatory, due_us))
         if len(self._held) >= self._max_size:
             self.flush()

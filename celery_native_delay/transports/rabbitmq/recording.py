@@ -4,79 +4,66 @@ from __future__ import annotations
 
 from functools import cached_property
 from time import time_ns
+from typing import Any
 
 import amqp
 
-from ...message import HEADER
+from ...message import HEADER, Delayed
+from .ledger.connection import LedgerConnection, ledger_connection
 from .ledger.entry import Entry, member_of
-from .ledger.line import LedgerLine, line_of
-from .preparation import Preparation
-from .streams.line import StreamLine, stream_line_of
+from .streams.connection import StreamConnection, stream_connection
 from .streams.notes import Noted
+from .topology import Topology
 
 
 class Recorder:
-    """Of one connection; without a ledger it does nothing. Never fails, hardly waits."""
+    """Tells the ledger of what one connection sends. Never fails, hardly waits."""
 
-    def __init__(self, delays: Preparation) -> None:
-        self._delays = delays
-        self._settings = delays.settings
-
-    @property
-    def is_on(self) -> bool:
-        """Whether there is a ledger."""
-        return self._settings.ledger is not None
+    def __init__(self, connection: Any, topology: Topology) -> None:
+        self._connection = connection
+        self._topology = topology
+        self._settings = topology.settings
 
     @cached_property
-    def _line(self) -> LedgerLine | None:
-        url, vhost = self._settings.ledger_url, self._delays.connection.virtual_host
-        return None if url is None else line_of(url, self._settings.namespace, vhost)
+    def _redis(self) -> LedgerConnection | None:
+        url, vhost = self._settings.ledger_url, self._connection.virtual_host
+        return None if url is None else ledger_connection(url, self._settings.namespace, vhost)
 
     @cached_property
-    def _stream_line(self) -> StreamLine:
-        return stream_line_of(self._delays.connection.client, self._settings)
+    def _streams(self) -> StreamConnection:
+        return stream_connection(self._connection.client, self._settings)
 
-    def record(
-        self,
-        message: amqp.Message,
-        exchange: str,
-        routing_key: str,
-        sealed: amqp.Message,
-        due_us: int,
-        queue: str | None = None,
-    ) -> None:
+    def record(self, message: amqp.Message, sealed: amqp.Message, delayed: Delayed) -> None:
         """Note down what is about to be sent: a worker may have it soon."""
-        if not self.is_on:
-            return
-        envelope = sealed.properties["application_headers"][HEADER]
+        header = sealed.properties["application_headers"][HEADER]
         headers = message.properties.get("application_headers") or {}
-        member = member_of(headers, envelope["id"])
+        member = member_of(headers, delayed.delivery_id)
         if member is None:
             return
         body = message.body
         entry = Entry(
             message.properties,
             body.encode() if isinstance(body, str) else bytes(body),
-            exchange,
-            routing_key,
-            queue,
-            envelope.get("expires"),
+            delayed.exchange,
+            delayed.routing_key,
+            delayed.queue,
+            header.get("expires"),
         )
-        replaced = envelope["replaces"][0] if "replaces" in envelope else None
-        self.note(member, due_us, entry, replaced=replaced)
+        replaced = None if delayed.replaces is None else delayed.replaces.delivery_id
+        self.note(member, delayed.due_us, entry, replaced=replaced)
 
     def note(self, member: str, due_us: int, entry: Entry, *, replaced: str | None = None) -> None:
-        """The same for what is known already; *replaced* is a delivery id."""
-        if self._line is not None:
-            self._line.record(member, due_us, entry.encoded())
+        """Note down an entry; *replaced* is the delivery id that it takes the place of, if any."""
+        if self._redis is not None:
+            self._redis.record(member, due_us, entry.encoded())
             return
-        stream = self._delays.topology.ledger.for_entry((due_us - time_ns() // 1000) / 1_000_000)
+        stream = self._topology.ledger.for_entry((due_us - time_ns() // 1000) / 1_000_000)
         noted = Noted(member.rpartition(":")[2], due_us, replaced)
-        self._stream_line.record(stream, noted, entry.encoded())
+        self._streams.record(stream, noted, entry.encoded())
 
     def forget(self, message: amqp.Message, delivery_id: str) -> None:
-        """The broker did not take what was noted down; what stands in a stream is due some day."""
+        """Strike what the broker did not take; what stands in a stream is due some day."""
         headers = message.properties.get("application_headers") or {}
         member = member_of(headers, delivery_id)
-        if self._line is not None and member is not None:
-            self._line.forget(member)
+        if self._redis is not None and member is not None:
+            self._redis.forget(member)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from time import monotonic
@@ -12,10 +11,8 @@ from amqp.exceptions import AccessRefused, NotFound, PreconditionFailed
 
 from ...errors import CannotDelay
 from .address import message_address
-from .declaring import apply, refusals_explained
+from .declaring import Declarer, refusals_explained
 from .mirror import BUILTIN_TYPES, MIRRORED_TYPES, Mirror, landing_declarations
-from .own_channel import OwnChannel
-from .topology import Topology
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +34,7 @@ LONGEST_ASKED_BYTES = 60
 
 @dataclass(frozen=True)
 class _Known:
-    """What was found out about an exchange.
+    """An exchange as it was found.
 
     *lands*: every message has to; *mirrored*: its consumers mirror their bindings.
     """
@@ -48,12 +45,10 @@ class _Known:
 
 
 class Routes:
-    """What one connection knows about the user's exchanges."""
+    """The ways to the user's exchanges, as far as one connection knows them."""
 
-    def __init__(
-        self, topology: Topology, mirror: Mirror, declarer: Callable[[], OwnChannel]
-    ) -> None:
-        self._topology = topology
+    def __init__(self, mirror: Mirror, declarer: Declarer) -> None:
+        self._topology = declarer.topology
         self._mirror = mirror
         self._declarer = declarer
         self._known: dict[str, _Known] = {}
@@ -62,18 +57,16 @@ class Routes:
         self._version = mirror.version
 
     def lands(self, exchange: str, routing_key: str) -> bool:
-        """Whether a message goes through the landing queue of *exchange*, which then is there.
+        """True if a message goes through the landing queue of *exchange*, which then is there.
 
-        It does where bindings cannot be mirrored, and where nobody does it: while all consumers
-        of an exchange are strangers to us, only the exchange itself knows them.
+        It does where bindings cannot be mirrored, and where no consumer does it: while all of
+        them are strangers to us, only the exchange itself knows them.
 
         Raises:
             CannotDelay: this type of exchange gets nothing exactly.
             NotPermitted: it needs a landing queue that this user may not declare.
             amqp.exceptions.NotFound: there is no such exchange.
         """
-        if not exchange:
-            return False
         if self._version != self._mirror.version:
             self.forget()
         known = self._known.get(exchange)
@@ -92,14 +85,14 @@ class Routes:
         return not known.mirrored and self._has_landing(exchange)
 
     def forget(self) -> None:
-        """What the user declared has changed, or the broker lost it: find out again."""
+        """Find out again: the user has declared something, or the broker lost it."""
         self._version = self._mirror.version
         self._known.clear()
         self._reached.clear()
         self._landings.clear()
 
     def exists(self, exchange: str) -> bool:
-        """Whether there is such an exchange; then its type is known from here on."""
+        """True if there is such an exchange; then its type is known from here on."""
         try:
             self.type_of(exchange)
         except NotFound:
@@ -107,10 +100,11 @@ class Routes:
         return True
 
     def type_of(self, exchange: str) -> str:
-        """The type of an exchange, found out from the broker when nobody declared it here.
+        """The type of an exchange, asked from the broker unless it was declared here.
 
-        AMQP tells it only in its refusal of another type. Who may not ask is told "direct": the
-        address is the same for direct and topic, and for others the message parks and is rescued.
+        AMQP tells it only in its refusal of another type. A user who may not ask is told "direct":
+        the address is the same for direct and topic, and for others the message parks and is
+        rescued.
 
         Raises:
             amqp.exceptions.NotFound: there is no such exchange.
@@ -121,7 +115,7 @@ class Routes:
         return kind
 
     def _look_again(self, exchange: str) -> None:
-        """Somebody may have deleted it, and declared it again as another type.
+        """Forget what may have changed: it may have been declared again as another type.
 
         Raises:
             amqp.exceptions.NotFound: it is not there any more.
@@ -143,10 +137,10 @@ class Routes:
         listed = exchange in topology.settings.landing_exchanges
         if listed or kind not in MIRRORED_TYPES:
             return _Known(lands=True, mirrored=False, until=until)
-        if self._is_there(topology.lands_marker(exchange), if_refused=False):
+        if self._declarer.has_exchange(topology.lands_marker(exchange), if_refused=False):
             return _Known(lands=True, mirrored=False, until=until)
         # Who may not ask may not declare a landing queue either.
-        mirrored = self._is_there(topology.mirrored_marker(exchange), if_refused=True)
+        mirrored = self._declarer.has_exchange(topology.mirrored_marker(exchange), if_refused=True)
         return _Known(lands=False, mirrored=mirrored, until=until)
 
     def _is_too_long(self, exchange: str, routing_key: str) -> bool:
@@ -156,18 +150,8 @@ class Routes:
         )
 
     def queue_lands(self, queue: str) -> bool:
-        """Whether somebody who knows the arguments of *queue* gave it a landing queue."""
-        return self._sees_queue(self._topology.queue_landing_queue(queue))
-
-    def _is_there(self, marker: str, *, if_refused: bool) -> bool:
-        """RabbitMQ 4.3 wants the configure permission even for asking."""
-        try:
-            self._declarer().exchange_declare(marker, "fanout", passive=True)
-        except NotFound:
-            return False
-        except AccessRefused:
-            return if_refused
-        return True
+        """True if *queue* has a landing queue, from a process that knows its arguments."""
+        return self._declarer.has_queue(self._topology.queue_landing_queue(queue))
 
     def _require_landing(self, exchange: str) -> None:
         """Have the landing queue of *exchange*, without which it gets nothing.
@@ -178,21 +162,21 @@ class Routes:
         if self._has_landing(exchange):
             return
         with refusals_explained(self._topology):
-            apply(self._declarer(), landing_declarations(self._topology, exchange))
+            self._declarer.apply(landing_declarations(self._topology, exchange))
 
     def _has_landing(self, exchange: str) -> bool:
-        """Whether the landing queue is there, after trying to declare it."""
+        """True if the landing queue is there, after trying to declare it."""
         if exchange not in self._landings:
             try:
-                apply(self._declarer(), landing_declarations(self._topology, exchange))
+                self._declarer.apply(landing_declarations(self._topology, exchange))
                 self._landings[exchange] = True
             except AccessRefused:
                 self._landings[exchange] = self._sees_landing(exchange)
         return self._landings[exchange]
 
     def _sees_landing(self, exchange: str) -> bool:
-        """For a user who may not declare: somebody else did."""
-        seen = self._sees_queue(self._topology.landing_queue(exchange))
+        """True if the landing queue is there, for a user who may not declare it."""
+        seen = self._declarer.has_queue(self._topology.landing_queue(exchange))
         if not seen:
             logger.warning(
                 "native delay: no permission to declare the landing queue of exchange %r: its "
@@ -201,20 +185,12 @@ class Routes:
             )
         return seen
 
-    def _sees_queue(self, name: str) -> bool:
-        """Whether a queue is there; RabbitMQ 4.3 refuses even this without configure."""
-        try:
-            self._declarer().queue_declare(name, passive=True)
-        except (NotFound, AccessRefused):
-            return False
-        return True
-
     def _ask_type(self, exchange: str, *, likely: str = "") -> str:
         if not exchange.isascii() and len(exchange.encode()) > LONGEST_ASKED_BYTES:
             return likely
         try:
             # Passive first: asking must not declare what is not there.
-            self._declarer().exchange_declare(exchange, "direct", passive=True)
+            self._declarer.channel.exchange_declare(exchange, "direct", passive=True)
             asked = sorted(ASKED_TYPES, key=lambda kind: kind != likely)
             return next(filter(partial(self._is_of_type, exchange), asked), "")
         except AccessRefused:
@@ -222,7 +198,7 @@ class Routes:
 
     def _is_of_type(self, exchange: str, kind: str) -> bool:
         try:
-            self._declarer().exchange_declare(exchange, kind, durable=True, auto_delete=False)
+            self._declarer.channel.exchange_declare(exchange, kind, durable=True, auto_delete=False)
         except PreconditionFailed as exc:
             # The text names the first argument that differs, and the type is looked at first.
             # Its end, with the current type, is cut off behind long names.

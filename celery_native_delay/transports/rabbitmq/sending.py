@@ -7,11 +7,11 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
 from time import monotonic
+from typing import Any
 
 from amqp.exceptions import ChannelError, NotFound
 
 from ...errors import RefusedMessage
-from .preparation import Preparation
 from .topology import is_delay_name
 from .window import Sendable, WindowChannel
 
@@ -29,8 +29,9 @@ class Sender:
     What raises a connection error leaves everything unconfirmed to :meth:`take_in_doubt`.
     """
 
-    def __init__(self, delays: Preparation, window: int) -> None:
-        self._delays = delays
+    def __init__(self, connection: Any, window: int) -> None:
+        """*connection* is one of ours; its levels are declared again if they are gone."""
+        self._connection = connection
         self._window = window
         self._channel: WindowChannel | None = None
         #: What the broker has to be asked again.
@@ -41,13 +42,13 @@ class Sender:
 
     @property
     def is_usable(self) -> bool:
-        """Whether the connection is not known to be dead."""
-        connection = self._delays.connection
+        """True if the connection is not known to be dead."""
+        connection = self._connection
         return bool(connection.channels is not None and connection.connected)
 
     @property
     def in_doubt_count(self) -> int:
-        """How many messages are neither confirmed nor refused."""
+        """Number of messages that are neither confirmed nor refused."""
         unconfirmed = 0 if self._channel is None else self._channel.unconfirmed_count
         return len(self._again) + unconfirmed
 
@@ -95,12 +96,12 @@ class Sender:
                 self._after_refusal(exc)
 
     def take_refused(self) -> list[RefusedMessage]:
-        """What the broker did not take; each is told once, and has been logged."""
+        """Messages that the broker did not take; each is told once, and has been logged."""
         refused, self._refused = self._refused, []
         return refused
 
     def take_in_doubt(self) -> list[Sendable]:
-        """What is neither confirmed nor refused, oldest first; none of it is kept here."""
+        """Messages neither confirmed nor refused, oldest first; none is kept here any more."""
         self._recall()
         in_doubt = list(self._again)
         self._again.clear()
@@ -117,7 +118,7 @@ class Sender:
     def _open_channel(self) -> WindowChannel:
         if self._channel is None or self._channel.connection is None:
             self._recall()
-            self._channel = WindowChannel(self._delays.connection)
+            self._channel = WindowChannel(self._connection)
         while self._again:
             self._channel.send(self._again[0])
             self._again.popleft()
@@ -139,9 +140,9 @@ class Sender:
             (ours if is_delay_name(message.exchange) else others).append(message)
         self._refuse(others, "nobody is bound there (NO_ROUTE)", returned=True)
         if ours:
-            # Somebody deleted the queues that they were to wait in.
+            # The queues that they were to wait in were deleted.
             self._again.extend(ours)
-            self._delays.declare_again()
+            self._connection.delays.preparation.declare_again()
             self._send_one_by_one(len(ours))
 
     def _after_refusal(self, exc: ChannelError) -> None:
@@ -153,12 +154,12 @@ class Sender:
             raise exc  # another channel: while declaring, say
         self._recall()
         if isinstance(exc, NotFound):
-            self._delays.declare_again()
+            self._connection.delays.preparation.declare_again()
         self._send_one_by_one(len(self._again))
 
     def _send_one_by_one(self, count: int) -> None:
         """The first *count* of those to be sent again, each decided on before the next."""
-        probe = WindowChannel(self._delays.connection)
+        probe = WindowChannel(self._connection)
         for _ in range(count):
             message = self._again[0]
             reason = ""
@@ -167,7 +168,7 @@ class Sender:
                 probe.read_all()
             except ChannelError as exc:
                 reason = str(exc.reply_text)
-                probe = WindowChannel(self._delays.connection)
+                probe = WindowChannel(self._connection)
             if probe.take_nacked():
                 reason = NACKED
             returned = probe.take_returned()
@@ -190,7 +191,7 @@ class Sender:
             self._refused += refused
 
     def _recall(self) -> None:
-        """What the channel left unconfirmed is to be sent again."""
+        """Have sent again what the channel left unconfirmed."""
         channel, self._channel = self._channel, None
         self._unseen = 0
         if channel is not None:

@@ -19,7 +19,7 @@ from .parking import count
 
 @dataclass(frozen=True)
 class LevelStatus:
-    """One level queue. *stuck* are messages in dead-lettering, None where nobody tells."""
+    """One level queue; *stuck* are messages in dead-lettering, None where it is not known."""
 
     queue: str
     ttl_seconds: float
@@ -70,7 +70,7 @@ class LedgerStatus:
 
 @dataclass(frozen=True)
 class Status:
-    """What waits in one set of delay levels, and what a *ledger* says of it."""
+    """Numbers of messages in one set of delay levels, and those that a *ledger* knows."""
 
     name: str
     levels: list[LevelStatus]
@@ -106,7 +106,7 @@ class Status:
         return sum(known) + sum(landing.held for landing in self.landings) if known else None
 
     def as_json(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """The report for ``--json``."""
         known = self._known
         told = asdict(self) | {
             "waiting": self.waiting,
@@ -122,7 +122,7 @@ class Status:
         return told
 
     def lines(self, table: Callable[[tuple[str, ...], list[tuple[Any, ...]]], str]) -> list[str]:
-        """For people."""
+        """The report for people."""
         lines = []
         missing = [level.queue for level in self.levels if level.waiting is None]
         if missing:
@@ -243,6 +243,6 @@ def levels(delays: Delays) -> Iterator[Level]:
 
 def _depth(delays: Delays, queue: str) -> int | None:
     try:
-        return int(delays.declarer.queue_declare(queue, passive=True).message_count)
+        return int(delays.declarer.channel.queue_declare(queue, passive=True).message_count)
     except NotFound:
         return None

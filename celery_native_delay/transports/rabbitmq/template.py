@@ -45,7 +45,7 @@ _MOST_METHODS = 4096
 
 
 class TaskFields(NamedTuple):
-    """What differs between two tasks of one kind; *body* is encoded, *expiration* may be empty."""
+    """Fields that two tasks of a kind differ in; *body* is encoded, *expiration* may be empty."""
 
     exchange: str
     routing_key: str
@@ -172,7 +172,7 @@ class FramedTask:
 
     @property
     def id(self) -> Hashable:
-        """What the message is known by when the broker returns it."""
+        """Identifies the message when the broker returns it."""
         return self.fields.delivery_id
 
     def write(self, channel: Any) -> None:
@@ -183,7 +183,7 @@ class FramedTask:
         )
 
     def refused(self, reason: str) -> RefusedMessage:
-        """What is reported if the broker does not take it."""
+        """The report if the broker does not take it."""
         headers = self.template.headers(self.fields)
         fields = self.fields
         return RefusedMessage(reason, *self.to, headers, fields.body, fields.delivery_id)

@@ -6,7 +6,6 @@ Without ``transport_options["native_delay"]`` it is kombu's own in every respect
 from __future__ import annotations
 
 import socket
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kombu.transport import pyamqp
@@ -15,11 +14,13 @@ from ...errors import SettingsError
 from ...message import Delayed, due_of
 from ...settings import DelaySettings
 from ..aliases import OPTION, asks_for_delays, settings_from_option
+from .body import as_it_came, keep_bytes
 from .delays import Delays
-from .encoded import as_it_came, keep_bytes
-from .envelope import unseal
 from .mirror import is_internal
+from .outbox import Outbox
 from .publish_batch import PublishBatch
+from .sealing import unseal
+from .window import Publication
 
 if TYPE_CHECKING:
     from .admin_part import RabbitMQAdminPart
@@ -61,19 +62,19 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
         return delays
 
     def worker_part(self, settings: DelaySettings) -> RabbitMQWorkerPart:
-        """What a worker does for this broker."""
+        """A worker's part for this broker."""
         from .worker_part import RabbitMQWorkerPart
 
         return RabbitMQWorkerPart(self, settings)
 
     def admin_part(self, settings: DelaySettings) -> RabbitMQAdminPart:
-        """What the command line does on this broker."""
+        """The command line's part for this broker."""
         from .admin_part import RabbitMQAdminPart
 
         return RabbitMQAdminPart(self, settings)
 
     def ledger(self, settings: DelaySettings) -> RabbitMQLedger | StreamLedger | None:
-        """What waits on this broker, by the ledger that the settings name; None without."""
+        """The ledger that the settings name, of what waits on this broker; None without one."""
         if settings.ledger is None:
             return None
         if settings.streams_ledger:
@@ -100,8 +101,22 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
         Raises:
             NativeDelayError: it cannot wait there; nothing was sent.
         """
-        publish_now = partial(
-            self._publish_now,
+        connection = self.connection
+        due_us = due_of(msg.properties.get("application_headers"))
+        if due_us is not None and connection is not None:
+            waits = connection.delays.publish(
+                msg,
+                exchange,
+                routing_key,
+                due_us=due_us,
+                timeout_seconds=timeout,
+                confirm_timeout_seconds=confirm_timeout,
+            )
+            if waits:
+                return None
+        confirms = connection is not None and connection.confirm_publish
+        publish_now = self.basic_publish_confirm if confirms else self._basic_publish
+        return publish_now(
             msg,
             exchange,
             routing_key,
@@ -111,27 +126,10 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
             confirm_timeout=confirm_timeout,
             **kwargs,
         )
-        due_us = due_of(msg.properties.get("application_headers"))
-        if due_us is None or self.connection is None:
-            return publish_now()
-        return self.delays.publish(
-            msg,
-            exchange,
-            routing_key,
-            due_us=due_us,
-            publish_now=publish_now,
-            timeout_seconds=timeout,
-            confirm_timeout_seconds=confirm_timeout,
-        )
 
     def create_publish_batch(self, max_size: int) -> PublishBatch:
-        """What ``Producer.batch()`` of kombu 5.7 publishes through."""
+        """The session of kombu 5.7's ``Producer.batch()``."""
         return PublishBatch(self, max_size=max_size)
-
-    def _publish_now(self, *args: Any, **kwargs: Any) -> Any:
-        if self.connection is not None and self.connection.confirm_publish:
-            return self.basic_publish_confirm(*args, **kwargs)
-        return self._basic_publish(*args, **kwargs)
 
     # --- the user's declarations, noted for mirroring ------------------------------------
 
@@ -146,6 +144,7 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
         arguments: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
+        """Declare an exchange, and note its type."""
         result = super().exchange_declare(
             exchange, type, passive, durable, auto_delete, nowait, arguments, **kwargs
         )
@@ -154,11 +153,13 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
         return result
 
     def exchange_delete(self, exchange: str, *args: Any, **kwargs: Any) -> Any:
+        """Delete an exchange, and unbind what mirrors bindings to it."""
         result = super().exchange_delete(exchange, *args, **kwargs)
-        self.delays.exchange_deleted(exchange)
+        self.delays.preparation.exchange_deleted(exchange)
         return result
 
     def exchange_bind(self, destination: str, source: str = "", *args: Any, **kwargs: Any) -> Any:
+        """Bind an exchange to *source*, which gets a landing queue."""
         result = super().exchange_bind(destination, source, *args, **kwargs)
         self.delays.mirror.exchange_bound(source)
         return result
@@ -174,6 +175,7 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
         arguments: dict[str, Any] | None = None,
         **kwargs: Any,
     ) -> Any:
+        """Declare a queue, which is to be mirrored by its name."""
         result = super().queue_declare(
             queue, passive, durable, exclusive, auto_delete, nowait, arguments, **kwargs
         )
@@ -185,6 +187,7 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
     def queue_bind(
         self, queue: str, exchange: str = "", routing_key: str = "", *args: Any, **kwargs: Any
     ) -> Any:
+        """Bind a queue, which is to be mirrored."""
         result = super().queue_bind(queue, exchange, routing_key, *args, **kwargs)
         self.delays.mirror.queue_bound(queue, exchange, routing_key)
         return result
@@ -192,24 +195,27 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
     def queue_unbind(
         self, queue: str, exchange: str, routing_key: str = "", *args: Any, **kwargs: Any
     ) -> Any:
+        """Unbind a queue, and what mirrors the binding."""
         result = super().queue_unbind(queue, exchange, routing_key, *args, **kwargs)
-        delays = self.delays
-        delays.unmirror(delays.mirror.queue_unbound(queue, exchange, routing_key))
+        self.delays.preparation.queue_unbound(queue, exchange, routing_key)
         return result
 
     def queue_delete(self, queue: str = "", *args: Any, **kwargs: Any) -> Any:
+        """Delete a queue, and its landing queue if it has one."""
         result = super().queue_delete(queue, *args, **kwargs)
-        self.delays.queue_deleted(queue)
+        self.delays.preparation.queue_deleted(queue)
         return result
 
     # --- receiving -----------------------------------------------------------------------
 
     def basic_consume(self, queue: str = "", *args: Any, **kwargs: Any) -> Any:
+        """Consume from a queue, after mirroring what was declared so far."""
         if not is_internal(queue):
-            self.delays.prepare_to_consume(queue)
+            self.delays.preparation.prepare_to_consume(queue)
         return super().basic_consume(queue, *args, **kwargs)
 
     def dispatch_method(self, method_sig: tuple[int, int], payload: bytes, content: Any) -> Any:
+        """Dispatch what the broker sent; a body that decoding would change is kept in bytes."""
         if content is not None:
             keep_bytes(content)
         return super().dispatch_method(method_sig, payload, content)
@@ -226,6 +232,32 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
         return message
 
 
+class BulkChannel(Channel):
+    """A channel whose publishes go through an outbox, and are remembered for a template."""
+
+    outbox: Outbox
+    published: list[tuple[Publication, tuple[str, str]]]
+    """All that the last publish sent, each message with the user's own destination."""
+
+    def basic_publish(
+        self,
+        msg: Any,
+        exchange: str = "",
+        routing_key: str = "",
+        mandatory: bool = False,
+        *_: Any,
+        **__: Any,
+    ) -> None:
+        """Send *msg* through the outbox, into the delay levels if it is due later."""
+        due_us = due_of(msg.properties.get("application_headers"))
+        publication = None
+        if due_us is not None:
+            publication = self.delays.publication(msg, exchange, routing_key, due_us=due_us)
+        publication = publication or Publication(msg, exchange, routing_key, mandatory)
+        self.published.append((publication, (exchange, routing_key)))
+        self.outbox.send(publication)
+
+
 class Connection(pyamqp.Connection):  # type: ignore[misc]
     """An AMQP connection with delayed delivery."""
 
@@ -240,6 +272,13 @@ class Connection(pyamqp.Connection):  # type: ignore[misc]
         except SettingsError as exc:
             # Immediate messages are none of our business: only a delayed one is refused.
             self.delays = Delays(self, DelaySettings(), refusal=exc)
+
+    def bulk_channel(self, outbox: Outbox) -> BulkChannel:
+        """A new channel that publishes through *outbox*, whose connection this is."""
+        channel = BulkChannel(self)
+        channel.open()
+        channel.outbox, channel.published = outbox, []
+        return channel
 
 
 class Transport(pyamqp.Transport):  # type: ignore[misc]
@@ -258,19 +297,20 @@ class Transport(pyamqp.Transport):  # type: ignore[misc]
         return asks_for_delays(options.get(OPTION))
 
     def establish_connection(self) -> Any:
+        """Connect; with delayed delivery if it is asked for."""
         if self._delays:
             self.Connection = Connection
         return super().establish_connection()
 
     def bulk_line(self, *, window: int) -> BulkLine:
-        """A way of their own for many messages; the connection itself is not touched."""
+        """A connection of its own for many messages; this transport's is not touched."""
         from .bulk_line import BulkLine
 
         return BulkLine(self.client, window=window)
 
 
 class SSLTransport(Transport, pyamqp.SSLTransport):  # type: ignore[misc]
-    """The same over TLS."""
+    """kombu's pyamqp transport over TLS, in which messages wait in the broker."""
 
 
 def _patient(socket_settings: dict[int, int] | None) -> dict[int, int]:

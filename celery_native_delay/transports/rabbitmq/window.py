@@ -23,7 +23,7 @@ class NotConfirmedInTime(TimeoutError):
 
 
 class Sendable(Protocol):
-    """What can be sent, kept until it is confirmed, and sent again."""
+    """A message that can be sent, kept until it is confirmed, and sent again."""
 
     @property
     def exchange(self) -> str:
@@ -31,13 +31,13 @@ class Sendable(Protocol):
 
     @property
     def id(self) -> Hashable:
-        """What the message is known by when the broker returns it."""
+        """Identifies the message when the broker returns it."""
 
     def write(self, channel: Any) -> None:
         """Write its frames for *channel* to the socket."""
 
     def refused(self, reason: str) -> RefusedMessage:
-        """What is reported if the broker does not take it."""
+        """The report if the broker does not take it."""
 
 
 class Publication(NamedTuple):
@@ -62,21 +62,22 @@ class Publication(NamedTuple):
     def refused(self, reason: str) -> RefusedMessage:
         """See :class:`Sendable`."""
         headers = dict(self.message.properties.get("application_headers") or {})
-        envelope = headers.pop(HEADER, None)
-        if envelope is None:
+        header = headers.pop(HEADER, None)
+        if header is None:
             to = (self.exchange, self.routing_key)
             return RefusedMessage(reason, *to, headers, self.message.body)
         headers.pop("BCC", None)
-        to = (envelope["exchange"], envelope["rk"])
-        return RefusedMessage(reason, *to, headers, self.message.body, envelope["id"])
+        to = (header["exchange"], header["rk"])
+        return RefusedMessage(reason, *to, headers, self.message.body, header["id"])
 
 
 class WindowChannel(OwnChannel):
-    """See the module's docstring."""
+    """A channel that publishes without waiting, and keeps what is not confirmed yet."""
 
     def __init__(self, connection: Any) -> None:
         super().__init__(connection)
-        self._returned: Counter[Hashable] = Counter()  # type: ignore[assignment]
+        #: How often each message is known to come back; its confirm follows.
+        self._returning: Counter[Hashable] = Counter()
         self._unwritten: list[bytes] = []
         self._unwritten_bytes = 0
         self._came_back: list[Sendable] = []
@@ -84,17 +85,17 @@ class WindowChannel(OwnChannel):
 
     @property
     def is_usable(self) -> bool:
-        """Whether neither this channel nor its connection is known to be closed."""
+        """True if neither this channel nor its connection is known to be closed."""
         return self.connection is not None and bool(self.connection.connected)
 
     @property
     def published_count(self) -> int:
-        """How many messages went out on this channel."""
+        """Number of messages that went out on this channel."""
         return self._published
 
     @property
     def unconfirmed_count(self) -> int:
-        """How many messages the broker has yet to confirm."""
+        """Number of messages that the broker has yet to confirm."""
         return len(self._unconfirmed)
 
     @property
@@ -123,7 +124,7 @@ class WindowChannel(OwnChannel):
             self.connection.bytes_sent += len(frames)
 
     def take_returned(self) -> list[Sendable]:  # type: ignore[override]
-        """Messages that came back because nobody is bound where they were to go."""
+        """Messages that came back because no queue is bound where they were to go."""
         back, self._came_back = self._came_back, []
         return back
 
@@ -141,8 +142,8 @@ class WindowChannel(OwnChannel):
             amqp.exceptions.ChannelError: the broker closed this channel.
             OSError, amqp.exceptions.AMQPError: the connection is gone.
         """
-        while self._is_readable(0):
-            self._read()
+        while self.is_readable(0):
+            self.read()
 
     def read_until(self, condition: Callable[[], bool], *, deadline: float | None = None) -> None:
         """Take in what the broker sends until *condition* holds.
@@ -153,28 +154,28 @@ class WindowChannel(OwnChannel):
         """
         while not condition():
             left = None if deadline is None else max(deadline - monotonic(), 0)
-            if not self._is_readable(left):
+            if not self.is_readable(left):
                 raise NotConfirmedInTime(
                     f"{len(self._unconfirmed)} message(s) not confirmed in time"
                 )
-            self._read()
+            self.read()
 
     def read_all(self, *, deadline: float | None = None) -> None:
         """Take in what the broker sends until nothing is unconfirmed; raises likewise."""
         self.read_until(lambda: not self._unconfirmed, deadline=deadline)
 
-    def _is_readable(self, timeout_seconds: float | None) -> bool:
+    def is_readable(self, timeout_seconds: float | None) -> bool:
         self.write_now()
-        return super()._is_readable(timeout_seconds)
+        return super().is_readable(timeout_seconds)
 
     # --- what the broker says ------------------------------------------------------------
 
     def _on_basic_ack(self, delivery_tag: int, multiple: bool) -> None:
         settled = self._settle(delivery_tag, multiple)
-        if self._returned:
+        if self._returning:
             for _, message in settled:
-                if self._returned[message.id] > 0:
-                    self._returned -= Counter([message.id])
+                if self._returning[message.id] > 0:
+                    self._returning -= Counter([message.id])
                     self._came_back.append(message)
 
     def _on_basic_nack(self, delivery_tag: int, multiple: bool) -> None:
@@ -184,12 +185,12 @@ class WindowChannel(OwnChannel):
         self, reply_code: int, reply_text: str, exchange: str, routing_key: str, message: Any
     ) -> None:
         # Its confirm follows. https://www.rabbitmq.com/docs/confirms#when-publishes-are-confirmed
-        self._returned[_id_of(exchange, routing_key, message.properties, message.body)] += 1
+        self._returning[_id_of(exchange, routing_key, message.properties, message.body)] += 1
 
 
 def _id_of(exchange: str, routing_key: str, properties: Any, body: bytes | str) -> Hashable:
-    envelope = (properties.get("application_headers") or {}).get(HEADER)
-    if envelope:
-        return str(envelope["id"])
+    header = (properties.get("application_headers") or {}).get(HEADER)
+    if header:
+        return str(header["id"])
     known_by = properties.get("correlation_id") or body
     return exchange, routing_key, known_by.encode() if isinstance(known_by, str) else known_by

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from secrets import token_hex
 from typing import Any
 
 import amqp
@@ -13,10 +14,10 @@ from ...errors import NativeDelayError, NotPermitted
 from ...finding import Finding
 from ...message import Delayed
 from ...settings import DelaySettings
-from ..interface import Answer, Early, Receipts, Rescue
+from ..interface import Answer, Early, EarlyMessage, Receipts, Rescue
+from .ledger.connection import LedgerConnection
 from .ledger.entry import member_of
 from .ledger.ledger import RabbitMQLedger
-from .ledger.line import LedgerLine
 from .management import management_of, overriding_policies
 from .parking import rescue
 from .streams.receipts import StreamReceipts
@@ -57,20 +58,9 @@ class RabbitMQWorkerPart:
         refused = []
         with self._delays.one_confirm():
             for task in early:
-                message = task.message
-                delayed: Delayed | None = getattr(message, "native_delay", None)
-                is_same = delayed is not None and delayed.delivery_id == task.delivery_id
+                message = amqp.Message(task.message.raw_body, **task.message.properties)
                 try:
-                    self._delays.put_back(
-                        amqp.Message(message.raw_body, **message.properties),
-                        message.delivery_info["exchange"],
-                        message.delivery_info["routing_key"],
-                        queue=task.queue,
-                        due_us=task.due_us,
-                        delivery_id=task.delivery_id,
-                        replaces=delayed.replaces if delayed is not None and is_same else None,
-                        expires_ms=None if delayed is None else delayed.expires_ms,
-                    )
+                    self._delays.put_back(message, _delayed(task))
                 except NativeDelayError as exc:
                     refused.append((task, exc))
         return refused
@@ -82,7 +72,7 @@ class RabbitMQWorkerPart:
         url, vhost = self.settings.ledger_url, self._delays.connection.virtual_host
         if url is None:
             return None
-        return LedgerReceipts(LedgerLine(url, self.settings.namespace, vhost))
+        return LedgerReceipts(LedgerConnection(url, self.settings.namespace, vhost))
 
     def sweep(self) -> int:
         """Remove entries whose messages nobody has told the ledger of."""
@@ -104,6 +94,22 @@ class RabbitMQWorkerPart:
             ) from exc
 
 
+def _delayed(task: EarlyMessage) -> Delayed:
+    """The next wait of a message; of an earlier one it keeps when its ``expiration`` ends."""
+    info = task.message.delivery_info
+    earlier: Delayed | None = getattr(task.message, "native_delay", None)
+    is_same = earlier is not None and earlier.delivery_id == task.delivery_id
+    return Delayed(
+        task.delivery_id or token_hex(16),
+        task.due_us,
+        info["exchange"],
+        info["routing_key"],
+        task.queue,
+        expires_ms=None if earlier is None else earlier.expires_ms,
+        replaces=earlier.replaces if earlier is not None and is_same else None,
+    )
+
+
 def _where_the_ledger_is(settings: DelaySettings) -> str:
     if settings.streams_ledger:
         return "in streams"
@@ -113,7 +119,7 @@ def _where_the_ledger_is(settings: DelaySettings) -> str:
 class LedgerReceipts:
     """Asks the ledger; see :class:`~celery_native_delay.transports.interface.Receipts`."""
 
-    def __init__(self, line: LedgerLine) -> None:
+    def __init__(self, line: LedgerConnection) -> None:
         self._line = line
         line.connect()
 

@@ -1,38 +1,22 @@
-"""What the command line does on Redis."""
+"""The command line's part on Redis."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
 from typing import Any
 
 from ...finding import WRONG, Finding
 from ...redis_server import clocks
-from ..interface import Backlog, ParkedTask, Rescue
-from ..virtual.status import Status, backlog_of
-from ..virtual.trace import unsealed
+from ..interface import ParkedTask, Rescue
+from ..virtual.admin_part import AdminPart, Ready, parked_task
+from ..virtual.status import Status
 from .envelope import opened_entry
 from .store import Census, Store
 from .worker_part import rescue
 
 
-@dataclass(frozen=True)
-class Ready:
-    """Redis needs no declarations; this says so."""
-
-    name: str
-    server: str
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def lines(self, table: Callable[..., str]) -> list[str]:
-        return [f"{self.name}: nothing to declare, {self.server} can hold delayed messages"]
-
-
-class RedisAdminPart:
-    """On one channel; see :class:`~celery_native_delay.transports.interface.AdminPart`."""
+class RedisAdminPart(AdminPart):
+    """An :class:`~celery_native_delay.transports.interface.AdminPart` on one channel."""
 
     def __init__(self, channel: Any) -> None:
         self._delays = channel.delays
@@ -42,7 +26,11 @@ class RedisAdminPart:
 
     def declare(self, queues: Sequence[Any]) -> Ready:
         """Check the server; there is nothing to declare."""
-        return Ready(self.name, str(self._delays.prepare()))
+        server = str(self._delays.prepare())
+        return Ready(
+            {"name": self.name, "server": server},
+            f"{self.name}: nothing to declare, {server} can hold delayed messages",
+        )
 
     def verify(self) -> list[Finding]:
         """Check the server and what our keys are."""
@@ -71,20 +59,17 @@ class RedisAdminPart:
             *clocks(self._delays.clock_ahead_seconds()),
         ]
 
-    def status(self) -> Status:
-        """Count what waits and what is parked."""
-        return Status.of(self.name, self._store.census())
-
-    def backlog(self) -> Backlog:
-        """The same as numbers; the store itself is the ledger."""
-        return backlog_of(self._store.census())
+    def _census(self) -> Census:
+        return self._store.census()
 
     def purge(self) -> int:
         return self._store.purge()
 
     def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]]:
         entries = self._store.peek_parked(limit=limit)
-        return self._store.census().parked, [_parked_task(entry) for entry in entries]
+        return self._store.census().parked, [
+            parked_task(opened_entry(entry)[1]) for entry in entries
+        ]
 
     def requeue(self) -> Rescue:
         return rescue(self._delays)
@@ -101,9 +86,3 @@ def _compare(name: str, census: Census) -> list[Finding]:
     problem = f"{name}: {abs(surplus)} message(s) {what}"
     way_out = "find out who else writes to these keys, or drops them; send such tasks again"
     return [Finding("keys", WRONG, problem, way_out)]
-
-
-def _parked_task(entry: bytes) -> ParkedTask:
-    _, envelope = opened_entry(entry)
-    message = json.loads(envelope)
-    return ParkedTask.of(*unsealed(message.get("headers"), message["properties"]))

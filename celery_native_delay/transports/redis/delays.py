@@ -21,8 +21,8 @@ from ...redis_server import (
 )
 from ...settings import DelaySettings
 from ..virtual import delays
+from ..virtual.sealing import encoded, sealed
 from ..virtual.status import Status
-from ..virtual.trace import encoded, sealed
 from ..virtual.watching import warn_if_nothing_promotes
 from .envelope import Destination, entry_of
 from .keys import Keys, member_of
@@ -32,7 +32,7 @@ from .store import Store
 class Delays(delays.Delays):
     """Everything delayed delivery does on one Redis channel.
 
-    With a *refusal* nothing is delayed: whoever asks for it is told why.
+    With a *refusal* nothing is delayed: a producer is told why.
     """
 
     def __init__(
@@ -72,16 +72,16 @@ class Delays(delays.Delays):
         return self._server
 
     def look(self, *, thoroughly: bool = False) -> Server:
-        """What the server says of itself now; *thoroughly*: whether it can be configured, too."""
+        """The server as it is now; *thoroughly*: also whether it can be configured."""
         client = self.store.client
         return server_of(client, configurable=is_configurable(client) if thoroughly else None)
 
     def dangers(self) -> list[Finding]:
-        """What may make the server lose messages that wait."""
+        """Settings that may make the server lose messages that wait."""
         return list(keeping(self.look(thoroughly=True), check="server", kept="delayed messages"))
 
     def status(self) -> Status:
-        """What waits here, and whether anything promotes it."""
+        """Numbers of what waits here, and whether anything promotes it."""
         return Status.of(self.keys.space, self.store.census())
 
     def publish(
@@ -106,13 +106,13 @@ class Delays(delays.Delays):
         self.watch()
 
     def watch(self) -> None:
-        """Something was published: see now and then to its being promoted."""
+        """See now and then, after publishing, that something promotes."""
         warn_if_nothing_promotes(self._place, self.status)
 
     def stored(
         self, message: dict[str, Any], destination: Destination, *, due_us: int
     ) -> tuple[str, bytes]:
-        """Under which member *message* waits, and its entry; raises as :meth:`publish`."""
+        """The member under which *message* waits, and its entry; raises as :meth:`publish`."""
         self.prepare()
         self.check_reach(due_us)
         return member_of(message, destination.keys[0]), self._entry(message, destination, due_us)
@@ -133,7 +133,7 @@ class Delays(delays.Delays):
         self.store.add(member, self.store.now_us() + wait_us, entry)
 
     def clock_ahead_seconds(self) -> float:
-        """How far the server's clock is ahead of ours; negative if it is behind."""
+        """Seconds that the server's clock is ahead of ours; negative if it is behind."""
         return clock_ahead_seconds(self.store.client)
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""What is stored of a message: where it goes, and what kombu pushes there. Pure."""
+"""Entries of messages: where each goes, and what kombu pushes there. Pure."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Destination:
-    """Where a message goes when it is due: the first of *keys* is a list to push to.
+    """The place that a message goes to when it is due: the first of *keys* is a list to push to.
 
     With *ttl_ms* all of *keys* expire that much later, as kombu has it for a queue with
     ``x-expires``. With *broadcast* they are channels to publish on instead.
@@ -24,7 +24,7 @@ def entry_of(destination: Destination, envelope: str) -> bytes:
 
 
 def front_of(destination: Destination) -> bytes:
-    """What the entries of all messages for *destination* begin with.
+    """The beginning of the entries of all messages for *destination*.
 
     ``<kind> <ttl ms> <bytes of each key>``, a newline, the keys; then comes the envelope. Lengths,
     because a key may hold any byte; in front, because Lua must cut without reading the envelope:

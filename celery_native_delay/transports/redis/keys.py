@@ -35,7 +35,7 @@ class Keys(IndexKeys):
 
     @property
     def space(self) -> str:
-        """What all keys begin with, without the last dot."""
+        """The beginning of all keys, without the last dot."""
         return f"{self.prefix}{self.namespace}.v{VERSION}"
 
     @property
@@ -53,9 +53,9 @@ class Keys(IndexKeys):
         """Sorted set: member → when its destination refused it, in microseconds."""
         return f"{self.space}.parked"
 
-    def taken(self, line: str) -> str:
-        """Set: the numbers of what a line for many messages has sent and the server has taken."""
-        return f"{self.space}.taken.{line}"
+    def taken(self, outbox: str) -> str:
+        """Set: the numbers of what an outbox has sent and the server has taken."""
+        return f"{self.space}.taken.{outbox}"
 
 
 def member_of(message: Mapping[str, Any], destination: str) -> str:
@@ -72,6 +72,6 @@ def member_of(message: Mapping[str, Any], destination: str) -> str:
 
 
 def member(name: str, delivery_tag: str, destination: str) -> str:
-    """See :func:`member_of`; *name* is the task's id."""
+    """The member of :func:`member_of` for a task whose id is *name*."""
     digest = blake2b(f"{delivery_tag}\n{destination}".encode(), digest_size=_DIGEST_BYTES).digest()
     return f"{name}:{urlsafe_b64encode(digest).decode()}"

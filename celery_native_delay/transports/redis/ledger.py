@@ -1,34 +1,30 @@
-"""What waits in Redis, seen and changed in place: the store itself is the ledger.
+"""The ledger of Redis, which is the store itself: what waits is seen and changed in place.
 
-A change replaces a message by another one only if it is still there as it was read. One that is
-cancelled is due at once, with a mark that has its worker announce it instead of running it; so a
-real worker tells the result backend, the chord and the monitors, however late it comes back.
+A change replaces a message by another one only if it is still there as it was read.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from time import time_ns
 from typing import Any
 
 from redis.exceptions import RedisError
 
-from ...due_time import eta_of, milliseconds_up
-from ...errors import CannotDelay, LedgerUnavailable
+from ...errors import LedgerUnavailable
 from ...ledger.model import Outcome, Waiting
-from ...ledger.redis_index import Index, IndexedLedger
-from ...message import CANCELLED, HEADER
-from ..virtual.trace import encoded, sealed, unsealed
+from ...ledger.redis_index import IndexedLedger
+from ..virtual.ledger import changed, waiting_of
 from .envelope import Destination, entry_of, opened_entry
+from .store import Store
 
 #: What kombu puts between the name of a queue and its priority.
 _SEPARATOR = "\x06\x16"
 
 
 class RedisLedger(IndexedLedger):
-    """On one channel; see :class:`~celery_native_delay.ledger.model.Ledger`."""
+    """A :class:`~celery_native_delay.ledger.model.Ledger` on one channel."""
 
     def __init__(self, channel: Any) -> None:
         self._delays = channel.delays
@@ -37,7 +33,7 @@ class RedisLedger(IndexedLedger):
         keys = self._delays.keys
         client = self._delays.store.client
         self._prefix: str = keys.prefix
-        super().__init__(Index(client, keys, self._decode))
+        super().__init__(client, keys, self._decode)
 
     def close(self) -> None:
         """The channel's connections are its own."""
@@ -58,7 +54,7 @@ class RedisLedger(IndexedLedger):
         return outcome
 
     def _found(self, task_id: str) -> Iterator[tuple[str, bytes, Waiting]]:
-        for member, entry, due_us in self._index.entries(task_id):
+        for member, entry, due_us in self._entries(task_id):
             task = self._decode(member, entry, due_us or 0)
             if task is not None:
                 yield member, entry, task
@@ -73,48 +69,18 @@ class RedisLedger(IndexedLedger):
     def _replaced(
         self, member: str, entry: bytes, due_us: int | None, *, cancelled: bool
     ) -> int | None:
-        """When the message is due now; None if it was not there any more as it was."""
-        store = self._delays.store
+        """The new due time of the message; None if it was not there any more as it was."""
+        store: Store = self._delays.store
         destination, envelope = opened_entry(entry)
-        message = json.loads(envelope)
-        headers = dict(message.get("headers") or {})
-        if "task" not in headers:
-            if cancelled:  # nobody would know what the mark means, and there is no result
-                return 0 if store.remove(member, entry) else None
-            raise CannotDelay(
-                "expected a task of protocol 2, whose ETA is in its headers: only such can be "
-                "rescheduled, others can be cancelled"
-            )
         new_due_us = time_ns() // 1000 if due_us is None else due_us
-        headers["eta"] = eta_of(new_due_us)
-        new = sealed(
-            {**message, "headers": headers},
-            due_ms=milliseconds_up(new_due_us),
-            cancelled=cancelled,
-        )
-        changed = entry_of(destination, encoded(new))
-        moved: int | None = store.replace(member, entry, due_us, changed)
-        return moved
+        new = changed(envelope, new_due_us, cancelled=cancelled)
+        if new is None:
+            return 0 if store.remove(member, entry) else None
+        return store.replace(member, entry, due_us, entry_of(destination, new))
 
     def _decode(self, member: str, entry: bytes, due_us: int) -> Waiting | None:
         destination, envelope = opened_entry(entry)
-        message: Mapping[str, Any] = json.loads(envelope)
-        headers = message.get("headers") or {}
-        trace = headers.get(HEADER) or {}
-        if trace.get(CANCELLED):
-            return None
-        properties = message["properties"]
-        info = properties.get("delivery_info") or {}
-        opened, _ = unsealed(headers, properties)
-        return Waiting.of(
-            opened,
-            properties,
-            queue=self._queue(destination),
-            exchange=info.get("exchange") or "",
-            routing_key=info.get("routing_key") or "",
-            due_us=due_us or trace.get("due", 0) * 1000,
-            delivery_id=str(properties.get("delivery_tag")),
-        )
+        return waiting_of(envelope, queue=self._queue(destination), due_us=due_us)
 
     def _queue(self, destination: Destination) -> str:
         if destination.broadcast:

@@ -1,4 +1,4 @@
-"""What the server has yet to answer for: a hundred messages in a script, sent again as a whole.
+"""Messages that Redis has yet to answer for: a hundred in a script, sent again as a whole.
 
 Each script carries a number that the server keeps with what it stores. One that is sent again,
 because its answer was lost with the connection, changes nothing: neither for a message that still
@@ -19,13 +19,12 @@ from redis import exceptions
 from ...errors import NativeDelayError
 from ..virtual import outbox
 from ..virtual.collecting import Collecting
-from ..virtual.trace import encoded
+from ..virtual.sealing import encoded
 from .envelope import Destination, front_of
 from .keys import Keys, member
 from .promoter import CONNECTION_OPTIONS
 from .scripts import ADD_MANY, PUSH
 from .store import refusals_explained
-from .transport import Channel, SentinelChannel, SentinelTransport
 
 _DIGESTS = {
     script: sha1(script.encode(), usedforsecurity=False).hexdigest() for script in (ADD_MANY, PUSH)
@@ -63,7 +62,9 @@ class Put(NamedTuple):
         return self.__class__(destination, front, due_us, name, envelope.encode())
 
 
-class _Collecting(Collecting):
+class RedisCollecting(Collecting):
+    """Collects messages with the keys that they go to."""
+
     def put_for(self: Any, queue: str, message: dict[str, Any]) -> Put:
         destination = self.destination(queue, message)
         due_us = self.due_of(message)
@@ -83,14 +84,6 @@ class _Collecting(Collecting):
         return Put(to, front, due_us, name, entry[len(front) :])
 
 
-class BulkChannel(_Collecting, Channel):
-    """See :class:`~..virtual.collecting.Collecting`."""
-
-
-class SentinelBulkChannel(_Collecting, SentinelChannel):
-    """The same."""
-
-
 @dataclass(frozen=True)
 class Parcel:
     """One script with its messages: sent, answered for, and sent again as a whole."""
@@ -107,7 +100,7 @@ class Parcel:
 
 
 class Outbox(outbox.Outbox[Put, Parcel]):
-    """See the module's docstring."""
+    """Many messages to Redis: a hundred in a script."""
 
     lost = (
         *outbox.Outbox.lost,
@@ -117,6 +110,7 @@ class Outbox(outbox.Outbox[Put, Parcel]):
         exceptions.ReadOnlyError,
     )
     connection_options = CONNECTION_OPTIONS
+    collecting = RedisCollecting
 
     def __init__(self, client: Any, window: int) -> None:
         super().__init__(client, window)
@@ -126,7 +120,7 @@ class Outbox(outbox.Outbox[Put, Parcel]):
         self._parcelled = 0
 
     def take(self, put: Put) -> None:
-        """What does not wait is sent at once."""
+        """Send a message, at once if it does not wait."""
         if put.due_us:
             super().take(put)
         else:
@@ -134,7 +128,7 @@ class Outbox(outbox.Outbox[Put, Parcel]):
             self._add(self._parcel(PUSH, to.keys, [to.ttl_ms, put.envelope], [put]))
 
     def is_lasting(self, error: BaseException) -> bool:
-        """See :meth:`~..virtual.outbox.Outbox.is_lasting`."""
+        """True also for a user, password or database that Redis does not know."""
         no_database = isinstance(error, exceptions.ResponseError) and "DB index" in str(error)
         return isinstance(error, _NOT_LET_IN) or no_database or super().is_lasting(error)
 
@@ -203,15 +197,11 @@ class Outbox(outbox.Outbox[Put, Parcel]):
         if reason is not None:
             self._refuse(reason, parcel.puts)
 
-    def _open(self, client: Any) -> Collecting:
-        is_sentinel = isinstance(client.transport, SentinelTransport)
-        channel = (SentinelBulkChannel if is_sentinel else BulkChannel)(client.connection)
-        client.connection.channels.append(channel)
+    def _prepare(self, channel: Any) -> None:
         channel.delays.prepare()
         connection = channel.pool.make_connection()
         connection.connect()
         self._connection = connection
-        return channel
 
     def _forget(self) -> None:
         with suppress(exceptions.ResponseError):

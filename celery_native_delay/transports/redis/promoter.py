@@ -1,10 +1,10 @@
-"""Hands over what is due: in every worker, or in a process of its own. No leader, no lock.
+"""Promotes what is due: in every worker, or in a process of its own. No leader, no lock.
 
 A timer here leads to the next due time, because Redis itself looks for blocked clients that time
 out only every 100 ms. It runs from when the last round was asked for: the next one takes as long
 to the server as that one did, and arrives when the message is due. What comes meanwhile and is due
 sooner wakes one promoter up through an outstanding BZPOPMIN. If that one dies with its knowledge,
-the others look in time: nobody sleeps longer than :data:`LONGEST_SLEEP_SECONDS`.
+the others look in time: none sleeps longer than :data:`LONGEST_SLEEP_SECONDS`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 from kombu.exceptions import KombuError
 from redis.exceptions import RedisError, TimeoutError
 
+from ...backoff import Backoff
 from ...errors import NativeDelayError
 from ..virtual.watching import SHOW_SECONDS, Sign
 from .store import BATCH, Moved, Rounds
@@ -37,10 +38,6 @@ LONGEST_LAG_SECONDS = 0.05
 
 #: Of rounds that are asked for while full ones come back. More are no faster.
 _ROUNDS_AT_ONCE = 2
-
-#: Seconds between attempts to reach the broker.
-FIRST_PAUSE_SECONDS = 0.1
-LONGEST_PAUSE_SECONDS = 5.0
 
 #: The promoter's own connection gives up on a server that answers nothing; kombu's never does.
 CONNECTION_OPTIONS = {
@@ -58,7 +55,7 @@ _SELECTABLE = 1024
 
 
 class Promoter:
-    """See the module's docstring. *promoted* and *parked* count messages so far."""
+    """A loop that promotes what is due. *promoted* and *parked* count messages so far."""
 
     def __init__(self, connect: Callable[..., Any]) -> None:
         """*connect* makes a kombu connection, given its ``transport_options``."""
@@ -68,7 +65,7 @@ class Promoter:
         self._stopping = Event()
         self._stop_reader, self._stop_writer = socketpair()
         self._stop_writer.setblocking(False)
-        self._pause_seconds = FIRST_PAUSE_SECONDS
+        self._backoff = Backoff()
         self._sign = Sign(lambda: None)
 
     def run(self) -> None:
@@ -83,13 +80,12 @@ class Promoter:
                 expected = isinstance(exc, NativeDelayError | RedisError | KombuError | OSError)
                 logger.warning(
                     "native delay: promoting stopped, next attempt in %.1f s: %s: %s",
-                    self._pause_seconds,
+                    self._backoff.seconds,
                     type(exc).__name__,
                     exc,
                     exc_info=not expected,
                 )
-                self._stopping.wait(self._pause_seconds)
-                self._pause_seconds = min(self._pause_seconds * 2, LONGEST_PAUSE_SECONDS)
+                self._stopping.wait(self._backoff.failed())
         self._stop_reader.close()
         self._stop_writer.close()
 
@@ -122,11 +118,11 @@ class Promoter:
         lag_seconds = 0.0
         expected_us: int | None = None
         while not self._stopping.is_set():
-            taken, moved = self._hand_over(rounds)
+            taken, moved = self._promote_due(rounds)
             if taken:
                 lag_seconds = 0.0
             elif expected_us is not None and moved.next_us != expected_us:
-                # Somebody else took it. If it is still there, this was too early by a hair.
+                # Another promoter took it. If it is still there, this was too early by a hair.
                 lag_seconds = min(max(lag_seconds * 2, FIRST_LAG_SECONDS), LONGEST_LAG_SECONDS)
             expected_us = None
             sleep_seconds = LONGEST_SLEEP_SECONDS
@@ -136,11 +132,11 @@ class Promoter:
                 if until_due_seconds < sleep_seconds:
                     sleep_seconds, expected_us = until_due_seconds, moved.next_us
             if alarm.wait(sleep_seconds):
-                # Nobody else knows of what has come.
+                # No other promoter knows of what has come.
                 lag_seconds = 0.0
                 expected_us = None
 
-    def _hand_over(self, rounds: Rounds) -> tuple[int, Moved]:
+    def _promote_due(self, rounds: Rounds) -> tuple[int, Moved]:
         """Promote until nothing is due; how many were, and what the last round said.
 
         While there is more, the server works on one round when the answer to another is read.
@@ -160,9 +156,8 @@ class Promoter:
                 return taken, moved
 
     def _count(self, moved: Moved) -> None:
-        if self._pause_seconds > FIRST_PAUSE_SECONDS:
+        if self._backoff.reset():
             logger.info("native delay: promoting again")
-            self._pause_seconds = FIRST_PAUSE_SECONDS
         self.promoted += moved.delivered
         self.parked += moved.parked
         if moved.parked:
@@ -220,6 +215,6 @@ class _Alarm:
         self._connection.disconnect()
 
     def _ask(self) -> None:
-        # A health check could connect anew, to a socket that nobody watches.
+        # A health check could connect anew, to a socket that is not watched.
         self._connection.send_command("BZPOPMIN", self._key, _BLOCK_SECONDS, check_health=False)
         self._asked_at = monotonic()

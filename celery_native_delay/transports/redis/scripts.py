@@ -20,11 +20,11 @@ if redis.call('ZRANGE', KEYS[1], 0, 0)[1] == ARGV[1] then
 end
 """
 
-#: How long the server remembers what it has taken of a line that went away, in seconds. The line
+#: How long the server remembers what it has taken of an outbox that went away, in seconds. That
 #: comes back sooner, or gives up, unless its batch is to wait for the broker for ever.
 TAKEN_SECONDS = 3600
 
-#: In front of what is sent over a line for many messages. KEYS taken. ARGV number.
+#: In front of what an outbox sends. KEYS taken. ARGV number.
 _ONCE = f"""
 if redis.call('SADD', KEYS[1], ARGV[1]) == 0 then return end
 redis.call('EXPIRE', KEYS[1], {TAKEN_SECONDS})
@@ -118,7 +118,7 @@ local function refused(answer)
     return false
 end
 
-local function hand_over(group)
+local function promote(group)
     local kind, ttl, lengths = string.match(group.line, '^(%a+) (%d+) (.+)$')
     local keys, from = {}, #group.line + 2
     for length in string.gmatch(lengths, '%d+') do
@@ -155,7 +155,7 @@ if #members > 0 then
         end
     end
     for _, group in ipairs(groups) do
-        if hand_over(group) then
+        if promote(group) then
             for _, member in ipairs(group.members) do done[#done + 1] = member end
         else
             for _, member in ipairs(group.members) do redis.call('ZADD', parking, now, member) end

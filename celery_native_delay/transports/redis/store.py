@@ -23,6 +23,7 @@ from redis.exceptions import (
 
 from ...errors import BrokerFull, NotPermitted
 from ...redis_server import now_us
+from ..virtual import status
 from ..virtual.watching import SHOWN_SECONDS
 from .keys import Keys
 from .scripts import ADD, ALLOW_OOM, CENSUS, DISCARD, MOVE_ON, REMOVE, REPLACE
@@ -37,7 +38,7 @@ _FLAGS_SINCE = (7,)
 
 @dataclass(frozen=True)
 class Moved:
-    """What one script run did, as numbers of messages.
+    """The result of one script run, as numbers of messages.
 
     *taken* left the sorted set: *delivered*, *parked* with *refusal* as Redis' last word, or they
     had lost their entry. *now_us* and *next_us*, when the next one is due or None if there is none,
@@ -58,23 +59,10 @@ class Moved:
 
 
 @dataclass(frozen=True)
-class Census:
-    """How much there is, at one instant. *overdue_us* belongs to the longest overdue message."""
+class Census(status.Census):
+    """Numbers of messages, and of *entries* in the hash of both those that wait and are parked."""
 
-    waiting: int
-    parked: int
     entries: int
-    overdue: int
-    overdue_us: int
-    next_due_us: int | None
-    """Microseconds until the next message is due; None if none waits."""
-    promoting: bool
-    """Whether a promoter has shown itself lately."""
-
-    @property
-    def until_first_us(self) -> int | None:
-        """Microseconds until the first is due, below 0 since it was; None if nothing waits."""
-        return -self.overdue_us if self.overdue_us else self.next_due_us
 
 
 class Store:
@@ -142,7 +130,7 @@ class Store:
     # --- many out ------------------------------------------------------------------------
 
     def promote(self, *, version: tuple[int, ...], limit: int = BATCH) -> Moved:
-        """Hand over what is due by the server's clock, at most *limit* messages."""
+        """Promote what is due by the server's clock, at most *limit* messages."""
         return self._move(self.keys.due, "", version, limit)
 
     def rescue(self, *, version: tuple[int, ...], before_us: int, limit: int = BATCH) -> Moved:
@@ -158,7 +146,7 @@ class Store:
         with refusals_explained(self.keys):
             return _moved(script(keys=keys, args=[limit, highest]))
 
-    # --- who promotes --------------------------------------------------------------------
+    # --- the sign of a promoter --------------------------------------------------------
 
     def show_promoting(self) -> None:
         """Let others know for :data:`SHOWN_SECONDS` that there is a promoter.
@@ -180,16 +168,8 @@ class Store:
         keys = [self.keys.due, self.keys.messages, self.keys.parked, self.keys.promoting]
         with refusals_explained(self.keys):
             waiting, parked, entries, overdue, first, promoting = self._census(keys=keys)
-        wait_us = first if isinstance(first, int) else None
-        return Census(
-            waiting,
-            parked,
-            entries,
-            overdue,
-            overdue_us=max(0, -(wait_us or 0)),
-            next_due_us=None if wait_us is None else max(0, wait_us),
-            promoting=bool(promoting),
-        )
+        until_first_us = first if isinstance(first, int) else None
+        return Census(waiting, parked, overdue, until_first_us, bool(promoting), entries)
 
     def peek_parked(self, *, limit: int) -> list[bytes]:
         """Entries of the first *limit* parked messages; they stay."""
@@ -244,7 +224,7 @@ class Rounds:
         #: When each round that waits for its answer was asked for.
         self._asked: deque[float] = deque()
         self.last_asked_at = 0.0
-        """When the round that was answered last had been asked for, on the monotonic clock."""
+        """Monotonic time at which the round that was answered last had been asked for."""
 
     def connect(self) -> None:
         """Connect; with Sentinel, to the master of now, which sending alone would not ask for."""
@@ -252,7 +232,7 @@ class Rounds:
 
     @property
     def asked_count(self) -> int:
-        """How many rounds wait for their answer."""
+        """The number of rounds that wait for their answer."""
         return len(self._asked)
 
     def ask(self) -> None:
@@ -261,7 +241,7 @@ class Rounds:
         self._connection.send_packed_command(self._evalsha, check_health=False)
 
     def answer(self) -> Moved:
-        """What the round did that was asked for first; a script that is not there is loaded."""
+        """The result of the round that was asked for first; a missing script is loaded."""
         while True:
             try:
                 with refusals_explained(self._keys):

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 class RedisDelayingChannel(DelayingChannel):
-    """What our channels do differently from kombu's; mixed in before them."""
+    """A channel of kombu's redis transports whose messages can wait; mixed in before kombu's."""
 
     def make_delays(
         self, settings: DelaySettings, *, refusal: NativeDelayError | None = None
@@ -39,19 +39,19 @@ class RedisDelayingChannel(DelayingChannel):
         return Delays(self, settings, refusal=refusal)
 
     def worker_part(self, settings: DelaySettings) -> RedisWorkerPart:
-        """What a worker does for this broker."""
+        """The worker's part."""
         from .worker_part import RedisWorkerPart
 
         return RedisWorkerPart(self, settings)
 
     def admin_part(self, settings: DelaySettings) -> RedisAdminPart:
-        """What the command line does on this broker."""
+        """The command line's part."""
         from .admin_part import RedisAdminPart
 
         return RedisAdminPart(self)
 
     def ledger(self, settings: DelaySettings) -> RedisLedger:
-        """What waits on this broker."""
+        """The ledger, which is the store itself."""
         from .ledger import RedisLedger
 
         return RedisLedger(self)
@@ -68,7 +68,7 @@ class RedisDelayingChannel(DelayingChannel):
     def _put_fanout(
         self: Any, exchange: str, message: dict[str, Any], routing_key: str, **kwargs: Any
     ) -> Any:
-        """Broadcast; when it is due, to whoever listens then, as without the delay."""
+        """Broadcast; when it is due, to all consumers that listen then, as without the delay."""
         due_us = self.due_of(message)
         if due_us is None:
             return super()._put_fanout(exchange, message, routing_key, **kwargs)  # type: ignore[misc]
@@ -105,7 +105,7 @@ class Channel(RedisDelayingChannel, redis.Channel):  # type: ignore[misc]
 
 
 class SentinelChannel(RedisDelayingChannel, redis.SentinelChannel):  # type: ignore[misc]
-    """The same, on the master that Sentinel names."""
+    """A channel on the master that Sentinel names, whose messages can wait."""
 
 
 class Transport(DelayingTransport, redis.Transport):  # type: ignore[misc]
@@ -125,7 +125,7 @@ class Transport(DelayingTransport, redis.Transport):  # type: ignore[misc]
         return Keys(prefix, settings.namespace).due
 
     def bulk_line(self, *, window: int) -> BulkLine:
-        """A way of their own for many messages; the connection itself is not touched."""
+        """A line for many messages; the connection itself is not touched."""
         from ..virtual.bulk_line import BulkLine
         from .outbox import Outbox
 
@@ -137,7 +137,7 @@ _said: set[str] = set()
 
 
 def _say_once(delays: Delays, where: str) -> None:
-    """Name a server that will refuse every delayed message, before anybody has sent one."""
+    """Name a server that will refuse every delayed message, before one is sent."""
     if where in _said:
         return
     _said.add(where)
@@ -148,11 +148,11 @@ def _say_once(delays: Delays, where: str) -> None:
             "native delay: immediate tasks run as ever, delayed ones are refused: %s", exc
         )
     except (SettingsError, RedisError):
-        return  # told to whoever delays a message, or to kombu itself
+        return  # told to a producer that delays a message, or to kombu itself
 
 
 class SentinelTransport(Transport, redis.SentinelTransport):  # type: ignore[misc]
-    """The same over Redis Sentinel."""
+    """kombu's sentinel transport; with the ``native_delay`` option, messages wait in the broker."""
 
     Channel = redis.SentinelChannel
     delaying_channel = SentinelChannel

@@ -1,4 +1,4 @@
-"""A database in which messages wait whose broker has no delay of its own.
+"""The store: a database in which messages wait whose broker has no delay of its own.
 
 What NServiceBus called its timeout manager. The names of this module are kombu's aliases of such
 brokers: kombu asks for them as ``celery_native_delay.transports.sql:filesystem``.

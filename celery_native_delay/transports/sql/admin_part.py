@@ -1,39 +1,23 @@
-"""What the command line does with a store."""
+"""The command line's part with a store."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from ...errors import StoreUnavailable, TopologyMismatch
 from ...finding import UNCHECKED, WRONG, Finding, clock_finding
-from ..interface import Backlog, ParkedTask, Rescue
-from ..virtual.status import Status, backlog_of
-from ..virtual.trace import unsealed
+from ..interface import ParkedTask, Rescue
+from ..virtual.admin_part import AdminPart, Ready, parked_task
+from ..virtual.status import Census, Status
 from .schema import MESSAGES, VERSION
 from .store import Store
 from .worker_part import rescue
 
 
-@dataclass(frozen=True)
-class Ready:
-    """The tables are there."""
-
-    name: str
-    version: int
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def lines(self, table: Callable[..., str]) -> list[str]:
-        return [f"{self.name}: its tables are there, in version {self.version}"]
-
-
-class StoreAdminPart:
-    """On one channel; see :class:`~celery_native_delay.transports.interface.AdminPart`."""
+class StoreAdminPart(AdminPart):
+    """An :class:`~celery_native_delay.transports.interface.AdminPart` on one channel."""
 
     def __init__(self, channel: Any) -> None:
         self._channel = channel
@@ -44,7 +28,10 @@ class StoreAdminPart:
     def declare(self, queues: Sequence[Any]) -> Ready:
         """Make the tables, if they are not there."""
         self._store.prepare()
-        return Ready(self.name, VERSION)
+        return Ready(
+            {"name": self.name, "version": VERSION},
+            f"{self.name}: its tables are there, in version {VERSION}",
+        )
 
     def verify(self) -> list[Finding]:
         """Check that the tables are there, in our version, and can be written to."""
@@ -80,15 +67,9 @@ class StoreAdminPart:
         effect = "one of the two makes delayed tasks early or late"
         yield from clock_finding("the database's clock", ahead_seconds, effect)
 
-    def status(self) -> Status:
-        """Count what waits and what is parked."""
+    def _census(self) -> Census:
         self._store.prepare()
-        return Status.of(self.name, self._store.census())
-
-    def backlog(self) -> Backlog:
-        """The same as numbers; the store itself is the ledger."""
-        self._store.prepare()
-        return backlog_of(self._store.census())
+        return self._store.census()
 
     def purge(self) -> int:
         return self._store.purge(parked=False)
@@ -96,7 +77,7 @@ class StoreAdminPart:
     def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]]:
         self._store.prepare()
         found = self._store.parked(limit=limit)
-        return self._store.count_parked(), [_parked_task(envelope) for envelope, _ in found]
+        return self._store.count_parked(), [parked_task(envelope) for envelope, _ in found]
 
     def requeue(self) -> Rescue:
         self._store.prepare()
@@ -120,8 +101,3 @@ def _told() -> Iterator[list[Finding]]:
         found.append(Finding("store", WRONG, str(exc), way_out))
     except TopologyMismatch as exc:
         found.append(Finding.of_sentence("store", WRONG, str(exc)))
-
-
-def _parked_task(envelope: str) -> ParkedTask:
-    message = json.loads(envelope)
-    return ParkedTask.of(*unsealed(message.get("headers"), message["properties"]))

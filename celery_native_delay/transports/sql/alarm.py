@@ -1,4 +1,4 @@
-"""Sleeping until a moment, or until somebody rings; also from a signal handler."""
+"""Sleeping until a moment, or until an alarm rings; also from a signal handler."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from socket import socketpair
 
 
 class Alarm:
-    """For one sleeper; anybody may ring."""
+    """An alarm for one sleeping thread; any thread may ring."""
 
     def __init__(self) -> None:
         self._reader, self._writer = socketpair()
@@ -19,7 +19,7 @@ class Alarm:
 
     def ring(self) -> None:
         """Have the present :meth:`wait` return, or else the next one."""
-        with suppress(OSError):  # full: it is awake already; closed: nobody sleeps any more
+        with suppress(OSError):  # full: it is awake already; closed: it sleeps no more
             self._writer.send(b"\0")
 
     def wait(self, seconds: float) -> None:

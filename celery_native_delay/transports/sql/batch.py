@@ -60,11 +60,11 @@ class Batch:
 
     @classmethod
     def taken(cls, connection: Connection, which: Any, parameters: dict[str, Any]) -> Self:
-        """Those that :data:`DUE` or :data:`PARKED` find."""
+        """A batch of those that :data:`DUE` or :data:`PARKED` find."""
         return cls(connection, [Stored(*row) for row in connection.execute(which, parameters)])
 
     def refused(self, message: Stored, reason: str, due_us: int | None) -> None:
-        """Its destination did not take it: to be tried again at *due_us*, or parked by None."""
+        """Have *message*, which was refused, tried again at *due_us*; None parks it."""
         self.put_off.append(
             {
                 "one": message.id,

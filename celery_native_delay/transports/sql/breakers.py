@@ -1,4 +1,4 @@
-"""When something that is away has been away for too long. Pure: time is an argument."""
+"""Breakers, which tell when something has been away for too long. Pure: time is an argument."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Breaker:
     is_open: bool = False
 
     def failed(self, error: BaseException, *, now: float) -> Outage | None:
-        """It failed again: what to tell, if it has just become too long."""
+        """Note a failure; the outage to tell of, if it has just become too long."""
         if self.since is None:
             self.since = now
         away_seconds = now - self.since
@@ -32,7 +32,7 @@ class Breaker:
         return Outage(self.what, away_seconds, f"{type(error).__name__}: {error}")
 
     def succeeded(self, *, now: float) -> float | None:
-        """It works: for how many seconds it had not, None if it always has."""
+        """Note that it works; for how many seconds it had not, None if it always has."""
         if self.since is None:
             return None
         away_seconds, self.since, self.is_open = now - self.since, None, False
@@ -40,12 +40,12 @@ class Breaker:
 
 
 def nobody_asked(outage: Outage) -> None:
-    """In a process that only publishes, whoever delays a message is told by an error."""
+    """Tell of no outage: a process that only publishes is told by an error."""
 
 
 @dataclass
 class Breakers:
-    """One each for what a store is asked to do; *on_outage* is called when one opens."""
+    """Breakers for all that a store is asked to do; *on_outage* is called when one opens."""
 
     outage_seconds: float
     on_outage: Callable[[Outage], object] = nobody_asked
@@ -59,7 +59,7 @@ class Breakers:
         self.dispatch = Breaker("dispatching what is due", self.outage_seconds)
 
     def give_up_after(self, outage_seconds: float) -> None:
-        """From now on that is too long."""
+        """Take an outage of *outage_seconds* for too long from now on."""
         for breaker in (self.store, self.fetch, self.dispatch):
             breaker.outage_seconds = outage_seconds
 

@@ -14,7 +14,7 @@ from ...urls import without_password
 #: An option of our own in the URL of a SQLite store; in lower case the first is the default.
 SYNCHRONOUS = ("normal", "full")
 
-#: Milliseconds for which somebody else may write to the same SQLite file.
+#: Milliseconds for which another process may write to the same SQLite file.
 _BUSY_MS = 5_000
 
 #: An execution option: SQLite need not lock what is only read.
@@ -37,7 +37,7 @@ def parsed(url: str) -> URL:
 
 
 def same_database(one: str, other: str) -> bool:
-    """Whether both URLs lead to the same database, by whatever driver and user."""
+    """True if both URLs lead to the same database, by whatever driver and user."""
     return _place(parsed(one)) == _place(parsed(other))
 
 
@@ -72,12 +72,12 @@ def engine_of(url: str) -> Engine:
 
 
 def _of_servers(place: URL) -> dict[str, Any]:
-    """What an engine for a server is made with, where that is known."""
+    """Arguments of an engine for a server, where they are known."""
     if place.get_backend_name() not in ("postgresql", "mysql", "mariadb"):
         return {}
-    # Whoever publishes waits no longer than this for a server that does not answer, in seconds.
+    # Seconds that a producer waits for a server that does not answer.
     patience = {} if "connect_timeout" in place.query else {"connect_timeout": 5}
-    # Stricter ones, which somebody may have made a database's default, refuse a dispatcher at the
+    # Stricter ones, which may have been made a database's default, refuse a dispatcher at the
     # end of its transaction what it has put into queues already.
     return {"connect_args": patience, "isolation_level": "READ COMMITTED"}
 
@@ -122,7 +122,7 @@ _TIMES = {
 
 
 def clock_ahead_seconds(connection: Connection) -> float | None:
-    """How far the database's clock is ahead of ours, negative if behind; None: unknown."""
+    """Seconds that the database's clock is ahead of ours, negative if behind; None: unknown."""
     if connection.dialect.name == "sqlite":
         return 0.0  # it has ours
     statement = _TIMES.get(connection.dialect.name)

@@ -10,8 +10,8 @@ from ...errors import NativeDelayError
 from ...settings import DelaySettings
 from ...urls import without_password
 from ..virtual import delays
+from ..virtual.sealing import encoded, sealed
 from ..virtual.status import Status
-from ..virtual.trace import encoded, sealed
 from ..virtual.watching import warn_if_nothing_promotes
 from .store import Store
 
@@ -38,7 +38,7 @@ class Put(NamedTuple):
 class Delays(delays.Delays):
     """Everything delayed delivery does on one channel.
 
-    With a *refusal* nothing is delayed: whoever asks for it is told why.
+    With a *refusal* nothing is delayed: a producer is told why.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Delays(delays.Delays):
 
     @property
     def store(self) -> Store:
-        """What the messages wait in; another one after a fork.
+        """The store that messages wait in; another one after a fork.
 
         Raises:
             SettingsError, UnsupportedBroker: there is none; saying the way out.
@@ -74,7 +74,7 @@ class Delays(delays.Delays):
         self.watch()
 
     def watch(self) -> None:
-        """Something was stored: see now and then to its being dispatched."""
+        """See now and then, after publishing, that something dispatches."""
         warn_if_nothing_promotes(self._place, self._status)
 
     def _status(self) -> Status:
@@ -96,7 +96,7 @@ class Delays(delays.Delays):
 
 
 def id_of(message: dict[str, Any]) -> str:
-    """Under which id people look for *message*."""
+    """The id under which people look for *message*."""
     headers, properties = message.get("headers") or {}, message["properties"]
     found = headers.get("id") or properties.get("correlation_id") or properties["delivery_tag"]
     return str(found)

@@ -1,4 +1,4 @@
-"""Hands over what is due: in every worker, or in a process of its own. No leader.
+"""Dispatches what is due: in every worker, or in a process of its own. No leader.
 
 It asks for the next due time and sleeps until then. What this process adds meanwhile and is due
 sooner wakes it up. What other processes add it sees when it looks again, which matters only to
@@ -14,6 +14,7 @@ from threading import Event
 from time import monotonic, time_ns
 from typing import Any
 
+from ...backoff import Backoff
 from ...errors import NativeDelayError, StoreUnavailable
 from ..aliases import OPTION
 from ..interface import Outage
@@ -34,16 +35,12 @@ SERVER_LOOK_SECONDS = 0.25
 _TAKEN_PAUSE_SECONDS = 0.02
 
 #: For so much of the time that a batch has kept a file locked it is then left to others: SQLite
-#: has who waits look every 0.1 s, and give up after 5 s.
+#: has waiting processes look every 0.1 s, and give up after 5 s.
 _LEFT_TO_OTHERS = 0.25
-
-#: Seconds between attempts to reach what is away.
-FIRST_PAUSE_SECONDS = 0.1
-LONGEST_PAUSE_SECONDS = 5.0
 
 
 class Dispatcher:
-    """See the module's docstring. *promoted* and *parked* count messages so far."""
+    """A loop that dispatches what is due. *promoted* and *parked* count messages so far."""
 
     def __init__(self, store: Store, connect: Callable[..., Any]) -> None:
         """*connect* makes a kombu connection, given its ``transport_options``."""
@@ -57,7 +54,7 @@ class Dispatcher:
         self._alarm = Alarm()
         self._sign = Sign(store.show_dispatching, StoreUnavailable)
         self._sleeps_until_us = 0
-        self._pause_seconds = FIRST_PAUSE_SECONDS
+        self._backoff = Backoff()
 
     @property
     def on_outage(self) -> Callable[[Outage], object]:
@@ -186,7 +183,7 @@ class Dispatcher:
         away_seconds = breaker.succeeded(now=monotonic())
         if away_seconds is not None:
             logger.warning("native delay: %s works again, after %.1f s", breaker.what, away_seconds)
-            self._pause_seconds = FIRST_PAUSE_SECONDS
+            self._backoff.reset()
 
     def _wait_for(self, breaker: Breaker, error: Exception) -> None:
         if self._stopping.is_set():
@@ -195,13 +192,13 @@ class Dispatcher:
         logger.warning(
             "native delay: %s failed, next attempt in %.1f s: %s: %s",
             breaker.what,
-            self._pause_seconds,
+            self._backoff.seconds,
             type(error).__name__,
             error,
             exc_info=None if expected else error,
         )
         self._store.breakers.failed(breaker, error, now=monotonic())
         self._sleeps_until_us = 0
+        pause_seconds = self._backoff.failed()
         if not self._stopping.is_set():
-            self._alarm.wait(self._pause_seconds)
-        self._pause_seconds = min(self._pause_seconds * 2, LONGEST_PAUSE_SECONDS)
+            self._alarm.wait(pause_seconds)

@@ -1,4 +1,7 @@
-"""Putting what is due where kombu would have put it without the delay."""
+"""Handing over: putting what is due where kombu would have put it without the delay.
+
+The dispatcher's last step.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +22,8 @@ from .delays import BROADCAST
 from .store import Store, reason_of
 from .whole_files import is_folder, put_file, put_files
 
-#: Seconds after which a batch ends however much of it is left, for others wait meanwhile: those
-#: who publish, where the store is a file; those messages, where it is a server.
+#: Seconds after which a batch ends however much of it is left, for others wait meanwhile:
+#: producers, where the store is a file; those messages, where it is a server.
 LONGEST_BATCH_SECONDS = 0.25
 
 #: A message that its destination refuses is tried again after 1, 2, 4, … seconds, and parked when
@@ -40,16 +43,16 @@ class HandOver(Protocol):
 
 
 def hand_over_on(channel: Any, store: Store) -> HandOver:
-    """How messages go from *store* to the queues of *channel*, which is kombu's own."""
+    """The way of messages from *store* to the queues of *channel*, which is kombu's own."""
     client = channel.connection.client
     if hasattr(channel, "message_cls") and same_database(client.hostname, store.url):
         return IntoTheSameDatabase(channel)
-    return Put(channel, store)
+    return ThroughKombu(channel, store)
 
 
 @contextmanager
 def handing_over(channel: Any, store: Store) -> Iterator[HandOver]:
-    """The same on a connection of its own, where *channel* is one of ours."""
+    """A way of messages from *store* on a connection of its own, where *channel* is one of ours."""
     # Not clone(): kombu 5.7 cannot clone a connection of a pool.
     information = dict(channel.connection.client._info(resolve=False))
     # kombu's own channel: what is due is not to wait once more.
@@ -58,8 +61,8 @@ def handing_over(channel: Any, store: Store) -> Iterator[HandOver]:
         yield hand_over_on(connection.default_channel, store)
 
 
-class Put:
-    """Through kombu's own channel: put first and remove after, so at least once.
+class ThroughKombu:
+    """Handing over through kombu's own channel: put first and remove after, so at least once.
 
     What a store keeps although it was put, because its disk is full, this process puts once only.
     """
@@ -112,7 +115,7 @@ class Put:
 
 
 class IntoTheSameDatabase:
-    """Into the tables of kombu's sqlalchemy transport: one transaction, so exactly once."""
+    """Handing over into kombu's tables in the same database: one transaction, so exactly once."""
 
     def __init__(self, channel: Any) -> None:
         channel.session  # noqa: B018  has kombu create its tables
@@ -133,7 +136,7 @@ class IntoTheSameDatabase:
         return None
 
     def _one_by_one(self, batch: Batch, *, park: bool) -> None:
-        """One of them is refused: the others must not wait for it."""
+        """Insert each by itself: one is refused, and the others must not wait for it."""
         for message in batch.messages:
             self._ids.clear()
             try:

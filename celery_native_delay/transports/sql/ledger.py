@@ -1,13 +1,11 @@
-"""What waits in a store, seen and changed in place: the store itself is the ledger.
+"""The ledger of a store, which is the store itself: what waits is seen and changed in place.
 
-A row's lock decides between a change and the dispatcher: who comes second finds it gone, or due
-at another time. A task that is cancelled is due at once, with a mark that has its worker announce
-it instead of running it; so a real worker tells the result backend, the chord and the monitors.
+A row's lock decides between a change and the dispatcher: the second finds it gone, or due at
+another time.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
@@ -15,19 +13,17 @@ from itertools import islice, pairwise
 from time import time_ns
 from typing import Any
 
-from ...due_time import eta_of, milliseconds_up
-from ...errors import CannotDelay, LedgerUnavailable, StoreUnavailable, TopologyMismatch
+from ...errors import LedgerUnavailable, StoreUnavailable, TopologyMismatch
 from ...ledger.looking import is_itself_in_json
 from ...ledger.model import ALL, Outcome, Page, Query, Verdict, Waiting, ids_by_page
-from ...message import CANCELLED, HEADER
-from ..virtual.trace import encoded, sealed, unsealed
+from ..virtual.ledger import changed, waiting_of
 from .handover import HandOver, handing_over
 from .rows import Row, Rows
 from .store import Store
 
 
 class StoreLedger:
-    """On one channel; see :class:`~celery_native_delay.ledger.model.Ledger`."""
+    """A :class:`~celery_native_delay.ledger.model.Ledger` on one channel."""
 
     def __init__(self, channel: Any) -> None:
         self._channel = channel
@@ -114,7 +110,7 @@ class StoreLedger:
         return Outcome(task_id, Verdict.DONE, None if cancelled else new_due_us, tuple(done))
 
     def _dispatch(self) -> None:
-        """Where nobody dispatches now, what is due would still be counted among what waits."""
+        """Dispatch a batch: without a dispatcher what is due would be counted among what waits."""
         lost = self._channel.connection.client.connection_errors
         with suppress(OSError, *lost):  # then a worker will, when the broker is back
             hand_over = self._hand_over
@@ -135,38 +131,12 @@ def _explained() -> Iterator[None]:
 
 
 def _replace(rows: Rows, row: Row, due_us: int, *, cancelled: bool) -> None:
-    message = json.loads(row.envelope)
-    headers = dict(message.get("headers") or {})
-    if "task" not in headers:
-        if cancelled:  # nobody would know what the mark means, and there is no result
-            rows.remove(row)
-            return
-        raise CannotDelay(
-            "expected a task of protocol 2, whose ETA is in its headers: only such can be "
-            "rescheduled, others can be cancelled"
-        )
-    headers["eta"] = eta_of(due_us)
-    new = sealed(
-        {**message, "headers": headers}, due_ms=milliseconds_up(due_us), cancelled=cancelled
-    )
-    rows.replace(row, encoded(new), due_us)
+    new = changed(row.envelope, due_us, cancelled=cancelled)
+    if new is None:
+        rows.remove(row)
+    else:
+        rows.replace(row, new, due_us)
 
 
 def _decoded(row: Row) -> Waiting | None:
-    """None for what is on its way to be announced as cancelled."""
-    message = json.loads(row.envelope)
-    headers, properties = message.get("headers") or {}, message["properties"]
-    trace = headers.get(HEADER) or {}
-    if trace.get(CANCELLED):
-        return None
-    info = properties.get("delivery_info") or {}
-    opened, _ = unsealed(headers, properties)
-    return Waiting.of(
-        opened,
-        properties,
-        queue=row.queue,
-        exchange=info.get("exchange") or "",
-        routing_key=info.get("routing_key") or "",
-        due_us=row.due_us or trace.get("due", 0) * 1000,
-        delivery_id=str(properties.get("delivery_tag")),
-    )
+    return waiting_of(row.envelope, queue=row.queue, due_us=row.due_us)

@@ -14,13 +14,13 @@ from ...errors import StoreUnavailable
 from ..lasting import is_lasting_sql
 from ..virtual.collecting import Collecting, PlainPut
 from ..virtual.outbox import Batch, CallingOutbox, NotTaken
+from .batch_numbers import NumberedBatches
 from .delays import BROADCAST, Put
-from .lines import Line
 from .store import is_about_a_row
 
 
-class CollectingChannel(Collecting):
-    """Mixed in before one of ours."""
+class StoreCollecting(Collecting):
+    """Collects messages as they are stored."""
 
     def put_for(self: Any, queue: str, message: dict[str, Any]) -> Put | PlainPut:
         due_us = self.due_of(message)
@@ -35,30 +35,27 @@ class CollectingChannel(Collecting):
 
 
 class Outbox(CallingOutbox[Put | PlainPut]):
-    """See the module's docstring. What does not wait goes to the broker as ever."""
+    """Many messages into a store, a hundred in a transaction; others go to the broker as ever."""
+
+    collecting = StoreCollecting
 
     def __init__(self, client: Any, window: int) -> None:
         super().__init__(client, window)
         self.lost = (*self.lost, StoreUnavailable, *client.recoverable_connection_errors)
-        self._line: Line | None = None
+        self._batches: NumberedBatches | None = None
         #: Of the last batch that is stored.
         self._number = 0
 
     def is_lasting(self, error: BaseException) -> bool:
-        """See :meth:`~..virtual.outbox.Outbox.is_lasting`; of the broker and of the store."""
+        """True also for what the database of the broker or the store will never take."""
         return is_lasting_sql(error) or super().is_lasting(error)
 
-    def _open(self, client: Any) -> Collecting:
-        transport = client.transport
-        plain = transport.delaying_channel
-        channel: Any = type("BulkChannel", (CollectingChannel, plain), {})(client.connection)
-        client.connection.channels.append(channel)
+    def _prepare(self, channel: Any) -> None:
         channel.delays.store.prepare()
-        if self._line is None:
-            line = Line(channel.delays.store)
-            line.open()
-            self._line = line
-        return channel  # type: ignore[no-any-return]
+        if self._batches is None:
+            batches = NumberedBatches(channel.delays.store)
+            batches.open()
+            self._batches = batches
 
     def _packed(self, puts: list[Put | PlainPut]) -> Iterable[Batch[Put | PlainPut]]:
         waiting = [put for put in puts if isinstance(put, Put)]
@@ -77,9 +74,9 @@ class Outbox(CallingOutbox[Put | PlainPut]):
                 waiting.append(put)
         if not waiting:
             return
-        assert self._line is not None
+        assert self._batches is not None
         try:
-            self._line.store(self._number + 1, waiting)
+            self._batches.store(self._number + 1, waiting)
         except StoreUnavailable as error:
             if is_about_a_row(error):
                 raise NotTaken(str(error)) from error
@@ -87,14 +84,6 @@ class Outbox(CallingOutbox[Put | PlainPut]):
         self._number += 1
         self.channel.delays.watch()
 
-    def _put_plainly(self, put: PlainPut) -> None:
-        try:
-            self.channel.put_plainly(put)
-        except self.lost:
-            raise
-        except Exception as error:  # whatever a transport raises
-            raise NotTaken(f"{type(error).__name__}: {error}") from error
-
     def _forget(self) -> None:
-        if self._line is not None:
-            self._line.close()
+        if self._batches is not None:
+            self._batches.close()

@@ -11,7 +11,7 @@ from sqlalchemy import Connection, delete, func, or_, select, update
 
 from .schema import MESSAGES
 
-#: Rows that are read at a time by who looks for some of them.
+#: Rows that a search reads at a time.
 _CHUNK = 1000
 
 _ROW = MESSAGES.c

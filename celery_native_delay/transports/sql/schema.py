@@ -37,7 +37,7 @@ MESSAGES = Table(
     Column("due_us", BigInteger),
     # Where kombu puts it; '' for a broadcast, whose exchange stands in the envelope.
     Column("queue", Text, nullable=False),
-    # kombu's message as JSON, with the trace of its wait.
+    # kombu's message as JSON, with our header.
     # MySQL's TEXT ends at 64 kB.
     Column("envelope", Text().with_variant(LONGTEXT(), "mysql", "mariadb"), nullable=False),
     # To be found by; MySQL indexes no longer text.
@@ -49,7 +49,8 @@ MESSAGES = Table(
     Index("native_delay_message_task", "namespace", "task_id"),
 )
 
-#: Who stores many messages, and the number of the last batch that is there.
+#: One row for each outbox: the number of the last batch that is there. And one for each sign
+#: that something dispatches.
 LINES = Table(
     "native_delay_line",
     METADATA,

@@ -1,6 +1,6 @@
 """The sign that something dispatches from a store: a row whose time is renewed.
 
-It stands in the table of the lines, whose rows that nobody renews are removed after a day.
+It stands in the table of the numbered batches, whose rows are removed a day after the last change.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def show(connection: Connection, namespace: str) -> None:
 
 
 def is_shown(connection: Connection, namespace: str) -> bool:
-    """Whether a dispatcher has shown itself lately."""
+    """True if a dispatcher has shown itself lately."""
     shown_us = connection.execute(_FIND, {"this": _name_of(namespace)}).scalar()
     return (
         shown_us is not None and abs(time_ns() // 1000 - int(shown_us)) < SHOWN_SECONDS * 1_000_000
@@ -35,5 +35,5 @@ def is_shown(connection: Connection, namespace: str) -> bool:
 
 
 def _name_of(namespace: str) -> str:
-    # The name of a line has 32 characters, a namespace may have 64.
+    # The name of a row has 32 characters, a namespace may have 64.
     return "dispatching." + blake2b(namespace.encode(), digest_size=9).hexdigest()

@@ -8,10 +8,8 @@ SQLite locks the file while a batch is handed over.
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
@@ -31,6 +29,8 @@ from sqlalchemy import (
 
 from ...errors import StoreUnavailable, TopologyMismatch
 from ...urls import without_password
+from ..per_process import PerProcess
+from ..virtual.status import Census
 from .batch import DUE, PARKED, Batch
 from .breakers import Breakers
 from .database import READS, clock_ahead_seconds, engine_of
@@ -50,37 +50,14 @@ _NEXT = select(func.min(_ROW.due_us)).where(_MINE)
 _CHANGE_NOTHING = delete(MESSAGES).where(_ROW.id < 0)
 
 
-@dataclass(frozen=True)
-class Census:
-    """What lies in the store: numbers of messages, microseconds until the first is due.
-
-    Below 0 since it was; None if nothing waits. *promoting*: a dispatcher has shown itself lately.
-    """
-
-    waiting: int
-    parked: int
-    overdue: int
-    until_first_us: int | None
-    promoting: bool
-
-
-_stores: dict[tuple[str, str], Store] = {}
-
-# A child must not use its parent's connections, nor close them, as forgetting them would.
+#: Of its parent: a child must not close their connections, as forgetting them would.
 _inherited: list[Store] = []
 
-
-def _inherit() -> None:
-    _inherited.extend(_stores.values())
-    _stores.clear()
-
-
-if hasattr(os, "register_at_fork"):  # not on Windows
-    os.register_at_fork(after_in_child=_inherit)
+_stores: PerProcess[tuple[str, str], Store] = PerProcess(_inherited.append)
 
 
 class Store:
-    """See the module's docstring. Every method that asks the database raises StoreUnavailable."""
+    """A table of waiting messages. Methods that ask the database raise StoreUnavailable."""
 
     def __init__(self, url: str, namespace: str) -> None:
         self.shown_url = without_password(url)
@@ -98,25 +75,27 @@ class Store:
     @classmethod
     def of(cls, url: str, namespace: str) -> Store:
         """The one of this process."""
-        store = _stores.get((url, namespace))
-        if store is None:
-            store = _stores.setdefault((url, namespace), cls(url, namespace))
-            if store.is_file and not Path(store.path).is_absolute():
-                logger.warning(
-                    "native delay: %s is another file for each folder that a process starts in: "
-                    "name it with four slashes, as in sqlite:////var/lib/shop/delays.db",
-                    store.shown_url,
-                )
+        return _stores.get((url, namespace), lambda: cls._made(url, namespace))
+
+    @classmethod
+    def _made(cls, url: str, namespace: str) -> Store:
+        store = cls(url, namespace)
+        if store.is_file and not Path(store.path).is_absolute():
+            logger.warning(
+                "native delay: %s is another file for each folder that a process starts in: "
+                "name it with four slashes, as in sqlite:////var/lib/shop/delays.db",
+                store.shown_url,
+            )
         return store
 
     @property
     def is_file(self) -> bool:
-        """Whether it is SQLite's: local, and quick to ask."""
+        """True if it is SQLite's: local, and quick to ask."""
         return self.engine.dialect.name == "sqlite"
 
     @property
     def path(self) -> str:
-        """Of SQLite's file."""
+        """The path of SQLite's file."""
         return (self.engine.url.database or "").removeprefix("file:")
 
     # --- the tables ----------------------------------------------------------------------
@@ -138,18 +117,18 @@ class Store:
                 self._is_ready = True
 
     def is_made(self) -> bool:
-        """Whether the tables are there, so that :meth:`prepare` would make none."""
+        """True if the tables are there, so that :meth:`prepare` would make none."""
         if self.is_file and not Path(self.path).exists():
             return False  # looking would make the file
         with self._explained():
             return self._has_tables()
 
     def try_to_write(self) -> None:
-        """Change nothing, as who may write."""
+        """Change nothing, which only a user who may write can do."""
         self.change(lambda connection: connection.execute(_CHANGE_NOTHING))
 
     def clock_ahead_seconds(self) -> float | None:
-        """How far the database's clock is ahead of ours, negative if behind; None: unknown."""
+        """Seconds that the database's clock is ahead of ours, negative if behind; None: unknown."""
         with self._explained(), self._reading() as connection:
             return clock_ahead_seconds(connection)
 
@@ -159,7 +138,7 @@ class Store:
             return all(found.has_table(table.name) for table in METADATA.sorted_tables)
 
     def _create(self) -> None:
-        # Where somebody else creates them as well, "if it is not there" is no promise.
+        # Where another process creates them as well, "if it is not there" is no promise.
         for last_try in (False, True):
             try:
                 with self.engine.begin() as connection:
@@ -203,7 +182,7 @@ class Store:
 
     @contextmanager
     def noticed(self) -> Iterator[None]:
-        """Whether the store is there, as those see it who add to it."""
+        """A block that adds to the store, and tells the breaker whether that works."""
         try:
             yield
         except StoreUnavailable as error:
@@ -247,7 +226,7 @@ class Store:
     # --- out -----------------------------------------------------------------------------
 
     def next_due_us(self) -> int | None:
-        """When the first message is due, microseconds since the epoch; None if nothing waits."""
+        """Due time of the first message, microseconds since the epoch; None if nothing waits."""
         with self._explained(), self._reading() as connection:
             due_us = connection.execute(_NEXT, {"mine": self.namespace}).scalar()
         return None if due_us is None else int(due_us)
@@ -264,7 +243,7 @@ class Store:
 
     @contextmanager
     def taking_parked(self, *, after_id: int) -> Iterator[Batch]:
-        """The same for what is parked, in the order of ids."""
+        """A batch of what is parked, in the order of ids, as :meth:`taking` has it."""
         with self._batch(PARKED, {"mine": self.namespace, "after": after_id}) as batch:
             yield batch
 
@@ -299,7 +278,7 @@ class Store:
         return Census(int(waiting), parked, int(overdue or 0), until_first_us, promoting)
 
     def look_for_dispatcher(self) -> Census:
-        """The same without counting, which takes long where much waits: *overdue* is 1 or 0."""
+        """A census without counting, which takes long where much waits: *overdue* is 1 or 0."""
         due_us = self.next_due_us()
         with self._explained(), self._reading() as connection:
             promoting = is_shown(connection, self.namespace)
@@ -309,13 +288,13 @@ class Store:
 
     @contextmanager
     def rows(self, *, to_change: bool = False) -> Iterator[Rows]:
-        """All that is there, one by one; locked when it is looked at *to_change* it."""
+        """Rows of all messages; locked when they are looked at *to_change* them."""
         connected = self.engine.begin() if to_change else self._reading()
         with self._explained(), connected as connection:
             yield Rows(connection, self.namespace, to_change=to_change)
 
     def count_parked(self) -> int:
-        """How many are parked."""
+        """The number of parked messages."""
         statement = select(func.count()).select_from(MESSAGES).where(_MINE, _ROW.due_us.is_(None))
         with self._explained(), self._reading() as connection:
             return int(connection.execute(statement, {"mine": self.namespace}).scalar() or 0)
@@ -366,7 +345,7 @@ class Store:
     def _explained(self) -> Iterator[None]:
         try:
             yield
-        # Who begins a transaction for SQLite asks the driver itself.
+        # A transaction of SQLite's is begun by the driver itself.
         except (exc.SQLAlchemyError, self.engine.dialect.loaded_dbapi.Error) as error:
             raise StoreUnavailable(self._in_words(error)) from error
 
@@ -375,11 +354,11 @@ class Store:
 
 
 def is_about_a_row(error: StoreUnavailable) -> bool:
-    """Whether the database does not like what it was given, and would take something else."""
+    """True if the database refuses what it was given, and would take something else."""
     return isinstance(error.__cause__, exc.DataError | exc.IntegrityError)
 
 
 def reason_of(error: BaseException) -> str:
-    """What the driver said, in one line."""
+    """The driver's own words, in one line."""
     said = str(getattr(error, "orig", None) or error).strip()
     return said.splitlines()[0] if said else type(error).__name__

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class StoreDelayingChannel(DelayingChannel):
-    """What our channels do differently from kombu's; mixed in before them."""
+    """A channel whose messages can wait in a store; mixed in before kombu's."""
 
     own_store: str | None = None
     """URL of the database that the broker itself is, if it is one."""
@@ -56,21 +56,21 @@ class StoreDelayingChannel(DelayingChannel):
         return Delays(settings, url, refusal=refusal)
 
     def worker_part(self, settings: DelaySettings) -> StoreWorkerPart:
-        """What a worker does for the store."""
+        """The worker's part."""
         _require_sqlalchemy()
         from .worker_part import StoreWorkerPart
 
         return StoreWorkerPart(self, settings)
 
     def admin_part(self, settings: DelaySettings) -> StoreAdminPart:
-        """What the command line does with the store."""
+        """The command line's part."""
         _require_sqlalchemy()
         from .admin_part import StoreAdminPart
 
         return StoreAdminPart(self)
 
     def ledger(self, settings: DelaySettings) -> StoreLedger:
-        """What waits in the store."""
+        """The ledger, which is the store itself."""
         _require_sqlalchemy()
         from .ledger import StoreLedger
 
@@ -83,7 +83,7 @@ class StoreDelayingChannel(DelayingChannel):
     def _put_fanout(
         self, exchange: str, message: dict[str, Any], routing_key: str, **kwargs: Any
     ) -> Any:
-        """Broadcast; when it is due, to whoever listens then, as without the delay."""
+        """Broadcast; when it is due, to all consumers that listen then, as without the delay."""
         due_us = self.due_of(message)
         if due_us is None:
             return super()._put_fanout(exchange, message, routing_key, **kwargs)  # type: ignore[misc]
@@ -91,7 +91,7 @@ class StoreDelayingChannel(DelayingChannel):
 
 
 def _require_sqlalchemy() -> None:
-    """What stands beside this module needs it.
+    """Make sure that SQLAlchemy is there, which the modules beside this one need.
 
     Raises:
         UnsupportedBroker: it is not installed, or too old.
@@ -106,7 +106,7 @@ def _require_sqlalchemy() -> None:
 
 
 class _Refusing:
-    """Delays where nothing can be delayed; whoever asks for one is told why."""
+    """Delays where nothing can be delayed; a producer is told why."""
 
     def __init__(self, refusal: NativeDelayError) -> None:
         self._refusal = refusal
@@ -116,20 +116,20 @@ class _Refusing:
 
 
 class StoreDelayingTransport(DelayingTransport):
-    """What our transports do differently from kombu's; mixed in before them."""
+    """A transport whose messages can wait in a store; mixed in before kombu's."""
 
     def __init__(self, client: Any, **kwargs: Any) -> None:
         super().__init__(client, **kwargs)  # type: ignore[call-arg]
         if self.delaying:
-            with suppress(UnsupportedBroker):  # told to whoever delays a message
+            with suppress(UnsupportedBroker):  # told to a producer that delays a message
                 _require_sqlalchemy()  # it takes a second, on a busy machine
 
     def waits_in(self: Any, settings: DelaySettings) -> str:
-        """Where delayed messages wait; needs no connection."""
+        """The place where delayed messages wait; needs no connection."""
         return f"{settings.namespace} of {without_password(self._store_url(settings))}"
 
     def bulk_line(self: Any, *, window: int) -> BulkLine:
-        """A way of their own for many messages; the connection itself is not touched."""
+        """A line for many messages; the connection itself is not touched."""
         _require_sqlalchemy()
         from ..virtual.bulk_line import BulkLine
         from .outbox import Outbox
@@ -141,7 +141,7 @@ class StoreDelayingTransport(DelayingTransport):
 
 
 class FolderChannel(StoreDelayingChannel):
-    """On kombu's filesystem transport: whoever consumes finds complete files only."""
+    """A channel of kombu's filesystem transport: a consumer finds complete files only."""
 
     def _put(self, queue: str, message: dict[str, Any], **kwargs: Any) -> Any:
         if self.due_of(message) is not None:
@@ -153,7 +153,7 @@ class FolderChannel(StoreDelayingChannel):
 
 
 class DatabaseChannel(StoreDelayingChannel):
-    """On kombu's sqlalchemy transport, whose database is the store if no other is named."""
+    """A channel of kombu's sqlalchemy transport: its database is the store if none is named."""
 
     @property
     def own_store(self: Any) -> str:  # type: ignore[override]

@@ -21,7 +21,7 @@ _BY_NAME = (errno.ENOENT, errno.ENOTDIR, errno.EINVAL, errno.ENAMETOOLONG)
 
 
 def is_folder(channel: Any) -> bool:
-    """Whether *channel* puts messages into files."""
+    """True if *channel* puts messages into files."""
     return hasattr(channel, "data_folder_out")
 
 
@@ -48,6 +48,6 @@ def put_file(channel: Any, queue: str, envelope: str) -> None:
 
 
 def put_files(channel: Any, exchange: str, envelope: str) -> None:
-    """The same for every queue that is bound to a fanout exchange now."""
+    """Put a message for every queue that is bound to a fanout exchange now."""
     for bound in channel.get_table(exchange):
         put_file(channel, bound.queue, envelope)

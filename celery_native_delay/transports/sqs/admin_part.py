@@ -1,4 +1,4 @@
-"""What the command line does on SQS."""
+"""The command line's part on SQS."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _DELAYED = "ApproximateNumberOfMessagesDelayed"
 
 @dataclass(frozen=True)
 class Declared:
-    """Delay queues that are there now, and those that nobody makes."""
+    """Delay queues that are there now, and those that are not made."""
 
     queues: list[str]
     lacking: list[str]
@@ -50,7 +50,7 @@ class QueueStatus:
     """About how many messages wait for one destination.
 
     *here* in the destination itself, for less than a hop; *on_the_way* in its delay queue, None
-    where there is none; *overdue* there without anybody who takes them.
+    where there is none; *overdue* there, without a relay that takes them.
     """
 
     queue: str
@@ -61,7 +61,7 @@ class QueueStatus:
 
 @dataclass(frozen=True)
 class Status:
-    """What waits in SQS; when the first is due nobody can know, and nothing is parked."""
+    """Numbers of what waits in SQS, which tells no due time; nothing is parked."""
 
     name: str
     queues: list[QueueStatus]
@@ -84,8 +84,8 @@ class Status:
             for each in self.queues
         ]
         overdue = [
-            f"{each.queue}: about {each.overdue} message(s) have done their wait and nobody takes "
-            f"them from its delay queue: {_RELAY}"
+            f"{each.queue}: about {each.overdue} message(s) have done their wait and no relay "
+            f"takes them from its delay queue: {_RELAY}"
             for each in self.queues
             if each.overdue
         ]
@@ -99,9 +99,9 @@ class Status:
 
 
 class SqsAdminPart:
-    """On one channel; see :class:`~celery_native_delay.transports.interface.AdminPart`.
+    """An :class:`~celery_native_delay.transports.interface.AdminPart` on one channel.
 
-    Only the queues that are served: others of the same account belong to somebody else.
+    Only of the queues that are served: others of the same account belong to other apps.
     """
 
     parking = "none: what cannot be delivered is tried again from its delay queue"
@@ -113,7 +113,7 @@ class SqsAdminPart:
         self.name = "the delay queues of this app"
 
     def serve(self, queues: Sequence[str]) -> None:
-        """See :class:`~celery_native_delay.transports.interface.ServesQueues`."""
+        """Look after *queues*, those of the app."""
         self._queues = [queue for queue in queues if can_delay(queue)]
         self.name = ", ".join(name for _, name in self._named())
 
@@ -174,7 +174,7 @@ class SqsAdminPart:
         return Status(self.name, [self._status(queue) for queue in self._queues])
 
     def backlog(self) -> Backlog:
-        """The same as one number; when the first is due nobody can know."""
+        """The number of what waits; SQS tells no due time."""
         return Backlog(self.status().waiting, 0)
 
     def purge(self) -> int:
@@ -215,7 +215,7 @@ class SqsAdminPart:
         return Finding.of_sentence("delay queues", WRONG, f"{name}: {why}")
 
     def _attributes(self, queue: str) -> dict[str, str] | None:
-        """Of its delay queue; None if there is none."""
+        """Attributes of its delay queue; None if there is none."""
         return self._asked(delay_queue_of(queue))
 
     def _status(self, queue: str) -> QueueStatus:

@@ -33,22 +33,22 @@ ASKED = [*_COUNTS, _SIZE, *_FIFO_ONLY, "DelaySeconds", "MessageRetentionPeriod",
 
 
 def asked_of(name: str) -> list[str]:
-    """The same of any queue; SQS refuses to be asked for what only FIFO queues have."""
+    """Attributes that any queue is asked for; SQS refuses those that only FIFO queues have."""
     return ASKED if name.endswith(FIFO) else [*_COUNTS, _SIZE]
 
 
 def delay_queue_of(queue: str) -> str:
-    """Where messages for *queue* wait for longer than a hop; the name as kombu would be given."""
+    """The queue in which messages for *queue* wait for longer than a hop; its name in kombu."""
     return f"{queue}{_SUFFIX}"
 
 
 def can_delay(queue: str) -> bool:
-    """Whether messages for *queue* can wait in SQS: FIFO queues take no delay per message."""
+    """True if messages for *queue* can wait in SQS: FIFO queues take no delay per message."""
     return not queue.endswith(FIFO)
 
 
 def why_not_made(name: str) -> str:
-    """Why nobody makes the delay queue *name*, and the way out."""
+    """The reason why the delay queue *name* is not made, and the way out."""
     if len(name) > LONGEST_NAME:
         return (
             f"has {len(name)} characters and SQS takes {LONGEST_NAME}: shorten the name of its "
@@ -75,7 +75,7 @@ def attributes_of(hop_seconds: int, user: Mapping[str, Any]) -> dict[str, str]:
 
 
 def mismatches(name: str, attributes: Mapping[str, str], *, hop_seconds: int) -> list[Finding]:
-    """What is wrong with a delay queue."""
+    """Faults of a delay queue."""
     expected = {"DelaySeconds": hop_seconds, "MessageRetentionPeriod": RETENTION_SECONDS}
     found = []
     for attribute, value in expected.items():
@@ -96,7 +96,7 @@ def mismatches(name: str, attributes: Mapping[str, str], *, hop_seconds: int) ->
 
 
 def advice(name: str, attributes: Mapping[str, str]) -> list[Finding]:
-    """What would be better."""
+    """Advice about a delay queue that works."""
     if attributes.get("FifoThroughputLimit") == "perMessageGroupId":
         return []
     way = "DeduplicationScope=messageGroup,FifoThroughputLimit=perMessageGroupId"
@@ -104,17 +104,19 @@ def advice(name: str, attributes: Mapping[str, str]) -> list[Finding]:
 
 
 def most_bytes_of(attributes: Mapping[str, str]) -> int:
-    """How large a message a queue takes."""
+    """Bytes of the largest message that a queue takes."""
     return int(attributes.get(_SIZE) or MOST_BYTES)
 
 
 def waiting_in(attributes: Mapping[str, str]) -> int:
-    """How many messages are in a delay queue, about."""
+    """The number of messages in a delay queue, about."""
     return sum(int(attributes.get(name) or 0) for name in _COUNTS)
 
 
 def overdue_in(attributes: Mapping[str, str]) -> int:
-    """How many a relay should have taken, if none seems to run: some lie there, none is in flight.
+    """The number of messages that a relay should have taken, if none seems to run.
+
+    Then some lie there, and none is in flight.
 
     A relay that runs holds what it has taken for a moment, and leaves nothing lying.
     """

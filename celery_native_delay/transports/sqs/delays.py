@@ -15,7 +15,7 @@ from ...errors import CannotDelay, NativeDelayError, NotPermitted, TopologyMisma
 from ...message import HEADER
 from ...settings import DelaySettings
 from ..virtual import delays
-from ..virtual.trace import sealed
+from ..virtual.sealing import sealed
 from .delay_queue import (
     LONGEST_NAME,
     can_delay,
@@ -25,7 +25,7 @@ from .delay_queue import (
     overdue_in,
     why_not_made,
 )
-from .entry import MOST_BYTES, Entry, Parcel, Put, check_size
+from .entry import MOST_BYTES, Entry, Payload, Put, check_size
 from .hops import seconds_up
 from .queues import Queues, explained, is_gone
 
@@ -33,9 +33,9 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-#: Seconds until a delay queue is looked at again: one request each, by whoever sends into it.
+#: Seconds until a delay queue is looked at again: one request of each producer.
 LOOK_SECONDS = 600.0
-#: The same while there is none.
+#: Seconds until it is looked for again while there is none.
 LOOK_FOR_SECONDS = 60.0
 
 
@@ -50,7 +50,7 @@ class Look(NamedTuple):
 class Delays(delays.Delays):
     """Everything delayed delivery does on one SQS channel.
 
-    With a *refusal* nothing is delayed: whoever asks for it is told why.
+    With a *refusal* nothing is delayed: a producer is told why.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class Delays(delays.Delays):
             DelayTooLong, SettingsError, TopologyMismatch, NotPermitted: nothing was sent; the
                 text says why and the way out.
         """
-        put = self.sealed(queue, message, due_us=due_us, delivery_id=delivery_id)
+        put = self.put_of(queue, message, due_us=due_us, delivery_id=delivery_id)
         if entry_id is not None:
             put = put._replace(id=entry_id)
         now_us = time_ns() // 1000
@@ -96,9 +96,9 @@ class Delays(delays.Delays):
         if not self.is_far(put, now_us=now_us) or not self._send_into_delay_queue(
             queue, put.entry(now_us=now_us)
         ):
-            self._send(queue, put.parcel, self.seconds_here(put, now_us=now_us))
+            self._send(queue, put.payload, self.seconds_here(put, now_us=now_us))
 
-    def sealed(
+    def put_of(
         self,
         queue: str,
         message: dict[str, Any],
@@ -119,7 +119,7 @@ class Delays(delays.Delays):
         # SQS puts a receipt where other brokers leave the delivery tag.
         told["headers"][HEADER]["id"] = delivery_id
         base64 = self._channel.sqs_base64_encoding
-        return Put(queue, due_us, delivery_id, Parcel.of(told, base64=base64), base64)
+        return Put(queue, due_us, delivery_id, Payload.of(told, base64=base64), base64)
 
     def check_size(self, put: Put, *, now_us: int) -> None:
         """Refuse what is too large for SQS, or for its destination.
@@ -129,33 +129,33 @@ class Delays(delays.Delays):
             TopologyMismatch, NotPermitted: of its delay queue, if it is due later.
         """
         if not self.is_far(put, now_us=now_us):
-            check_size(put.parcel.size_bytes, queue=put.queue)
+            check_size(put.payload.size_bytes, queue=put.queue)
             return
         check_size(put.entry(now_us=now_us).size_bytes, queue=put.queue)
-        # At the end of its wait nobody could be told.
+        # At the end of its wait no producer could be told.
         most_bytes = self.usable(put.queue).most_bytes
-        check_size(put.parcel.size_bytes, queue=put.queue, most_bytes=most_bytes)
+        check_size(put.payload.size_bytes, queue=put.queue, most_bytes=most_bytes)
 
     def is_far(self, put: Put, *, now_us: int) -> bool:
-        """Whether it is due later than a single wait ends."""
+        """True if it is due later than a single wait ends."""
         return seconds_up(milliseconds_up(put.due_us - now_us)) > self.hop_seconds
 
     def seconds_here(self, put: Put, *, now_us: int) -> int:
-        """How long it is to wait in its own queue."""
+        """Seconds that it is to wait in its own queue."""
         return min(seconds_up(milliseconds_up(put.due_us - now_us)), self.hop_seconds)
 
-    def _send(self, queue: str, parcel: Parcel, delay_seconds: int) -> None:
+    def _send(self, queue: str, payload: Payload, delay_seconds: int) -> None:
         def send() -> None:
             url = self.queues.url(queue)
             with explained(self.queues.name(queue), "sqs:SendMessage"):
                 self.queues.client(queue).send_message(
-                    QueueUrl=url, DelaySeconds=delay_seconds, **parcel.arguments()
+                    QueueUrl=url, DelaySeconds=delay_seconds, **payload.arguments()
                 )
 
         self._anew_if_gone(queue, send)
 
     def _send_into_delay_queue(self, queue: str, entry: Entry) -> bool:
-        """False if there is none, or none any more."""
+        """Send into the delay queue; False if there is none, or none any more."""
         name = delay_queue_of(queue)
         for _ in range(2):
             url = self.usable(queue).url
@@ -184,10 +184,10 @@ class Delays(delays.Delays):
             return send()
 
     def usable(self, queue: str) -> Look:
-        """Where the delay queue of *queue* is, looked at now and then.
+        """A look at the delay queue of *queue*, which is renewed now and then.
 
-        What can be known of the receiver: whether anybody has set up its delay queue, and whether
-        messages lie there that a relay would have taken.
+        It tells what can be known of the receiver: whether a worker has set up its delay queue,
+        and whether messages lie there that a relay would have taken.
 
         Raises:
             TopologyMismatch: messages would not wait there as they should.
@@ -220,9 +220,9 @@ class Delays(delays.Delays):
         overdue = overdue_in(attributes)
         if overdue:
             logger.warning(
-                "native delay: %s: about %d message(s) have done their wait and nobody takes them: "
-                "no relay seems to run; start an installed worker for %r or `celery -A PROJ delay "
-                "relay`. SQS keeps them for 14 days",
+                "native delay: %s: about %d message(s) have done their wait and no relay takes "
+                "them: start an installed worker for %r or `celery -A PROJ delay relay`. "
+                "SQS keeps them for 14 days",
                 name,
                 overdue,
                 queue,

@@ -1,4 +1,4 @@
-"""What SQS is given: a message as kombu would send it, and the entry of one that waits. Pure.
+"""Messages as SQS is given them: as kombu would send one, and the entry of one that waits. Pure.
 
 A delay queue is read by relays alone. An entry is one line of JSON that says where the message is
 on its way, a newline, and the body that the destination will get: no hop reads or writes it anew.
@@ -15,7 +15,7 @@ from kombu.utils.json import dumps, loads
 
 from ...due_time import milliseconds_up
 from ...errors import CannotDelay
-from ..virtual.trace import encoded
+from ..virtual.sealing import encoded
 from .hops import BATCH
 
 T = TypeVar("T")
@@ -34,7 +34,7 @@ _ATTRIBUTES = "message_attributes"
 
 
 @dataclass(frozen=True)
-class Parcel:
+class Payload:
     """A message as ``send_message`` takes it; *group_id* is for fair queues."""
 
     body: str
@@ -50,12 +50,12 @@ class Parcel:
         return cls("", attributes, properties.get("MessageGroupId")).holding(text, base64=base64)
 
     def holding(self, text: str, *, base64: bool) -> Self:
-        """The same with another message's JSON."""
+        """This payload with another message's JSON."""
         return replace(self, body=b64encode(text.encode()).decode() if base64 else text)
 
     @property
     def size_bytes(self) -> int:
-        """What SQS counts."""
+        """Bytes as SQS counts them."""
         return len(self.body.encode()) + sum(
             len(name.encode()) + sum(len(_bytes(part)) for part in value.values())
             for name, value in self.attributes.items()
@@ -82,31 +82,31 @@ class Entry:
     id: str
     left_ms: int
     due_ms: int
-    parcel: Parcel
+    payload: Payload
     hop: int = 0
 
     def again(self, left_ms: int) -> Entry:
-        """The same on its next hop."""
+        """This entry on its next hop."""
         return replace(self, left_ms=left_ms, hop=self.hop + 1)
 
     def text(self) -> str:
         """The body in the delay queue."""
-        parcel = asdict(self.parcel)
-        body = parcel.pop("body")
+        payload = asdict(self.payload)
+        body = payload.pop("body")
         head = {"v": VERSION, "id": self.id, "left": self.left_ms, "due": self.due_ms}
-        head |= {"hop": self.hop} | {name: value for name, value in parcel.items() if value}
+        head |= {"hop": self.hop} | {name: value for name, value in payload.items() if value}
         return f"{dumps(head)}\n{body}"
 
     @property
     def size_bytes(self) -> int:
         """The most that SQS counts on any hop and at the destination."""
-        return max(len(self.text().encode()) + _GROWTH_BYTES, self.parcel.size_bytes)
+        return max(len(self.text().encode()) + _GROWTH_BYTES, self.payload.size_bytes)
 
     def arguments(self) -> dict[str, Any]:
         """Arguments of ``send_message`` to the delay queue.
 
-        A group of its own: no message waits for another. The deduplication id names the hop: who
-        repeats a send within five minutes, because the relay before it died, changes nothing.
+        A group of its own: no message waits for another. The deduplication id names the hop: a
+        relay that repeats a send within five minutes, because another died, changes nothing.
         """
         return {
             "MessageBody": self.text(),
@@ -121,27 +121,27 @@ class Put(NamedTuple):
     queue: str
     due_us: int
     id: str
-    parcel: Parcel
+    payload: Payload
     base64: bool
 
     @property
     def envelope(self) -> str:
         """kombu's message as JSON."""
-        body = self.parcel.body
+        body = self.payload.body
         return b64decode(body).decode() if self.base64 else body
 
     @property
     def size_bytes(self) -> int:
-        return len(self.parcel.body)
+        return len(self.payload.body)
 
     def another(self, envelope: str, *, due_us: int, task_id: str, delivery_tag: str) -> Self:
-        parcel = self.parcel.holding(envelope, base64=self.base64)
-        return self.__class__(self.queue, due_us, delivery_tag, parcel, self.base64)
+        payload = self.payload.holding(envelope, base64=self.base64)
+        return self.__class__(self.queue, due_us, delivery_tag, payload, self.base64)
 
     def entry(self, *, now_us: int) -> Entry:
-        """It in the delay queue."""
+        """The entry in the delay queue for this message."""
         wait_ms = milliseconds_up(self.due_us - now_us)
-        return Entry(self.id, wait_ms, milliseconds_up(self.due_us), self.parcel)
+        return Entry(self.id, wait_ms, milliseconds_up(self.due_us), self.payload)
 
 
 def opened(text: str) -> Entry:
@@ -155,8 +155,8 @@ def opened(text: str) -> Entry:
     if not isinstance(found, dict) or found.get("v") != VERSION:
         raise ValueError("expected a message that celery_native_delay sent")
     try:
-        parcel = Parcel(body, found.get("attributes") or {}, found.get("group_id"))
-        return Entry(found["id"], found["left"], found["due"], parcel, found["hop"])
+        payload = Payload(body, found.get("attributes") or {}, found.get("group_id"))
+        return Entry(found["id"], found["left"], found["due"], payload, found["hop"])
     except KeyError as exc:
         raise ValueError(f"expected a message with its {exc}") from exc
 

@@ -26,7 +26,7 @@ def seconds_up(milliseconds: int) -> int:
 
 
 def remainders(delay_ms: int, *, hop_seconds: int = LONGEST_HOP_SECONDS) -> list[int]:
-    """What is left of a delay at each send, in seconds; the last one is to the destination.
+    """Seconds that are left of a delay at each send; the last one is to the destination.
 
     32 min 5 s are sent with 1,925 s left, again with 1,025 s, and with the last 125 s.
     """
@@ -37,9 +37,9 @@ def remainders(delay_ms: int, *, hop_seconds: int = LONGEST_HOP_SECONDS) -> list
 
 @dataclass(frozen=True)
 class Reception:
-    """What the broker tells of a message that comes out of a delay queue, all by its own clock.
+    """The times of a message that comes out of a delay queue, all by the broker's clock.
 
-    *sent_ms*, *first_received_ms* and *now_ms* are Unix times in milliseconds. If somebody received
+    *sent_ms*, *first_received_ms* and *now_ms* are Unix times in milliseconds. If a relay received
     it before and died, *now_ms* says how late it is: the date of the broker's answer, in whole
     seconds, so that at most a second of its wait is counted too little.
     """
@@ -50,14 +50,14 @@ class Reception:
     now_ms: int
 
     def left_ms(self, delay_ms: int) -> int:
-        """What is left of a delay, in milliseconds; below 0 if it is late."""
+        """Milliseconds that are left of a delay; below 0 if it is late."""
         return delay_ms - max(0, self._received_ms - self.sent_ms)
 
     def is_last_hop(self, delay_ms: int, *, hop_seconds: int) -> bool:
-        """Whether it goes to its destination now.
+        """True if it goes to its destination now.
 
-        As who received it first decided, as long as a second send of the same is recognised:
-        else the one would send it to the destination, and the other back.
+        As the relay that received it first decided, as long as a second send of the same is
+        recognised: else the one would send it to the destination, and the other back.
         """
         if self._received_ms - self.first_received_ms < RECOGNISED_SECONDS * 1000:
             left = delay_ms - max(0, self.first_received_ms - self.sent_ms)
@@ -72,7 +72,7 @@ class Reception:
 
 
 def retry_seconds(receive_count: int, *, longest_seconds: int = LONGEST_HOP_SECONDS) -> int:
-    """How long a message that could not be sent on rests, by how often it was received."""
+    """Seconds that a message which could not be sent on rests, by how often it was received."""
     return min(1 << min(receive_count, 20), longest_seconds)
 
 
@@ -91,20 +91,20 @@ class Itinerary:
 
     @property
     def waits_seconds(self) -> int:
-        """How long it waits in all."""
+        """Seconds that it waits in all."""
         return self.remainders[0]
 
     @property
     def hops(self) -> int:
-        """How often it waits in the delay queue."""
+        """The number of its waits in the delay queue."""
         return len(self.remainders) - 1
 
     @property
     def requests(self) -> int:
-        """What it costs if it travels alone, as a number of requests, its first send included."""
+        """The number of requests if it travels alone, its first send included."""
         return 1 + self.hops * REQUESTS_PER_HOP
 
     @property
     def requests_in_batches(self) -> float:
-        """The same if it always travels with nine others."""
+        """The number of requests for each message if it always travels with nine others."""
         return 1 + self.hops * REQUESTS_PER_HOP / BATCH

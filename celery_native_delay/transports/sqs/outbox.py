@@ -1,7 +1,7 @@
 """Many messages to SQS: ten in a request, what it does not take is sent again or named.
 
 A request whose answer was lost is sent again. SQS recognises that in a delay queue, for five
-minutes; in a queue that is no FIFO queue it does not, nor does it for anybody else.
+minutes; in a queue that is no FIFO queue it does not, nor does it for other senders.
 """
 
 from __future__ import annotations
@@ -19,12 +19,11 @@ from botocore.exceptions import (
 )
 
 from ..virtual.collecting import Collecting, PlainPut
-from ..virtual.outbox import Batch, CallingOutbox, NotTaken
+from ..virtual.outbox import Batch, CallingOutbox
 from .delay_queue import can_delay, delay_queue_of
 from .delays import Delays
 from .entry import Put, in_requests
 from .queues import explained
-from .transport import Channel
 
 #: What SQS answers to credentials that it does not know; those it knows may be denied an action.
 _NOT_LET_IN = frozenset(
@@ -39,19 +38,23 @@ class NotYet(Exception):
     """SQS did not take some messages now; it may in a moment."""
 
 
-class BulkChannel(Collecting, Channel):
-    """See :class:`Collecting`."""
+class SqsCollecting(Collecting):
+    """Collects messages that SQS will take."""
 
-    def put_for(self, queue: str, message: dict[str, Any]) -> Put | PlainPut:
+    def put_for(self: Any, queue: str, message: dict[str, Any]) -> Put | PlainPut:
         due_us = self.due_of(message)
         if due_us is None or not can_delay(queue):
             return PlainPut(queue, message)
-        put: Put = self.delays.sealed(queue, message, due_us=due_us)
+        put: Put = self.delays.put_of(queue, message, due_us=due_us)
         self.check(put)
         return put
 
-    def check(self, put: Put) -> None:
-        """Raise what stands against sending it, before it is among those that are sent."""
+    def put_plainly(self: Any, put: PlainPut) -> None:
+        with explained(self.delays.queues.name(put.queue), "sqs:SendMessage"):
+            super().put_plainly(put)
+
+    def check(self: Any, put: Put) -> None:
+        """Raise an error that stands against sending, before it is among those that are sent."""
         delays: Delays = self.delays
         now_us = time_ns() // 1000
         delays.check_size(put, now_us=now_us)
@@ -60,12 +63,13 @@ class BulkChannel(Collecting, Channel):
 
 
 class Outbox(CallingOutbox[Put | PlainPut]):
-    """See the module's docstring. What does not wait is sent as ever, one by one."""
+    """Many messages to SQS, ten in a request; what does not wait is sent as ever, one by one."""
 
     lost = (*CallingOutbox.lost, BotoCoreError, ClientError, NotYet)
+    collecting = SqsCollecting
 
     def is_lasting(self, error: BaseException) -> bool:
-        """See :meth:`~..virtual.outbox.Outbox.is_lasting`."""
+        """True also for credentials that are missing or that SQS does not know."""
         if isinstance(error, ClientError):
             return error.response.get("Error", {}).get("Code") in _NOT_LET_IN
         no_credentials = isinstance(error, _NO_CREDENTIALS)
@@ -78,14 +82,11 @@ class Outbox(CallingOutbox[Put | PlainPut]):
 
     # --- private -------------------------------------------------------------------------
 
-    def _open(self, client: Any) -> Collecting:
-        channel = BulkChannel(client.connection)
-        client.connection.channels.append(channel)
+    def _prepare(self, channel: Any) -> None:
         channel.delays.check_settings()
-        return channel
 
     def _packed(self, puts: list[Put | PlainPut]) -> Iterable[Batch[Put | PlainPut]]:
-        """Those together that go to the same queue."""
+        """Batches of those that go to the same queue."""
         delays, now_us = self._delays, time_ns() // 1000
         ways: dict[tuple[str, bool], list[Put | PlainPut]] = {}
         for put in puts:
@@ -118,7 +119,7 @@ class Outbox(CallingOutbox[Put | PlainPut]):
             self._send(batch, far, delay_queue_of(queue), entries, lambda: str(url))
         if near:
             messages = [
-                {**put.parcel.arguments(), "DelaySeconds": delays.seconds_here(put, now_us=now_us)}
+                {**put.payload.arguments(), "DelaySeconds": delays.seconds_here(put, now_us=now_us)}
                 for put in near
             ]
             self._send(batch, near, queue, messages, lambda: delays.queues.url(queue))
@@ -141,15 +142,6 @@ class Outbox(CallingOutbox[Put | PlainPut]):
         again = [failure.reason for failure in failures.values() if not failure.is_final]
         if again:
             raise NotYet(again[0])
-
-    def _put_plainly(self, put: PlainPut) -> None:
-        try:
-            with explained(self._delays.queues.name(put.queue), "sqs:SendMessage"):
-                self.channel.put_plainly(put)
-        except self.lost:
-            raise
-        except Exception as error:  # of kombu, for a queue that there cannot be
-            raise NotTaken(f"{type(error).__name__}: {error}") from error
 
     def _lose(self) -> None:
         """Only at the end: what a request needs of a connection it makes by itself."""

@@ -45,11 +45,11 @@ class Queues:
         return self._channel.sqs(queue=self.name(queue))
 
     def name(self, queue: str) -> str:
-        """What *queue* is called in SQS."""
+        """The name of *queue* in SQS."""
         return str(self._channel.canonical_queue_name(queue))
 
     def url(self, queue: str) -> str:
-        """Where *queue* is; it is created if it is not there, as kombu does when it publishes."""
+        """The URL of *queue*, which is created if need be, as kombu does when it publishes."""
         return str(self._channel._new_queue(queue))
 
     def forget(self, queue: str) -> None:
@@ -57,7 +57,7 @@ class Queues:
         self._channel._queue_cache.pop(self.name(queue), None)
 
     def find(self, queue: str) -> str | None:
-        """Where *queue* is; None if there is none, or can be."""
+        """The URL of *queue*; None if there is none, or can be."""
         if len(self.name(queue)) > LONGEST_NAME:
             return None
         try:
@@ -66,7 +66,7 @@ class Queues:
             return None
 
     def make_delay_queue(self, queue: str, *, hop_seconds: int) -> str | None:
-        """Where the delay queue of *queue* is, created if need be.
+        """The URL of the delay queue of *queue*, which is created if need be.
 
         None if it should have been predefined, or its name is too long.
 
@@ -126,7 +126,7 @@ class Queues:
         }
 
     def attributes(self, queue: str, url: str) -> dict[str, str] | None:
-        """What SQS says of *queue* at *url*; None if it is gone.
+        """Attributes of *queue* at *url*; None if it is gone.
 
         Raises:
             NotPermitted, UnsupportedBroker: SQS does not let us ask.
@@ -148,17 +148,17 @@ class Queues:
 
 
 def is_gone(exc: ClientError) -> bool:
-    """Whether the queue that was asked for does not exist any more."""
+    """True if the queue that was asked for does not exist any more."""
     return exc.response.get("Error", {}).get("Code") in _GONE
 
 
 def is_about_a_message(exc: ClientError) -> bool:
-    """Whether SQS refuses a message, or a batch for one of its messages, and not everything."""
+    """True if SQS refuses a message, or a batch for one of its messages, and not everything."""
     return exc.response.get("Error", {}).get("Code") in _MESSAGE_REFUSED
 
 
 def dated_ms(answer: dict[str, Any]) -> int:
-    """When SQS answered, by its own clock; Unix time in milliseconds, in whole seconds."""
+    """The time of SQS' answer by its own clock; Unix time in milliseconds, in whole seconds."""
     dated = answer.get("ResponseMetadata", {}).get("HTTPHeaders", {}).get("date")
     return int(parsedate_to_datetime(dated).timestamp()) * 1000 if dated else 0
 
@@ -177,7 +177,7 @@ def explained(name: str, action: str) -> Iterator[None]:
 
 @contextmanager
 def administered(name: str, action: str) -> Iterator[None]:
-    """The same of what is no message: every error of SQS is one that a person must see to.
+    """Errors of SQS about what is no message, each of which a person must see to.
 
     Raises:
         UnsupportedBroker: with SQS' own words.

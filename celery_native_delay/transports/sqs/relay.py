@@ -1,7 +1,7 @@
-"""Sends on what comes out of delay queues: in every worker, or in a process of its own.
+"""Relays what comes out of delay queues: in every worker, or in a process of its own.
 
 A thread for each queue, because a long poll takes its time. A message is deleted once SQS has it
-on its next way, so that nothing is lost when a relay dies; who receives it then repeats a send
+on its next way, so that nothing is lost when a relay dies; the next to receive it repeats a send
 that SQS recognises, as long as it goes back into the delay queue. Any number may run at once.
 """
 
@@ -18,6 +18,7 @@ from typing import Any
 from botocore.exceptions import BotoCoreError, ClientError
 from kombu.exceptions import KombuError
 
+from ...backoff import Backoff
 from ...errors import NativeDelayError
 from .delay_queue import delay_queue_of
 from .entry import Entry, in_requests, opened
@@ -33,9 +34,8 @@ LONG_POLL_SECONDS = 20
 #: of the five minutes for which SQS recognises a repeated send.
 VISIBILITY_SECONDS = 30
 
-#: Seconds between attempts after a failure.
-FIRST_PAUSE_SECONDS = 0.5
-LONGEST_PAUSE_SECONDS = 60.0
+#: Seconds between attempts after a failure: first, and at most.
+PAUSE_SECONDS = (0.5, 60.0)
 
 #: Seconds that the end of a relay is put off for what is in its hands.
 PATIENCE_SECONDS = 3.0
@@ -57,7 +57,7 @@ class _Received:
 
     @property
     def left_ms(self) -> int:
-        """What is left of its delay now."""
+        """Milliseconds that are left of its delay now."""
         waited_ms = int((monotonic() - self.at) * 1000)
         return self.reception.left_ms(self.entry.left_ms) - waited_ms
 
@@ -67,7 +67,7 @@ class _Received:
 
 
 class Relay:
-    """See the module's docstring.
+    """A loop that relays for some queues, one thread each.
 
     *promoted* counts messages that were sent to their destination, *relayed* those that were sent
     back to wait on, *failed* attempts at either that SQS refused.
@@ -76,38 +76,31 @@ class Relay:
     parked = 0
     """Nothing is: what cannot be sent on waits in its delay queue."""
 
-    def __init__(
-        self,
-        connect: Callable[..., Any],
-        queues: Sequence[str],
-        *,
-        visibility_seconds: int = VISIBILITY_SECONDS,
-    ) -> None:
+    def __init__(self, connect: Callable[..., Any], queues: Sequence[str]) -> None:
         """*connect* makes a kombu connection; *queues* are destinations."""
         self.promoted = 0
         self.relayed = 0
         self.failed = 0
         self._connect = connect
         self._queues = list(queues)
-        self._visibility_seconds = visibility_seconds
         self._stopping = Event()
         self._counting = Lock()
 
     def run(self) -> None:
         """Relay until :meth:`stop`, however often SQS cannot be reached."""
-        pause = _Pause(self._stopping)
+        backoff = Backoff(*PAUSE_SECONDS)
         while not self._stopping.is_set():
             try:
                 with self._connect() as connection:
                     _leave_room(connection, len(self._queues))
                     self._run_on(connection.default_channel)
             except Exception as exc:  # the loop must outlive whatever the network brings
-                _complain("relaying", exc, pause.next_seconds)
-                pause.wait()
+                _complain("relaying", exc, backoff.seconds)
+                self._stopping.wait(backoff.failed())
 
-    def line(self, channel: Any, queue: str) -> Line:
-        """What is done for one destination, step by step."""
-        return Line(self, channel, queue, visibility_seconds=self._visibility_seconds)
+    def for_queue(self, channel: Any, queue: str) -> QueueRelay:
+        """Relaying for one destination, step by step."""
+        return QueueRelay(self, channel, queue)
 
     def count(self, *, promoted: int = 0, relayed: int = 0, failed: int = 0) -> None:
         """Add to the counters; from any of the threads."""
@@ -142,35 +135,34 @@ class Relay:
             thread.join(max(deadline - monotonic(), 0))
 
     def _serve(self, channel: Any, queue: str) -> None:
-        line = self.line(channel, queue)
-        pause = _Pause(self._stopping)
+        relay = self.for_queue(channel, queue)
+        backoff = Backoff(*PAUSE_SECONDS)
         while not self._stopping.is_set():
             try:
-                line.step()
-                pause.reset()
+                relay.step()
+                backoff.reset()
             except _NoDelayQueue:
-                return  # whoever prepared us has said so
+                return  # the part that prepared us has said so
             except Exception as exc:  # as above
                 if self._stopping.is_set():
                     return
-                _complain(f"relaying for {queue!r}", exc, pause.next_seconds)
-                pause.wait()
+                _complain(f"relaying for {queue!r}", exc, backoff.seconds)
+                self._stopping.wait(backoff.failed())
 
 
 class _NoDelayQueue(NativeDelayError):
-    """It should have been among the predefined queues."""
+    """A delay queue that should have been among the predefined queues."""
 
 
-class Line:
-    """What one thread does for one destination."""
+class QueueRelay:
+    """Relaying for one destination, which is what one thread does."""
 
-    def __init__(self, relay: Relay, channel: Any, queue: str, *, visibility_seconds: int) -> None:
+    def __init__(self, relay: Relay, channel: Any, queue: str) -> None:
         self._relay = relay
         self._queues: Queues = channel.delays.queues
         self._hop_seconds = channel.delays.hop_seconds
         self._destination = queue
         self._source = delay_queue_of(queue)
-        self._visibility_seconds = visibility_seconds
         #: Ids of messages that were sent on and could not be deleted: not to be sent again.
         self._sent: set[str] = set()
 
@@ -182,7 +174,7 @@ class Line:
                 QueueUrl=url,
                 MaxNumberOfMessages=BATCH,
                 WaitTimeSeconds=LONG_POLL_SECONDS,
-                VisibilityTimeout=self._visibility_seconds,
+                VisibilityTimeout=VISIBILITY_SECONDS,
                 MessageSystemAttributeNames=_ASKED,
             )
         except ClientError as exc:
@@ -234,7 +226,7 @@ class Line:
 
     def _home(self, each: _Received) -> dict[str, Any]:
         """To the destination."""
-        return each.entry.parcel.arguments() | {"DelaySeconds": seconds_up(each.left_ms)}
+        return each.entry.payload.arguments() | {"DelaySeconds": seconds_up(each.left_ms)}
 
     def _onward(self, each: _Received) -> dict[str, Any]:
         """Back into the delay queue."""
@@ -273,7 +265,7 @@ class Line:
         return taken
 
     def _send(self, queue: str, messages: Sequence[dict[str, Any]]) -> dict[int, str]:
-        """Which of *messages* SQS did not take, and why."""
+        """Positions of the *messages* that SQS did not take, and why."""
         failed = self._queues.send_many(queue, messages, url=lambda: self._url(queue))
         return {at: failure.reason for at, failure in failed.items()}
 
@@ -314,7 +306,7 @@ class Line:
             )
 
     def _url(self, queue: str) -> str:
-        """Of the destination or the delay queue; created if it is gone."""
+        """The URL of the destination or the delay queue; created if it is gone."""
         if queue == self._destination:
             return self._queues.url(queue)
         url = self._queues.make_delay_queue(self._destination, hop_seconds=self._hop_seconds)
@@ -325,21 +317,6 @@ class Line:
     def _client(self, queue: str) -> Any:
         """Asked for each time: the tokens of predefined queues expire."""
         return self._queues.client(queue)
-
-
-class _Pause:
-    """Waits twice as long each time, until :meth:`reset`."""
-
-    def __init__(self, stopping: Event) -> None:
-        self._stopping = stopping
-        self.next_seconds = FIRST_PAUSE_SECONDS
-
-    def wait(self) -> None:
-        self._stopping.wait(self.next_seconds)
-        self.next_seconds = min(self.next_seconds * 2, LONGEST_PAUSE_SECONDS)
-
-    def reset(self) -> None:
-        self.next_seconds = FIRST_PAUSE_SECONDS
 
 
 def _leave_room(connection: Any, threads: int) -> None:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 
 class Message(virtual.Message):
-    """A received message; its delivery tag is a receipt, so the id of its wait is in the trace."""
+    """A received message; its delivery tag is a receipt, so the id of its wait is in our header."""
 
     def __init__(self, payload: Any, channel: Any = None, **kwargs: Any) -> None:
         super().__init__(payload, channel=channel, **kwargs)
@@ -57,25 +57,25 @@ class Channel(virtual.DelayingChannel, SQS.Channel):  # type: ignore[misc]
         return self.delays.publish(queue, message, due_us=due_us)
 
     def worker_part(self, settings: DelaySettings) -> SqsWorkerPart:
-        """What a worker does for this broker."""
+        """The worker's part."""
         from .worker_part import SqsWorkerPart
 
         return SqsWorkerPart(self, settings)
 
     def admin_part(self, settings: DelaySettings) -> SqsAdminPart:
-        """What the command line does on this broker."""
+        """The command line's part."""
         from .admin_part import SqsAdminPart
 
         return SqsAdminPart(self)
 
     def ledger(self, settings: DelaySettings) -> None:
-        """Nobody can look into SQS.
+        """Refuse: there is no looking into SQS.
 
         Raises:
             NoLedger: saying what remains.
         """
         raise NoLedger(
-            "SQS shows nobody what waits and gives nothing back before it is due: tasks cannot be "
+            "SQS does not show what waits and gives nothing back before it is due: tasks cannot be "
             "listed, cancelled or moved there. What remains: `expires`, a check in the task itself "
             "when it runs, or Redis or RabbitMQ with native_delay_ledger as the broker"
         )
@@ -91,7 +91,7 @@ class Transport(virtual.DelayingTransport, SQS.Transport):  # type: ignore[misc]
         self.urls_by_queue: dict[str, str] = {}
 
     def bulk_line(self, *, window: int) -> BulkLine:
-        """A way of their own for many messages; the connection itself is not touched."""
+        """A line for many messages; the connection itself is not touched."""
         from ..virtual.bulk_line import BulkLine
         from .outbox import Outbox
 

@@ -1,1 +1,1 @@
-"""What the transports on kombu's virtual ones have in common; beneath all of them."""
+"""Common ground of the transports on kombu's virtual ones; beneath all of them."""

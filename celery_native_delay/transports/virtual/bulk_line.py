@@ -1,4 +1,4 @@
-"""A line of its own for many messages: one connection, envelopes by template, sent in batches."""
+"""A line for many messages: one connection, envelopes by template, sent in batches."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROUTE_SECONDS = 60.0
 
 
 class Kind:
-    """How tasks of one kind are sent without the long way: like *put*."""
+    """Tasks of one kind, which are sent without the long way: like *put*."""
 
     def __init__(self, template: Template, put: Put, body: bytes) -> None:
         self.template = template
@@ -34,7 +34,7 @@ class Kind:
 
 
 class BulkLine(Line[Outbox[Any, Any]]):
-    """See the module's docstring. For one thread."""
+    """A line for many messages. For one thread."""
 
     def __init__(self, outbox: Outbox[Any, Any]) -> None:
         super().__init__(outbox)
@@ -62,7 +62,7 @@ class BulkLine(Line[Outbox[Any, Any]]):
                 self._outbox.take(put)
 
     def learn(self) -> Kind | None:
-        """What the last message teaches about others of its kind; None if it does not.
+        """The kind of the last message, for others like it; None if it teaches none.
 
         A template is only used if it makes the very envelope that the long way did.
         """
@@ -86,7 +86,7 @@ class BulkLine(Line[Outbox[Any, Any]]):
     def difference(
         self, kind: Kind, task_id: str, eta: str, argsrepr: str, kwargsrepr: str, body: bytes
     ) -> str:
-        """What of the last message *kind* would have made otherwise, in words; "" if nothing."""
+        """The part of the last message that *kind* would make otherwise, in words; "" if none."""
         put = self._one()
         if put is None:
             return "how many messages or queues they are"

@@ -1,6 +1,6 @@
-"""A channel and a connection of kombu's virtual transports, taught to let messages wait.
+"""A channel and a transport of kombu's virtual ones, taught to let messages wait.
 
-Mixed in before kombu's own. What only the broker behind them knows is :meth:`let_wait`.
+Mixed in before kombu's own. Each broker has its own :meth:`~DelayingChannel.let_wait`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ...errors import NativeDelayError, SettingsError
 from ...message import Delayed, due_of
 from ...settings import DelaySettings
 from ..aliases import OPTION, asks_for_delays, settings_from_option
-from .trace import unsealed
+from .sealing import unsealed
 
 
 class Message(virtual.Message):  # type: ignore[misc]
@@ -33,7 +33,7 @@ class Message(virtual.Message):  # type: ignore[misc]
 
     def __init__(self, payload: Any, channel: Any = None, **kwargs: Any) -> None:
         super().__init__(payload, channel=channel, **kwargs)
-        # kombu keeps the payload itself for redelivery; its trace must stay.
+        # kombu keeps the payload itself for redelivery; our header must stay.
         self.headers, self.native_delay = unsealed(self.headers, self.properties)
 
 
@@ -41,7 +41,7 @@ class PublishingChannel:
     """A delayed publish on a closed channel is an outage, which kombu retries, as on RabbitMQ."""
 
     disconnected: ClassVar[type[Exception]] = RecoverableConnectionError
-    """What to raise on a closed channel: one of the errors from which its transport recovers."""
+    """The error on a closed channel: one from which its transport recovers."""
 
     def basic_publish(
         self: Any, message: dict[str, Any], exchange: str, routing_key: str, **kwargs: Any
@@ -57,7 +57,7 @@ class PublishingChannel:
 
     @staticmethod
     def due_of(message: dict[str, Any]) -> int | None:
-        """When *message* is due, if it is to wait; not what kombu redelivers through here."""
+        """The due time of *message*, if it is to wait; not of one that kombu redelivers."""
         if message.get("redelivered"):
             return None
         due_us = due_of(message.get("headers"))
@@ -65,14 +65,14 @@ class PublishingChannel:
 
 
 class DelayingChannel(PublishingChannel):
-    """What our channels do differently from kombu's; mixed in before them."""
+    """A channel whose messages can wait; mixed in before kombu's."""
 
     Message = Message
 
     def make_delays(
         self, settings: DelaySettings, *, refusal: NativeDelayError | None = None
     ) -> Any:
-        """Delayed delivery on this channel; with a *refusal*, whoever asks for it is told why."""
+        """Delayed delivery on this channel; with a *refusal*, a producer is told why."""
         raise NotImplementedError
 
     def let_wait(self, queue: str, message: dict[str, Any], *, due_us: int, **kwargs: Any) -> Any:
@@ -133,7 +133,7 @@ class DelayingTransport:
 
     @property
     def delaying(self: Any) -> bool:
-        """Whether this connection asks for delays."""
+        """True if this connection asks for delays."""
         return asks_for_delays((self.client.transport_options or {}).get(OPTION))
 
     def establish_connection(self: Any) -> Any:

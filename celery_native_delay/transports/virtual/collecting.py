@@ -16,11 +16,11 @@ class Put(Protocol):
 
     @property
     def envelope(self) -> str | bytes:
-        """kombu's message as JSON, with the trace of its wait."""
+        """kombu's message as JSON, with our header."""
 
     @property
     def size_bytes(self) -> int:
-        """What it adds to a batch, about."""
+        """Bytes that it adds to a batch, about."""
 
     def another(self, envelope: str, *, due_us: int, task_id: str, delivery_tag: str) -> Self:
         """Another one that waits for the same destination."""
@@ -67,7 +67,11 @@ class Collecting:
     def put_for_all(
         self, exchange: str, message: dict[str, Any], routing_key: str, *, due_us: int
     ) -> Put:
-        """The same to all who listen to *exchange* when it is due; raises as :meth:`put_for`."""
+        """kombu's *message* on its way to all consumers that listen to *exchange* when it is due.
+
+        Raises:
+            NativeDelayError: it cannot wait.
+        """
         raise NotImplementedError
 
     def put_plainly(self, put: PlainPut) -> None:

@@ -1,4 +1,4 @@
-"""Delayed delivery on one channel: what it is on every broker."""
+"""Delayed delivery on one channel of a virtual transport, as far as it is the same on all."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from ...settings import DelaySettings
 
 
 class Delays:
-    """With a *refusal* nothing is delayed: whoever asks for it is told why."""
+    """Delayed publishing on one channel; the ``delays.py`` of each broker adds how.
+
+    With a *refusal* nothing is delayed: a producer is told why.
+    """
 
     def __init__(self, settings: DelaySettings, *, refusal: NativeDelayError | None = None) -> None:
         self.settings = settings

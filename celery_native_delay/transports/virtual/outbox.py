@@ -1,7 +1,7 @@
-"""What the broker has yet to answer for, kept until it has: written in batches, sent again if lost.
+"""Messages that the broker has yet to answer for: written in batches, sent again if lost.
 
-Shared by all of kombu's virtual transports. What a batch is, and how it goes out, only the one
-for the broker knows.
+Shared by all of kombu's virtual transports. The ``outbox.py`` of each says what a batch is, and how
+it goes out.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kombu.exceptions import OperationalError
 
 from ...errors import NativeDelayError, RefusedMessage
 from ..lasting import is_lasting_tls, with_causes
-from .collecting import Collecting, Put
+from .collecting import Collecting, PlainPut, Put
 from .template import refused_of
 
 T = TypeVar("T")
@@ -57,17 +57,22 @@ ParcelT = TypeVar("ParcelT", bound=Parcel)
 
 
 class Outbox(ABC, Generic[PutT, ParcelT]):
-    """See the module's docstring. For one thread; what it holds back, a second one sends in time.
+    """Messages kept until the broker has answered for them.
+
+    For one thread; what it holds back, a second one sends in time.
 
     *parcels* are all that the server has yet to answer for, and the first so many of them have
     been *written* to the connection of now.
     """
 
     lost: tuple[type[Exception], ...] = (OSError, OperationalError, RecoverableConnectionError)
-    """What says that a connection or its server is gone."""
+    """Errors that say that a connection or its server is gone."""
 
     connection_options: ClassVar[dict[str, Any]] = {}
     """Transport options of its own connection."""
+
+    collecting: ClassVar[type[Collecting]]
+    """The class that is mixed in before the transport's own channel."""
 
     def __init__(self, client: Any, window: int) -> None:
         """*client* is a kombu connection to the same server, which is not touched."""
@@ -75,7 +80,7 @@ class Outbox(ABC, Generic[PutT, ParcelT]):
         self._clone = partial(client.clone, transport_options=options)
         self._window = window
         self._batch = min(BATCH, window)
-        #: Held by whoever does anything here.
+        #: Held by either thread while it does anything here.
         self.lock = RLock()
         #: On kombu's connection; None until there was one.
         self.channel: Any = None
@@ -126,7 +131,7 @@ class Outbox(ABC, Generic[PutT, ParcelT]):
             self.patiently(lambda _: self._read_down())
 
     def patiently(self, attempt: Callable[[Any], T]) -> T:
-        """What *attempt* returns, given a channel; again on a new one if the connection is lost.
+        """The result of *attempt*, given a channel; again on a new one if the connection is lost.
 
         Raises:
             Whatever *attempt* does; one of :attr:`lost`: there has been no connection for
@@ -152,7 +157,7 @@ class Outbox(ABC, Generic[PutT, ParcelT]):
                 return done
 
     def is_lasting(self, error: BaseException) -> bool:
-        """Whether this cause of one of :attr:`lost` is no outage, but will be there tomorrow."""
+        """True if this cause of one of :attr:`lost` is no outage, but will be there tomorrow."""
         return is_lasting_tls(error)
 
     def settle(self, *, timeout_seconds: float | None) -> None:
@@ -182,14 +187,14 @@ class Outbox(ABC, Generic[PutT, ParcelT]):
                     self._is_back()
 
     def take_refused(self) -> list[RefusedMessage]:
-        """What the server did not take since the last time."""
+        """Messages that the server did not take since the last time."""
         with self.lock:
             refused, self._refused = self._refused, []
             return refused
 
     @property
     def unanswered_count(self) -> int:
-        """How many messages the server has yet to answer for."""
+        """The number of messages that the server has yet to answer for."""
         return self._unanswered + len(self._held)
 
     def give_up(self) -> list[RefusedMessage]:
@@ -216,13 +221,12 @@ class Outbox(ABC, Generic[PutT, ParcelT]):
 
     # --- what only the one for a broker knows ---------------------------------------------
 
-    @abstractmethod
-    def _open(self, client: Any) -> Collecting:
-        """A channel on a kombu connection that stands; and whatever else it takes to write."""
+    def _prepare(self, channel: Any) -> None:
+        """Make a new *channel*, and whatever else it takes to write, ready."""
 
     @abstractmethod
     def _packed(self, puts: list[PutT]) -> Iterable[ParcelT]:
-        """What is to go out, as parcels."""
+        """Parcels of the messages that are to go out."""
 
     @abstractmethod
     def _write(self) -> None:
@@ -273,13 +277,23 @@ class Outbox(ABC, Generic[PutT, ParcelT]):
             # Once for each URL; the pauses between attempts are ours.
             tries = len(client.alt) or 1
             client.ensure_connection(max_retries=tries, interval_start=0, interval_step=0)
-            self.channel = self._open(client)
+            self.channel = self._opened(client)
         except BaseException:
             with suppress(Exception):
                 client.close()
             raise
         self._client = client
         self.connects += 1
+
+    def _opened(self, client: Any) -> Collecting:
+        """A channel that collects, on a kombu connection that stands."""
+        delaying = client.transport.delaying_channel
+        channel: Collecting = type("BulkChannel", (self.collecting, delaying), {})(
+            client.connection
+        )
+        client.connection.channels.append(channel)
+        self._prepare(channel)
+        return channel
 
     def _is_back(self) -> None:
         self._away_since, self.has_given_up = None, False
@@ -332,7 +346,7 @@ class Batch(Generic[PutT]):
 
 
 class CallingOutbox(Outbox[PutT, Batch[PutT]]):
-    """For a broker whose answer is the return of a call."""
+    """An outbox for a broker whose answer is the return of a call."""
 
     @abstractmethod
     def _deliver(self, batch: Batch[PutT]) -> None:
@@ -342,6 +356,14 @@ class CallingOutbox(Outbox[PutT, Batch[PutT]]):
             One of :attr:`lost`: what is left of it is to be tried again.
             NotTaken: it is to be tried one by one.
         """
+
+    def _put_plainly(self, put: PlainPut) -> None:
+        try:
+            self.channel.put_plainly(put)
+        except self.lost:
+            raise
+        except Exception as error:  # whatever a transport raises
+            raise NotTaken(f"{type(error).__name__}: {error}") from error
 
     def _write(self) -> None:
         self._connect()

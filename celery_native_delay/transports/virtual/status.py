@@ -1,16 +1,15 @@
-"""What is told of a store that workers hand over from. Pure."""
+"""Numbers of a store that workers hand over from, and faults that they show. Pure."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from ...durations import duration
 from ...finding import WRONG, Finding
-from ..interface import Backlog
 
-#: Longer overdue, in seconds, and nobody seems to hand over.
+#: Longer overdue, in seconds, and nothing seems to hand over.
 PATIENCE_SECONDS = 15.0
 
 NOTHING_PROMOTES = (
@@ -22,30 +21,22 @@ _WAY_OUT = (
 )
 
 
-class Census(Protocol):
-    """How much there is, at one instant, as numbers of messages."""
+@dataclass(frozen=True)
+class Census:
+    """Numbers of messages in a store at one instant."""
 
-    @property
-    def waiting(self) -> int: ...
-
-    @property
-    def parked(self) -> int: ...
-
-    @property
-    def overdue(self) -> int: ...
-
-    @property
-    def until_first_us(self) -> int | None:
-        """Microseconds until the first is due, below 0 since it was; None if nothing waits."""
-
-    @property
-    def promoting(self) -> bool:
-        """Whether a promoter has shown itself lately."""
+    waiting: int
+    parked: int
+    overdue: int
+    until_first_us: int | None
+    """Microseconds until the first is due, below 0 since it was; None if nothing waits."""
+    promoting: bool
+    """True if a promoter has shown itself lately."""
 
 
 @dataclass(frozen=True)
 class Status:
-    """What waits in a store; times in seconds."""
+    """Numbers of what waits in a store; times in seconds."""
 
     name: str
     waiting: int
@@ -84,7 +75,7 @@ class Status:
         ]
 
     def findings(self) -> list[Finding]:
-        """What is wrong if nothing hands over, or cannot."""
+        """Faults: nothing hands over, or it cannot."""
         found = []
         late = (
             f"{self.overdue} message(s) overdue, the first for {duration(self.overdue_seconds)}"
@@ -104,22 +95,11 @@ class Status:
 
 
 def parked_finding(number: int, why: str) -> Finding:
-    """That *number* messages are parked, due and not delivered."""
+    """The fault that *number* messages are parked, due and not delivered."""
     return Finding(
         "parked",
         WRONG,
         f"{number} message(s) are parked: they were due, and {why}",
         "see `celery -A PROJ delay parked list`, make their destinations right, and workers send "
         "them on",
-    )
-
-
-def backlog_of(census: Census) -> Backlog:
-    """The same as numbers; the store itself is the ledger."""
-    return Backlog(
-        census.waiting,
-        census.parked,
-        ledger_answers=True,
-        until_first_us=census.until_first_us,
-        in_ledger=census.waiting,
     )

@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 from ...errors import RefusedMessage
 from ...message import HEADER
-from .trace import encoded, unsealed
+from .sealing import encoded, unsealed
 
 
 class TaskFields(NamedTuple):
-    """What differs between two tasks of one kind; *body* is encoded, but not in base64 yet."""
+    """Values that differ between two tasks of one kind; *body* is not in base64 yet."""
 
     task_id: str
     eta: str
@@ -46,7 +46,7 @@ class Template:
             raise ValueError("expected a delayed Celery task of protocol 2")
         if properties.get("body_encoding") != "base64":
             raise ValueError(f"expected a body in base64, got {properties.get('body_encoding')!r}")
-        # Nobody can have put these into a message.
+        # No message can hold these.
         marks = {name: f"{name} {token_hex(16)}" for name in TaskFields._fields}
         marked = {**headers, "id": marks["task_id"]}
         marked |= {name: marks[name] for name in ("eta", "argsrepr", "kwargsrepr")}
@@ -87,7 +87,7 @@ class Template:
 
 
 def fields_of(envelope: Mapping[str, Any]) -> TaskFields:
-    """What a template has to be filled with to make *envelope* again.
+    """Values with which a template makes *envelope* again.
 
     Raises:
         ValueError: a task of this package's senders has what is missing here.
@@ -108,7 +108,7 @@ def fields_of(envelope: Mapping[str, Any]) -> TaskFields:
 
 
 def refused_of(reason: str, text: str | bytes) -> RefusedMessage:
-    """What is reported of a message whose envelope was not taken."""
+    """The report about a message whose envelope was not taken."""
     envelope = json.loads(text)
     properties = envelope["properties"]
     headers, delayed = unsealed(envelope.get("headers"), properties)

@@ -1,8 +1,8 @@
-"""Whether anything hands over what is due: promoters show it, producers look for it now and then.
+"""Signs that something hands over what is due: promoters show them, producers look for them.
 
 A promoter (of a store: a dispatcher) leaves a sign that ends by itself, and renews it every some
-seconds, whatever it hands over. Whoever finds neither the sign nor that things are handed over in
-time knows that none runs.
+seconds, whatever it hands over. A producer that finds neither the sign nor that things are handed
+over in time knows that none runs.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ LOOK_SECONDS = 60.0
 
 
 class Sign:
-    """Of one promoter: *show* tells others of it."""
+    """The sign of one promoter: *show* tells others of it."""
 
     def __init__(self, show: Callable[[], object], *errors: type[Exception]) -> None:
-        """*errors* of *show* keep nobody from promoting."""
+        """*errors* of *show* keep it from nothing."""
         self._show = show
         self._errors = errors
         self._next_at = 0.0
@@ -55,7 +55,7 @@ def warn_if_nothing_promotes(place: str, look: Callable[[], Status]) -> None:
     """Warn once in a process that messages are overdue in *place* and no promoter shows itself.
 
     Called with every delayed publish, when the message is safe; looks once a minute, and never
-    fails: who may not look, or finds nobody there, has published all the same.
+    fails: a producer that may not look, or finds no server, has published all the same.
     """
     now = monotonic()
     if now < _next_looks.get(place, 0.0):

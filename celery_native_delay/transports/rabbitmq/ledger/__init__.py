@@ -1,1 +1,1 @@
-"""What waits in RabbitMQ's levels, which nobody can look into: kept beside them, in a Redis."""
+"""The ledger in Redis: a copy of what waits in RabbitMQ's levels, which cannot be looked into."""

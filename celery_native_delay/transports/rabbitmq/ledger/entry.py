@@ -1,4 +1,4 @@
-"""What the ledger keeps of a message: all that is needed to send it again. Pure."""
+"""Entries of a ledger: all of a message that is needed to send it again. Pure."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 from kombu.utils.json import JSONEncoder, loads
 
 from ....ledger.model import Waiting
+from ....message import Delayed
 
 #: kombu's dumps() makes an encoder for each call, which takes three times as long.
 _as_json: Callable[[Any], str] = JSONEncoder(separators=(",", ":")).encode
@@ -41,6 +42,18 @@ class Entry:
         known = [self.exchange, self.routing_key, self.queue, self.expires_ms, self.properties]
         return _as_json(known).encode() + b"\n" + self.body
 
+    def wait(self, delivery_id: str, due_us: int, *, cancelled: bool) -> Delayed:
+        """The wait of a copy that is sent in its stead."""
+        return Delayed(
+            delivery_id,
+            due_us,
+            self.exchange,
+            self.routing_key,
+            self.queue,
+            self.expires_ms,
+            cancelled,
+        )
+
     @classmethod
     def decoded(cls, data: bytes) -> Entry:
         """The opposite of :meth:`encoded`."""
@@ -50,7 +63,7 @@ class Entry:
 
 
 def waiting(member: str, data: bytes, due_us: int) -> Waiting:
-    """What people see of an entry, whose body and objects need not be made for that."""
+    """The task of an entry as people see it, for which body and objects need not be made."""
     known = _plain_json(data[: data.index(b"\n")].decode())
     exchange, routing_key, queue, _, properties = known
     return Waiting.of(
@@ -66,9 +79,9 @@ def waiting(member: str, data: bytes, due_us: int) -> Waiting:
 
 
 def member_of(headers: Mapping[str, Any], delivery_id: str) -> str | None:
-    """Under which a task is kept; None for what is no Celery task of protocol 2.
+    """The name of a task's entry; None for a message that is no Celery task of protocol 2.
 
-    Whoever else receives delayed messages asks no ledger.
+    Other consumers of delayed messages ask no ledger.
     """
     if "task" not in headers or not headers.get("id"):
         return None

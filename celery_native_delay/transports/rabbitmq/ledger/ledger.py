@@ -2,7 +2,7 @@
 
 A message in a level cannot be taken back. To move one, a copy with a new delivery id is sent, and
 the old delivery is declared void; to cancel one, the copy is sent at once, marked, so that a worker
-announces it. The order makes it once, whoever dies in between:
+announces it. The order makes it once, even if a process dies in between:
 
 1. the new delivery is marked *pending* on the old one: void if that one comes first;
 2. the copy is published and confirmed;
@@ -24,11 +24,11 @@ from ....due_time import eta_of
 from ....errors import LedgerUnavailable
 from ....finding import Finding
 from ....ledger.model import Outcome, Waiting
-from ....ledger.redis_index import Index, IndexedLedger
+from ....ledger.redis_index import IndexedLedger
 from ....settings import DelaySettings
 from ....urls import without_password
+from .connection import redis_options
 from .entry import Entry, waiting
-from .line import redis_options
 from .scripts import MARK_GRACE_MS, REPLACE, STALE_AFTER_US, SWEEP, LedgerKeys
 
 #: People wait longer than publishers.
@@ -54,7 +54,7 @@ class RabbitMQLedger(IndexedLedger):
         self._keys = LedgerKeys(settings.namespace, delays.connection.virtual_host)
         self._client = redis.Redis.from_url(url, **options)
         self._errors = redis.RedisError, OSError
-        super().__init__(Index(self._client, self._keys, waiting))
+        super().__init__(self._client, self._keys, waiting)
         self._replacing = self._client.register_script(REPLACE)
         self._sweep = self._client.register_script(SWEEP)
 
@@ -64,15 +64,15 @@ class RabbitMQLedger(IndexedLedger):
 
     def move(self, task_id: str, due_us: int | None) -> Outcome:
         if due_us is not None:
-            self._delays.is_ahead(due_us, now_us=time_ns() // 1000)  # or too far
+            self._delays.units(due_us, now_us=time_ns() // 1000)  # or too far
         return self._change(task_id, due_us, cancelled=False)
 
-    def sweep(self, *, stale_after_us: int = STALE_AFTER_US) -> int:
-        """Remove entries that are overdue by *stale_after_us*; how many."""
-        return self._throw_away("-inf", time_ns() // 1000 - stale_after_us)
+    def sweep(self) -> int:
+        """Remove entries whose messages are lost, being overdue for so long; their number."""
+        return self._throw_away("-inf", time_ns() // 1000 - STALE_AFTER_US)
 
     def findings(self) -> list[Finding]:
-        """What is wrong with the Redis that keeps it."""
+        """Faults of the Redis that keeps it."""
         return list(
             self._ask_server(
                 self._client,
@@ -84,7 +84,7 @@ class RabbitMQLedger(IndexedLedger):
         )
 
     def purge(self) -> None:
-        """Forget what is not due yet; whoever calls empties the levels."""
+        """Forget what is not due yet; the caller empties the levels."""
         self._throw_away(time_ns() // 1000, "+inf")
 
     def _throw_away(self, from_us: int | str, until_us: int | str) -> int:
@@ -100,7 +100,7 @@ class RabbitMQLedger(IndexedLedger):
     # --- private -------------------------------------------------------------------------
 
     def _found(self, task_id: str) -> Iterator[tuple[str, bytes, Waiting]]:
-        for member, entry, due_us in self._index.entries(task_id):
+        for member, entry, due_us in self._entries(task_id):
             if due_us is not None:
                 yield member, entry, waiting(member, entry, due_us)
 
@@ -120,13 +120,7 @@ class RabbitMQLedger(IndexedLedger):
         moved = due_then(Entry.decoded(entry), new_due_us)
         self._delays.put_back(
             amqp.Message(moved.body, **moved.properties),
-            moved.exchange,
-            moved.routing_key,
-            queue=moved.queue,
-            expires_ms=moved.expires_ms,
-            due_us=new_due_us,
-            delivery_id=new_id,
-            cancelled=cancelled,
+            moved.wait(new_id, new_due_us, cancelled=cancelled),
             recorded=False,
         )
         kept = b"" if cancelled else moved.encoded()
@@ -148,6 +142,6 @@ class RabbitMQLedger(IndexedLedger):
 
 
 def due_then(entry: Entry, due_us: int) -> Entry:
-    """The same message, due at another time; its ``expiration`` ends when it did."""
+    """*entry*, due at another time; its ``expiration`` ends when it did."""
     headers = {**entry.headers, "eta": eta_of(due_us)}
     return replace(entry, properties={**entry.properties, "application_headers": headers})

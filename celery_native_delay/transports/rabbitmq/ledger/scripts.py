@@ -1,7 +1,7 @@
 """The ledger's keys in Redis, and the Lua that decides each race.
 
 A delivery may carry a mark: *void*, its message must not be run; or *pending*, the member of the
-delivery that it is to replace. Whoever comes first of the two decides: the old one removes its
+delivery that it is to replace. The first of the two to come decides: the old one removes its
 entry, and the new one is void; or the new one removes it, and the old one is void.
 
 Rule 3 of ``redis/keys.py`` holds here, too: a change in what the keys hold is a new VERSION.
@@ -25,12 +25,12 @@ class LedgerKeys(IndexKeys):
 
     @property
     def space(self) -> str:
-        """What all keys begin with, without the last dot."""
+        """Beginning of all keys, without the last dot."""
         return f"{self.namespace}.ledger.v{VERSION}.{self.vhost}"
 
     @property
     def marks(self) -> str:
-        """What the keys of marks begin with; the delivery id follows."""
+        """Beginning of the keys of marks; the delivery id follows."""
         return f"{self.space}.mark."
 
 

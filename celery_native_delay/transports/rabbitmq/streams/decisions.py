@@ -7,12 +7,12 @@ from typing import NamedTuple
 
 from ....message import Delayed
 from ...interface import Answer
-from .names import DECISION_GRACE_SECONDS
+from ..stream_names import DECISION_GRACE_SECONDS
 from .notes import Decision
 
 logger = logging.getLogger(__name__)
 
-#: A copy whose decision has not come after so many ms never counts: whoever made it is gone.
+#: A copy whose decision has not come after so many ms never counts: its process is gone.
 PENDING_MS = 30_000
 
 #: Those that are to be forgotten are looked for at every so many decisions.
@@ -64,7 +64,7 @@ class Decisions:
         return None if replaced is None else replaced.new
 
     def answer(self, delayed: Delayed, *, now_ms: int, is_fresh: bool) -> Answer:
-        """Whether a message that waited may run.
+        """The answer to a worker that asks if a message that waited may run.
 
         Without *is_fresh*, when decisions may not have been read yet, only what was decided counts,
         which no news can change.

@@ -6,9 +6,8 @@ Plain AMQP 0-9-1, on a connection of its own: https://www.rabbitmq.com/docs/stre
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from functools import partial
 from secrets import token_hex
@@ -19,15 +18,16 @@ from weakref import WeakSet
 
 import amqp
 from amqp import spec
-from amqp.exceptions import AMQPError
-from kombu import Connection
 
+from ....backoff import Backoff
 from ....durations import duration
 from ....errors import LedgerUnavailable, NativeDelayError
+from ...per_process import in_forked_child
 from ..own_channel import OwnChannel
+from ..own_connection import LOST, connection_like, hang_up, leave_to_parent
+from ..stream_names import Stream
 from ..topology import Topology
-from .line import GONE, LeadsNowhere
-from .names import Stream
+from .connection import GONE, LeadsNowhere
 from .notes import Mark, Note, Noted, note_message, note_of
 
 logger = logging.getLogger(__name__)
@@ -48,21 +48,16 @@ _UNANSWERED_SECONDS = 30.0
 #: What was read is up to date if the broker has answered within so many seconds.
 FRESH_SECONDS = 1.0
 
-#: Without anything read for so long, whoever waits for the end of the streams gives up, and they
+#: Without anything read for so long, those who wait for the end of the streams give up, and they
 #: are read on another connection.
 PATIENCE_SECONDS = 10.0
 
 #: The same while there is no connection.
 _LOST_SECONDS = 2.0
 
-_LONGEST_RETRY_SECONDS = 1.0
-
-#: py-amqp raises AttributeError where a connection went away under it.
-_LOST = (AMQPError, OSError, AttributeError)
-
 
 class Reader(Protocol):
-    """What is done with what is read; called with the follower's lock held."""
+    """Takes what a follower reads; called with its lock held."""
 
     def restart(self) -> None:
         """All streams are read from the beginning again."""
@@ -72,7 +67,7 @@ class Reader(Protocol):
 
 
 class Follower(Thread):
-    """See the module's docstring. *lock* is held while the reader is given something."""
+    """Reads streams and follows them; *lock* is held while the reader is given something."""
 
     def __init__(
         self,
@@ -86,11 +81,11 @@ class Follower(Thread):
         """*client* is a kombu connection to the same broker, which is not touched.
 
         Args:
-            idle_seconds: the thread ends if nobody has waited for it for so long; None: never.
+            idle_seconds: the thread ends if nothing was asked of it for so long; None: never.
         """
         super().__init__(name="native-delay-follower", daemon=True)
         # Its pings take the place of heartbeats.
-        self._client = Connection(**dict(client._info(resolve=False), heartbeat=0))
+        self._client = connection_like(client)
         self._ledger = topology.ledger
         self._meaning = topology.settings.while_ledger_is_away
         self._streams = streams
@@ -115,11 +110,11 @@ class Follower(Thread):
 
     @property
     def is_fresh(self) -> bool:
-        """Whether everything has been read that was written until about a second ago."""
+        """True if everything has been read that was written until about a second ago."""
         return self._is_current and monotonic() - self._answered_at < FRESH_SECONDS
 
     def wait_fresh(self, timeout_seconds: float) -> bool:
-        """:attr:`is_fresh`, or becomes so in time; whoever has no connection will not."""
+        """True if it :attr:`is_fresh`, or becomes so in time, as it does not without connection."""
         if self.is_fresh or not self._is_current:
             return self._is_current
         with self.lock:
@@ -157,7 +152,7 @@ class Follower(Thread):
             self.lock.notify_all()
 
     def is_asked(self) -> bool:
-        """Go on reading for whoever asks now; False if nothing is read any more."""
+        """Go on reading, as something is asked; False if nothing is read any more."""
         with self.lock:
             self._asked_at = monotonic()
             return not self._stopping
@@ -178,26 +173,23 @@ class Follower(Thread):
                 self._asked_at = monotonic()
 
     def abandon(self) -> None:
-        """Close our end of the socket without a word: in a forked child it is the parent's."""
-        transport = getattr(self._client._connection, "_transport", None)
-        if transport is not None and transport.sock is not None:
-            transport.sock.close()
+        """Leave the socket alone, which in a forked child is the parent's."""
+        leave_to_parent(self._client)
 
     # --- the thread ----------------------------------------------------------------------
 
     def run(self) -> None:
-        retry_seconds = 0.05
+        backoff = Backoff(0.05, 1.0)
         while not self._ends():
             try:
                 self._connect()
-                retry_seconds = 0.05
+                backoff.reset()
                 while not self._ends():
                     self._follow()
             except Exception as exc:  # the thread must outlive whatever the broker says
-                self._lose(exc, is_expected=isinstance(exc, (*_LOST, NativeDelayError)))
+                self._lose(exc, is_expected=isinstance(exc, (*LOST, NativeDelayError)))
                 with self.lock:
-                    self.lock.wait(retry_seconds)
-                retry_seconds = min(retry_seconds * 2, _LONGEST_RETRY_SECONDS)
+                    self.lock.wait(backoff.failed())
         self._disconnect()
 
     def _ends(self) -> bool:
@@ -209,7 +201,7 @@ class Follower(Thread):
     def _connect(self) -> None:
         self._client.connect()
         connection = self._client.connection
-        connection.delays.prepare_ledger(redeclare=isinstance(self._error, GONE))
+        connection.delays.preparation.prepare_ledger(redeclare=isinstance(self._error, GONE))
         channel = self._channel = OwnChannel(connection)
         channel.auto_decode = False
         channel.basic_qos(0, _PREFETCH, False)
@@ -246,9 +238,9 @@ class Follower(Thread):
     def _follow(self) -> None:
         channel = self._channel
         assert channel is not None
-        is_readable = channel._is_readable(_PING_SECONDS)
+        is_readable = channel.is_readable(_PING_SECONDS)
         if is_readable:
-            channel._read()
+            channel.read()
             self._heard_at = monotonic()
         if channel.connection is None:
             raise ConnectionError(f"the broker closed the channel: {channel.closed_with}")
@@ -290,7 +282,7 @@ class Follower(Thread):
                 ranks.discard(rank)
                 if not ranks:
                     del self._marks[note.token]
-            if not isinstance(note, Noted):  # nobody waits for those, which may be very many
+            if not isinstance(note, Noted):  # nothing waits for those, which may be very many
                 self.lock.notify_all()
 
     def _lose(self, exc: Exception, *, is_expected: bool) -> None:
@@ -313,12 +305,7 @@ class Follower(Thread):
 
     def _disconnect(self) -> None:
         self._channel = None
-        connection = self._client._connection
-        if connection is not None:
-            with suppress(*_LOST):
-                connection.collect()
-        with suppress(*_LOST):
-            self._client.close()
+        hang_up(self._client)
 
 
 #: Of this process.
@@ -332,4 +319,4 @@ def _leave_to_parent() -> None:
     _followers.clear()
 
 
-os.register_at_fork(after_in_child=_leave_to_parent)
+in_forked_child(_leave_to_parent)

@@ -2,15 +2,13 @@
 
 A message in a level cannot be taken back. To move one, a copy with a new delivery id is sent that
 names what it replaces; then a decision is noted. Until workers read the decision, the old one
-counts and the copy does not: whoever dies in between, one of them runs.
+counts and the copy does not: if a process dies in between, one of them runs.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterator, Sequence
 from secrets import token_hex
-from threading import Lock
 from time import monotonic, time_ns
 from typing import Any, TypeVar
 
@@ -22,14 +20,15 @@ from ....finding import Finding
 from ....ledger.model import ALL, Outcome, Page, Query, Verdict, Waiting, ids_by_page
 from ....message import Replaces
 from ....settings import DelaySettings
+from ...per_process import PerProcess
 from ..ledger.entry import Entry
 from ..ledger.ledger import due_then
 from ..outbox import outbox_key
+from ..stream_names import LedgerStreams
 from ..topology import Topology
+from .connection import stream_connection
 from .follower import Follower
-from .line import stream_line_of
 from .memory import Found, Memory, Place
-from .names import LedgerStreams
 from .notes import Decision, Mark, Note, Noted, Purge, note_of
 
 T = TypeVar("T")
@@ -49,7 +48,7 @@ _IDLE_SECONDS = 60.0
 
 
 class Followed:
-    """What was read of the streams, and is followed, for whoever asks in this process."""
+    """The streams as they were read and are followed, for all questions of this process."""
 
     def __init__(self, client: Any, topology: Topology) -> None:
         self.memory = Memory()
@@ -81,10 +80,10 @@ class StreamLedger:
 
     def __init__(self, delays: Any) -> None:
         self._delays = delays
-        # Those of whoever publishes here: its line is the one whose entries are to be seen at once.
+        # Those of the producer here: its connection's entries are to be seen at once.
         self._settings: DelaySettings = delays.settings
         self._streams: LedgerStreams = delays.topology.ledger
-        self._line = stream_line_of(delays.connection.client, self._settings)
+        self._connection = stream_connection(delays.connection.client, self._settings)
 
     def count(self, query: Query = ALL) -> int:
         return self._ask(lambda memory, now_us: memory.count(query, now_us=now_us))
@@ -123,13 +122,13 @@ class StreamLedger:
 
     def move(self, task_id: str, due_us: int | None) -> Outcome:
         if due_us is not None:
-            self._delays.is_ahead(due_us, now_us=time_ns() // 1000)  # or too far
+            self._delays.units(due_us, now_us=time_ns() // 1000)  # or too far
         return self._change(task_id, due_us, cancelled=False)
 
     def purge(self) -> None:
-        """Forget everything that waits; whoever calls empties the levels."""
-        self._line.write([(stream, Purge()) for stream in self._streams.of_entries])
-        self._line.recorded += 1
+        """Forget everything that waits; the caller empties the levels."""
+        self._connection.write([(stream, Purge()) for stream in self._streams.of_entries])
+        self._connection.recorded += 1
 
     # --- changing ------------------------------------------------------------------------
 
@@ -160,16 +159,10 @@ class StreamLedger:
         begun = monotonic()
         moved = due_then(entry, due_us)
         new_id = token_hex(16)
+        wait = moved.wait(new_id, due_us, cancelled=cancelled)
         self._delays.put_back(
             amqp.Message(moved.body, **moved.properties),
-            moved.exchange,
-            moved.routing_key,
-            queue=moved.queue,
-            expires_ms=moved.expires_ms,
-            due_us=due_us,
-            delivery_id=new_id,
-            cancelled=cancelled,
-            replaces=Replaces(task.delivery_id, made_ms),
+            wait._replace(replaces=Replaces(task.delivery_id, made_ms)),
             recorded=not cancelled,
         )
         if late := _too_late(task):
@@ -179,7 +172,7 @@ class StreamLedger:
         decision = Decision(task.delivery_id, new_id, task.due_us // 1000, due_us // 1000)
         left_seconds = decision.last_due_ms / 1000 - made_ms / 1000
         stream = self._streams.for_decision(left_seconds)
-        self._line.write([(stream, decision)])
+        self._connection.write([(stream, decision)])
         followed = self._followed()
 
         def decided() -> bool:
@@ -192,7 +185,7 @@ class StreamLedger:
     def _fetch(self, place: Place, delivery_id: str) -> Entry:
         """A message as it was published, from where it stands."""
         stream = self._streams.streams[place.rank]
-        message = self._line.fetch(stream, place.offset)
+        message = self._connection.fetch(stream, place.offset)
         note = note_of(message.properties["application_headers"])
         if not isinstance(note, Noted) or note.delivery_id != delivery_id:
             raise LedgerUnavailable(
@@ -217,12 +210,12 @@ class StreamLedger:
         followed = self._followed()
         with followed.follower.current():
             pass
-        recorded = self._line.recorded
+        recorded = self._connection.recorded
         if followed.recorded_seen != recorded:
-            self._line.flush(None)
+            self._connection.flush(None)
             token = token_hex(8)
             followed.follower.expect(token)
-            self._line.write([(stream, Mark(token)) for stream in self._streams.streams])
+            self._connection.write([(stream, Mark(token)) for stream in self._streams.streams])
             followed.follower.wait_for_mark(token)
             followed.recorded_seen = recorded
         return followed
@@ -230,11 +223,11 @@ class StreamLedger:
     def _followed(self) -> Followed:
         client = self._delays.connection.client
         key = outbox_key(client, self._settings)
-        with _registering:
-            followed = _followed.get(key)
-            if followed is None or not followed.follower.is_asked():
-                followed = _followed[key] = Followed(client, self._delays.topology)
-            return followed
+        return _followed.get(
+            key,
+            lambda: Followed(client, self._delays.topology),
+            is_good=lambda followed: followed.follower.is_asked(),
+        )
 
 
 def _too_late(task: Waiting) -> str:
@@ -251,15 +244,4 @@ def _too_late(task: Waiting) -> str:
 
 # ---- what this process follows ---------------------------------------------------------------
 
-_followed: dict[Any, Followed] = {}
-_registering = Lock()
-
-
-def _leave_to_parent() -> None:
-    """A forked child follows by itself."""
-    global _registering
-    _registering = Lock()
-    _followed.clear()
-
-
-os.register_at_fork(after_in_child=_leave_to_parent)
+_followed: PerProcess[Any, Followed] = PerProcess()

@@ -1,4 +1,4 @@
-"""What waits, by what was read from the streams, and what can be asked of it. Pure."""
+"""Tasks that wait, by what was read from the streams, and questions about them. Pure."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .notes import Decision, Noted
 
 
 class Place(NamedTuple):
-    """Where a message stands: the rank of its stream, and its offset there."""
+    """The place of a message: the rank of its stream, and its offset there."""
 
     rank: int
     offset: int
@@ -80,12 +80,12 @@ class Memory:
     # --- what is asked -------------------------------------------------------------------
 
     def find(self, task_id: str, *, now_us: int) -> list[Found]:
-        """What waits under this id."""
+        """Messages that wait under this id."""
         found = [self._found[delivery_id] for delivery_id in self._ids.get(task_id, ())]
         return [each for each in found if each.task.due_us > now_us]
 
     def count(self, query: Query, *, now_us: int) -> int:
-        """As :class:`~celery_native_delay.ledger.model.Ledger` has it, like those below."""
+        """See :class:`~celery_native_delay.ledger.model.Ledger`, also for those below."""
         first, end = self._range(query, now_us)
         if query.is_by_time_only:
             return end - first
@@ -165,7 +165,7 @@ def _due(task: Waiting) -> int:
 
 
 def _slim(task: Waiting) -> Waiting:
-    """The same, with texts shared that many have."""
+    """*task*, with texts shared that many have."""
     for name in ("name", "queue", "exchange", "routing_key"):
         object.__setattr__(task, name, intern(getattr(task, name)))
     if task.root_id == task.id:

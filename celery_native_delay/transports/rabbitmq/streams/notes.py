@@ -1,9 +1,9 @@
-"""What is written into the ledger's streams: entries, decisions, marks and purges. Pure.
+"""Notes in the ledger's streams: entries, decisions, marks and purges. Pure.
 
 A stream keeps messages as AMQP 1.0, and RabbitMQ 3.10 drops headers that are tables or arrays on
 the way: what is to be read again is a string, a number, or in the body.
 
-Rule 3 of ``core/topology.py`` holds here, too: what is written stays for years, so a change is a
+Rule 3 of ``topology.py`` holds here, too: what is written stays for years, so a change is a
 new version.
 """
 
@@ -36,7 +36,7 @@ class Noted:
     replaces: str | None = None
 
     def headers(self) -> dict[str, Any]:
-        """As they stand in a stream."""
+        """Headers of the note in a stream."""
         headers = {_KIND: _ENTRY, "id": self.delivery_id, "due": self.due_us}
         return headers if self.replaces is None else headers | {"replaces": self.replaces}
 
@@ -56,19 +56,19 @@ class Decision:
         return max(self.old_due_ms, self.new_due_ms)
 
     def headers(self) -> dict[str, Any]:
-        """As they stand in a stream."""
+        """Headers of the note in a stream."""
         due = {"old_due": self.old_due_ms, "new_due": self.new_due_ms}
         return {_KIND: _DECISION, "old": self.old, "new": self.new} | due
 
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Whoever wrote *token* and finds it has read all that was there when it was written."""
+    """The end of what was there when *token* was written, for the reader that finds it."""
 
     token: str
 
     def headers(self) -> dict[str, Any]:
-        """As they stand in a stream."""
+        """Headers of the note in a stream."""
         return {_KIND: _MARK, "token": self.token}
 
 
@@ -77,7 +77,7 @@ class Purge:
     """Of what stands before, nothing waits any more."""
 
     def headers(self) -> dict[str, Any]:
-        """As they stand in a stream."""
+        """Headers of the note in a stream."""
         return {_KIND: _PURGE}
 
 
@@ -85,7 +85,7 @@ Note = Noted | Decision | Mark | Purge
 
 
 def note_of(headers: Mapping[str, Any]) -> Note | None:
-    """What a message with these headers is; None for what a later version has written."""
+    """The note that these headers are; None for one that a later version has written."""
     match headers.get(_KIND):
         case "entry.1":
             return Noted(headers["id"], headers["due"], headers.get("replaces"))

@@ -1,4 +1,4 @@
-"""What a worker asks about each message that waited: answered from memory, without I/O."""
+"""A worker's questions about each message that waited, answered from memory, without I/O."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from ....settings import DelaySettings
+from ...settings import DelaySettings
 
 #: The longest wait of the messages noted in each, in seconds; the last one takes the others.
 _SPANS = (("hour", 3_600), ("day", 86_400), ("month", 2_592_000))
@@ -34,7 +34,7 @@ class Stream:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Of its declaration.
+        """Arguments of its declaration.
 
         RabbitMQ throws away whole segments, and never the one it writes to: small ones, so that
         what is older than ``x-max-age`` really goes. https://www.rabbitmq.com/docs/streams
@@ -65,23 +65,23 @@ class LedgerStreams:
 
     @cached_property
     def of_entries(self) -> list[Stream]:
-        """Where copies of what waits go, shortest waits first."""
+        """Streams for copies of what waits, shortest waits first."""
         return [Stream(f"{self.exchange}.{name}", reach) for name, reach in self._reaches(_SPANS)]
 
     @cached_property
     def of_decisions(self) -> list[Stream]:
-        """Where it is noted what was cancelled and moved, shortest waits first."""
+        """Streams that note what was cancelled and moved, shortest waits first."""
         return [
             Stream(f"{self._name}.decisions.{name}", reach + DECISION_GRACE_SECONDS)
             for name, reach in self._reaches(_SPANS[-1:])
         ]
 
     def for_entry(self, wait_seconds: float) -> Stream:
-        """Where a copy of a message goes that waits so long."""
+        """The stream for the copy of a message that waits so long."""
         return _shortest(self.of_entries, wait_seconds)
 
     def for_decision(self, wait_seconds: float) -> Stream:
-        """Where a decision is noted about messages that are due within so many seconds."""
+        """The stream for a decision about messages that are due within so many seconds."""
         return _shortest(self.of_decisions, wait_seconds + DECISION_GRACE_SECONDS)
 
     def _reaches(self, spans: tuple[tuple[str, int], ...]) -> list[tuple[str, int]]:

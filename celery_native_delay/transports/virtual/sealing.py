@@ -1,4 +1,4 @@
-"""The header that tells of a message's wait: put on before it, taken off after it. Pure."""
+"""Our header on kombu's messages: put on before a wait, taken off after it. Pure."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from typing import Any
 
 from kombu.utils.json import dumps
 
-from ...message import HEADER, Delayed, cancel, due_ms_of, uncover
-
-VERSION = 1
+from ...message import HEADER, VERSION, Delayed, cancel, due_ms_of, uncover
 
 
 def sealed(message: Mapping[str, Any], *, due_ms: int, cancelled: bool = False) -> dict[str, Any]:
@@ -17,18 +15,18 @@ def sealed(message: Mapping[str, Any], *, due_ms: int, cancelled: bool = False) 
 
     Args:
         due_ms: milliseconds since the epoch.
-        cancelled: whoever receives it must not run it.
+        cancelled: no worker may run it.
     """
     headers = dict(message.get("headers") or {})
-    trace: dict[str, Any] = {"v": VERSION, "due": due_ms}
+    header: dict[str, Any] = {"v": VERSION, "due": due_ms}
     if cancelled:
-        cancel(headers, trace)
-    headers[HEADER] = trace
+        cancel(headers, header)
+    headers[HEADER] = header
     return {**message, "headers": headers}
 
 
 def encoded(message: Mapping[str, Any]) -> str:
-    """As kombu would send it, but for the blanks: a tenth less to keep, and to read in a search."""
+    """*message* as kombu would send it, but for the blanks: a tenth less to keep and to search."""
     text: str = dumps(message, separators=(",", ":"))
     return text
 
@@ -38,22 +36,22 @@ def unsealed(
 ) -> tuple[dict[str, Any], Delayed | None]:
     """Headers as of the undelayed message, and its wait.
 
-    None for a trace that somebody took along: a plain worker sends unknown headers again with a
+    No wait for a header that was taken along: a plain worker sends unknown headers again with a
     retry, whose ETA is another one and which did not wait.
     """
     opened = dict(headers or {})
-    trace = opened.pop(HEADER, None)
-    if not isinstance(trace, dict) or trace.get("v") != VERSION:
+    header = opened.pop(HEADER, None)
+    if not isinstance(header, dict) or header.get("v") != VERSION:
         return opened, None
-    # Task protocol 1 has its ETA in the body; nobody but us gives it the header.
-    if "eta" in opened and trace.get("due") != due_ms_of(opened):
+    # Task protocol 1 has its ETA in the body; only we give it the header.
+    if "eta" in opened and header.get("due") != due_ms_of(opened):
         return opened, None
     info = properties.get("delivery_info") or {}
     delayed = Delayed(
         delivery_id=str(properties.get("delivery_tag")),
-        due_ms=trace["due"],
+        due_us=header["due"] * 1000,
         exchange=info.get("exchange") or "",
         routing_key=info.get("routing_key") or "",
-        cancelled=uncover(opened, trace),
+        cancelled=uncover(opened, header),
     )
     return opened, delayed

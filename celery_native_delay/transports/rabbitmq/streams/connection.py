@@ -1,36 +1,36 @@
 """A connection for what is written into the ledger's streams, and read by its place there.
 
 A stream that is not there may cost its publisher the connection (506 in RabbitMQ 4.3), and delaying
-must go on without a ledger: so nothing of this happens on anybody else's. Entries are sent and not
-waited for. If that fails, what is unconfirmed is kept, and what comes next, up to :data:`WINDOW`;
-the streams are left alone for a while, and one warning tells so.
+must go on without a ledger: so all of this happens on a connection of its own. Entries are sent
+and not waited for. If that fails, what is unconfirmed is kept, and what comes next, up to
+:data:`WINDOW`; the streams are left alone for a while, and one warning tells so.
 """
 
 from __future__ import annotations
 
 import atexit
 import logging
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
 from threading import RLock
 from time import monotonic
 from typing import Any, TypeVar
 
 import amqp
 from amqp.exceptions import NotFound
-from kombu import Connection
 
+from ....backoff import Backoff
 from ....errors import LedgerUnavailable
 from ....settings import DelaySettings
 from ...aliases import flushes
-from ..ledger.line import FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS, PATIENCE_SECONDS
-from ..outbox import LOST, outbox_key
+from ...per_process import PerProcess
+from ..ledger.connection import LEFT_ALONE_SECONDS, PATIENCE_SECONDS
+from ..outbox import outbox_key
 from ..own_channel import OwnChannel
+from ..own_connection import connection_like, hang_up, leave_to_parent
+from ..stream_names import Stream
 from ..topology import Topology
 from ..window import NotConfirmedInTime, Publication, Sendable, WindowChannel
-from .names import Stream
 from .notes import Note, Noted, note_message
 
 logger = logging.getLogger(__name__)
@@ -52,21 +52,21 @@ class LeadsNowhere(ConnectionError):
     """A stream, or the exchange in front of it, is not there, or takes nothing."""
 
 
-#: After these, the streams are declared again. Whoever may not, goes on without at the next try.
+#: After these, the streams are declared again; a user who may not goes on without at the next try.
 GONE = (NotFound, LeadsNowhere)
 
 
 class _Entry(Publication):
-    """What is noted down of a message that waits."""
+    """The copy of a message that waits."""
 
 
-class StreamLine:
-    """See the module's docstring. For any thread of one process."""
+class StreamConnection:
+    """Writes into a ledger's streams, and reads by place. For any thread of one process."""
 
     def __init__(self, client: Any, settings: DelaySettings) -> None:
         """*client* is a kombu connection to the same broker, which is not touched."""
         self._exchange = Topology(settings).ledger.exchange
-        self._client = Connection(**dict(client._info(resolve=False), heartbeat=0))
+        self._client = connection_like(client)
         self._meaning = settings.while_ledger_is_away
         self._lock = RLock()
         self._channel: WindowChannel | None = None
@@ -75,9 +75,9 @@ class StreamLine:
         self._unread = 0
         self._read_at = 0.0
         self._retry_at = 0.0
-        self._pause_seconds = FIRST_PAUSE_SECONDS
+        self._backoff = Backoff(*LEFT_ALONE_SECONDS)
         self._error: Exception | None = None
-        #: Changes with every entry: whoever reads wants to see those of this process at once.
+        #: Changes with every entry: a reader wants to see those of this process at once.
         self.recorded = 0
 
     # --- entries: never fail -------------------------------------------------------------
@@ -153,9 +153,9 @@ class StreamLine:
             )
             deadline = monotonic() + _ANSWER_SECONDS
             while not came:
-                if not channel._is_readable(max(deadline - monotonic(), 0)):
+                if not channel.is_readable(max(deadline - monotonic(), 0)):
                     raise TimeoutError(f"{stream.name} yields nothing at offset {offset}")
-                channel._read()
+                channel.read()
             channel.basic_cancel("fetch")
             channel.basic_ack(0, multiple=True)  # 0: all
             return came[0]
@@ -189,7 +189,7 @@ class StreamLine:
             self._drop()
         self._client.connect()
         connection = self._client.connection
-        connection.delays.prepare_ledger(redeclare=isinstance(self._error, GONE))
+        connection.delays.preparation.prepare_ledger(redeclare=isinstance(self._error, GONE))
         channel = self._channel = WindowChannel(connection)
         self._send_unsent(channel)
         return channel
@@ -215,15 +215,14 @@ class StreamLine:
             raise LeadsNowhere(f"{self._exchange} takes nothing")
         if channel.unconfirmed_count == channel.published_count:
             return
-        self._pause_seconds = FIRST_PAUSE_SECONDS
+        self._backoff.reset()
         if self._error is not None:
             self._error = None
             logger.info("native delay: the ledger in RabbitMQ's streams is back")
 
     def _lose(self, exc: Exception) -> None:
         self._drop()
-        self._retry_at = monotonic() + self._pause_seconds
-        self._pause_seconds = min(self._pause_seconds * 2, LONGEST_PAUSE_SECONDS)
+        self._retry_at = monotonic() + self._backoff.failed()
         is_first, self._error = self._error is None, exc
         if is_first:
             logger.warning(
@@ -241,52 +240,30 @@ class StreamLine:
         channel, self._channel, self._fetcher = self._channel, None, None
         if channel is not None:
             self._keep(channel.unconfirmed)
-        connection = self._client._connection
-        if connection is not None:
-            with suppress(*LOST):
-                connection.collect()
-        with suppress(*LOST):
-            self._client.close()
+        hang_up(self._client)
         # As the follower's; see there.
         self._client.maybe_switch_next()
 
     def abandon(self) -> None:
-        """Close our end of the socket without a word: in a forked child it is the parent's."""
-        transport = getattr(self._client._connection, "_transport", None)
-        if transport is not None and transport.sock is not None:
-            transport.sock.close()
+        """Leave the socket alone, which in a forked child is the parent's."""
+        leave_to_parent(self._client)
 
 
-# ---- the lines of this process ---------------------------------------------------------------
+# ---- those of this process ---------------------------------------------------------------------
 
-_lines: dict[Any, StreamLine] = {}
-_registering = RLock()
+_connections: PerProcess[Any, StreamConnection] = PerProcess(StreamConnection.abandon)
 
 
-def stream_line_of(client: Any, settings: DelaySettings) -> StreamLine:
-    """The process's line to the broker that *client*, a kombu connection, leads to."""
+def stream_connection(client: Any, settings: DelaySettings) -> StreamConnection:
+    """The process's connection to the streams of the broker that *client* leads to."""
     key = outbox_key(client, settings)
-    with _registering:
-        line = _lines.get(key)
-        if line is None:
-            line = _lines[key] = StreamLine(client, settings)
-        return line
+    return _connections.get(key, lambda: StreamConnection(client, settings))
 
 
 def _flush_all(timeout_seconds: float | None) -> None:
-    for line in list(_lines.values()):
-        line.flush(timeout_seconds)
-
-
-def _leave_to_parent() -> None:
-    """A forked child has lines of its own."""
-    global _registering
-    _registering = RLock()
-    for line in _lines.values():
-        line.abandon()
-    _lines.clear()
+    for found in _connections.values():
+        found.flush(timeout_seconds)
 
 
 flushes.append(_flush_all)
 atexit.register(_flush_all, None)
-os.register_at_fork(after_in_child=_leave_to_parent)

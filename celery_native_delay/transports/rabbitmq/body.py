@@ -13,19 +13,6 @@ import amqp
 _EXACT = frozenset((None, "utf-8", "UTF-8", "ascii", "us-ascii", "latin-1", "iso-8859-1"))
 
 
-def encoded(message: amqp.Message) -> amqp.Message:
-    """*message* with its body in bytes, and the encoding that py-amqp notes down for a text.
-
-    Raises:
-        LookupError, TypeError, UnicodeError: there is no such encoding, as when py-amqp writes it.
-    """
-    body = message.body
-    if not isinstance(body, str):
-        return message
-    encoding = message.properties.setdefault("content_encoding", "utf-8")
-    return amqp.Message(body.encode(encoding), **message.properties)
-
-
 def received(message: amqp.Message) -> amqp.Message:
     """*message*, from a channel that decodes nothing, with a body that is bytes even when empty."""
     message.body = message.body or b""

@@ -5,23 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from time import monotonic, sleep
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Any, Self, TypeVar
+from urllib.parse import urlsplit
 
 from ..errors import FenceUnavailable
 from ..finding import Finding
+from ..settings import FENCE_URLS_TEXT, is_fence_url
 from ..urls import redis_py_url, without_password
 from .run import Record
-
-try:
-    import redis
-    from redis.backoff import NoBackoff
-    from redis.retry import Retry
-
-    from ..redis_server import findings
-except ImportError as exc:
-    raise FenceUnavailable(
-        "a fence in Redis needs its client: pip install 'celery_native_delay[redis]'"
-    ) from exc
 
 T = TypeVar("T")
 
@@ -54,19 +45,55 @@ return ARGV[1]
 """
 
 
-class Store:
-    """See :class:`~celery_native_delay.fence.contract.FenceStore`. Thread-safe."""
+def fence_store(
+    url: str, *, timeout_seconds: float = 5.0, patience_seconds: float = 0.0
+) -> FenceStore:
+    """The store at *url*, whose connections end with the ``with`` block.
 
-    def __init__(self, url: str, *, timeout_seconds: float, patience_seconds: float) -> None:
+    Args:
+        url: redis://, rediss:// or redis+socket://.
+        timeout_seconds: of connecting, and of each answer.
+        patience_seconds: to try on while it cannot be reached.
+
+    Raises:
+        FenceUnavailable: no such kind of store, or its client is not installed.
+    """
+    if not is_fence_url(url):
+        raise FenceUnavailable(
+            f"expected a fence URL that starts with {FENCE_URLS_TEXT}, "
+            f"got {urlsplit(url).scheme or 'no scheme'!r}"
+        )
+    try:
+        import redis
+    except ImportError as exc:
+        raise FenceUnavailable(
+            "a fence in Redis needs its client: pip install 'celery_native_delay[redis]'"
+        ) from exc
+    return FenceStore(
+        redis, url, timeout_seconds=timeout_seconds, patience_seconds=patience_seconds
+    )
+
+
+class FenceStore:
+    """Records of runs, for drivers, executors and workers. Thread-safe.
+
+    Every method raises FenceUnavailable when the store cannot be asked.
+    """
+
+    def __init__(
+        self, redis: Any, url: str, *, timeout_seconds: float, patience_seconds: float
+    ) -> None:
+        """*redis* is redis-py, which only fences need; see :func:`fence_store`."""
+        self._redis = redis
         self._patience_seconds = patience_seconds
         self._where = without_password(url)
         try:
-            # redis-py's own retries would sleep for seconds, also where nobody has time.
+            # redis-py's own retries would sleep for seconds, also where there is no patience.
             self._client = redis.Redis.from_url(
                 redis_py_url(url),
                 socket_timeout=timeout_seconds,
                 socket_connect_timeout=timeout_seconds,
-                retry=Retry(NoBackoff(), 1),
+                retry=redis.retry.Retry(redis.backoff.NoBackoff(), 1),
             )
         except ValueError as exc:
             raise FenceUnavailable(f"expected the URL of a Redis: {exc}") from exc
@@ -85,19 +112,38 @@ class Store:
         self._client.close()
 
     def open(self, run: str, record: Record, *, ttl_seconds: float, reopen: bool = False) -> Record:
+        """Keep an open *record*; one that is open already gets the later deadline.
+
+        Args:
+            run: the name of the run.
+            record: an open one.
+            ttl_seconds: how long to keep it.
+            reopen: replace one that is aborted.
+
+        Returns:
+            the record in force: a sealed one stays.
+        """
         args = [record.to_json(), _whole(ttl_seconds), int(reopen)]
         return Record.from_json(self._ask(lambda: self._open([PREFIX + run], args)))
 
     def seal(self, run: str, record: Record, *, ttl_seconds: float) -> Record:
+        """Replace an open record, or none, by *record*.
+
+        Returns:
+            the record in force: what was sealed before stays.
+        """
         args = [record.to_json(), _whole(ttl_seconds)]
         return Record.from_json(self._ask(lambda: self._seal([PREFIX + run], args)))
 
     def load(self, runs: Sequence[str]) -> list[Record | None]:
+        """The records of these runs, None for those that the store has not."""
         found = self._ask(lambda: self._client.mget([PREFIX + run for run in runs]))
         return [None if text is None else Record.from_json(text) for text in found]
 
     def findings(self) -> list[Finding]:
-        """See :class:`~celery_native_delay.fence.contract.FenceStore`."""
+        """Faults of the store; that it is away as well."""
+        from ..redis_server import findings  # imports redis-py
+
         return list(
             findings(
                 self._client,
@@ -110,13 +156,13 @@ class Store:
 
     def _ask(self, ask: Callable[[], T]) -> T:
         deadline = monotonic() + self._patience_seconds
+        lost = self._redis.ConnectionError, self._redis.TimeoutError
         while True:
             try:
                 return ask()
-            except redis.RedisError as exc:
-                lost = isinstance(exc, redis.ConnectionError | redis.TimeoutError)
-                refused = isinstance(exc, redis.AuthenticationError)
-                if refused or not lost or monotonic() >= deadline:
+            except self._redis.RedisError as exc:
+                refused = isinstance(exc, self._redis.AuthenticationError)
+                if refused or not isinstance(exc, lost) or monotonic() >= deadline:
                     raise FenceUnavailable(
                         f"the fence's store does not serve: {type(exc).__name__}: {exc}"
                     ) from exc

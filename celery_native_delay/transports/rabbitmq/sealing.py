@@ -1,4 +1,4 @@
-"""What is done to a message on its way into the delay levels, and undone on its way out.
+"""A message as it enters the delay levels, and as it was before: sealed, and unsealed.
 
 Pure: properties and headers in, new ones out; the caller's dicts are never changed.
 """
@@ -8,13 +8,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from ...due_time import milliseconds_up
 from ...errors import CannotDelay
-from ...message import HEADER, Delayed, Replaces, cancel, due_ms_of, uncover
+from ...message import HEADER, Delayed, cancel, due_ms_of, uncover
 from .topology import is_delay_name
-
-VERSION = 1
-_REQUIRED = {"id", "due", "exchange", "rk"}
 
 #: What RabbitMQ writes when it dead-letters. Before 4.0 it believes a publisher who sends them
 #: back and drops the message as a cycle (rabbit_dead_letter.erl v3.10; celery#9867).
@@ -38,131 +34,100 @@ HIGHEST_SAFE_PRIORITY = 4
 
 def seal(
     properties: Mapping[str, Any],
+    delayed: Delayed,
     *,
-    exchange: str,
-    routing_key: str,
-    due_us: int,
     now_us: int,
-    delivery_id: str,
     limit_priority: bool,
-    queue: str | None = None,
-    cancelled: bool = False,
-    replaces: Replaces | None = None,
-    expires_ms: int | None = None,
     user: str | None = None,
 ) -> dict[str, Any]:
-    """The properties with which a message enters the delay levels.
+    """The properties with which a message enters the delay levels, for the wait that is *delayed*.
 
-    With *queue* it goes to that queue alone, wherever it was published to once. One that was
-    *cancelled* goes there to be announced; one that *replaces* another names it. What is sent again
-    has had an *expires_ms* since it was published, and is sent by *user* on behalf of that one.
+    One that is sent again is sent by *user*, on behalf of the user it was published by.
 
     Raises:
         CannotDelay: the message names further routing keys of its own (CC, BCC), or its
             expiration is no number.
     """
     headers = dict(properties.get("application_headers") or {})
-    refuse_copies(headers, exchange)
-    envelope: dict[str, Any] = {
-        "v": VERSION,
-        "id": delivery_id,
-        "due": milliseconds_up(due_us),
-        "exchange": exchange,
-        "rk": routing_key,
-    }
-    if queue is not None:
-        envelope["queue"] = queue
-    deaths = _other_deaths(headers)
-    for name in (HEADER, *DEATH_HEADERS):
-        headers.pop(name, None)
-    if deaths:
-        envelope["deaths"] = deaths
+    if "CC" in headers or "BCC" in headers:
+        raise has_copies(delayed.exchange)
     sealed = dict(properties)
+    kept: dict[str, Any] = {}
+    headers.pop(HEADER, None)
+    if not headers.keys().isdisjoint(DEATH_HEADERS):
+        if deaths := _other_deaths(headers):
+            kept["deaths"] = deaths
+        for name in DEATH_HEADERS:
+            headers.pop(name, None)
     expiration = sealed.pop("expiration", None)
     if expiration is not None:
         # RabbitMQ would cut the first level short by it and then drop it: min(queue, message)
         # TTL, removed when dead-lettering. https://www.rabbitmq.com/docs/ttl
         if not str(expiration).isdecimal():
             raise CannotDelay(f"expected an expiration in milliseconds, got {expiration!r}")
-        envelope["expiration"] = expiration
-        envelope["expires"] = expires_ms or now_us // 1000 + int(expiration)
+        kept["expiration"] = expiration
+        kept["expires"] = delayed.expires_ms or now_us // 1000 + int(expiration)
     if user is not None:
-        keep_user_id(sealed, envelope, user)
+        keep_user_id(sealed, kept, user)
     priority = sealed.get("priority")
     if limit_priority and priority and priority > HIGHEST_SAFE_PRIORITY:
-        envelope["priority"] = priority
+        kept["priority"] = priority
         sealed["priority"] = HIGHEST_SAFE_PRIORITY
-    if replaces is not None:
-        envelope["replaces"] = list(replaces)
-    if cancelled:
-        cancel(headers, envelope)
-    headers[HEADER] = envelope
+    header = delayed.header(kept)
+    if delayed.cancelled:
+        cancel(headers, header)
+    headers[HEADER] = header
     sealed["application_headers"] = headers
     return sealed
 
 
-def keep_user_id(properties: dict[str, Any], envelope: dict[str, Any], user: str) -> None:
-    """Move the ``user_id`` of another than *user*, who is to send *properties*, into *envelope*.
+def keep_user_id(properties: dict[str, Any], header: dict[str, Any], user: str) -> None:
+    """Move the ``user_id`` of another than *user*, who is to send *properties*, into *header*.
 
     RabbitMQ closes the channel on it. https://www.rabbitmq.com/docs/validated-user-id
     """
     if properties.get("user_id", user) != user:
-        envelope["user_id"] = properties.pop("user_id")
+        header["user_id"] = properties.pop("user_id")
 
 
-def refuse_copies(headers: Mapping[str, Any], exchange: str) -> None:
-    """Refuse a message that names further routing keys of its own.
-
-    Raises:
-        CannotDelay: it has a CC or BCC header.
-    """
-    if "CC" in headers or "BCC" in headers:
-        raise CannotDelay(
-            f"a message to exchange {exchange!r} with CC or BCC headers cannot wait in the delay "
-            f"levels: every level would route a copy for each of them; send one delayed message "
-            f"per routing key"
-        )
+def has_copies(exchange: str) -> CannotDelay:
+    """The refusal of a message with a CC or BCC header."""
+    return CannotDelay(
+        f"a message to exchange {exchange!r} with CC or BCC headers cannot wait in the delay "
+        f"levels: every level would route a copy for each of them; send one delayed message "
+        f"per routing key"
+    )
 
 
 def unseal(
     properties: Mapping[str, Any], delivery_info: Mapping[str, Any] | None
 ) -> tuple[dict[str, Any], dict[str, Any], Delayed | None] | None:
-    """Properties and delivery info as of the undelayed message, or None if it carries no envelope.
+    """Properties and delivery info as of the undelayed message, or None without a header of ours.
 
-    The third is None for an envelope that somebody took along: a plain worker sends unknown
-    headers again with a retry, which did not wait.
+    The third is None for a header that was taken along: a plain worker sends unknown headers again
+    with a retry, which did not wait.
     """
     headers = dict(properties.get("application_headers") or {})
-    envelope = headers.pop(HEADER, None)
-    if not isinstance(envelope, dict) or envelope.get("v") != VERSION:
-        return None
-    if not envelope.keys() >= _REQUIRED:
+    header = headers.pop(HEADER, None)
+    delayed = Delayed.of(header)
+    if delayed is None:
         return None
     opened = dict(properties)
     info = dict(delivery_info or {})
     # The exchange it last entered: a level or the delivery exchange, unless it landed or was
     # rescued; those arrive from the user's own.
     ours = is_delay_name(info.get("exchange", ""))
-    if not ours and due_ms_of(headers) != envelope["due"]:
+    if not ours and due_ms_of(headers) != header["due"]:
         opened["application_headers"] = _without_ours(headers, {})
         return opened, info, None
-    cancelled = uncover(headers, envelope)
-    opened["application_headers"] = _without_ours(headers, envelope.get("deaths") or {})
+    uncover(headers, header)
+    opened["application_headers"] = _without_ours(headers, header.get("deaths") or {})
     opened.pop("expiration", None)
     for name in ("expiration", "priority", "user_id"):
-        if name in envelope:
-            opened[name] = envelope[name]
+        if name in header:
+            opened[name] = header[name]
     if ours:
-        info["exchange"], info["routing_key"] = envelope["exchange"], envelope["rk"]
-    delayed = Delayed(
-        delivery_id=envelope["id"],
-        due_ms=envelope["due"],
-        exchange=envelope["exchange"],
-        routing_key=envelope["rk"],
-        expires_ms=envelope.get("expires"),
-        cancelled=cancelled,
-        replaces=Replaces(*envelope["replaces"]) if "replaces" in envelope else None,
-    )
+        info["exchange"], info["routing_key"] = delayed.exchange, delayed.routing_key
     return opened, info, delayed
 
 
@@ -180,8 +145,6 @@ def _without_ours(headers: dict[str, Any], earlier: Mapping[str, Any]) -> dict[s
 
 def _other_deaths(headers: Mapping[str, Any]) -> dict[str, Any]:
     """The death headers that other people's queues wrote."""
-    if headers.keys().isdisjoint(DEATH_HEADERS):
-        return {}
     deaths = headers.get("x-death")
     kept: dict[str, Any] = {}
     if isinstance(deaths, list):

@@ -1,7 +1,7 @@
-"""Lines: who stores many messages, batch by batch, and repeats a batch that was not answered.
+"""Numbered batches of messages, which are stored once however often an outbox repeats them.
 
-How far a line has come stands in a row of its own, which the transaction that stores a batch moves
-on. So the batch is there once, however often it is stored, also when its messages are gone again.
+The number of the last batch of an outbox stands in a row of its own, which the transaction that
+stores a batch moves on. So the batch is there once, also when its messages are gone again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .delays import Put
 from .schema import LINES
 from .store import ADD, Store
 
-#: A line that has come no further for so long, a day in microseconds, is dead.
+#: A row that was not moved on for so long, a day in microseconds, is an outbox' that has died.
 _DEAD_US = 86_400_000_000
 
 _THIS = LINES.c.name == bindparam("this")
@@ -30,17 +30,17 @@ _REMOVE = delete(LINES).where(_THIS)
 _REMOVE_DEAD = delete(LINES).where(LINES.c.used_us < bindparam("dead"))
 
 
-class Line:
-    """See the module's docstring. Every method raises StoreUnavailable."""
+class NumberedBatches:
+    """The batches of one outbox. Every method raises StoreUnavailable."""
 
     def __init__(self, store: Store) -> None:
         self.name = uuid4().hex
         self._store = store
 
     def open(self) -> None:
-        """Let batch 1 come.
+        """Make the row, so that batch 1 may come.
 
-        The row is there before it, so that a batch that is stored again waits for the transaction
+        It is there before it, so that a batch that is stored again waits for the transaction
         of its first attempt, should that still be under way.
         """
 
@@ -63,11 +63,11 @@ class Line:
         self._store.on_add(min(put.due_us for put in puts))
 
     def close(self) -> None:
-        """No batch comes any more."""
+        """Remove the row: no batch comes any more."""
         self._store.change(lambda connection: connection.execute(_REMOVE, {"this": self.name}))
 
     def _moves_on(self, connection: Connection, number: int) -> bool:
-        """Whether *number* comes next; else it is there already."""
+        """True if *number* comes next; else it is there already."""
         step = {"this": self.name, "last": number - 1, "now": _now_us()}
         if connection.execute(_MOVE_ON, step).rowcount:
             return True

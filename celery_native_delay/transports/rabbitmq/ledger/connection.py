@@ -1,4 +1,4 @@
-"""A connection to the ledger that nobody waits for: each use is bounded in time.
+"""A connection to the ledger that keeps no task waiting: each use is bounded in time.
 
 What publishing notes down is sent and not waited for; its answers are read with what follows. A
 ledger that refuses, or owes an answer for :data:`PATIENCE_SECONDS`, is left alone for a while, one
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import atexit
 import logging
-import os
 from collections import deque
 from contextlib import suppress
 from hashlib import sha1
@@ -17,9 +16,11 @@ from threading import Lock
 from time import monotonic
 from typing import Any
 
+from ....backoff import Backoff
 from ....errors import UnsupportedBroker
 from ....urls import redis_py_url, without_password
 from ...aliases import flushes
+from ...per_process import PerProcess
 from .scripts import FORGET, RECEIVED, RECORD, LedgerKeys
 
 logger = logging.getLogger(__name__)
@@ -27,9 +28,8 @@ logger = logging.getLogger(__name__)
 #: Seconds that the ledger may take to connect, and for an answer.
 PATIENCE_SECONDS = 0.3
 
-#: Seconds for which a ledger that failed is left alone, doubled each time.
-FIRST_PAUSE_SECONDS = 1.0
-LONGEST_PAUSE_SECONDS = 30.0
+#: Seconds for which a ledger that failed is left alone: the first time, and at most.
+LEFT_ALONE_SECONDS = (1.0, 30.0)
 
 #: Answers are read at every so many messages, or after so many seconds.
 _READ_EVERY = 64
@@ -61,8 +61,8 @@ def redis_options(url: str, *, timeout_seconds: float) -> tuple[str, dict[str, A
     }
 
 
-class LedgerLine:
-    """See the module's docstring. For any thread of one process.
+class LedgerConnection:
+    """Tells and asks a ledger in Redis, each time for a moment. For any thread of one process.
 
     Used to publish or to receive, not for both.
 
@@ -84,7 +84,7 @@ class LedgerLine:
         #: When each command that waits for its answer was sent.
         self._sent: deque[float] = deque()
         self._retry_at = 0.0
-        self._pause_seconds = FIRST_PAUSE_SECONDS
+        self._backoff = Backoff(*LEFT_ALONE_SECONDS)
         self._told = False
 
     # --- publishing ----------------------------------------------------------------------
@@ -127,7 +127,7 @@ class LedgerLine:
     # --- receiving -----------------------------------------------------------------------
 
     def received(self, member: str) -> bool | None:
-        """Whether the message of *member* may run; None if the ledger does not answer.
+        """True if the message of *member* may run; None if the ledger does not answer.
 
         Its entry is gone then.
         """
@@ -176,7 +176,7 @@ class LedgerLine:
         if self._told:
             self._told = False
             logger.info("native delay: the ledger at %s is back", self._where)
-        self._pause_seconds = FIRST_PAUSE_SECONDS
+        self._backoff.reset()
 
     def _lose(self, exc: Exception) -> None:
         connection, self._connection = self._connection, None
@@ -184,8 +184,7 @@ class LedgerLine:
         if connection is not None:
             with suppress(Exception):
                 connection.disconnect()
-        self._retry_at = monotonic() + self._pause_seconds
-        self._pause_seconds = min(self._pause_seconds * 2, LONGEST_PAUSE_SECONDS)
+        self._retry_at = monotonic() + self._backoff.failed()
         if not self._told:
             self._told = True
             logger.warning(
@@ -197,36 +196,21 @@ class LedgerLine:
             )
 
 
-# ---- the lines of this process ---------------------------------------------------------------
+# ---- those of this process ---------------------------------------------------------------------
 
-_lines: dict[tuple[str, str, str], LedgerLine] = {}
-_registering = Lock()
+_connections: PerProcess[tuple[str, str, str], LedgerConnection] = PerProcess()
 
 
-def line_of(url: str, namespace: str, vhost: str = "/") -> LedgerLine:
-    """The process's line for publishing."""
+def ledger_connection(url: str, namespace: str, vhost: str = "/") -> LedgerConnection:
+    """The process's connection for publishing."""
     key = (url, namespace, vhost)
-    line = _lines.get(key)
-    if line is None:
-        with _registering:
-            line = _lines.get(key)
-            if line is None:
-                line = _lines[key] = LedgerLine(*key)
-    return line
+    return _connections.get(key, lambda: LedgerConnection(*key))
 
 
 def _flush_all(timeout_seconds: float | None) -> None:
-    for line in list(_lines.values()):
-        line.flush(timeout_seconds)
-
-
-def _leave_to_parent() -> None:
-    """A forked child has lines of its own."""
-    global _registering
-    _registering = Lock()
-    _lines.clear()
+    for found in _connections.values():
+        found.flush(timeout_seconds)
 
 
 flushes.append(_flush_all)
 atexit.register(_flush_all, None)
-os.register_at_fork(after_in_child=_leave_to_parent)

@@ -1,0 +1,70 @@
+"""Connections and threads that belong to one process, and the only fork hook of this package.
+
+A forked child has its parent's sockets but not its threads: it must neither use nor end what its
+parent has opened.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from threading import RLock
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key")
+Value = TypeVar("Value")
+
+_forgets: list[Callable[[], object]] = []
+
+
+def in_forked_child(forget: Callable[[], object]) -> None:
+    """Have *forget* called first thing in every forked child."""
+    _forgets.append(forget)
+
+
+def _forget_all() -> None:
+    for forget in _forgets:
+        forget()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows
+    os.register_at_fork(after_in_child=_forget_all)
+
+
+class PerProcess(Generic[Key, Value]):
+    """One value for each key in each process, made when it is first asked for.
+
+    *abandon* is called in a forked child with each value of its parent, which is forgotten then.
+    """
+
+    def __init__(self, abandon: Callable[[Value], object] = lambda value: None) -> None:
+        self._abandon = abandon
+        self._values: dict[Key, Value] = {}
+        self._making = RLock()
+        in_forked_child(self._leave_to_parent)
+
+    def get(
+        self,
+        key: Key,
+        make: Callable[[], Value],
+        *,
+        is_good: Callable[[Value], bool] = lambda value: True,
+    ) -> Value:
+        """The value of *key*; made anew where there is none, or it is not good any more."""
+        value = self._values.get(key)
+        if value is None or not is_good(value):
+            with self._making:
+                value = self._values.get(key)
+                if value is None or not is_good(value):
+                    value = self._values[key] = make()
+        return value
+
+    def values(self) -> list[Value]:
+        """All there are now."""
+        return list(self._values.values())
+
+    def _leave_to_parent(self) -> None:
+        self._making = RLock()  # another thread of the parent may have held it
+        for value in self._values.values():
+            self._abandon(value)
+        self._values.clear()

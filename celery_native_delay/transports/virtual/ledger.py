@@ -1,0 +1,58 @@
+"""Messages in a store of ours, as its ledger shows and changes them. Pure.
+
+A task that is cancelled is due at once, with a mark that has its worker announce it instead of
+running it; so a real worker tells the result backend, the chord and the monitors.
+"""
+
+from __future__ import annotations
+
+import json
+
+from ...due_time import eta_of, milliseconds_up
+from ...errors import CannotDelay
+from ...ledger.model import Waiting
+from ...message import CANCELLED, HEADER
+from .sealing import encoded, sealed, unsealed
+
+
+def waiting_of(envelope: str | bytes, *, queue: str, due_us: int | None) -> Waiting | None:
+    """The entry of a ledger for a message that waits for *queue*, or is parked without *due_us*.
+
+    None for one that is on its way to be announced as cancelled.
+    """
+    message = json.loads(envelope)
+    headers, properties = message.get("headers") or {}, message["properties"]
+    header = headers.get(HEADER) or {}
+    if header.get(CANCELLED):
+        return None
+    info = properties.get("delivery_info") or {}
+    opened, _ = unsealed(headers, properties)
+    return Waiting.of(
+        opened,
+        properties,
+        queue=queue,
+        exchange=info.get("exchange") or "",
+        routing_key=info.get("routing_key") or "",
+        due_us=due_us or header.get("due", 0) * 1000,
+        delivery_id=str(properties.get("delivery_tag")),
+    )
+
+
+def changed(envelope: str | bytes, due_us: int, *, cancelled: bool) -> str | None:
+    """The envelope that takes the place of this one; None if it is to be thrown away.
+
+    Raises:
+        CannotDelay: it is no task that can be moved.
+    """
+    message = json.loads(envelope)
+    headers = dict(message.get("headers") or {})
+    if "task" not in headers:
+        if cancelled:  # no worker would know what the mark means, and there is no result
+            return None
+        raise CannotDelay(
+            "expected a task of protocol 2, whose ETA is in its headers: only such can be "
+            "rescheduled, others can be cancelled"
+        )
+    headers["eta"] = eta_of(due_us)
+    moved = {**message, "headers": headers}
+    return encoded(sealed(moved, due_ms=milliseconds_up(due_us), cancelled=cancelled))

@@ -1,0 +1,46 @@
+"""Pauses between attempts, and what a forked child leaves to its parent."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from celery_native_delay.backoff import Backoff
+from celery_native_delay.transports.per_process import PerProcess
+
+
+def test_each_pause_is_twice_as_long_up_to_the_longest() -> None:
+    backoff = Backoff(0.5, 3.0)
+    assert [backoff.failed() for _ in range(5)] == [0.5, 1.0, 2.0, 3.0, 3.0]
+
+
+def test_success_begins_with_the_shortest_and_says_if_there_was_a_failure() -> None:
+    backoff = Backoff()
+    assert not backoff.reset()
+    backoff.failed()
+    assert backoff.reset()
+    assert backoff.seconds == 0.1
+
+
+def test_a_value_is_made_once_for_each_key_and_anew_when_it_is_not_good_any_more() -> None:
+    made: PerProcess[str, list[int]] = PerProcess()
+    first = made.get("a", list)
+    assert made.get("a", list) is first
+    assert made.get("b", list) is not first
+    assert made.get("a", list, is_good=lambda value: value is not first) is not first
+    assert len(made.values()) == 2
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")
+def test_a_forked_child_abandons_what_its_parent_has_and_makes_its_own() -> None:
+    abandoned: list[list[int]] = []
+    made: PerProcess[str, list[int]] = PerProcess(abandoned.append)
+    ours = made.get("a", list)
+    child = os.fork()
+    if child == 0:  # no assertion may leave this block
+        good = made.values() == [] and len(abandoned) == 1 and abandoned[0] is ours
+        os._exit(0 if good and made.get("a", list) is not ours else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert made.get("a", list) is ours
+    assert abandoned == []
