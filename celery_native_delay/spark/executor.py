@@ -12,7 +12,8 @@ from pyspark import TaskContext
 
 from ..errors import InvalidFanOut
 from .app import Call, describe
-from .sending import FAILURE, RECEIPT, Receipt, SendJob, send_rows
+from .receipts import FAILURE, RECEIPT, Receipt
+from .sending import SendJob, send_rows
 
 Batches = Iterator[Any]
 

@@ -23,14 +23,8 @@ from .fencing import Fence
 from .options import Columnar, FanOutOptions
 from .plan import Plan, make_plan
 from .progress import slots_of, watched
-from .sending import (
-    RECEIPT,
-    SENT_COLUMNS,
-    Failure,
-    Receipt,
-    SendJob,
-    warn_of_late_sending,
-)
+from .receipts import RECEIPT, Failure, Receipt
+from .sending import SENT_COLUMNS, SendJob, warn_of_late_sending
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from ..fence.run import ABORTED, ALL, COMMITTED, MARGIN_SECONDS, OPEN, Record, S
 if TYPE_CHECKING:
     from .app import AppFacts
     from .options import FanOutOptions
-    from .sending import Receipt
+    from .receipts import Receipt
 
 logger = logging.getLogger(__name__)
 

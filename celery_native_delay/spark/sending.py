@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from time import monotonic, sleep
 from typing import Any
@@ -25,6 +24,7 @@ from ..fence.run import HEADER
 from .app import load_app
 from .fencing import Fence
 from .given_up import GivenUp
+from .receipts import Failure, Receipt
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +33,6 @@ SENT_COLUMNS = ("task_id", "eta", "body", "queue", "priority", "expires", "error
 
 #: As due times are written, so that they compare as texts.
 _EXACTLY = "microseconds"
-
-#: What a row of a task's output is: what it says of itself, or of a row that did not go out.
-RECEIPT, FAILURE = "receipt", "failure"
 
 
 @dataclass(frozen=True)
@@ -49,52 +46,6 @@ class SendJob:
     fence: Fence | None = None
     id: str = ""
     """By this its tasks know each other: each call and each batch of a stream has its own."""
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A row that the broker has not confirmed.
-
-    *outcome* is "refused" (by the broker, or it cannot wait), "in doubt" (it may have arrived) or
-    "unsent".
-    """
-
-    task_id: str
-    outcome: str
-    reason: str
-
-
-@dataclass
-class Receipt:
-    """What became of the rows of one partition, in the attempt that counts."""
-
-    partition: int
-    attempt: int
-    rows: int = 0
-    sent: int = 0
-    confirmed: int = 0
-    by_template: int = 0
-    seconds: float = 0.0
-    rejected: Counter[str] = field(default_factory=Counter)
-    """Rows that were never to be sent, by reason."""
-    broken: str = ""
-    """What ended the sending early."""
-    fence: str = ""
-    """What all of its messages carry, if the run is fenced."""
-    last_eta: str = ""
-    """The latest due time that was sent."""
-    sent_after_due: int = 0
-    """Of those *sent*, how many had fallen due before they were."""
-
-    def to_json(self) -> str:
-        """Text for the way to the driver."""
-        return json.dumps(vars(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Receipt:
-        """What :meth:`to_json` was made of."""
-        values = json.loads(text)
-        return cls(**values | {"rejected": Counter(values["rejected"])})
 
 
 def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -> Iterator[Failure]:

@@ -23,8 +23,9 @@ from ..fence.run import COMMITTED, Stamp
 from .app import Call, describe
 from .fencing import Fence
 from .options import FanOutOptions
+from .receipts import Receipt
 from .rows import RowEncoder
-from .sending import Receipt, SendJob, send_rows, warn_of_late_sending
+from .sending import SendJob, send_rows, warn_of_late_sending
 
 logger = logging.getLogger(__name__)
 
