@@ -1,4 +1,4 @@
-"""Hears the events of our group; on RabbitMQ no others are sent here."""
+"""Receiver of the events of our group; on RabbitMQ no others are sent here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LONGEST_PAUSE_SECONDS = 30.0
 
 
 class Listener(Thread):
-    """Counts what workers tell, until it is stopped; reconnects by itself.
+    """Thread that counts what workers tell, until it is stopped; reconnects by itself.
 
     *hears* says whether it is connected.
     """
@@ -79,7 +79,7 @@ class Listener(Thread):
 
 
 class _Receiver(EventReceiver):  # type: ignore[misc]
-    """Celery's, telling when it consumes."""
+    """Celery's receiver of events, telling when it consumes."""
 
     ready: Callable[[], None]
 

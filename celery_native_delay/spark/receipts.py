@@ -25,7 +25,7 @@ class Failure:
 
 @dataclass
 class Receipt:
-    """What became of the rows of one partition, in the attempt that counts."""
+    """The account of one partition's rows, in the attempt that counts."""
 
     partition: int
     attempt: int
@@ -37,20 +37,20 @@ class Receipt:
     rejected: Counter[str] = field(default_factory=Counter)
     """Rows that were never to be sent, by reason."""
     broken: str = ""
-    """What ended the sending early."""
+    """Reason why the sending ended early; "" if it did not."""
     fence: str = ""
-    """What all of its messages carry, if the run is fenced."""
+    """Stamp that all of its messages carry, if the run is fenced."""
     last_eta: str = ""
     """The latest due time that was sent."""
     sent_after_due: int = 0
-    """Of those *sent*, how many had fallen due before they were."""
+    """Number of tasks that had fallen due before they were sent."""
 
     def to_json(self) -> str:
-        """Text for the way to the driver."""
+        """This receipt as text, for the way to the driver."""
         return json.dumps(vars(self))
 
     @classmethod
     def from_json(cls, text: str) -> Receipt:
-        """What :meth:`to_json` was made of."""
+        """The receipt that :meth:`to_json` made *text* of."""
         values = json.loads(text)
         return cls(**values | {"rejected": Counter(values["rejected"])})

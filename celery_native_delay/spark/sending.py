@@ -1,4 +1,4 @@
-"""What an executor does with its share of the rows: send them in bulk, and account for each."""
+"""Sending of an executor's share of the rows: in bulk, and each accounted for."""
 
 from __future__ import annotations
 
@@ -37,15 +37,15 @@ _EXACTLY = "microseconds"
 
 @dataclass(frozen=True)
 class SendJob:
-    """What every task of a fan-out is told."""
+    """The job that every task of a fan-out is given."""
 
     app: str
     task: str
     max_rate: float | None
-    """Of one connection."""
+    """Tasks per second on one connection; None: no limit."""
     fence: Fence | None = None
     id: str = ""
-    """By this its tasks know each other: each call and each batch of a stream has its own."""
+    """Name by which its tasks know each other: each call, each batch of a stream has its own."""
 
 
 def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -> Iterator[Failure]:
@@ -126,13 +126,13 @@ _ABOUT_THE_QUEUE = (NotPermitted, TopologyMismatch, UnsupportedBroker, SettingsE
 
 
 def _is_about_the_row(error: Exception) -> bool:
-    """Whether it is wrong with one row; anything else is wrong with the broker or the way there."""
+    """True if *error* is about one row; others are about the broker or the way there."""
     about_rows = isinstance(error, NativeDelayError | TypeError | ValueError)
     return about_rows and not isinstance(error, StoreUnavailable)
 
 
 def warn_of_late_sending(late: int, sent: int) -> None:
-    """Say that *late* of the tasks that were *sent* had fallen due before; nothing for none."""
+    """Warn that *late* of the tasks that were *sent* had fallen due before; not of none."""
     if late:
         logger.warning(
             "native delay: %d of %d tasks were sent after they were due: begin earlier, or raise "
@@ -143,14 +143,14 @@ def warn_of_late_sending(late: int, sent: int) -> None:
 
 
 class Pace:
-    """Lets *per_second* pass, a little ahead of time at most; None: all."""
+    """A limit of *per_second* tasks, which may run a little ahead; None: no limit."""
 
     def __init__(self, per_second: float | None) -> None:
         self._interval = 1 / per_second if per_second else 0.0
         self._next = monotonic()
 
     def wait(self) -> None:
-        """Return when the next one may go."""
+        """Sleep until the next task may go."""
         if not self._interval:
             return
         now = monotonic()
