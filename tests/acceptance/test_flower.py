@@ -441,6 +441,7 @@ def shows_the_brokers_own(page: DelaysPage, *sentences: str) -> None:
     page.wait(lambda: not page.find("#delays-parked-dialog").is_displayed())
 
 
+@pytest.mark.ci
 @on_one_version
 def test_flower_follows_a_ledger_in_streams_through_a_restart_of_the_broker(
     mortal_streams: PrivateRabbitMQ, mortal_url: str, tmp_path: Path

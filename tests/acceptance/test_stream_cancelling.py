@@ -37,6 +37,7 @@ def fleet(vhost_url: str, ledger_redis: PrivateRedis, tmp_path: Path) -> Iterato
     gc.collect()  # results unsubscribe
 
 
+@pytest.mark.ci
 def test_nobody_runs_what_was_cancelled_before_the_broker_was_killed(
     mortal_streams: PrivateRabbitMQ, mortal_url: str, tmp_path: Path
 ) -> None:

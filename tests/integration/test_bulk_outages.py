@@ -117,6 +117,7 @@ def test_redis_with_a_certificate_that_is_not_trusted_is_asked_once(tmp_path: Pa
     assert seconds < PATIENCE_SECONDS / 2
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", ["broker", "store"])
 @pytest.mark.parametrize("fault", ["database", "role", "folder", "no database"])
 def test_a_database_that_does_not_let_us_in_is_asked_once(

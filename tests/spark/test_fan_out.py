@@ -41,6 +41,7 @@ def number_of(arrival: Arrival) -> int:
     return int(args[0] if args else kwargs["number"])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("broker", ["rabbitmq", "redis"])
 def test_twenty_thousand_tasks_arrive_once_and_never_early_in_their_queues(
     spark: Any, make_app: MakeApp, request: pytest.FixtureRequest, broker: str
@@ -177,6 +178,7 @@ def test_each_row_has_what_its_own_apply_async_adds(
     assert tenants == {number: number % 7 for number in range(40)}
 
 
+@pytest.mark.ci
 def test_the_broker_is_restarted_between_jobs_and_short_of_memory_and_restarted_in_one(
     spark: Any, make_app: MakeApp
 ) -> None:
