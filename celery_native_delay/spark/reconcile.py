@@ -1,4 +1,4 @@
-"""What was planned against what workers wrote down: one verdict per task.
+"""Plans against what workers wrote down: one verdict per task.
 
 The first verdict that fits counts:
 
