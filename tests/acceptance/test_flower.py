@@ -352,7 +352,11 @@ def test_on_rabbitmq_the_levels_are_shown_and_the_ledger_is_asked(
 @pytest.mark.parametrize(
     ("away", "meaning"),
     [
-        ("run", "tasks wait and run as ever, those that were cancelled or moved as well"),
+        pytest.param(
+            "run",
+            "tasks wait and run as ever, those that were cancelled or moved as well",
+            marks=pytest.mark.ci,
+        ),
         ("wait", "tasks that are due wait in the broker"),
     ],
 )
@@ -384,6 +388,7 @@ def test_without_its_ledger_the_page_shows_what_the_broker_knows(
                 assert not page.find("#delays-error").is_displayed()
 
 
+@pytest.mark.ci
 @on_one_version
 def test_without_its_streams_the_page_shows_what_the_broker_knows(
     rabbitmq: PrivateRabbitMQ, vhost_url: str, tmp_path: Path

@@ -19,6 +19,8 @@ from celery_native_delay.transports.rabbitmq.streams.ledger import MARGIN_SECOND
 from tests.acceptance.cancelling import *  # noqa: F403
 from tests.acceptance.worker import Fleet, fleet_on
 
+pytestmark = [*pytestmark, pytest.mark.ci]  # noqa: F405  at home with a ledger in Redis
+
 
 @pytest.fixture
 def margin_seconds() -> float:
@@ -37,7 +39,6 @@ def fleet(vhost_url: str, ledger_redis: PrivateRedis, tmp_path: Path) -> Iterato
     gc.collect()  # results unsubscribe
 
 
-@pytest.mark.ci
 def test_nobody_runs_what_was_cancelled_before_the_broker_was_killed(
     mortal_streams: PrivateRabbitMQ, mortal_url: str, tmp_path: Path
 ) -> None:
