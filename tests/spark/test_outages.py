@@ -97,6 +97,7 @@ def nobody_behind() -> Iterator[Any]:
             server.shutdown()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("way", ["FanOut", "sink"])
 def test_an_outage_is_waited_out_once_in_a_job(
     spark: Any, make_app: MakeApp, apps_folder: Path, way: str
