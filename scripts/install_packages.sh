@@ -16,6 +16,10 @@ if [ "$(id -u)" != 0 ]; then
     exec sudo -n "$0" "$@"
 fi
 
+# One at a time: `make demo` installs a broker beside Python's packages.
+exec 9>"${TMPDIR:-/tmp}/celery_native_delay-packages.lock"
+flock 9
+
 # Debian asks this script before it starts a service; 101 means no.
 policy=/usr/sbin/policy-rc.d
 saved=

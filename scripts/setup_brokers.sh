@@ -1,9 +1,10 @@
 #!/bin/sh
 # Install the brokers that the tests start private nodes of. Quick when they are there already.
 #
-#     scripts/setup_brokers.sh               RabbitMQ, Redis and PostgreSQL, the system's own packages
+#     scripts/setup_brokers.sh               RabbitMQ and Redis, the system's own packages
 #     scripts/setup_brokers.sh --rabbitmq    RabbitMQ alone
-#     scripts/setup_brokers.sh --with-4.3    also RabbitMQ 4.3, from Debian testing in a folder of
+#     scripts/setup_brokers.sh --all         also PostgreSQL, as a timeout store
+#     scripts/setup_brokers.sh --with-4.3    all of them and RabbitMQ 4.3, from Debian testing in a folder of
 #                                            its own; implied by CI=true or NATIVE_DELAY_TEST_43=1
 #
 # The folder is ~/.cache/celery_native_delay/rabbitmq-4.3 or $NATIVE_DELAY_RABBITMQ_43_ROOT.
@@ -14,12 +15,14 @@ SERVER=usr/lib/rabbitmq/bin/rabbitmq-server
 here=$(dirname "$0")
 
 with_43=no
-with_others=yes
+with_redis=yes
+with_postgresql=no
 case "${1-}" in
     "") ;;
-    --rabbitmq) with_others=no ;;
-    --with-4.3) with_43=yes ;;
-    *) echo "usage: $0 [--rabbitmq | --with-4.3]" >&2; exit 2 ;;
+    --rabbitmq) with_redis=no ;;
+    --all) with_postgresql=yes ;;
+    --with-4.3) with_postgresql=yes with_43=yes ;;
+    *) echo "usage: $0 [--rabbitmq | --all | --with-4.3]" >&2; exit 2 ;;
 esac
 if [ "${CI-}" = true ] || [ "${NATIVE_DELAY_TEST_43-}" = 1 ]; then with_43=yes; fi
 
@@ -95,10 +98,11 @@ chroot "$0" apt-get clean
 
 install_system RabbitMQ rabbitmq-server "/$SERVER" \
     /opt/homebrew/opt/rabbitmq/sbin/rabbitmq-server /usr/local/opt/rabbitmq/sbin/rabbitmq-server
-if [ "$with_others" = yes ]; then
+if [ "$with_redis" = yes ]; then
     install_system Redis redis-server \
         /usr/bin/redis-server /opt/homebrew/bin/redis-server /usr/local/bin/redis-server
-    # As a timeout store.
+fi
+if [ "$with_postgresql" = yes ]; then
     install_system PostgreSQL postgresql /usr/lib/postgresql/*/bin/postgres \
         /opt/homebrew/bin/postgres /usr/local/bin/postgres
 fi

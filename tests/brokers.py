@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -33,6 +33,12 @@ on_one_version = pytest.mark.parametrize(
     "rabbitmq_version", [pytest.param("3.10", marks=pytest.mark.rabbitmq310)], indirect=True
 )
 """For a test of our own side alone: what the versions may differ in is tested elsewhere."""
+
+
+def in_ci(value: str) -> Any:
+    """A parameter of which CI runs the tests, and ``make test`` at home does not."""
+    return pytest.param(value, marks=pytest.mark.ci)
+
 
 TEST_43 = IN_CI or os.environ.get("NATIVE_DELAY_TEST_43") == "1"
 

@@ -27,7 +27,7 @@ from celery_native_delay.testing import (
 from celery_native_delay.testing.redis_installation import ServerName
 from pytest_celery_native_delay import installed
 from tests import sockets
-from tests.brokers import MORTAL, installed_rabbitmq
+from tests.brokers import MORTAL, in_ci, installed_rabbitmq
 from tests.scheduling import broker_of, rank_of, scope_of
 from tests.waiting import PATIENCE_SECONDS, SLOWNESS
 
@@ -195,7 +195,7 @@ def vhost(vhost_url: str) -> str:
     return vhost_name(vhost_url)
 
 
-@pytest.fixture(scope="session", params=["redis", "valkey"])
+@pytest.fixture(scope="session", params=["redis", in_ci("valkey")])
 def server_name(request: pytest.FixtureRequest) -> ServerName:
     """A server that private_redis() can start: the system's Redis, the Valkey of the wheel."""
     return installed(require_redis, request.param).name

@@ -7,7 +7,7 @@
 
 The first two tasks of each kind (name, route and options) go the way ``apply_async`` takes it: one
 to make a template of, one with other arguments that the template must make as well. Those after it
-go through the template, as long as it is proved that nobody sees or changes them on that way: no
+go through the template, as long as it is proved that no code sees or changes them on that way: no
 publish signals, wrapped or overridden methods, links, stamps, compression, another serializer or
 protocol, ``expires``, routers written as functions.
 """
@@ -54,7 +54,7 @@ MOST_REFUSED = 10_000
 
 @dataclass
 class BulkResult:
-    """What became of the tasks of a batch.
+    """The account of a batch: what was sent, by which way, and what was refused.
 
     *in_doubt* were sent, but the broker could not be asked: they may have arrived.
     """
@@ -72,7 +72,7 @@ class BulkResult:
 
     @property
     def returned(self) -> list[RefusedMessage]:
-        """Those of *refused* that led nowhere."""
+        """Messages among *refused* that led to no queue."""
         return [message for message in self.refused if message.returned]
 
     def __str__(self) -> str:
@@ -218,7 +218,7 @@ class Bulk:
 
     @property
     def has_given_up(self) -> bool:
-        """Whether the broker has been away for too long, or does not let the app in."""
+        """True if the broker has been away for too long, or does not let the app in."""
         return bool(self._line.has_given_up)
 
     # --- private -------------------------------------------------------------------------
@@ -231,7 +231,7 @@ class Bulk:
         eta: datetime | str | None,
         countdown: float | None,
     ) -> Made | None:
-        """What a template is filled with; None if only the long way will do."""
+        """Values that a template is filled with; None if only the long way will do."""
         if type(args) not in (list, tuple) or type(kwargs) is not dict:
             return None
         at_us = time_ns() // 1000

@@ -1,6 +1,6 @@
-"""Which tasks may go by template: of each kind, what two that went the long way have taught.
+"""Kinds of tasks that may go by template: of each, what two that went the long way have taught.
 
-A template is made of the first. It serves when it is proved that nobody sees those after it, and
+A template is made of the first. It serves when it is proved that no code sees those after it, and
 when it makes the second as well, which had other arguments. After a reconnect, and once a minute,
 one message has to show that both still hold.
 """
@@ -24,7 +24,7 @@ logger = logging.getLogger("celery_native_delay.bulk")
 
 
 class Made(NamedTuple):
-    """What differs between two tasks of one kind, but for the id; made *at_us*."""
+    """Values in which two tasks of one kind differ, but for the id; made *at_us*."""
 
     at_us: int
     due_us: int
@@ -49,7 +49,7 @@ class Kind:
     checked: bool = False
 
     def serves(self, made: Made, generation: int) -> bool:
-        """Whether its template, on this connection, has been seen to make the like of *made*."""
+        """True if its template, on this connection, has been seen to make the like of *made*."""
         known = self.checked and (self.body is None or self.body == made.body)
         return known and self.generation == generation
 
@@ -72,23 +72,23 @@ class Kinds:
     """All kinds of tasks of one batch; keys are the caller's."""
 
     def __init__(self, plain: PlainPublishing, line: Any, iso: Callable[[int], str]) -> None:
-        """*iso* makes an ETA of microseconds since the epoch."""
+        """Begin with none known; *iso* makes an ETA of microseconds since the epoch."""
         self._plain = plain
         self._line = line
         self._iso = iso
         self._kinds: dict[Any, Kind] = {}
         #: Kinds for which a template does not do.
         self._unlike: set[Any] = set()
-        #: What had been replaced when somebody was found to see tasks of a kind.
+        #: Hooks of kinds of which something was found to see the tasks.
         self._witnessed: dict[Any, tuple[Any, ...]] = {}
         self._said: set[str] = set()
 
     def hooks(self, key: Any, known: Task | None) -> tuple[Any, ...]:
-        """See :meth:`PlainPublishing.hooks`; none for a kind that is not to be looked at again."""
+        """Hooks of a task's kind (:class:`PlainPublishing`); none for one without a template."""
         return () if key in self._unlike else self._plain.hooks(known)
 
     def of(self, key: Any, hooks: tuple[Any, ...]) -> Kind | None:
-        """What is known of a kind, if nothing has been replaced since."""
+        """The kind known by *key*, if none of its hooks has been replaced since."""
         kind = self._kinds.get(key)
         return kind if kind is not None and same(kind.hooks, hooks) else None
 
@@ -113,7 +113,7 @@ class Kinds:
     # --- private -------------------------------------------------------------------------
 
     def _begin(self, sample: Sample, before: Kind | None, now_us: int) -> None:
-        """Make a template of the last message, unless somebody sees others of its kind.
+        """Make a template of the last message, unless something sees others of its kind.
 
         If the one *before* would have made it, what is known of that holds for the new one.
         """
@@ -136,7 +136,7 @@ class Kinds:
         self._kinds[key] = kind
 
     def _difference(self, kind: Kind, sample: Sample, now_us: int) -> str | None:
-        """What of the last message the template would have made otherwise, in words; "" if nothing.
+        """The part of the last message that the template would make otherwise; "" if none.
 
         None if that cannot be told: it was due already, or could not have gone by template.
         """

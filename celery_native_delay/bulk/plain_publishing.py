@@ -24,7 +24,7 @@ from ..app.install import Installation
 _OURS = frozenset(("celery", "kombu"))
 _MISSING = object()
 
-#: What publishing calls of each, besides what is looked at by itself.
+#: Names that publishing calls of each, besides those looked at by themselves.
 _OF_TASK = ("apply_async", "shadow_name", "_get_exec_options", "_get_app", "AsyncResult")
 _OF_APP = ("producer_or_acquire", "now", "thread_oid")
 _OF_ROUTER = ("route", "expand_destination", "lookup_route", "query_router")
@@ -42,14 +42,14 @@ _before, _after, _sent = _SIGNALS.values()
 
 
 class PlainPublishing:
-    """Who sees the tasks that one app publishes."""
+    """Search for code that sees or changes the tasks that one app publishes."""
 
     def __init__(self, installation: Installation) -> None:
         self._installation = installation
         self._app = installation.app
 
     def hooks(self, task: Task | None) -> tuple[Any, ...]:
-        """What is replaced, or listened to, by those who want to see a task; see :func:`same`.
+        """Objects that code replaces, or listens to, in order to see a task; see :func:`same`.
 
         Cheap enough for every message: as long as it is the same, so is what :meth:`witness` says
         of all that is usual; the rest of it is to be asked again now and then.
@@ -73,7 +73,7 @@ class PlainPublishing:
         )
 
     def witness(self, task: Task | None) -> str:
-        """Who sees, or may change, what is published of *task*, in words; "" if nobody does.
+        """The first code found that sees or may change a *task* on its way, in words; "" if none.
 
         Args:
             task: None for one that is not registered here, which has no ``apply_async``.
@@ -141,7 +141,7 @@ class PlainPublishing:
 
 
 def same(hooks: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
-    """Whether they are the same objects; a wrapper may say that it equals what it wraps."""
+    """True if they are the same objects; a wrapper may say that it equals what it wraps."""
     return len(hooks) == len(others) and all(map(is_, hooks, others))
 
 
@@ -165,7 +165,7 @@ def _foreign(owner: Any, names: tuple[str, ...]) -> Iterator[str]:
 
 
 def _is_of(found: Any, owner: type, name: str) -> bool:
-    """Whether a class of Celery or kombu has *found* from its own source, under *name*."""
+    """True if a class of Celery or kombu has *found* from its own source, under *name*."""
     return _is_of_module(found, owner.__module__, f"{owner.__qualname__}.{name}")
 
 
@@ -180,14 +180,14 @@ def _is_of_module(found: Any, module: str, qualname: str) -> bool:
 
 
 def _function(found: Any) -> Any:
-    """What a method, a class method or a property calls; a wrapper would give away another's."""
+    """The function behind a method, class method or property; a wrapper gives away another's."""
     if type(found) in (MethodType, classmethod, staticmethod):
         return found.__func__
     return found.fget if type(found) is property else found
 
 
 def _name(found: Any) -> str:
-    """Where *found* was really written, whatever it calls itself."""
+    """Name of the place where *found* was really written, whatever it calls itself."""
     function = _function(getattr(found, "_self_wrapper", found))  # wrapt's
     if type(function) is FunctionType:
         return f"{function.__globals__.get('__name__')}.{function.__code__.co_qualname}"

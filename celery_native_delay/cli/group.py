@@ -81,7 +81,7 @@ def _errors_explained(ctx: click.Context) -> Iterator[None]:
 
 @contextmanager
 def broker(ctx: click.Context) -> Iterator[AdminPart]:
-    """What can be done on the app's broker, on a fresh connection."""
+    """The admin part of the app's transport, on a fresh connection."""
     from ..app.parts import serving
 
     with _channel(ctx) as (channel, chosen):
@@ -92,7 +92,7 @@ def broker(ctx: click.Context) -> Iterator[AdminPart]:
 def worker_part(
     ctx: click.Context, queues: Sequence[str] | None = None
 ) -> Iterator[tuple[WorkerPart, str]]:
-    """What a worker does for the app's broker, on a fresh connection, and the broker's URL.
+    """The worker part of the app's transport, on a fresh connection, and the broker's URL.
 
     For *queues*, where that matters; None for all of the app's.
     """
@@ -177,7 +177,7 @@ def confirm(question: str) -> None:
 
 
 def show(report: Report, as_json: bool) -> None:
-    """*report* for people, or for scripts."""
+    """Print *report*, for people or for scripts."""
     if as_json:
         print_json(report.as_json())
     else:
@@ -185,12 +185,12 @@ def show(report: Report, as_json: bool) -> None:
 
 
 def printable(value: object) -> str:
-    """*value* on one line, with nothing in it that a terminal obeys."""
+    """Text of *value* on one line, with nothing in it that a terminal obeys."""
     return "".join(char if char.isprintable() else repr(char)[1:-1] for char in str(value))
 
 
 def table(headings: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
-    """Columns as wide as they need to be; numbers to the right."""
+    """Text of a table: columns as wide as they need to be, numbers to the right."""
     cells = [
         headings,
         *(tuple("" if cell is None else printable(cell) for cell in row) for row in rows),

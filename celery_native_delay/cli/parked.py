@@ -43,7 +43,7 @@ def list_parked(ctx: click.Context, limit: int, as_json: bool) -> None:
 @command(group=parked, name="requeue")
 @as_json_option
 def requeue(ctx: click.Context, as_json: bool) -> None:
-    """Send parked messages to where they belong; what nobody wants yet stays parked."""
+    """Send parked messages to where they belong; what no queue takes yet stays parked."""
     with broker(ctx) as part:
         outcome = part.requeue()
     if outcome is None:

@@ -90,7 +90,7 @@ def _waits(seconds: float, waits_seconds: float, where: str, queue: str) -> str:
 
 
 def _transport(ctx: click.Context, chosen: DelaySettings) -> Any:
-    """The app's own, if anything can wait on it."""
+    """Transport of the app's broker, if anything can wait on it."""
     from ..app.broker import check_fits
 
     connection = ctx.obj.app.connection_for_write()
@@ -99,7 +99,7 @@ def _transport(ctx: click.Context, chosen: DelaySettings) -> Any:
 
 
 def _plan_without_levels(key: str, seconds: float, queue: str, as_json: bool) -> None:
-    """Redis keeps a message in one place until it is due, to the microsecond."""
+    """Show a delay on a broker that keeps a message in one place until it is due."""
     waits = max(round(seconds, 6), 0)
     if as_json:
         print_json({"delay_seconds": seconds, "waits_seconds": waits, "key": key, "hops": []})
@@ -110,7 +110,7 @@ def _plan_without_levels(key: str, seconds: float, queue: str, as_json: bool) ->
 def _plan_hops(
     hop_seconds: int, seconds: float, queue: str, price_per_million: float, as_json: bool
 ) -> None:
-    """SQS keeps a message for a hop at a time, and a relay sends it on."""
+    """Show a delay on SQS, hop by hop: a relay sends the message on after each."""
     from ..durations import duration
     from ..transports.sqs.hops import Itinerary
 

@@ -30,7 +30,7 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 _BAR_WIDTH = 40
 _LONGEST_TEXT = 40
 
-#: What a search finds is counted so far beyond what is listed: reading it all would take seconds.
+#: Matches of a search are counted so far beyond those listed: reading all would take seconds.
 _COUNTED = 1000
 
 #: So many rows tell people what a change would be about.
@@ -41,7 +41,7 @@ _ALL = 1 << 40
 
 
 def task_id(value: str) -> str:
-    """Any text but none."""
+    """Check that an id is not empty."""
     if not value:
         raise click.BadParameter("expected the id of a task, got an empty text")
     return value
@@ -287,7 +287,7 @@ def _refuse_past(countdown: float | None, eta: datetime | None) -> None:
 
 
 def _as_object(tasks: list[Waiting]) -> dict[str, Any] | None:
-    """What waits under one id, for scripts."""
+    """The tasks under one id as a JSON object."""
     if not tasks:
         return None
     first, *others = (task.as_json() for task in tasks)
@@ -295,7 +295,7 @@ def _as_object(tasks: list[Waiting]) -> dict[str, Any] | None:
 
 
 def _told(task_id: str, tasks: list[Waiting], now: datetime) -> str:
-    """What waits under one id, for people."""
+    """The tasks under one id as text."""
     if not tasks:
         return f"{printable(task_id)}: nothing waits under this id"
     return "\n\n".join("\n".join(_fields(task, now)) for task in tasks)

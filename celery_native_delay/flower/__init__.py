@@ -30,7 +30,7 @@ _OLDEST, _TOO_NEW = (2, 2), (3,)
 
 
 class UnsupportedFlower(NativeDelayError):
-    """This release of Flower is not one we know."""
+    """The installed Flower is not of a release that the page was made for."""
 
 
 def install() -> None:
@@ -49,7 +49,7 @@ def install() -> None:
 
 
 def run(ctx: click.Context, arguments: Sequence[str]) -> None:
-    """``celery flower`` with *arguments*, as if the command of *ctx* were it."""
+    """Run ``celery flower`` with *arguments*, as if the command of *ctx* were it."""
     install()
     command: click.Command = flower.command.flower
     with command.make_context("flower", list(arguments), parent=ctx.find_root()) as its_own:

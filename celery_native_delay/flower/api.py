@@ -1,4 +1,4 @@
-"""The same by REST. Who may call it is Flower's to decide: these are handlers of its API."""
+"""REST API of what waits; Flower decides who may call it: these are handlers of its API."""
 
 from __future__ import annotations
 
@@ -36,21 +36,21 @@ _CHANGES: dict[str, Callable[..., list[Outcome]]] = {
 
 
 class ApiHandler(Errors, BaseApiHandler):
-    """What Flower demands of all callers of its API, and our errors as JSON."""
+    """Base of our API's handlers: Flower's own checks of the caller, our errors as JSON."""
 
     def write_error(self, status_code: int, **kwargs: Any) -> None:
-        """A browser sends the password it knows when it is asked for one, as by Flower's pages."""
+        """Answer an error; with 401 a browser is asked for the password that it knows."""
         if status_code == 401 and self.application.options.basic_auth:
             self.set_header("WWW-Authenticate", 'Basic realm="flower"')
         super().write_error(status_code, **kwargs)
 
     def changes(self) -> None:
-        """Raises 403 where nothing may be changed."""
+        """Refuse with 403 where nothing may be changed."""
         if self.application.options.read_only:
             raise web.HTTPError(403, "Read only mode is enabled")
 
     def moment(self, body: dict[str, Any]) -> dict[str, Any]:
-        """``countdown``, in seconds or such as 1h30m, or ``eta``, in ISO 8601."""
+        """The due time asked for: ``countdown``, as 90 or 1h30m, or ``eta``, in ISO 8601."""
         given = {
             name: body.get(name, self.get_argument(name, None)) for name in ("countdown", "eta")
         }
@@ -63,7 +63,7 @@ class ApiHandler(Errors, BaseApiHandler):
         return found
 
     def body(self) -> dict[str, Any]:
-        """The JSON object that came, whatever it is called, as by Flower; empty for none."""
+        """The JSON object of the request, whatever its content type; empty for none."""
         text = self.request.body.strip()
         is_json = "json" in self.request.headers.get("Content-Type", "json")
         if not text or not (is_json or text.startswith((b"{", b"["))):
@@ -96,7 +96,7 @@ class ListDelays(ApiHandler):
     async def get(self) -> None:
         """``limit``, ``offset``, ``search``, ``from_us``, ``until_us``; earliest first.
 
-        ``total`` is null where a search finds so many that nobody has counted them.
+        ``total`` is null where a search finds more than are counted.
         """
         limit = self.get_argument("limit", 50, type=int)
         offset = self.get_argument("offset", 0, type=int)
@@ -119,7 +119,7 @@ class ListDelays(ApiHandler):
 
 
 class ListParked(ApiHandler, Parked):
-    """As the page has them."""
+    """Parked messages, as the page has them."""
 
 
 class ChangeParked(ApiHandler):
@@ -200,5 +200,5 @@ class ChangeMany(ApiHandler):
 
 
 def as_json(outcome: Outcome) -> dict[str, Any]:
-    """What became of it."""
+    """An outcome as a JSON object."""
     return {"id": outcome.id, "verdict": outcome.verdict.value, "due_us": outcome.due_us}

@@ -31,17 +31,17 @@ HANDLERS = [
     url(r"/api/delay/(.+)", api.ShowDelay),
 ]
 
-#: Who reads many tasks in a thread keeps the IO loop from its turn for so long, several times in a
-#: row; Python's own are 5 ms.
+#: A thread that reads many tasks keeps the IO loop from its turn for so long, several times in a
+#: row; by default it is 5 ms.
 _SWITCH_SECONDS = 0.0005
 
-#: What the list of tasks shows where nobody has chosen its columns: the ETA as well.
+#: Columns of the list of tasks where the user has not chosen them: the ETA as well.
 STOCK_COLUMNS = "name,uuid,state,received,runtime,worker"
 COLUMNS = "name,uuid,state,eta,received,runtime,worker"
 
 
 class DelayFlower(Flower):
-    """Stock Flower, and what waits."""
+    """Flower's application with our pages, our API and metrics in it."""
 
     def __init__(self, options: Any = None, **kwargs: Any) -> None:
         kwargs["template_loader"] = PatchedTemplates()
@@ -58,7 +58,7 @@ class DelayFlower(Flower):
         self._exposed: Exposed | None = None
 
     def start(self) -> None:
-        """Until it is stopped."""
+        """Serve until :meth:`stop`."""
         self.io_loop.add_callback(self.refreshing.run)
         # Flower's /metrics serves the default registry.
         with suppress(NativeDelayError):  # the page says why
@@ -68,7 +68,7 @@ class DelayFlower(Flower):
         super().start()
 
     def stop(self) -> None:
-        """End the threads as well."""
+        """Stop serving, and end our threads."""
         if self._exposed is not None:
             self._exposed.close()
             self._exposed = None

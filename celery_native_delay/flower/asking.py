@@ -1,4 +1,4 @@
-"""Broker and ledger are asked in threads of our own, and never longer than we care to wait."""
+"""Questions to broker and ledger, in threads of our own and bounded in time."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ T = TypeVar("T")
 #: Questions at a time. One that hangs is not Flower's: its own executor has few as well.
 _THREADS = 4
 
-#: What is looked up answers within milliseconds, or something is wrong.
+#: An answer takes milliseconds, or something is wrong.
 ANSWER_SECONDS = 10.0
 
 
 class Asking:
-    """Asks about one app, from Flower's IO loop."""
+    """Questions about one app, asked from Flower's IO loop."""
 
     def __init__(self, app: Celery) -> None:
         self.app = app
@@ -62,7 +62,7 @@ class Asking:
         )
 
     def stop(self) -> None:
-        """What nobody has begun to ask is not asked any more."""
+        """Drop the questions that no thread has begun with."""
         for executor in (self._broker, self._ledger):
             executor.shutdown(wait=False, cancel_futures=True)
 
@@ -83,7 +83,7 @@ class Asking:
             raise LedgerUnavailable(f"{self._where(self._broker)} cannot be used: {exc}") from exc
 
     def _where(self, executor: ThreadPoolExecutor) -> str:
-        """Who is asked by this executor, without passwords."""
+        """The server that this executor asks, in words without passwords."""
         url = installed(self.app).settings().ledger_url if executor is self._ledger else None
         if url is not None:
             return f"the ledger at {without_password(url)}"

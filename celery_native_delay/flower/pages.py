@@ -1,4 +1,4 @@
-"""The page *Delays*, and what it asks while it is open. As open, or closed, as Flower's own."""
+"""The page *Delays*, and its requests while it is open; as protected as Flower's own."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _BARS = 40
 #: So many parked ones are shown.
 _PARKED = 50
 
-#: What a search finds is counted so far beyond its page: reading all of it would take seconds.
+#: Matches of a search are counted so far beyond its page: reading all would take seconds.
 _COUNTED = 1000
 
 #: So many can be changed in one go.
@@ -48,7 +48,7 @@ _BROKERS_OWN = (
 
 
 class Errors(BaseHandler):
-    """Tells our errors the way that Flower tells its own."""
+    """Base of our handlers: our errors as one sentence, without a traceback."""
 
     @property
     def asking(self) -> Asking:
@@ -56,12 +56,12 @@ class Errors(BaseHandler):
         return asking
 
     def log_exception(self, typ: Any, value: Any, tb: Any) -> None:
-        """What is no fault of the server does not need a traceback."""
+        """Log a traceback, but of our own errors: they are no fault of the server."""
         if not isinstance(value, NativeDelayError):
             super().log_exception(typ, value, tb)
 
     def send_error(self, status_code: int = 500, **kwargs: Any) -> None:
-        """An expected error is one sentence."""
+        """Answer an error; one of ours by its sentence."""
         error = (kwargs.get("exc_info") or (None, None))[1]
         if isinstance(error, NativeDelayError) and not self._finished:
             self.clear()
@@ -71,7 +71,7 @@ class Errors(BaseHandler):
             super().send_error(status_code, **kwargs)
 
     def microseconds(self, name: str) -> int | None:
-        """An argument in microseconds since the epoch."""
+        """The request's argument *name*, in microseconds since the epoch."""
         found: int | None = self.get_argument(name, None, type=int)
         return found
 
@@ -87,10 +87,10 @@ class Errors(BaseHandler):
             try:
                 await self.flush()
             except StreamClosedError:
-                return  # nobody waits for it any more
+                return  # the browser has gone
 
     def query(self, search: str) -> Query:
-        """What is asked for, by *search*, ``from_us`` and ``until_us``."""
+        """The query of the request: *search*, ``from_us`` and ``until_us``."""
         return Query.parse(search).due_within(
             self.microseconds("from_us"), self.microseconds("until_us")
         )
@@ -99,7 +99,7 @@ class Errors(BaseHandler):
 class DelaysPage(Errors):
     @web.authenticated
     def get(self) -> None:
-        """The page itself; all that it shows it asks for."""
+        """Answer with the page; it asks for all that it shows."""
         options = self.application.options
         closed = not (options.basic_auth or options.auth or self.unauthenticated_api)
         self.render(
@@ -197,7 +197,7 @@ class DataTable(Errors):
 
 
 def long_json(answer: dict[str, Any], name: str, items: Iterable[Any]) -> bytes:
-    """*answer* with *items* under *name*. For a thread: the IO loop has its turn in between."""
+    """JSON of *answer* with *items* under *name*; in a thread, so that the IO loop has its turn."""
     text = f'{json.dumps(answer)[:-1]}, "{name}": [{", ".join(map(json.dumps, items))}]}}'
     return text.encode()
 
@@ -216,7 +216,7 @@ def listed(delay: Delay, query: Query, offset: int, limit: int) -> tuple[Page, i
 class MatchingIds(Errors):
     @web.authenticated
     async def get(self) -> None:
-        """All ids that match now: what somebody confirms is what is changed, to the task."""
+        """Answer with all ids that match now, so that the tasks confirmed are those changed."""
         query = self.query(self.get_argument("search", "", escape=False))
 
         def found(delay: Delay) -> bytes:

@@ -45,7 +45,7 @@ PATCHES = {
 
 
 class PatchedTemplates(Loader):
-    """Loads them; tornado's setting ``template_loader``."""
+    """Loader of Flower's templates, patched, and of ours; tornado's ``template_loader``."""
 
     def __init__(self) -> None:
         super().__init__(str(Path(flower.__file__).parent / "templates"))
@@ -61,7 +61,7 @@ class PatchedTemplates(Loader):
 
 
 def patched(name: str, text: str) -> str:
-    """The *text* of one of Flower's templates with what it lacks."""
+    """The *text* of one of Flower's templates with our link, filter or button in it."""
     if name not in PATCHES:
         return text
     pattern, replacement = PATCHES[name]

@@ -3,7 +3,7 @@
 A full run of Python's garbage collector over a hundred thousand tasks and their index stops the IO
 loop for a quarter of a second, and it runs again and again while they come. They need none of it:
 tasks lead nowhere back. So :func:`set_aside` takes them out of its sight. This is the process of
-Flower, which is ours to tune as nobody else's: install() has replaced its application.
+Flower, which only we tune: install() has replaced its application.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Refreshing:
         return state
 
     async def run(self) -> None:
-        """Until :meth:`stop`."""
+        """Read round after round, until :meth:`stop`."""
         while not self._ends:
             started = monotonic()
             try:
@@ -79,11 +79,11 @@ class Refreshing:
             await asyncio.sleep(max(_PAUSE_SECONDS, (monotonic() - started) / _SHARE))
 
     def stop(self) -> None:
-        """From any thread."""
+        """End the rounds; from any thread."""
         self._ends = True
 
     def indexed(self, count: int) -> None:
-        """So many tasks have come, changed or gone: Flower has indexed them anew."""
+        """Count tasks that have come, changed or gone, which Flower has indexed anew."""
         self._indexed += count
         if self._indexed >= _SET_ASIDE:
             self._indexed = 0
@@ -101,7 +101,7 @@ class Refreshing:
             total = page.total or 0
             offset += _CHUNK
         if total > most:
-            return  # nobody knows of the others
+            return  # of the others nothing is known
         # What becomes due meanwhile moves the others up, past the reader: missed once is not gone.
         missed, self._missed = self._missed, set()
         async for some in _in_turns(before):
@@ -118,7 +118,7 @@ class Refreshing:
 
 
 async def _in_turns(ids: Iterable[str]) -> AsyncIterator[list[str]]:
-    """A few at a time; whoever waits for Flower meanwhile has his turn."""
+    """Chunks of *ids*, with a turn of the IO loop between them."""
     known = list(ids)
     for start in range(0, len(known), _CHUNK):
         yield known[start : start + _CHUNK]

@@ -2,7 +2,7 @@
 
 Monitors learn of a task when it is sent, if its app says so at all, and forget it on their restart.
 Here the ledger tells; events say what happens to the task afterwards, as ever. No event of our own
-is sent: Celery would rank its state above REVOKED, and take whoever sends it for a worker.
+is sent: Celery would rank its state above REVOKED, and take its sender for a worker.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MAY_WAIT = (states.PENDING, states.RECEIVED, DELAYED)
 
 
 def precedence(state: str) -> int:
-    """As Celery's, with DELAYED where PENDING is: whatever a worker says comes later."""
+    """Celery's rank of *state*, with DELAYED where PENDING is: a worker's word comes later."""
     ranked: int = states.precedence(states.PENDING if state == DELAYED else state)
     return ranked
 
@@ -37,7 +37,7 @@ def precedence(state: str) -> int:
 class WaitingTask(Task):
     """A task that may be DELAYED.
 
-    Of what Celery's has besides its fields nothing is made before somebody asks, and nothing leads
+    Besides its fields, nothing of Celery's is made before it is asked for, and nothing leads
     back to the task: a hundred thousand of them are a burden to Python's garbage collector, which
     runs on Flower's IO loop, and :mod:`.refreshing` keeps them from it.
     """
@@ -68,7 +68,7 @@ class WaitingTask(Task):
         return self._other(self.root_id)
 
     def as_dict(self) -> dict[str, Any]:
-        """As Celery's, with ids in place of tasks."""
+        """The task's fields as Celery's, with ids in place of tasks."""
         return {name: getattr(self, name) for name in self._fields} | {
             "root": self.root_id,
             "parent": self.parent_id,
@@ -87,7 +87,7 @@ class WaitingTask(Task):
         fields: Any = None,
         **kwargs: Any,
     ) -> None:
-        """Learn from an event what has become of it."""
+        """Learn from an event what has become of the task."""
         kwargs.setdefault("precedence", precedence)
         super().event(type_, timestamp, local_received, fields, **kwargs)
         if self.state == states.PENDING and _microseconds(self.eta) > time() * 1e6:
@@ -95,19 +95,19 @@ class WaitingTask(Task):
 
 
 class WaitingState(EventsState):
-    """Used on Flower's IO loop only, as the original."""
+    """Flower's state of the cluster, with DELAYED tasks; for its IO loop only."""
 
     Task = WaitingTask
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        #: Of all that are DELAYED: when they are due, in microseconds since the epoch.
+        #: Due times of all that are DELAYED, in microseconds since the epoch.
         self.delayed: dict[str, int] = {}
         for task in self._known().values():
             self._note(task)
 
     def event(self, event: dict[str, Any]) -> None:
-        """Learn from an event."""
+        """Learn from an event, which tasks are DELAYED included."""
         super().event(event)
         if event["type"].startswith("task-"):
             task = self._known().get(event["uuid"])
@@ -115,7 +115,7 @@ class WaitingState(EventsState):
                 self._note(task)
 
     def saw(self, waiting: Iterable[Waiting]) -> int:
-        """These wait now; how many of them are new, or have changed."""
+        """Note that these wait now; return how many of them are new, or have changed."""
         changes = 0
         for found in waiting:
             if not found.name:
@@ -129,7 +129,7 @@ class WaitingState(EventsState):
         return changes
 
     def does_not_wait(self, ids: Iterable[str]) -> None:
-        """These were handed over; if nothing was heard of them since, nobody has received them."""
+        """Note that these were handed over; those still DELAYED become PENDING."""
         for task_id in ids:
             task = self._known().get(task_id)
             if task is not None and task.state == DELAYED:
@@ -137,7 +137,7 @@ class WaitingState(EventsState):
             self.delayed.pop(task_id, None)
 
     def changed(self, outcome: Outcome, *, cancelled: bool) -> None:
-        """Somebody has cancelled or moved what waited."""
+        """Note that a task was cancelled or moved through us."""
         task = self._known().get(outcome.id)
         if not outcome or task is None or task.state not in _MAY_WAIT:
             return
@@ -149,7 +149,7 @@ class WaitingState(EventsState):
             self._become(task, DELAYED if outcome.due_us / 1e6 > time() else states.PENDING)
 
     def due(self, ids: Iterable[str]) -> set[str]:
-        """Of these the DELAYED ones whose time has come."""
+        """Ids of the DELAYED tasks among these whose time has come."""
         now_us = time() * 1e6
         return {task_id for task_id in ids if self.delayed.get(task_id, now_us + 1) <= now_us}
 

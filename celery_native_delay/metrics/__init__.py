@@ -1,7 +1,7 @@
 """Prometheus metrics of what waits and of what came of it.
 
-``celery -A PROJ delay exporter`` serves them; whoever serves prometheus_client's registry already
-gets them with :func:`expose`. Needs the extra ``metrics`` (Flower brings it).
+``celery -A PROJ delay exporter`` serves them; a program that serves prometheus_client's registry
+gets them there with :func:`expose`. Needs the extra ``metrics`` (Flower brings it).
 """
 
 from ..errors import brought_by

@@ -17,10 +17,10 @@ from .polling import Poll, Reading
 
 
 class DelayCollector(Collector):
-    """Of the last reading of *poll*, and of *counts*; does no I/O.
+    """Collector of the last reading of *poll*, and of *counts*; does no I/O.
 
-    What nobody can tell is left out, never 0: after a failure the state of the store, without a
-    ledger due times.
+    A number that is not known is left out, never 0: after a failure the state of the store,
+    without a ledger due times.
     """
 
     def __init__(self, poll: Poll, counts: Counts, listener: Listener | None) -> None:

@@ -1,4 +1,4 @@
-"""What workers have told of delayed messages, added up by queue."""
+"""Counts of delayed messages, as workers tell them, added up by queue."""
 
 from __future__ import annotations
 
@@ -43,6 +43,6 @@ class Counts:
                 self._by_queue.setdefault(queue, Tally()).add(tally)
 
     def so_far(self) -> dict[str, Tally]:
-        """The sums, by queue."""
+        """Sums so far, by queue."""
         with self._lock:
             return deepcopy(self._by_queue)

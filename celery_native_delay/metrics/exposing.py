@@ -15,7 +15,7 @@ POLL_SECONDS = 5.0
 
 
 class Exposed:
-    """What :func:`expose` has set up; :meth:`close` takes it away."""
+    """Metrics that :func:`expose` has put into a registry; :meth:`close` takes them out."""
 
     def __init__(
         self, app: Celery, registry: CollectorRegistry, *, poll_seconds: float, listens: bool
@@ -54,7 +54,7 @@ def expose(
     Args:
         app: an installed app.
         poll_seconds: how often broker and ledger are read.
-        listens: False for whoever receives events anyway and hands those of the type
+        listens: False where the caller receives events anyway, and hands those of the type
             ``delay-tally`` to ``.counts.hear(event)``.
 
     Raises:

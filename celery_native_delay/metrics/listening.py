@@ -1,4 +1,4 @@
-"""Hears the events of our group; on RabbitMQ no others are sent here."""
+"""Receiver of the events of our group; on RabbitMQ no others are sent here."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ logger = get_logger(__name__)
 
 
 class Listener(Thread):
-    """Counts what workers tell, until it is stopped; reconnects by itself.
+    """Thread that counts what workers tell, until it is stopped; reconnects by itself.
 
     *hears* says whether it is connected.
     """
@@ -76,7 +76,7 @@ class Listener(Thread):
 
 
 class _Receiver(EventReceiver):  # type: ignore[misc]
-    """Celery's, telling when it consumes."""
+    """Celery's receiver of events, telling when it consumes."""
 
     ready: Callable[[], None]
 

@@ -22,7 +22,7 @@ PATIENCE_SECONDS = 2 * TIMEOUT_SECONDS
 
 @dataclass(frozen=True)
 class Reading:
-    """What a look at the broker found; no *backlog* if it failed.
+    """Result of one look at the broker; without a *backlog* if it failed.
 
     *read_at* is when, by the monotonic clock; *first_due* is Unix time.
     """
@@ -34,7 +34,7 @@ class Reading:
 
 
 class Poll(Thread):
-    """Looks at the broker of *app* until it is stopped, over one connection."""
+    """Thread that looks at the broker of *app* until it is stopped, over one connection."""
 
     def __init__(self, app: Celery, *, every_seconds: float) -> None:
         super().__init__(name="native-delay-poll", daemon=True)
@@ -46,7 +46,7 @@ class Poll(Thread):
         self._told = False
 
     def reading(self) -> Reading | None:
-        """The last one; without a backlog if it is too old to be true. None before the first."""
+        """The last reading, without its backlog if it is too old; None before the first."""
         last = self._last
         if last is None or monotonic() - last.read_at < self._every_seconds + PATIENCE_SECONDS:
             return last

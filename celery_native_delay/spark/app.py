@@ -24,7 +24,7 @@ from .options import FanOutOptions
 
 @dataclass(frozen=True)
 class Call:
-    """What is going to be sent, as far as an app has a say in it."""
+    """The part of a fan-out that its app is asked about: the task, and its arguments' names."""
 
     app: str
     task: str
@@ -34,17 +34,17 @@ class Call:
 
     @classmethod
     def of(cls, options: FanOutOptions) -> Call:
-        """What *options* ask for."""
+        """The call that *options* ask for."""
         keywords = tuple(options.keywords)
         return cls(options.app, options.task, len(options.args), keywords, options.check_task)
 
 
 @dataclass(frozen=True)
 class AppFacts:
-    """What a fan-out needs to know of its app.
+    """Facts about an app that a fan-out needs: settings, queues, where its task goes.
 
     *queues* are those that the configuration names, *route* is where the task goes if the row does
-    not say ("" for an exchange of its own), *has_levels* whether its broker has delay levels.
+    not say ("" for an exchange of its own), *has_levels* is true if its broker has delay levels.
     """
 
     settings: dict[str, Any]
@@ -58,18 +58,18 @@ class AppFacts:
         return DelaySettings.from_mapping(self.settings)
 
     def to_json(self) -> str:
-        """Text for the way to the driver."""
+        """These facts as text, for the way to the driver."""
         return json.dumps(asdict(self))
 
     @classmethod
     def from_json(cls, text: str) -> AppFacts:
-        """What :meth:`to_json` was made of."""
+        """The facts that :meth:`to_json` made *text* of."""
         facts = json.loads(text)
         return cls(**facts | {"queues": tuple(facts["queues"])})
 
 
 def load_app(path: str) -> Celery:
-    """The app at *path*, ``"pkg.mod:app"``.
+    """Import the app at *path*, ``"pkg.mod:app"``.
 
     Raises:
         InvalidFanOut: it cannot be imported, is no app, or has no native delays.
@@ -96,7 +96,7 @@ def load_app(path: str) -> Celery:
 
 
 def describe(call: Call) -> AppFacts:
-    """What the app says to *call*.
+    """Facts about the app, for a fan-out that makes *call*.
 
     Raises:
         InvalidFanOut: see :func:`load_app`; the task is not registered or does not take these
@@ -141,7 +141,7 @@ def _check_arguments(task: Any, call: Call) -> None:
 
 
 def _routed_queues(routes: Sequence[Any]) -> set[str]:
-    """Queues that ``task_routes`` names."""
+    """Names of the queues that ``task_routes`` leads to."""
     found = set()
     for route in routes:
         if isinstance(route, MapRoute):

@@ -20,7 +20,7 @@ from .options import FanOutOptions
 from .reasons import Reasons
 from .slots import Slot, check_type, column_text, slots
 
-#: What the rest of a fan-out reads of a row; *error* is null where it can be sent.
+#: Columns that the rest of a fan-out reads; *error* is null where a row can be sent.
 COLUMNS = ("task_id", "due_us", "eta", "body", "queue", "priority", "expires", "error")
 
 #: Microseconds that are certainly beyond every limit, and far from overflowing: 300 years.
@@ -180,7 +180,7 @@ def _utc_text(name: str) -> Any:
 
 
 def _task_id(options: FanOutOptions, types: dict[str, t.DataType]) -> Any:
-    """UUID 5 as of ids.task_id_of()."""
+    """Task ids in SQL: UUID 5, as :func:`ids.task_id_of` makes them."""
     if options.id_cols:
         names = [f"key{index}" for index in range(len(options.id_cols))]
         key = [
@@ -224,7 +224,7 @@ def _json_of(name: str) -> Any:
 
 
 def _not_finite(column: Any, kind: Any) -> Any:
-    """Whether a number in *column* is none: to_json() would make a text of it."""
+    """True where *column* holds a number that is none: to_json() would make a text of it."""
     wrong: Any = None
     match kind:
         case t.FloatType() | t.DoubleType():

@@ -12,11 +12,12 @@ from pyspark import TaskContext
 
 from ..errors import InvalidFanOut
 from .app import Call, describe
-from .sending import FAILURE, RECEIPT, Receipt, SendJob, send_rows
+from .receipts import FAILURE, RECEIPT, Receipt
+from .sending import SendJob, send_rows
 
 Batches = Iterator[Any]
 
-#: One schema for what executors have to tell: mapInArrow() allows no second one.
+#: Schema of all that executors answer: mapInArrow() allows no second one.
 REPORT = "kind string, value string"
 
 #: Rows of a report that are handed over at a time.
@@ -24,7 +25,7 @@ _REPORT_ROWS = 10_000
 
 
 def checker(call: Call) -> Callable[[Batches], Batches]:
-    """For mapInArrow(): describe the app, or say why it will not do."""
+    """A function for mapInArrow() that describes the app, or says why it will not do."""
 
     def check(batches: Batches) -> Batches:
         for _ in batches:
@@ -38,7 +39,7 @@ def checker(call: Call) -> Callable[[Batches], Batches]:
 
 
 def sender(job: SendJob) -> Callable[[Batches], Batches]:
-    """For mapInArrow(): send what comes, return failures and a receipt."""
+    """A function for mapInArrow() that sends its rows, and returns failures and a receipt."""
 
     def send(batches: Batches) -> Batches:
         context = TaskContext.get()

@@ -23,19 +23,13 @@ from .fencing import Fence
 from .options import Columnar, FanOutOptions
 from .plan import Plan, make_plan
 from .progress import slots_of, watched
-from .sending import (
-    RECEIPT,
-    SENT_COLUMNS,
-    Failure,
-    Receipt,
-    SendJob,
-    warn_of_late_sending,
-)
+from .receipts import RECEIPT, Failure, Receipt
+from .sending import SENT_COLUMNS, SendJob, warn_of_late_sending
 
 
 @dataclass(frozen=True)
 class FanOutResult:
-    """What became of all rows."""
+    """The account of a whole fan-out: counts, and every row that is not confirmed."""
 
     run_id: str
     seconds: float
@@ -73,7 +67,7 @@ class FanOutResult:
 
     @property
     def rejected(self) -> int:
-        """How many rows were not to be sent."""
+        """Number of rows that were not to be sent."""
         return sum(self.rejects.values())
 
     @property
@@ -161,7 +155,7 @@ class FanOut:
 
     @cached_property
     def facts(self) -> AppFacts:
-        """What an executor says of the app; asked once, in a job of one task.
+        """The app as an executor describes it; asked once, in a job of one task.
 
         Raises:
             InvalidFanOut: the app cannot be imported there, does not know the task, or one of the
@@ -189,7 +183,7 @@ class FanOut:
         return encode.encoded(self._df, self.options, longest_seconds=longest_seconds)
 
     def plan(self) -> Plan:
-        """What sending would do, and how many rows fall due before it can end. No broker is asked.
+        """Count what sending would do, and what falls due before it can end; no broker is asked.
 
         Raises:
             InvalidFanOut: see :attr:`facts`.
@@ -291,7 +285,7 @@ class FanOut:
 
 
 def _last_line(error: Exception) -> str:
-    """What a Python worker says at the end of its traceback."""
+    """Last line of a Python worker's traceback."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     named = [line for line in lines if "Error:" in line and not line.startswith("at ")]
     return (named or lines or [type(error).__name__])[-1]

@@ -18,7 +18,7 @@ from ..fence.run import ABORTED, ALL, COMMITTED, MARGIN_SECONDS, OPEN, Record, S
 if TYPE_CHECKING:
     from .app import AppFacts
     from .options import FanOutOptions
-    from .sending import Receipt
+    from .receipts import Receipt
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ _BY = "the driver"
 
 @dataclass(frozen=True)
 class Fence:
-    """What every process of a fenced run knows of its fence; goes from driver to executors."""
+    """The fence of one run, as it goes from the driver to its executors."""
 
     url: str = field(repr=False)
     run: str
@@ -39,12 +39,12 @@ class Fence:
     longest_seconds: float
     """The longest delay that a message of the run may have."""
     is_replayed: bool = False
-    """Whether the same run may be sent again, as a batch of a stream: the first one committed
+    """True if the same run may be sent again, as a batch of a stream: the first one committed
     counts, and one that workers dropped may be committed after all."""
 
     @classmethod
     def of(cls, options: FanOutOptions, facts: AppFacts) -> Self | None:
-        """The fence that *options* ask for.
+        """The fence that *options* ask for, None without one.
 
         Sending twice under one run_id is sending two fenced runs: the second may be a repair.
         """
@@ -61,7 +61,7 @@ class Fence:
         return cls(options.fence, run, options.fence_timeout, settings.longest_delay_seconds)
 
     def stamp(self, partition: int, attempt: int) -> Stamp:
-        """What the messages of one attempt carry; Spark's numbers alone come again."""
+        """Stamp of the messages of one attempt, with random digits: Spark's numbers come again."""
         return Stamp(self.run, partition, f"{attempt}-{token_hex(4)}")
 
     def open(self) -> Record:

@@ -1,4 +1,4 @@
-"""What the tasks of one job tell each other on an executor: that its broker was waited for in vain.
+"""A note between the tasks of one job on an executor: its broker was waited for in vain.
 
 Python workers of one executor share a folder, which Spark removes; a task that fails takes its
 process with it, so memory would not do.
@@ -14,10 +14,10 @@ from pyspark import SparkFiles
 
 
 class GivenUp:
-    """Why the job *job_id* sends nothing more from this executor, as soon as one task knows.
+    """Reason why the job *job_id* sends nothing more from this executor, as soon as one task knows.
 
-    With an empty *job_id* nobody is told. Where the folder cannot be written to, each task finds
-    out by itself.
+    With an empty *job_id* no other task is told. Where the folder cannot be written to, each
+    task finds out by itself.
     """
 
     def __init__(self, job_id: str) -> None:
@@ -25,14 +25,14 @@ class GivenUp:
         self._path = Path(SparkFiles.getRootDirectory(), name) if job_id else None
 
     def reason(self) -> str:
-        """What was said; "" if the broker may be there."""
+        """The reason that a task has noted; "" if the broker may be there."""
         if self._path is not None:
             with suppress(OSError):
                 return self._path.read_text()
         return ""
 
     def say(self, reason: str) -> None:
-        """Tell the tasks that begin from now on."""
+        """Note the reason, for the tasks that begin from now on."""
         if self._path is None:
             return
         with suppress(OSError):

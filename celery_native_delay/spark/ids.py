@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from uuid import UUID, uuid5
 
-#: Frozen: ids that somebody keeps were made with it.
+#: Frozen: ids in ledgers and messages were made with it.
 NAMESPACE = UUID("6a1f5d3e-0a3c-5b0e-9d4f-3c1d2f7b8e90")
 
 
@@ -22,12 +22,12 @@ def task_id_of(run_id: str, task: str, *key: object) -> str:
 
 
 def id_of_texts(*parts: str) -> str:
-    """The id of these parts."""
+    """Task id of the texts of its parts."""
     return str(uuid5(NAMESPACE, "".join(map(counted, parts))))
 
 
 def key_text(value: object) -> str:
-    """How a part of a key is written: as Spark casts it to a string."""
+    """Text of one part of a key, as Spark casts it to a string."""
     if isinstance(value, bool):
         return "true" if value else "false"
     return str(value)

@@ -21,7 +21,7 @@ except ImportError as exc:
 
 INK = "#22262a"
 
-#: What went as planned is green and grey; the rest is to be seen.
+#: Colours: green and grey for tasks that went as planned; the rest is to be seen.
 COLOURS = {
     "ok": "#0b6e4f",
     "pending": "#c9ced3",
@@ -34,7 +34,7 @@ COLOURS = {
 
 LINES = {"late_p50": "#0b6e4f", "late_p99": "#b08900", "late_max": "#c8553d"}
 
-#: What started sooner after its due time is drawn here; the scale is logarithmic.
+#: Least lateness on the logarithmic scale; tasks that started sooner are drawn there.
 _FLOOR_SECONDS = 0.001
 
 #: Marks of that scale, of which some are left out when there would be more steps than these.

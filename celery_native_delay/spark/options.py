@@ -1,4 +1,4 @@
-"""What a fan-out is told: one frozen object, validated whole before anything runs."""
+"""Options of a fan-out: one frozen object, validated whole before anything runs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FanOutOptions:
-    """All that decides what is sent, and how.
+    """The options of a fan-out: which rows are sent, when, and how.
 
     Where a column is expected a text is its name, as everywhere in PySpark; one value for all rows
     is ``lit(value)``.
@@ -33,7 +33,7 @@ class FanOutOptions:
     """
 
     app: str
-    """Where executors import the app from: ``"pkg.mod:app"``."""
+    """Path by which executors import the app: ``"pkg.mod:app"``."""
     task: str
     """The task's name."""
     eta: Columnar | None = None
@@ -56,7 +56,7 @@ class FanOutOptions:
     """Columns that tell one task from another: together with run and task they make its id.
     By default all that the row sends."""
     run_id: str = field(default_factory=lambda: uuid4().hex)
-    """The name of this run. The same run sends the same ids, however often."""
+    """Name of the run, from which ids are made: the same run sends the same ids."""
     smear: float = 0.0
     """Seconds over which tasks are spread behind their due times; a task's place follows from
     its id."""
@@ -79,7 +79,7 @@ class FanOutOptions:
     """Seconds that may pass between the start of a partition and the end of the job; after that
     workers take the driver for dead, and their ``native_delay_fence_policy`` decides."""
     now: datetime = field(default_factory=lambda: datetime.now(UTC))
-    """What countdowns count from; aware. It is the same for all executors and retries."""
+    """Moment from which countdowns count; aware. All executors and retries have the same."""
 
     def __post_init__(self) -> None:
         for name in ("args", "id_cols"):

@@ -1,4 +1,4 @@
-"""What a fan-out would do: counted by Spark, told to a person."""
+"""The plan of a fan-out: counted by Spark, told to a person."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Bar:
 
 @dataclass(frozen=True)
 class Plan:
-    """What sending would do; the broker has not been asked."""
+    """Counts and times of a fan-out before it is sent; the broker has not been asked."""
 
     rows: int
     accepted: int
@@ -52,7 +52,7 @@ class Plan:
     bar_seconds: int
     histogram: list[Bar] = field(repr=False)
     send_seconds: float
-    """How long sending takes at least: by *max_rate*, or what so many connections can do."""
+    """Seconds that sending takes at least: by *max_rate*, or what so many connections can do."""
     due_while_sending: int
     """Tasks that fall due before it can end, if it begins now: those sent last are late."""
     levels: dict[str, int] = field(repr=False)
@@ -60,7 +60,7 @@ class Plan:
 
     @property
     def hops(self) -> int:
-        """Waits of all messages together."""
+        """Number of waits of all messages together."""
         return sum(self.levels.values())
 
     @property
@@ -159,7 +159,7 @@ def make_plan(encoded: Any, facts: AppFacts, options: FanOutOptions) -> Plan:
 def _due_while_sending(
     accepted: Any, first_us: int | None, send_seconds: float, options: FanOutOptions
 ) -> int:
-    """Without those that were due when the fan-out was made, which are late by the user's will."""
+    """Number of tasks that fall due within *send_seconds* and were not due to begin with."""
     ends_us = time_ns() // 1000 + round(send_seconds * 1_000_000)
     if first_us is None or first_us > ends_us:
         return 0

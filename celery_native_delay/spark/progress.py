@@ -1,4 +1,4 @@
-"""How far a Spark job is, on the terminal."""
+"""Progress of a Spark job, on the terminal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LOOK_SECONDS = 0.25
 
 
 def slots_of(spark: Any) -> int | None:
-    """How many tasks the session runs at a time; None where it does not say (Spark Connect)."""
+    """Number of tasks that a session runs at a time; None where it does not say (Spark Connect)."""
     context = _context(spark)
     return None if context is None else context.defaultParallelism
 

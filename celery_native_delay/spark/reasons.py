@@ -1,4 +1,4 @@
-"""Why a row is rejected, in the words that reports group by."""
+"""Reasons to reject a row, in the words that reports group by."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ class Reasons:
         self.too_large = f"the arguments take more than {options.max_body_bytes:,} bytes"
 
     def null(self, slot: Slot) -> str:
-        """A part of the key is missing."""
+        """Reason that the value of *slot* is missing."""
         return f"{slot.label} ({column_text(slot.column)}) is null"
 
     def not_a_number(self, slot: Slot) -> str:
-        """A number that JSON does not have."""
+        """Reason that the value of *slot* is a number that JSON does not have."""
         return f"{slot.label} ({column_text(slot.column)}) is NaN or infinite"

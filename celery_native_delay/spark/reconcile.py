@@ -1,4 +1,4 @@
-"""What was planned against what workers wrote down: one verdict per task.
+"""Plans against what workers wrote down: one verdict per task.
 
 The first verdict that fits counts:
 
@@ -46,7 +46,7 @@ QUANTILES = {"p50": 0.5, "p95": 0.95, "p99": 0.99, "p999": 0.999}
 
 _NEVER_US = 1 << 62
 
-#: What only some of the lines of an attempt say.
+#: Fields that only some of the lines of an attempt have.
 _OF_AN_ATTEMPT = ("finished", "outcome", "queue", "retry_due", "waited")
 
 #: With Spark's default of 10,000 the p99.9 of millions is not far from their maximum.
@@ -54,7 +54,7 @@ _QUANTILE_ACCURACY = 100_000
 
 
 def read_events(spark: SparkSession, path: str | list[str]) -> DataFrame:
-    """What workers with ``native_delay_telemetry`` wrote down.
+    """The lines that workers with ``native_delay_telemetry`` wrote, as a DataFrame.
 
     Args:
         spark: the session.
@@ -77,7 +77,7 @@ def reconcile(
     grace_seconds: float = 60.0,
     early_seconds: float = ROUNDING_SECONDS,
 ) -> Reconciliation:
-    """One verdict per task: see the table above.
+    """Compare a ledger with what workers wrote down: one verdict per task, see above.
 
     Args:
         ledger: what was planned: ``task_id`` (string), ``due`` (timestamp), and what else you
@@ -147,7 +147,7 @@ def reconcile(
 
 @dataclass(frozen=True)
 class Reconciliation:
-    """The verdicts, and what to make of them.
+    """Verdicts of a reconciliation, with their sums and picture.
 
     Every action computes them again; :meth:`stored` keeps them.
     """
@@ -161,7 +161,7 @@ class Reconciliation:
     ledger_columns: tuple[str, ...]
 
     def stored(self, path: str) -> Reconciliation:
-        """The same, computed once: written to *path* as Parquet by verdict, and read from there."""
+        """This reconciliation, computed once: written to *path* as Parquet, and read from there."""
         self.verdicts.write.partitionBy("verdict").parquet(path)
         stored = self.verdicts.sparkSession.read.parquet(path)
         columns = map(_quoted, self.verdicts.columns)

@@ -39,7 +39,7 @@ class RowEncoder:
         longest_seconds: float,
         queues: tuple[str, ...] | None,
     ) -> None:
-        """*queues* are those that there are; None: any."""
+        """Prepare for *schema*; *queues* are those that there are, None: any."""
         self.options = options
         self._queues = queues
         self._reasons = Reasons(options, longest_seconds)
@@ -60,7 +60,7 @@ class RowEncoder:
         self._json = [slot for slot in self._slots if slot.role == "json"]
 
     def encode(self, row: Any, run_id: str) -> tuple[Any, ...]:
-        """What is sent for *row*, or why not, in the last place."""
+        """The values that are sent for *row*; in the last place the reason if it is not."""
         options, reasons = self.options, self._reasons
         values = {
             slot.name: _plain(row[position])
@@ -150,7 +150,7 @@ def _plain(value: Any) -> Any:
 
 
 def _instant_us(value: datetime) -> int:
-    """A timestamp of Spark's is a naive datetime in the zone of this process's system."""
+    """Microseconds of a timestamp of Spark's: a naive datetime in this system's zone."""
     aware = value.astimezone() if value.tzinfo is None else value
     return (aware - EPOCH) // _MICROSECOND
 

@@ -1,12 +1,11 @@
-"""What an executor does with its share of the rows: send them in bulk, and account for each."""
+"""Sending of an executor's share of the rows: in bulk, and each accounted for."""
 
 from __future__ import annotations
 
 import json
 import logging
-from collections import Counter
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from time import monotonic, sleep
 from typing import Any
@@ -25,6 +24,7 @@ from ..fence.run import HEADER
 from .app import load_app
 from .fencing import Fence
 from .given_up import GivenUp
+from .receipts import Failure, Receipt
 
 logger = logging.getLogger(__name__)
 
@@ -34,67 +34,18 @@ SENT_COLUMNS = ("task_id", "eta", "body", "queue", "priority", "expires", "error
 #: As due times are written, so that they compare as texts.
 _EXACTLY = "microseconds"
 
-#: What a row of a task's output is: what it says of itself, or of a row that did not go out.
-RECEIPT, FAILURE = "receipt", "failure"
-
 
 @dataclass(frozen=True)
 class SendJob:
-    """What every task of a fan-out is told."""
+    """The job that every task of a fan-out is given."""
 
     app: str
     task: str
     max_rate: float | None
-    """Of one connection."""
+    """Tasks per second on one connection; None: no limit."""
     fence: Fence | None = None
     id: str = ""
-    """By this its tasks know each other: each call and each batch of a stream has its own."""
-
-
-@dataclass(frozen=True)
-class Failure:
-    """A row that the broker has not confirmed.
-
-    *outcome* is "refused" (by the broker, or it cannot wait), "in doubt" (it may have arrived) or
-    "unsent".
-    """
-
-    task_id: str
-    outcome: str
-    reason: str
-
-
-@dataclass
-class Receipt:
-    """What became of the rows of one partition, in the attempt that counts."""
-
-    partition: int
-    attempt: int
-    rows: int = 0
-    sent: int = 0
-    confirmed: int = 0
-    by_template: int = 0
-    seconds: float = 0.0
-    rejected: Counter[str] = field(default_factory=Counter)
-    """Rows that were never to be sent, by reason."""
-    broken: str = ""
-    """What ended the sending early."""
-    fence: str = ""
-    """What all of its messages carry, if the run is fenced."""
-    last_eta: str = ""
-    """The latest due time that was sent."""
-    sent_after_due: int = 0
-    """Of those *sent*, how many had fallen due before they were."""
-
-    def to_json(self) -> str:
-        """Text for the way to the driver."""
-        return json.dumps(vars(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Receipt:
-        """What :meth:`to_json` was made of."""
-        values = json.loads(text)
-        return cls(**values | {"rejected": Counter(values["rejected"])})
+    """Name by which its tasks know each other: each call, each batch of a stream has its own."""
 
 
 def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -> Iterator[Failure]:
@@ -175,13 +126,13 @@ _ABOUT_THE_QUEUE = (NotPermitted, TopologyMismatch, UnsupportedBroker, SettingsE
 
 
 def _is_about_the_row(error: Exception) -> bool:
-    """Whether it is wrong with one row; anything else is wrong with the broker or the way there."""
+    """True if *error* is about one row; others are about the broker or the way there."""
     about_rows = isinstance(error, NativeDelayError | TypeError | ValueError)
     return about_rows and not isinstance(error, StoreUnavailable)
 
 
 def warn_of_late_sending(late: int, sent: int) -> None:
-    """Say that *late* of the tasks that were *sent* had fallen due before; nothing for none."""
+    """Warn that *late* of the tasks that were *sent* had fallen due before; not of none."""
     if late:
         logger.warning(
             "native delay: %d of %d tasks were sent after they were due: begin earlier, or raise "
@@ -192,14 +143,14 @@ def warn_of_late_sending(late: int, sent: int) -> None:
 
 
 class Pace:
-    """Lets *per_second* pass, a little ahead of time at most; None: all."""
+    """A limit of *per_second* tasks, which may run a little ahead; None: no limit."""
 
     def __init__(self, per_second: float | None) -> None:
         self._interval = 1 / per_second if per_second else 0.0
         self._next = monotonic()
 
     def wait(self) -> None:
-        """Return when the next one may go."""
+        """Sleep until the next task may go."""
         if not self._interval:
             return
         now = monotonic()

@@ -1,6 +1,6 @@
 """``df.write.format("celery")`` and ``df.writeStream.format("celery")``, for Spark 4.
 
-Options are texts, and a sink has nobody to hand a result to; where you can, use ``FanOut``. All
+Options are texts, and a sink has no caller to hand a result to; where you can, use ``FanOut``. All
 options, columns and the app are checked before a row is sent.
 """
 
@@ -23,8 +23,9 @@ from ..fence.run import COMMITTED, Stamp
 from .app import Call, describe
 from .fencing import Fence
 from .options import FanOutOptions
+from .receipts import Receipt
 from .rows import RowEncoder
-from .sending import Receipt, SendJob, send_rows, warn_of_late_sending
+from .sending import SendJob, send_rows, warn_of_late_sending
 
 logger = logging.getLogger(__name__)
 
@@ -34,7 +35,7 @@ _OF_STREAMS = frozenset(("checkpointlocation", "queryname", "outputmode"))
 
 @dataclass
 class Sent(WriterCommitMessage):
-    """What a task tells the committer."""
+    """The message from a task to the committer: its receipt and failures."""
 
     receipt: Receipt
 
@@ -109,7 +110,7 @@ class Writer(DataSourceWriter):
         _log_rejects(receipts)
 
     def abort(self, messages: list[Any]) -> None:
-        """What was sent stays sent; behind a fence nothing of it runs."""
+        """Seal the fence, so that nothing of it runs; without one, what was sent stays sent."""
         if self._fence is not None:
             self._fence.abort()
             logger.error("native delay: the job failed; of what it has sent nothing runs")
@@ -173,7 +174,7 @@ class StreamWriter(Writer, DataSourceStreamWriter):
         self._set_up(schema, SinkOptions.parse(texts, also=_OF_STREAMS))
 
     def write(self, iterator: Iterator[Any]) -> Sent:
-        """As of :meth:`Writer.write`; query and batch name the run."""
+        """Send the rows of one partition of a batch; query and batch name the run."""
         context = TaskContext.get()
         assert context is not None
         query, batch = map(context.getLocalProperty, _QUERY_AND_BATCH)
@@ -190,7 +191,7 @@ class StreamWriter(Writer, DataSourceStreamWriter):
         return self._send(iterator, f"{run_id}-{batch}", fence, f"{self._job_id}-{batch}")
 
     def commit(self, messages: list[Any], batchId: int) -> None:  # type: ignore[override]  # noqa: N803
-        """As of :meth:`Writer.commit`."""
+        """Seal the fence of a batch; say what was sent, and what was not to be."""
         if self._fence is not None:
             # Made anew for this, it knows of the query only what the executors say.
             stamps = [receipt.fence for receipt in _receipts(messages) if receipt.fence]
@@ -199,7 +200,7 @@ class StreamWriter(Writer, DataSourceStreamWriter):
         super().commit(messages)
 
     def abort(self, messages: list[Any], batchId: int) -> None:  # type: ignore[override]  # noqa: N803
-        """As of :meth:`Writer.abort`; behind a fence it is the batch's next attempt that counts."""
+        """Leave a batch to its next attempt: behind a fence that one counts."""
         if self._fence is not None:
             logger.error("native delay: the batch failed; its tasks wait for the query's restart")
             return
@@ -211,7 +212,7 @@ _QUERY_AND_BATCH = ("sql.streaming.queryId", "streaming.sql.batchId")
 
 
 def _receipts(messages: list[Any]) -> list[Receipt]:
-    """Of a job that failed, some messages are None."""
+    """Receipts of the tasks that sent one: in a job that failed, some messages are None."""
     return [message.receipt for message in messages if message is not None]
 
 

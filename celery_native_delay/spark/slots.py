@@ -64,12 +64,12 @@ def check_type(slot: Slot, kind: t.DataType, *, has_zone: bool) -> None:
 
 
 def column_text(column: Columnar) -> str:
-    """What to call a column in a message."""
+    """Name of a column, for an error."""
     return f"column {column!r}" if isinstance(column, str) else str(column)
 
 
 def _expected(role: str, kind: t.DataType, *, has_zone: bool) -> str:
-    """What the type should have been, or "" when it will do."""
+    """The type that *role* needs, in words; "" if *kind* will do."""
     match role:
         case "due":
             if isinstance(kind, t.TimestampType) or (has_zone and isinstance(kind, _NTZ)):
@@ -95,7 +95,7 @@ def _expected(role: str, kind: t.DataType, *, has_zone: bool) -> str:
 
 
 def _not_json(kind: Any) -> str:
-    """What JSON could carry instead of *kind*, or "" when it can carry that."""
+    """The type that JSON could carry instead of *kind*, in words; "" if it can carry that."""
     match kind:
         case t.StructType():
             return next(filter(None, (_not_json(f.dataType) for f in kind.fields)), "")

@@ -1,4 +1,4 @@
-"""What goes wrong with a private broker."""
+"""Errors of private brokers."""
 
 
 class BrokerMissing(Exception):

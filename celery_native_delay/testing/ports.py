@@ -1,4 +1,4 @@
-"""Ports of 127.0.0.1 that nobody else is given while their server is down."""
+"""Ports of 127.0.0.1 that stay claimed while their server is down."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def claim_ports(count: int) -> list[socket.socket]:
     """Claim *count* free TCP ports; ``port_of`` tells their numbers, closing gives them back.
 
     A claim is the bound UDP port of the same number. It ends with this process, leaves the TCP
-    port to the server, and whoever else claims ports, in this process or another, sees it.
+    port to the server, and all that claim ports, in this process or another, see it.
     """
     claims: list[socket.socket] = []
     while len(claims) < count:

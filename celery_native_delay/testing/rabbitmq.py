@@ -99,7 +99,7 @@ class PrivateRabbitMQ:
     """A RabbitMQ node that belongs to this process; made by private_rabbitmq()."""
 
     version: str
-    """What the running node says it is, such as "3.10.8"."""
+    """Version that the running node reports, such as "3.10.8"."""
     port: int
     """AMQP port on 127.0.0.1, the same after kill() and start()."""
 
@@ -233,7 +233,7 @@ class PrivateRabbitMQ:
         self.api("DELETE", f"/policies/{quote(vhost, safe='')}/{quote(name, safe='')}")
 
     def queues(self, vhost: str = "/") -> list[dict[str, Any]]:
-        """What the management API says of every queue; counts are 1-2 s old.
+        """Every queue as the management API shows it; counts are 1-2 s old.
 
         A queue declared within the last second has no counts yet.
         """
@@ -317,13 +317,13 @@ class PrivateRabbitMQ:
         }
 
     def _inside(self, *command: str) -> list[str]:
-        """*command* as it has to be run from here."""
+        """The *command* as it has to be run from here."""
         if self.installation.root is None:
             return list(command)
         return ["unshare", "--mount", "sh", "-c", _ENTER_ROOT, str(self._root), *command]
 
     def _serves(self) -> bool:
-        """Whether AMQP and, if enabled, the HTTP API answer; the node's real version is kept."""
+        """True if AMQP and, if enabled, the HTTP API answer; keeps the node's real version."""
         try:
             with socket.create_connection(("127.0.0.1", self.port), timeout=5) as connection:
                 connection.sendall(b"AMQP\x00\x00\x09\x01")

@@ -1,4 +1,4 @@
-"""Which RabbitMQ this machine has: the system's, and 4.3 in a folder of its own."""
+"""Installations of RabbitMQ on this machine: the system's, and 4.3 in a folder of its own."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def _rabbitmq_43_root() -> Path:
 
 
 def require_rabbitmq(version: str | None = None) -> RabbitMQInstallation:
-    """What find_rabbitmq() finds; raises BrokerMissing, which says what to install, for nothing."""
+    """The installation that find_rabbitmq() finds; BrokerMissing says what to install."""
     if installation := find_rabbitmq(version):
         return installation
     if version == "4.3":

@@ -242,13 +242,13 @@ class PrivateRedis:
 
 
 def quoted(text: str) -> str:
-    """*text* as one word of redis.conf."""
+    """The *text* as one word of redis.conf."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'
 
 
 def _lock(folder: Path) -> int:
-    """An open file descriptor whose lock says that somebody uses *folder*.
+    """An open file descriptor whose lock says that *folder* is in use.
 
     The server inherits it: the lock lasts as long as the last of the two, this process and it.
     Two servers that append to the same file destroy it.

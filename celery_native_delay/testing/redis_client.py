@@ -8,7 +8,7 @@ from typing import Any
 def client_of(**server: Any) -> Any:
     """A client of the *server* that these keywords of `redis.Redis` name.
 
-    It fails at once when nobody answers; by default redis-py tries again for some seconds.
+    It fails at once without an answer; by default redis-py tries again for some seconds.
     """
     from redis import Redis
     from redis.backoff import NoBackoff
@@ -18,7 +18,7 @@ def client_of(**server: Any) -> Any:
 
 
 def answers(client: Any) -> bool:
-    """Whether its server is up and serves; while it loads its data it refuses."""
+    """True if the server is up and serves; while it loads its data it refuses."""
     from redis.exceptions import RedisError
 
     try:

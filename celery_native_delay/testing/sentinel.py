@@ -142,7 +142,7 @@ class PrivateSentinel:
         _wait_until(self._knows_all)
 
     def _knows_all(self) -> bool:
-        """Whether every Sentinel has met all replicas and all other Sentinels."""
+        """True if every Sentinel has met all replicas and all other Sentinels."""
         return all(
             sentinel.knows(replicas=len(self.nodes) - 1, others=len(self._sentinels) - 1)
             for sentinel in self._sentinels
@@ -197,7 +197,7 @@ class _Sentinel:
         return int(port)
 
     def knows(self, *, replicas: int, others: int) -> bool:
-        """Whether it has met so many; a replica counts while it could become the master."""
+        """True if it has met so many; a replica counts while it could become the master."""
         met = [
             replica
             for replica in self.client.sentinel_slaves(_MASTER_NAME)

@@ -60,7 +60,7 @@ class PrivateSqs:
     port: int
     """TCP port on 127.0.0.1, the same after kill() and start()."""
     folder: Path
-    """Where it logs; removed with it."""
+    """Folder of its log; removed with it."""
 
     def __init__(self) -> None:
         self._claims = claim_ports(1)

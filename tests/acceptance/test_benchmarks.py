@@ -13,6 +13,8 @@ from celery_native_delay.testing import require_redis, require_sqs
 from pytest_celery_native_delay import installed
 from tests.brokers import on_one_version
 
+pytestmark = pytest.mark.ci
+
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
 

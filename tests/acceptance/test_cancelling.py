@@ -32,6 +32,7 @@ def fleet(vhost_url: str, ledger_redis: PrivateRedis, tmp_path: Path) -> Iterato
     gc.collect()  # results unsubscribe
 
 
+@pytest.mark.ci
 @on_one_version
 def test_a_thousand_of_ten_thousand_are_cancelled_and_exactly_those_do_not_run(
     fleet: Fleet,

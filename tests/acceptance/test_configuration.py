@@ -86,6 +86,7 @@ def test_the_other_app_keeps_celerys_own_delayed_delivery(fleet: Fleet) -> None:
     assert celery.app.base.detect_quorum_queues(plain, "amqp")[0] is True
 
 
+@pytest.mark.ci
 def test_two_namespaces_on_one_vhost(fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost: str) -> None:
     """Each waits in its own levels; a worker of either runs both."""
     red, blue = (fleet.app(native_delay_namespace=name) for name in ("red", "blue"))
@@ -112,6 +113,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.ci
 def test_any_settings_on_the_producers_side(fleet: Fleet) -> None:
     """One worker serves all: the sets of levels lie side by side."""
     fleet.worker()
@@ -152,6 +154,7 @@ def test_one_url_to_read_and_one_to_write(
     run.assert_on_time(run.due)
 
 
+@pytest.mark.ci
 def test_a_failover_to_another_broker(
     rabbitmq: PrivateRabbitMQ, rabbitmq_version: str, vhost_url: str, tmp_path: Any
 ) -> None:

@@ -18,6 +18,7 @@ import pytest
 from celery_native_delay.testing import require_rabbitmq, require_redis, require_sqs
 from pytest_celery_native_delay import installed
 from tests.acceptance.worker import LATE_SECONDS
+from tests.brokers import in_ci
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
@@ -106,6 +107,7 @@ def test_a_reminder_runs_two_days_before_the_delivery(shop: Shop) -> None:
             "emails",
             "send_email.delay('ann@example.com', 'Thank you', busy_attempts=2)",
             id="autoretry with back-off and jitter",
+            marks=pytest.mark.ci,
         ),
         pytest.param(
             "default",
@@ -129,7 +131,7 @@ def test_a_retry_returns_to_its_queue(shop: Shop, queue: str, call: str) -> None
             assert 0 <= seconds_late(start) <= LATE_SECONDS
 
 
-@pytest.fixture(params=["rabbitmq", "embedded", "filesystem", "sqs"])
+@pytest.fixture(params=["rabbitmq", in_ci("embedded"), in_ci("filesystem"), in_ci("sqs")])
 def demo_on(request: pytest.FixtureRequest) -> str:
     """A broker that `make demo BROKER=…` brings itself."""
     if request.param == "rabbitmq":

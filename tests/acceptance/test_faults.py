@@ -41,6 +41,7 @@ def depth(url: str, queue: str) -> int:
         return int(connection.default_channel.queue_declare(queue, passive=True).message_count)
 
 
+@pytest.mark.ci
 def test_the_broker_is_killed_with_tasks_in_the_levels(
     mortal_rabbitmq: PrivateRabbitMQ, own_fleet: Fleet
 ) -> None:
@@ -255,6 +256,7 @@ def delete_queue(fleet: Fleet, queue: str) -> None:
         connection.default_channel.queue_delete(queue)
 
 
+@pytest.mark.ci
 def test_a_reconnect_to_a_wiped_broker_declares_anew(
     fleet: Fleet, rabbitmq: PrivateRabbitMQ
 ) -> None:

@@ -352,7 +352,11 @@ def test_on_rabbitmq_the_levels_are_shown_and_the_ledger_is_asked(
 @pytest.mark.parametrize(
     ("away", "meaning"),
     [
-        ("run", "tasks wait and run as ever, those that were cancelled or moved as well"),
+        pytest.param(
+            "run",
+            "tasks wait and run as ever, those that were cancelled or moved as well",
+            marks=pytest.mark.ci,
+        ),
         ("wait", "tasks that are due wait in the broker"),
     ],
 )
@@ -384,6 +388,7 @@ def test_without_its_ledger_the_page_shows_what_the_broker_knows(
                 assert not page.find("#delays-error").is_displayed()
 
 
+@pytest.mark.ci
 @on_one_version
 def test_without_its_streams_the_page_shows_what_the_broker_knows(
     rabbitmq: PrivateRabbitMQ, vhost_url: str, tmp_path: Path
@@ -441,6 +446,7 @@ def shows_the_brokers_own(page: DelaysPage, *sentences: str) -> None:
     page.wait(lambda: not page.find("#delays-parked-dialog").is_displayed())
 
 
+@pytest.mark.ci
 @on_one_version
 def test_flower_follows_a_ledger_in_streams_through_a_restart_of_the_broker(
     mortal_streams: PrivateRabbitMQ, mortal_url: str, tmp_path: Path

@@ -18,6 +18,8 @@ from celery_native_delay.testing import private_redis
 from tests.acceptance.flower import DelaysPage, FlowerProcess, browser, flowers_on
 from tests.acceptance.worker import fleet_on
 
+pytestmark = pytest.mark.ci
+
 TASKS = 60
 
 #: The first is due then, the others an hour apart each; the zone of the app is Europe/Berlin.

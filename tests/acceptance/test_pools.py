@@ -10,6 +10,7 @@ import pytest
 
 from celery_native_delay.testing import PrivateRabbitMQ
 from tests.acceptance.worker import Fleet
+from tests.brokers import in_ci
 from tests.waiting import wait_until
 
 EARLY_TASKS = 100
@@ -25,7 +26,7 @@ print(json.dumps([
 """
 
 
-@pytest.mark.parametrize("pool", ["prefork", "threads", "solo", "gevent"])
+@pytest.mark.parametrize("pool", ["prefork", *map(in_ci, ("threads", "solo", "gevent"))])
 def test_a_pool(
     fleet: Fleet,
     rabbitmq: PrivateRabbitMQ,

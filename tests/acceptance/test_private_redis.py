@@ -22,7 +22,7 @@ from celery_native_delay.testing import (
 )
 from celery_native_delay.testing.redis_installation import ServerName
 from pytest_celery_native_delay import installed
-from tests.brokers import self_signed_certificate
+from tests.brokers import in_ci, self_signed_certificate
 from tests.processes import assert_nothing_left_when_killed, processes_of
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
@@ -139,7 +139,7 @@ def test_nothing_is_left_when_the_process_is_killed(server_name: ServerName) -> 
     assert_nothing_left_when_killed(f"private_redis(server={server_name!r})", "broker.folder")
 
 
-@pytest.mark.parametrize("server", ["redis", "valkey"])
+@pytest.mark.parametrize("server", ["redis", in_ci("valkey")])
 def test_one_that_is_not_installed_says_what_to_install(
     server: ServerName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -197,6 +197,7 @@ class TestEmbedded:
         assert not folder.exists()
 
 
+@pytest.mark.ci
 def test_a_failover_keeps_the_messages(server_name: ServerName) -> None:
     """Killed and in good order, there and back, with a password."""
     with private_sentinel(server=server_name, password='p/w "d\\') as sentinel:
@@ -217,6 +218,7 @@ def test_a_failover_keeps_the_messages(server_name: ServerName) -> None:
         assert receive(sentinel.url, **options) == "orderly"
 
 
+@pytest.mark.ci
 def test_three_sentinels_agree(server_name: ServerName) -> None:
     with private_sentinel(server=server_name, replicas=2, sentinels=3) as sentinel:
         assert len(sentinel.addresses) == sentinel.url.count("sentinel://") == 3

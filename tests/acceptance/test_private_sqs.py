@@ -10,6 +10,8 @@ from celery_native_delay.testing import private_sqs, require_sqs
 from pytest_celery_native_delay import installed
 from tests.processes import assert_nothing_left_when_killed
 
+pytestmark = pytest.mark.ci
+
 
 @pytest.fixture(autouse=True)
 def _is_installed() -> None:

@@ -142,6 +142,7 @@ def test_the_redis_example_is_an_app_whose_delayed_tasks_wait(empty_redis: Priva
     assert empty_redis.client.llen("celery") == 0
 
 
+@pytest.mark.ci
 def test_the_sqs_example_is_an_app_whose_delayed_tasks_wait() -> None:
     installed(require_sqs)
     block = next(block for block in PYTHON_BLOCKS if 'broker="sqs://"' in block)

@@ -26,6 +26,7 @@ def fleet(ledger_redis: PrivateRedis, tmp_path: Path) -> Iterator[Fleet]:
     gc.collect()  # results unsubscribe
 
 
+@pytest.mark.ci
 def test_a_thousand_of_ten_thousand_are_cancelled_and_exactly_those_do_not_run(
     fleet: Fleet,
 ) -> None:

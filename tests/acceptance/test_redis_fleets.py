@@ -60,6 +60,7 @@ def test_a_countdown_longer_than_the_visibility_timeout_runs_once(fleet: Fleet) 
         run.assert_on_time(before + 6, time())
 
 
+@pytest.mark.ci
 def test_a_worker_that_is_killed_changes_nothing_for_those_that_wait(fleet: Fleet) -> None:
     first = fleet.worker()
     note = fleet.app().tasks["note"]

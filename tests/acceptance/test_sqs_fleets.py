@@ -20,6 +20,8 @@ from pytest_celery_native_delay import installed
 from tests.acceptance.worker import REPOSITORY, Fleet, Worker, fleet_on
 from tests.waiting import PATIENCE_SECONDS
 
+pytestmark = pytest.mark.ci
+
 HOP_SECONDS = 3
 SHORT, LONG = 2.5, 6.0
 

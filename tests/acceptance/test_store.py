@@ -12,6 +12,7 @@ from sqlalchemy import create_engine, text
 
 from celery_native_delay import Delay, StoreUnavailable
 from tests.acceptance.worker import Fleet, Record, fleet_on
+from tests.brokers import in_ci
 from tests.conformance.brokers import Broker, options_of, running_broker, settings_of
 from tests.integration.test_store_dispatching import away, space_of
 from tests.waiting import PATIENCE_SECONDS, wait_until
@@ -25,7 +26,7 @@ BATCH = 100
 OUTAGE_SECONDS = 3.0
 
 
-@pytest.fixture(scope="module", params=["filesystem", "sqla"])
+@pytest.fixture(scope="module", params=["filesystem", in_ci("sqla")])
 def broker(request: pytest.FixtureRequest) -> Iterator[Broker]:
     with running_broker(request.param, pytest.fail) as broker:
         yield broker
@@ -53,6 +54,7 @@ def ran(record: Record) -> int:
     return len({run.id for run in record.runs()})
 
 
+@pytest.mark.ci
 def test_all_of_5000_tasks_run_although_who_dispatches_them_is_killed_again_and_again(
     fleet: Fleet,
 ) -> None:

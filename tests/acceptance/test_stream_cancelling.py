@@ -20,6 +20,8 @@ from celery_native_delay.transports.rabbitmq.streams.ledger import MARGIN_SECOND
 from tests.acceptance.cancelling import *  # noqa: F403
 from tests.acceptance.worker import Fleet, fleet_on
 
+pytestmark = [*pytestmark, pytest.mark.ci]  # noqa: F405  at home with a ledger in Redis
+
 
 @pytest.fixture
 def margin_seconds() -> float:

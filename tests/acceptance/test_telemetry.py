@@ -13,7 +13,7 @@ import pytest
 
 from celery_native_delay.testing import PrivateRedis
 from tests.acceptance.worker import EARLY_SECONDS, Fleet, fleet_on
-from tests.brokers import on_one_version
+from tests.brokers import in_ci, on_one_version
 from tests.waiting import wait_until
 
 
@@ -155,7 +155,7 @@ def test_on_redis_too(empty_redis: PrivateRedis, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("server_name", ["redis"], indirect=True)
-@pytest.mark.parametrize("pool", ["prefork", "threads", "solo", "gevent"])
+@pytest.mark.parametrize("pool", ["prefork", *map(in_ci, ("threads", "solo", "gevent"))])
 def test_a_pool_writes_down_all_until_its_last_task(
     empty_redis: PrivateRedis,
     tmp_path: Path,

@@ -11,6 +11,8 @@ import pytest
 
 from pytest_celery_native_delay import IN_CI
 
+pytestmark = pytest.mark.ci
+
 ROOT = Path(__file__).parents[2]
 
 #: The last releases before the one of constraints.txt, with the kombu they came with.

@@ -30,18 +30,18 @@ from celery_native_delay.testing import (
 )
 from celery_native_delay.testing.redis_installation import ServerName
 from pytest_celery_native_delay import installed
-from tests.brokers import MORTAL, installed_rabbitmq
+from tests.brokers import MORTAL, in_ci, installed_rabbitmq
 from tests.postgresql import PrivatePostgreSQL, find_postgresql, private_postgresql
 
 BROKERS = [
     pytest.param("rabbitmq-3.10", marks=pytest.mark.rabbitmq310),
     pytest.param("rabbitmq-4.3", marks=pytest.mark.rabbitmq43),
-    "redis",
-    "valkey",
+    pytest.param("redis", marks=pytest.mark.redis),
+    in_ci("valkey"),
     "filesystem",
-    "filesystem-postgresql",
-    "sqla",
-    "sqs",
+    in_ci("filesystem-postgresql"),
+    in_ci("sqla"),
+    in_ci("sqs"),
 ]
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from celery_native_delay.testing import PrivateSqs, private_sqs, require_sqs
 from pytest_celery_native_delay import installed
+from tests.brokers import in_ci
 from tests.conformance.brokers import Broker, running_broker
 
 
@@ -18,7 +19,10 @@ def shared_sqs() -> Iterator[PrivateSqs]:
         yield sqs
 
 
-@pytest.fixture(scope="module", params=["filesystem", "filesystem-postgresql", "sqla"])
+@pytest.fixture(
+    scope="module",
+    params=["filesystem", in_ci("filesystem-postgresql"), in_ci("sqla")],
+)
 def broker(request: pytest.FixtureRequest) -> Iterator[Broker]:
     """One whose messages wait in a store."""
     with running_broker(request.param, pytest.fail) as broker:

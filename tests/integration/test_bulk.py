@@ -65,6 +65,7 @@ def numbers(letters: Inbox) -> set[int]:
     return {arrival.body[0][0] for arrival in letters.arrivals}
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("options", "count"), [({}, 6_000), ({"headers": {"tenant": "a"}}, 600)], ids=str
 )

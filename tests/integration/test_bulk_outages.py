@@ -117,6 +117,7 @@ def test_redis_with_a_certificate_that_is_not_trusted_is_asked_once(tmp_path: Pa
     assert seconds < PATIENCE_SECONDS / 2
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("kind", ["broker", "store"])
 @pytest.mark.parametrize("fault", ["database", "role", "folder", "no database"])
 def test_a_database_that_does_not_let_us_in_is_asked_once(
@@ -147,11 +148,15 @@ def test_a_database_that_does_not_let_us_in_is_asked_once(
 @pytest.mark.parametrize(
     ("url", "module"),
     [
-        (f"amqp://{NOBODY}", bulk_line),
-        (f"redis://{NOBODY}", outbox),
-        (f"sqla+postgresql+psycopg://postgres@{NOBODY}/shop", outbox),
+        pytest.param(f"amqp://{NOBODY}", bulk_line, id="rabbitmq", marks=pytest.mark.ci),
+        pytest.param(f"redis://{NOBODY}", outbox, id="redis"),
+        pytest.param(
+            f"sqla+postgresql+psycopg://postgres@{NOBODY}/shop",
+            outbox,
+            id="store",
+            marks=pytest.mark.ci,
+        ),
     ],
-    ids=["rabbitmq", "redis", "store"],
 )
 def test_an_outage_is_waited_out_once_however_many_tasks_are_sent_meanwhile(
     url: str, module: Any, monkeypatch: pytest.MonkeyPatch
@@ -170,6 +175,7 @@ def test_an_outage_is_waited_out_once_however_many_tasks_are_sent_meanwhile(
     assert max(took[1:]) < 10
 
 
+@pytest.mark.ci
 @on_one_version
 @pytest.mark.parametrize("way", ["bulk", "window"])
 def test_what_is_not_confirmed_when_the_password_changes_is_waited_for_no_more(

@@ -33,7 +33,7 @@ from celery_native_delay.transports.rabbitmq import management
 from celery_native_delay.transports.redis.keys import Keys
 from celery_native_delay.transports.sql import database
 from celery_native_delay.transports.sqs import queues
-from tests.brokers import installed_rabbitmq
+from tests.brokers import in_ci, installed_rabbitmq
 from tests.conformance.brokers import running_broker, settings_of
 from tests.integration.project import Project
 from tests.integration.traffic import SETTINGS, TOPOLOGY
@@ -360,6 +360,7 @@ def test_what_lies_parked_on_rabbitmq_and_policies_are_named(
 # ---- SQS ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 def test_a_delay_queue_without_a_relay_is_named(project: Project, shared_sqs: PrivateSqs) -> None:
     register_transports()
     shared_sqs.wipe()
@@ -444,7 +445,7 @@ def test_a_store_of_another_release_is_named(folder_url: str, project: Project) 
     assert finding["remedy"].startswith("use the release of celery_native_delay that has made them")
 
 
-@pytest.mark.parametrize("kind", ["filesystem", "filesystem-postgresql", "sqla"])
+@pytest.mark.parametrize("kind", ["filesystem", in_ci("filesystem-postgresql"), in_ci("sqla")])
 def test_from_a_store_nothing_dispatches_until_something_does(kind: str, project: Project) -> None:
     with running_broker(kind, pytest.fail) as broker:
         url = broker.new_space()
@@ -479,7 +480,7 @@ def test_a_producer_says_that_nothing_dispatches(folder_url: str, project: Proje
 AN_HOUR_SECONDS = 3600
 
 
-@pytest.fixture(params=["redis", "rabbitmq", "sqs", "filesystem-postgresql"])
+@pytest.fixture(params=["redis", "rabbitmq", in_ci("sqs"), in_ci("filesystem-postgresql")])
 def declared_app(
     request: pytest.FixtureRequest, running_rabbitmq: Callable[..., PrivateRabbitMQ]
 ) -> Iterator[tuple[Celery, ModuleType, str]]:

@@ -371,7 +371,7 @@ def site_of(
 
 
 @pytest.mark.timeout(600 if not MORE_EXAMPLES else 0)
-@pytest.mark.parametrize("queue_type", ["quorum", "classic"])
+@pytest.mark.parametrize("queue_type", ["quorum", pytest.param("classic", marks=pytest.mark.ci)])
 @pytest.mark.parametrize("consumer", ["installed", "plain"])
 def test_whatever_way_it_took_it_is_seen_as_without_its_delay(
     rabbitmq: PrivateRabbitMQ,

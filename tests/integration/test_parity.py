@@ -35,6 +35,7 @@ from celery_native_delay.transports.rabbitmq.parking import peek
 from celery_native_delay.transports.rabbitmq.routes import LONGEST_ASKED_BYTES
 from celery_native_delay.transports.rabbitmq.sealing import DEATH_HEADERS, HEADER, Delayed
 from celery_native_delay.transports.rabbitmq.topology import Topology, is_delay_name
+from pytest_celery_native_delay import IN_CI
 from tests.integration.traffic import (
     SETTINGS,
     Arrival,
@@ -54,7 +55,7 @@ from tests.traffic import eta_in, publish
 TOPOLOGY = Topology(DelaySettings.from_mapping(SETTINGS | {"fused_bits": 4}))
 
 MORE_EXAMPLES = int(os.environ.get("NATIVE_DELAY_PARITY_EXAMPLES", "0"))
-EXAMPLES = 40
+EXAMPLES = 40 if IN_CI else 15
 
 #: The default exchange and those that a vhost is born with.
 BUILT_IN = {

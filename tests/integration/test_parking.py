@@ -312,6 +312,7 @@ def test_a_limited_round_leaves_the_rest(connection: Any, monkeypatch: pytest.Mo
     assert rescued(connection).delivered == 6
 
 
+@pytest.mark.ci
 def test_a_thousand_of_all_kinds_are_neither_lost_nor_doubled(
     connection: Any, rabbitmq: PrivateRabbitMQ, vhost: str
 ) -> None:

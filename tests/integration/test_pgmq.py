@@ -21,6 +21,8 @@ from pytest_celery_native_delay import installed
 from tests.postgresql import find_postgresql, private_postgresql
 from tests.traffic import eta_in, inbox, publish
 
+pytestmark = pytest.mark.ci
+
 pytest.importorskip("celery_native_delay.transports.pgmq", reason="kombu before 5.7")
 pgmq = pytest.importorskip("pgmq.install")
 

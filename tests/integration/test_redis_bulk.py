@@ -117,6 +117,7 @@ def test_what_is_stored_is_what_apply_async_stores(
 # ---- each once -----------------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 def test_connections_that_are_killed_again_and_again(
     empty_redis: PrivateRedis, app: Celery
 ) -> None:
@@ -178,6 +179,7 @@ def test_scripts_that_the_server_forgot_are_sent_again(
     assert empty_redis.client.zcard(KEYS.due) == empty_redis.client.hlen(KEYS.messages) == 1_900
 
 
+@pytest.mark.ci
 def test_through_sentinel_and_a_failover(server_name: ServerName) -> None:
     with private_sentinel(server=server_name) as sentinel:
         app = make_app(sentinel.url, master_name=sentinel.master_name)

@@ -149,6 +149,7 @@ def test_a_server_that_comes_late(own_redis: PrivateRedis) -> None:
         wait_until(lambda: promoter.promoted == 1)
 
 
+@pytest.mark.ci
 def test_of_many_promoters_one_does_the_work(empty_redis: PrivateRedis) -> None:
     """The others come a little later each time they find nothing, and cost Redis little."""
     with delaying(empty_redis.url) as connection, ExitStack() as stack:
@@ -206,6 +207,7 @@ def store(own_redis: PrivateRedis) -> Iterator[Any]:
         yield store_of(connection)
 
 
+@pytest.mark.ci
 def test_three_promoters_of_which_one_is_killed_again_and_again(
     own_redis: PrivateRedis, store: Any
 ) -> None:
@@ -258,6 +260,7 @@ def sentinel(server_name: ServerName) -> Iterator[PrivateSentinel]:
         yield running
 
 
+@pytest.mark.ci
 def test_messages_wait_through_a_failover(sentinel: PrivateSentinel) -> None:
     master = {"master_name": sentinel.master_name}
     with promoting(connector(sentinel.url, **master)) as promoter:

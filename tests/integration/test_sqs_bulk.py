@@ -20,6 +20,8 @@ from celery_native_delay.transports.sqs import delays
 from tests.integration.sqs_traffic import HOP_SECONDS, delaying, part_of, url_of, waiting_on
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
+pytestmark = pytest.mark.ci
+
 HOUR = 3600
 
 

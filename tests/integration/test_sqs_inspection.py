@@ -17,6 +17,8 @@ from tests.integration.sqs_traffic import delaying, url_of, waiting_on
 from tests.traffic import PATIENCE_SECONDS, inbox, publish
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.ci
+
 APP = """
 from celery import Celery
 from kombu import Queue

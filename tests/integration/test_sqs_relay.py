@@ -42,6 +42,8 @@ from tests.integration.sqs_traffic import (
 from tests.traffic import beside, inbox, publish
 from tests.waiting import wait_until
 
+pytestmark = pytest.mark.ci
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 

@@ -106,6 +106,7 @@ def test_a_batch_that_is_stored_again_changes_nothing(app: Celery) -> None:
     assert lines(store) == 0
 
 
+@pytest.mark.ci
 def test_connections_that_are_killed_again_and_again(shop: Celery) -> None:
     store = store_of(shop)
     admin = create_engine(store.url, isolation_level="AUTOCOMMIT")
@@ -137,6 +138,7 @@ def test_connections_that_are_killed_again_and_again(shop: Celery) -> None:
     assert lines(store) == 0
 
 
+@pytest.mark.ci
 def test_a_store_that_is_restarted_in_the_middle(postgresql: Broker, shop: Celery) -> None:
     with bulk(shop) as batch:
         for number in range(1_000):
@@ -150,6 +152,7 @@ def test_a_store_that_is_restarted_in_the_middle(postgresql: Broker, shop: Celer
 # ---- refused and in doubt ------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 def test_what_the_database_does_not_take_is_named_and_holds_up_nobody(shop: Celery) -> None:
     with bulk(shop, check=False) as batch:
         for number in range(50):
@@ -160,6 +163,7 @@ def test_what_the_database_does_not_take_is_named_and_holds_up_nobody(shop: Cele
     assert numbers(store_of(shop)) == [*range(20), *range(21, 50)]
 
 
+@pytest.mark.ci
 def test_a_store_that_stays_away_leaves_them_in_doubt(postgresql: Broker, shop: Celery) -> None:
     store_of(shop)
     batch = bulk(shop, timeout_seconds=0.5)
@@ -192,6 +196,7 @@ def test_what_leads_nowhere_is_returned(app: Celery) -> None:
     assert numbers(store_of(app)) == [0, 1, 2]
 
 
+@pytest.mark.ci
 def test_a_broadcast_waits_for_all_who_listen_when_it_is_due(shop: Celery) -> None:
     news = Queue("headlines", Exchange("news", type="fanout"))
     to = {"exchange": "news", "routing_key": "any", "declare": [news]}

@@ -173,6 +173,7 @@ install(app, **settings)
 """
 
 
+@pytest.mark.ci
 def test_one_message_that_the_database_refuses_does_not_hold_up_its_batch(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -114,6 +114,7 @@ def declare_for_good(broker: PrivateRabbitMQ, connection: Any) -> None:
     broker.start()
 
 
+@pytest.mark.ci
 def test_the_broker_is_killed_in_the_middle_of_a_loop(
     mortal_rabbitmq: PrivateRabbitMQ, mortal_url: str
 ) -> None:

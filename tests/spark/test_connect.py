@@ -18,6 +18,8 @@ from celery_native_delay.spark import task_id_of
 from tests.integration.traffic import inbox
 from tests.waiting import PATIENCE_SECONDS
 
+pytestmark = pytest.mark.ci
+
 ROOT = Path(__file__).parents[2]
 
 

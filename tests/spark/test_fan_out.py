@@ -22,7 +22,8 @@ from pyspark.sql import functions as f
 
 from celery_native_delay import FanOutFailed, InvalidFanOut
 from celery_native_delay.spark import FanOut, task_id_of
-from celery_native_delay.spark.sending import Receipt, SendJob, send_rows
+from celery_native_delay.spark.receipts import Receipt
+from celery_native_delay.spark.sending import SendJob, send_rows
 from celery_native_delay.testing import private_rabbitmq
 from celery_native_delay.transports.rabbitmq import bulk_line
 from celery_native_delay.transports.virtual import outbox
@@ -40,6 +41,7 @@ def number_of(arrival: Arrival) -> int:
     return int(args[0] if args else kwargs["number"])
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("broker", ["rabbitmq", "redis"])
 def test_twenty_thousand_tasks_arrive_once_and_never_early_in_their_queues(
     spark: Any, make_app: MakeApp, request: pytest.FixtureRequest, broker: str
@@ -176,6 +178,7 @@ def test_each_row_has_what_its_own_apply_async_adds(
     assert tenants == {number: number % 7 for number in range(40)}
 
 
+@pytest.mark.ci
 def test_the_broker_is_restarted_between_jobs_and_short_of_memory_and_restarted_in_one(
     spark: Any, make_app: MakeApp
 ) -> None:

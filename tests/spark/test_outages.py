@@ -20,7 +20,8 @@ pytest.importorskip("pyspark")
 from celery_native_delay import FanOutFailed
 from celery_native_delay.bulk import Bulk
 from celery_native_delay.spark import FanOut
-from celery_native_delay.spark.sending import Receipt, SendJob, send_rows
+from celery_native_delay.spark.receipts import Receipt
+from celery_native_delay.spark.sending import SendJob, send_rows
 from celery_native_delay.testing import private_redis, require_redis
 from celery_native_delay.transports.rabbitmq import bulk_line
 from pytest_celery_native_delay import installed
@@ -96,6 +97,7 @@ def nobody_behind() -> Iterator[Any]:
             server.shutdown()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("way", ["FanOut", "sink"])
 def test_an_outage_is_waited_out_once_in_a_job(
     spark: Any, make_app: MakeApp, apps_folder: Path, way: str

@@ -225,6 +225,7 @@ def test_what_was_sent_after_it_was_due_is_told_from_late(spark: SparkSession) -
     assert labels == ["ok 4", "of them sent after they were due 1"]
 
 
+@pytest.mark.ci
 def test_the_benchmark_finds_exactly_the_faults_it_puts_in(
     spark: SparkSession, tmp_path: Path
 ) -> None:

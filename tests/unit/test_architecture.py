@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import doctest
+import re
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from celery import _state
 import celery_native_delay
 
 PACKAGE = Path(celery_native_delay.__file__).parent
+ROOT = Path(__file__).parents[2]
 
 MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 
@@ -73,3 +75,17 @@ def test_the_lines_that_the_package_shows_run(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_package_is_typed() -> None:
     assert (PACKAGE / "py.typed").exists()
+
+
+def test_what_the_architecture_names_is_there() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    names = re.findall(r"`([\w/.]+(?:\.py|/))`", text)
+    rooms = (ROOT, PACKAGE, PACKAGE / "transports")
+    assert len(names) > 20
+    assert [name for name in names if not any((room / name).exists() for room in rooms)] == []
+
+
+def test_every_room_stands_in_the_architecture() -> None:
+    text = (ROOT / "ARCHITECTURE.md").read_text()
+    rooms = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert [room for room in sorted(rooms) if f"`{room}/`" not in text] == []

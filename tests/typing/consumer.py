@@ -1,0 +1,112 @@
+"""What a user writes against the public API; mypy --strict reads it, nothing runs it.
+
+A comment ``type: ignore`` that is not needed is an error, so those below are promises as well: the
+line is refused, and for this reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from datetime import UTC, datetime, timedelta
+from typing import assert_type
+
+from celery import Celery  # type: ignore[import-untyped]
+from prometheus_client import CollectorRegistry
+
+from celery_native_delay import (
+    Delay,
+    DelaySettings,
+    DelayTooLong,
+    NativeDelayError,
+    Outcome,
+    Query,
+    RefusedMessage,
+    Verdict,
+    Waiting,
+    delay_headers,
+    flush_delayed,
+    install,
+    transport_for,
+)
+from celery_native_delay.bulk import BulkResult, bulk
+from celery_native_delay.metrics import expose
+from celery_native_delay.testing import PrivateRabbitMQ, private_rabbitmq, private_redis
+
+
+class Shop(Celery):  # type: ignore[misc]  # Celery has no types
+    """An app of one's own class."""
+
+    currency: str
+
+
+def installing() -> Shop:
+    app = install(Shop("shop", broker="amqp://"), levels=28, ledger="redis://")
+    assert_type(app, Shop)
+    return app
+
+
+def seeing(app: Celery) -> Iterator[str]:
+    delays = Delay(app)
+    assert_type(delays.count("name:shop.remind"), int)
+    page = delays.ls(Query.parse("ada"), limit=10)
+    assert_type(page.total, int | None)
+    assert_type(page[0], Waiting)
+    for task in page:
+        assert_type(task, Waiting)
+        assert_type(task.due, datetime)
+        yield task.id
+    assert_type(delays.next_due(), datetime | None)
+    delays.ls(limit="ten")  # type: ignore[arg-type]
+
+
+def changing(app: Celery, task_id: str) -> bool:
+    delays = Delay(app)
+    outcome = delays.cancel(task_id)
+    assert_type(outcome, Outcome)
+    assert_type(outcome.verdict, Verdict)
+    assert_type(delays.cancel_all([task_id]), list[Outcome])
+    delays.reschedule(task_id, eta=datetime.now(UTC) + timedelta(hours=1))
+    delays.reschedule(task_id, 5)  # type: ignore[call-arg]
+    return bool(outcome)
+
+
+def sending(app: Celery) -> list[RefusedMessage]:
+    with bulk(app) as batch:
+        assert_type(batch.send("shop.remind", kwargs={"order": 1}, countdown=5), str)
+    assert_type(batch.result, BulkResult)
+    return batch.result.refused
+
+
+def plain_kombu() -> dict[str, str]:
+    flush_delayed(timeout_seconds=5)
+    assert_type(transport_for("redis://"), str | None)
+    delay_headers(5)  # type: ignore[call-arg]
+    return delay_headers(countdown=0.5)
+
+
+def settings() -> float:
+    chosen = DelaySettings(levels=20, resolution=0.25)
+    chosen.levels = 21  # type: ignore[misc]
+    assert_type(chosen.ledger, str | None)
+    return chosen.longest_delay_seconds
+
+
+def failing(app: Celery) -> str:
+    try:
+        Delay(app).run_now("1")
+    except DelayTooLong as exc:
+        error: NativeDelayError = exc
+        value: ValueError = exc
+        return f"{error} {value}"
+    return ""
+
+
+def testing() -> None:
+    with private_rabbitmq() as rabbitmq, private_redis() as redis:
+        assert_type(rabbitmq, PrivateRabbitMQ)
+        assert_type(rabbitmq.new_vhost(), str)
+        assert_type(redis.url, str)
+
+
+def measuring(app: Celery) -> None:
+    expose(app, CollectorRegistry(), poll_seconds=10).close()
