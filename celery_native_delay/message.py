@@ -20,17 +20,20 @@ class Replaces(NamedTuple):
 
 
 class Delayed(NamedTuple):
-    """What a message that waited carries about its wait.
+    """The wait of one message, as its header tells of it.
 
-    *delivery_id* is equal only for copies of one delivery; *due_ms* and *expires_ms* are
-    milliseconds since the epoch. One that was *cancelled* comes to be announced, not to run. One
-    that *replaces* another counts only if a ledger in streams says so.
+    *delivery_id* is equal only for copies of one delivery. *exchange* and *routing_key* are what it
+    was published with, and is seen with again; *queue* is the only one it is for, None for all that
+    these lead to. *due_us* and *expires_ms*, the end of its own ``expiration``, count from the
+    epoch. One that was *cancelled* comes to be announced, not to run. One that *replaces* another
+    counts only if a ledger in streams says so.
     """
 
     delivery_id: str
-    due_ms: int
+    due_us: int
     exchange: str
     routing_key: str
+    queue: str | None = None
     expires_ms: int | None = None
     cancelled: bool = False
     replaces: Replaces | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from pathlib import Path
+from secrets import token_hex
 from time import time, time_ns
 
 import amqp
@@ -12,7 +13,7 @@ import pytest
 from celery import Celery
 
 from celery_native_delay import Delay
-from celery_native_delay.message import Replaces
+from celery_native_delay.message import Delayed, Replaces
 from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis
 from celery_native_delay.transports.rabbitmq.streams.decisions import PENDING_MS
 from celery_native_delay.transports.rabbitmq.streams.ledger import MARGIN_SECONDS
@@ -74,10 +75,12 @@ def copy_without_decision(app: Celery, delay: Delay, task_id: str) -> None:
                 content_encoding="utf-8",
                 correlation_id=task.id,
             ),
-            "",
-            task.queue,
-            queue=None,
-            due_us=time_ns() // 1000,
-            replaces=Replaces(task.delivery_id, made_ms),
+            Delayed(
+                token_hex(16),
+                time_ns() // 1000,
+                "",
+                task.queue,
+                replaces=Replaces(task.delivery_id, made_ms),
+            ),
             recorded=False,
         )

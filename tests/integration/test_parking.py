@@ -14,7 +14,7 @@ from amqp.exceptions import ResourceLocked
 from kombu import Connection, Producer
 
 from celery_native_delay.due_time import due_us
-from celery_native_delay.message import HEADER
+from celery_native_delay.message import HEADER, Delayed
 from celery_native_delay.testing import PrivateRabbitMQ
 from celery_native_delay.transports.rabbitmq.own_channel import OwnChannel
 from celery_native_delay.transports.rabbitmq.parking import BATCH, Rescue, count, peek, rescue
@@ -141,7 +141,7 @@ def test_a_cancelled_one_stays_cancelled(connection: Any, vhost_url: str, consum
     headers = {"task": "t", "id": "task-1", "eta": eta, "expires": "2999-01-01T00:00:00+00:00"}
     message = amqp.Message("hello", application_headers=dict(headers))
     delays = delays_of(connection)
-    delays.put_back(message, "", "orders", queue=None, due_us=due_us(eta), cancelled=True)
+    delays.put_back(message, Delayed("d", due_us(eta), "", "orders", cancelled=True))
     wait_parked(connection, 1)
     declare_queue(connection, "orders")
     assert rescued(connection) == Rescue(delivered=1)

@@ -121,7 +121,7 @@ def test_a_received_message_looks_as_if_it_had_not_waited(empty_redis: PrivateRe
         assert arrival.message.headers == headers
         assert arrival.message.delivery_info == {"exchange": "", "routing_key": "jobs"}
         delayed = arrival.message.native_delay
-        assert delayed.due_ms == pytest.approx(arrival.at * 1000, abs=5000)
+        assert delayed.due_us == pytest.approx(arrival.at * 1e6, abs=5e6)
         assert (delayed.exchange, delayed.routing_key) == ("", "jobs")
         assert arrival.message.consumed_from == "jobs"
         assert arrival.lateness_seconds + 0.001 >= 0

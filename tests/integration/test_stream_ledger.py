@@ -231,7 +231,7 @@ def test_a_worker_knows_when_it_cannot_tell_and_never_forgets(
         receipts = StreamReceipts(connection, topology)
 
     def answer(name: str) -> Answer:
-        delayed = Delayed(ids[name], round(time() * 1000), "", QUEUE)  # noqa: F405
+        delayed = Delayed(ids[name], round(time() * 1_000_000), "", QUEUE)  # noqa: F405
         return receipts.may_run({"task": "shop.remind", "id": name}, delayed)
 
     assert [answer(name) for name in ids] == [Answer.DROP, Answer.RUN, Answer.RUN]
@@ -270,7 +270,7 @@ def test_a_worker_that_has_fallen_behind_heeds_what_it_reads_while_it_waits(
     (task,) = delay.show("order-1")
     with app.connection_for_write() as connection:
         receipts = StreamReceipts(connection, connection.default_channel.delays.topology)
-    delayed = Delayed(task.delivery_id, round(time() * 1000), "", QUEUE)  # noqa: F405
+    delayed = Delayed(task.delivery_id, round(time() * 1_000_000), "", QUEUE)  # noqa: F405
     reading = receipts._follower
     wait_until(lambda: reading.is_fresh)
     with ThreadPoolExecutor(1) as executor:

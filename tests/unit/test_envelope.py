@@ -30,15 +30,9 @@ patient = settings(deadline=None, max_examples=100)
 
 
 def sealed(properties: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    wanted: dict[str, Any] = {
-        "exchange": "jobs",
-        "routing_key": "a.b",
-        "due_us": DUE_US,
-        "now_us": NOW_US,
-        "delivery_id": "id-1",
-        "limit_priority": False,
-    }
-    return seal(properties, **wanted | changes)
+    options = {name: changes.pop(name) for name in ("limit_priority", "user") if name in changes}
+    wait = Delayed("id-1", DUE_US, "jobs", "a.b")._replace(**changes)
+    return seal(properties, wait, now_us=NOW_US, **{"limit_priority": False, **options})
 
 
 def after_the_levels(properties: dict[str, Any]) -> dict[str, Any]:
@@ -136,7 +130,7 @@ def test_a_message_comes_out_as_it_went_in(
     assert came_out == properties
     assert came_by == info | {"exchange": exchange, "routing_key": routing_key}
     assert (delayed.exchange, delayed.routing_key) == (exchange, routing_key)
-    assert (delayed.delivery_id, delayed.due_ms) == ("id-1", DUE_US // 1000)
+    assert (delayed.delivery_id, delayed.due_us) == ("id-1", DUE_US)
 
 
 @patient
@@ -291,7 +285,7 @@ def test_a_priority_is_limited_on_the_way_only(
 
 
 def test_the_due_time_in_the_envelope_is_never_early() -> None:
-    assert opened(sealed({}, due_us=DUE_US + 1))[2].due_ms == DUE_US // 1000 + 1
+    assert opened(sealed({}, due_us=DUE_US + 1))[2].due_us == DUE_US + 1000
 
 
 def test_the_one_queue_a_message_is_for_travels_with_it() -> None:

@@ -84,7 +84,7 @@ def moved(old: str, new: str, *, old_due_ms: int = NOW_MS, new_due_ms: int = NOW
 
 def message(delivery_id: str, replaces: str | None = None, *, age_ms: int = 600) -> Delayed:
     copy_of = None if replaces is None else Replaces(replaces, NOW_MS - age_ms)
-    return Delayed(delivery_id, NOW_MS, "", "celery", replaces=copy_of)
+    return Delayed(delivery_id, NOW_US, "", "celery", replaces=copy_of)
 
 
 def test_of_a_message_and_its_copy_one_may_run() -> None:

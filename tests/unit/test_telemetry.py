@@ -150,12 +150,12 @@ def test_what_became_of_an_attempt(
 @pytest.mark.parametrize(
     ("eta", "trace", "expected"),
     [
-        ("1970-01-01T00:00:01+00:00", Delayed("d", 1000, "", "celery"), True),
+        ("1970-01-01T00:00:01+00:00", Delayed("d", 1_000_000, "", "celery"), True),
         ("1970-01-01T00:00:01+00:00", None, False),
         # Held by the worker: it was sent in time, whoever sent it.
         ("1970-01-01T00:01:00+00:00", None, None),
         # Put back since, by a fence or while the ledger was away.
-        ("1970-01-01T00:00:01+00:00", Delayed("d", 1500, "", "celery"), None),
+        ("1970-01-01T00:00:01+00:00", Delayed("d", 1_500_000, "", "celery"), None),
         (None, None, None),
         ("tomorrow", None, None),
     ],
@@ -175,7 +175,7 @@ def test_of_a_fenced_message_that_came_without_a_trace_nothing_is_said() -> None
 
 def test_a_message_whose_eta_celery_is_not_to_see_has_it_still() -> None:
     eta = "1970-01-01T00:00:01+00:00"
-    trace = Delayed("d", 1000, "", "celery")
+    trace = Delayed("d", 1_000_000, "", "celery")
     message = SimpleNamespace(headers={"task": "note"}, native_delay=trace, kept_eta=eta)
     assert waited(message, now_ms=2000) is True
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_native_delay.bulk.batch import short_repr
+from celery_native_delay.message import Delayed
 from celery_native_delay.transports.rabbitmq.bulk_line import fields_of, frames_of
 from celery_native_delay.transports.rabbitmq.envelope import seal
 from celery_native_delay.transports.rabbitmq.template import FramedTask, Template
@@ -72,11 +73,10 @@ def publication(draw: Any, kind: dict[str, Any]) -> Publication:
     }
     sealed = seal(
         properties,
-        exchange=kind["exchange"],
-        routing_key=kind["key"],
-        due_us=draw(st.integers(2**45, 2**51)),
+        Delayed(
+            draw(st.uuids()).hex, draw(st.integers(2**45, 2**51)), kind["exchange"], kind["key"]
+        ),
         now_us=0,
-        delivery_id=draw(st.uuids()).hex,
         limit_priority=False,
     )
     if draw(st.booleans()):

@@ -32,7 +32,7 @@ def test_a_sealed_message_tells_of_its_wait_and_opens_without_a_trace() -> None:
     assert went_in == before | {"headers": before["headers"] | {HEADER: {"v": 1, "due": DUE_MS}}}
     headers, delayed = unsealed(went_in["headers"], went_in["properties"])
     assert headers == before["headers"]
-    assert delayed == Delayed("tag-1", DUE_MS, "shop", "orders.new")
+    assert delayed == Delayed("tag-1", DUE_MS * 1000, "shop", "orders.new")
 
 
 def test_a_message_of_protocol_1_has_no_eta_header() -> None:

@@ -22,7 +22,7 @@ from amqp.exceptions import (
 
 from ...due_time import check_reach, units_until
 from ...errors import CannotDelay, NativeDelayError, TopologyMismatch
-from ...message import Replaces
+from ...message import Delayed
 from ...settings import DelaySettings
 from .address import landing_address, message_address
 from .declaring import broker_version, not_permitted
@@ -162,9 +162,10 @@ class Delays(Preparation):
         if not units:
             return None
         delivery_id = self._delivery_id(message.properties.get("application_headers"))
-        sealed = self._sealed(message, exchange, routing_key, due_us, now_us, units, delivery_id)
+        delayed = Delayed(delivery_id, due_us, exchange, routing_key)
+        sealed = self._sealed(message, delayed, now_us=now_us, units=units)
         routed = self._routed(sealed, units, exchange, routing_key, lands=lands)
-        self.recorder.record(message, exchange, routing_key, sealed, due_us)
+        self.recorder.record(message, sealed, delayed)
         return routed
 
     def _follow_outbox(self) -> None:
@@ -177,59 +178,27 @@ class Delays(Preparation):
         if connects and connects != self._outbox_connects:
             self.look_again()
 
-    def put_back(
-        self,
-        message: amqp.Message,
-        exchange: str,
-        routing_key: str,
-        *,
-        queue: str | None,
-        due_us: int,
-        delivery_id: str | None = None,
-        cancelled: bool = False,
-        replaces: Replaces | None = None,
-        expires_ms: int | None = None,
-        recorded: bool = True,
-    ) -> None:
+    def put_back(self, message: amqp.Message, delayed: Delayed, *, recorded: bool = True) -> None:
         """Let a message that was received wait (again), then deliver it.
 
         Args:
             message: as received, its body in the bytes that came.
-            exchange, routing_key: what it was once published with, and is seen with again.
-            queue: the one queue it is for, or None for all that *exchange* leads to.
-            due_us: microseconds since the epoch; a past one is delivered at once.
-            delivery_id: the id it has had so far.
-            cancelled: it comes to be announced, not to run.
-            replaces: the delivery that it takes the place of, where streams keep the ledger.
-            expires_ms: when its ``expiration``, if it has one, was over so far.
+            delayed: the wait it is to have; due in the past, it is delivered at once.
             recorded: the ledger is told of it.
         """
+        exchange, routing_key, queue = delayed.exchange, delayed.routing_key, delayed.queue
         if queue is not None or not exchange:
             self.mirror.queue_bound_once(routing_key if queue is None else queue)
         self.prepare()
         lands = queue is None and self._routes.lands(exchange, routing_key)
         now_us = time_ns() // 1000
-        units = max(self.units(due_us, now_us), 1)
-        delivery_id = delivery_id or token_hex(16)
+        units = max(self.units(delayed.due_us, now_us), 1)
         headers = message.properties.get("application_headers") or {}
         own = {name: headers[name] for name in headers if name not in COUNTED_BY_THE_QUEUE}
         message = amqp.Message(message.body, **{**message.properties, "application_headers": own})
-        sealed = self._sealed(
-            message,
-            exchange,
-            routing_key,
-            due_us,
-            now_us,
-            units,
-            delivery_id,
-            queue,
-            cancelled,
-            replaces,
-            expires_ms,
-            self.user,
-        )
+        sealed = self._sealed(message, delayed, now_us=now_us, units=units, user=self.user)
         if recorded:
-            self.recorder.record(message, exchange, routing_key, sealed, due_us, queue)
+            self.recorder.record(message, sealed, delayed)
         to = (exchange, routing_key) if queue is None else ("", queue)
         self._send(self._routed(sealed, units, *to, lands=lands), confirmed=True)
 
@@ -254,33 +223,17 @@ class Delays(Preparation):
     def _sealed(
         self,
         message: amqp.Message,
-        exchange: str,
-        routing_key: str,
-        due_us: int,
+        delayed: Delayed,
+        *,
         now_us: int,
         units: int,
-        delivery_id: str,
-        queue: str | None = None,
-        cancelled: bool = False,
-        replaces: Replaces | None = None,
-        expires_ms: int | None = None,
         user: str | None = None,
     ) -> amqp.Message:
+        limits = self._limits_priority
         properties = seal(
-            message.properties,
-            exchange=exchange,
-            routing_key=routing_key,
-            due_us=due_us,
-            now_us=now_us,
-            delivery_id=delivery_id,
-            limit_priority=self._limits_priority,
-            queue=queue,
-            cancelled=cancelled,
-            replaces=replaces,
-            expires_ms=expires_ms,
-            user=user,
+            message.properties, delayed, now_us=now_us, limit_priority=limits, user=user
         )
-        first_ttl_ms = self.topology.first_ttl_ms(units, remaining_us=due_us - now_us)
+        first_ttl_ms = self.topology.first_ttl_ms(units, remaining_us=delayed.due_us - now_us)
         if first_ttl_ms is not None:
             properties["expiration"] = str(first_ttl_ms)
         return amqp.Message(message.body, **properties)

@@ -38,40 +38,31 @@ HIGHEST_SAFE_PRIORITY = 4
 
 def seal(
     properties: Mapping[str, Any],
+    delayed: Delayed,
     *,
-    exchange: str,
-    routing_key: str,
-    due_us: int,
     now_us: int,
-    delivery_id: str,
     limit_priority: bool,
-    queue: str | None = None,
-    cancelled: bool = False,
-    replaces: Replaces | None = None,
-    expires_ms: int | None = None,
     user: str | None = None,
 ) -> dict[str, Any]:
-    """The properties with which a message enters the delay levels.
+    """The properties with which a message enters the delay levels, for the wait that is *delayed*.
 
-    With *queue* it goes to that queue alone, wherever it was published to once. One that was
-    *cancelled* goes there to be announced; one that *replaces* another names it. What is sent again
-    has had an *expires_ms* since it was published, and is sent by *user* on behalf of that one.
+    One that is sent again is sent by *user*, on behalf of the user it was published by.
 
     Raises:
         CannotDelay: the message names further routing keys of its own (CC, BCC), or its
             expiration is no number.
     """
     headers = dict(properties.get("application_headers") or {})
-    refuse_copies(headers, exchange)
+    refuse_copies(headers, delayed.exchange)
     envelope: dict[str, Any] = {
         "v": VERSION,
-        "id": delivery_id,
-        "due": milliseconds_up(due_us),
-        "exchange": exchange,
-        "rk": routing_key,
+        "id": delayed.delivery_id,
+        "due": milliseconds_up(delayed.due_us),
+        "exchange": delayed.exchange,
+        "rk": delayed.routing_key,
     }
-    if queue is not None:
-        envelope["queue"] = queue
+    if delayed.queue is not None:
+        envelope["queue"] = delayed.queue
     deaths = _other_deaths(headers)
     for name in (HEADER, *DEATH_HEADERS):
         headers.pop(name, None)
@@ -85,16 +76,16 @@ def seal(
         if not str(expiration).isdecimal():
             raise CannotDelay(f"expected an expiration in milliseconds, got {expiration!r}")
         envelope["expiration"] = expiration
-        envelope["expires"] = expires_ms or now_us // 1000 + int(expiration)
+        envelope["expires"] = delayed.expires_ms or now_us // 1000 + int(expiration)
     if user is not None:
         keep_user_id(sealed, envelope, user)
     priority = sealed.get("priority")
     if limit_priority and priority and priority > HIGHEST_SAFE_PRIORITY:
         envelope["priority"] = priority
         sealed["priority"] = HIGHEST_SAFE_PRIORITY
-    if replaces is not None:
-        envelope["replaces"] = list(replaces)
-    if cancelled:
+    if delayed.replaces is not None:
+        envelope["replaces"] = list(delayed.replaces)
+    if delayed.cancelled:
         cancel(headers, envelope)
     headers[HEADER] = envelope
     sealed["application_headers"] = headers
@@ -156,9 +147,10 @@ def unseal(
         info["exchange"], info["routing_key"] = envelope["exchange"], envelope["rk"]
     delayed = Delayed(
         delivery_id=envelope["id"],
-        due_ms=envelope["due"],
+        due_us=envelope["due"] * 1000,
         exchange=envelope["exchange"],
         routing_key=envelope["rk"],
+        queue=envelope.get("queue"),
         expires_ms=envelope.get("expires"),
         cancelled=cancelled,
         replaces=Replaces(*envelope["replaces"]) if "replaces" in envelope else None,

@@ -56,8 +56,7 @@ class Parked:
         A copy that passed the landing queue of one queue is for that queue alone: the others have
         theirs.
         """
-        queue = self.message.headers[HEADER].get("queue")
-        queue = queue_of_address(self.message.delivery_info["routing_key"]) or queue
+        queue = queue_of_address(self.message.delivery_info["routing_key"]) or delayed.queue
         return (delayed.exchange, delayed.routing_key) if queue is None else ("", queue)
 
 
@@ -173,7 +172,7 @@ def _move_on(work: _Round, batch: list[Parked]) -> None:
                 work.outcome.expired += 1
             elif not _exists(work, destination[0]) or destination in work.unwanted:
                 stay.append(parked)
-            elif delayed.due_ms > now_ms:
+            elif delayed.due_us > now_ms * 1000:
                 _back_to_levels(work, parked, delayed)
             else:
                 _publish_original(work, parked, delayed, destination, now_ms)
@@ -214,14 +213,7 @@ def _back_to_levels(work: _Round, parked: Parked, delayed: Delayed) -> None:
         work.redeclared = True
     work.delays.put_back(
         amqp.Message(parked.message.body, **parked.properties),
-        delayed.exchange,
-        delayed.routing_key,
-        queue=parked.message.headers[HEADER].get("queue"),
-        due_us=delayed.due_ms * 1000,
-        delivery_id=delayed.delivery_id,
-        cancelled=delayed.cancelled,
-        replaces=delayed.replaces,
-        expires_ms=delayed.expires_ms,
+        delayed,
         recorded=not delayed.cancelled,
     )
     work.outcome.waiting_again += 1

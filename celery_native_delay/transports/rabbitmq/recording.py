@@ -7,7 +7,7 @@ from time import time_ns
 
 import amqp
 
-from ...message import HEADER
+from ...message import HEADER, Delayed
 from .ledger.entry import Entry, member_of
 from .ledger.line import LedgerLine, line_of
 from .preparation import Preparation
@@ -36,34 +36,26 @@ class Recorder:
     def _stream_line(self) -> StreamLine:
         return stream_line_of(self._delays.connection.client, self._settings)
 
-    def record(
-        self,
-        message: amqp.Message,
-        exchange: str,
-        routing_key: str,
-        sealed: amqp.Message,
-        due_us: int,
-        queue: str | None = None,
-    ) -> None:
+    def record(self, message: amqp.Message, sealed: amqp.Message, delayed: Delayed) -> None:
         """Note down what is about to be sent: a worker may have it soon."""
         if not self.is_on:
             return
         envelope = sealed.properties["application_headers"][HEADER]
         headers = message.properties.get("application_headers") or {}
-        member = member_of(headers, envelope["id"])
+        member = member_of(headers, delayed.delivery_id)
         if member is None:
             return
         body = message.body
         entry = Entry(
             message.properties,
             body.encode() if isinstance(body, str) else bytes(body),
-            exchange,
-            routing_key,
-            queue,
+            delayed.exchange,
+            delayed.routing_key,
+            delayed.queue,
             envelope.get("expires"),
         )
-        replaced = envelope["replaces"][0] if "replaces" in envelope else None
-        self.note(member, due_us, entry, replaced=replaced)
+        replaced = None if delayed.replaces is None else delayed.replaces.delivery_id
+        self.note(member, delayed.due_us, entry, replaced=replaced)
 
     def note(self, member: str, due_us: int, entry: Entry, *, replaced: str | None = None) -> None:
         """The same for what is known already; *replaced* is a delivery id."""

@@ -1,8 +1,9 @@
-"""What a worker does for RabbitMQ: declare, put early tasks back, rescue parked ones."""
+"""A worker's work for RabbitMQ: declare, put early tasks back, rescue parked ones."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from secrets import token_hex
 from typing import Any
 
 import amqp
@@ -13,7 +14,7 @@ from ...errors import NativeDelayError, NotPermitted
 from ...finding import Finding
 from ...message import Delayed
 from ...settings import DelaySettings
-from ..interface import Answer, Early, Receipts, Rescue
+from ..interface import Answer, Receipts, Rescue, Wait
 from .ledger.entry import member_of
 from .ledger.ledger import RabbitMQLedger
 from .ledger.line import LedgerLine
@@ -52,31 +53,21 @@ class RabbitMQWorkerPart:
         api = management_of(self._delays.connection.client, self.settings)
         return overriding_policies(api, self._delays.topology)
 
-    def put_back(self, early: Sequence[Early]) -> list[tuple[Early, NativeDelayError]]:
+    def put_back(self, waits: Sequence[Wait]) -> list[NativeDelayError | None]:
         """Put messages into the levels, with one wait for the broker."""
-        refused = []
+        refusals: list[NativeDelayError | None] = []
         with self._delays.one_confirm():
-            for task in early:
-                message = task.message
-                delayed: Delayed | None = getattr(message, "native_delay", None)
-                is_same = delayed is not None and delayed.delivery_id == task.delivery_id
+            for wait in waits:
+                message = amqp.Message(wait.message.raw_body, **wait.message.properties)
                 try:
-                    self._delays.put_back(
-                        amqp.Message(message.raw_body, **message.properties),
-                        message.delivery_info["exchange"],
-                        message.delivery_info["routing_key"],
-                        queue=task.queue,
-                        due_us=task.due_us,
-                        delivery_id=task.delivery_id,
-                        replaces=delayed.replaces if delayed is not None and is_same else None,
-                        expires_ms=None if delayed is None else delayed.expires_ms,
-                    )
+                    self._delays.put_back(message, _delayed(wait))
+                    refusals.append(None)
                 except NativeDelayError as exc:
-                    refused.append((task, exc))
-        return refused
+                    refusals.append(exc)
+        return refusals
 
     def receipts(self) -> Receipts | None:
-        """What is asked about every message that waited; None without a ledger."""
+        """The receipts to ask about every message that waited; None without a ledger."""
         if self.settings.streams_ledger:
             return StreamReceipts(self._delays.connection.client, self._delays.topology)
         url, vhost = self.settings.ledger_url, self._delays.connection.virtual_host
@@ -85,7 +76,7 @@ class RabbitMQWorkerPart:
         return LedgerReceipts(LedgerLine(url, self.settings.namespace, vhost))
 
     def sweep(self) -> int:
-        """Remove entries whose messages nobody has told the ledger of."""
+        """Remove entries of messages that are long gone, and never were reported."""
         if self.settings.ledger_url is None:
             return 0
         ledger = RabbitMQLedger(self._delays, self.settings)
@@ -102,6 +93,22 @@ class RabbitMQWorkerPart:
             raise NotPermitted(
                 f"{exc.reply_text}; grant its user configure on ^{self.settings.namespace}\\."
             ) from exc
+
+
+def _delayed(wait: Wait) -> Delayed:
+    """The next wait of a message; of an earlier one it keeps when its ``expiration`` ends."""
+    info = wait.message.delivery_info
+    earlier: Delayed | None = getattr(wait.message, "native_delay", None)
+    is_same = earlier is not None and earlier.delivery_id == wait.delivery_id
+    return Delayed(
+        wait.delivery_id or token_hex(16),
+        wait.due_us,
+        info["exchange"],
+        info["routing_key"],
+        wait.queue,
+        expires_ms=None if earlier is None else earlier.expires_ms,
+        replaces=earlier.replaces if earlier is not None and is_same else None,
+    )
 
 
 def _where_the_ledger_is(settings: DelaySettings) -> str:

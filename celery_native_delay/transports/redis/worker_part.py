@@ -1,4 +1,4 @@
-"""What a worker does for Redis: promote, take in what came too early, try what is parked."""
+"""A worker's work for Redis: promote, take in what came too early, try what is parked."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ...errors import NativeDelayError
 from ...finding import Finding
 from ...redis_server import clocks
 from ...settings import DelaySettings
-from ..interface import Early, Rescue
+from ..interface import Rescue, Wait
 from .promoter import Promoter
 from .store import BATCH
 
@@ -41,17 +41,18 @@ class RedisWorkerPart:
         """An eviction policy that may drop keys; no append-only file; a clock that is off."""
         return [*self._delays.dangers(), *clocks(self._delays.clock_ahead_seconds())]
 
-    def put_back(self, early: Sequence[Early]) -> list[tuple[Early, NativeDelayError]]:
+    def put_back(self, waits: Sequence[Wait]) -> list[NativeDelayError | None]:
         """Store messages again for the queues they came from."""
-        refused = []
-        for task in early:
-            message = task.message._raw
-            destination = self._channel.destination(task.queue, message)
+        refusals: list[NativeDelayError | None] = []
+        for wait in waits:
+            message = wait.message._raw
+            destination = self._channel.destination(wait.queue, message)
             try:
-                self._delays.put_back(message, destination, due_us=task.due_us)
+                self._delays.put_back(message, destination, due_us=wait.due_us)
+                refusals.append(None)
             except NativeDelayError as exc:
-                refused.append((task, exc))
-        return refused
+                refusals.append(exc)
+        return refusals
 
     def rescue(self) -> Rescue:
         """Push every parked message once more; several processes may be at it."""

@@ -1,4 +1,4 @@
-"""What a worker does for a store: dispatch, take in what came too early, try what is parked."""
+"""A worker's work for a store: dispatch, take in what came too early, try what is parked."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...durations import duration
 from ...errors import NativeDelayError, StoreUnavailable
 from ...finding import WRONG, Finding
 from ...settings import DelaySettings
-from ..interface import Early, Rescue
+from ..interface import Rescue, Wait
 from .dispatcher import Dispatcher
 from .handover import handing_over
 from .store import Store
@@ -29,7 +29,7 @@ class StoreWorkerPart:
         self._delays = channel.delays
 
     def prepare(self, where: str) -> str:
-        """Make the tables, if they are not there; while the store is away, whoever dispatches does.
+        """Make the tables, if they are not there; while the store is away, its dispatcher does.
 
         Raises:
             SettingsError, TopologyMismatch, UnsupportedBroker: it will not do, however long one
@@ -64,15 +64,16 @@ class StoreWorkerPart:
         way_out = "name the same folder twice in broker_transport_options"
         return [Finding("folders", WRONG, problem, way_out)]
 
-    def put_back(self, early: Sequence[Early]) -> list[tuple[Early, NativeDelayError]]:
+    def put_back(self, waits: Sequence[Wait]) -> list[NativeDelayError | None]:
         """Store messages again for the queues they came from."""
-        refused = []
-        for task in early:
+        refusals: list[NativeDelayError | None] = []
+        for wait in waits:
             try:
-                self._delays.put_back(task.message._raw, task.queue, due_us=task.due_us)
+                self._delays.put_back(wait.message._raw, wait.queue, due_us=wait.due_us)
+                refusals.append(None)
             except NativeDelayError as exc:
-                refused.append((task, exc))
-        return refused
+                refusals.append(exc)
+        return refusals
 
     def rescue(self) -> Rescue:
         """Try every parked message once more; several processes may be at it."""

@@ -1,4 +1,4 @@
-"""What a worker does for SQS: set up delay queues, relay, take in what came too early."""
+"""A worker's work for SQS: set up delay queues, relay, take in what came too early."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...durations import duration
 from ...errors import NativeDelayError, TopologyMismatch
 from ...finding import Finding
 from ...settings import DelaySettings
-from ..interface import Early, Rescue
+from ..interface import Rescue, Wait
 from .delay_queue import can_delay, delay_queue_of, mismatches, why_not_made
 from .relay import Relay
 
@@ -35,7 +35,7 @@ class SqsWorkerPart:
         self._queues = [queue for queue in queues if can_delay(queue)]
 
     def prepare(self, where: str) -> str:
-        """Set up the delay queues of what is consumed; one that is wrong is nobody else's concern.
+        """Set up the delay queues of what is consumed; one that is wrong leaves the others alone.
 
         Raises:
             TopologyMismatch: none of them is as it must be; naming each attribute.
@@ -68,24 +68,25 @@ class SqsWorkerPart:
         """None that prepare() would not have refused."""
         return []
 
-    def put_back(self, early: Sequence[Early]) -> list[tuple[Early, NativeDelayError]]:
+    def put_back(self, waits: Sequence[Wait]) -> list[NativeDelayError | None]:
         """Send messages again to the queues they came from, with what is left of their delay."""
-        refused = []
-        for task in early:
-            message, message_id = _as_sent(task.message._raw)
+        refusals: list[NativeDelayError | None] = []
+        for wait in waits:
+            message, message_id = _as_sent(wait.message._raw)
             try:
                 self._delays.publish(
-                    task.queue,
+                    wait.queue,
                     message,
-                    due_us=task.due_us,
-                    delivery_id=task.delivery_id or message_id,
+                    due_us=wait.due_us,
+                    delivery_id=wait.delivery_id or message_id,
                     entry_id=message_id,
                 )
+                refusals.append(None)
             except NativeDelayError as exc:
-                refused.append((task, exc))
+                refusals.append(exc)
             except (ClientError, BotoCoreError) as exc:
                 raise OperationalError(str(exc)) from exc
-        return refused
+        return refusals
 
     def rescue(self) -> Rescue:
         """Nothing parks: the relay tries again by itself."""
@@ -99,7 +100,7 @@ class SqsWorkerPart:
 def set_up(
     delays: Any, queues: Sequence[str]
 ) -> tuple[list[str], list[str], dict[str, list[Finding]]]:
-    """Names of the delay queues of *queues*, of those that nobody makes; what is wrong, by queue.
+    """Names of the delay queues of *queues*, of those that are not made; what is wrong, by queue.
 
     Raises:
         NotPermitted, UnsupportedBroker: SQS does not allow us to look or to create.

@@ -51,7 +51,7 @@ def unsealed(
     info = properties.get("delivery_info") or {}
     delayed = Delayed(
         delivery_id=str(properties.get("delivery_tag")),
-        due_ms=trace["due"],
+        due_us=trace["due"] * 1000,
         exchange=info.get("exchange") or "",
         routing_key=info.get("routing_key") or "",
         cancelled=uncover(opened, trace),

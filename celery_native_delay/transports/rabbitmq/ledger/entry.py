@@ -10,6 +10,7 @@ from typing import Any
 from kombu.utils.json import JSONEncoder, loads
 
 from ....ledger.model import Waiting
+from ....message import Delayed
 
 #: kombu's dumps() makes an encoder for each call, which takes three times as long.
 _as_json: Callable[[Any], str] = JSONEncoder(separators=(",", ":")).encode
@@ -40,6 +41,18 @@ class Entry:
         """One line of JSON, then the body as it is."""
         known = [self.exchange, self.routing_key, self.queue, self.expires_ms, self.properties]
         return _as_json(known).encode() + b"\n" + self.body
+
+    def wait(self, delivery_id: str, due_us: int, *, cancelled: bool) -> Delayed:
+        """The wait of a copy that is sent in its stead."""
+        return Delayed(
+            delivery_id,
+            due_us,
+            self.exchange,
+            self.routing_key,
+            self.queue,
+            self.expires_ms,
+            cancelled,
+        )
 
     @classmethod
     def decoded(cls, data: bytes) -> Entry:

@@ -120,13 +120,7 @@ class RabbitMQLedger(IndexedLedger):
         moved = due_then(Entry.decoded(entry), new_due_us)
         self._delays.put_back(
             amqp.Message(moved.body, **moved.properties),
-            moved.exchange,
-            moved.routing_key,
-            queue=moved.queue,
-            expires_ms=moved.expires_ms,
-            due_us=new_due_us,
-            delivery_id=new_id,
-            cancelled=cancelled,
+            moved.wait(new_id, new_due_us, cancelled=cancelled),
             recorded=False,
         )
         kept = b"" if cancelled else moved.encoded()

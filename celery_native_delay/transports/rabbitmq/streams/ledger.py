@@ -160,16 +160,10 @@ class StreamLedger:
         begun = monotonic()
         moved = due_then(entry, due_us)
         new_id = token_hex(16)
+        wait = moved.wait(new_id, due_us, cancelled=cancelled)
         self._delays.put_back(
             amqp.Message(moved.body, **moved.properties),
-            moved.exchange,
-            moved.routing_key,
-            queue=moved.queue,
-            expires_ms=moved.expires_ms,
-            due_us=due_us,
-            delivery_id=new_id,
-            cancelled=cancelled,
-            replaces=Replaces(task.delivery_id, made_ms),
+            wait._replace(replaces=Replaces(task.delivery_id, made_ms)),
             recorded=not cancelled,
         )
         if late := _too_late(task):
