@@ -6,6 +6,7 @@ decides what lies behind, so that no caller has to know which broker it is.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -54,11 +55,15 @@ class Rescue:
         )
 
 
-class WorkerPart(Protocol):
-    """A worker's work for its broker besides consuming; lives as long as its connection."""
+class WorkerPart(ABC):
+    """A worker's work for its broker besides consuming, on one channel of its own."""
 
-    settings: DelaySettings
+    def __init__(self, channel: Any, settings: DelaySettings) -> None:
+        self.settings = settings
+        self._channel = channel
+        self._delays = channel.delays
 
+    @abstractmethod
     def prepare(self, where: str) -> str:
         """Make the broker ready for consuming; answers with the sentence that the worker logs.
 
@@ -75,12 +80,29 @@ class WorkerPart(Protocol):
         Raises:
             ManagementUnavailable: they cannot be seen.
         """
+        return []
 
     def put_back(self, waits: Sequence[Wait]) -> list[NativeDelayError | None]:
         """Let messages wait in the broker; returns once it has them.
 
         Returns:
             for each of *waits*, why it cannot; None if it does.
+        """
+        refusals: list[NativeDelayError | None] = []
+        for wait in waits:
+            try:
+                self.put_one_back(wait)
+                refusals.append(None)
+            except NativeDelayError as exc:
+                refusals.append(exc)
+        return refusals
+
+    @abstractmethod
+    def put_one_back(self, wait: Wait) -> None:
+        """Let a message wait in the broker.
+
+        Raises:
+            NativeDelayError: it cannot.
         """
 
     def rescue(self) -> Rescue | None:
@@ -89,6 +111,19 @@ class WorkerPart(Protocol):
         Raises:
             NotPermitted: this broker user may not.
         """
+        return Rescue()
+
+    def receipts(self) -> Receipts | None:
+        """The receipts to ask about every message that waited; None if no ledger is kept."""
+        return None
+
+    def sweep(self) -> int:
+        """Remove what a ledger holds of messages that are long gone; their number.
+
+        Raises:
+            LedgerUnavailable: it is away.
+        """
+        return 0
 
 
 class Promoter(Protocol):
@@ -162,21 +197,6 @@ class Receipts(Protocol):
 
     def close(self) -> None:
         """The worker ends."""
-
-
-@runtime_checkable
-class KeepsLedger(Protocol):
-    """A worker's part on a broker that cannot be looked into and has a ledger beside it."""
-
-    def receipts(self) -> Receipts | None:
-        """The receipts to ask; None if no ledger is kept."""
-
-    def sweep(self) -> int:
-        """Remove what the ledger holds of messages that are long gone; how many.
-
-        Raises:
-            LedgerUnavailable: it is away.
-        """
 
 
 @dataclass(frozen=True)

@@ -22,7 +22,7 @@ from celery.utils.log import get_logger
 from ..errors import LedgerUnavailable, ManagementUnavailable, NativeDelayError, NotPermitted
 from ..finding import WRONG
 from ..settings import DelaySettings
-from ..transports.interface import KeepsLedger, Wait, WorkerPart
+from ..transports.interface import Wait, WorkerPart
 
 logger = get_logger(__name__)
 
@@ -162,10 +162,8 @@ class Attendant(Thread):
         else:
             self._look_seconds = LONGEST_LOOK_SECONDS
         self._next_look = monotonic() + self._look_seconds
-        part = self._part()
-        if isinstance(part, KeepsLedger):
-            with suppress(LedgerUnavailable):  # the gate that asks it says so
-                part.sweep()
+        with suppress(LedgerUnavailable):  # the gate that asks it says so
+            self._part().sweep()
 
     def _name_dangers(self) -> None:
         try:

@@ -23,7 +23,6 @@ from ..settings import DelaySettings
 from ..transports.aliases import flush_delayed
 from ..transports.interface import (
     GivesUp,
-    KeepsLedger,
     Outage,
     Promoter,
     Promotes,
@@ -95,7 +94,7 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
             if isinstance(part, ServesQueues):
                 part.serve([queue.name for queue in c.task_consumer.queues])
             prepared = part.prepare(where)
-            if self._moved.receipts is None and isinstance(part, KeepsLedger):
+            if self._moved.receipts is None:
                 self._moved.receipts = part.receipts()
         except (NativeDelayError, *c.connection.channel_errors) as exc:
             logger.critical(

@@ -49,13 +49,6 @@ PAUSE_SECONDS = 1.0
 _TELL_SECONDS = 30.0
 
 
-@dataclass(frozen=True)
-class Finding:
-    """The *record* of a message's run, None if the store could not be asked."""
-
-    record: Record | None
-
-
 class Fence:
     """The gate for tasks of fenced runs; without ``native_delay_fence`` all of them run."""
 
@@ -75,10 +68,9 @@ class Fence:
         if stamp is None:
             del headers[fence.HEADER]
             return None
-        finding: Finding | None = arrival.found.get(self)
-        record = self._remembered(stamp.run) if finding is None else finding.record
+        record = arrival.found.get(self) or self._remembered(stamp.run)
         if record is None:
-            if finding is None:
+            if self not in arrival.found:
                 return LookUp(partial(self._look_up, stamp.run))
             return self._hold(arrival, None)
         if record.is_final:
@@ -132,7 +124,7 @@ class Fence:
         if len(self._sealed) > MOST_RUNS:
             self._sealed.popitem(last=False)
 
-    def _look_up(self, run: str, found: Callable[[Finding], None]) -> None:
+    def _look_up(self, run: str, found: Callable[[Record | None], None]) -> None:
         if self._lookup is None:
             self._lookup = Lookup(self._settings, self._worker)
             self._lookup.start()
@@ -163,10 +155,13 @@ def _lost(stamp: Stamp, record: Record) -> Drop:
 
 @dataclass(frozen=True)
 class Question:
-    """A question to the store: what became of *run*; *found* takes the answer."""
+    """A question to the store: what became of *run*; *found* takes its record.
+
+    It gets None if the store could not be asked.
+    """
 
     run: str
-    found: Callable[[Finding], None]
+    found: Callable[[Record | None], None]
 
 
 class Lookup(Thread):
@@ -206,7 +201,7 @@ class Lookup(Thread):
                 batch = self._take_batch()
                 found = self._found({question.run for question in batch}, stack)
                 for question in batch:
-                    question.found(Finding(found.get(question.run)))
+                    question.found(found.get(question.run))
 
     def _take_batch(self) -> list[Question]:
         batch: list[Question] = []

@@ -12,7 +12,7 @@ import pytest
 from celery_native_delay import DelaySettings
 from celery_native_delay.fence.run import ABORTED, COMMITTED, HEADER, OPEN, Record
 from celery_native_delay.worker.arrival import Arrival, AskAgain, Drop, LookUp, WaitUntil
-from celery_native_delay.worker.fencing import EVENT, Fence, Finding
+from celery_native_delay.worker.fencing import EVENT, Fence
 
 NOW = time()
 
@@ -24,7 +24,7 @@ def arrival(header: object) -> Arrival:
 
 def found(fence: Fence, record: Record | None) -> Arrival:
     """Of attempt a at partition 0 of a run that was looked up."""
-    return replace(arrival("run/0/a"), found={fence: Finding(record)})
+    return replace(arrival("run/0/a"), found={fence: record})
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from ...errors import NativeDelayError, NotPermitted
 from ...finding import Finding
 from ...message import Delayed
 from ...settings import DelaySettings
-from ..interface import Answer, Receipts, Rescue, Wait
+from ..interface import Answer, Receipts, Rescue, Wait, WorkerPart
 from .ledger.entry import member_of
 from .ledger.ledger import RabbitMQLedger
 from .ledger.line import LedgerLine
@@ -23,12 +23,8 @@ from .parking import rescue
 from .streams.receipts import StreamReceipts
 
 
-class RabbitMQWorkerPart:
-    """On one channel; see :class:`~celery_native_delay.transports.interface.WorkerPart`."""
-
-    def __init__(self, channel: Any, settings: DelaySettings) -> None:
-        self.settings = settings
-        self._delays = channel.delays
+class RabbitMQWorkerPart(WorkerPart):
+    """The work for RabbitMQ: declare, put early tasks back, rescue parked ones."""
 
     def prepare(self, where: str) -> str:
         """Declare the delay levels and bind the queues of this connection's consumers."""
@@ -55,16 +51,13 @@ class RabbitMQWorkerPart:
 
     def put_back(self, waits: Sequence[Wait]) -> list[NativeDelayError | None]:
         """Put messages into the levels, with one wait for the broker."""
-        refusals: list[NativeDelayError | None] = []
         with self._delays.one_confirm():
-            for wait in waits:
-                message = amqp.Message(wait.message.raw_body, **wait.message.properties)
-                try:
-                    self._delays.put_back(message, _delayed(wait))
-                    refusals.append(None)
-                except NativeDelayError as exc:
-                    refusals.append(exc)
-        return refusals
+            return super().put_back(waits)
+
+    def put_one_back(self, wait: Wait) -> None:
+        """Put a message into the levels, for the queue it came from."""
+        message = amqp.Message(wait.message.raw_body, **wait.message.properties)
+        self._delays.put_back(message, _delayed(wait))
 
     def receipts(self) -> Receipts | None:
         """The receipts to ask about every message that waited; None without a ledger."""

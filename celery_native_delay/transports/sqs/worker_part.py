@@ -11,23 +11,21 @@ from botocore.exceptions import BotoCoreError, ClientError
 from kombu.exceptions import OperationalError
 
 from ...durations import duration
-from ...errors import NativeDelayError, TopologyMismatch
+from ...errors import TopologyMismatch
 from ...finding import Finding
 from ...settings import DelaySettings
-from ..interface import Rescue, Wait
+from ..interface import Wait, WorkerPart
 from .delay_queue import can_delay, delay_queue_of, mismatches, why_not_made
 from .relay import Relay
 
 logger = logging.getLogger(__name__)
 
 
-class SqsWorkerPart:
-    """On one channel; see :class:`~celery_native_delay.transports.interface.WorkerPart`."""
+class SqsWorkerPart(WorkerPart):
+    """The work for SQS: set up delay queues, relay, take in what came too early."""
 
     def __init__(self, channel: Any, settings: DelaySettings) -> None:
-        self.settings = settings
-        self._channel = channel
-        self._delays = channel.delays
+        super().__init__(channel, settings)
         self._queues: list[str] = []
 
     def serve(self, queues: Sequence[str]) -> None:
@@ -64,33 +62,19 @@ class SqsWorkerPart:
             f"{'on' if self.settings.adopt else 'off'}"
         )
 
-    def dangers(self) -> list[Finding]:
-        """None that prepare() would not have refused."""
-        return []
-
-    def put_back(self, waits: Sequence[Wait]) -> list[NativeDelayError | None]:
-        """Send messages again to the queues they came from, with what is left of their delay."""
-        refusals: list[NativeDelayError | None] = []
-        for wait in waits:
-            message, message_id = _as_sent(wait.message._raw)
-            try:
-                self._delays.publish(
-                    wait.queue,
-                    message,
-                    due_us=wait.due_us,
-                    delivery_id=wait.delivery_id or message_id,
-                    entry_id=message_id,
-                )
-                refusals.append(None)
-            except NativeDelayError as exc:
-                refusals.append(exc)
-            except (ClientError, BotoCoreError) as exc:
-                raise OperationalError(str(exc)) from exc
-        return refusals
-
-    def rescue(self) -> Rescue:
-        """Nothing parks: the relay tries again by itself."""
-        return Rescue()
+    def put_one_back(self, wait: Wait) -> None:
+        """Send a message again to the queue it came from, with what is left of its delay."""
+        message, message_id = _as_sent(wait.message._raw)
+        try:
+            self._delays.publish(
+                wait.queue,
+                message,
+                due_us=wait.due_us,
+                delivery_id=wait.delivery_id or message_id,
+                entry_id=message_id,
+            )
+        except (ClientError, BotoCoreError) as exc:
+            raise OperationalError(str(exc)) from exc
 
     def promoter(self, connect: Callable[..., Any]) -> Relay:
         """Relays for the queues that are served, on a connection of its own."""
