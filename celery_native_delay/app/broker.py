@@ -1,4 +1,4 @@
-"""The broker of an app as far as delays care: what it is called in errors, why nothing can wait."""
+"""The broker of an app, as errors name it, and the reasons why nothing can wait there."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def check_fits(connection: Any, settings: DelaySettings) -> None:
 
 
 def why_nothing_waits(transport: Any) -> tuple[str, str]:
-    """What is missing on one of kombu's transports, and the way out."""
+    """The problem with one of kombu's transports in which nothing can wait, and the way out."""
     shown = transport if transport in TRANSPORT_ALIASES else repr(transport)
     if needs_store(transport):
         return f"native delay has no store for {shown}", _WAY_TO_STORE

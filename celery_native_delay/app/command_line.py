@@ -1,4 +1,4 @@
-"""What Celery's own commands show of our errors: a sentence, and exit status 1."""
+"""Errors as Celery's own commands show them: a sentence, and exit status 1."""
 
 from __future__ import annotations
 

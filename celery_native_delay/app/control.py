@@ -15,13 +15,13 @@ from kombu.exceptions import KombuError
 
 from ..errors import NativeDelayError, NoLedger, UnsupportedBroker
 from .delay import Delay
-from .install import installation_of
+from .installation import installation_of
 
 logger = get_logger(__name__)
 
 
 class RevokesWaiting:
-    """What our ``Control`` does differently; mixed in before the app's own."""
+    """A part of the app's ``Control``, mixed in before its own, that reaches what waits."""
 
     app: Any
 
@@ -33,7 +33,7 @@ class RevokesWaiting:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """As ever; tasks that are revoked everywhere are first cancelled where they wait."""
+        """Broadcast; tasks that are revoked everywhere are first cancelled where they wait."""
         everywhere = destination is None and kwargs.get("pattern") is None
         if command in ("revoke", "terminate") and everywhere:
             self._cancel_waiting((arguments or {}).get("task_id"))

@@ -25,7 +25,7 @@ from ..ledger import model as ledger
 from ..ledger.model import Bar, Ledger, Outcome, Page, Query, Verdict, Waiting
 from ..settings import DelaySettings
 from .broker import name_broker
-from .install import checked_app, delaying_channel, installed
+from .installation import checked_app, delaying_channel, installed
 
 logger = get_logger(__name__)
 
@@ -39,7 +39,7 @@ _UNREADY = (states.PENDING, states.RECEIVED, states.RETRY, states.REJECTED)
 
 
 class Delay:
-    """What waits for one app, to be seen, cancelled and moved.
+    """The waiting tasks of one app, to be seen, cancelled and moved.
 
     On Redis it is the broker itself that is asked, on RabbitMQ ``native_delay_ledger``, elsewhere
     ``native_delay_store``. Every method raises :class:`~celery_native_delay.LedgerUnavailable` if
@@ -60,7 +60,7 @@ class Delay:
         limit: int = 50,
         offset: int = 0,
     ) -> Page:
-        """What waits, earliest first, as a sequence; its *total* is how many match in all.
+        """The tasks that wait, earliest first, as a sequence; its *total* is how many match in all.
 
         Args:
             search: words as in Flower's search box, such as ``name:shop.remind ada``, or a
@@ -75,29 +75,29 @@ class Delay:
         return self._ask(lambda found: found.page(query, offset=offset, limit=limit))
 
     def show(self, task_id: TaskId) -> list[Waiting]:
-        """What waits under this id: one message most often, none if it does not wait."""
+        """Messages that wait under this id: one most often, none if it does not wait."""
         one = _id_of(task_id)
         return self._ask(lambda found: found.get(one))
 
     def ids(self, search: str | Query = "", *, limit: int | None = None) -> list[str]:
-        """The ids of all that match now, each once, earliest first; at most *limit*."""
+        """Ids of the tasks that match now, each once, earliest first; at most *limit*."""
         if limit is not None:
             _check_count("limit", limit, least=0)
         query = _query(search)
         return self._ask(lambda found: _some_of(found.ids(query), limit))
 
     def count(self, search: str | Query = "") -> int:
-        """How many wait."""
+        """Number of tasks that wait and match."""
         query = _query(search)
         return self._ask(lambda found: found.count(query))
 
     def histogram(self, *, bars: int = 40) -> list[Bar]:
-        """How the due times are spread, in *bars* bars at most."""
+        """The spread of the due times, in *bars* bars at most."""
         _check_count("bars", bars, least=1)
         return self._ask(lambda found: ledger.histogram(found, bars=bars))
 
     def next_due(self) -> datetime | None:
-        """When the next task is due, None if nothing waits."""
+        """The time at which the next task is due, None if nothing waits."""
         span = self._ask(lambda found: found.span())
         return None if span is None else datetime.fromtimestamp(span[0] / 1_000_000, UTC)
 
@@ -259,7 +259,7 @@ class Delay:
 
 
 def _some_of(ids: Iterable[str], limit: int | None) -> list[str]:
-    """Each once, the first *limit* of them."""
+    """The first *limit* of *ids*, each once; all of them for None."""
     found: dict[str, None] = {}
     for task_id in ids:
         if len(found) == limit:

@@ -1,4 +1,4 @@
-"""Everything that may be wrong with the delays of an app, asked at once."""
+"""Checks of everything that may be wrong with the delays of an app."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..fence import fence_store
 from ..finding import UNCHECKED, WRONG, Finding
 from ..settings import DelaySettings
 from ..urls import without_password
-from .install import installed
+from .installation import installed
 from .parts import TIMEOUT_SECONDS, admin_part, bounded_connection
 
 #: Bytes that are written to see whether a folder takes what workers are going to write there.
@@ -40,7 +40,7 @@ _START_IT = (
 
 
 def examine(app: Any) -> list[Finding]:
-    """What is wrong with the delays of *app* or could not be looked at; [] if all is well.
+    """Findings of what is wrong with *app* or could not be looked at; [] if all is well.
 
     Raises:
         SettingsError: the app has none: it was never installed.
@@ -104,7 +104,7 @@ def _of_fence(settings: DelaySettings) -> list[Finding]:
 
 
 def _of_telemetry(settings: DelaySettings) -> Iterator[Finding]:
-    """Whether this machine's folder takes what workers write; nobody can tell of theirs."""
+    """Findings about this machine's folder; those of workers elsewhere cannot be seen from here."""
     if settings.telemetry is None:
         return
     folder = Path(settings.telemetry).absolute()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any, TypeVar
 
 from ..transports.interface import AdminPart, ServesQueues
-from .install import delaying_channel
+from .installation import delaying_channel
 
 Part = TypeVar("Part")
 
@@ -24,14 +24,14 @@ _BOUNDED = {
 
 
 def bounded_connection(app: Any) -> Any:
-    """A connection of *app* to look at its broker, which may keep nobody waiting for ever."""
+    """A connection of *app* to look at its broker, whose every answer has a time limit."""
     return app.connection_for_write(
         connect_timeout=TIMEOUT_SECONDS, transport_options=dict(_BOUNDED)
     )
 
 
 def admin_part(app: Any, connection: Any) -> AdminPart:
-    """What can be done on the broker of *connection*, which is one of *app*.
+    """The admin part for the broker of *connection*, which is one of *app*.
 
     Raises:
         SettingsError, UnsupportedBroker: as :func:`delaying_channel`.

@@ -26,7 +26,7 @@ from celery.local import maybe_evaluate
 from celery.utils.saferepr import saferepr
 from kombu.utils import json
 
-from ..app.install import LONGEST_CELERY_SECONDS, checked_app, installation_of
+from ..app.installation import LONGEST_CELERY_SECONDS, checked_app, installation_of
 from ..due_time import due_us as due_us_of
 from ..durations import duration
 from ..errors import PublishRefused, RefusedMessage, UnsupportedBroker

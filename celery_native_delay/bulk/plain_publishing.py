@@ -19,7 +19,7 @@ from celery.app.amqp import AMQP
 from celery.app.routes import MapRoute
 from kombu import Producer, serialization
 
-from ..app.install import Installation
+from ..app.installation import Installation
 
 _OURS = frozenset(("celery", "kombu"))
 _MISSING = object()

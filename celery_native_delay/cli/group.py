@@ -107,7 +107,7 @@ def worker_part(
 def _channel(ctx: click.Context) -> Iterator[tuple[Any, DelaySettings]]:
     from kombu.exceptions import OperationalError
 
-    from ..app.install import delaying_channel
+    from ..app.installation import delaying_channel
 
     installed_settings(ctx)
     with ctx.obj.app.connection_for_write() as connection:
@@ -125,7 +125,7 @@ def installed_settings(ctx: click.Context, *, insists: bool = True) -> DelaySett
     """
     from celery import _state
 
-    from ..app.install import installation_of, installed
+    from ..app.installation import installation_of, installed
 
     app = ctx.obj.app
     if app is _state.default_app and installation_of(app) is None:
@@ -149,7 +149,7 @@ def _words_of(ctx: click.Context) -> str:
 
 def settings(ctx: click.Context) -> DelaySettings:
     """The app's settings, the defaults for one without delayed delivery."""
-    from ..app.install import installation_of
+    from ..app.installation import installation_of
     from ..settings import DelaySettings
 
     installation = installation_of(ctx.obj.app)

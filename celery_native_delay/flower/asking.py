@@ -12,7 +12,7 @@ from celery import Celery
 from kombu.exceptions import OperationalError
 
 from ..app.delay import Delay
-from ..app.install import installed
+from ..app.installation import installed
 from ..app.parts import admin_part
 from ..durations import duration
 from ..errors import LedgerUnavailable

@@ -5,7 +5,7 @@ from __future__ import annotations
 from celery import Celery
 from prometheus_client import REGISTRY, CollectorRegistry
 
-from ..app.install import installed
+from ..app.installation import installed
 from .collector import DelayCollector
 from .counting import Counts
 from .listening import Listener

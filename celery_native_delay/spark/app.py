@@ -15,7 +15,7 @@ from celery.app.routes import MapRoute
 from celery.local import Proxy
 from kombu.utils.imports import symbol_by_name
 
-from ..app.install import installation_of
+from ..app.installation import installation_of
 from ..bulk.batch import check_broker
 from ..errors import InvalidFanOut, UnsupportedBroker
 from ..settings import DelaySettings

@@ -1,11 +1,12 @@
-"""What workers and the command line ask of any transport.
+"""The interface of any transport to workers and the command line.
 
 A channel that can delay has ``worker_part(settings)`` and ``admin_part(settings)``; its own class
-decides what lies behind, so that nobody above has to know which broker it is.
+decides what lies behind, so that no caller has to know which broker it is.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -19,32 +20,23 @@ from ..message import Delayed
 from ..settings import DelaySettings
 
 
-class EarlyMessage(Protocol):
-    """A message that reached a worker with its ETA ahead."""
+@dataclass(frozen=True)
+class Wait:
+    """A *message*, as kombu received it, that is to wait in the broker and come back.
 
-    @property
-    def message(self) -> Any:
-        """As kombu received it."""
+    It comes back to *queue* alone, which it was consumed from; *due_us* counts from the epoch.
+    *delivery_id* is the one that it keeps, None for a new one.
+    """
 
-    @property
-    def due_us(self) -> int:
-        """Microseconds since the epoch."""
-
-    @property
-    def queue(self) -> str:
-        """Where it was consumed from, and is to come back to alone."""
-
-    @property
-    def delivery_id(self) -> str | None:
-        """The one that it is to keep, None for a new one."""
-
-
-Early = TypeVar("Early", bound=EarlyMessage)
+    message: Any
+    queue: str
+    due_us: int
+    delivery_id: str | None = None
 
 
 @dataclass
 class Rescue:
-    """What one round over the parked messages did, as numbers of messages."""
+    """Numbers of messages, as one round over the parked ones left them."""
 
     delivered: int = 0
     waiting_again: int = 0
@@ -63,13 +55,17 @@ class Rescue:
         )
 
 
-class WorkerPart(Protocol):
-    """What a worker does for its broker besides consuming; lives as long as its connection."""
+class WorkerPart(ABC):
+    """A worker's work for its broker besides consuming, on one channel of its own."""
 
-    settings: DelaySettings
+    def __init__(self, channel: Any, settings: DelaySettings) -> None:
+        self.settings = settings
+        self._channel = channel
+        self._delays = channel.delays
 
+    @abstractmethod
     def prepare(self, where: str) -> str:
-        """Make the broker ready for consuming; the sentence that the worker logs.
+        """Make the broker ready for consuming; answers with the sentence that the worker logs.
 
         Args:
             where: the broker's URL without its password.
@@ -79,17 +75,34 @@ class WorkerPart(Protocol):
         """
 
     def dangers(self) -> list[Finding]:
-        """What is set up on the broker that may lose or bend delays.
+        """Findings of settings on the broker that may lose or bend delays.
 
         Raises:
-            ManagementUnavailable: nobody can tell.
+            ManagementUnavailable: they cannot be seen.
         """
+        return []
 
-    def put_back(self, early: Sequence[Early]) -> list[tuple[Early, NativeDelayError]]:
-        """Let messages wait in the broker again; returns once it has them.
+    def put_back(self, waits: Sequence[Wait]) -> list[NativeDelayError | None]:
+        """Let messages wait in the broker; returns once it has them.
 
         Returns:
-            those that cannot, and why.
+            for each of *waits*, why it cannot; None if it does.
+        """
+        refusals: list[NativeDelayError | None] = []
+        for wait in waits:
+            try:
+                self.put_one_back(wait)
+                refusals.append(None)
+            except NativeDelayError as exc:
+                refusals.append(exc)
+        return refusals
+
+    @abstractmethod
+    def put_one_back(self, wait: Wait) -> None:
+        """Let a message wait in the broker.
+
+        Raises:
+            NativeDelayError: it cannot.
         """
 
     def rescue(self) -> Rescue | None:
@@ -98,6 +111,19 @@ class WorkerPart(Protocol):
         Raises:
             NotPermitted: this broker user may not.
         """
+        return Rescue()
+
+    def receipts(self) -> Receipts | None:
+        """The receipts to ask about every message that waited; None if no ledger is kept."""
+        return None
+
+    def sweep(self) -> int:
+        """Remove what a ledger holds of messages that are long gone; their number.
+
+        Raises:
+            LedgerUnavailable: it is away.
+        """
+        return 0
 
 
 class Promoter(Protocol):
@@ -152,40 +178,25 @@ class GivesUp(Protocol):
 
 
 class Answer(Enum):
-    """What is to become of a message that waited."""
+    """The ledger's word on a message that waited."""
 
     RUN = "run"
     DROP = "drop"
     """Its task was cancelled or moved; another message has taken its place."""
     NOT_YET = "not yet"
-    """It is about to take the place of another: ask again in a moment."""
+    """The message is about to take the place of another: ask again in a moment."""
     AWAY = "away"
-    """Nobody can tell right now."""
+    """The ledger cannot be asked right now."""
 
 
 class Receipts(Protocol):
-    """What a worker asks about every message that waited, before anything is done with it."""
+    """The ledger, as a worker asks it about every message that waited, before anything else."""
 
     def may_run(self, headers: Mapping[str, Any], delayed: Delayed) -> Answer:
-        """By a message's headers and the trace of its wait."""
+        """The answer for a message, by its *headers* and its wait."""
 
     def close(self) -> None:
         """The worker ends."""
-
-
-@runtime_checkable
-class KeepsLedger(Protocol):
-    """A worker's part on a broker that nobody can look into, so that a ledger is kept beside it."""
-
-    def receipts(self) -> Receipts | None:
-        """What to ask; None if no ledger is kept."""
-
-    def sweep(self) -> int:
-        """Remove what the ledger holds of messages that are long gone; how many.
-
-        Raises:
-            LedgerUnavailable: it is away.
-        """
 
 
 @dataclass(frozen=True)
@@ -200,7 +211,7 @@ class ParkedTask:
 
     @classmethod
     def of(cls, headers: Mapping[str, Any], delayed: Delayed | None) -> ParkedTask:
-        """By a message's headers and its trace; None for one that lost it."""
+        """A parked task by its *headers* and its wait, None for one that lost it."""
         task, task_id = headers.get("task"), headers.get("id")
         if delayed is None:
             return cls(task, task_id, None, None, None)
@@ -211,18 +222,18 @@ class ParkedTask:
 
 
 class Report(Protocol):
-    """Something the command line shows."""
+    """A report that the command line shows."""
 
     def as_json(self) -> dict[str, Any]:
-        """For ``--json``."""
+        """The report for ``--json``."""
 
     def lines(self, table: Callable[[tuple[str, ...], list[tuple[Any, ...]]], str]) -> list[str]:
-        """For people; *table* aligns columns under headings."""
+        """The report for people; *table* aligns columns under headings."""
 
 
 @dataclass(frozen=True)
 class Level:
-    """One of the queues in which messages wait, and how many are in it."""
+    """A queue in which messages wait, and how many are in it."""
 
     name: str
     ttl_seconds: float
@@ -231,7 +242,7 @@ class Level:
 
 @dataclass(frozen=True)
 class Backlog:
-    """How much waits on a broker, as numbers of messages.
+    """Numbers of messages that wait on a broker.
 
     *ledger_answers* says whether the ledger does, None where none is kept. Only if it does, it is
     known when the first message is due: *until_first_us* in microseconds, below 0 since it was;
@@ -247,12 +258,12 @@ class Backlog:
 
 
 class AdminPart(Protocol):
-    """What the command line does on a broker."""
+    """The command line's work on a broker."""
 
     name: str
-    """What all of it belongs to, such as ``celery_delay.v1.31x125ms.quorum``."""
+    """The name that all of it goes by, such as ``celery_delay.v1.31x125ms.quorum``."""
     parking: str
-    """Where parked messages lie."""
+    """The place where parked messages lie."""
 
     def declare(self, queues: Sequence[Any]) -> Report:
         """Set up whatever delayed messages need; *queues* are the app's."""
@@ -270,7 +281,7 @@ class AdminPart(Protocol):
         """Count what waits and what is parked, by the broker alone."""
 
     def backlog(self) -> Backlog:
-        """The same as numbers, and quick enough to be asked every few seconds."""
+        """Count what waits as :class:`Backlog`, quick enough to be asked every few seconds."""
 
     def purge(self) -> int:
         """Throw away all that waits; how many."""
@@ -287,7 +298,7 @@ class AdminPart(Protocol):
 
 @runtime_checkable
 class CountsByLedger(Protocol):
-    """An admin part on a broker that nobody can look into, whose ledger knows what waits in it."""
+    """An admin part on a broker that cannot be looked into, whose ledger knows what waits in it."""
 
     def status_with_ledger(self) -> Report:
         """:meth:`AdminPart.status` and what the ledger says; one that is away is told, not raised.
@@ -297,12 +308,12 @@ class CountsByLedger(Protocol):
 
 
 class Outbox(Protocol):
-    """What keeps messages until the broker has answered for them."""
+    """A keeper of messages until the broker has answered for them."""
 
     connects: int
     """How often it has connected."""
     has_given_up: bool
-    """Whether the broker has been away for too long, or will not have us."""
+    """True if the broker has been away for too long, or will not have us."""
 
     def settle(self, *, timeout_seconds: float | None) -> None:
         """See :meth:`Line.settle`."""
@@ -335,7 +346,7 @@ class Line(Generic[OutboxT]):
         self._outbox.settle(timeout_seconds=timeout_seconds)
 
     def take_refused(self) -> list[RefusedMessage]:
-        """What the broker did not take since the last time."""
+        """The messages that the broker refused since the last time."""
         return self._outbox.take_refused()
 
     def give_up(self) -> list[RefusedMessage]:
@@ -349,7 +360,7 @@ class Line(Generic[OutboxT]):
 
     @property
     def has_given_up(self) -> bool:
-        """Whether the broker has been away for too long, or will not have us."""
+        """True if the broker has been away for too long, or will not have us."""
         return self._outbox.has_given_up
 
     def close(self) -> None:

@@ -18,13 +18,13 @@ _arrived: dict[str, bool] = {}
 
 
 def arrived(task_id: str) -> None:
-    """A message came whose task was cancelled; Celery has not seen it yet."""
+    """Take note of a cancelled task that Celery has not seen yet."""
     _arrived.setdefault(task_id, False)
 
 
 @signals.task_received.connect(weak=False)  # type: ignore[untyped-decorator]
 def revoke(sender: Any = None, request: Any = None, **_: Any) -> None:
-    """After this signal Celery asks once more whether a task is revoked, before it runs.
+    """Put a noted task on the list of the revoked: Celery looks there once more before it runs.
 
     https://github.com/celery/celery/blob/v5.5.0/celery/worker/request.py#L711
     """
@@ -35,7 +35,7 @@ def revoke(sender: Any = None, request: Any = None, **_: Any) -> None:
 
 @signals.task_revoked.connect(weak=False)  # type: ignore[untyped-decorator]
 def forget(sender: Any = None, request: Any = None, **_: Any) -> None:
-    """It is announced, and the list of the revoked as long as it was.
+    """Take a task that was announced off the list of the revoked again.
 
     What is chained to it, which Celery leaves pending for ever, is revoked as well, and with it a
     chord that waits for the end of the chain.

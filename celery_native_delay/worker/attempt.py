@@ -1,11 +1,11 @@
-"""What telemetry says about an attempt to run a task: the words its writer and reader share.
+"""The words of telemetry about an attempt to run a task, which its writer and reader share.
 
 An attempt is written down twice: when it starts, with ``finished`` and ``outcome`` null, and
 when it ends. Of what never started (revoked, expired), and of what ended without a word of its
 own (its process was killed, its time limit passed), the worker's main process writes a line with
 ``started`` null, for a time limit perhaps two, beside a ``lost`` of the process itself if it had
 the time. ``waited`` says whether its message waited in the broker until it was due; if it did not,
-it was sent after that, by an installed producer. It is null where nobody can tell: no due time,
+it was sent after that, by an installed producer. It is null where that is not known: no due time,
 put back since, held by the worker, a broker that does not say. Where Celery does not tell it more
 than the id, as before 5.7, other fields are null.
 """

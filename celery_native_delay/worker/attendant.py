@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Event, Thread
@@ -21,8 +22,7 @@ from celery.utils.log import get_logger
 from ..errors import LedgerUnavailable, ManagementUnavailable, NativeDelayError, NotPermitted
 from ..finding import WRONG
 from ..settings import DelaySettings
-from ..transports.interface import KeepsLedger, WorkerPart
-from .adoption import EarlyTask
+from ..transports.interface import Wait, WorkerPart
 
 logger = get_logger(__name__)
 
@@ -41,8 +41,22 @@ _TRIES = 3
 _ERRORS = (AMQPError, OSError, AttributeError)
 
 
+@dataclass(frozen=True)
+class Task:
+    """A message that is to wait, and what is to be called once it does, or if it cannot."""
+
+    wait: Wait
+    done: Callable[[], Any]
+    instead: Callable[[], Any]
+
+    @property
+    def is_ours(self) -> bool:
+        """False once the worker's connection is gone: the broker delivers it again."""
+        return self.wait.message.channel.connection is not None
+
+
 class Attendant(Thread):
-    """See the module's docstring."""
+    """The thread; its public methods are called from the consumer's."""
 
     def __init__(self, app: Any, settings: DelaySettings) -> None:
         super().__init__(name="native-delay-attendant", daemon=True)
@@ -50,7 +64,7 @@ class Attendant(Thread):
         self._app = app
         self._connection: Any = None
         self._errors: tuple[type[BaseException], ...] = _ERRORS
-        self._tasks: SimpleQueue[EarlyTask | None] = SimpleQueue()
+        self._tasks: SimpleQueue[Task | None] = SimpleQueue()
         self._stopping = Event()
         self._look_seconds = SHORTEST_LOOK_SECONDS
         self._next_look = monotonic()
@@ -58,11 +72,17 @@ class Attendant(Thread):
 
     # --- called from the consumer's thread ----------------------------------------------
 
-    def adopt(self, task: EarlyTask) -> bool:
-        """Take *task*; it is acknowledged once the broker holds it again."""
+    def put_back(self, wait: Wait, done: Callable[[], Any], instead: Callable[[], Any]) -> bool:
+        """Have a message wait in the broker; False if the thread is about to end.
+
+        Args:
+            wait: the message, and until when.
+            done: called once the broker holds it.
+            instead: called if the broker will not; either may be called from any thread.
+        """
         if self._stopping.is_set():
             return False
-        self._tasks.put(task)
+        self._tasks.put(Task(wait, done, instead))
         return True
 
     def look_for_parked(self) -> None:
@@ -88,9 +108,9 @@ class Attendant(Thread):
                 self._guarded(self._rescue)
         self._disconnect()
 
-    def _take_batch(self) -> list[EarlyTask]:
+    def _take_batch(self) -> list[Task]:
         """Early tasks, or none when it is time to look at what is parked."""
-        batch: list[EarlyTask] = []
+        batch: list[Task] = []
         timeout: float = max(self._next_look - monotonic(), 0.0)
         while len(batch) < BATCH:
             try:
@@ -103,7 +123,7 @@ class Attendant(Thread):
             timeout = 0.0
         return batch
 
-    def _put_back_or_hold(self, batch: list[EarlyTask]) -> None:
+    def _put_back_or_hold(self, batch: list[Task]) -> None:
         for attempt in range(_TRIES):
             batch = [task for task in batch if task.is_ours]
             if not batch or self._guarded(partial(self._put_back, batch)):
@@ -112,18 +132,17 @@ class Attendant(Thread):
                 return
         for task in batch:
             logger.warning("native delay: could not put a task back, the worker holds it")
-            task.hold()
+            task.instead()
 
-    def _put_back(self, batch: list[EarlyTask]) -> None:
-        refused = self._part().put_back(batch)
-        for task, exc in refused:
-            logger.warning("native delay: the worker holds a task: %s", exc)
-            task.hold()
-        held = [task for task, _ in refused]
-        done = [task for task in batch if task not in held]
-        for task in done:
-            task.ack()
-        logger.debug("native delay: put %d early task(s) back", len(done))
+    def _put_back(self, batch: list[Task]) -> None:
+        refusals = self._part().put_back([task.wait for task in batch])
+        for task, refusal in zip(batch, refusals, strict=True):
+            if refusal is None:
+                task.done()
+            else:
+                logger.warning("native delay: the worker holds a task: %s", refusal)
+                task.instead()
+        logger.debug("native delay: put %d early task(s) back", refusals.count(None))
 
     def _rescue(self) -> None:
         try:
@@ -143,10 +162,8 @@ class Attendant(Thread):
         else:
             self._look_seconds = LONGEST_LOOK_SECONDS
         self._next_look = monotonic() + self._look_seconds
-        part = self._part()
-        if isinstance(part, KeepsLedger):
-            with suppress(LedgerUnavailable):  # whoever uses it says so
-                part.sweep()
+        with suppress(LedgerUnavailable):  # the gate that asks it says so
+            self._part().sweep()
 
     def _name_dangers(self) -> None:
         try:

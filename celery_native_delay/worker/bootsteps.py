@@ -1,8 +1,9 @@
-"""The worker's part: prepare the broker on boot and reconnect, adopt, rescue, promote."""
+"""The worker's bootstep: prepare the broker on boot and reconnect, adopt, rescue, promote."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from datetime import UTC, datetime
 from functools import partial
 from threading import Thread
@@ -15,23 +16,25 @@ from celery.worker import state
 from celery.worker.consumer.tasks import Tasks
 
 from ..app import remote  # noqa: F401  registers its command
-from ..app.install import Installation, installation_of, keep_celerys_own_off
+from ..app.install import keep_celerys_own_off
+from ..app.installation import Installation, installation_of
 from ..errors import NativeDelayError, SettingsError
+from ..settings import DelaySettings
 from ..transports.aliases import flush_delayed
 from ..transports.interface import (
     GivesUp,
-    KeepsLedger,
     Outage,
     Promoter,
     Promotes,
-    Receipts,
     ServesQueues,
+    Wait,
     WorkerPart,
 )
-from .adoption import AdoptingStrategies, EarlyTask, Waker, forget_eta
 from .attendant import Attendant
-from .fencing import Fence, Guard, NoFence
+from .fencing import Fence
+from .gates import Moved, gates
 from .outage import react
+from .strategies import GatedStrategies, Waker, forget_eta
 from .tallying import Tallying
 from .telemetry import Telemetry
 
@@ -58,47 +61,41 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         self._promoting: Thread | None = None
         self._waker: Waker | None = None
         self._telemetry: Telemetry | None = None
-        self._receipts: Receipts | None = None
-        self._fence: Guard = NoFence()
-        self._tallying: Tallying | None = None
         installation = installation_of(c.app)
-        if installation is not None and installation.enabled:
-            self._fence = self._fence_of(c, installation)
-            self._tallying = Tallying(c)
-            c.strategies = AdoptingStrategies(
-                c,
-                self._adopt,
-                self._fence.admits,
-                receipts=lambda: self._receipts,
-                waits=_nobody if _runs_unasked(installation) else self._put_back,
-                watching=self._tallying.watching,
-                expired=self._tallying.expired,
-            )
-            self._write_telemetry(c, installation)
-            # What a transport imports, the processes of the pool need not import once more.
-            _ = c.app.connection_for_write().transport
+        if installation is None or not installation.enabled:
+            return
+        self._installation = installation
+        settings = _settings_of(installation)
+        self._moved = Moved(settings)
+        self._fence = Fence(settings, str(c.hostname))
+        self._tallying = Tallying(c)
+        passed = gates(settings, self._moved, self._fence)
+        c.strategies = GatedStrategies(c, passed, self._put_back, self._tallying)
+        if settings.telemetry is not None:
+            self._telemetry = Telemetry(installation, c, settings.telemetry)
+            self._telemetry.connect()
+            logger.info("native delay: telemetry goes to %s", self._telemetry.folder)
+        # What a transport imports, the processes of the pool need not import once more.
+        _ = c.app.connection_for_write().transport
 
     def include_if(self, c: Any) -> bool:
-        installation = installation_of(c.app)
-        return installation is not None and installation.enabled
+        return hasattr(self, "_installation")
 
     def start(self, c: Any) -> None:
         """Prepare the consumer's broker; a failure is named and leaves immediate tasks alone."""
-        if self._tallying is not None:
-            self._tallying.start()
+        self._tallying.start()
         channel = c.connection.default_channel
-        installation = installation_of(c.app)
-        if installation is None or not hasattr(channel, "worker_part"):
+        if not hasattr(channel, "worker_part"):
             return
         where = c.connection.as_uri()
         try:
-            settings = installation.settings()
+            settings = self._installation.settings()
             part: WorkerPart = channel.worker_part(settings)
             if isinstance(part, ServesQueues):
                 part.serve([queue.name for queue in c.task_consumer.queues])
             prepared = part.prepare(where)
-            if self._receipts is None and isinstance(part, KeepsLedger):
-                self._receipts = part.receipts()
+            if self._moved.receipts is None:
+                self._moved.receipts = part.receipts()
         except (NativeDelayError, *c.connection.channel_errors) as exc:
             logger.critical(
                 "native delay is OFF in this worker, immediate tasks run as ever: %s (%s)",
@@ -113,12 +110,13 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         self._attendant.look_for_parked()
         if self._promoter is None and isinstance(part, Promotes):
             self._promoter = part.promoter(c.app.connection_for_write)
-            if isinstance(self._promoter, GivesUp):
-                self._promoter.on_outage = partial(self._stop_worker, c)
-            self._promoting = Thread(
-                target=self._promoter.run, name="native-delay-promoter", daemon=True
-            )
-            self._promoting.start()
+            self._promote(c, self._promoter)
+
+    def _promote(self, c: Any, promoter: Promoter) -> None:
+        if isinstance(promoter, GivesUp):
+            promoter.on_outage = partial(self._stop_worker, c)
+        self._promoting = Thread(target=promoter.run, name="native-delay-promoter", daemon=True)
+        self._promoting.start()
 
     @staticmethod
     def _stop_worker(c: Any, outage: Outage) -> None:
@@ -128,25 +126,8 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
 
         react(c.app, outage, stop_warmly)
 
-    def _fence_of(self, c: Any, installation: Installation) -> Guard:
-        try:
-            settings = installation.settings()
-        except SettingsError:
-            return NoFence()  # start() reports it
-        return NoFence() if settings.fence is None else Fence(c, settings, self._put_back)
-
-    def _write_telemetry(self, c: Any, installation: Installation) -> None:
-        try:
-            folder = installation.settings().telemetry
-        except SettingsError:
-            return  # start() reports it
-        if folder is not None:
-            self._telemetry = Telemetry(installation, c, folder)
-            self._telemetry.connect()
-            logger.info("native delay: telemetry goes to %s", self._telemetry.folder)
-
     def register_with_event_loop(self, c: Any, hub: Any) -> None:
-        """Called for every new connection, after the hub forgot the readers of the last."""
+        """Have a new connection's loop wake up; the hub forgot the readers of the last."""
         if self._waker is not None:
             self._waker.close()
             self._waker = None
@@ -154,32 +135,24 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
             self._waker = Waker(hub)
             c.strategies.wake = self._waker.wake
 
-    def _adopt(self, task: EarlyTask) -> bool:
-        """Hand a task that came too early to the attendant; False if nobody can take it."""
-        attendant = self._attendant
-        return attendant is not None and attendant.settings.adopt and attendant.adopt(task)
-
-    def _put_back(self, task: EarlyTask) -> bool:
-        """Have a task wait in the broker again, whoever asks; False if nobody can see to it."""
-        return self._attendant is not None and self._attendant.adopt(task)
+    def _put_back(self, wait: Wait, done: Callable[[], Any], instead: Callable[[], Any]) -> bool:
+        """:meth:`Attendant.put_back`; False while there is no attendant."""
+        return self._attendant is not None and self._attendant.put_back(wait, done, instead)
 
     def stop(self, c: Any) -> None:
-        """The connection goes."""
-        if self._tallying is not None:
-            self._tallying.stop()
+        """Tell what was counted: the connection goes."""
+        self._tallying.stop()
 
     def shutdown(self, c: Any) -> None:
-        """The worker ends; what was not put back yet is redelivered by the broker."""
+        """End every thread; what was not put back yet is redelivered by the broker."""
         self._fence.stop()
-        if self._tallying is not None:
-            self._tallying.shutdown()
-            self._tallying = None
+        self._tallying.shutdown()
         if self._telemetry is not None:
             self._telemetry.disconnect()
             self._telemetry = None
-        if self._receipts is not None:
-            self._receipts.close()
-            self._receipts = None
+        if self._moved.receipts is not None:
+            self._moved.receipts.close()
+            self._moved.receipts = None
         if self._attendant is not None:
             self._attendant.stop()
             self._attendant = None
@@ -189,15 +162,11 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
             self._promoter = self._promoting = None
 
 
-def _nobody(task: EarlyTask) -> bool:
-    return False
-
-
-def _runs_unasked(installation: Installation) -> bool:
+def _settings_of(installation: Installation) -> DelaySettings:
     try:
-        return installation.settings().ledger_away == "run"
+        return installation.settings()
     except SettingsError:
-        return True  # start() reports it
+        return DelaySettings()  # start() reports it, and nothing can be put back
 
 
 @signals.task_received.connect(weak=False)  # type: ignore[untyped-decorator]

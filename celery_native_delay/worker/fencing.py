@@ -1,4 +1,4 @@
-"""Tasks of fenced runs, as they reach a worker: run, dropped, or put back until that is known.
+"""The gate for tasks of fenced runs: run, dropped, or put back until that is known.
 
 What a worker knows of a sealed run it remembers. All others are looked up after their message has
 come, by a thread with a connection of its own; the event loop never waits for the store. Messages
@@ -16,7 +16,7 @@ from functools import partial
 from queue import Empty, SimpleQueue
 from threading import Event, Thread
 from time import monotonic, time
-from typing import Any, Protocol
+from typing import Any
 
 from celery.utils.log import get_logger
 
@@ -25,7 +25,7 @@ from ..fence import FenceStore, fence_store
 from ..fence import run as fence
 from ..fence.run import Record, Stamp, Verdict
 from ..settings import DelaySettings
-from .adoption import EarlyTask, FencedTask
+from .arrival import Arrival, AskAgain, Drop, LookUp, Ruling, WaitUntil
 
 logger = get_logger(__name__)
 
@@ -43,95 +43,46 @@ STORE_TIMEOUT_SECONDS = 2.0
 _BATCH = 1000
 
 #: Until a message is looked up again which could not be put back.
-_PAUSE_SECONDS = 1.0
+PAUSE_SECONDS = 1.0
 
 #: Between two warnings that the store does not serve.
 _TELL_SECONDS = 30.0
 
 
-@dataclass(frozen=True)
-class Finding:
-    """What was found about a message's run; None: nobody could be asked."""
-
-    record: Record | None
-
-
-class Guard(Protocol):
-    """What decides about messages with the header."""
-
-    def admits(self, task: FencedTask) -> bool:
-        """Whether *task* is to run now; if not, it has been taken care of."""
-
-    def stop(self) -> None:
-        """The worker ends."""
-
-
-class NoFence:
-    """Lets everything run: this worker has not been told where the store is."""
-
-    def __init__(self) -> None:
-        self._told = False
-
-    def admits(self, task: FencedTask) -> bool:
-        if not self._told:
-            self._told = True
-            logger.warning(
-                "native delay: task %s comes from a fenced run, and this worker has no "
-                "native_delay_fence: it runs what every attempt of Spark's has sent, also of jobs "
-                "that failed",
-                task.id,
-            )
-        del task.message.headers[fence.HEADER]
-        return True
-
-    def stop(self) -> None:
-        """Nothing to end."""
-
-
 class Fence:
-    """See the module's docstring. But for stop(), for the consumer's thread."""
+    """The gate for tasks of fenced runs; without ``native_delay_fence`` all of them run."""
 
-    def __init__(
-        self, consumer: Any, settings: DelaySettings, put_back: Callable[[EarlyTask], bool]
-    ) -> None:
-        """*put_back* lets a message wait in the broker; False if nobody can."""
-        self._consumer = consumer
-        self._put_back = put_back
-        self._sealed: OrderedDict[str, Record] = OrderedDict()
+    def __init__(self, settings: DelaySettings, worker: str) -> None:
+        """*worker* is its name, by which it seals runs."""
         self._settings = settings
+        self._worker = worker
+        self._sealed: OrderedDict[str, Record] = OrderedDict()
         self._lookup: Lookup | None = None
-        self._told_unreadable = False
+        self._told: set[str] = set()
 
-    def admits(self, task: FencedTask) -> bool:
-        headers = task.message.headers
-        try:
-            stamp = Stamp.parse(headers[fence.HEADER])
-        except ValueError as exc:
-            if not self._told_unreadable:
-                self._told_unreadable = True
-                logger.warning("native delay: task %s runs unfenced: %s", task.id, exc)
+    def __call__(self, arrival: Arrival) -> Ruling | None:
+        headers = arrival.message.headers
+        if fence.HEADER not in headers:
+            return None
+        stamp = self._stamp(arrival)
+        if stamp is None:
             del headers[fence.HEADER]
-            return True
-        finding: Finding | None = vars(task.message).pop("fence_finding", None)
-        if finding is not None and not task.is_ours:
-            return False
-        record = finding.record if finding is not None else self._remembered(stamp.run)
-        if finding is None and record is None:
-            self._look_up(task, stamp.run)
-            return False
+            return None
+        record = arrival.found.get(self) or self._remembered(stamp.run)
         if record is None:
-            return self._hold(task, stamp.run, None)
+            if self not in arrival.found:
+                return LookUp(partial(self._look_up, stamp.run))
+            return self._hold(arrival, None)
         if record.is_final:
             self._remember(stamp.run, record)
         match fence.verdict(record, stamp):
             case Verdict.RUN:
                 # The attempt that won is a task like others: its retries are not asked for again.
                 del headers[fence.HEADER]
-                return True
+                return None
             case Verdict.DROP:
-                self._drop(task, stamp, record)
-                return False
-        return self._hold(task, stamp.run, record)
+                return _lost(stamp, record)
+        return self._hold(arrival, record)
 
     def stop(self) -> None:
         """End the thread; what it was to look up is redelivered by the broker."""
@@ -140,6 +91,27 @@ class Fence:
             self._lookup = None
 
     # --- private -------------------------------------------------------------------------
+
+    def _stamp(self, arrival: Arrival) -> Stamp | None:
+        """The attempt that sent a message, None if its task runs whichever that was."""
+        if self._settings.fence is None:
+            self._tell_once(
+                "native delay: task %s comes from a fenced run, and this worker has no "
+                "native_delay_fence: it runs what every attempt of Spark's has sent, also of jobs "
+                "that failed",
+                arrival.id,
+            )
+            return None
+        try:
+            return Stamp.parse(arrival.message.headers[fence.HEADER])
+        except ValueError as exc:
+            self._tell_once("native delay: task %s runs unfenced: %s", arrival.id, exc)
+            return None
+
+    def _tell_once(self, text: str, *args: Any) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            logger.warning(text, *args)
 
     def _remembered(self, run: str) -> Record | None:
         record = self._sealed.get(run)
@@ -152,58 +124,54 @@ class Fence:
         if len(self._sealed) > MOST_RUNS:
             self._sealed.popitem(last=False)
 
-    def _look_up(self, task: FencedTask, run: str, *, after_seconds: float = 0.0) -> None:
-        """Have *task* judged again; from any thread."""
+    def _look_up(self, run: str, found: Callable[[Record | None], None]) -> None:
         if self._lookup is None:
-            self._lookup = Lookup(self._settings, str(self._consumer.hostname))
+            self._lookup = Lookup(self._settings, self._worker)
             self._lookup.start()
-        self._lookup.ask(Question(task, run, monotonic() + after_seconds))
+        self._lookup.ask(Question(run, found))
 
-    def _hold(self, task: FencedTask, run: str, record: Record | None) -> bool:
-        """Let it wait in the broker; True if it cannot, as a broadcast, which has no queue."""
-        if not task.queue:
-            logger.warning("native delay: task %s runs unfenced: it has no queue", task.id)
-            return True
+    @staticmethod
+    def _hold(arrival: Arrival, record: Record | None) -> Ruling | None:
+        """Let it wait in the broker; a broadcast, which has no queue, passes."""
+        if not arrival.queue:
+            logger.warning("native delay: task %s runs unfenced: it has no queue", arrival.id)
+            return None
+        logger.debug("native delay: task %s waits for its run to be sealed", arrival.id)
         wait_seconds = fence.hold_seconds(record, now=time())
-        again = partial(self._look_up, task, run, after_seconds=_PAUSE_SECONDS)
         due_us = round((time() + wait_seconds) * 1_000_000)
-        early = EarlyTask(task.message, due_us, task.queue, task.ack, again)
-        if not self._put_back(early):
-            again()
-        else:
-            logger.debug("native delay: task %s waits for its run to be sealed", task.id)
-        return False
+        return WaitUntil(due_us, otherwise=AskAgain(PAUSE_SECONDS))
 
-    def _drop(self, task: FencedTask, stamp: Stamp, record: Record) -> None:
-        lost = record.state != fence.ABORTED
-        logger.info(
-            "native delay: task %s[%s] is dropped: %s",
-            task.name,
-            task.id,
-            f"attempt {stamp.attempt} at partition {stamp.partition} of run {stamp.run} lost"
-            if lost
-            else f"run {stamp.run} was aborted by {record.by}",
+
+def _lost(stamp: Stamp, record: Record) -> Drop:
+    if record.state == fence.ABORTED:
+        why, reason = f"run {stamp.run} was aborted by {record.by}", "aborted"
+    else:
+        why, reason = (
+            f"attempt {stamp.attempt} at partition {stamp.partition} of run {stamp.run} lost",
+            "lost",
         )
-        dispatcher = self._consumer.event_dispatcher
-        if dispatcher is not None and dispatcher.enabled:
-            reason = "lost" if lost else "aborted"
-            dispatcher.send(EVENT, uuid=task.id, name=task.name, fence=str(stamp), reason=reason)
-        task.message.ack_log_error(logger, self._consumer.connection_errors)
+    return Drop(why, EVENT, {"fence": str(stamp), "reason": reason})
 
 
 @dataclass(frozen=True)
 class Question:
-    """What became of *run*, which *task* waits for; not to be asked before *at*, monotonic."""
+    """A question to the store: what became of *run*; *found* takes its record.
 
-    task: FencedTask
+    It gets None if the store could not be asked.
+    """
+
     run: str
-    at: float
+    found: Callable[[Record | None], None]
 
 
 class Lookup(Thread):
-    """Asks the store, and seals what nobody sealed in time; a connection of its own."""
+    """The thread that asks the store, and seals what was not sealed in time.
+
+    It has a connection of its own.
+    """
 
     def __init__(self, settings: DelaySettings, worker: str) -> None:
+        """*worker* is the name by which it seals runs."""
         super().__init__(name="native-delay-fence", daemon=True)
         assert settings.fence is not None
         self._url = settings.fence
@@ -216,7 +184,7 @@ class Lookup(Thread):
         self._next_telling = 0.0
 
     def ask(self, question: Question) -> None:
-        """Attach what is found to the task's message, then have it judged again."""
+        """Have *question* answered by the thread."""
         self._questions.put(question)
 
     def stop(self, *, timeout_seconds: float = 5.0) -> None:
@@ -233,8 +201,7 @@ class Lookup(Thread):
                 batch = self._take_batch()
                 found = self._found({question.run for question in batch}, stack)
                 for question in batch:
-                    question.task.message.fence_finding = Finding(found.get(question.run))
-                    question.task.again()
+                    question.found(found.get(question.run))
 
     def _take_batch(self) -> list[Question]:
         batch: list[Question] = []
@@ -245,9 +212,6 @@ class Lookup(Thread):
                 question = self._questions.get_nowait() if len(batch) < _BATCH else None
             except Empty:
                 break
-        if batch:
-            # Only what could not be put back has to wait here, and all others with it.
-            self._stopping.wait(max(question.at for question in batch) - monotonic())
         return [] if self._stopping.is_set() else batch
 
     def _found(self, runs: set[str], stack: ExitStack) -> dict[str, Record]:

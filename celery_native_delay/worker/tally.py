@@ -1,5 +1,6 @@
-"""What became of the delayed messages of one queue, as numbers: counted in workers, told by an
-event, added up by whoever listens. Pure.
+"""Numbers of what became of the delayed messages of one queue.
+
+Counted in workers, told by an event, added up by those who listen. Pure.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ class Tally:
     late_seconds: float = 0.0
 
     def start(self, late_seconds: float) -> None:
-        """One started so long after it was due; before is as good as at the time."""
+        """Count one that started so long after it was due; before is as good as at the time."""
         late_seconds = max(late_seconds, 0.0)
         self.late[bisect_left(BOUNDS, late_seconds)] += 1
         self.late_seconds += late_seconds
@@ -47,14 +48,14 @@ class Tally:
         self.late_seconds += other.late_seconds
 
     def as_fields(self) -> dict[str, Any]:
-        """For the event; bounds are named, another release may have others."""
+        """The fields of the event; bounds are named, another release may have others."""
         late = {str(bound): n for bound, n in zip(BOUNDS, self.late, strict=True) if n}
         numbers = {name: getattr(self, name) for name in _NAMES}
         return numbers | {"late": late, "late_seconds": round(self.late_seconds, 6)}
 
     @classmethod
     def of_fields(cls, fields: Mapping[str, Any]) -> Tally:
-        """From an event; what is late by a bound that we do not have counts for the next one.
+        """A tally from an event; what is late by a bound that we do not have counts for the next.
 
         Raises:
             TypeError, ValueError, AttributeError: these are no such fields.

@@ -1,6 +1,6 @@
 """A worker's counts of the delayed messages it received, told by an event once a second.
 
-Only with events on (``celery worker -E``, ``celery control enable_events``): whoever exports
+Only with events on (``celery worker -E``, ``celery control enable_events``): an exporter of
 metrics listens, and no worker needs a port. However many tasks run, it is one event.
 """
 
@@ -14,14 +14,14 @@ from typing import Any
 from celery import signals
 
 from ..message import Delayed
-from .adoption import queue_of
+from .arrival import queue_of
 from .tally import EVENT, Tally
 
 INTERVAL_SECONDS = 1.0
 
 
 class Tallying:
-    """Counts for one consumer, as long as events are on and somebody may hear of it."""
+    """Counters for one consumer, at work as long as events are on."""
 
     def __init__(self, consumer: Any) -> None:
         self._consumer = consumer
@@ -29,26 +29,27 @@ class Tallying:
         self._lock = Lock()  # pools of threads start tasks in their threads
         self._is_heard = False
         self._timer: Any = None
-        self._passing: Any = None
+        self.passing: Any = None
+        """The message that Celery is being given: its signals do not say whose task it revokes."""
         self._receivers = (
             (signals.task_received, self._on_received),
             (signals.task_revoked, self._on_revoked),
         )
 
     def start(self) -> None:
-        """There is a new connection."""
+        """Tell regularly, over a new connection."""
         self.tell()
         self._timer = self._consumer.timer.call_repeatedly(INTERVAL_SECONDS, self.tell)
 
     def stop(self) -> None:
-        """The connection goes: the last to be told over it."""
+        """Tell for the last time over a connection that goes."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
             self.tell()
 
     def shutdown(self) -> None:
-        """The worker ends."""
+        """Stop listening to signals: the worker ends."""
         self._be_heard(False)
 
     def tell(self) -> None:
@@ -76,22 +77,8 @@ class Tallying:
 
     # --- counting ------------------------------------------------------------------------
 
-    def watching(self, strategy: Callable[..., Any]) -> Callable[..., Any]:
-        """*strategy*, while which it is known whose message it is that Celery revokes."""
-
-        def on_task(message: Any, *args: Any, **kwargs: Any) -> Any:
-            if getattr(message, "native_delay", None) is None:
-                return strategy(message, *args, **kwargs)
-            self._passing = message
-            try:
-                return strategy(message, *args, **kwargs)
-            finally:
-                self._passing = None
-
-        return on_task
-
     def expired(self, message: Any) -> None:
-        """A message came too late to be run, and was dropped."""
+        """Count a message that came too late to be run, and was dropped."""
         self._count(message, "expired")
 
     def _on_received(self, sender: Any = None, request: Any = None, **_: Any) -> None:
@@ -123,7 +110,7 @@ class Tallying:
     def _on_revoked(
         self, sender: Any = None, request: Any = None, expired: bool = False, **_: Any
     ) -> None:
-        message = self._passing
+        message = self.passing
         if message is None or request is None or message.headers.get("id") != request.id:
             return
         if message.native_delay.cancelled:

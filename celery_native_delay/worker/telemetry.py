@@ -1,4 +1,4 @@
-"""What a worker's tasks did, one line of JSON at a time, for ``spark.reconcile`` and for you.
+"""Telemetry: what tasks did, one line of JSON at a time, for ``spark.reconcile`` and for you.
 
 Every process of a worker appends to a file of its own, ``<day>_<worker>_<pid>.jsonl``, whole
 lines with one write each and no buffer: a SIGKILL loses at most what its tasks had not said yet.
@@ -20,13 +20,13 @@ from billiard.exceptions import TimeLimitExceeded, WorkerLostError
 from celery import signals, states
 from celery.utils.log import get_logger
 
-from ..app.install import Installation, installation_of
+from ..app.installation import Installation, installation_of
 from ..due_time import due_us
 from ..errors import InvalidDueTime
 from ..fence.run import HEADER
 from ..message import due_ms_of
 from . import attempt
-from .adoption import queue_of
+from .arrival import queue_of
 
 logger = get_logger(__name__)
 
@@ -76,12 +76,12 @@ class Telemetry:
         )
 
     def connect(self) -> None:
-        """From now on every task of the app is written down."""
+        """Write down every task of the app from now on."""
         for signal, receiver in self._receivers:
             signal.connect(receiver, weak=False)
 
     def disconnect(self) -> None:
-        """The worker ends."""
+        """Write nothing more down: the worker ends."""
         for signal, receiver in self._receivers:
             signal.disconnect(receiver)
         self._lines.close()
@@ -106,7 +106,7 @@ class Telemetry:
         setattr(request, STARTED, started_us)
         for name in (QUEUE, WAITED):
             setattr(request, name, (request.properties or {}).pop(name, None))
-        self._write(sender, request, started_us, started_us=started_us)
+        self._write(sender, request, started_us=started_us)
 
     def _on_end(self, sender: Any = None, state: Any = None, retval: Any = None, **_: Any) -> None:
         request = self._request_of(sender)
@@ -116,7 +116,6 @@ class Telemetry:
         self._write(
             sender,
             request,
-            finished_us,
             started_us=getattr(request, STARTED, None),
             finished_us=finished_us,
             outcome=outcome,
@@ -126,7 +125,7 @@ class Telemetry:
     def _on_failure(
         self, sender: Any = None, task_id: Any = None, exception: Any = None, **_: Any
     ) -> None:
-        """Of failures, only those that the task's own process could not write down."""
+        """Write down a failure, if the task's own process could not."""
         for kind, outcome in _ENDED_FROM_OUTSIDE:
             if isinstance(exception, kind) and self._is_ours(sender):
                 # Only some of these come with the request on the stack.
@@ -153,22 +152,18 @@ class Telemetry:
         return installation_of(task.app) is self._installation
 
     def _request_of(self, task: Any) -> Any:
-        """What runs, unless it belongs to another app or never came from a broker."""
+        """The request that runs; None if it is of another app or never came from a broker."""
         if not self._is_ours(task) or task.request.is_eager:
             return None
         return task.request
 
     def _write_ending(self, task: Any, task_id: str, request: Any, outcome: str) -> None:
-        finished_us = now_us()
-        self._write(
-            task, request, finished_us, task_id=task_id, finished_us=finished_us, outcome=outcome
-        )
+        self._write(task, request, task_id=task_id, finished_us=now_us(), outcome=outcome)
 
     def _write(
         self,
         task: Any,
         request: Any,
-        at_us: int,
         *,
         task_id: str | None = None,
         started_us: int | None = None,
@@ -195,7 +190,7 @@ class Telemetry:
             properties.get(WAITED) if has_waited is None else has_waited,
         )
         fields = dict(zip(attempt.FIELDS, line, strict=True))
-        self._lines.append(at_us, _as_json(fields))
+        self._lines.append(finished_us or started_us or now_us(), _as_json(fields))
 
 
 class LineFiles:
@@ -245,7 +240,7 @@ class LineFiles:
 
 
 class LineFile:
-    """A file opened for appending; closed when nobody holds it, so never while a thread writes."""
+    """A file opened for appending; closed with its last reference, so never while it is written."""
 
     def __init__(self, path: Path) -> None:
         self._descriptor = -1
@@ -268,7 +263,7 @@ def _queue_of(properties: Mapping[str, Any], delivery_info: Mapping[str, Any]) -
 
 
 def waited(message: Any, *, now_ms: int) -> bool | None:
-    """Whether *message*, which has just been received, waited in the broker for its due time.
+    """True if *message*, which has just been received, waited in the broker for its due time.
 
     One that did not was sent after it was due, if an installed producer sent it. None where that
     cannot be told.
@@ -286,7 +281,7 @@ def waited(message: Any, *, now_ms: int) -> bool | None:
 
 
 def outcome_of(state: str | None, retval: Any) -> str:
-    """What became of an attempt, by its state and what it raised."""
+    """The outcome of an attempt, by its state and what it raised."""
     match state:
         case states.SUCCESS:
             return attempt.SUCCESS

@@ -24,12 +24,11 @@ from kombu import Connection
 from celery_native_delay.due_time import due_us
 from celery_native_delay.message import HEADER
 from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis
-from celery_native_delay.transports.interface import Rescue
+from celery_native_delay.transports.interface import Rescue, Wait
 from celery_native_delay.transports.rabbitmq.parking import rescue
 from celery_native_delay.transports.rabbitmq.sealing import DEATH_HEADERS
 from celery_native_delay.transports.rabbitmq.topology import is_delay_name
 from celery_native_delay.transports.rabbitmq.worker_part import RabbitMQWorkerPart
-from celery_native_delay.worker.adoption import EarlyTask
 from tests.integration.test_parity import MORE_EXAMPLES, PAST
 from tests.integration.traffic import (
     SETTINGS,
@@ -284,8 +283,7 @@ class Site:
         channel = self.worker.default_channel
         message = channel.message_to_python(self._get(way, channel, sent, no_ack=False))
         part = RabbitMQWorkerPart(channel, channel.delays.settings)
-        early = EarlyTask(message, due_us(eta), way, ack=message.ack, hold=message.ack)
-        assert part.put_back([early]) == []
+        assert part.put_back([Wait(message, way, due_us(eta))]) == [None]
         message.ack()
 
     def _parked(self, way: str, sent: Sent) -> None:

@@ -14,7 +14,7 @@ from kombu import Connection, Exchange, Queue
 
 from celery_native_delay import UnsupportedBroker, install
 from celery_native_delay.app.doctor import examine
-from celery_native_delay.app.install import delaying_channel
+from celery_native_delay.app.installation import delaying_channel
 from celery_native_delay.bulk import bulk
 from celery_native_delay.finding import UNCHECKED
 from pytest_celery_native_delay import installed

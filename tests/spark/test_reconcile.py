@@ -17,7 +17,7 @@ from pyspark.sql import DataFrame, SparkSession
 from benchmarks.measuring import Bench
 from benchmarks.reconcile import INJECTED, PLANNED, measure
 from celery_native_delay import install
-from celery_native_delay.app.install import installation_of
+from celery_native_delay.app.installation import installation_of
 from celery_native_delay.spark import read_events, reconcile
 from celery_native_delay.worker.attempt import FIELDS
 from celery_native_delay.worker.telemetry import Telemetry

@@ -1,47 +1,98 @@
-"""A worker and messages of fenced runs, as far as nobody has to be asked about them."""
+"""The gate for messages of fenced runs, without a store."""
 
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
+from time import time
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
 from celery_native_delay import DelaySettings
-from celery_native_delay.fence.run import HEADER
-from celery_native_delay.worker.adoption import FencedTask
-from celery_native_delay.worker.fencing import Fence, NoFence
+from celery_native_delay.fence.run import ABORTED, COMMITTED, HEADER, OPEN, Record
+from celery_native_delay.worker.arrival import Arrival, AskAgain, Drop, LookUp, WaitUntil
+from celery_native_delay.worker.fencing import EVENT, Fence
+
+NOW = time()
 
 
-def task(header: object) -> FencedTask:
-    message = SimpleNamespace(headers={"id": "1", HEADER: header}, channel=None)
-    return FencedTask(message, "shop.remind", "1", "jobs", _never, _never)
+def arrival(header: object) -> Arrival:
+    message = SimpleNamespace(headers={"id": "1", HEADER: header}, consumed_from="jobs")
+    return Arrival(message, message.headers, None, round(NOW * 1e6))
 
 
-def _never(*_: Any) -> Any:
-    pytest.fail("nobody is to be asked")
+def found(fence: Fence, record: Record | None) -> Arrival:
+    """Of attempt a at partition 0 of a run that was looked up."""
+    return replace(arrival("run/0/a"), found={fence: record})
+
+
+@pytest.fixture
+def fence() -> Fence:
+    return Fence(DelaySettings(fence="redis://127.0.0.1:1"), "worker-1")
 
 
 def test_a_worker_without_a_fence_runs_all_and_says_so_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    fence = NoFence()
-    tasks = [task("run/0/0-a"), task("run/0/1-b")]
-    assert all(map(fence.admits, tasks))
+    unfenced = Fence(DelaySettings(), "worker-1")
+    tasks = [arrival("run/0/0-a"), arrival("run/0/1-b")]
+    assert list(map(unfenced, tasks)) == [None, None]
     assert [each.message.headers for each in tasks] == [{"id": "1"}] * 2  # nor will a retry have it
     (record,) = caplog.records
     assert "native_delay_fence" in record.getMessage()
 
 
 def test_a_header_that_cannot_be_read_is_named_and_its_task_runs(
-    caplog: pytest.LogCaptureFixture,
+    fence: Fence, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Perhaps of a later release: rather twice than never."""
-    settings = DelaySettings(fence="redis://127.0.0.1:1")
-    fence = Fence(SimpleNamespace(), settings, _never)
     with caplog.at_level(logging.WARNING):
-        assert fence.admits(task("2;run=x"))
-        assert fence.admits(task("2;run=y"))
+        assert fence(arrival("2;run=x")) is None
+        assert fence(arrival("2;run=y")) is None
     (record,) = caplog.records
     assert "expected run/partition/attempt, got '2;run=x'" in record.getMessage()
+
+
+def test_a_task_without_the_header_passes(fence: Fence) -> None:
+    message = SimpleNamespace(headers={"id": "1"})
+    assert fence(Arrival(message, message.headers, None, 0)) is None
+
+
+def test_an_unknown_run_is_looked_up(fence: Fence) -> None:
+    assert isinstance(fence(arrival("run/0/a")), LookUp)
+
+
+def test_the_attempt_that_won_runs_as_any_other_task(fence: Fence) -> None:
+    won = found(fence, Record(COMMITTED, NOW, winners={"0": "a"}))
+    assert fence(won) is None
+    assert HEADER not in won.message.headers
+    assert fence(arrival("run/0/a")) is None, "it is remembered"
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        (Record(COMMITTED, NOW, winners={"0": "b"}), "lost"),
+        (Record(ABORTED, NOW, by="driver"), "aborted"),
+    ],
+)
+def test_an_attempt_that_lost_is_dropped(fence: Fence, record: Record, reason: str) -> None:
+    ruling = fence(found(fence, record))
+    assert isinstance(ruling, Drop)
+    assert (ruling.event, ruling.fields) == (EVENT, {"fence": "run/0/a", "reason": reason})
+
+
+@pytest.mark.parametrize("record", [None, Record(OPEN, NOW, deadline=NOW + 60)])
+def test_while_nothing_is_known_it_waits_in_the_broker(fence: Fence, record: Record | None) -> None:
+    ruling = fence(found(fence, record))
+    assert isinstance(ruling, WaitUntil)
+    assert ruling.due_us > NOW * 1e6
+    assert isinstance(ruling.otherwise, AskAgain)
+
+
+def test_a_broadcast_of_a_run_that_is_open_runs_unfenced(fence: Fence) -> None:
+    """It has no queue that it could come back to."""
+    broadcast = found(fence, None)
+    broadcast.message.consumed_from = ""
+    assert fence(broadcast) is None

@@ -17,7 +17,7 @@ from celery.utils.dispatch import Signal
 from kombu import Producer
 
 from celery_native_delay import install
-from celery_native_delay.app.install import installation_of
+from celery_native_delay.app.installation import installation_of
 from celery_native_delay.bulk.plain_publishing import PlainPublishing, same
 
 

@@ -1,4 +1,4 @@
-"""What a worker does for RabbitMQ: declare, put early tasks back, rescue parked ones."""
+"""A worker's work for RabbitMQ: declare, put early tasks back, rescue parked ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ...errors import NativeDelayError, NotPermitted
 from ...finding import Finding
 from ...message import Delayed
 from ...settings import DelaySettings
-from ..interface import Answer, Early, EarlyMessage, Receipts, Rescue
+from ..interface import Answer, Receipts, Rescue, Wait, WorkerPart
 from .ledger.connection import LedgerConnection
 from .ledger.entry import member_of
 from .ledger.ledger import RabbitMQLedger
@@ -23,12 +23,8 @@ from .parking import rescue
 from .streams.receipts import StreamReceipts
 
 
-class RabbitMQWorkerPart:
-    """On one channel; see :class:`~celery_native_delay.transports.interface.WorkerPart`."""
-
-    def __init__(self, channel: Any, settings: DelaySettings) -> None:
-        self.settings = settings
-        self._delays = channel.delays
+class RabbitMQWorkerPart(WorkerPart):
+    """The work for RabbitMQ: declare, put early tasks back, rescue parked ones."""
 
     def prepare(self, where: str) -> str:
         """Declare the delay levels and bind the queues of this connection's consumers."""
@@ -53,20 +49,18 @@ class RabbitMQWorkerPart:
         api = management_of(self._delays.connection.client, self.settings)
         return overriding_policies(api, self._delays.topology)
 
-    def put_back(self, early: Sequence[Early]) -> list[tuple[Early, NativeDelayError]]:
+    def put_back(self, waits: Sequence[Wait]) -> list[NativeDelayError | None]:
         """Put messages into the levels, with one wait for the broker."""
-        refused = []
         with self._delays.one_confirm():
-            for task in early:
-                message = amqp.Message(task.message.raw_body, **task.message.properties)
-                try:
-                    self._delays.put_back(message, _delayed(task))
-                except NativeDelayError as exc:
-                    refused.append((task, exc))
-        return refused
+            return super().put_back(waits)
+
+    def put_one_back(self, wait: Wait) -> None:
+        """Put a message into the levels, for the queue it came from."""
+        message = amqp.Message(wait.message.raw_body, **wait.message.properties)
+        self._delays.put_back(message, _delayed(wait))
 
     def receipts(self) -> Receipts | None:
-        """What is asked about every message that waited; None without a ledger."""
+        """The receipts to ask about every message that waited; None without a ledger."""
         if self.settings.streams_ledger:
             return StreamReceipts(self._delays.connection.client, self._delays.topology)
         url, vhost = self.settings.ledger_url, self._delays.connection.virtual_host
@@ -75,7 +69,7 @@ class RabbitMQWorkerPart:
         return LedgerReceipts(LedgerConnection(url, self.settings.namespace, vhost))
 
     def sweep(self) -> int:
-        """Remove entries whose messages nobody has told the ledger of."""
+        """Remove entries of messages that are long gone, and never were reported."""
         if self.settings.ledger_url is None:
             return 0
         ledger = RabbitMQLedger(self._delays, self.settings)
@@ -94,17 +88,17 @@ class RabbitMQWorkerPart:
             ) from exc
 
 
-def _delayed(task: EarlyMessage) -> Delayed:
+def _delayed(wait: Wait) -> Delayed:
     """The next wait of a message; of an earlier one it keeps when its ``expiration`` ends."""
-    info = task.message.delivery_info
-    earlier: Delayed | None = getattr(task.message, "native_delay", None)
-    is_same = earlier is not None and earlier.delivery_id == task.delivery_id
+    info = wait.message.delivery_info
+    earlier: Delayed | None = getattr(wait.message, "native_delay", None)
+    is_same = earlier is not None and earlier.delivery_id == wait.delivery_id
     return Delayed(
-        task.delivery_id or token_hex(16),
-        task.due_us,
+        wait.delivery_id or token_hex(16),
+        wait.due_us,
         info["exchange"],
         info["routing_key"],
-        task.queue,
+        wait.queue,
         expires_ms=None if earlier is None else earlier.expires_ms,
         replaces=earlier.replaces if earlier is not None and is_same else None,
     )

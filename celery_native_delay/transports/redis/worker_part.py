@@ -1,16 +1,14 @@
-"""What a worker does for Redis: promote, take in what came too early, try what is parked."""
+"""A worker's work for Redis: promote, take in what came too early, try what is parked."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from ...durations import duration
-from ...errors import NativeDelayError
 from ...finding import Finding
 from ...redis_server import clocks
-from ...settings import DelaySettings
-from ..interface import Early, Rescue
+from ..interface import Rescue, Wait, WorkerPart
 from .promoter import Promoter
 from .store import BATCH
 
@@ -18,13 +16,8 @@ from .store import BATCH
 _ROUND = 100
 
 
-class RedisWorkerPart:
-    """On one channel; see :class:`~celery_native_delay.transports.interface.WorkerPart`."""
-
-    def __init__(self, channel: Any, settings: DelaySettings) -> None:
-        self.settings = settings
-        self._channel = channel
-        self._delays = channel.delays
+class RedisWorkerPart(WorkerPart):
+    """The work for Redis: promote, take in what came too early, try what is parked."""
 
     def prepare(self, where: str) -> str:
         """Make sure that the server can hold delayed messages; nothing has to be declared."""
@@ -41,17 +34,11 @@ class RedisWorkerPart:
         """An eviction policy that may drop keys; no append-only file; a clock that is off."""
         return [*self._delays.dangers(), *clocks(self._delays.clock_ahead_seconds())]
 
-    def put_back(self, early: Sequence[Early]) -> list[tuple[Early, NativeDelayError]]:
-        """Store messages again for the queues they came from."""
-        refused = []
-        for task in early:
-            message = task.message._raw
-            destination = self._channel.destination(task.queue, message)
-            try:
-                self._delays.put_back(message, destination, due_us=task.due_us)
-            except NativeDelayError as exc:
-                refused.append((task, exc))
-        return refused
+    def put_one_back(self, wait: Wait) -> None:
+        """Store a message again for the queue it came from."""
+        message = wait.message._raw
+        destination = self._channel.destination(wait.queue, message)
+        self._delays.put_back(message, destination, due_us=wait.due_us)
 
     def rescue(self) -> Rescue:
         """Push every parked message once more; several processes may be at it."""

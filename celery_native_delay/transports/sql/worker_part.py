@@ -1,17 +1,16 @@
-"""What a worker does for a store: dispatch, take in what came too early, try what is parked."""
+"""A worker's work for a store: dispatch, take in what came too early, try what is parked."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from ...durations import duration
-from ...errors import NativeDelayError, StoreUnavailable
+from ...errors import StoreUnavailable
 from ...finding import WRONG, Finding
-from ...settings import DelaySettings
-from ..interface import Early, Rescue
+from ..interface import Rescue, Wait, WorkerPart
 from .dispatcher import Dispatcher
 from .handover import handing_over
 from .store import Store
@@ -20,16 +19,11 @@ from .whole_files import is_folder
 logger = logging.getLogger(__name__)
 
 
-class StoreWorkerPart:
-    """On one channel; see :class:`~celery_native_delay.transports.interface.WorkerPart`."""
-
-    def __init__(self, channel: Any, settings: DelaySettings) -> None:
-        self.settings = settings
-        self._channel = channel
-        self._delays = channel.delays
+class StoreWorkerPart(WorkerPart):
+    """The work for a store: dispatch, take in what came too early, try what is parked."""
 
     def prepare(self, where: str) -> str:
-        """Make the tables, if they are not there; while the store is away, whoever dispatches does.
+        """Make the tables, if they are not there; while the store is away, its dispatcher does.
 
         Raises:
             SettingsError, TopologyMismatch, UnsupportedBroker: it will not do, however long one
@@ -64,15 +58,9 @@ class StoreWorkerPart:
         way_out = "name the same folder twice in broker_transport_options"
         return [Finding("folders", WRONG, problem, way_out)]
 
-    def put_back(self, early: Sequence[Early]) -> list[tuple[Early, NativeDelayError]]:
-        """Store messages again for the queues they came from."""
-        refused = []
-        for task in early:
-            try:
-                self._delays.put_back(task.message._raw, task.queue, due_us=task.due_us)
-            except NativeDelayError as exc:
-                refused.append((task, exc))
-        return refused
+    def put_one_back(self, wait: Wait) -> None:
+        """Store a message again for the queue it came from."""
+        self._delays.put_back(wait.message._raw, wait.queue, due_us=wait.due_us)
 
     def rescue(self) -> Rescue:
         """Try every parked message once more; several processes may be at it."""

@@ -1,4 +1,4 @@
-"""What a worker does for SQS: set up delay queues, relay, take in what came too early."""
+"""A worker's work for SQS: set up delay queues, relay, take in what came too early."""
 
 from __future__ import annotations
 
@@ -11,23 +11,21 @@ from botocore.exceptions import BotoCoreError, ClientError
 from kombu.exceptions import OperationalError
 
 from ...durations import duration
-from ...errors import NativeDelayError, TopologyMismatch
+from ...errors import TopologyMismatch
 from ...finding import Finding
 from ...settings import DelaySettings
-from ..interface import Early, Rescue
+from ..interface import Wait, WorkerPart
 from .delay_queue import can_delay, delay_queue_of, mismatches, why_not_made
 from .relay import Relay
 
 logger = logging.getLogger(__name__)
 
 
-class SqsWorkerPart:
-    """On one channel; see :class:`~celery_native_delay.transports.interface.WorkerPart`."""
+class SqsWorkerPart(WorkerPart):
+    """The work for SQS: set up delay queues, relay, take in what came too early."""
 
     def __init__(self, channel: Any, settings: DelaySettings) -> None:
-        self.settings = settings
-        self._channel = channel
-        self._delays = channel.delays
+        super().__init__(channel, settings)
         self._queues: list[str] = []
 
     def serve(self, queues: Sequence[str]) -> None:
@@ -35,7 +33,7 @@ class SqsWorkerPart:
         self._queues = [queue for queue in queues if can_delay(queue)]
 
     def prepare(self, where: str) -> str:
-        """Set up the delay queues of what is consumed; one that is wrong is nobody else's concern.
+        """Set up the delay queues of what is consumed; one that is wrong leaves the others alone.
 
         Raises:
             TopologyMismatch: none of them is as it must be; naming each attribute.
@@ -64,32 +62,19 @@ class SqsWorkerPart:
             f"{'on' if self.settings.adopt else 'off'}"
         )
 
-    def dangers(self) -> list[Finding]:
-        """None that prepare() would not have refused."""
-        return []
-
-    def put_back(self, early: Sequence[Early]) -> list[tuple[Early, NativeDelayError]]:
-        """Send messages again to the queues they came from, with what is left of their delay."""
-        refused = []
-        for task in early:
-            message, message_id = _as_sent(task.message._raw)
-            try:
-                self._delays.publish(
-                    task.queue,
-                    message,
-                    due_us=task.due_us,
-                    delivery_id=task.delivery_id or message_id,
-                    entry_id=message_id,
-                )
-            except NativeDelayError as exc:
-                refused.append((task, exc))
-            except (ClientError, BotoCoreError) as exc:
-                raise OperationalError(str(exc)) from exc
-        return refused
-
-    def rescue(self) -> Rescue:
-        """Nothing parks: the relay tries again by itself."""
-        return Rescue()
+    def put_one_back(self, wait: Wait) -> None:
+        """Send a message again to the queue it came from, with what is left of its delay."""
+        message, message_id = _as_sent(wait.message._raw)
+        try:
+            self._delays.publish(
+                wait.queue,
+                message,
+                due_us=wait.due_us,
+                delivery_id=wait.delivery_id or message_id,
+                entry_id=message_id,
+            )
+        except (ClientError, BotoCoreError) as exc:
+            raise OperationalError(str(exc)) from exc
 
     def promoter(self, connect: Callable[..., Any]) -> Relay:
         """Relays for the queues that are served, on a connection of its own."""
@@ -99,7 +84,7 @@ class SqsWorkerPart:
 def set_up(
     delays: Any, queues: Sequence[str]
 ) -> tuple[list[str], list[str], dict[str, list[Finding]]]:
-    """Names of the delay queues of *queues*, of those that nobody makes; what is wrong, by queue.
+    """Names of the delay queues of *queues*, of those that are not made; what is wrong, by queue.
 
     Raises:
         NotPermitted, UnsupportedBroker: SQS does not allow us to look or to create.

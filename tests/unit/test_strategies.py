@@ -1,4 +1,4 @@
-"""What a worker does with a task whose ETA is ahead, or that waited and is due."""
+"""A worker's strategies: what becomes of a task by what its gates say."""
 
 from __future__ import annotations
 
@@ -16,14 +16,21 @@ from celery.worker import state
 from celery_native_delay.due_time import due_us
 from celery_native_delay.fence.run import HEADER
 from celery_native_delay.message import Delayed
-from celery_native_delay.transports.interface import Answer
+from celery_native_delay.settings import DelaySettings
+from celery_native_delay.transports.interface import Answer, Wait
 from celery_native_delay.worker import announcing
-from celery_native_delay.worker.adoption import (
-    AdoptingStrategies,
-    EarlyTask,
-    FencedTask,
-    forget_eta,
+from celery_native_delay.worker.arrival import (
+    Arrival,
+    AskAgain,
+    Drop,
+    Gate,
+    LookUp,
+    Ruling,
+    WaitUntil,
 )
+from celery_native_delay.worker.gates import Moved, gates
+from celery_native_delay.worker.strategies import GatedStrategies, forget_eta
+from celery_native_delay.worker.tallying import Tallying
 
 NOON = datetime(2026, 11, 20, 12, 0, tzinfo=UTC)
 
@@ -70,7 +77,7 @@ def test_a_task_that_waited_reaches_celery_without_its_eta_and_gets_it_back() ->
         forget_eta(request, NOON)
         seen.append(request.request_dict)
 
-    strategies = AdoptingStrategies(Consumer(), lambda task: False, lambda task: True)
+    strategies = Worker().strategies()
     strategies["t"] = strategy
     strategies["t"](message, None, None, None, None)
     assert seen == [{"id": "1"}, {"id": "1", "eta": eta}]
@@ -105,6 +112,8 @@ class Consumer:
     pool: Any = None
     timer: Any = field(default_factory=lambda: Timer())
 
+    event_dispatcher: Any = None
+
     def call_soon(self, function: Callable[..., Any], *args: Any) -> None:
         self.soon.append(partial(function, *args))
 
@@ -122,6 +131,15 @@ class Message:
         self.acked.append(args)
 
 
+@dataclass(frozen=True)
+class Adopted:
+    """A message that is to wait, and what is to be called once it does, or if it cannot."""
+
+    wait: Wait
+    done: Callable[[], Any]
+    instead: Callable[[], Any]
+
+
 @dataclass
 class Worker:
     """Strategies around one that notes what Celery is given; its ledger answers *answer*."""
@@ -129,20 +147,20 @@ class Worker:
     takes: bool = True
     answer: Answer = Answer.RUN
     runs_unasked: bool = True
-    admits: Callable[[FencedTask], bool] = lambda task: True
+    adopts: bool = True
+    fence: Gate = lambda arrival: None
     ran: list[tuple[Any, ...]] = field(default_factory=list)
-    adopted: list[EarlyTask] = field(default_factory=list)
+    adopted: list[Adopted] = field(default_factory=list)
     acked: list[tuple[Any, ...]] = field(default_factory=list)
     consumer: Consumer = field(default_factory=Consumer)
 
-    def strategies(self) -> AdoptingStrategies:
-        strategies = AdoptingStrategies(
-            self.consumer,
-            self._adopt,
-            self.admits,
-            receipts=lambda: self,
-            waits=(lambda task: False) if self.runs_unasked else self._adopt,
-        )
+    def strategies(self) -> GatedStrategies:
+        away = "run" if self.runs_unasked else "wait"
+        settings = DelaySettings(ledger_away=away, adopt=self.adopts)
+        moved = Moved(settings)
+        moved.receipts = self
+        passed = gates(settings, moved, self.fence)
+        strategies = GatedStrategies(self.consumer, passed, self._put_back, Tallying(self.consumer))
         strategies["t"] = lambda *args, **kwargs: self.ran.append((args, kwargs))
         return strategies
 
@@ -156,9 +174,12 @@ class Worker:
     def may_run(self, headers: dict[str, Any], delayed: Delayed) -> Answer:
         return self.answer
 
-    def _adopt(self, task: EarlyTask) -> bool:
+    def close(self) -> None:
+        """As receipts are."""
+
+    def _put_back(self, wait: Wait, done: Callable[[], Any], instead: Callable[[], Any]) -> bool:
         if self.takes:
-            self.adopted.append(task)
+            self.adopted.append(Adopted(wait, done, instead))
         return self.takes
 
     def _ack(self, *args: Any) -> None:
@@ -181,9 +202,7 @@ def test_a_task_that_is_early_is_adopted_with_its_queue_and_due_time() -> None:
     message = Message({"id": "1", "eta": eta})
     assert worker.receives(message) == "adopted"
     [task] = worker.adopted
-    assert task.message is message
-    assert task.due_us == due_us(eta)
-    assert task.queue == "jobs"
+    assert task.wait == Wait(message, "jobs", due_us(eta))
 
 
 @pytest.mark.parametrize(
@@ -230,6 +249,10 @@ def test_a_task_that_nobody_can_take_is_held_by_celery() -> None:
     assert Worker(takes=False).receives(Message({"id": "1", "eta": in_seconds(60)})) == "ran"
 
 
+def test_a_worker_that_does_not_adopt_leaves_early_tasks_to_celery() -> None:
+    assert Worker(adopts=False).receives(Message({"id": "1", "eta": in_seconds(60)})) == "ran"
+
+
 def test_a_task_of_an_unknown_queue_is_held_by_celery() -> None:
     message = Message({"id": "1", "eta": in_seconds(60)}, delivery_info={"consumer_tag": "9"})
     assert Worker().receives(message) == "ran"
@@ -241,7 +264,7 @@ def test_a_message_that_knows_its_queue_is_believed(queue: str, outcome: str) ->
     worker, message = Worker(), Message({"id": "1", "eta": in_seconds(60)}, delivery_info={})
     message.consumed_from = queue  # type: ignore[attr-defined]
     assert worker.receives(message) == outcome
-    assert [task.queue for task in worker.adopted] == [queue] * (outcome == "adopted")
+    assert [task.wait.queue for task in worker.adopted] == [queue] * (outcome == "adopted")
 
 
 def test_a_task_that_is_due_reaches_celery_unchanged() -> None:
@@ -269,11 +292,11 @@ def test_an_adopted_task_is_settled_in_the_consumers_thread() -> None:
     worker, message = Worker(), Message({"id": "1", "eta": in_seconds(60)})
     worker.receives(message)
     [task] = worker.adopted
-    task.ack()
+    task.done()
     assert not message.acked
     worker.consumer.soon.pop()()
     assert len(message.acked) == 1
-    task.hold()
+    task.instead()
     assert not worker.ran
     worker.consumer.soon.pop()()
     assert len(worker.ran) == 1
@@ -284,80 +307,153 @@ def test_a_green_worker_acknowledges_at_once() -> None:
     consumer = Consumer(hub=None, pool=SimpleNamespace(is_green=True))
     worker, message = Worker(consumer=consumer), Message({"id": "1", "eta": in_seconds(60)})
     worker.receives(message)
-    worker.adopted[0].ack()
+    worker.adopted[0].done()
     assert len(message.acked) == 1
     assert not consumer.soon
 
 
-def test_a_task_is_no_longer_ours_when_the_connection_is_gone() -> None:
+def test_a_task_whose_connection_is_gone_is_not_run() -> None:
+    """The broker delivers it again."""
     worker, message = Worker(), Message({"id": "1", "eta": in_seconds(60)})
     worker.receives(message)
-    [task] = worker.adopted
-    assert task.is_ours
+    worker.adopted[0].instead()
     message.channel.connection = None
-    assert not task.is_ours
+    worker.consumer.soon.pop()()
+    assert worker.ran == []
 
 
-# ---- fenced runs -------------------------------------------------------------------------
+def test_a_green_worker_drops_at_once() -> None:
+    """Celery's own promise would wait there for a time-out of two seconds, before its 5.7."""
+    consumer = Consumer(hub=None, pool=SimpleNamespace(is_green=True))
+    worker, message = Worker(consumer=consumer), Message({"id": "1"}, delayed(ms_from_now(-1)))
+    worker.strategies()["t"](message, None, worker._ack, "reject", [])
+    assert len(message.acked) == 1
+    assert worker.acked == worker.ran == []
 
 
-@dataclass
-class Gate:
-    """Notes what it is asked about."""
-
-    admitted: bool = False
-    asked: list[FencedTask] = field(default_factory=list)
-
-    def __call__(self, task: FencedTask) -> bool:
-        self.asked.append(task)
-        return self.admitted
+# ---- gates that look something up -----------------------------------------------------
 
 
-def test_nobody_is_asked_about_a_task_without_the_header_or_one_that_is_early() -> None:
-    gate = Gate()
-    fenced = {"id": "1", HEADER: "run/0/0-a"}
-    assert Worker(admits=gate).receives(Message({"id": "1"})) == "ran"
-    assert Worker(admits=gate).receives(Message(fenced | {"eta": in_seconds(60)})) == "adopted"
-    assert gate.asked == []
+@dataclass(eq=False)
+class Asking:
+    """A gate that looks up what it then says."""
+
+    asked: list[Callable[[Any], None]] = field(default_factory=list)
+    arrivals: list[Arrival] = field(default_factory=list)
+
+    def __call__(self, arrival: Arrival) -> Ruling | None:
+        self.arrivals.append(arrival)
+        if self not in arrival.found:
+            return LookUp(self.asked.append)
+        ruling: Ruling | None = arrival.found[self]
+        return ruling
+
+
+def fenced(**more: Any) -> dict[str, Any]:
+    return {"id": "1", "task": "t", HEADER: "run/0/0-a", **more}
+
+
+def test_no_later_gate_is_asked_about_a_task_that_is_early() -> None:
+    gate = Asking()
+    assert Worker(fence=gate).receives(Message(fenced(eta=in_seconds(60)))) == "adopted"
+    assert gate.arrivals == []
+
+
+def test_a_task_that_cannot_wait_passes_on_to_the_next_gate() -> None:
+    """At once, and after the broker has refused it: what is fenced does not run unasked."""
+    gate = Asking()
+    worker = Worker(fence=gate, takes=False)
+    message = Message(fenced(eta=in_seconds(60)))
+    worker.strategies()["t"](message, None, worker._ack, "reject", [])
+    assert len(gate.arrivals) == 1
+    worker.takes = True
+    worker.strategies()["t"](message, None, worker._ack, "reject", [])
+    assert len(gate.arrivals) == 1
+    worker.adopted[0].instead()
+    worker.consumer.soon.pop()()
+    assert len(gate.arrivals) == 2
+    assert worker.ran == []
 
 
 @pytest.mark.parametrize("waited", [None, delayed()])
-def test_a_fenced_task_that_is_not_admitted_is_judged_again_in_the_consumers_thread(
+def test_a_task_that_is_looked_up_passes_again_in_the_consumers_thread(
     waited: Delayed | None,
 ) -> None:
     """Then it runs as if it had not been asked about; its ETA was never out of its message."""
-    gate, consumer, ran = Gate(), Consumer(), []
-    strategies = AdoptingStrategies(consumer, lambda task: False, gate)
+    gate, ran = Asking(), []
+    worker = Worker(fence=gate)
+    strategies = worker.strategies()
     strategies["t"] = lambda message, *_: ran.append(message.headers.get("eta"))
     eta = in_seconds(-1)
-    message = Message({"id": "1", "task": "t", "eta": eta, HEADER: "run/0/0-a"}, waited)
+    message = Message(fenced(eta=eta), waited)
     strategies["t"](message, None, None, None, None)
-    [task] = gate.asked
-    assert (task.name, task.id, task.queue, task.is_ours) == ("t", "1", "jobs", True)
+    [arrival] = gate.arrivals
+    assert (arrival.name, arrival.id, arrival.queue, arrival.is_ours) == ("t", "1", "jobs", True)
     assert message.headers["eta"] == eta
-    gate.admitted = True
-    task.again()
+    gate.asked[0](None)
     assert ran == []
-    consumer.soon.pop()()
+    worker.consumer.soon.pop()()
     assert ran == [None if waited else eta]
+    assert len(gate.arrivals) == 2
+
+
+def test_what_is_looked_up_for_one_gate_is_kept_while_the_next_one_looks_up() -> None:
+    one, two = Asking(), Asking()
+    worker = Worker(fence=one)
+    strategies = worker.strategies()
+    strategies._gates += (two,)
+    strategies["t"](Message({"id": "1"}), None, worker._ack, "reject", [])
+    one.asked[0](None)
+    worker.consumer.soon.pop()()
+    two.asked[0](None)
+    worker.consumer.soon.pop()()
+    assert (len(one.asked), len(two.asked), len(worker.ran)) == (1, 1, 1)
+
+
+def test_a_task_that_a_gate_drops_is_acknowledged_logged_and_told_to_monitors(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    sent: list[Any] = []
+    consumer = Consumer()
+    consumer.event_dispatcher = SimpleNamespace(
+        enabled=True, send=lambda event, **fields: sent.append((event, fields))
+    )
+    worker = Worker(consumer=consumer, fence=lambda _: Drop("it lost", "lost", {"run": "r"}))
+    with caplog.at_level("INFO"):
+        assert worker.receives(Message({"id": "1", "task": "t"})) == "acked"
+    assert sent == [("lost", {"uuid": "1", "name": "t", "run": "r"})]
+    assert "task t[1] is dropped: it lost" in caplog.text
+
+
+def test_a_task_that_cannot_wait_is_looked_up_again_where_its_gate_wants_that() -> None:
+    gate = Asking()
+    worker = Worker(takes=False, fence=gate)
+    worker.strategies()["t"](Message({"id": "1"}), None, worker._ack, "reject", [])
+    gate.asked[0](WaitUntil(2**60, otherwise=AskAgain(1.0)))
+    worker.consumer.soon.pop()()
+    [again] = worker.consumer.timer.calls
+    again()
+    assert len(gate.asked) == 1
+    worker.consumer.soon.pop()()
     assert len(gate.asked) == 2
+    assert worker.ran == []
 
 
-def test_a_task_that_celery_cannot_read_is_rejected_as_ever_when_it_is_judged_again() -> None:
-    """Nobody else is there to do it; an error would end the consumer."""
-    gate, consumer, invalid = Gate(), Consumer(), []
-    consumer.on_invalid_task = lambda *args: invalid.append(args)  # type: ignore[attr-defined]
-    strategies = AdoptingStrategies(consumer, lambda task: False, gate)
+def test_a_task_that_celery_cannot_read_is_rejected_as_ever_when_it_passes_again() -> None:
+    """Nothing else is there to do it; an error would end the consumer."""
+    gate, invalid = Asking(), []
+    worker = Worker(fence=gate)
+    worker.consumer.on_invalid_task = lambda *args: invalid.append(args)  # type: ignore[attr-defined]
+    strategies = worker.strategies()
 
     def strategy(*_: Any) -> None:
         raise InvalidTaskError("no task")
 
     strategies["t"] = strategy
-    message = Message({"id": "1", HEADER: "run/0/0-a"})
+    message = Message(fenced())
     strategies["t"](message, "payload", None, None, None)
-    gate.admitted = True
-    gate.asked[0].again()
-    consumer.soon.pop()()
+    gate.asked[0](None)
+    worker.consumer.soon.pop()()
     [(payload, rejected, exc)] = invalid
     assert (payload, rejected, str(exc)) == ("payload", message, "no task")
 
@@ -421,7 +517,7 @@ def test_a_task_that_waited_does_what_the_ledger_says(
     worker = Worker(answer=answer, runs_unasked=runs_unasked)
     message = Message({"id": "1", "task": "t", "eta": in_seconds(-1)}, delayed())
     assert worker.receives(message) == outcome
-    assert [task.delivery_id for task in worker.adopted] == ["id-1"] * (outcome == "adopted")
+    assert [task.wait.delivery_id for task in worker.adopted] == ["id-1"] * (outcome == "adopted")
 
 
 @pytest.mark.parametrize("cancelled", [False, True])
@@ -435,12 +531,12 @@ def test_a_task_that_is_not_decided_on_is_asked_about_again(cancelled: bool) -> 
     [call] = worker.consumer.timer.calls
     worker.answer = Answer.RUN
     call()
-    [judge] = worker.consumer.soon
-    judge()
+    worker.consumer.soon.pop()()
     assert len(worker.ran) == 1
     message.channel.connection = None
     call()
-    assert len(worker.consumer.soon) == 1
+    worker.consumer.soon.pop()()
+    assert len(worker.ran) == 1
 
 
 def test_a_task_that_did_not_wait_is_nothing_to_the_ledger() -> None:

@@ -1,0 +1,171 @@
+"""A task message that reached a worker, and the rulings that a gate may give about it.
+
+Gates read the one and give the other; neither has anything to do with sockets or threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, TypeAlias
+
+from celery.worker import state
+
+from ..due_time import due_us
+from ..errors import InvalidDueTime
+from ..message import Delayed
+
+#: How much too early a message that waited may arrive and still count as due, in microseconds:
+#: the clocks of producer and worker differ.
+CLOCK_SKEW_US = 1_000_000
+
+#: A shorter wait, in microseconds, is left to Celery's timer: exact, and over before a message
+#: has gone to the broker and back.
+SHORTEST_WAIT_US = 100_000
+
+
+@dataclass(eq=False)
+class Arrival:
+    """A task message as it comes to the gates at *now_us*, microseconds since the epoch.
+
+    *fields* are its headers, or its payload in task protocol 1. *found* is what gates had looked up
+    about it, by gate.
+    """
+
+    message: Any
+    fields: Mapping[str, Any]
+    consumer: Any
+    now_us: int
+    found: Mapping[Gate, Any] = field(default_factory=dict)
+
+    @property
+    def id(self) -> str:
+        """The task's id, "" for one without."""
+        return self.fields.get("id") or ""
+
+    @property
+    def name(self) -> str:
+        """The task's name, "" for one without."""
+        return self.fields.get("task") or ""
+
+    @property
+    def queue(self) -> str:
+        """The queue it was consumed from; "" for none, and then it cannot wait in the broker."""
+        return queue_of(self.consumer, self.message)
+
+    @cached_property
+    def delayed(self) -> Delayed | None:
+        """Its wait in the broker, None if it did not wait."""
+        return getattr(self.message, "native_delay", None)
+
+    @property
+    def is_cancelled(self) -> bool:
+        """True if it waited and was cancelled meanwhile."""
+        return self.delayed is not None and self.delayed.cancelled
+
+    @property
+    def has_headers(self) -> bool:
+        """True in task protocol 2, where the headers tell everything."""
+        return self.fields is self.message.headers
+
+    @property
+    def is_ours(self) -> bool:
+        """False once the worker's connection is gone: the broker delivers it again."""
+        return self.message.channel.connection is not None
+
+    @cached_property
+    def is_early(self) -> bool:
+        """True if its ETA is so far ahead that it is worth another wait in the broker.
+
+        Revoked and expired tasks are Celery's, and so is an ETA that is no date: it rejects them
+        with its own words.
+        """
+        eta = self.fields.get("eta")
+        if not eta or self.is_cancelled:
+            return False
+        try:
+            wait_us = due_us(eta) - self.now_us
+        except (InvalidDueTime, TypeError):
+            return False
+        return bool(
+            wait_us > (SHORTEST_WAIT_US if self.delayed is None else CLOCK_SKEW_US)
+            and self.id not in state.revoked
+            and not _past(self.fields.get("expires"), self.now_us)
+        )
+
+
+@dataclass(frozen=True)
+class Announce:
+    """Celery gets the task at once and announces it as revoked; no other gate is asked."""
+
+
+@dataclass(frozen=True)
+class Drop:
+    """The message is acknowledged, and its task does not run; the log says *why*.
+
+    Monitors get an *event* with these fields. One that *expired* is counted as such.
+    """
+
+    why: str
+    event: str | None = None
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    expired: bool = False
+
+
+@dataclass(frozen=True)
+class AskAgain:
+    """All gates are asked again in a moment, and look up anew what they must.
+
+    Meanwhile the message stays unacknowledged.
+    """
+
+    after_seconds: float
+
+
+@dataclass(frozen=True)
+class LookUp:
+    """All gates are asked again once *start* has found something out.
+
+    *start* returns at once; what it is called with takes what was found, from any thread, and puts
+    it under the gate's name into :attr:`Arrival.found`.
+    """
+
+    start: Callable[[Callable[[Any], None]], None]
+
+
+@dataclass(frozen=True)
+class WaitUntil:
+    """The message waits in the broker until *due_us*, microseconds since the epoch.
+
+    *delivery_id* is the one that it keeps, None for a new one. If it cannot wait there, *otherwise*
+    holds; None asks the next gate.
+    """
+
+    due_us: int
+    delivery_id: str | None = None
+    otherwise: AskAgain | None = None
+
+
+Ruling: TypeAlias = Announce | Drop | AskAgain | LookUp | WaitUntil
+
+#: Rules on one matter; None lets the task pass on to the next gate. After the last, it runs.
+Gate: TypeAlias = Callable[[Arrival], Ruling | None]
+
+
+def queue_of(consumer: Any, message: Any) -> str:
+    """The queue a message was consumed from, "" for none that it can be put back to."""
+    known: str | None = getattr(message, "consumed_from", None)
+    if known is not None:
+        return known
+    # AMQP only tells the consumer tag.
+    tag = message.delivery_info.get("consumer_tag")
+    tags = consumer.task_consumer._active_tags
+    return next((queue for queue, active in tags.items() if active == tag), "")
+
+
+def _past(expires: Any, now_us: int) -> bool:
+    try:
+        return bool(expires) and due_us(expires) < now_us
+    except (InvalidDueTime, TypeError):
+        return False

@@ -1,0 +1,78 @@
+"""The gates that every task passes on its way into a worker, one matter each.
+
+A gate is a function of the :class:`~celery_native_delay.worker.arrival.Arrival`, or an object that
+can be called like one where something has to be remembered. It only rules;
+:mod:`~celery_native_delay.worker.strategies` carries the ruling out. To add one, write it and name
+it in :func:`gates`.
+"""
+
+from __future__ import annotations
+
+from ..due_time import due_us
+from ..settings import DelaySettings
+from ..transports.interface import Answer, Receipts
+from .arrival import Announce, Arrival, AskAgain, Drop, Gate, Ruling, WaitUntil
+
+#: For so long a task waits again while the ledger cannot say whether it may run, in microseconds.
+AWAY_US = 5_000_000
+
+#: Until the ledger is asked again about a message that is not decided on yet.
+NOT_YET_SECONDS = 0.5
+
+
+def gates(settings: DelaySettings, moved: Moved, fence: Gate) -> tuple[Gate, ...]:
+    """The gates of a worker, in the order in which a task passes them."""
+    ordered = (moved, cancelled, expired, early if settings.adopt else None, fence)
+    return tuple(gate for gate in ordered if gate is not None)
+
+
+class Moved:
+    """Drops what the ledger says was moved: another message has taken its place.
+
+    Without *receipts*, as without a ledger, everything passes. While the ledger is away, a task
+    runs unasked or waits, as ``native_delay_ledger_away`` says; one that was cancelled does not
+    wait, for it would lose the mark of that.
+    """
+
+    def __init__(self, settings: DelaySettings) -> None:
+        self.receipts: Receipts | None = None
+        self._waits = settings.ledger_away != "run"
+
+    def __call__(self, arrival: Arrival) -> Ruling | None:
+        delayed = arrival.delayed
+        if delayed is None or self.receipts is None or not arrival.has_headers:
+            return None
+        match self.receipts.may_run(arrival.fields, delayed):
+            case Answer.DROP:
+                return Drop("it was moved")
+            case Answer.NOT_YET:
+                return AskAgain(NOT_YET_SECONDS)
+            case Answer.AWAY if self._waits and not delayed.cancelled:
+                return WaitUntil(arrival.now_us + AWAY_US, delayed.delivery_id)
+        return None
+
+
+def cancelled(arrival: Arrival) -> Ruling | None:
+    """Has a task announced that was cancelled while it waited, whatever its times say."""
+    return Announce() if arrival.is_cancelled else None
+
+
+def expired(arrival: Arrival) -> Ruling | None:
+    """Drops a message whose own ``expiration`` ran out while it waited.
+
+    RabbitMQ forgets it when dead-lettering, so it is kept in the header. A task's ``expires`` is
+    Celery's: it tells the result backend.
+    """
+    delayed = arrival.delayed
+    if delayed is None or delayed.expires_ms is None or arrival.fields.get("expires"):
+        return None
+    late = arrival.now_us > delayed.expires_ms * 1000
+    return Drop("it has expired", expired=True) if late else None
+
+
+def early(arrival: Arrival) -> Ruling | None:
+    """Has a task wait in the broker until its ETA instead of in the worker's memory.
+
+    Such come from producers without this package, from another language or an older release.
+    """
+    return WaitUntil(due_us(arrival.fields["eta"])) if arrival.is_early else None

@@ -1,0 +1,247 @@
+"""A consumer's strategies: each task passes the gates first, and their rulings are carried out.
+
+This is the only place that acknowledges, puts back, asks again and hands to Celery.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from datetime import datetime, timedelta
+from functools import partial
+from socket import socketpair
+from time import time_ns
+from typing import Any
+
+from celery.exceptions import InvalidTaskError
+from celery.utils.log import get_logger
+from kombu.exceptions import ContentDisallowed, DecodeError
+
+from ..transports.interface import Wait
+from .announcing import arrived
+from .arrival import (
+    CLOCK_SKEW_US,
+    Announce,
+    Arrival,
+    AskAgain,
+    Drop,
+    Gate,
+    LookUp,
+    Ruling,
+    WaitUntil,
+)
+from .tallying import Tallying
+
+logger = get_logger(__name__)
+
+_CLOCK_SKEW = timedelta(microseconds=CLOCK_SKEW_US)
+_NONE = timedelta()
+
+
+@dataclass(eq=False)
+class _Task:
+    """A task on its way: its *arrival*, and how Celery is given it, or told that it is settled."""
+
+    arrival: Arrival
+    payload: Any
+    run: Callable[[], Any]
+    ack: Callable[..., Any]
+
+
+class GatedStrategies(dict[str, Any]):
+    """Strategies by the name of a task, each of which has it pass *gates* first."""
+
+    def __init__(
+        self,
+        consumer: Any,
+        gates: tuple[Gate, ...],
+        put_back: Callable[[Wait, Callable[[], Any], Callable[[], Any]], bool],
+        tallying: Tallying,
+    ) -> None:
+        """*put_back* is :meth:`~celery_native_delay.worker.attendant.Attendant.put_back`."""
+        super().__init__()
+        self._consumer = consumer
+        self._gates = gates
+        self._put_back = put_back
+        self._tallying = tallying
+        self.wake: Callable[[], Any] = lambda: None
+
+    def __setitem__(self, name: str, strategy: Callable[..., Any]) -> None:
+        def on_task(
+            message: Any, payload: Any, ack: Any, reject: Any, callbacks: Any, **kwargs: Any
+        ) -> None:
+            fields = payload if isinstance(payload, dict) else message.headers
+            arrival = Arrival(message, fields, self._consumer, time_ns() // 1000)
+            run = partial(strategy, message, payload, ack, reject, callbacks, **kwargs)
+            self._pass(_Task(arrival, payload, run, ack))
+
+        super().__setitem__(name, on_task)
+
+    def _pass(self, task: _Task, first: int = 0) -> None:
+        """Let *task* pass the gates from the *first* on."""
+        for number, gate in enumerate(self._gates[first:], first):
+            ruling = gate(task.arrival)
+            if ruling is not None:
+                self._carry_out(ruling, task, number)
+                return
+        self._run(task)
+
+    def _carry_out(self, ruling: Ruling, task: _Task, number: int) -> None:
+        """Do what the gate of this *number* says."""
+        arrival = task.arrival
+        match ruling:
+            case Drop():
+                self._drop(task, ruling)
+            case Announce():
+                arrived(arrival.id)
+                self._run(task)
+            case AskAgain():
+                again = partial(self._soon, self._ask_again, task, {})
+                self._consumer.timer.call_after(ruling.after_seconds, again)
+            case LookUp():
+                gate = self._gates[number]
+
+                def found(finding: Any) -> None:
+                    known = {**arrival.found, gate: finding}
+                    self._soon(self._ask_again, task, known)
+
+                ruling.start(found)
+            case WaitUntil():
+                wait = Wait(arrival.message, arrival.queue, ruling.due_us, ruling.delivery_id)
+                done = partial(self._ack_soon, arrival.message)
+                instead = partial(self._instead_of_waiting, ruling, task, number)
+                if not wait.queue or not self._put_back(wait, done, partial(self._soon, instead)):
+                    instead()
+
+    # --- in the consumer's thread ------------------------------------------------------------
+
+    def _run(self, task: _Task) -> None:
+        arrival = task.arrival
+        message, fields = arrival.message, arrival.fields
+        if arrival.delayed is None:
+            task.run()
+            return
+        self._tallying.passing = message
+        try:
+            if fields.get("eta") and arrival.has_headers and not arrival.is_early:
+                # Celery would parse it, in 20 µs, for a timer that is not to run.
+                message.kept_eta = message.headers.pop("eta")
+                try:
+                    task.run()
+                finally:
+                    message.headers["eta"] = message.kept_eta
+            else:
+                task.run()
+        finally:
+            self._tallying.passing = None
+
+    def _drop(self, task: _Task, ruling: Drop) -> None:
+        arrival, consumer = task.arrival, self._consumer
+        logger.info(
+            "native delay: task %s[%s] is dropped: %s", arrival.name, arrival.id, ruling.why
+        )
+        if ruling.expired:
+            self._tallying.expired(arrival.message)
+        dispatcher = consumer.event_dispatcher if ruling.event else None
+        if dispatcher is not None and dispatcher.enabled:
+            dispatcher.send(ruling.event, uuid=arrival.id, name=arrival.name, **ruling.fields)
+        ack = arrival.message.ack_log_error if self._is_green else task.ack
+        ack(logger, consumer.connection_errors)
+        self.wake()
+
+    def _ask_again(self, task: _Task, found: dict[Gate, Any]) -> None:
+        arrival = replace(task.arrival, now_us=time_ns() // 1000, found=found)
+        self._resume(replace(task, arrival=arrival), 0)
+
+    def _instead_of_waiting(self, ruling: WaitUntil, task: _Task, number: int) -> None:
+        if ruling.otherwise is None:
+            self._resume(task, number + 1)
+        else:
+            self._carry_out(ruling.otherwise, task, number)
+
+    def _resume(self, task: _Task, first: int) -> None:
+        """:meth:`_pass`, with the errors that Celery expects of strategies taken care of."""
+        if not task.arrival.is_ours:
+            return
+        consumer, message = self._consumer, task.arrival.message
+        try:
+            self._pass(task, first)
+        except (InvalidTaskError, ContentDisallowed) as exc:
+            consumer.on_invalid_task(task.payload, message, exc)
+        except DecodeError as exc:
+            consumer.on_decode_error(message, exc)
+
+    # --- from any thread ---------------------------------------------------------------------
+
+    def _ack_soon(self, message: Any) -> None:
+        """Acknowledge *message* in the consumer's thread.
+
+        Not by the promise that Celery hands to strategies: called there, it asks for a second
+        turn of the loop, which nothing wakes up for.
+        """
+        consumer = self._consumer
+        call_soon = getattr(consumer, "call_soon_ack", consumer.call_soon)
+        self._call(call_soon, message.ack_log_error, logger, consumer.connection_errors)
+
+    def _soon(self, call: Callable[..., Any], *args: Any) -> None:
+        self._call(self._consumer.call_soon, call, *args)
+
+    def _call(self, call_soon: Callable[..., Any], call: Callable[..., Any], *args: Any) -> None:
+        """*call* by *call_soon*, or at once where greenlets share a thread, as in Celery 5.7.
+
+        There call_soon() without a hub waits until drain_events() times out, 2 s later.
+        """
+        if self._is_green:
+            call(*args)
+        else:
+            call_soon(call, *args)
+        self.wake()
+
+    @property
+    def _is_green(self) -> bool:
+        consumer = self._consumer
+        return consumer.hub is None and getattr(consumer.pool, "is_green", False)
+
+
+class Waker:
+    """Interrupts an event loop's poll() from another thread.
+
+    kombu's own does so since 5.7; before, a callback was seen up to a second later, with the
+    worker's prefetch full of tasks that wait to be acknowledged.
+    """
+
+    def __init__(self, hub: Any) -> None:
+        self._reader, self._writer = socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        hub.add_reader(self._reader, self._drain)
+
+    def wake(self) -> None:
+        """Have poll() return now."""
+        with suppress(OSError):  # full: it is awake already
+            self._writer.send(b"\0")
+
+    def close(self) -> None:
+        """Free the sockets; the hub forgets a closed reader when it is reset."""
+        self._reader.close()
+        self._writer.close()
+
+    def _drain(self) -> None:
+        with suppress(OSError):
+            self._reader.recv(4096)
+
+
+def forget_eta(request: Any, now: datetime) -> None:
+    """Keep a request that is due out of the worker's ETA timer.
+
+    It need not wait if its ETA has come or its message did its waiting. ``task.request.eta`` still
+    tells the user's code the original.
+    """
+    kept: str | None = getattr(request.message, "kept_eta", None)
+    if kept is not None:
+        request.request_dict["eta"] = kept
+    elif request.eta is not None:
+        waited = getattr(request.message, "native_delay", None) is not None
+        if request.eta <= now + (_CLOCK_SKEW if waited else _NONE):
+            request._eta = None

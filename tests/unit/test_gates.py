@@ -1,0 +1,102 @@
+"""Each gate by itself: what it rules on a task that reached a worker."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from celery_native_delay.message import Delayed
+from celery_native_delay.settings import DelaySettings
+from celery_native_delay.transports.interface import Answer
+from celery_native_delay.worker.arrival import Announce, Arrival, AskAgain, Drop, Ruling, WaitUntil
+from celery_native_delay.worker.gates import (
+    AWAY_US,
+    NOT_YET_SECONDS,
+    Moved,
+    cancelled,
+    early,
+    expired,
+    gates,
+)
+
+NOW_US = 1_795_176_000_000_000
+IN_A_MINUTE = "2026-11-20T12:01:00+00:00"
+WAITED = Delayed("d-1", NOW_US, "", "celery")
+
+
+def arrival(delayed: Delayed | None = None, **headers: Any) -> Arrival:
+    message = SimpleNamespace(headers={"id": "1", "task": "t", **headers}, native_delay=delayed)
+    return Arrival(message, message.headers, None, NOW_US)
+
+
+class Ledger:
+    """Receipts that say *answer*, whatever they are asked."""
+
+    def __init__(self, answer: Answer) -> None:
+        self.answer = answer
+
+    def may_run(self, headers: Mapping[str, Any], delayed: Delayed) -> Answer:
+        return self.answer
+
+    def close(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("answer", "ledger_away", "ruling"),
+    [
+        (Answer.RUN, "wait", None),
+        (Answer.DROP, "wait", Drop("it was moved")),
+        (Answer.NOT_YET, "wait", AskAgain(NOT_YET_SECONDS)),
+        (Answer.AWAY, "wait", WaitUntil(NOW_US + AWAY_US, "d-1")),
+        (Answer.AWAY, "run", None),
+    ],
+)
+def test_what_was_moved(answer: Answer, ledger_away: str, ruling: Ruling | None) -> None:
+    moved = Moved(DelaySettings(ledger_away=ledger_away))
+    moved.receipts = Ledger(answer)
+    assert moved(arrival(WAITED)) == ruling
+    assert moved(arrival()) is None, "it did not wait"
+    moved.receipts = None
+    assert moved(arrival(WAITED)) is None, "there is no ledger"
+
+
+def test_what_was_cancelled_does_not_wait_for_the_ledger() -> None:
+    """It would lose the mark of that."""
+    moved = Moved(DelaySettings(ledger_away="wait"))
+    moved.receipts = Ledger(Answer.AWAY)
+    assert moved(arrival(WAITED._replace(cancelled=True))) is None
+
+
+def test_what_was_cancelled_is_announced() -> None:
+    assert cancelled(arrival(WAITED._replace(cancelled=True))) == Announce()
+    assert cancelled(arrival(WAITED)) is None
+    assert cancelled(arrival()) is None
+
+
+@pytest.mark.parametrize(("late_ms", "drops"), [(0, False), (1, True)])
+def test_what_has_expired(late_ms: int, drops: bool) -> None:
+    over = WAITED._replace(expires_ms=NOW_US // 1000 - late_ms)
+    assert expired(arrival(over)) == (Drop("it has expired", expired=True) if drops else None)
+    assert expired(arrival(over, expires=IN_A_MINUTE)) is None, "Celery's own"
+    assert expired(arrival(WAITED)) is None
+
+
+def test_what_is_early() -> None:
+    assert early(arrival(eta=IN_A_MINUTE)) == WaitUntil(NOW_US + 60_000_000)
+    assert early(arrival()) is None
+    assert early(arrival(WAITED._replace(cancelled=True), eta=IN_A_MINUTE)) is None
+
+
+def test_the_order_of_the_gates() -> None:
+    """A copy that another has replaced is not announced; what is early may still be moved."""
+
+    def fence(_: Arrival) -> None:
+        return None
+
+    moved = Moved(DelaySettings())
+    assert gates(DelaySettings(), moved, fence) == (moved, cancelled, expired, early, fence)
+    assert early not in gates(DelaySettings(adopt=False), moved, fence)
