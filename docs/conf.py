@@ -33,6 +33,7 @@ html_title = f"celery_native_delay {version}"
 html_static_path = ["_static"]
 html_css_files = ["native_delay.css"]
 html_show_sphinx = False
+pygments_dark_style = "github-dark"
 
 myst_enable_extensions = ["attrs_block", "colon_fence", "deflist"]
 myst_heading_anchors = 3

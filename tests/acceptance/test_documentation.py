@@ -9,6 +9,8 @@ import signal
 import subprocess
 import sys
 import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,7 +21,9 @@ import pytest
 from celery import Celery
 from celery.bin.celery import celery as celery_command
 from kombu import Connection
+from prometheus_client import generate_latest
 
+import celery_native_delay
 from benchmarks.command import SCENARIOS
 from celery_native_delay import Delay, DelaySettings, install, store_outage
 from celery_native_delay.app.install import installation_of
@@ -60,7 +64,7 @@ def lines_of(program: str) -> pytest.MarkDecorator:
 def test_every_example_is_run() -> None:
     """Those of Python by the test that asks for their name."""
     tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
-    asked = set(re.findall(r'(?:shown|only|named)\("([\w-]+)"', tests))
+    asked = set(re.findall(r"(?:shown|only|named)\([\"']([\w-]+)[\"']", tests))
     for example in EXAMPLES:
         if example.language == "python":
             assert example.name in asked, f"{example} has no name that a test asks for"
@@ -268,10 +272,15 @@ def test_the_line_for_flowers_configuration_installs(tmp_path: Path) -> None:
     assert "celery_native_delay.flower" in done.stdout
 
 
+@pytest.mark.parametrize("server_name", ["redis"], indirect=True)
 def test_metrics_are_exposed_by_one_call(empty_redis: PrivateRedis) -> None:
     with install(Celery("shop", broker=empty_redis.url, set_as_current=False)) as app:
         names: dict[str, Any] = {"app": app}
         exec(only("expose").text, names)
+        try:
+            assert b"celery_delay_pending" in generate_latest()
+        finally:
+            names["exposed"].close()
 
 
 def test_the_first_five_minutes_are_as_shown(
@@ -286,34 +295,41 @@ def test_the_first_five_minutes_are_as_shown(
     (promised,) = (example.text for example in page if example.language == "text")
     monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
 
-    def starts(beginning: str, **options: Any) -> subprocess.Popen[str]:
+    @contextmanager
+    def running(beginning: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
         (line,) = (line for line in lines if line.startswith(beginning))
-        line = line.replace("countdown=30", "countdown=3")
-        return subprocess.Popen(
-            shlex.split(line), cwd=short_path, text=True, stdout=subprocess.PIPE, **options
+        words = shlex.split(line.replace("countdown=30", "countdown=3"))
+        process = subprocess.Popen(
+            words, cwd=short_path, text=True, stdout=subprocess.PIPE, **options
         )
+        try:
+            yield process
+            process.send_signal(signal.SIGINT)
+            process.wait(timeout=60)
+        finally:
+            process.kill()
 
-    with starts("python -m celery_native_delay.testing") as broker:
+    def said(beginning: str) -> str:
+        with running(beginning) as process:
+            out, _ = process.communicate(timeout=60)
+        assert process.returncode == 0, out
+        return str(out)
+
+    with running("python -m celery_native_delay.testing") as broker:
         assert broker.stdout is not None
         monkeypatch.setenv("BROKER_URL", broker.stdout.readline().strip())
-        with starts("celery -A shop worker", stderr=subprocess.STDOUT) as worker:
+        with running("celery -A shop worker", stderr=subprocess.STDOUT) as worker:
             assert worker.stdout is not None
             log = iter(worker.stdout.readline, "")
             assert any("ready." in line for line in log)
-            assert starts("python -c").wait(timeout=60) == 0
-            listed, _ = starts("celery -A shop delay ls").communicate(timeout=60)
-            headings, row, total = listed.splitlines()
-            shown_headings = re.findall(r"^due .+$", console, re.M)
-            assert [headings.split()] == [each.split() for each in shown_headings]
+            said("python -c")
+            headings, row, total = said("celery -A shop delay ls").splitlines()
+            (expected,) = re.findall(r"^due .+$", console, re.M)
+            assert headings.split() == expected.split()
             assert re.search(r"shop\.remind .+ celery +\('ada',\) +{}$", row)
             assert total == "1 of 1 that match"
             assert any(promised.strip() in line for line in log)
-            asked = starts("celery -A shop delay doctor")
-            said, _ = asked.communicate(timeout=60)
-            assert asked.returncode == 0, said
-            worker.send_signal(signal.SIGTERM)
-            assert any("exit" in line or not line for line in [*log, ""])
-        broker.send_signal(signal.SIGINT)
+            said("celery -A shop delay doctor")
 
 
 def test_the_delay_commands_are_celerys(shop: Path) -> None:
@@ -382,6 +398,12 @@ def test_every_setting_has_its_place_in_the_reference() -> None:
     blocks = re.findall(r"^```{settings}\n(.*?)^```", page, re.M | re.S)
     shown_names = [name for block in blocks for name in block.split()]
     assert sorted(shown_names) == sorted(field.name for field in fields(DelaySettings))
+
+
+def test_every_public_name_has_its_place_in_the_reference() -> None:
+    pages = "".join(path.read_text() for path in (ROOT / "docs/reference").glob("*.rst"))
+    listed = re.findall(r"^\.\. \w+:: celery_native_delay\.(\w+)$", pages, re.M)
+    assert sorted(set(listed) - {"errors"}) == sorted(celery_native_delay.__all__)
 
 
 def test_the_readme_is_short_and_its_links_lead_somewhere() -> None:
