@@ -19,7 +19,7 @@ DEMO_SET := '.[embedded,sql]' rich
 DEMO_SET_sqs := '.[sqs]' rich moto flask flask-cors
 
 .DEFAULT_GOAL := help
-.PHONY: help venv brokers test test-fast check bench demo demo-broker demo-spark public-suites clean
+.PHONY: help venv brokers test test-fast check docs bench demo demo-broker demo-spark public-suites clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -64,6 +64,11 @@ check: venv ## lint, format, types and the direction of imports
 	$(PYTHON) -m mypy --strict celery_native_delay pytest_celery_native_delay.py \
 		pyspark_celery_native_delay.py
 	$(VENV)/bin/lint-imports
+
+docs: venv ## build the site into docs/_build/html, every warning an error
+	@$(PYTHON) -c 'import furo, myst_parser, sphinx_click, sphinx_copybutton' 2>/dev/null || \
+		$(PYTHON) -m pip install --quiet --editable '.[dev,docs]' --constraint constraints.txt
+	$(PYTHON) -m sphinx --fail-on-warning --keep-going --quiet docs docs/_build/html
 
 bench: venv ## compare with worker-held ETA, Celery's own delayed delivery and BullMQ
 	@scripts/setup_brokers.sh --with-4.3 || scripts/setup_brokers.sh --all

@@ -158,7 +158,7 @@ def mortal_rabbitmq(
 def mortal_streams(mortal_rabbitmq: PrivateRabbitMQ) -> PrivateRabbitMQ:
     """The same broker, for tests that kill it while streams are there.
 
-    A node that is killed soon after its very first stream loses all of them (README, Limits); a
+    A node that is killed soon after its very first stream loses all of them (docs, Limits); a
     good shutdown keeps them.
     """
     mortal_rabbitmq.start()

@@ -150,7 +150,7 @@ def test_without_a_ledger_nothing_is_said_about_due_times(shop: Shop) -> None:
 
 @pytest.mark.parametrize("rabbitmq_version", ["3.10"], indirect=True)
 def test_no_panel_of_the_dashboard_is_dead_and_no_alert_broken(shop: Shop, tmp_path: Path) -> None:
-    """Prometheus answers every expression with something; the README names what is served."""
+    """Prometheus answers every expression with something; the reference names what is served."""
     dashboard = json.loads((MONITORING / "dashboard.json").read_text())
     expressions = [
         target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())
@@ -178,8 +178,8 @@ def test_no_panel_of_the_dashboard_is_dead_and_no_alert_broken(shop: Shop, tmp_p
         wait_until(without_what_was_cancelled)
         wait_until(lambda: all(rule["health"] == "ok" for rule in prometheus.rules()))
         served = {name for name, _ in shop.exporter.samples()}
-        readme = (MONITORING.parent / "README.md").read_text()
-        for name in re.findall(r"^\| `(celery_delay_\w+)`", readme, re.M):
+        reference = (MONITORING.parent / "docs/reference/metrics.md").read_text()
+        for name in re.findall(r"^\| `(celery_delay_\w+)`", reference, re.M):
             assert {name, f"{name}_bucket"} & served, name
         base = {re.sub("_(bucket|sum|count|created)$", "", name) for name in served}
         shown = _metrics_of(json.dumps(expressions))

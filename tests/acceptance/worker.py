@@ -31,7 +31,7 @@ EARLY_SECONDS = 0.001
 LATE_SECONDS = PATIENCE_SECONDS
 
 #: Delay levels: up to 1,023 s. To declare and delete the 31 of the default takes seconds; with
-#: them run test_tasks, the conformance suite, the example project and the README's examples.
+#: them run test_tasks, the conformance suite, the example project and the examples of the docs.
 FEW_LEVELS = 13
 
 #: Celery's command line, as it is where celery_native_delay is not installed.

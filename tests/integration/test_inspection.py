@@ -295,12 +295,14 @@ def test_policies_that_override_our_queues_are_named(
     wait_until(clean_again)
 
 
-def test_a_pattern_for_celerys_queues_leaves_out_the_levels_as_the_readme_has_it(
+def test_a_pattern_for_celerys_queues_leaves_out_the_levels_as_the_docs_have_it(
     rabbitmq: PrivateRabbitMQ, vhost: str, vhost_url: str
 ) -> None:
     """As a policy, and as KEDA asks the management API."""
     repository = Path(__file__).parents[2]
-    (pattern,) = re.findall(r"\| `(\^celery\S+)` \|", (repository / "README.md").read_text())
+    (pattern,) = re.findall(
+        r"\| `(\^celery\S+)` \|", (repository / "docs/brokers/rabbitmq.md").read_text()
+    )
     assert pattern in (repository / "monitoring" / "alerts.yml").read_text()
     own = {"celery", "celery_delayed_orders"}
     name = DelaySettings().namespace

@@ -252,7 +252,7 @@ class Graph:
         if kind is None or owner is None:
             return
         if owner == STRANGER and kind in ("direct", "topic") and exchange not in self.listed():
-            return  # README, Foreign consumers
+            return  # docs, Foreign consumers
         key = (PATTERNS if kind == "topic" else KEYS)[key_index]
         arguments = {"x-match": "any", "h": 1} if kind == "headers" else {}
         if any((b.queue, b.exchange, b.key) == (queue, exchange, key) for b in self.bound):

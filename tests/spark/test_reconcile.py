@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -21,8 +20,7 @@ from celery_native_delay.app.installation import installation_of
 from celery_native_delay.spark import read_events, reconcile
 from celery_native_delay.worker.attempt import FIELDS
 from celery_native_delay.worker.telemetry import Telemetry
-
-README = (Path(__file__).parents[2] / "README.md").read_text()
+from tests.documents import only
 
 DUE = datetime(2026, 11, 20, 9, 30, tzinfo=UTC)
 NOW = DUE + timedelta(minutes=10)
@@ -283,15 +281,13 @@ def trace(telemetry_folder: Path, *task_ids: str) -> None:
         telemetry.disconnect()
 
 
-def test_the_readmes_example_reads_what_workers_write(
+def test_the_example_of_the_docs_reads_what_workers_write(
     spark: SparkSession,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", README, re.S)
-    block = next(block for block in blocks if "read_events(" in block)
     trace(tmp_path / "telemetry" / "host-1", "a", "b")
     trace(tmp_path / "telemetry" / "host-2", "c")
     (half,) = (tmp_path / "telemetry" / "host-2").iterdir()
@@ -300,7 +296,11 @@ def test_the_readmes_example_reads_what_workers_write(
     spark.createDataFrame(ledger, "task_id string, due timestamp, queue string").write.parquet(
         str(tmp_path / "ledger")
     )
-    block = block.replace("/var/log/shop", str(tmp_path)).replace("/data", str(tmp_path))
+    block = (
+        only("spark-reconcile")
+        .text.replace("/var/log/shop", str(tmp_path))
+        .replace("/data", str(tmp_path))
+    )
     names: dict[str, Any] = {"spark": spark}
     exec(block, names)
     assert "'ok': 3, 'missing': 2, 'pending': 0" in capsys.readouterr().out

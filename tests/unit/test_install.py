@@ -326,7 +326,7 @@ def test_another_app_of_the_process_is_untouched() -> None:
 
 
 def test_the_current_app_is_untouched() -> None:
-    present = installation_of(current_app)  # a README example that ran before may be it
+    present = installation_of(current_app)  # an example of the docs that ran before may be it
     install(plain_app())
     assert installation_of(current_app) is present
 

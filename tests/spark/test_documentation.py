@@ -1,8 +1,7 @@
-"""What the README says about Spark is true: its code runs, and prints what is shown."""
+"""What the docs say about Spark is true: their code runs, and prints what is shown."""
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,8 @@ import pytest
 pytest.importorskip("pyspark.sql.datasource", reason="Spark 3.5 has no data sources in Python")
 
 from celery_native_delay.spark import task_id_of
+from tests.documents import code_beside, only
 from tests.integration.traffic import inbox
-
-README = (Path(__file__).parents[2] / "README.md").read_text()
-BLOCKS = re.findall(r"```python\n(.*?)```", README, re.S)
 
 SHOP = """
 from celery import Celery
@@ -44,15 +41,15 @@ def test_the_examples_send_the_same_tasks(
     )
     orders.write.parquet(str(tmp_path / "orders.parquet"))
     names: dict[str, Any] = {"spark": spark}
-    fan_out = next(block for block in BLOCKS if "FanOut(" in block)
+    fan_out = only("spark-fan-out").text
     for name in ("orders.parquet", "rejected", "ledger"):
         fan_out = fan_out.replace(f'parquet("{name}")', f"parquet({str(tmp_path / name)!r})")
     exec(fan_out.replace("smear=900", "smear=2"), names)
-    shown = re.findall(r"print\(reminders.send\(\)\)  # (.+?) …", README)[0]
+    shown = code_beside("spark-fan-out", "print(reminders.send())").removesuffix(" …")
     printed = capsys.readouterr().out
     assert shown in printed
     assert "10  no due time" in printed
-    sink = next(block for block in BLOCKS if 'format("celery")' in block)
+    sink = only("spark-sink").text
     names["orders"] = names["orders"].where("remind_at is not null")
     exec(sink.replace(".mode(", '.option("past", "send").mode('), names)
     expected = {

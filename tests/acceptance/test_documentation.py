@@ -1,0 +1,413 @@
+"""What README and docs say is true: their code runs, their commands exist, the output is theirs."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import click
+import pytest
+from celery import Celery
+from celery.bin.celery import celery as celery_command
+from kombu import Connection
+from prometheus_client import generate_latest
+
+import celery_native_delay
+from benchmarks.command import SCENARIOS
+from celery_native_delay import Delay, DelaySettings, install, store_outage
+from celery_native_delay.app.install import installation_of
+from celery_native_delay.cli import delay
+from celery_native_delay.testing import (
+    PrivateRedis,
+    private_sqs,
+    require_rabbitmq,
+    require_redis,
+    require_sqs,
+)
+from celery_native_delay.transports.interface import Outage
+from celery_native_delay.worker.outage import react
+from pytest_celery_native_delay import installed
+from tests.documents import EXAMPLES, ROOT, Example, code_beside, only, shown
+from tests.processes import processes_of
+from tests.waiting import wait_until
+
+pytest_plugins = ["pytester"]
+
+CELERY = str(Path(sys.executable).with_name("celery"))
+
+#: A line of a shell and the comment behind it.
+CONSOLE_LINES = [
+    (str(example), line)
+    for example in EXAMPLES
+    if example.language == "console"
+    for line in re.findall(r"^\$ (.+?)(?:\s+#.*)?$", example.text, re.M)
+]
+
+
+def lines_of(program: str) -> pytest.MarkDecorator:
+    """Run a test for each line that begins with *program*, once."""
+    found = {line: where for where, line in reversed(CONSOLE_LINES) if line.startswith(program)}
+    return pytest.mark.parametrize("line", found)
+
+
+def test_every_example_is_run() -> None:
+    """Those of Python by the test that asks for their name."""
+    tests = "".join(path.read_text() for path in (ROOT / "tests").rglob("test_*.py"))
+    asked = set(re.findall(r"(?:shown|only|named)\([\"']([\w-]+)[\"']", tests))
+    for example in EXAMPLES:
+        if example.language == "python":
+            assert example.name in asked, f"{example} has no name that a test asks for"
+        else:
+            assert example.language in ("console", "text") or example.language.startswith("{")
+
+
+@pytest.fixture
+def shop(tmp_path: Path) -> Path:
+    """A folder with the first app in it, as shop.py."""
+    (tmp_path / "shop.py").write_text(only("celery").text)
+    return tmp_path
+
+
+def declare_levels(url: str) -> None:
+    """The first delayed publish would, and on a busy machine the delay is over by then."""
+    with Connection(url, transport_options={"native_delay": True}) as connection:
+        connection.default_channel.delays.prepare()
+
+
+@shown("celery")
+def test_the_celery_example_is_an_app_whose_delayed_tasks_wait(
+    example: Example, vhost_url: str
+) -> None:
+    names: dict[str, object] = {}
+    declare_levels(vhost_url)
+    exec(example.text.replace("amqp://", vhost_url), names)
+    app = names["app"]
+    app.send_task("shop.remind", countdown=5)  # type: ignore[attr-defined]
+    with Connection(vhost_url) as connection:
+        channel = connection.default_channel
+        assert channel.basic_get("celery") is None
+        message = wait_until(lambda: channel.basic_get("celery", no_ack=True))
+    assert message.headers["task"] == "shop.remind"
+
+
+@shown("kombu")
+def test_the_kombu_example_publishes_a_message_that_waits(example: Example, vhost_url: str) -> None:
+    declare_levels(vhost_url)
+    exec(example.text.replace("amqp://", vhost_url), {})
+    with Connection(vhost_url) as connection:
+        channel = connection.default_channel
+        assert channel.basic_get("emails") is None
+        message = wait_until(lambda: channel.basic_get("emails", no_ack=True))
+    assert b"ada@example.com" in bytes(message.body, "utf-8")
+
+
+def test_what_waits_is_seen_and_changed_as_shown(ledger_redis: PrivateRedis) -> None:
+    with install(Celery("shop", broker=ledger_redis.url, set_as_current=False)) as app:
+        task_id = app.send_task("shop.remind", ("ada",), countdown=60).id
+        exec(only("see").text, {"app": app, "task_id": task_id})
+        assert Delay(app).ls().tasks == ()
+
+
+def test_the_example_of_a_test_passes(
+    pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    installed(require_rabbitmq)
+    for name in ("PYTEST_ADDOPTS", "PYTEST_XDIST_WORKER"):
+        monkeypatch.delenv(name, raising=False)
+    pytester.makepyfile(only("test-reminder").text)
+    pytester.runpytest_subprocess("-Werror").assert_outcomes(passed=1)
+
+
+def test_the_private_brokers_are_as_shown(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    installed(require_rabbitmq)
+    installed(require_redis)
+    installed(require_redis, embedded=True)
+    monkeypatch.chdir(short_path)
+    exec(only("private-brokers").text, {})
+    said = capsys.readouterr().out
+    assert f"redis+socket://{short_path}/var/broker/redis.sock\n" in said
+    assert "sqs://private:private@127.0.0.1:" in said
+
+
+def test_the_line_for_development_runs_a_broker_that_keeps_what_waits(short_path: Path) -> None:
+    """Ctrl-C ends it in good order; the next time the task still waits."""
+    installed(require_redis, embedded=True)
+    (line,) = {line for _, line in CONSOLE_LINES if "celery_native_delay.testing" in line}
+    command = [sys.executable, *shlex.split(line)[1:]]
+    for time in (1, 2):
+        with subprocess.Popen(
+            command, cwd=short_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        ) as process:
+            assert process.stdout is not None
+            url = process.stdout.readline().strip()
+            assert url == f"redis+socket://{short_path}/var/broker/redis.sock"
+            with install(Celery("shop", broker=url, set_as_current=False)) as app:
+                if time == 1:
+                    app.send_task("shop.remind", countdown=600)
+                assert Delay(app).count() == 1
+            process.send_signal(signal.SIGINT)
+            _, said = process.communicate(timeout=60)
+        assert (process.returncode, said) == (0, "")
+    assert processes_of(short_path.name) == []
+
+
+@pytest.mark.parametrize("server_name", ["redis"], indirect=True)
+def test_the_redis_example_is_an_app_whose_delayed_tasks_wait(empty_redis: PrivateRedis) -> None:
+    names: dict[str, object] = {}
+    exec(only("celery-redis").text.replace("redis://", empty_redis.url), names)
+    names["app"].send_task("shop.remind", countdown=60)  # type: ignore[attr-defined]
+    assert empty_redis.client.zcard("celery_delay.v2.due") == 1
+    assert empty_redis.client.llen("celery") == 0
+
+
+def test_the_sqs_example_is_an_app_whose_delayed_tasks_wait() -> None:
+    installed(require_sqs)
+    names: dict[str, Any] = {}
+    with private_sqs() as sqs:
+        exec(only("celery-sqs").text.replace("sqs://", sqs.url), names)
+        names["app"].send_task("shop.remind", countdown=60)
+        waiting = "ApproximateNumberOfMessagesDelayed"
+        url = sqs.client.get_queue_url(QueueName="celery")["QueueUrl"]
+        found = sqs.client.get_queue_attributes(QueueUrl=url, AttributeNames=[waiting])
+        assert found["Attributes"][waiting] == "1"
+
+
+def test_the_store_example_is_an_app_whose_delayed_tasks_wait(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names: dict[str, Any] = {}
+    exec(only("celery-store").text.replace("/var/lib/shop", str(tmp_path)), names)
+    app = names["app"]
+    (tmp_path / "queues").mkdir()
+    app.send_task("shop.remind")
+    app.send_task("shop.remind", countdown=60)
+    assert Delay(app).count() == 1
+    assert len(list((tmp_path / "queues").iterdir())) == 1
+    exec(only("store-outage").text, names)
+    react(app, Outage("storing", 120, "OSError: it is away"), pytest.fail)
+    assert capsys.readouterr().out == "storing has failed for 120 s: OSError: it is away\n"
+    store_outage.disconnect(names["go_on_and_call_somebody"])
+
+
+def test_the_bulk_example_sends_tasks_that_wait(
+    vhost_url: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names: dict[str, object] = {}
+    exec(only("celery").text.replace("amqp://", vhost_url), names)
+    exec(only("bulk").text, names)
+    printed, _, _ = code_beside("bulk", "print(batch.result)").rpartition(" in ")
+    assert capsys.readouterr().out.startswith(f"{printed} in ")
+    with Connection(vhost_url) as connection:
+        assert connection.default_channel.basic_get("reminders") is None
+
+
+def test_the_flush_example_runs() -> None:
+    exec(only("flush").text, {})
+
+
+def test_the_transports_are_as_shown() -> None:
+    exec(only("transport-for").text, {})
+
+
+def test_the_pgmq_example_is_an_app_whose_broker_delays() -> None:
+    pytest.importorskip("celery_native_delay.transports.pgmq", reason="kombu before 5.7")
+    names: dict[str, Any] = {}
+    exec(only("celery-pgmq").text, names)
+    transport = names["app"].connection_for_write().get_transport_cls()
+    assert transport.__module__ == "celery_native_delay.transports.pgmq"
+
+
+@shown("settings")
+def test_settings_are_known_and_taken(example: Example) -> None:
+    app = Celery("shop", broker="amqp://", set_as_current=False)
+    before = dict(app.conf)
+    exec(example.text, {"app": app})
+    changed = {name for name in dict(app.conf) if app.conf[name] != before.get(name)}
+    assert changed
+    assert all(name.startswith("native_delay_") for name in changed)
+    install(app)
+    assert installation_of(app).settings() != DelaySettings()
+
+
+def test_settings_are_taken_from_the_configuration_and_from_keywords() -> None:
+    names: dict[str, Any] = {"Celery": Celery, "install": install}
+    exec(only("settings-both").text, names)
+    found = installation_of(names["app"]).settings()
+    assert found == DelaySettings(resolution=0.05, fused_bits=8)
+
+
+def test_an_app_of_django_takes_its_settings_with_celerys_prefix(tmp_path: Path) -> None:
+    """Without Django: its settings are a module of that name, too."""
+    settings = only("django-settings").text
+    app = only("django").text.replace("django.conf:settings", "shop_settings")
+    (tmp_path / "shop_settings.py").write_text(settings)
+    (tmp_path / "shop.py").write_text(app.replace("app.autodiscover_tasks()\n", ""))
+    asked = "from shop import app; from celery_native_delay.app.install import installation_of as i"
+    asked += "; print(i(app).settings().namespace, i(app).settings().telemetry)"
+    done = subprocess.run(
+        [sys.executable, "-c", asked], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "shop_delay /var/log/shop/telemetry\n"
+
+
+def test_the_line_for_flowers_configuration_installs(tmp_path: Path) -> None:
+    """In a process of its own: it changes Flower's classes for good."""
+    asked = f"{only('flower-config').text}\nfrom flower import command; print(command.Flower)"
+    done = subprocess.run(
+        [sys.executable, "-c", asked], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert "celery_native_delay.flower" in done.stdout
+
+
+@pytest.mark.parametrize("server_name", ["redis"], indirect=True)
+def test_metrics_are_exposed_by_one_call(empty_redis: PrivateRedis) -> None:
+    with install(Celery("shop", broker=empty_redis.url, set_as_current=False)) as app:
+        names: dict[str, Any] = {"app": app}
+        exec(only("expose").text, names)
+        try:
+            assert b"celery_delay_pending" in generate_latest()
+        finally:
+            names["exposed"].close()
+
+
+def test_the_first_five_minutes_are_as_shown(
+    short_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Broker, app, worker, a task for later: each line of the page runs as it stands there."""
+    installed(require_redis, embedded=True)
+    page = [example for example in EXAMPLES if example.page == "docs/start.md"]
+    (short_path / "shop.py").write_text(only("start").text)
+    console = "".join(example.text for example in page if example.language == "console")
+    lines = dict.fromkeys(re.findall(r"^\$ (.+)$", console, re.M))
+    (promised,) = (example.text for example in page if example.language == "text")
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+
+    @contextmanager
+    def running(beginning: str, **options: Any) -> Iterator[subprocess.Popen[str]]:
+        (line,) = (line for line in lines if line.startswith(beginning))
+        words = shlex.split(line.replace("countdown=30", "countdown=3"))
+        process = subprocess.Popen(
+            words, cwd=short_path, text=True, stdout=subprocess.PIPE, **options
+        )
+        try:
+            yield process
+            process.send_signal(signal.SIGINT)
+            process.wait(timeout=60)
+        finally:
+            process.kill()
+
+    def said(beginning: str) -> str:
+        with running(beginning) as process:
+            out, _ = process.communicate(timeout=60)
+        assert process.returncode == 0, out
+        return str(out)
+
+    with running("python -m celery_native_delay.testing") as broker:
+        assert broker.stdout is not None
+        monkeypatch.setenv("BROKER_URL", broker.stdout.readline().strip())
+        with running("celery -A shop worker", stderr=subprocess.STDOUT) as worker:
+            assert worker.stdout is not None
+            log = iter(worker.stdout.readline, "")
+            assert any("ready." in line for line in log)
+            said("python -c")
+            headings, row, total = said("celery -A shop delay ls").splitlines()
+            (expected,) = re.findall(r"^due .+$", console, re.M)
+            assert headings.split() == expected.split()
+            assert re.search(r"shop\.remind .+ celery +\('ada',\) +{}$", row)
+            assert total == "1 of 1 that match"
+            assert any(promised.strip() in line for line in log)
+            said("celery -A shop delay doctor")
+
+
+def test_the_delay_commands_are_celerys(shop: Path) -> None:
+    done = subprocess.run(
+        [CELERY, "-A", "shop", "delay", "--help"], cwd=shop, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert set(re.findall(r"^  ([a-z-]+)  ", done.stdout, re.M)) == set(delay.commands)
+
+
+@lines_of("celery ")
+def test_every_celery_command_exists_with_its_options(line: str) -> None:
+    words = [word for word in shlex.split(line)[1:] if word not in ("-A", "shop")]
+    command: Any = celery_command
+    path = []
+    while isinstance(command, click.Group) and words:
+        path.append(words.pop(0))
+        command = delay if path == ["delay"] else command.commands[path[-1]]
+    known = {option for param in command.params for option in param.opts}
+    assert {word.partition("=")[0] for word in words if word.startswith("-")} <= known
+    if path[0] == "delay" and path[-1] != "flower":
+        assert "--json" in known
+        command.make_context(path[-1], words, obj=SimpleNamespace(app=Celery(set_as_current=False)))
+
+
+def test_the_plans_shown_are_what_the_command_prints(shop: Path) -> None:
+    consoles = [example.text for example in EXAMPLES if example.language == "console"]
+    plans = [text for text in consoles if re.match(r"\$ celery -A shop delay plan .*\n[^$]", text)]
+    assert len(plans) >= 2
+    for text in plans:
+        line, _, said = text.partition("\n")
+        done = subprocess.run(
+            [CELERY, *shlex.split(line)[2:]], cwd=shop, capture_output=True, text=True, check=True
+        )
+        assert done.stdout == said
+
+
+@lines_of("pip ")
+def test_every_extra_exists(line: str) -> None:
+    with (ROOT / "pyproject.toml").open("rb") as file:
+        known = tomllib.load(file)["project"]["optional-dependencies"]
+    assert set(re.findall(r"celery_native_delay\[(\w+)\]", line)) <= set(known)
+
+
+@lines_of("make ")
+def test_every_make_target_exists(line: str) -> None:
+    target = shlex.split(line)[1]
+    assert re.search(rf"^{target}:.*## ", (ROOT / "Makefile").read_text(), re.M)
+
+
+@lines_of("python -m benchmarks")
+def test_every_benchmark_exists(line: str) -> None:
+    names = shlex.split(line.replace("--only", ""))[3:]
+    assert set(names) <= set(SCENARIOS)
+
+
+def test_no_other_program_is_shown() -> None:
+    known = ("celery ", "pip ", "make ", "python -m benchmarks", "python -m celery_native_delay")
+    others = {line for where, line in CONSOLE_LINES if not line.startswith(known)}
+    start = "".join(example.text for example in EXAMPLES if example.page == "docs/start.md")
+    assert all(f"$ {line}\n" in start for line in others)
+
+
+def test_every_setting_has_its_place_in_the_reference() -> None:
+    page = (ROOT / "docs/reference/settings.md").read_text()
+    blocks = re.findall(r"^```{settings}\n(.*?)^```", page, re.M | re.S)
+    shown_names = [name for block in blocks for name in block.split()]
+    assert sorted(shown_names) == sorted(field.name for field in fields(DelaySettings))
+
+
+def test_every_public_name_has_its_place_in_the_reference() -> None:
+    pages = "".join(path.read_text() for path in (ROOT / "docs/reference").glob("*.rst"))
+    listed = re.findall(r"^\.\. \w+:: celery_native_delay\.(\w+)$", pages, re.M)
+    assert sorted(set(listed) - {"errors"}) == sorted(celery_native_delay.__all__)
+
+
+def test_the_readme_is_short_and_its_links_lead_somewhere() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert len(readme.splitlines()) <= 200
+    for target in re.findall(r"\]\((?!http)([^)#]+)", readme):
+        assert (ROOT / target).exists(), target
