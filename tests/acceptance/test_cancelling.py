@@ -57,7 +57,7 @@ def test_while_the_ledger_is_away_tasks_wait_if_they_are_to(vhost_url: str, tmp_
             assert fleet.record.runs() == []
             ledger.start()
             fleet.record.wait_for(task_id=kept.id)
-            worker.wait_for_log("dropping task", dropped.id)
+            worker.wait_for_log("is dropped: it was moved", dropped.id)
             assert {run.id for run in fleet.record.runs()} == {kept.id}
             assert ledger.pid is not None
             os.kill(ledger.pid, signal.SIGSTOP)

@@ -58,8 +58,8 @@ def test_nobody_runs_what_was_cancelled_before_the_broker_was_killed(
         mortal_streams.start()
         assert delay.cancel(late.id)
         fleet.record.wait_for(task_id=kept.id)
-        worker.wait_for_log("dropping task", dropped.id)
-        worker.wait_for_log("dropping task", late.id)
+        worker.wait_for_log("is dropped: it was moved", dropped.id)
+        worker.wait_for_log("is dropped: it was moved", late.id)
         assert [run.id for run in fleet.record.runs()] == [kept.id]
 
 
