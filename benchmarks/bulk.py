@@ -12,6 +12,7 @@ from typing import Any
 
 import amqp
 import kombu
+from celery.signals import before_task_publish
 from matplotlib.figure import Figure
 
 from benchmarks.apps import QUEUE, TASK, declare_for, make_app
@@ -77,6 +78,7 @@ def run(bench: Bench) -> Result:
             "window": Variant("apply_async loop, window", loop, _loop(app_with, "window")),
             "wait": Variant("apply_async loop, each waits", loop, _loop(app_with, "wait")),
             "bulk": Variant("bulk(app)", many, _bulk(app_with())),
+            "seen": Variant("bulk(app), tasks are seen", loop, _seen(app_with())),
             "template": Variant("its template path alone", many, _template(app_with())),
             "bare": Variant("bare py-amqp, same window", many, _bare(app_with(), stack)),
             "redis loop": Variant("Redis, apply_async loop", loop, _plain_loop(redis_app())),
@@ -125,6 +127,23 @@ def _bulk(app: Any) -> Callable[[int], None]:
 
     send(50)
     return send
+
+
+def _seen(app: Any) -> Callable[[int], None]:
+    """Each task the way apply_async takes it, as with Sentry: what bulk() is without templates."""
+    send = _bulk(app)
+
+    def watch(**_: Any) -> None:
+        pass
+
+    def send_seen(count: int) -> None:
+        before_task_publish.connect(watch)
+        try:
+            send(count)
+        finally:
+            before_task_publish.disconnect(watch)
+
+    return send_seen
 
 
 def _template(app: Any) -> Callable[[int], None]:
@@ -200,7 +219,7 @@ def conclude(ways: dict[str, Variant], rounds: int) -> Result:
     rate = {key: 1 / median(way.seconds) for key, way in ways.items()}
     result.targets += [
         Target("loop with a window : unconfirmed loop", rate["window"] / rate["off"], "≥", 0.9),
-        Target("bulk(app) : bare py-amqp", rate["bulk"] / rate["bare"], "≥", 0.8),
+        Target("bulk(app) : bare py-amqp", rate["bulk"] / rate["bare"], "≥", 0.9),
         Target(
             "template path, client CPU", median(ways["template"].cpu_seconds) * 1e6, "≤", 10, "µs"
         ),
