@@ -115,15 +115,17 @@ class Promoter:
                 rounds.close()
 
     def _promote(self, rounds: Rounds, alarm: _Alarm) -> None:
+        lag = Backoff(FIRST_LAG_SECONDS, LONGEST_LAG_SECONDS)
         lag_seconds = 0.0
         expected_us: int | None = None
         while not self._stopping.is_set():
             taken, moved = self._promote_due(rounds)
             if taken:
+                lag.reset()
                 lag_seconds = 0.0
             elif expected_us is not None and moved.next_us != expected_us:
                 # Another promoter took it. If it is still there, this was too early by a hair.
-                lag_seconds = min(max(lag_seconds * 2, FIRST_LAG_SECONDS), LONGEST_LAG_SECONDS)
+                lag_seconds = lag.failed()
             expected_us = None
             sleep_seconds = LONGEST_SLEEP_SECONDS
             if moved.wait_us is not None:
@@ -133,6 +135,7 @@ class Promoter:
                     sleep_seconds, expected_us = until_due_seconds, moved.next_us
             if alarm.wait(sleep_seconds):
                 # No other promoter knows of what has come.
+                lag.reset()
                 lag_seconds = 0.0
                 expected_us = None
 
