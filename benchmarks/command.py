@@ -30,7 +30,7 @@ from benchmarks import (
     store,
     throughput,
 )
-from benchmarks.measuring import BROKER_CONFIG, Bench, Result, load_average, log, machine
+from benchmarks.measuring import BROKER_OPTIONS, Bench, Result, load_average, log, machine
 from celery_native_delay.testing import (
     BrokerFailed,
     BrokerMissing,
@@ -143,7 +143,7 @@ def _broker(version: str | None) -> AbstractContextManager[PrivateRabbitMQ]:
         version = REFERENCE
     if version is None:
         log(f"RabbitMQ {REFERENCE} is not installed: measuring on the system's")
-    return private_rabbitmq(version=version, config=BROKER_CONFIG)
+    return private_rabbitmq(version=version, **BROKER_OPTIONS)
 
 
 def _run(name: str, bench: Bench) -> Result:

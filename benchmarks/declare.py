@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from benchmarks.apps import declare_for, make_app
 from benchmarks.charts import bars_on, figure
 from benchmarks.measuring import (
-    BROKER_CONFIG,
+    BROKER_OPTIONS,
     Bench,
     Result,
     Target,
@@ -26,7 +26,7 @@ from celery_native_delay.transports.rabbitmq.topology import Topology
 
 ROUNDS = 5
 RECONNECTS = 5
-FUSED_BITS = (DelaySettings().fused_bits, 0, 8, 16, 32)
+FUSED_BITS = (DelaySettings().fused_bits, 0, 7, 11, 31)
 """The default first."""
 IDLE_SETS = 5
 IDLE_SECONDS = 20
@@ -93,7 +93,7 @@ def idle_cost(bench: Bench, settings: DelaySettings | None) -> tuple[float, floa
     if bench.scale < 0.1:
         return float("nan"), float("nan")
     version = bench.broker.version.rpartition(".")[0]
-    with private_rabbitmq(version=version, config=BROKER_CONFIG) as broker:
+    with private_rabbitmq(version=version, **BROKER_OPTIONS) as broker:
         urls = [broker.new_vhost() for _ in range(IDLE_SETS)]
         before = _idle(broker.pid)
         for url in urls:

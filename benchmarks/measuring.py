@@ -23,8 +23,11 @@ from celery_native_delay.testing import PrivateRabbitMQ, vhost_name
 
 REFRESH_SECONDS = 0.25
 
-BROKER_CONFIG = "collect_statistics_interval = 5000"
-"""Statistics as rarely as RabbitMQ gathers them by default, not as often as tests want them."""
+BROKER_OPTIONS = {
+    "config": "collect_statistics_interval = 5000",
+    "erlang_arguments": "-rabbit quorum_tick_interval 5000",
+}
+"""Figures as rarely as RabbitMQ gathers them by default, not as often as tests want them."""
 
 REDIS_CONFIG = "appendfsync everysec\n"
 """Redis writes as safely as it does by default, not as a test that ends with its block wants it."""

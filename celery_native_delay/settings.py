@@ -26,8 +26,11 @@ LONGEST_HOP_SECONDS = 900
 #: A million messages of 1 kB kept are a gigabyte; beyond some thousands none goes out faster.
 MAX_CONFIRM_WINDOW = 1_000_000
 
-#: Bits that are waited for together: 15 queues for one hop instead of four.
+#: Fused bits that are waited for together: 15 queues for one hop instead of four.
 FUSED_WIDTH = 4
+#: The lowest of them are the fractions of a second at the default resolution: most delays are
+#: whole seconds, and spread over all 15 queues of a group that begins with the second.
+FRACTION_BITS = 3
 
 _PREFIX = "native_delay_"
 
@@ -70,11 +73,12 @@ class DelaySettings:
     Defaults to 31 (8.5 years at 125 ms)."""
     resolution: float = 0.125
     """Seconds of level 0, a whole number of milliseconds; delays are rounded up to it."""
-    fused_bits: int = 12
-    """So many of the lowest bits of a delay are waited for four at a time, in one of 15 queues,
-    instead of one at a time: fewer hops per message, and room for more messages per second, for
-    more level queues. A multiple of 4; 0 is purely binary. Defaults to 12: delays below 8.5
-    minutes take at most three hops."""
+    fused_bits: int = 15
+    """So many of the lowest bits of a delay are waited for in groups, each in one of up to 15
+    queues, instead of one at a time: fewer hops per message, and room for more messages per second,
+    for more level queues. The lowest group has three bits, which are the fractions of a second at
+    the default resolution, the others four: 3, 7, 11, 15 and so on; 0 is purely binary. Defaults to
+    15: whole seconds below an hour take at most three hops."""
     queue_type: str = "quorum"
     """"quorum", or "classic": one node, may lose what hops while the broker crashes."""
     confirm_publish: str = "wait"
@@ -166,11 +170,15 @@ class DelaySettings:
         """The longest delay that the levels can hold, in seconds."""
         return ((1 << self.levels) - 1) * self.resolution_ms / 1000
 
+    def lowest_bit(self, bit: int) -> int:
+        """The lowest bit of the delay level that *bit* belongs to."""
+        if bit >= self.fused_bits:
+            return bit
+        return max(0, bit - (bit - FRACTION_BITS) % FUSED_WIDTH)
+
     def _largest_step(self, levels: int) -> int:
         """Units of the longest single wait: all bits of the top level."""
-        top = levels - 1
-        lowest = top - top % FUSED_WIDTH if top < self.fused_bits else top
-        return (1 << levels) - (1 << lowest)
+        return (1 << levels) - (1 << self.lowest_bit(levels - 1))
 
     def _most_levels(self) -> int:
         fits = (n for n in range(self.levels, 0, -1) if self._fits_ttl(n))
@@ -255,8 +263,7 @@ def _expected(name: str, value: Any) -> str:
             whole = fits and abs(value * 1000 - round(value * 1000)) < 1e-6
             return "" if whole else "seconds from 0.001 to 3600, a whole number of milliseconds"
         case "fused_bits":
-            fits = _is_int(value) and 0 <= value <= 60 and value % FUSED_WIDTH == 0
-            return "" if fits else f"a multiple of {FUSED_WIDTH} from 0 to 60"
+            return "" if _is_int(value) and 0 <= value <= 60 else "a whole number from 0 to 60"
         case "queue_type":
             return "" if value in ("quorum", "classic") else '"quorum" or "classic"'
         case "confirm_publish":

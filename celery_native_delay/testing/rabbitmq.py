@@ -73,11 +73,13 @@ def private_rabbitmq(
     management: bool = True,
     config: str = "",
     advanced_config: str = "",
+    erlang_arguments: str = "",
 ) -> Iterator[PrivateRabbitMQ]:
     """Run a RabbitMQ node of our own until the block ends.
 
     *version* picks an installation ("3.10", "4.3"); None is the system's. *config* is more lines
-    of rabbitmq.conf, *advanced_config* the text of advanced.config. Without *management* the node
+    of rabbitmq.conf, *advanced_config* the text of advanced.config, *erlang_arguments* are added to
+    those of the runtime and win. Without *management* the node
     starts a little sooner and everything that asks the HTTP API raises.
 
     Raises BrokerMissing when that version is not installed, BrokerFailed when it does not start.
@@ -87,6 +89,7 @@ def private_rabbitmq(
         management=management,
         config=config,
         advanced_config=advanced_config,
+        erlang_arguments=erlang_arguments,
     )
     try:
         rabbitmq.start()
@@ -110,10 +113,12 @@ class PrivateRabbitMQ:
         management: bool = True,
         config: str = "",
         advanced_config: str = "",
+        erlang_arguments: str = "",
     ) -> None:
         self.installation = installation
         self.version = installation.version
         self.management = management
+        self._erlang_arguments = f"{_ERLANG_ARGUMENTS} {erlang_arguments}"
         self._claims = claim_ports(4)
         self.port, self._management_port, self._distribution_port, self._epmd_port = map(
             port_of, self._claims
@@ -309,7 +314,7 @@ class PrivateRabbitMQ:
             "RABBITMQ_PLUGINS_EXPAND_DIR": str(home / "plugins"),
             "RABBITMQ_GENERATED_CONFIG_DIR": str(home / "generated"),
             "RABBITMQ_PID_FILE": str(home / "node.pid"),
-            "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": _ERLANG_ARGUMENTS,
+            "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": self._erlang_arguments,
             "RABBITMQ_CTL_ERL_ARGS": "-kernel inet_dist_use_interface {127,0,0,1}",
             # The script then becomes the node instead of watching over it: our child process is
             # the node itself, and waiting for it means that it is really gone.

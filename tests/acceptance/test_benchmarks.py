@@ -42,5 +42,5 @@ def test_scenarios_write_tables_and_pictures(tmp_path: Path) -> None:
         assert (tmp_path / f"{name}.png").read_bytes().startswith(b"\x89PNG")
     table = (tmp_path / "results.md").read_text()
     assert "| ours, countdown=60 |" in table
-    assert "| ours, 12 bits fused |" in table
+    assert "| ours, 15 bits fused |" in table
     assert "Targets" in run.stdout

@@ -183,6 +183,23 @@ def test_mixed_due_times_and_queues_arrive_once_and_on_time(app: Celery, url: st
     assert (result.sent, result.confirmed, result.refused) == (count, count, [])
 
 
+def test_a_loop_that_sends_slowly_holds_no_task_back(app: Celery, url: str) -> None:
+    """Tasks are sent together, but none waits for the next one: it would come late."""
+    most = 40
+    with inbox(url, "plain") as letters, bulk(app) as batch:
+
+        def has_come() -> bool:
+            """One that went by the template, as the first do not."""
+            return any(body[0][0] >= 5 for body in bodies(letters.arrivals))
+
+        for number in range(most):
+            batch.send("shop.remind", (number,), countdown=1)
+            letters.receive_until(has_come, timeout_seconds=0.4)
+            if has_come():
+                break
+        assert has_come(), f"it had not come after {most} sends"
+
+
 def test_what_a_batch_says_stands_in_every_message(app: Celery, url: str) -> None:
     """Whichever way it goes; of its own headers each has its own."""
     with inbox(url, "plain") as letters:

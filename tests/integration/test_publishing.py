@@ -104,7 +104,7 @@ def test_a_connection_keeps_its_own_confirm_mode(vhost_url: str, confirm: bool) 
 
 def test_the_option_takes_settings_in_every_form(vhost_url: str) -> None:
     with Connection(vhost_url, transport_options={"native_delay": True}) as connection:
-        assert delays_of(connection).topology.name == "celery_delay.v1.31x125ms.f12.quorum"
+        assert delays_of(connection).topology.name == "celery_delay.v1.31x125ms.f15.quorum"
     with Connection(vhost_url, transport_options={"native_delay": {"levels": 0}}) as connection:
         declare_queue(connection, "orders")
         with pytest.raises(SettingsError, match="native_delay_levels"):

@@ -42,7 +42,7 @@ def test_every_binding_and_every_dead_lettering_is_an_arrow(drawing: Any) -> Non
 
 @pytest.mark.parametrize(
     ("fused_bits", "waits"),
-    [(12, ["1 min 4 s", "26 s"]), (0, ["1 min 4 s", "16 s", "8 s", "2 s"])],
+    [(15, ["1 min 20 s", "10 s"]), (0, ["1 min 4 s", "16 s", "8 s", "2 s"])],
 )
 def test_the_path_of_a_message_has_all_its_waits(
     drawing: Any, fused_bits: int, waits: list[str]

@@ -22,7 +22,7 @@ from celery_native_delay.transports.rabbitmq.topology import (
 )
 
 TOPOLOGY = Topology(DelaySettings(levels=2))
-DELIVERY = "celery_delay.v1.2x125ms.f12.quorum.delivery"
+DELIVERY = "celery_delay.v1.2x125ms.f15.quorum.delivery"
 
 
 @pytest.fixture
@@ -252,7 +252,7 @@ def test_a_landing_queue_is_declared_before_it_is_bound() -> None:
 def test_who_has_to_land_learns_it_from_a_mark_declared_last() -> None:
     *landing, mark = must_land_declarations(TOPOLOGY, "news.eu")
     assert landing == list(landing_declarations(TOPOLOGY, "news.eu"))
-    assert mark == Exchange("celery_delay.v1.2x125ms.f12.quorum.lands.news%2Eeu", "fanout")
+    assert mark == Exchange("celery_delay.v1.2x125ms.f15.quorum.lands.news%2Eeu", "fanout")
 
 
 @pytest.mark.parametrize(

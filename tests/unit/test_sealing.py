@@ -22,8 +22,8 @@ from celery_native_delay.transports.rabbitmq.sealing import (
 NOW_US = 1_795_176_000_000_000
 DUE_US = NOW_US + 60_000_000
 
-LEVEL = "celery_delay.v1.31x125ms.f12.quorum.level-07"
-DELIVERY = "celery_delay.v1.31x125ms.f12.quorum.delivery"
+LEVEL = "celery_delay.v1.31x125ms.f15.quorum.level-07"
+DELIVERY = "celery_delay.v1.31x125ms.f15.quorum.delivery"
 
 patient = settings(deadline=None, max_examples=100)
 

@@ -82,7 +82,7 @@ def publication(draw: Any, kind: dict[str, Any]) -> Publication:
     if draw(st.booleans()):
         sealed["expiration"] = str(draw(st.integers(1, 10**9)))
     body = draw(st.binary(max_size=200) | st.integers(0, 9_000).map(lambda size: b"x" * size))
-    levels = "celery_delay.v1.31x125ms.f12.quorum.level-07.entry"
+    levels = "celery_delay.v1.31x125ms.f15.quorum.level-07.entry"
     return Publication(amqp.Message(body, **sealed), levels, f"0.1.{kind['key']}")
 
 

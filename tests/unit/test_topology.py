@@ -6,6 +6,7 @@ first release.
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ TEN_YEARS_MS = 10 * 365 * 86400 * 1000
 
 MAX_UNITS = 2**31 - 1
 
-FUSED = (0, 4, 8, 12, 16, 32)
+FUSED = (0, 1, 3, 7, 12, 15, 31, 60)
 
 each_fused = pytest.mark.parametrize("fused_bits", FUSED)
 patient = settings(deadline=None, max_examples=60)
@@ -104,11 +105,11 @@ def _arguments(arguments: dict[str, Any]) -> list[str]:
 
 FROZEN: dict[str, dict[str, Any]] = {
     "f0": {"fused_bits": 0},
-    "f8": {"fused_bits": 8},
-    "f12": {"fused_bits": 12},
-    "f32": {"fused_bits": 32},
-    "f12_classic": {"queue_type": "classic"},
-    "f12_stream_ledger": {"ledger": "stream"},
+    "f7": {"fused_bits": 7},
+    "f15": {"fused_bits": 15},
+    "f31": {"fused_bits": 31},
+    "f15_classic": {"queue_type": "classic"},
+    "f15_stream_ledger": {"ledger": "stream"},
 }
 
 
@@ -119,13 +120,13 @@ def test_topology_v1_is_frozen(golden: str, changes: dict[str, Any]) -> None:
     assert render(list(topology(**changes).plan())) == frozen
 
 
-def test_the_default_plan_fuses_the_lowest_12_bits() -> None:
-    assert render(list(topology().plan())) == (GOLDEN / "topology_v1_f12.txt").read_text()
+def test_the_default_plan_fuses_the_lowest_15_bits() -> None:
+    assert render(list(topology().plan())) == (GOLDEN / "topology_v1_f15.txt").read_text()
 
 
 def test_a_landing_queue_sends_on_at_once_to_the_users_exchange() -> None:
     assert topology().landing("news.fanout") == Queue(
-        "celery_delay.v1.31x125ms.f12.quorum.landing-exchange.news%2Efanout",
+        "celery_delay.v1.31x125ms.f15.quorum.landing-exchange.news%2Efanout",
         {
             "x-queue-type": "quorum",
             "x-queue-leader-locator": "balanced",
@@ -140,12 +141,12 @@ def test_a_landing_queue_sends_on_at_once_to_the_users_exchange() -> None:
 def test_the_landing_queue_of_a_queue_sends_on_to_that_queue_alone() -> None:
     levels = topology(levels=4)
     assert levels.queue_landing("jobs") == Queue(
-        "celery_delay.v1.4x125ms.f12.quorum.landing-queue.jobs",
+        "celery_delay.v1.4x125ms.f15.quorum.landing-queue.jobs",
         {
             "x-queue-type": "quorum",
             "x-queue-leader-locator": "balanced",
             "x-message-ttl": 0,
-            "x-dead-letter-exchange": "celery_delay.v1.4x125ms.f12.quorum.delivery",
+            "x-dead-letter-exchange": "celery_delay.v1.4x125ms.f15.quorum.delivery",
             "x-dead-letter-routing-key": "0.0.0.0.%%q.jobs",
             "x-dead-letter-strategy": "at-least-once",
             "x-overflow": "reject-publish",
@@ -175,15 +176,16 @@ def test_a_delay_is_written_bit_by_bit(fused_bits: int, units: int, routing_key:
     ("fused_bits", "units", "queues"),
     [
         (0, 0b1_1011, ["04", "03", "01", "00"]),
-        (4, 0b1_1011, ["04", "00-b"]),
-        (8, 0b1_1011, ["04-1", "00-b"]),
-        (12, 0b1_0001_0000_1111, ["12", "08-1", "00-f"]),
-        (16, 0b1_0001_0000_1111, ["12-1", "08-1", "00-f"]),
-        (32, MAX_UNITS, ["28-7", *(f"{bit:02d}-f" for bit in range(24, -1, -4))]),
-        (12, MAX_UNITS, [*map(str, range(30, 11, -1)), "08-f", "04-f", "00-f"]),
+        (3, 0b1_1011, ["04", "03", "00-3"]),
+        (7, 0b1_1011, ["03-3", "00-3"]),
+        (8, 0b1101_1011, ["07-1", "03-b", "00-3"]),
+        (11, 0b1000_1000_0111_1111, ["15", "11", "03-f", "00-7"]),
+        (15, 0b1000_1000_0111_1111, ["15", "11-1", "03-f", "00-7"]),
+        (31, MAX_UNITS, [*(f"{bit:02d}-f" for bit in range(27, 0, -4)), "00-7"]),
+        (15, MAX_UNITS, [*map(str, range(30, 14, -1)), "11-f", "07-f", "03-f", "00-7"]),
     ],
 )
-def test_fused_bits_are_waited_for_four_at_a_time_and_others_one_by_one(
+def test_fused_bits_are_waited_for_in_groups_and_others_one_by_one(
     fused_bits: int, units: int, queues: list[str]
 ) -> None:
     levels = topology(fused_bits=fused_bits)
@@ -192,11 +194,22 @@ def test_fused_bits_are_waited_for_four_at_a_time_and_others_one_by_one(
     assert trip.waited_ms == units * 125
 
 
-def test_any_delay_below_eight_and_a_half_minutes_takes_three_hops_at_most() -> None:
+def test_whole_seconds_below_an_hour_take_three_hops_at_most_and_fractions_one_more() -> None:
     levels = topology()
-    most = 1 << 12
-    assert most * 0.125 == 512
-    assert {len(levels.path(units)) for units in range(1, most)} == {1, 2, 3}
+    units_per_second = 8
+    most_seconds = (1 << 15) // units_per_second
+    assert most_seconds == 4096
+    hops = [len(levels.path(units)) for units in range(1, most_seconds * units_per_second)]
+    assert max(hops[units_per_second - 1 :: units_per_second]) == 3
+    assert max(hops) == 4
+
+
+def test_whole_seconds_spread_over_all_queues_of_a_group() -> None:
+    """A level queue passes 32 messages at a time: one that half of all tasks met would be full."""
+    levels = topology()
+    met = Counter(hop.queue for seconds in range(1, 256) for hop in levels.path(seconds * 8))
+    assert len(met) == 30
+    assert set(met.values()) == {16}
 
 
 @pytest.mark.parametrize("units", [-1, MAX_UNITS + 1])
@@ -235,9 +248,9 @@ def test_a_message_waits_exactly_its_delay_and_arrives_once(
 
 
 def waits(units: int, fused_bits: int) -> int:
-    """Groups of four bits that are not zero, and bits above them that are not."""
+    """Groups of three, then of four bits that are not zero, and bits above them that are not."""
     low = units & ((1 << fused_bits) - 1)
-    groups = (low >> bit & 15 for bit in range(0, fused_bits, 4))
+    groups = [low & 7, *(low >> bit & 15 for bit in range(3, fused_bits, 4))]
     return (units >> fused_bits).bit_count() + sum(group > 0 for group in groups)
 
 
@@ -334,10 +347,10 @@ def test_the_walk_names_a_message_that_has_no_way_on() -> None:
 @pytest.mark.parametrize(
     ("changes", "name"),
     [
-        ({}, "celery_delay.v1.31x125ms.f12.quorum"),
-        ({"namespace": "shop.eu"}, "shop.eu.v1.31x125ms.f12.quorum"),
-        ({"levels": 28, "resolution": 1}, "celery_delay.v1.28x1000ms.f12.quorum"),
-        ({"queue_type": "classic"}, "celery_delay.v1.31x125ms.f12.classic"),
+        ({}, "celery_delay.v1.31x125ms.f15.quorum"),
+        ({"namespace": "shop.eu"}, "shop.eu.v1.31x125ms.f15.quorum"),
+        ({"levels": 28, "resolution": 1}, "celery_delay.v1.28x1000ms.f15.quorum"),
+        ({"queue_type": "classic"}, "celery_delay.v1.31x125ms.f15.classic"),
         ({"fused_bits": 0}, "celery_delay.v1.31x125ms.f0.quorum"),
         ({"fused_bits": 16, "queue_type": "classic"}, "celery_delay.v1.31x125ms.f16.classic"),
     ],

@@ -31,6 +31,9 @@ from .window import NotConfirmedInTime, Publication, Sendable
 
 logger = logging.getLogger(__name__)
 
+#: Seconds that a message is held back at most, so that others are written with it.
+LINGER_SECONDS = 0.005
+
 #: Seconds between two looks at what no further publish comes for.
 SETTLE_SECONDS = 0.5
 
@@ -72,6 +75,7 @@ class Outbox:
         self._published_at = monotonic()
         self._settler: Thread | None = None
         self._wake = Event()
+        self._is_settler_slow = False
         #: How often it has connected; other connections look again for what they rely on then.
         self.connects = 0
         #: Set when the broker has been away for too long, or does not let us in.
@@ -111,6 +115,8 @@ class Outbox:
             self._published_at = monotonic()
             if self._settler is None:
                 self._start_settler()
+            elif self._is_settler_slow:
+                self._wake.set()
 
     def flush(self, *, timeout_seconds: float | None) -> None:
         """Return when the broker has confirmed everything.
@@ -245,14 +251,20 @@ class Outbox:
                 self._settler = None
 
     def _settle(self) -> None:
-        pause = SETTLE_SECONDS
+        pause = LINGER_SECONDS
         while True:
-            self._wake.wait(pause)
+            if self._wake.wait(pause):
+                self._wake.clear()
+            pause = LINGER_SECONDS
+            sender = self._sender
+            lingers = sender is not None and sender.unwritten_seconds >= LINGER_SECONDS
+            if not lingers and monotonic() - self._published_at < SETTLE_SECONDS:
+                continue  # without the lock, which a fast loop needs all the time
             with self.lock:
-                pause = SETTLE_SECONDS
                 idle_seconds = monotonic() - self._published_at
-                if idle_seconds < SETTLE_SECONDS:
-                    continue
+                self._is_settler_slow = idle_seconds >= SETTLE_SECONDS
+                if self._is_settler_slow:
+                    pause = SETTLE_SECONDS
                 if not self.unconfirmed_count:
                     if idle_seconds > IDLE_SECONDS:
                         self.lose()
@@ -271,6 +283,7 @@ class Outbox:
                         exc_info=not expected,
                     )
                     self.lose()
+                    self._is_settler_slow = True
                     pause = _LONGEST_RETRY_SECONDS
 
 

@@ -52,6 +52,12 @@ class Sender:
         unconfirmed = 0 if self._channel is None else self._channel.unconfirmed_count
         return len(self._again) + unconfirmed
 
+    @property
+    def unwritten_seconds(self) -> float:
+        """The time for which a message has waited to be written with others; 0 without one."""
+        channel = self._channel
+        return 0.0 if channel is None else channel.unwritten_seconds
+
     def send(self, message: Sendable, *, timeout_seconds: float | None = None) -> None:
         """Send without waiting, unless the window is full; in doubt from here on.
 

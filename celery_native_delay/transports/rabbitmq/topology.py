@@ -7,12 +7,12 @@ hold these declarations (tests/unit/golden).
 
 A delay is a number of units of the resolution, written in binary: one word of the routing key for
 each bit, most significant first. Above the fused bits a level is one bit, with one queue, whose
-TTL is that bit's worth. Below, a level is four bits, with one queue for each of their 15 values:
-all messages pass the low bits, each queue passes only so many at a time, and four bits cost one hop
-(``DelaySettings.fused_bits``). A message enters at the queue of its highest level that is not zero
-and is dead-lettered to the exchange of the next lower one; from there straight to the next queue
-that it waits in. The last is the delivery exchange, where the words behind the bits, the address
-(``address.py``), lead to the destination queue.
+TTL is that bit's worth. Below, a level is four bits (the lowest: three), with one queue for each of
+their values but 0: all messages pass the low bits, each queue passes only so many at a time, and
+four bits cost one hop (``DelaySettings.fused_bits``). A message enters at the queue of its highest
+level that is not zero and is dead-lettered to the exchange of the next lower one; from there
+straight to the next queue that it waits in. The last is the delivery exchange, where the words
+behind the bits, the address (``address.py``), lead to the destination queue.
 """
 
 from __future__ import annotations
@@ -21,9 +21,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
-from ...settings import FUSED_WIDTH, DelaySettings
+from ...settings import DelaySettings
 from .address import SHORTSTR_BYTES, hashed_address, queue_address, short_word
 from .stream_names import LedgerStreams
 
@@ -166,11 +167,8 @@ class Topology:
     @cached_property
     def levels(self) -> list[Level]:
         """The delay levels, lowest first."""
-        fused = [
-            Level(bit, min(FUSED_WIDTH, self._fused_bits - bit))
-            for bit in range(0, self._fused_bits, FUSED_WIDTH)
-        ]
-        return fused + [Level(bit, 1) for bit in range(self._fused_bits, self.bit_count)]
+        lowest = [bit for bit in range(self.bit_count) if self.settings.lowest_bit(bit) == bit]
+        return [Level(bit, above - bit) for bit, above in pairwise([*lowest, self.bit_count])]
 
     @cached_property
     def level_queues(self) -> list[Hop]:
@@ -326,7 +324,7 @@ class Topology:
     def _first_hop(self, units: int) -> Hop:
         """The queue of the highest level in *units*, which are more than 0."""
         top = units.bit_length() - 1
-        bit = top - top % FUSED_WIDTH if top < self._fused_bits else top
+        bit = self.settings.lowest_bit(top)
         value = units >> bit
         hop = self._hops.get(value << bit)
         if hop is None:

@@ -80,6 +80,7 @@ class WindowChannel(OwnChannel):
         self._returning: Counter[Hashable] = Counter()
         self._unwritten: list[bytes] = []
         self._unwritten_bytes = 0
+        self._unwritten_since = 0.0
         self._came_back: list[Sendable] = []
         self._nacked: list[Sendable] = []
 
@@ -99,6 +100,11 @@ class WindowChannel(OwnChannel):
         return len(self._unconfirmed)
 
     @property
+    def unwritten_seconds(self) -> float:
+        """The time for which the oldest message has waited to be written; 0 without one."""
+        return monotonic() - self._unwritten_since if self._unwritten else 0.0
+
+    @property
     def unconfirmed(self) -> list[Sendable]:
         """The messages that the broker has yet to confirm, oldest first."""
         return list(self._unconfirmed.values())
@@ -111,6 +117,8 @@ class WindowChannel(OwnChannel):
 
     def write_soon(self, frames: bytes) -> None:
         """Write together with those that follow, before anything is waited for."""
+        if not self._unwritten:
+            self._unwritten_since = monotonic()
         self._unwritten.append(frames)
         self._unwritten_bytes += len(frames)
         if len(self._unwritten) >= WRITE_MESSAGES or self._unwritten_bytes >= WRITE_BYTES:
