@@ -1,6 +1,6 @@
 """What the conformance suite needs of a broker, and the brokers that it runs on.
 
-A new transport adds its broker here and its id in conftest.py; the promises stay as they are.
+A new transport adds its broker here, to ``BROKERS`` and ``running_broker()``; the promises stay.
 """
 
 from __future__ import annotations
