@@ -118,7 +118,8 @@ class Topology:
         self.resolution_ms = settings.resolution_ms
         self.bit_count = settings.levels
         self.max_units = (1 << self.bit_count) - 1
-        self._fused_bits = min(settings.fused_bits, self.bit_count)
+        #: By bit: the lowest one of its level.
+        self._lowest_bits = [settings.lowest_bit(bit) for bit in range(self.bit_count)]
         self._hops: dict[int, Hop] = {}
         self.space = f"{settings.namespace}.{VERSION}"
         self.name = (
@@ -167,8 +168,8 @@ class Topology:
     @cached_property
     def levels(self) -> list[Level]:
         """The delay levels, lowest first."""
-        lowest = [bit for bit in range(self.bit_count) if self.settings.lowest_bit(bit) == bit]
-        return [Level(bit, above - bit) for bit, above in pairwise([*lowest, self.bit_count])]
+        bits = [*sorted(set(self._lowest_bits)), self.bit_count]
+        return [Level(bit, above - bit) for bit, above in pairwise(bits)]
 
     @cached_property
     def level_queues(self) -> list[Hop]:
@@ -324,11 +325,11 @@ class Topology:
     def _first_hop(self, units: int) -> Hop:
         """The queue of the highest level in *units*, which are more than 0."""
         top = units.bit_length() - 1
-        bit = self.settings.lowest_bit(top)
+        bit = self._lowest_bits[top]
         value = units >> bit
         hop = self._hops.get(value << bit)
         if hop is None:
-            fused = f"-{value:x}" if top < self._fused_bits else ""
+            fused = f"-{value:x}" if top < self.settings.fused_bits else ""
             hop = Hop(f"{self.level_exchange(bit)}{fused}", self.resolution_ms * (value << bit))
             self._hops[value << bit] = hop
         return hop
