@@ -92,7 +92,7 @@ cp /etc/hosts "$0/etc/hosts"
 printf "#!/bin/sh\nexit 101\n" >"$0/usr/sbin/policy-rc.d"
 chmod 755 "$0/usr/sbin/policy-rc.d"
 export DEBIAN_FRONTEND=noninteractive
-chroot "$0" apt-get install -qq -y --no-install-recommends rabbitmq-server
+chroot "$0" apt-get install -qq -y --no-install-recommends rabbitmq-server python3-venv
 chroot "$0" apt-get clean
 '
 
