@@ -1,6 +1,6 @@
 """Functions and files of ours that a delayed task passes: ``python -m benchmarks.paths``.
 
-What somebody has to read who wants to know what happens; the first publish also declares the
+All that a newcomer has to read who wants to know what happens; the first publish also declares the
 levels, and a receipt includes what the worker asks before it runs the task.
 """
 

@@ -136,7 +136,7 @@ def send_mix(broker: DemoBroker) -> list[Run]:
 
 
 def note_starts(runs: list[Run], record: Path) -> list[str]:
-    """Copy the starts that the worker has recorded into *runs*; returns those nobody expects."""
+    """Copy the starts that the worker has recorded into *runs*; returns the unexpected ones."""
     expected = {(run.task_id, run.retries): run for run in runs}
     unexpected: list[str] = []
     for run in runs:
@@ -230,7 +230,7 @@ def problems(
         elif run.state != "on time":
             yield f"{run.title}: {run.late_ms:.1f} ms late, expected 0 to {run.late_limit_ms} ms"
     for attempt in unexpected:
-        yield f"{attempt}: ran, and nobody expected it"
+        yield f"{attempt}: ran, and was not expected"
     if broker.answers and not held:
         yield "the worker has not told what it holds"
     elif any(held):

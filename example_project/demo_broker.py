@@ -167,7 +167,7 @@ def composed_rabbitmq() -> Iterator[str]:
 
 
 def free_ports(count: int) -> list[int]:
-    """TCP ports that nobody listens on, at least a moment ago."""
+    """TCP ports without a listener, at least a moment ago."""
     with ExitStack() as stack:
         sockets = [
             stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)

@@ -221,7 +221,7 @@ class Delay:
         found = channel.ledger(settings)
         if found is None:
             raise NoLedger(
-                "nobody can look into the delay levels of RabbitMQ: set native_delay_ledger = "
+                "RabbitMQ's delay levels cannot be looked into: set native_delay_ledger = "
                 '"redis://…" or "stream" in workers and producers'
             )
         try:

@@ -88,7 +88,7 @@ class Record:
         return self.state in (COMMITTED, ALL)
 
 
-class Verdict(Enum):
+class Fate(Enum):
     """The fate of a fenced message in a worker."""
 
     RUN = "run"
@@ -97,17 +97,17 @@ class Verdict(Enum):
     """Let it wait: the run is not sealed."""
 
 
-def verdict(record: Record, stamp: Stamp) -> Verdict:
+def fate(record: Record, stamp: Stamp) -> Fate:
     """The fate of a message of *stamp* while its run has *record*."""
     match record.state:
         case "open":
-            return Verdict.HOLD
+            return Fate.HOLD
         case "committed":
             won = record.winners.get(str(stamp.partition)) == stamp.attempt
-            return Verdict.RUN if won else Verdict.DROP
+            return Fate.RUN if won else Fate.DROP
         case "aborted":
-            return Verdict.DROP
-    return Verdict.RUN  # of a later release, too: rather twice than never
+            return Fate.DROP
+    return Fate.RUN  # of a later release, too: rather twice than never
 
 
 def is_overdue(record: Record | None, *, now: float) -> bool:

@@ -23,7 +23,7 @@ from celery.utils.log import get_logger
 from ..errors import FenceUnavailable
 from ..fence import FenceStore, fence_store
 from ..fence import run as fence
-from ..fence.run import Record, Stamp, Verdict
+from ..fence.run import Fate, Record, Stamp
 from ..settings import DelaySettings
 from .arrival import Arrival, AskAgain, Drop, LookUp, Ruling, WaitUntil
 
@@ -75,12 +75,12 @@ class Fence:
             return self._hold(arrival, None)
         if record.is_final:
             self._remember(stamp.run, record)
-        match fence.verdict(record, stamp):
-            case Verdict.RUN:
+        match fence.fate(record, stamp):
+            case Fate.RUN:
                 # The attempt that won is a task like others: its retries are not asked for again.
                 del headers[fence.HEADER]
                 return None
-            case Verdict.DROP:
+            case Fate.DROP:
                 return _lost(stamp, record)
         return self._hold(arrival, record)
 

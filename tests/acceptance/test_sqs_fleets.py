@@ -124,7 +124,7 @@ def test_an_installed_producer_is_told_whose_receiver_does_not_relay(fleet: Flee
         timeout=PATIENCE_SECONDS,
     )
     (warning,) = [line for line in done.stderr.splitlines() if "native delay" in line]
-    assert "nobody-delay.fifo: not found, so nobody relays for 'nobody'" in warning
+    assert "nobody-delay.fifo: not found, so no relay serves 'nobody'" in warning
 
 
 def test_a_worker_whose_delay_queue_is_wrong_says_so_and_runs_what_is_immediate(

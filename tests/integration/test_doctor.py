@@ -339,7 +339,7 @@ def test_what_lies_parked_on_rabbitmq_and_policies_are_named(
     rabbitmq.api("PUT", f"/operator-policies/{vhost}/guard", operators)
     operator, users = sorted(of_level(app, WRONG), key=lambda each: each.problem)
     assert operator.problem.startswith("operator policy 'guard' sets expires on 1 delay queue(s)")
-    assert "whoever runs the broker" in operator.remedy
+    assert "the broker's administrator" in operator.remedy
     for key in definition:
         assert key in users.problem
     rabbitmq.clear_policy(vhost, "everything")

@@ -338,7 +338,7 @@ def test_one_wrong_delay_queue_keeps_no_other_from_its_relay(
     with delaying(sqs.url) as connection, inbox(connection, "jobs") as received:
         part = part_of(connection, "other", "jobs")
         assert "in jobs-delay.fifo; relaying" in part.prepare(sqs.url)
-        assert "nobody relays for 'other': other-delay.fifo: MessageRetention" in caplog.text
+        assert "no relay serves 'other': other-delay.fifo: MessageRetention" in caplog.text
         publish(connection, "hello", "jobs", delay=1.5)
         relay = part.promoter(lambda: delaying(sqs.url))
         with beside(relay.run, stop=relay.stop):
@@ -409,7 +409,7 @@ def test_a_sender_is_told_that_nobody_has_ever_relayed(
         for _ in range(2):
             publish(connection, "hello", "jobs", delay=60)
         arrivals = received.wait_for(2)
-        assert "jobs-delay.fifo: not found, so nobody relays for 'jobs'" in caplog.text
+        assert "jobs-delay.fifo: not found, so no relay serves 'jobs'" in caplog.text
         assert caplog.text.count("not found") == 1
         assert [round(60 + each.lateness_seconds) for each in arrivals] == [HOP_SECONDS] * 2
 
@@ -525,7 +525,7 @@ def test_a_producer_goes_on_after_its_delay_queue_was_deleted(
         publish(connection, "hello", "jobs", delay=60)
         received.connection.default_channel.queue_declare(queue="jobs")
         assert received.wait_for(1)[0].body == "hello"
-    assert "not found, so nobody relays" in caplog.text
+    assert "not found, so no relay serves" in caplog.text
 
 
 def test_nobody_can_look_into_sqs_and_that_is_said(sqs: PrivateSqs) -> None:

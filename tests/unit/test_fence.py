@@ -13,13 +13,13 @@ from celery_native_delay.fence.run import (
     LONGEST_HOLD_SECONDS,
     OPEN,
     SHORTEST_HOLD_SECONDS,
+    Fate,
     Record,
     Stamp,
-    Verdict,
+    fate,
     given_up,
     hold_seconds,
     is_overdue,
-    verdict,
 )
 from celery_native_delay.settings import is_fence_url
 
@@ -51,20 +51,20 @@ def test_a_record_is_read_as_it_was_written_also_by_an_older_release() -> None:
 @pytest.mark.parametrize(
     ("record", "attempt", "expected"),
     [
-        (Record(OPEN, NOW, deadline=NOW + 1), "0-a", Verdict.HOLD),
-        (Record(COMMITTED, NOW, winners={"3": "0-a"}), "0-a", Verdict.RUN),
-        (Record(COMMITTED, NOW, winners={"3": "0-a"}), "1-b", Verdict.DROP),
-        (Record(COMMITTED, NOW, winners={"4": "0-a"}), "0-a", Verdict.DROP),
-        (Record(COMMITTED, NOW), "0-a", Verdict.DROP),
-        (Record(ABORTED, NOW), "0-a", Verdict.DROP),
-        (Record(ALL, NOW), "0-a", Verdict.RUN),
-        (Record("of a later release", NOW), "0-a", Verdict.RUN),
+        (Record(OPEN, NOW, deadline=NOW + 1), "0-a", Fate.HOLD),
+        (Record(COMMITTED, NOW, winners={"3": "0-a"}), "0-a", Fate.RUN),
+        (Record(COMMITTED, NOW, winners={"3": "0-a"}), "1-b", Fate.DROP),
+        (Record(COMMITTED, NOW, winners={"4": "0-a"}), "0-a", Fate.DROP),
+        (Record(COMMITTED, NOW), "0-a", Fate.DROP),
+        (Record(ABORTED, NOW), "0-a", Fate.DROP),
+        (Record(ALL, NOW), "0-a", Fate.RUN),
+        (Record("of a later release", NOW), "0-a", Fate.RUN),
     ],
 )
 def test_the_record_of_a_run_decides_which_attempt_runs(
-    record: Record, attempt: str, expected: Verdict
+    record: Record, attempt: str, expected: Fate
 ) -> None:
-    assert verdict(record, Stamp("run", 3, attempt)) is expected
+    assert fate(record, Stamp("run", 3, attempt)) is expected
 
 
 @pytest.mark.parametrize(
@@ -85,8 +85,8 @@ def test_a_worker_seals_what_nobody_sealed_in_time(record: Record | None, overdu
 def test_the_policy_for_a_driver_that_died() -> None:
     """Rather twice than never is one, rather never than twice the other."""
     stamp = Stamp("run", 0, "0-a")
-    assert verdict(given_up("run", now=NOW, by="w"), stamp) is Verdict.RUN
-    assert verdict(given_up("drop", now=NOW, by="w"), stamp) is Verdict.DROP
+    assert fate(given_up("run", now=NOW, by="w"), stamp) is Fate.RUN
+    assert fate(given_up("drop", now=NOW, by="w"), stamp) is Fate.DROP
 
 
 def test_only_what_cannot_change_is_remembered() -> None:

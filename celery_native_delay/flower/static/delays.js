@@ -235,7 +235,7 @@
                 var where = [task.exchange, task.routing_key].filter(Boolean).map(isolated).join(" \u2192 "),
                     due = task.due ? ", due " + timeTag(Date.parse(task.due) * 1000) : "";
                 list.append("<li>" + isolated(task.task || "(no task)") + " " + isolated(task.id) +
-                    "<small>to " + (where || "nobody knows") + due + "</small></li>");
+                    "<small>to " + (where || "an unknown queue") + due + "</small></li>");
             });
             if (answer.tasks && parked > answer.tasks.length) {
                 list.append($("<li>").text("and " + number(parked - answer.tasks.length) + " more"));
@@ -662,7 +662,7 @@
             refresh().always(function () { setTimeout(again, REFRESH_MS); });
         }());
         setInterval(function () {
-            // Under the hands of whoever chooses nothing moves.
+            // Under the hands of a user who chooses nothing moves.
             if (!selected.size && !allMatch && !busy && !$(byId("list")).hasClass("d-none") && !$("#delays-table .dropdown-menu.show").length) {
                 table.ajax.reload(null, false);
             }

@@ -45,7 +45,7 @@ POLICY_KINDS = {"policy": "policy", "operator policy": "operator_policy"}
 _WAYS_OUT = {
     "policy": "narrow its pattern, or give a policy for ^{ours} without these keys a higher "
     "priority",
-    "operator policy": "have whoever runs the broker narrow its pattern: no policy of yours "
+    "operator policy": "have the broker's administrator narrow its pattern: no policy of yours "
     "outranks it",
 }
 

@@ -144,7 +144,7 @@ class Sender:
         others: list[Sendable] = []
         for message in channel.take_returned():
             (ours if is_delay_name(message.exchange) else others).append(message)
-        self._refuse(others, "nobody is bound there (NO_ROUTE)", returned=True)
+        self._refuse(others, "no queue is bound there (NO_ROUTE)", returned=True)
         if ours:
             # The queues that they were to wait in were deleted.
             self._again.extend(ours)

@@ -173,7 +173,7 @@ return {#members, #done, parked, now, first[2] and tonumber(first[2]) or -1, ref
 """
 
 #: In front of MOVE_ON where the server knows script flags (Redis 7): what waits must drain while
-#: maxmemory keeps everybody else from writing.
+#: maxmemory keeps other clients from writing.
 ALLOW_OOM = "#!lua flags=allow-oom\n"
 
 #: KEYS due, messages, parked, promoting. Returns waiting, parked, entries, overdue, µs until the

@@ -28,7 +28,7 @@ from ..virtual.watching import SHOWN_SECONDS
 from .keys import Keys
 from .scripts import ADD, ALLOW_OOM, CENSUS, DISCARD, MOVE_ON, REMOVE, REPLACE
 
-#: Messages that one script promotes. More are hardly faster and keep Redis from everybody else
+#: Messages that one script promotes. More are hardly faster and keep Redis from other clients
 #: for longer: 0.45 ms for 100, 4.7 ms for 1000.
 BATCH = 100
 

@@ -39,7 +39,7 @@ class Breaker:
         return away_seconds
 
 
-def nobody_asked(outage: Outage) -> None:
+def not_told(outage: Outage) -> None:
     """Tell of no outage: a process that only publishes is told by an error."""
 
 
@@ -48,7 +48,7 @@ class Breakers:
     """Breakers for all that a store is asked to do; *on_outage* is called when one opens."""
 
     outage_seconds: float
-    on_outage: Callable[[Outage], object] = nobody_asked
+    on_outage: Callable[[Outage], object] = not_told
     store: Breaker = field(init=False)
     fetch: Breaker = field(init=False)
     dispatch: Breaker = field(init=False)

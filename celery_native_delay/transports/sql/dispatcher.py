@@ -21,7 +21,7 @@ from ..interface import Outage
 from ..virtual.watching import Sign
 from .alarm import Alarm
 from .batch import Batch
-from .breakers import Breaker, nobody_asked
+from .breakers import Breaker, not_told
 from .handover import HandOver, hand_over_on
 from .store import Store
 
@@ -73,7 +73,7 @@ class Dispatcher:
                 self._step()
         finally:
             self._store.on_add = lambda due_us: None
-            self._store.breakers.on_outage = nobody_asked
+            self._store.breakers.on_outage = not_told
             self._disconnect()
             self._alarm.close()
 

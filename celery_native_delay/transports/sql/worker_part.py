@@ -36,7 +36,7 @@ class StoreWorkerPart(WorkerPart):
             found = f"{census.waiting} waiting, {census.parked} parked"
         except StoreUnavailable as exc:
             logger.warning("native delay: %s; it is asked again until it answers", exc)
-            found = "nobody knows how many yet"
+            found = "how many is not known yet"
         return (
             f"{store.shown_url} holds delayed tasks of {where}: {found}; "
             f"dispatching in this worker; longest delay "

@@ -209,7 +209,7 @@ class Delays(delays.Delays):
             else:
                 way_out = "start an installed worker or run `celery -A PROJ delay relay`"
             _say_once(
-                f"{name}: not found, so nobody relays for {queue!r}. Tasks that are due in more "
+                f"{name}: not found, so no relay serves {queue!r}. Tasks that are due in more "
                 f"than {duration(self.hop_seconds)} wait for so long in SQS, and then in the "
                 f"memory of a plain worker, where visibility_timeout may run them twice: {way_out}"
             )

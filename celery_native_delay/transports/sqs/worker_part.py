@@ -45,7 +45,7 @@ class SqsWorkerPart(WorkerPart):
             refuse(wrong)
         for queue, findings in wrong.items():
             told = "; ".join(map(str, findings))
-            logger.critical("native delay: nobody relays for %r: %s", queue, told)
+            logger.critical("native delay: no relay serves %r: %s", queue, told)
         self._queues = [queue for queue in self._queues if queue not in wrong]
         for name in lacking:
             logger.warning(

@@ -180,7 +180,7 @@ class StreamLedger:
 
         followed.follower.wait_until(decided)
         winner = followed.memory.decisions.successor(task.delivery_id)
-        return "" if winner == new_id else "somebody else has changed it meanwhile"
+        return "" if winner == new_id else "another change came first"
 
     def _fetch(self, place: Place, delivery_id: str) -> Entry:
         """A message as it was published, from where it stands."""
