@@ -22,7 +22,7 @@ from celery_native_delay import delay_headers, flush_delayed
 from celery_native_delay.bulk import bulk
 from celery_native_delay.due_time import due_us as due_us_of
 from celery_native_delay.testing import private_redis
-from celery_native_delay.transports.rabbitmq.bulk_line import BulkLine
+from celery_native_delay.transports.rabbitmq.bulk_publisher import BulkPublisher
 from celery_native_delay.transports.rabbitmq.window import WindowChannel
 from example_project.folder_broker import SCHEME
 
@@ -148,29 +148,29 @@ def _seen(app: Any) -> Callable[[int], None]:
 
 def _template(app: Any) -> Callable[[int], None]:
     """What bulk() does for a message whose body and ids are there already."""
-    line = BulkLine(app.connection_for_write(), window=WINDOW)
+    publisher = BulkPublisher(app.connection_for_write(), window=WINDOW)
     task_id, body = "0" * 36, b"[[0], {}, {}]"
 
     def send(count: int) -> None:
-        line.publish(
+        publisher.publish(
             lambda producer: app.tasks[TASK].apply_async(
                 (0,), countdown=COUNTDOWN_SECONDS, producer=producer, retry=False
             )
         )
-        kind = line.learn()
+        kind = publisher.learn()
         assert kind is not None
         eta = datetime.fromtimestamp(time() + COUNTDOWN_SECONDS, UTC)
         due_us, text = due_us_of(eta), eta.isoformat()
         for _ in range(count):
-            assert line.send(kind, due_us, task_id, text, "(0,)", "{}", body)
-        line.settle(timeout_seconds=60)
+            assert publisher.send(kind, due_us, task_id, text, "(0,)", "{}", body)
+        publisher.outbox.settle(timeout_seconds=60)
 
     send(50)
     return send
 
 
 def _bare(app: Any, stack: ExitStack) -> Callable[[int], None]:
-    """One message that is sealed already, again and again: what py-amqp and the broker take."""
+    """One message that is wrapped already, again and again: what py-amqp and the broker take."""
     delays = stack.enter_context(app.connection_for_write()).default_channel.delays
     connection = stack.enter_context(kombu.Connection(app.conf.broker_url))
     connection.connect()

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from benchmarks.charts import bars_on, figure
 from benchmarks.measuring import REDIS_CONFIG, Bench, Result, Target, median, percentile, quiet
 from celery_native_delay.testing import PrivateRedis, private_redis
-from celery_native_delay.transports.redis.envelope import Destination, entry_of
+from celery_native_delay.transports.redis.entry import Destination, entry_of
 from celery_native_delay.transports.redis.store import BATCH, Rounds, Store
 
 FEW, MANY = 1_000, 1_000_000

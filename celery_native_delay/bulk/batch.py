@@ -115,7 +115,7 @@ class Bulk:
         self._headers = dict(headers or {})
         self._ids = RandomIds()
         self._kinds: Any = None
-        self._line: Any = None
+        self._publisher: Any = None
         self._second = -1
         self._iso_parts = ("", "")
         self._started = 0.0
@@ -123,8 +123,8 @@ class Bulk:
     def __enter__(self) -> Self:
         with self._app.connection_for_write() as connection:
             check_broker(connection)
-            self._line = connection.transport.bulk_line(window=self._window)
-        self._kinds = Kinds(self._plain, self._line, self._iso)
+            self._publisher = connection.transport.bulk_publisher(window=self._window)
+        self._kinds = Kinds(self._plain, self._publisher, self._iso)
         self._app.finalize()
         self._tasks = self._app._tasks
         self._timezone = self._app.timezone
@@ -142,13 +142,13 @@ class Bulk:
     ) -> None:
         result = self.result
         try:
-            self._line.settle(timeout_seconds=self._timeout_seconds)
+            self._publisher.outbox.settle(timeout_seconds=self._timeout_seconds)
         except TimeoutError:
-            result.in_doubt += self._line.give_up()
+            result.in_doubt += self._publisher.outbox.give_up()
         finally:
-            result.refused += self._line.take_refused()
+            result.refused += self._publisher.outbox.take_refused()
             result.seconds = monotonic() - self._started
-            self._line.close()
+            self._publisher.outbox.close()
         self._tell()
         if kind is None and self._check and (result.refused or result.in_doubt):
             raise PublishRefused(f"{result}", (*result.refused, *result.in_doubt))
@@ -200,9 +200,9 @@ class Bulk:
             kind = self._kinds.of(key, hooks)
             if kind is not None:
                 made = self._made(known, args, kwargs or {}, eta, countdown)
-                if made is not None and kind.serves(made, self._line.generation):
+                if made is not None and kind.serves(made, self._publisher.outbox.connects):
                     _, due_us, *others = made
-                    sent = self._line.send(kind.way, due_us, task_id, *others)
+                    sent = self._publisher.send(kind.way, due_us, task_id, *others)
                     result.by_template += sent
         if not sent:
             self._send_the_long_way(task, known, args, kwargs, eta, countdown, task_id, options)
@@ -219,7 +219,7 @@ class Bulk:
     @property
     def has_given_up(self) -> bool:
         """True if the broker has been away for too long, or does not let the app in."""
-        return bool(self._line.has_given_up)
+        return bool(self._publisher.outbox.has_given_up)
 
     # --- private -------------------------------------------------------------------------
 
@@ -294,11 +294,11 @@ class Bulk:
             else:
                 known.apply_async(args, kwargs, **with_producer)
 
-        self._line.publish(publish)
+        self._publisher.publish(publish)
 
     def _tell(self) -> None:
         result = self.result
-        result.refused += self._line.take_refused()
+        result.refused += self._publisher.outbox.take_refused()
         result.seconds = monotonic() - self._started
         if self._on_progress is not None:
             self._on_progress(result)

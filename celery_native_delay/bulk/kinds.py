@@ -36,7 +36,8 @@ class Made(NamedTuple):
 
 @dataclass(slots=True)
 class Kind:
-    """Tasks of one name with the same options; *way* is what the line has learnt of them.
+    """Tasks of one name with the same options; *way* is what the publisher has learnt of
+    them.
 
     Valid on one connection, while *hooks* are what they were. Once *checked*, it serves for the
     arguments in *body*, and for all once that is None.
@@ -71,10 +72,10 @@ class Sample(NamedTuple):
 class Kinds:
     """All kinds of tasks of one batch; keys are the caller's."""
 
-    def __init__(self, plain: PlainPublishing, line: Any, iso: Callable[[int], str]) -> None:
+    def __init__(self, plain: PlainPublishing, publisher: Any, iso: Callable[[int], str]) -> None:
         """Begin with none known; *iso* makes an ETA of microseconds since the epoch."""
         self._plain = plain
-        self._line = line
+        self._publisher = publisher
         self._iso = iso
         self._kinds: dict[Any, Kind] = {}
         #: Kinds for which a template does not do.
@@ -96,14 +97,14 @@ class Kinds:
         """Find out from a task whether others of its kind need not go the long way."""
         key, now_us = sample.key, time_ns() // 1000
         kind = self.of(key, sample.hooks)
-        generation = self._line.generation
+        generation = self._publisher.outbox.connects
         if kind is None or kind.generation != generation or now_us > kind.way.valid_until_us:
             self._begin(sample, kind, now_us)
         elif sample.made is not None and not (kind.checked and kind.body is None):
             found = self._difference(kind, sample, now_us)
             if found:
                 self._unlike.add(key)
-                name = (self._line.last_headers or {}).get("task")
+                name = (self._publisher.last_headers or {}).get("task")
                 self._say(logging.WARNING, f"two tasks {name!r} differ unexpectedly in {found}")
             elif found is not None:
                 kind.checked = True
@@ -125,11 +126,11 @@ class Kinds:
             self._witnessed[key] = hooks
             self._say(logging.INFO, witness)
             return
-        headers = self._line.last_headers or {}
-        way = self._line.learn() if headers.get("id") == sample.task_id else None
+        headers = self._publisher.last_headers or {}
+        way = self._publisher.learn() if headers.get("id") == sample.task_id else None
         if way is None:
             return
-        kind = Kind(way, hooks, self._line.generation, way.body)
+        kind = Kind(way, hooks, self._publisher.outbox.connects, way.body)
         alike = before is not None and self._difference(before, sample, now_us) == ""
         if before is not None and before.checked and alike:
             kind.checked, kind.body = True, before.body
@@ -142,7 +143,7 @@ class Kinds:
         """
         if sample.made is None:
             return None
-        headers = self._line.last_headers
+        headers = self._publisher.last_headers
         at_us, due_us, eta, *others = sample.made
         if headers is not None and HEADER not in headers:
             return "its wait" if due_us > now_us else None
@@ -154,7 +155,7 @@ class Kinds:
             if not due_us - 1 <= their_due_us <= due_us + now_us - at_us + 1:
                 return "header 'eta'"
             eta = self._iso(their_due_us)
-        return str(self._line.difference(kind.way, sample.task_id, eta, *others))
+        return str(self._publisher.difference(kind.way, sample.task_id, eta, *others))
 
     def _say(self, level: int, why: str) -> None:
         """Log once in a batch why tasks do not go by template."""

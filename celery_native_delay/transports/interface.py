@@ -1,7 +1,8 @@
-"""The interface of any transport to workers and the command line.
+"""The interface of any transport to workers, the command line and batches.
 
-A channel that can delay has ``worker_part(settings)`` and ``admin_part(settings)``; its own class
-decides what lies behind, so that no caller has to know which broker it is.
+A channel that can delay has ``worker_part(settings)`` and ``admin_part(settings)``, its transport
+``bulk_publisher(window=…)``; their own class decides what lies behind, so that no caller has to
+know which broker it is.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import Enum
-from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from ..durations import duration
-from ..errors import NativeDelayError, RefusedMessage
+from ..errors import NativeDelayError
 from ..finding import Finding
 from ..message import Delayed
 from ..settings import DelaySettings
@@ -305,64 +306,3 @@ class CountsByLedger(Protocol):
 
         May take as long as a ledger has to answer.
         """
-
-
-class Outbox(Protocol):
-    """A keeper of messages until the broker has answered for them."""
-
-    connects: int
-    """How often it has connected."""
-    has_given_up: bool
-    """True if the broker has been away for too long, or will not have us."""
-
-    def settle(self, *, timeout_seconds: float | None) -> None:
-        """See :meth:`Line.settle`."""
-
-    def take_refused(self) -> list[RefusedMessage]:
-        """See :meth:`Line.take_refused`."""
-
-    def give_up(self) -> list[RefusedMessage]:
-        """See :meth:`Line.give_up`."""
-
-    def close(self) -> None:
-        """See :meth:`Line.close`."""
-
-
-OutboxT = TypeVar("OutboxT", bound=Outbox)
-
-
-class Line(Generic[OutboxT]):
-    """A way of their own for many messages, as far as it is the same for every broker."""
-
-    def __init__(self, outbox: OutboxT) -> None:
-        self._outbox = outbox
-
-    def settle(self, *, timeout_seconds: float | None) -> None:
-        """Return when the broker has answered for everything.
-
-        Raises:
-            TimeoutError: it has not after *timeout_seconds*, or it is known that it will not.
-        """
-        self._outbox.settle(timeout_seconds=timeout_seconds)
-
-    def take_refused(self) -> list[RefusedMessage]:
-        """The messages that the broker refused since the last time."""
-        return self._outbox.take_refused()
-
-    def give_up(self) -> list[RefusedMessage]:
-        """The messages that the broker has yet to answer for; none of them is sent again."""
-        return self._outbox.give_up()
-
-    @property
-    def generation(self) -> int:
-        """Changes with every new connection: what was learnt on the last is not valid any more."""
-        return self._outbox.connects
-
-    @property
-    def has_given_up(self) -> bool:
-        """True if the broker has been away for too long, or will not have us."""
-        return self._outbox.has_given_up
-
-    def close(self) -> None:
-        """Close the connection; what is in doubt is given up."""
-        self._outbox.close()

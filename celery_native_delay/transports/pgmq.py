@@ -13,7 +13,7 @@ from kombu.transport import pgmq
 
 from ..settings import DelaySettings
 from .lasting import is_lasting_sql
-from .virtual.bulk_line import BulkLine
+from .virtual.bulk_publisher import BulkPublisher
 from .virtual.channel import DelayingTransport, PublishingChannel
 from .virtual.collecting import Collecting, PlainPut
 from .virtual.outbox import Batch, CallingOutbox, NotTaken
@@ -92,6 +92,6 @@ class Transport(DelayingTransport, pgmq.Transport):  # type: ignore[misc]
         """The place where delayed messages wait; needs no connection."""
         return "their queue of pgmq, invisible"
 
-    def bulk_line(self, *, window: int) -> BulkLine:
-        """A line for many messages; the connection itself is not touched."""
-        return BulkLine(Outbox(self.client, window))
+    def bulk_publisher(self, *, window: int) -> BulkPublisher:
+        """A publisher of many messages, on a connection of its own."""
+        return BulkPublisher(Outbox(self.client, window))

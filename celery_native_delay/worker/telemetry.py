@@ -45,8 +45,8 @@ _as_json = json.JSONEncoder(separators=(",", ":"), default=str).encode
 
 DAY_US = 86_400_000_000
 
-#: Of a message whose broker leaves no trace of a wait.
-_NO_TRACES = object()
+#: Of a message whose broker does not tell of a wait.
+_UNTOLD = object()
 
 #: Failures that only the worker's main process sees.
 _ENDED_FROM_OUTSIDE: tuple[tuple[type[BaseException], str], ...] = (
@@ -271,13 +271,13 @@ def waited(message: Any, *, now_ms: int) -> bool | None:
     headers = getattr(message, "headers", None) or {}
     # While Celery makes its request, a message that has waited is without it.
     due_ms = due_ms_of({"eta": getattr(message, "kept_eta", None) or headers.get("eta")})
-    trace: Any = getattr(message, "native_delay", _NO_TRACES)
-    if due_ms is None or trace is _NO_TRACES:
+    wait: Any = getattr(message, "native_delay", _UNTOLD)
+    if due_ms is None or wait is _UNTOLD:
         return None
-    if trace is None:
-        # Put back by a fence, it has lost the trace of its first wait.
+    if wait is None:
+        # Put back by a fence, it does not tell of its first wait any more.
         return False if due_ms <= now_ms and HEADER not in headers else None
-    return True if trace.due_us <= due_ms * 1000 else None
+    return True if wait.due_us <= due_ms * 1000 else None
 
 
 def outcome_of(state: str | None, retval: Any) -> str:

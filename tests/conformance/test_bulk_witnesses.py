@@ -419,7 +419,7 @@ def test_after_a_reconnect_one_message_shows_that_all_is_as_it_was(space: str) -
         with bulk(app) as batch:
             for number in range(8):
                 if number == 4:
-                    outbox = batch._line._outbox
+                    outbox = batch._publisher.outbox
                     with outbox.lock:
                         (outbox.lose if hasattr(outbox, "lose") else outbox._lose)()
                     batch.send("shop.remind", (8,), countdown=0.2, headers={})  # connects
@@ -427,6 +427,6 @@ def test_after_a_reconnect_one_message_shows_that_all_is_as_it_was(space: str) -
         # On RabbitMQ some may be there twice.
         letters.receive_until(lambda: len({str(each.body) for each in letters.arrivals}) == 9)
     app.close()
-    assert batch._line.generation == 2
+    assert batch._publisher.outbox.connects == 2
     assert batch.result.confirmed == 9
     assert batch.result.by_template == 2 + 3

@@ -21,7 +21,7 @@ from celery_native_delay.testing import (
     require_redis,
     vhost_name,
 )
-from celery_native_delay.transports.rabbitmq import bulk_line
+from celery_native_delay.transports.rabbitmq import bulk_publisher
 from celery_native_delay.transports.virtual import outbox
 from pytest_celery_native_delay import installed
 from tests.brokers import on_one_version, self_signed_certificate
@@ -30,7 +30,7 @@ from tests.postgresql import private_postgresql
 from tests.waiting import wait_until
 
 #: No wait for a broker ends before that.
-PATIENCE_SECONDS = bulk_line.PATIENCE_SECONDS
+PATIENCE_SECONDS = bulk_publisher.PATIENCE_SECONDS
 
 NOBODY = "127.0.0.1:1"
 
@@ -148,7 +148,7 @@ def test_a_database_that_does_not_let_us_in_is_asked_once(
 @pytest.mark.parametrize(
     ("url", "module"),
     [
-        pytest.param(f"amqp://{NOBODY}", bulk_line, id="rabbitmq", marks=pytest.mark.ci),
+        pytest.param(f"amqp://{NOBODY}", bulk_publisher, id="rabbitmq", marks=pytest.mark.ci),
         pytest.param(f"redis://{NOBODY}", outbox, id="redis"),
         pytest.param(
             f"sqla+postgresql+psycopg://postgres@{NOBODY}/shop",

@@ -26,9 +26,9 @@ from celery_native_delay.message import HEADER
 from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis
 from celery_native_delay.transports.interface import Rescue, Wait
 from celery_native_delay.transports.rabbitmq.parking import rescue
-from celery_native_delay.transports.rabbitmq.sealing import DEATH_HEADERS
 from celery_native_delay.transports.rabbitmq.topology import is_delay_name
 from celery_native_delay.transports.rabbitmq.worker_part import RabbitMQWorkerPart
+from celery_native_delay.transports.rabbitmq.wrapping import DEATH_HEADERS
 from tests.integration.test_parity import MORE_EXAMPLES, PAST
 from tests.integration.traffic import (
     SETTINGS,

@@ -33,8 +33,8 @@ from celery_native_delay.transports.rabbitmq.address import (
 )
 from celery_native_delay.transports.rabbitmq.parking import peek
 from celery_native_delay.transports.rabbitmq.routes import LONGEST_ASKED_BYTES
-from celery_native_delay.transports.rabbitmq.sealing import DEATH_HEADERS, HEADER, Delayed
 from celery_native_delay.transports.rabbitmq.topology import Topology, is_delay_name
+from celery_native_delay.transports.rabbitmq.wrapping import DEATH_HEADERS, HEADER, Delayed
 from pytest_celery_native_delay import IN_CI
 from tests.integration.traffic import (
     SETTINGS,

@@ -20,7 +20,7 @@ from celery_native_delay import PublishRefused, install
 from celery_native_delay.bulk import bulk
 from celery_native_delay.testing import PrivateRedis, private_sentinel
 from celery_native_delay.testing.redis_installation import ServerName
-from celery_native_delay.transports.redis.envelope import opened_entry
+from celery_native_delay.transports.redis.entry import opened_entry
 from celery_native_delay.transports.redis.keys import Keys
 from tests.integration.redis_traffic import connector, promoting
 from tests.waiting import wait_until
@@ -241,7 +241,7 @@ def test_a_server_that_does_not_answer_leaves_them_in_doubt(own_redis: PrivateRe
             batch.send("shop.remind", (0,), countdown=600)
             wait_until(lambda: own_redis.client.zcard(KEYS.due) == 1)
             # The server has told that it has it; the answer to the line itself may be under way.
-            wait_until(lambda: not batch._line._outbox.unanswered_count)
+            wait_until(lambda: not batch._publisher.outbox.unanswered_count)
             own_redis.client.client_pause(3_000, all=True)
             for number in range(1, 151):
                 batch.send("shop.remind", (number,), countdown=600)

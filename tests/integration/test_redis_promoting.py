@@ -21,7 +21,7 @@ from celery_native_delay.testing import (
 )
 from celery_native_delay.testing.redis_installation import ServerName
 from celery_native_delay.transports.redis import promoter as module
-from celery_native_delay.transports.redis.envelope import Destination, entry_of
+from celery_native_delay.transports.redis.entry import Destination, entry_of
 from celery_native_delay.transports.redis.promoter import Promoter
 from pytest_celery_native_delay import installed
 from tests.brokers import self_signed_certificate

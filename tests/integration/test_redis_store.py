@@ -11,7 +11,7 @@ import pytest
 from celery_native_delay import BrokerFull, NotPermitted
 from celery_native_delay.redis_server import Server
 from celery_native_delay.testing import PrivateRedis
-from celery_native_delay.transports.redis.envelope import Destination, entry_of
+from celery_native_delay.transports.redis.entry import Destination, entry_of
 from celery_native_delay.transports.redis.keys import Keys
 from celery_native_delay.transports.redis.store import BATCH, Rounds, Store
 from tests.integration.redis_traffic import promote

@@ -41,7 +41,7 @@ def app(shared_sqs: PrivateSqs, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cel
 
 def listen(batch: Bulk, event: str, listener: Callable[..., None]) -> None:
     """Tell *listener* of the requests of *batch*, which has sent something."""
-    events = batch._line._outbox.channel.sqs().meta.events
+    events = batch._publisher.outbox.channel.sqs().meta.events
     events.register(f"{event}.sqs.SendMessageBatch", listener)
 
 
@@ -62,9 +62,11 @@ def test_ten_go_in_a_request(shared_sqs: PrivateSqs, app: Celery) -> None:
 
     with bulk(app) as batch:
         batch.send("shop.remind", (0,), countdown=HOUR)
-        batch._line.settle(timeout_seconds=PATIENCE_SECONDS)
+        batch._publisher.outbox.settle(timeout_seconds=PATIENCE_SECONDS)
         listen(batch, "before-parameter-build", count)
-        with batch._line._outbox.lock:  # so that the batch is sent when it is full, and not before
+        with (
+            batch._publisher.outbox.lock
+        ):  # so that the batch is sent when it is full, and not before
             for number in range(1, 101):
                 batch.send("shop.remind", (number,), countdown=HOUR)
     assert sizes == [10] * 10
@@ -86,9 +88,9 @@ def test_what_is_refused_for_now_is_sent_again_alone_and_is_there_once(
 
     with bulk(app) as batch:
         batch.send("shop.remind", (0,), countdown=HOUR)
-        batch._line.settle(timeout_seconds=PATIENCE_SECONDS)
+        batch._publisher.outbox.settle(timeout_seconds=PATIENCE_SECONDS)
         listen(batch, "after-call", throttle)
-        with batch._line._outbox.lock:
+        with batch._publisher.outbox.lock:
             for number in range(1, 11):
                 batch.send("shop.remind", (number,), countdown=HOUR)
     assert batch.result.confirmed == 11
@@ -129,7 +131,7 @@ def test_an_sqs_that_is_away_leaves_them_in_doubt(shared_sqs: PrivateSqs, app: C
     def send_all() -> None:
         with batch:
             batch.send("shop.remind", (0,), countdown=HOUR)
-            batch._line.settle(timeout_seconds=PATIENCE_SECONDS)
+            batch._publisher.outbox.settle(timeout_seconds=PATIENCE_SECONDS)
             shared_sqs.kill()
             for number in range(1, 21):
                 batch.send("shop.remind", (number,), countdown=HOUR)

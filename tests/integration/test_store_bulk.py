@@ -21,7 +21,7 @@ from celery_native_delay import PublishRefused, UnsupportedBroker, install
 from celery_native_delay.bulk import bulk
 from celery_native_delay.transports.sql.batch_numbers import NumberedBatches
 from celery_native_delay.transports.sql.delays import BROADCAST, Put
-from celery_native_delay.transports.sql.schema import LINES, METADATA
+from celery_native_delay.transports.sql.schema import METADATA, OUTBOXES
 from celery_native_delay.transports.sql.store import Store
 from tests.conformance.brokers import Broker, options_of, running_broker, settings_of
 from tests.waiting import wait_until
@@ -55,7 +55,7 @@ def numbers(store: Store) -> list[int]:
 
 def lines(store: Store) -> int:
     with store.engine.connect() as connection:
-        return int(connection.execute(select(func.count()).select_from(LINES)).scalar_one())
+        return int(connection.execute(select(func.count()).select_from(OUTBOXES)).scalar_one())
 
 
 @pytest.fixture
@@ -171,7 +171,7 @@ def test_a_store_that_stays_away_leaves_them_in_doubt(postgresql: Broker, shop: 
     def send_all() -> None:
         with batch:
             batch.send("shop.remind", (0,), countdown=600)
-            wait_until(lambda: not batch._line._outbox.unanswered_count)
+            wait_until(lambda: not batch._publisher.outbox.unanswered_count)
             postgresql._server.stop()  # type: ignore[attr-defined]
             for number in range(1, 51):
                 batch.send("shop.remind", (number,), countdown=600)

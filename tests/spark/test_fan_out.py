@@ -25,7 +25,7 @@ from celery_native_delay.spark import FanOut, task_id_of
 from celery_native_delay.spark.receipts import Receipt
 from celery_native_delay.spark.sending import SendJob, send_rows
 from celery_native_delay.testing import private_rabbitmq
-from celery_native_delay.transports.rabbitmq import bulk_line
+from celery_native_delay.transports.rabbitmq import bulk_publisher
 from celery_native_delay.transports.virtual import outbox
 from tests.brokers import installed_rabbitmq
 from tests.integration import redis_traffic
@@ -322,7 +322,7 @@ def test_nothing_is_warned_of_that_is_sent_in_time(
 @pytest.mark.parametrize(
     ("url", "line", "said"),
     [
-        ("amqp://127.0.0.1:1", bulk_line, "refused"),
+        ("amqp://127.0.0.1:1", bulk_publisher, "refused"),
         ("sqla+sqlite:////nowhere/shop.db", outbox, "StoreUnavailable"),
     ],
     ids=["rabbitmq", "store"],

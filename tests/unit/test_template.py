@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from celery_native_delay.bulk.batch import short_repr
 from celery_native_delay.message import Delayed
-from celery_native_delay.transports.rabbitmq.bulk_line import fields_of, frames_of
-from celery_native_delay.transports.rabbitmq.sealing import seal
+from celery_native_delay.transports.rabbitmq.bulk_publisher import fields_of, frames_of
 from celery_native_delay.transports.rabbitmq.template import FramedTask, Template
 from celery_native_delay.transports.rabbitmq.window import Publication
+from celery_native_delay.transports.rabbitmq.wrapping import wrap
 
 saferepr = pytest.importorskip("celery.utils.saferepr").saferepr
 
@@ -71,7 +71,7 @@ def publication(draw: Any, kind: dict[str, Any]) -> Publication:
         "correlation_id": task_id,
         "reply_to": kind["reply_to"],
     }
-    sealed = seal(
+    wrapped = wrap(
         properties,
         Delayed(
             draw(st.uuids()).hex, draw(st.integers(2**45, 2**51)), kind["exchange"], kind["key"]
@@ -80,10 +80,10 @@ def publication(draw: Any, kind: dict[str, Any]) -> Publication:
         limit_priority=False,
     )
     if draw(st.booleans()):
-        sealed["expiration"] = str(draw(st.integers(1, 10**9)))
+        wrapped["expiration"] = str(draw(st.integers(1, 10**9)))
     body = draw(st.binary(max_size=200) | st.integers(0, 9_000).map(lambda size: b"x" * size))
     levels = "celery_delay.v1.31x125ms.f15.quorum.level-07.entry"
-    return Publication(amqp.Message(body, **sealed), levels, f"0.1.{kind['key']}")
+    return Publication(amqp.Message(body, **wrapped), levels, f"0.1.{kind['key']}")
 
 
 @given(st.data(), kinds())

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kombu.utils.json import dumps
 
-from celery_native_delay.transports.virtual.sealing import encoded, sealed
 from celery_native_delay.transports.virtual.template import Template, fields_of, refused_of
+from celery_native_delay.transports.virtual.wrapping import encoded, wrapped
 
 texts = st.text(max_size=80)
 names = st.text(min_size=1, max_size=60)
@@ -67,7 +67,7 @@ def envelope(draw: Any, kind: dict[str, Any]) -> dict[str, Any]:
             "delivery_tag": draw(ids),
         },
     }
-    return sealed(message, due_ms=draw(st.integers(2**40, 2**41)))
+    return wrapped(message, due_ms=draw(st.integers(2**40, 2**41)))
 
 
 @given(st.data(), kinds())

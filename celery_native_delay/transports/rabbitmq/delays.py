@@ -1,4 +1,4 @@
-"""Delayed publishing on one connection: make sure of the levels, seal, send, confirm."""
+"""Delayed publishing on one connection: make sure of the levels, wrap, send, confirm."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from .own_channel import OwnChannel
 from .preparation import Preparation, Prepared
 from .recording import Recorder
 from .routes import Routes
-from .sealing import COUNTED_BY_THE_QUEUE, seal
 from .topology import Topology
 from .window import Publication
+from .wrapping import COUNTED_BY_THE_QUEUE, wrap
 
 #: The headers dict and delivery id of a publish that failed in this thread: kombu's retry passes
 #: the very same dict, and a resent message must keep its id.
@@ -265,12 +265,12 @@ class Delays:
         user: str | None = None,
         recorded: bool = True,
     ) -> Publication:
-        """*message* as it enters the levels, sealed, and told to the ledger if it is *recorded*.
+        """*message* as it enters the levels, wrapped, and told to the ledger if it is *recorded*.
 
         One that *lands* keeps its own routing key, beside which ours travels as BCC.
         """
         topology = self.topology
-        properties = seal(
+        properties = wrap(
             message.properties,
             delayed,
             now_us=now_us,
@@ -298,10 +298,10 @@ class Delays:
             key = topology.routing_key(
                 units, topology.address_or_hash(address, exchange, routing_key)
             )
-        sealed = amqp.Message(message.body, **properties)
+        wrapped = amqp.Message(message.body, **properties)
         if recorded and self.recorder is not None:
-            self.recorder.record(message, sealed, delayed)
-        return Publication(sealed, topology.entry_exchange(units), key)
+            self.recorder.record(message, wrapped, delayed)
+        return Publication(wrapped, topology.entry_exchange(units), key)
 
     def _channel(self, *, confirmed: bool) -> OwnChannel:
         """Our channel for publishing, in confirm mode or not; a new one when it was closed."""

@@ -24,8 +24,8 @@ from .address import queue_of_address
 from .body import received
 from .delays import Delays
 from .own_channel import OwnChannel
-from .sealing import COUNTED_BY_THE_QUEUE, keep_user_id, unseal
 from .topology import Topology
+from .wrapping import COUNTED_BY_THE_QUEUE, keep_user_id, unwrap
 
 logger = logging.getLogger(__name__)
 
@@ -147,10 +147,10 @@ def purge(delays: Delays) -> int:
 
 def _parked(message: amqp.Message) -> Parked:
     message = received(message)
-    unsealed = unseal(message.properties, message.delivery_info)
-    if unsealed is None:
+    unwrapped = unwrap(message.properties, message.delivery_info)
+    if unwrapped is None:
         return Parked(message, message.properties, None)
-    properties, _, delayed = unsealed
+    properties, _, delayed = unwrapped
     for header in COUNTED_BY_THE_QUEUE:
         properties["application_headers"].pop(header, None)
     return Parked(message, properties, delayed)

@@ -15,9 +15,9 @@ from ...errors import PublishRefused
 from ...message import due_of
 from .outbox import IN_DOUBT
 from .own_connection import LOST
-from .sealing import has_copies
 from .sending import Sender
 from .window import Publication
+from .wrapping import has_copies
 
 
 class PublishBatch:

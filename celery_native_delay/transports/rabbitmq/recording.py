@@ -33,9 +33,9 @@ class Recorder:
     def _streams(self) -> StreamConnection:
         return stream_connection(self._connection.client, self._settings)
 
-    def record(self, message: amqp.Message, sealed: amqp.Message, delayed: Delayed) -> None:
+    def record(self, message: amqp.Message, wrapped: amqp.Message, delayed: Delayed) -> None:
         """Note down what is about to be sent: a worker may have it soon."""
-        header = sealed.properties["application_headers"][HEADER]
+        header = wrapped.properties["application_headers"][HEADER]
         headers = message.properties.get("application_headers") or {}
         member = member_of(headers, delayed.delivery_id)
         if member is None:

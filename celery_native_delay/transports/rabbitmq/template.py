@@ -60,7 +60,7 @@ class TaskFields(NamedTuple):
 
 
 class Template:
-    """Frames for tasks like *properties*, those of one that was sealed the long way.
+    """Frames for tasks like *properties*, those of one that was wrapped the long way.
 
     Raises:
         ValueError: they are not a delayed task's, so that nothing is known about what differs.

@@ -19,12 +19,12 @@ from .delays import Delays
 from .mirror import is_internal
 from .outbox import Outbox
 from .publish_batch import PublishBatch
-from .sealing import unseal
 from .window import Publication
+from .wrapping import unwrap
 
 if TYPE_CHECKING:
     from .admin_part import RabbitMQAdminPart
-    from .bulk_line import BulkLine
+    from .bulk_publisher import BulkPublisher
     from .ledger.ledger import RabbitMQLedger
     from .streams.ledger import StreamLedger
     from .worker_part import RabbitMQWorkerPart
@@ -222,10 +222,10 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
 
     def message_to_python(self, raw_message: Any) -> Any:
         """The received message as it would be without its wait."""
-        unsealed = unseal(raw_message.properties, raw_message.delivery_info)
+        unwrapped = unwrap(raw_message.properties, raw_message.delivery_info)
         delayed = None
-        if unsealed is not None:
-            raw_message.properties, raw_message.delivery_info, delayed = unsealed
+        if unwrapped is not None:
+            raw_message.properties, raw_message.delivery_info, delayed = unwrapped
         message = super().message_to_python(raw_message)
         message.native_delay = delayed
         message.raw_body = as_it_came(raw_message)
@@ -302,11 +302,11 @@ class Transport(pyamqp.Transport):  # type: ignore[misc]
             self.Connection = Connection
         return super().establish_connection()
 
-    def bulk_line(self, *, window: int) -> BulkLine:
-        """A connection of its own for many messages; this transport's is not touched."""
-        from .bulk_line import BulkLine
+    def bulk_publisher(self, *, window: int) -> BulkPublisher:
+        """A publisher of many messages, on a connection of its own."""
+        from .bulk_publisher import BulkPublisher
 
-        return BulkLine(self.client, window=window)
+        return BulkPublisher(self.client, window=window)
 
 
 class SSLTransport(Transport, pyamqp.SSLTransport):  # type: ignore[misc]

@@ -113,16 +113,16 @@ def _where_the_ledger_is(settings: DelaySettings) -> str:
 class LedgerReceipts:
     """Asks the ledger; see :class:`~celery_native_delay.transports.interface.Receipts`."""
 
-    def __init__(self, line: LedgerConnection) -> None:
-        self._line = line
-        line.connect()
+    def __init__(self, connection: LedgerConnection) -> None:
+        self._connection = connection
+        connection.connect()
 
     def may_run(self, headers: Mapping[str, Any], delayed: Delayed) -> Answer:
         """See :class:`~celery_native_delay.transports.interface.Receipts`."""
         member = member_of(headers, delayed.delivery_id)
         if member is None:
             return Answer.RUN
-        match self._line.received(member):
+        match self._connection.received(member):
             case True:
                 return Answer.RUN
             case False:

@@ -10,7 +10,7 @@ from ...redis_server import clocks
 from ..interface import ParkedTask, Rescue
 from ..virtual.admin_part import AdminPart, Ready, parked_task
 from ..virtual.status import Status
-from .envelope import opened_entry
+from .entry import opened_entry
 from .store import Census, Store
 from .worker_part import rescue
 

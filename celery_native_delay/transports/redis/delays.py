@@ -21,10 +21,10 @@ from ...redis_server import (
 )
 from ...settings import DelaySettings
 from ..virtual import delays
-from ..virtual.sealing import encoded, sealed
 from ..virtual.status import Status
 from ..virtual.watching import warn_if_nothing_promotes
-from .envelope import Destination, entry_of
+from ..virtual.wrapping import encoded, wrapped
+from .entry import Destination, entry_of
 from .keys import Keys, member_of
 from .store import Store
 
@@ -138,5 +138,5 @@ class Delays(delays.Delays):
 
     @staticmethod
     def _entry(message: dict[str, Any], destination: Destination, due_us: int) -> bytes:
-        envelope = sealed(message, due_ms=milliseconds_up(due_us))
+        envelope = wrapped(message, due_ms=milliseconds_up(due_us))
         return entry_of(destination, encoded(envelope))

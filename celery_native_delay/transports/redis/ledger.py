@@ -16,7 +16,7 @@ from ...errors import LedgerUnavailable
 from ...ledger.model import Outcome, Waiting
 from ...ledger.redis_index import IndexedLedger
 from ..virtual.ledger import changed, waiting_of
-from .envelope import Destination, entry_of, opened_entry
+from .entry import Destination, entry_of, opened_entry
 from .store import Store
 
 #: What kombu puts between the name of a queue and its priority.

@@ -19,8 +19,8 @@ from redis import exceptions
 from ...errors import NativeDelayError
 from ..virtual import outbox
 from ..virtual.collecting import Collecting
-from ..virtual.sealing import encoded
-from .envelope import Destination, front_of
+from ..virtual.wrapping import encoded
+from .entry import Destination, front_of
 from .keys import Keys, member
 from .promoter import CONNECTION_OPTIONS
 from .scripts import ADD_MANY, PUSH

@@ -1,7 +1,7 @@
 """The Lua that makes each step atomic. Times are microseconds by the server's own clock.
 
 An entry of the hash reads ``<kind> <ttl ms> <bytes of each key>\\n<keys><envelope>``; see
-:func:`~.envelope.entry_of`. Destination keys come from the data, so they are not declared in KEYS:
+:func:`~.entry.entry_of`. Destination keys come from the data, so they are not declared in KEYS:
 a server that insists on it (cluster mode) needs them in one slot.
 """
 

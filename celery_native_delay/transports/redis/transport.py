@@ -16,11 +16,11 @@ from ...errors import NativeDelayError, SettingsError, UnsupportedBroker
 from ...settings import DelaySettings
 from ..virtual.channel import DelayingChannel, DelayingTransport
 from .delays import Delays
-from .envelope import Destination
+from .entry import Destination
 from .keys import Keys
 
 if TYPE_CHECKING:
-    from ..virtual.bulk_line import BulkLine
+    from ..virtual.bulk_publisher import BulkPublisher
     from .admin_part import RedisAdminPart
     from .ledger import RedisLedger
     from .worker_part import RedisWorkerPart
@@ -124,12 +124,12 @@ class Transport(DelayingTransport, redis.Transport):  # type: ignore[misc]
         prefix = (self.client.transport_options or {}).get("global_keyprefix") or ""
         return Keys(prefix, settings.namespace).due
 
-    def bulk_line(self, *, window: int) -> BulkLine:
-        """A line for many messages; the connection itself is not touched."""
-        from ..virtual.bulk_line import BulkLine
+    def bulk_publisher(self, *, window: int) -> BulkPublisher:
+        """A publisher of many messages, on a connection of its own."""
+        from ..virtual.bulk_publisher import BulkPublisher
         from .outbox import Outbox
 
-        return BulkLine(Outbox(self.client, window))
+        return BulkPublisher(Outbox(self.client, window))
 
 
 #: Servers that cannot hold delayed messages and of which this process has said so.

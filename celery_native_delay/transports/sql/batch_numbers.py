@@ -13,21 +13,21 @@ from uuid import uuid4
 from sqlalchemy import Connection, bindparam, delete, insert, select, update
 
 from .delays import Put
-from .schema import LINES
+from .schema import OUTBOXES
 from .store import ADD, Store
 
 #: A row that was not moved on for so long, a day in microseconds, is an outbox' that has died.
 _DEAD_US = 86_400_000_000
 
-_THIS = LINES.c.name == bindparam("this")
+_THIS = OUTBOXES.c.name == bindparam("this")
 _MOVE_ON = (
-    update(LINES)
-    .where(_THIS, LINES.c.number == bindparam("last"))
-    .values(number=LINES.c.number + 1, used_us=bindparam("now"))
+    update(OUTBOXES)
+    .where(_THIS, OUTBOXES.c.number == bindparam("last"))
+    .values(number=OUTBOXES.c.number + 1, used_us=bindparam("now"))
 )
-_FIND = select(LINES.c.number).where(_THIS)
-_REMOVE = delete(LINES).where(_THIS)
-_REMOVE_DEAD = delete(LINES).where(LINES.c.used_us < bindparam("dead"))
+_FIND = select(OUTBOXES.c.number).where(_THIS)
+_REMOVE = delete(OUTBOXES).where(_THIS)
+_REMOVE_DEAD = delete(OUTBOXES).where(OUTBOXES.c.used_us < bindparam("dead"))
 
 
 class NumberedBatches:
@@ -78,7 +78,7 @@ class NumberedBatches:
 
     def _add(self, connection: Connection, number: int) -> None:
         row = {"name": self.name, "number": number, "used_us": _now_us()}
-        connection.execute(insert(LINES).values(row))
+        connection.execute(insert(OUTBOXES).values(row))
 
 
 def _now_us() -> int:

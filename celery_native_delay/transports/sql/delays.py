@@ -10,9 +10,9 @@ from ...errors import NativeDelayError
 from ...settings import DelaySettings
 from ...urls import without_password
 from ..virtual import delays
-from ..virtual.sealing import encoded, sealed
 from ..virtual.status import Status
 from ..virtual.watching import warn_if_nothing_promotes
+from ..virtual.wrapping import encoded, wrapped
 from .store import Store
 
 #: The queue of a message for all that listen to its exchange.
@@ -83,7 +83,7 @@ class Delays(delays.Delays):
     def stored(self, message: dict[str, Any], queue: str, *, due_us: int) -> Put:
         """kombu's *message* as it is stored; raises as :meth:`publish`."""
         self.check_reach(due_us)
-        envelope = encoded(sealed(message, due_ms=milliseconds_up(due_us)))
+        envelope = encoded(wrapped(message, due_ms=milliseconds_up(due_us)))
         return Put(queue, due_us, id_of(message), envelope)
 
     def put_back(self, message: dict[str, Any], queue: str, *, due_us: int) -> None:

@@ -49,9 +49,9 @@ MESSAGES = Table(
     Index("native_delay_message_task", "namespace", "task_id"),
 )
 
-#: One row for each outbox: the number of the last batch that is there. And one for each sign
-#: that something dispatches.
-LINES = Table(
+#: A row for each outbox, with the number of the last batch that is there, and for each sign that
+#: something dispatches.
+OUTBOXES = Table(
     "native_delay_line",
     METADATA,
     Column("name", String(32), primary_key=True),

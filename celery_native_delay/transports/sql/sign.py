@@ -11,11 +11,11 @@ from time import time_ns
 from sqlalchemy import Connection, bindparam, insert, select, update
 
 from ..virtual.watching import SHOWN_SECONDS
-from .schema import LINES
+from .schema import OUTBOXES
 
-_THIS = LINES.c.name == bindparam("this")
-_RENEW = update(LINES).where(_THIS).values(used_us=bindparam("now"))
-_FIND = select(LINES.c.used_us).where(_THIS)
+_THIS = OUTBOXES.c.name == bindparam("this")
+_RENEW = update(OUTBOXES).where(_THIS).values(used_us=bindparam("now"))
+_FIND = select(OUTBOXES.c.used_us).where(_THIS)
 
 
 def show(connection: Connection, namespace: str) -> None:
@@ -23,7 +23,7 @@ def show(connection: Connection, namespace: str) -> None:
     name, now_us = _name_of(namespace), time_ns() // 1000
     if not connection.execute(_RENEW, {"this": name, "now": now_us}).rowcount:
         row = {"name": name, "number": 0, "used_us": now_us}
-        connection.execute(insert(LINES).values(row))
+        connection.execute(insert(OUTBOXES).values(row))
 
 
 def is_shown(connection: Connection, namespace: str) -> bool:

@@ -24,7 +24,7 @@ from ..virtual.channel import DelayingChannel, DelayingTransport, Message
 from .whole_files import is_folder, put_file
 
 if TYPE_CHECKING:
-    from ..virtual.bulk_line import BulkLine
+    from ..virtual.bulk_publisher import BulkPublisher
     from .admin_part import StoreAdminPart
     from .delays import Delays
     from .ledger import StoreLedger
@@ -128,13 +128,13 @@ class StoreDelayingTransport(DelayingTransport):
         """The place where delayed messages wait; needs no connection."""
         return f"{settings.namespace} of {without_password(self._store_url(settings))}"
 
-    def bulk_line(self: Any, *, window: int) -> BulkLine:
-        """A line for many messages; the connection itself is not touched."""
+    def bulk_publisher(self: Any, *, window: int) -> BulkPublisher:
+        """A publisher of many messages, on a connection of its own."""
         _require_sqlalchemy()
-        from ..virtual.bulk_line import BulkLine
+        from ..virtual.bulk_publisher import BulkPublisher
         from .outbox import Outbox
 
-        return BulkLine(Outbox(self.client, window))
+        return BulkPublisher(Outbox(self.client, window))
 
     def _store_url(self, settings: DelaySettings) -> str:
         return settings.store or "native_delay_store, which is not set"

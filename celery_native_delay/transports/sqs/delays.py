@@ -15,7 +15,7 @@ from ...errors import CannotDelay, NativeDelayError, NotPermitted, TopologyMisma
 from ...message import HEADER
 from ...settings import DelaySettings
 from ..virtual import delays
-from ..virtual.sealing import sealed
+from ..virtual.wrapping import wrapped
 from .delay_queue import (
     LONGEST_NAME,
     can_delay,
@@ -115,7 +115,7 @@ class Delays(delays.Delays):
             )
         self.check_reach(due_us)
         delivery_id = delivery_id or str(message["properties"]["delivery_tag"])
-        told = sealed(message, due_ms=milliseconds_up(due_us))
+        told = wrapped(message, due_ms=milliseconds_up(due_us))
         # SQS puts a receipt where other brokers leave the delivery tag.
         told["headers"][HEADER]["id"] = delivery_id
         base64 = self._channel.sqs_base64_encoding

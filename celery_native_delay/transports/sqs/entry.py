@@ -15,7 +15,7 @@ from kombu.utils.json import dumps, loads
 
 from ...due_time import milliseconds_up
 from ...errors import CannotDelay
-from ..virtual.sealing import encoded
+from ..virtual.wrapping import encoded
 from .hops import BATCH
 
 T = TypeVar("T")

@@ -17,7 +17,7 @@ from .delay_queue import can_delay
 from .delays import Delays, leave_to_celery
 
 if TYPE_CHECKING:
-    from ..virtual.bulk_line import BulkLine
+    from ..virtual.bulk_publisher import BulkPublisher
     from .admin_part import SqsAdminPart
     from .worker_part import SqsWorkerPart
 
@@ -90,9 +90,9 @@ class Transport(virtual.DelayingTransport, SQS.Transport):  # type: ignore[misc]
         super().__init__(client, **kwargs)
         self.urls_by_queue: dict[str, str] = {}
 
-    def bulk_line(self, *, window: int) -> BulkLine:
-        """A line for many messages; the connection itself is not touched."""
-        from ..virtual.bulk_line import BulkLine
+    def bulk_publisher(self, *, window: int) -> BulkPublisher:
+        """A publisher of many messages, on a connection of its own."""
+        from ..virtual.bulk_publisher import BulkPublisher
         from .outbox import Outbox
 
-        return BulkLine(Outbox(self.client, window))
+        return BulkPublisher(Outbox(self.client, window))

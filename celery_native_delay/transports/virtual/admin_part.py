@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..interface import Backlog, ParkedTask
-from .sealing import unsealed
 from .status import Census, Status
+from .wrapping import unwrapped
 
 
 @dataclass(frozen=True)
@@ -55,4 +55,4 @@ class AdminPart(ABC):
 def parked_task(envelope: str | bytes) -> ParkedTask:
     """The task in a parked message, as far as it tells who it is."""
     message = json.loads(envelope)
-    return ParkedTask.of(*unsealed(message.get("headers"), message["properties"]))
+    return ParkedTask.of(*unwrapped(message.get("headers"), message["properties"]))

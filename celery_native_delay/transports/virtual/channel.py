@@ -17,7 +17,7 @@ from ...errors import NativeDelayError, SettingsError
 from ...message import Delayed, due_of
 from ...settings import DelaySettings
 from ..aliases import OPTION, asks_for_delays, settings_from_option
-from .sealing import unsealed
+from .wrapping import unwrapped
 
 
 class Message(virtual.Message):  # type: ignore[misc]
@@ -34,7 +34,7 @@ class Message(virtual.Message):  # type: ignore[misc]
     def __init__(self, payload: Any, channel: Any = None, **kwargs: Any) -> None:
         super().__init__(payload, channel=channel, **kwargs)
         # kombu keeps the payload itself for redelivery; our header must stay.
-        self.headers, self.native_delay = unsealed(self.headers, self.properties)
+        self.headers, self.native_delay = unwrapped(self.headers, self.properties)
 
 
 class PublishingChannel:

@@ -12,7 +12,7 @@ from ...due_time import eta_of, milliseconds_up
 from ...errors import CannotDelay
 from ...ledger.model import Waiting
 from ...message import CANCELLED, HEADER
-from .sealing import encoded, sealed, unsealed
+from .wrapping import encoded, unwrapped, wrapped
 
 
 def waiting_of(envelope: str | bytes, *, queue: str, due_us: int | None) -> Waiting | None:
@@ -26,7 +26,7 @@ def waiting_of(envelope: str | bytes, *, queue: str, due_us: int | None) -> Wait
     if header.get(CANCELLED):
         return None
     info = properties.get("delivery_info") or {}
-    opened, _ = unsealed(headers, properties)
+    opened, _ = unwrapped(headers, properties)
     return Waiting.of(
         opened,
         properties,
@@ -55,4 +55,4 @@ def changed(envelope: str | bytes, due_us: int, *, cancelled: bool) -> str | Non
         )
     headers["eta"] = eta_of(due_us)
     moved = {**message, "headers": headers}
-    return encoded(sealed(moved, due_ms=milliseconds_up(due_us), cancelled=cancelled))
+    return encoded(wrapped(moved, due_ms=milliseconds_up(due_us), cancelled=cancelled))

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from ...errors import RefusedMessage
 from ...message import HEADER
-from .sealing import encoded, unsealed
+from .wrapping import encoded, unwrapped
 
 
 class TaskFields(NamedTuple):
@@ -33,7 +33,7 @@ class TaskFields(NamedTuple):
 
 
 class Template:
-    """Envelopes like *envelope*, that of a task which was sealed the long way.
+    """Envelopes like *envelope*, that of a task which was wrapped the long way.
 
     Raises:
         ValueError: it is not a delayed task's, so that nothing is known about what differs.
@@ -111,7 +111,7 @@ def refused_of(reason: str, text: str | bytes) -> RefusedMessage:
     """The report about a message whose envelope was not taken."""
     envelope = json.loads(text)
     properties = envelope["properties"]
-    headers, delayed = unsealed(envelope.get("headers"), properties)
+    headers, delayed = unwrapped(envelope.get("headers"), properties)
     info = properties.get("delivery_info") or {}
     body = envelope["body"]
     return RefusedMessage(

@@ -19,7 +19,7 @@ _plain_json: Callable[[str], Any] = JSONDecoder().decode
 
 @dataclass(frozen=True)
 class Entry:
-    """A message as it was published, before it was sealed.
+    """A message as it was published, before it was wrapped.
 
     *queue* is the one queue it is for, None for all that *exchange* leads to. *expires_ms* is when
     its ``expiration`` is over, in milliseconds since the epoch.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from celery_native_delay.transports.redis.envelope import Destination, entry_of, opened_entry
+from celery_native_delay.transports.redis.entry import Destination, entry_of, opened_entry
 
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
 

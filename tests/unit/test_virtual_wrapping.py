@@ -9,7 +9,7 @@ import pytest
 
 from celery_native_delay.due_time import milliseconds_up
 from celery_native_delay.message import HEADER, Delayed
-from celery_native_delay.transports.virtual.sealing import sealed, unsealed
+from celery_native_delay.transports.virtual.wrapping import unwrapped, wrapped
 
 ETA = "2026-11-20T12:00:00.000001+00:00"
 DUE_MS = 1_795_176_000_001
@@ -24,20 +24,20 @@ def message(**headers: Any) -> dict[str, Any]:
     }
 
 
-def test_a_sealed_message_tells_of_its_wait_and_opens_without_our_header() -> None:
+def test_a_wrapped_message_tells_of_its_wait_and_opens_without_our_header() -> None:
     original = message(task="t", eta=ETA, customer=7)
     before = copy.deepcopy(original)
-    went_in = sealed(original, due_ms=DUE_MS)
+    went_in = wrapped(original, due_ms=DUE_MS)
     assert original == before, "the caller's message goes to other queues, too"
     assert went_in == before | {"headers": before["headers"] | {HEADER: {"v": 1, "due": DUE_MS}}}
-    headers, delayed = unsealed(went_in["headers"], went_in["properties"])
+    headers, delayed = unwrapped(went_in["headers"], went_in["properties"])
     assert headers == before["headers"]
     assert delayed == Delayed("tag-1", DUE_MS * 1000, "shop", "orders.new")
 
 
 def test_a_message_of_protocol_1_has_no_eta_header() -> None:
-    went_in = sealed(message(), due_ms=DUE_MS)
-    assert unsealed(went_in["headers"], went_in["properties"])[1] is not None
+    went_in = wrapped(message(), due_ms=DUE_MS)
+    assert unwrapped(went_in["headers"], went_in["properties"])[1] is not None
 
 
 @pytest.mark.parametrize(
@@ -53,7 +53,7 @@ def test_a_message_of_protocol_1_has_no_eta_header() -> None:
     ],
 )
 def test_whatever_else_carries_our_header_did_not_wait(headers: dict[str, Any]) -> None:
-    opened, delayed = unsealed(headers, message()["properties"])
+    opened, delayed = unwrapped(headers, message()["properties"])
     assert delayed is None
     assert HEADER not in opened
 

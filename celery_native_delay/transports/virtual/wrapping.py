@@ -10,7 +10,7 @@ from kombu.utils.json import dumps
 from ...message import HEADER, VERSION, Delayed, cancel, due_ms_of, uncover
 
 
-def sealed(message: Mapping[str, Any], *, due_ms: int, cancelled: bool = False) -> dict[str, Any]:
+def wrapped(message: Mapping[str, Any], *, due_ms: int, cancelled: bool = False) -> dict[str, Any]:
     """A copy of kombu's *message* that tells of its wait; what it told of an earlier one is gone.
 
     Args:
@@ -31,7 +31,7 @@ def encoded(message: Mapping[str, Any]) -> str:
     return text
 
 
-def unsealed(
+def unwrapped(
     headers: Mapping[str, Any] | None, properties: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Delayed | None]:
     """Headers as of the undelayed message, and its wait.

@@ -1,4 +1,4 @@
-"""RabbitMQ's line for many messages: one connection, confirms in a window, frames by template."""
+"""Publishing many messages: one connection, confirms in a window, frames by template."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from ...due_time import check_reach, milliseconds_up, units_until
 from ...errors import NativeDelayError
 from ...message import HEADER
 from ..difference import differing
-from ..interface import Line
 from ..random_ids import RandomIds
 from .address import message_address
 from .ledger.entry import Entry
@@ -24,10 +23,10 @@ from .outbox import Outbox, is_lasting
 from .own_connection import LOST
 from .recording import Recorder
 from .routes import ROUTE_SECONDS
-from .sealing import unseal
 from .template import FramedTask, TaskFields, Template
 from .topology import Topology
 from .window import NotConfirmedInTime, Publication
+from .wrapping import unwrap
 
 T = TypeVar("T")
 
@@ -88,12 +87,12 @@ class Kind:
         return way
 
 
-class BulkLine(Line[Outbox]):
-    """Sends many messages over a connection of its own. For one thread."""
+class BulkPublisher:
+    """Publishes many messages over a connection of its own. For one thread."""
 
     def __init__(self, client: Any, *, window: int) -> None:
         """*client* is a kombu connection to the same broker, which is not touched."""
-        super().__init__(Outbox(client, window))
+        self.outbox = Outbox(client, window)
         #: When the outage of now began, in seconds of the monotonic clock; None without one.
         self._away_since: float | None = None
         #: A :class:`~.transport.BulkChannel`.
@@ -110,7 +109,7 @@ class BulkLine(Line[Outbox]):
         """
 
         def attempt() -> None:
-            with self._outbox.lock:
+            with self.outbox.lock:
                 channel = self._ready_channel()
                 channel.published = []
                 try:
@@ -143,7 +142,7 @@ class BulkLine(Line[Outbox]):
             same = self._is_made_by(template, fields, publication)
         except ValueError:
             return None
-        opened = unseal(publication.message.properties, None)
+        opened = unwrap(publication.message.properties, None)
         if not same or opened is None:
             return None
         delays = channel.delays
@@ -171,7 +170,7 @@ class BulkLine(Line[Outbox]):
         if self._is_made_by(kind.template, fields, publication):
             return ""
         headers = kind.template.headers(fields)
-        opened = unseal(properties, None)
+        opened = unwrap(properties, None)
         found = dict(opened[0] if opened else properties)
         return (
             differing("header", headers, found.pop("application_headers"))
@@ -222,9 +221,9 @@ class BulkLine(Line[Outbox]):
         kind.record(fields, due_us)
         framed = FramedTask(kind.template, fields, kind.to)
         try:
-            self._outbox.send(framed)
+            self.outbox.send(framed)
         except LOST:
-            self._patiently(lambda: self._outbox.send(framed))
+            self._patiently(lambda: self.outbox.send(framed))
         else:
             self._away_since = None
         return True
@@ -237,13 +236,13 @@ class BulkLine(Line[Outbox]):
 
     def _is_made_by(self, template: Template, fields: TaskFields, publication: Publication) -> bool:
         """True if *template* makes the very bytes that py-amqp does."""
-        where = {"channel_id": 7, "frame_max": self._outbox.connection.frame_max}
+        where = {"channel_id": 7, "frame_max": self.outbox.connection.frame_max}
         return template.frames(fields, **where) == frames_of(publication, **where)
 
     def _ready_channel(self) -> Any:
-        connection = self._outbox.connection
+        connection = self.outbox.connection
         if self._channel is None or self._channel.connection is not connection:
-            self._channel = connection.bulk_channel(self._outbox)
+            self._channel = connection.bulk_channel(self.outbox)
         return self._channel
 
     def _patiently(self, attempt: Callable[[], T]) -> T:
@@ -252,17 +251,17 @@ class BulkLine(Line[Outbox]):
                 done = attempt()
             except (NotConfirmedInTime, ChannelError, NativeDelayError) as exc:
                 self._channel = None  # it may be closed
-                if isinstance(exc, ChannelError) and not self._outbox.is_connected:
-                    self._outbox.has_given_up = True  # it is the connection that was refused
+                if isinstance(exc, ChannelError) and not self.outbox.is_connected:
+                    self.outbox.has_given_up = True  # it is the connection that was refused
                 raise
             except LOST as exc:
                 now = monotonic()
                 if self._away_since is None:
                     self._away_since = now
                 if now - self._away_since > PATIENCE_SECONDS or is_lasting(exc):
-                    self._outbox.has_given_up = True
+                    self.outbox.has_given_up = True
                     raise
-                self._outbox.lose()
+                self.outbox.lose()
                 sleep(0.2)
             else:
                 self._away_since = None

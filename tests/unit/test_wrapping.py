@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from celery_native_delay import CannotDelay, InvalidDueTime
 from celery_native_delay.message import Delayed, due_of
-from celery_native_delay.transports.rabbitmq.sealing import (
+from celery_native_delay.transports.rabbitmq.wrapping import (
     DEATH_HEADERS,
     HEADER,
-    seal,
-    unseal,
+    unwrap,
+    wrap,
 )
 
 NOW_US = 1_795_176_000_000_000
@@ -28,10 +28,10 @@ DELIVERY = "celery_delay.v1.31x125ms.f15.quorum.delivery"
 patient = settings(deadline=None, max_examples=100)
 
 
-def sealed(properties: dict[str, Any], **changes: Any) -> dict[str, Any]:
+def wrapped(properties: dict[str, Any], **changes: Any) -> dict[str, Any]:
     options = {name: changes.pop(name) for name in ("limit_priority", "user") if name in changes}
     wait = Delayed("id-1", DUE_US, "jobs", "a.b")._replace(**changes)
-    return seal(properties, wait, now_us=NOW_US, **{"limit_priority": False, **options})
+    return wrap(properties, wait, now_us=NOW_US, **{"limit_priority": False, **options})
 
 
 def after_the_levels(properties: dict[str, Any]) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def after_the_levels(properties: dict[str, Any]) -> dict[str, Any]:
 def opened(
     properties: dict[str, Any], info: dict[str, Any] | None = None
 ) -> tuple[dict[str, Any], dict[str, Any], Delayed]:
-    found = unseal(properties, info or {"exchange": DELIVERY, "routing_key": "0.1.%jobs.a.b"})
+    found = unwrap(properties, info or {"exchange": DELIVERY, "routing_key": "0.1.%jobs.a.b"})
     assert found is not None
     return found
 
@@ -115,7 +115,7 @@ def all_properties(draw: st.DrawFn) -> dict[str, Any]:
 def test_a_message_comes_out_as_it_went_in(
     properties: dict[str, Any], exchange: str, routing_key: str, limit_priority: bool
 ) -> None:
-    went_in = sealed(
+    went_in = wrapped(
         properties, exchange=exchange, routing_key=routing_key, limit_priority=limit_priority
     )
     info = {
@@ -137,7 +137,7 @@ def test_a_message_comes_out_as_it_went_in(
 def test_the_callers_dicts_are_never_changed(properties: dict[str, Any]) -> None:
     """kombu's retry and Celery's `headers=self.request.headers` pass the same dicts again."""
     before = copy.deepcopy(properties)
-    went_in = sealed(properties, limit_priority=True)
+    went_in = wrapped(properties, limit_priority=True)
     assert properties == before
 
     waited = after_the_levels(went_in)
@@ -150,20 +150,20 @@ def test_the_callers_dicts_are_never_changed(properties: dict[str, Any]) -> None
 @given(properties=all_properties())
 def test_a_message_can_wait_again_and_again(properties: dict[str, Any]) -> None:
     for _ in range(3):
-        properties_now, _, _ = opened(after_the_levels(sealed(properties)))
+        properties_now, _, _ = opened(after_the_levels(wrapped(properties)))
         assert properties_now == properties
         properties = properties_now
 
 
 def test_a_message_without_headers_has_none_afterwards() -> None:
-    came_out, _, _ = opened(after_the_levels(sealed({"priority": 1})))
+    came_out, _, _ = opened(after_the_levels(wrapped({"priority": 1})))
     assert came_out == {"priority": 1, "application_headers": {}}
 
 
 def test_a_landed_or_rescued_message_keeps_the_delivery_info_it_has() -> None:
     """It arrives from the user's own exchange, dead-lettered or published there."""
     info = {"exchange": "news", "routing_key": "sport"}
-    assert opened(after_the_levels(sealed({})), info)[1] == info
+    assert opened(after_the_levels(wrapped({})), info)[1] == info
 
 
 @pytest.mark.parametrize(
@@ -172,7 +172,7 @@ def test_a_landed_or_rescued_message_keeps_the_delivery_info_it_has() -> None:
 )
 def test_a_message_that_never_waited_is_left_alone(headers: dict[str, Any] | None) -> None:
     properties = {} if headers is None else {"application_headers": headers}
-    assert unseal(properties, {"exchange": "jobs"}) is None
+    assert unwrap(properties, {"exchange": "jobs"}) is None
 
 
 @pytest.mark.parametrize("eta", [None, "2026-11-20T13:00:00+00:00"])
@@ -181,9 +181,9 @@ def test_an_envelope_that_a_plain_workers_retry_took_along_is_not_believed(
 ) -> None:
     """Celery sends unknown headers again: the retry did not wait, nor expire with the first."""
     headers = {"task": "t", "eta": "2026-11-20T12:01:00+00:00"}
-    first = sealed({"application_headers": headers, "expiration": "90000"})
+    first = wrapped({"application_headers": headers, "expiration": "90000"})
     retried = {"application_headers": first["application_headers"] | {"eta": eta}}
-    found = unseal(retried, {"exchange": "", "routing_key": "celery"})
+    found = unwrap(retried, {"exchange": "", "routing_key": "celery"})
     assert found is None or found[2] is None
 
 
@@ -202,7 +202,7 @@ def test_no_death_in_our_queues_is_sent_or_seen() -> None:
         "x-first-death-exchange": LEVEL,
         "x-first-death-reason": "expired",
     }
-    went_in = sealed({"application_headers": headers})
+    went_in = wrapped({"application_headers": headers})
     assert set(went_in["application_headers"]) == {HEADER}
     came_out, _, _ = opened(after_the_levels(went_in))
     assert came_out["application_headers"] == {}
@@ -216,7 +216,7 @@ def test_of_mixed_deaths_only_other_peoples_are_seen() -> None:
         "x-last-death-queue": LEVEL,
         "x-last-death-reason": "expired",
     }
-    came_out, _, _ = opened(after_the_levels(sealed({"application_headers": headers})))
+    came_out, _, _ = opened(after_the_levels(wrapped({"application_headers": headers})))
     assert came_out["application_headers"] == {
         "x-death": [death("jobs", "rejected", 4)],
         "x-first-death-queue": "jobs",
@@ -226,7 +226,7 @@ def test_of_mixed_deaths_only_other_peoples_are_seen() -> None:
 
 def test_a_death_after_the_delivery_is_seen() -> None:
     """The user's queue rejected the task into the user's own dead-letter queue."""
-    waited = after_the_levels(sealed({"application_headers": {"task": "t"}}))
+    waited = after_the_levels(wrapped({"application_headers": {"task": "t"}}))
     headers = waited["application_headers"]
     headers["x-death"] = [death("jobs", "rejected"), *headers["x-death"]]
     headers["x-last-death-queue"] = "jobs"
@@ -242,14 +242,14 @@ def test_a_death_after_the_delivery_is_seen() -> None:
 @pytest.mark.parametrize("name", ["CC", "BCC"])
 def test_further_routing_keys_are_refused_with_the_way_out(name: str) -> None:
     with pytest.raises(CannotDelay) as refused:
-        sealed({"application_headers": {name: ["b"]}})
+        wrapped({"application_headers": {name: ["b"]}})
     for said in ("'jobs'", "CC or BCC", "one delayed message per routing key"):
         assert said in str(refused.value)
 
 
 def test_an_expiration_is_kept_beside_its_absolute_time() -> None:
     """On the message RabbitMQ would cut the first level short by it, then forget it."""
-    went_in = sealed({"expiration": "90000"})
+    went_in = wrapped({"expiration": "90000"})
     assert "expiration" not in went_in
     came_out, _, delayed = opened(went_in)
     assert came_out["expiration"] == "90000"
@@ -257,7 +257,7 @@ def test_an_expiration_is_kept_beside_its_absolute_time() -> None:
 
 
 def test_a_message_without_expiration_never_expires() -> None:
-    came_out, _, delayed = opened(sealed({}))
+    came_out, _, delayed = opened(wrapped({}))
     assert "expiration" not in came_out
     assert delayed.expires_ms is None
 
@@ -278,18 +278,18 @@ def test_a_priority_is_limited_on_the_way_only(
     priority: int | None, limited: bool, travels_with: int | None
 ) -> None:
     properties = {} if priority is None else {"priority": priority}
-    went_in = sealed(properties, limit_priority=limited)
+    went_in = wrapped(properties, limit_priority=limited)
     assert went_in.get("priority") == travels_with
     assert opened(went_in)[0].get("priority") == priority
 
 
 def test_the_due_time_in_the_envelope_is_never_early() -> None:
-    assert opened(sealed({}, due_us=DUE_US + 1))[2].due_us == DUE_US + 1000
+    assert opened(wrapped({}, due_us=DUE_US + 1))[2].due_us == DUE_US + 1000
 
 
 def test_the_one_queue_a_message_is_for_travels_with_it() -> None:
-    assert sealed({}, queue="jobs.7")["application_headers"][HEADER]["queue"] == "jobs.7"
-    assert "queue" not in sealed({})["application_headers"][HEADER]
+    assert wrapped({}, queue="jobs.7")["application_headers"][HEADER]["queue"] == "jobs.7"
+    assert "queue" not in wrapped({})["application_headers"][HEADER]
 
 
 # ---- due_of --------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A line for many messages: one connection, envelopes by template, sent in batches."""
+"""Publishing many messages: one connection, envelopes by template, sent in batches."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from kombu import Producer
 
 from ...due_time import milliseconds_up
 from ..difference import differing
-from ..interface import Line
 from ..random_ids import RandomIds
 from .collecting import Put
 from .outbox import Outbox
@@ -33,11 +32,11 @@ class Kind:
         self.valid_until_us = time_ns() // 1000 + round(ROUTE_SECONDS * 1_000_000)
 
 
-class BulkLine(Line[Outbox[Any, Any]]):
-    """A line for many messages. For one thread."""
+class BulkPublisher:
+    """Publishes many messages through *outbox*. For one thread."""
 
     def __init__(self, outbox: Outbox[Any, Any]) -> None:
-        super().__init__(outbox)
+        self.outbox = outbox
         self._ids = RandomIds()
         self._last: list[Put] = []
 
@@ -54,12 +53,12 @@ class BulkLine(Line[Outbox[Any, Any]]):
             publish(Producer(channel, auto_declare=False))
             return channel.collected, channel.returned
 
-        with self._outbox.lock:
-            self._outbox.make_room()
-            self._last, returned = self._outbox.patiently(collect)
-            self._outbox.refuse_returned(returned)
+        with self.outbox.lock:
+            self.outbox.make_room()
+            self._last, returned = self.outbox.patiently(collect)
+            self.outbox.refuse_returned(returned)
             for put in self._last:
-                self._outbox.take(put)
+                self.outbox.take(put)
 
     def learn(self) -> Kind | None:
         """The kind of the last message, for others like it; None if it teaches none.
@@ -130,7 +129,7 @@ class BulkLine(Line[Outbox[Any, Any]]):
             One of :attr:`Outbox.lost`: there has been no connection for a minute; not sent.
         """
         now_us = time_ns() // 1000
-        channel = self._outbox.channel
+        channel = self.outbox.channel
         if due_us <= now_us or now_us > kind.valid_until_us:
             return False
         if channel is None or channel.connection is None:  # the long way connects again
@@ -141,9 +140,9 @@ class BulkLine(Line[Outbox[Any, Any]]):
         fields = TaskFields(task_id, eta, argsrepr, kwargsrepr, body, due_ms, tag)
         envelope = kind.template.envelope(fields)
         put = kind.put.another(envelope, due_us=due_us, task_id=task_id, delivery_tag=tag)
-        with self._outbox.lock:
-            self._outbox.make_room()
-            self._outbox.take(put)
+        with self.outbox.lock:
+            self.outbox.make_room()
+            self.outbox.take(put)
         return True
 
     # --- private -------------------------------------------------------------------------

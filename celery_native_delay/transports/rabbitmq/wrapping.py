@@ -1,4 +1,4 @@
-"""A message as it enters the delay levels, and as it was before: sealed, and unsealed.
+"""A message as it enters the delay levels, and as it was before: wrapped, and unwrapped.
 
 Pure: properties and headers in, new ones out; the caller's dicts are never changed.
 """
@@ -32,7 +32,7 @@ COUNTED_BY_THE_QUEUE = ("x-delivery-count", "x-acquired-count")
 HIGHEST_SAFE_PRIORITY = 4
 
 
-def seal(
+def wrap(
     properties: Mapping[str, Any],
     delayed: Delayed,
     *,
@@ -51,7 +51,7 @@ def seal(
     headers = dict(properties.get("application_headers") or {})
     if "CC" in headers or "BCC" in headers:
         raise has_copies(delayed.exchange)
-    sealed = dict(properties)
+    wrapped = dict(properties)
     kept: dict[str, Any] = {}
     headers.pop(HEADER, None)
     if not headers.keys().isdisjoint(DEATH_HEADERS):
@@ -59,7 +59,7 @@ def seal(
             kept["deaths"] = deaths
         for name in DEATH_HEADERS:
             headers.pop(name, None)
-    expiration = sealed.pop("expiration", None)
+    expiration = wrapped.pop("expiration", None)
     if expiration is not None:
         # RabbitMQ would cut the first level short by it and then drop it: min(queue, message)
         # TTL, removed when dead-lettering. https://www.rabbitmq.com/docs/ttl
@@ -68,17 +68,17 @@ def seal(
         kept["expiration"] = expiration
         kept["expires"] = delayed.expires_ms or now_us // 1000 + int(expiration)
     if user is not None:
-        keep_user_id(sealed, kept, user)
-    priority = sealed.get("priority")
+        keep_user_id(wrapped, kept, user)
+    priority = wrapped.get("priority")
     if limit_priority and priority and priority > HIGHEST_SAFE_PRIORITY:
         kept["priority"] = priority
-        sealed["priority"] = HIGHEST_SAFE_PRIORITY
+        wrapped["priority"] = HIGHEST_SAFE_PRIORITY
     header = delayed.header(kept)
     if delayed.cancelled:
         cancel(headers, header)
     headers[HEADER] = header
-    sealed["application_headers"] = headers
-    return sealed
+    wrapped["application_headers"] = headers
+    return wrapped
 
 
 def keep_user_id(properties: dict[str, Any], header: dict[str, Any], user: str) -> None:
@@ -99,7 +99,7 @@ def has_copies(exchange: str) -> CannotDelay:
     )
 
 
-def unseal(
+def unwrap(
     properties: Mapping[str, Any], delivery_info: Mapping[str, Any] | None
 ) -> tuple[dict[str, Any], dict[str, Any], Delayed | None] | None:
     """Properties and delivery info as of the undelayed message, or None without a header of ours.
