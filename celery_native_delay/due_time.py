@@ -17,14 +17,10 @@ _MICROSECOND = timedelta(microseconds=1)
 
 
 def due_us(eta: datetime | str) -> int:
-    """The due time of an ETA in microseconds since the epoch.
+    """The due time of an ETA, a datetime or ISO 8601 text, in microseconds since the epoch.
 
-    Args:
-        eta: a datetime or its ISO 8601 text. A naive one is UTC, as Celery's workers read it
-            (``celery.utils.time.maybe_make_aware``).
-
-    Raises:
-        InvalidDueTime: it is neither, or the text is not ISO 8601.
+    A naive one is UTC, as Celery's workers read it (``celery.utils.time.maybe_make_aware``).
+    InvalidDueTime: it is neither.
     """
     if isinstance(eta, str):
         try:
@@ -59,11 +55,7 @@ def units_until(due_us: int, *, now_us: int, resolution_ms: int) -> int:
 
 
 def check_reach(units: int, *, max_units: int, resolution_ms: int) -> None:
-    """Refuse a delay that the levels cannot hold.
-
-    Raises:
-        DelayTooLong: naming value, limit and way out.
-    """
+    """Refuse a delay that the levels cannot hold, by DelayTooLong."""
     if units > max_units:
         raise DelayTooLong(
             _too_long(units * resolution_ms / 1000, max_units * resolution_ms / 1000)
@@ -71,11 +63,7 @@ def check_reach(units: int, *, max_units: int, resolution_ms: int) -> None:
 
 
 def check_due(due_us: int, *, now_us: int, longest_delay_seconds: float) -> None:
-    """Refuse a delay beyond the longest, where nothing else bounds it; counted in milliseconds.
-
-    Raises:
-        DelayTooLong: naming value, limit and way out.
-    """
+    """Refuse a delay beyond the longest, where nothing else bounds it; counted in milliseconds."""
     check_reach(
         milliseconds_up(due_us - now_us),
         max_units=round(longest_delay_seconds * 1000),
@@ -87,10 +75,6 @@ def check_countdown(countdown: object, *, longest_delay_seconds: float) -> None:
     """Refuse a countdown that is no time at all, or longer than the levels reach.
 
     Anything that is not a number is left to Celery's own checks.
-
-    Raises:
-        InvalidDueTime: not a number or infinite.
-        DelayTooLong: beyond the longest delay.
     """
     if not isinstance(countdown, int | float):
         return

@@ -46,11 +46,7 @@ def duration(seconds: float, *, exact: bool = False, up: bool = False) -> str:
 
 
 def seconds_of(text: str) -> float:
-    """The seconds of a duration: ``90``, ``1h30m``, ``1h 30min``, ``2d`` or ``1 h 10 min``.
-
-    Raises:
-        InvalidDueTime: it is none.
-    """
+    """The seconds of a duration: ``90``, ``1h30m``, ``1h 30min``, ``2d``; or InvalidDueTime."""
     try:
         seconds = float(text)
     except ValueError:

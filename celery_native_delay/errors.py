@@ -14,7 +14,7 @@
     ├── BrokerFull               the broker takes no more messages that wait
     ├── StoreUnavailable         the database of a timeout store is away, or cannot be used
     ├── InvalidQuery             a search for waiting tasks that cannot be understood
-    ├── LedgerUnavailable        what waits cannot be seen or changed: the ledger is away
+    ├── LedgerUnavailable        the ledger is away: what waits cannot be seen or changed
     │   └── NoLedger             there is none
     ├── InvalidFanOut            an option or column of a Spark fan-out is impossible
     ├── FanOutFailed             rows of a Spark fan-out are not confirmed
@@ -115,7 +115,7 @@ class InvalidQuery(NativeDelayError, ValueError):
 
 
 class LedgerUnavailable(NativeDelayError):
-    """What waits cannot be seen or changed: the ledger is away."""
+    """The ledger is away: what waits cannot be seen or changed."""
 
 
 class NoLedger(LedgerUnavailable):
@@ -154,11 +154,7 @@ class ExtraMissing(ModuleNotFoundError):
 
 @contextmanager
 def brought_by(extra: str, *, whose: str) -> Iterator[None]:
-    """A block of imports, in the module *whose*, that needs the packages of *extra*.
-
-    Raises:
-        ExtraMissing: one of them is not installed.
-    """
+    """A block of imports, in the module *whose*, that needs the packages of *extra*."""
     try:
         yield
     except ModuleNotFoundError as exc:

@@ -84,9 +84,7 @@ class Delayed(NamedTuple):
 def due_of(headers: Mapping[str, Any] | None) -> int | None:
     """The due time in a message's ``eta`` header, microseconds since the epoch, or None.
 
-    Raises:
-        InvalidDueTime: a Celery task with an ETA that is not ISO 8601. In other messages an
-            ``eta`` that is no date means nothing to us.
+    InvalidDueTime: a Celery task's ETA is not ISO 8601. In other messages it means nothing to us.
     """
     eta = headers.get("eta") if headers else None
     if not eta:

@@ -54,14 +54,10 @@ class Server:
 
 
 def check_server(server: Server, *, prefix: str) -> None:
-    """Refuse a server that cannot hold delayed messages.
+    """Refuse a server that cannot hold delayed messages: older than 6.2, or a cluster.
 
-    Args:
-        prefix: kombu's ``global_keyprefix``; with a hash tag in it all keys share a slot, which is
-            how some use kombu on a cluster.
-
-    Raises:
-        UnsupportedBroker: older than 6.2, or a cluster.
+    With a hash tag in kombu's ``global_keyprefix``, *prefix*, all keys share a slot, which is how
+    some use kombu on a cluster.
     """
     if server.version and server.version < OLDEST_REDIS:
         raise UnsupportedBroker(
@@ -77,14 +73,10 @@ def check_server(server: Server, *, prefix: str) -> None:
 
 
 def keeping(server: Server, *, check: str, kept: str, has_ttls: bool = False) -> Iterator[Finding]:
-    """Settings that may make a server lose what it is to keep.
+    """Settings that may make a server lose what is *kept*, such as "delayed messages".
 
-    Where it does not let its configuration be changed, that is advice: its host decides.
-
-    Args:
-        check: of the findings.
-        kept: what lies there, such as "delayed messages".
-        has_ttls: whether some of it has a TTL, so that volatile policies drop it, too.
+    Where it does not let its configuration be changed, that is advice: its host decides. Volatile
+    policies drop only what *has_ttls*.
     """
     level = ADVICE if server.configurable is False else WRONG
     policy = server.policy
@@ -169,13 +161,9 @@ def clock_ahead_seconds(client: Any) -> float:
 
 
 def findings(client: Any, *, key: str, check: str, kept: str, where: str) -> Iterator[Finding]:
-    """Faults of a Redis beside the broker, in which something is kept with TTLs.
+    """Faults of a Redis beside the broker, in which something is *kept* with TTLs.
 
-    Args:
-        key: one that may be written, and goes by itself.
-        check: of the findings.
-        kept: what lies there.
-        where: its URL, without a password.
+    *where* is its URL, without a password; *key* one that may be written, and goes by itself.
     """
     try:
         client.ping()

@@ -97,7 +97,7 @@ class DelaySettings:
     read it."""
 
     ledger: str | None = None
-    """Where a copy of what waits in RabbitMQ is kept: the URL of a Redis, or "stream" for streams
+    """A copy of what waits in RabbitMQ is kept there: the URL of a Redis, or "stream" for streams
     of RabbitMQ's own. Needed there to list, cancel and move tasks; on a Redis broker the store
     itself is the ledger. Defaults to None: off."""
     ledger_away: str = "run"
@@ -195,11 +195,7 @@ class DelaySettings:
 
 
 def check_settings(values: Mapping[str, Any]) -> None:
-    """Check names and values one by one, without the rules that join several of them.
-
-    Raises:
-        SettingsError: for the first name that is unknown or value that is impossible.
-    """
+    """Check names and values one by one, without the rules that join several of them."""
     for name, value in values.items():
         bare = name.removeprefix(_PREFIX)
         if bare != name and bare in _names():

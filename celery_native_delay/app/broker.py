@@ -22,11 +22,7 @@ _WAY_TO_STORE = (
 
 
 def check_fits(connection: Any, settings: DelaySettings) -> None:
-    """Refuse a connection to a broker in which nothing can wait.
-
-    Raises:
-        UnsupportedBroker: saying the way out.
-    """
+    """Refuse a connection to a broker in which nothing can wait, saying the way out."""
     if transport_of(connection.transport_cls, store=settings.store) is None:
         problem, way_out = why_nothing_waits(connection.transport_cls)
         raise UnsupportedBroker(f"{problem}{way_out}")
@@ -42,7 +38,7 @@ def why_nothing_waits(transport: Any) -> tuple[str, str]:
 
 @contextmanager
 def told_on_command_lines() -> Iterator[None]:
-    """Have an UnsupportedBroker end ``celery worker``, ``beat``, … without a traceback."""
+    """An UnsupportedBroker ends ``celery worker``, ``beat``, … without a traceback."""
     try:
         yield
     except UnsupportedBroker as exc:

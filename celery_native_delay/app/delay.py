@@ -104,7 +104,7 @@ class Delay:
     # --- changing ------------------------------------------------------------------------
 
     def cancel(self, task_id: TaskId) -> Outcome:
-        """Have a task never run: that of an id, an ``AsyncResult`` or what :meth:`ls` has found.
+        """Cancel a task: that of an id, an ``AsyncResult`` or what :meth:`ls` has found never runs.
 
         Its result is REVOKED at once. A worker announces it as it does with every revoked task:
         to monitors and, if it is part of one, to its chord; as soon as there is one.
@@ -123,7 +123,7 @@ class Delay:
         countdown: float | None = None,
         eta: datetime | str | None = None,
     ) -> Outcome:
-        """Have a task due at another time, as its ``eta`` then says.
+        """Give a task another due time, as its ``eta`` then says.
 
         Args:
             countdown: seconds from now; below 0 is now.
@@ -156,7 +156,7 @@ class Delay:
         return self._change(task_ids, lambda found, task_id: found.move(task_id, moment))
 
     def run_now(self, task_id: TaskId) -> Outcome:
-        """Have a task due now."""
+        """Make a task due now."""
         return self.run_all_now([_id_of(task_id, many="run_all_now")])[0]
 
     def run_all_now(self, task_ids: Iterable[TaskId]) -> list[Outcome]:
@@ -282,7 +282,6 @@ def _check_count(name: str, value: object, *, least: int) -> None:
 
 
 def _id_of(task: object, *, many: str | None = None) -> str:
-    """The id of one task; *many* is the method that takes several of them."""
     if isinstance(task, AsyncResult | Waiting):
         return str(task.id)
     if isinstance(task, str) and task:

@@ -40,11 +40,7 @@ _START_IT = (
 
 
 def examine(app: Any) -> list[Finding]:
-    """Findings of what is wrong with *app* or could not be looked at; [] if all is well.
-
-    Raises:
-        SettingsError: the app has none: it was never installed.
-    """
+    """Findings of what is wrong with *app* or could not be looked at; [] if all is well."""
     installation = installed(app)
     try:
         settings = installation.settings()

@@ -75,7 +75,6 @@ class ControlOf:
     original: Any
 
     def __call__(self, app: Any) -> Any:
-        """The control of *app*, made when it is first asked for."""
         from .control import revoking
 
         return revoking(symbol_by_name(self.original))(app=app)
@@ -94,10 +93,9 @@ def _drop_pools(app: Celery) -> None:
 
 
 def keep_celerys_own_off(module: ModuleType) -> None:
-    """Have any quorum queue switch on Celery's own delayed delivery, but not for installed apps.
+    """Let quorum queues switch on Celery's own delayed delivery only for other apps.
 
-    Raises:
-        UnsupportedBroker: Celery decides it elsewhere, so both would delay.
+    UnsupportedBroker: Celery decides it elsewhere, so both would delay.
     """
     original = getattr(module, "detect_quorum_queues", None)
     if original is None:

@@ -135,9 +135,8 @@ class Installation:
     def _fits(self, connection: Connection, settings: DelaySettings | SettingsError) -> bool:
         """True if a transport of ours serves *connection*.
 
-        Raises:
-            UnsupportedBroker: it reaches such a broker through a transport class that is not ours;
-                or nothing fits, and ``native_delay_strict`` is on.
+        UnsupportedBroker: it reaches such a broker through a foreign class, or nothing fits, and
+        ``native_delay_strict`` is on.
         """
         name = connection.transport_cls
         # Misconfigured, it is to be one of ours: so a producer that delays a message is told.
@@ -183,11 +182,7 @@ def installation_of(app: Any) -> Installation | None:
 
 
 def installed(app: Any) -> Installation:
-    """The installation of *app*.
-
-    Raises:
-        SettingsError: ``install`` was never called for it.
-    """
+    """The installation of *app*; SettingsError if ``install`` was never called for it."""
     found = installation_of(checked_app(app))
     if found is None:
         raise SettingsError(
@@ -198,8 +193,9 @@ def installed(app: Any) -> Installation:
 
 
 def delaying_channel(app: Any, connection: Any) -> tuple[Any, DelaySettings]:
-    """A channel that has the parts of :mod:`~celery_native_delay.transports.interface`, and the
-    settings to ask for them; *connection* is one of *app*.
+    """A channel of *connection*, which is one of *app*, and the settings to ask for its parts.
+
+    See :mod:`~celery_native_delay.transports.interface`.
 
     Raises:
         SettingsError: the app is not installed, or its settings are wrong.

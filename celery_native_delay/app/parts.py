@@ -31,11 +31,7 @@ def bounded_connection(app: Any) -> Any:
 
 
 def admin_part(app: Any, connection: Any) -> AdminPart:
-    """The admin part for the broker of *connection*, which is one of *app*.
-
-    Raises:
-        SettingsError, UnsupportedBroker: as :func:`delaying_channel`.
-    """
+    """The admin part for the broker of *connection*, which is one of *app*."""
     channel, settings = delaying_channel(app, connection)
     part: AdminPart = channel.admin_part(settings)
     return serving(part, app)

@@ -329,11 +329,7 @@ def bulk(app: Celery, **options: Any) -> Bulk:
 
 
 def check_broker(connection: Any) -> None:
-    """Refuse a broker in which nothing can wait; *connection* is an installed app's.
-
-    Raises:
-        UnsupportedBroker: saying the way out.
-    """
+    """Refuse a broker in which nothing can wait; *connection* is an installed app's."""
     if not asks_for_delays((connection.transport_options or {}).get(OPTION)):
         raise UnsupportedBroker(
             f"expected a broker in which delayed tasks can wait, got {connection.as_uri()}: set "

@@ -73,7 +73,6 @@ class Kinds:
     """All kinds of tasks of one batch; keys are the caller's."""
 
     def __init__(self, plain: PlainPublishing, publisher: Any, iso: Callable[[int], str]) -> None:
-        """Begin with none known; *iso* makes an ETA of microseconds since the epoch."""
         self._plain = plain
         self._publisher = publisher
         self._iso = iso

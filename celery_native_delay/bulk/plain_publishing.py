@@ -75,8 +75,7 @@ class PlainPublishing:
     def witness(self, task: Task | None) -> str:
         """The first code found that sees or may change a *task* on its way, in words; "" if none.
 
-        Args:
-            task: None for one that is not registered here, which has no ``apply_async``.
+        None is a task that is not registered here, which has no ``apply_async``.
         """
         found = next(self._witnesses(), "")
         if not found and task is not None:

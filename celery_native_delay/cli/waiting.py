@@ -150,7 +150,7 @@ def show_tasks(ctx: click.Context, ids: tuple[str, ...], as_json: bool) -> None:
 @command(name="cancel")
 @_chosen
 def cancel(ctx: click.Context, **chosen: Any) -> None:
-    """Have tasks never run: those of the IDs, or all that a search finds.
+    """Cancel tasks: those of the IDs, or all that a search finds.
 
     They are REVOKED at once; a worker tells monitors and chords.
     """
@@ -166,7 +166,7 @@ def cancel(ctx: click.Context, **chosen: Any) -> None:
 def reschedule(
     ctx: click.Context, countdown: float | None, eta: datetime | None, **chosen: Any
 ) -> None:
-    """Have tasks due at another time: those of the IDs, or all that a search finds.
+    """Give tasks another due time: those of the IDs, or all that a search finds.
 
     A time that is past is refused, unless --yes says that they are to run at once.
     """
@@ -188,7 +188,7 @@ def reschedule(
 @command(name="run-now")
 @_chosen
 def run_now(ctx: click.Context, **chosen: Any) -> None:
-    """Have tasks due now: those of the IDs, or all that a search finds."""
+    """Make tasks due now: those of the IDs, or all that a search finds."""
     _change(ctx, "run now", "due now", lambda delay, ids: delay.run_all_now(ids), **chosen)
 
 

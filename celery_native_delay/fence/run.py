@@ -44,11 +44,7 @@ class Stamp:
 
     @classmethod
     def parse(cls, text: object) -> Stamp:
-        """The stamp that :meth:`__str__` wrote; a run may have slashes of its own.
-
-        Raises:
-            ValueError: it is something else.
-        """
+        """The stamp that :meth:`__str__` wrote, of a run that may have slashes; or ValueError."""
         parts = text.rsplit("/", 2) if isinstance(text, str) else ()
         if len(parts) != 3 or not all(parts) or not parts[1].isdecimal():
             raise ValueError(f"expected run/partition/attempt, got {text!r}")

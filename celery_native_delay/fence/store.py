@@ -48,15 +48,12 @@ return ARGV[1]
 def fence_store(
     url: str, *, timeout_seconds: float = 5.0, patience_seconds: float = 0.0
 ) -> FenceStore:
-    """The store at *url*, whose connections end with the ``with`` block.
+    """The store at *url*, whose connections end with the ``with`` block; or FenceUnavailable.
 
     Args:
         url: redis://, rediss:// or redis+socket://.
         timeout_seconds: of connecting, and of each answer.
         patience_seconds: to try on while it cannot be reached.
-
-    Raises:
-        FenceUnavailable: no such kind of store, or its client is not installed.
     """
     if not is_fence_url(url):
         raise FenceUnavailable(
@@ -83,7 +80,6 @@ class FenceStore:
     def __init__(
         self, redis: Any, url: str, *, timeout_seconds: float, patience_seconds: float
     ) -> None:
-        """*redis* is redis-py, which only fences need; see :func:`fence_store`."""
         self._redis = redis
         self._patience_seconds = patience_seconds
         self._where = without_password(url)
@@ -112,26 +108,15 @@ class FenceStore:
         self._client.close()
 
     def open(self, run: str, record: Record, *, ttl_seconds: float, reopen: bool = False) -> Record:
-        """Keep an open *record*; one that is open already gets the later deadline.
+        """Keep an open *record* so long, and answer with the one in force: a sealed one stays.
 
-        Args:
-            run: the name of the run.
-            record: an open one.
-            ttl_seconds: how long to keep it.
-            reopen: replace one that is aborted.
-
-        Returns:
-            the record in force: a sealed one stays.
+        One that is open already gets the later deadline; *reopen* replaces one that is aborted.
         """
         args = [record.to_json(), _whole(ttl_seconds), int(reopen)]
         return Record.from_json(self._ask(lambda: self._open([PREFIX + run], args)))
 
     def seal(self, run: str, record: Record, *, ttl_seconds: float) -> Record:
-        """Replace an open record, or none, by *record*.
-
-        Returns:
-            the record in force: what was sealed before stays.
-        """
+        """Replace an open record, or none, by *record*; the record in force: a sealed one stays."""
         args = [record.to_json(), _whole(ttl_seconds)]
         return Record.from_json(self._ask(lambda: self._seal([PREFIX + run], args)))
 

@@ -34,7 +34,7 @@ class UnsupportedFlower(NativeDelayError):
 
 
 def install() -> None:
-    """Have the Flower of this process show what waits; call it before it is started.
+    """Add what waits to the Flower of this process; call it before it is started.
 
     Raises:
         UnsupportedFlower: it is older than 2.2, or 3.

@@ -164,7 +164,7 @@ def _purged(part: AdminPart, *, seen: int | None) -> dict[str, Any] | str:
 class ShowDelay(ApiHandler):
     @web.authenticated
     async def get(self, task_id: str) -> None:
-        """What waits under this id; 404 if nothing does."""
+        """The task that waits under this id; 404 if none does."""
         found = await self.asking.delay(lambda delay: delay.show(task_id))
         if not found:
             raise web.HTTPError(404, f"Nothing waits under '{task_id}'")

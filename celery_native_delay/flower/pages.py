@@ -163,7 +163,7 @@ def _numbers(delay: Delay) -> dict[str, Any]:
 class Parked(Errors):
     @web.authenticated
     async def get(self) -> None:
-        """How many are parked, and the first of them; null while a worker tries them again."""
+        """Number of parked messages, and the first; null while a worker tries them again."""
         found = await self.asking.admin(lambda part: part.parked(limit=_PARKED))
         if found is None:
             self.write({"total": None, "tasks": None})

@@ -1,4 +1,4 @@
-"""Keeps Flower's list of tasks in step with the ledger, from its start on.
+"""Flower's list of tasks, kept in step with the ledger from its start on.
 
 A full run of Python's garbage collector over a hundred thousand tasks and their index stops the IO
 loop for a quarter of a second, and it runs again and again while they come. They need none of it:
@@ -35,7 +35,7 @@ _SHARE = 0.05
 
 
 def set_aside() -> None:
-    """Have the garbage collector pass over what is here now, after one last look.
+    """Let the garbage collector pass over all that is here now, after one last look.
 
     What is no garbage now, and later becomes part of a cycle, is not freed any more: so this is
     done at the start, and while many tasks come, change or go at once.
@@ -45,7 +45,7 @@ def set_aside() -> None:
 
 
 class Refreshing:
-    """Reads what waits, round after round, earliest first, up to half of ``--max_tasks``."""
+    """A reader of what waits, round after round, earliest first, up to half of ``--max_tasks``."""
 
     def __init__(self, asking: Asking, events: Any) -> None:
         self._asking = asking

@@ -269,17 +269,15 @@ class Ledger(Protocol):
     def span(self) -> tuple[int, int] | None:
         """Due times of the first and the last; None if nothing waits."""
 
-    def close(self) -> None:
-        """Give up what it has of its own."""
+    def close(self) -> None: ...
 
     def cancel(self, task_id: str) -> Outcome:
-        """Have the task never run: its message is handed over at once, for a worker to announce."""
+        """Cancel the task: its message is handed over at once, for a worker to announce."""
 
     def move(self, task_id: str, due_us: int | None) -> Outcome:
-        """Have it due then instead, None for now.
+        """Make it due then instead, None for now.
 
-        Raises:
-            DelayTooLong, CannotDelay: it cannot wait that long; it is due when it was.
+        DelayTooLong, CannotDelay: it cannot wait that long; it is due when it was.
         """
 
 

@@ -141,7 +141,7 @@ class IndexedLedger(ABC):
 
     @abstractmethod
     def _explained(self) -> AbstractContextManager[None]:
-        """Has errors of redis-py say that the ledger is away."""
+        """A block whose errors of redis-py say that the ledger is away."""
 
     @abstractmethod
     def _found(self, task_id: str) -> Iterator[tuple[str, bytes, Waiting]]:
@@ -200,7 +200,6 @@ class IndexedLedger(ABC):
             from_us = last_us
 
     def _now_us(self) -> int:
-        """Microseconds since the epoch by the server's clock."""
         seconds, microseconds = self._client.time()
         return int(seconds) * 1_000_000 + int(microseconds)
 

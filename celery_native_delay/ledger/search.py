@@ -66,7 +66,6 @@ class Word:
 
     @property
     def needles(self) -> list[tuple[str, ...]]:
-        """See :attr:`~.ledger.Query.needles_in_any_case`."""
         if self.field in _CONSTANTS:
             return []
         if self._pair is None:
@@ -93,7 +92,6 @@ class AllOf:
 
     @property
     def needles(self) -> list[tuple[str, ...]]:
-        """See :attr:`~.ledger.Query.needles_in_any_case`."""
         return [group for part in self.parts for group in part.needles]
 
 
@@ -108,7 +106,6 @@ class AnyOf:
 
     @property
     def needles(self) -> list[tuple[str, ...]]:
-        """See :attr:`~.ledger.Query.needles_in_any_case`."""
         groups = [part.needles for part in self.parts]
         return [tuple(text for group in groups for text in group[0])] if all(groups) else []
 
@@ -132,11 +129,7 @@ def _text(value: object) -> str:
 
 
 def parse(text: str) -> Condition | None:
-    """The condition that a search asks for; None if it is empty.
-
-    Raises:
-        InvalidQuery: see :meth:`~.ledger.Query.parse`.
-    """
+    """The condition that a search asks for; None if it is empty. Raises as Query.parse()."""
     return _Parser(text).parse()
 
 

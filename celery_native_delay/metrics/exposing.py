@@ -46,7 +46,7 @@ def expose(
     poll_seconds: float = POLL_SECONDS,
     listens: bool = True,
 ) -> Exposed:
-    """Have *registry* tell what waits for *app*, and what workers with events on say came of it.
+    """Put into *registry* what waits for *app*, and what workers with events on say came of it.
 
     Broker and ledger are read by a thread, so that collecting does no I/O; while they are away it
     says so, and goes on when they are back.

@@ -25,7 +25,7 @@ _MICROSECOND = timedelta(microseconds=1)
 
 
 class RowEncoder:
-    """Turns rows of *schema* into tuples of ``sending.SENT_COLUMNS``.
+    """An encoder of rows of *schema* as tuples of ``sending.SENT_COLUMNS``.
 
     Raises:
         InvalidFanOut: *schema* lacks a column, or has one whose type does not fit.

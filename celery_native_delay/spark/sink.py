@@ -79,7 +79,7 @@ class SinkOptions:
 
 
 class Writer(DataSourceWriter):
-    """Sends the rows of one job."""
+    """The writer of the rows of one job."""
 
     def __init__(self, schema: Any, texts: Mapping[str, str], *, overwrite: bool) -> None:
         if overwrite:
@@ -166,7 +166,7 @@ class Writer(DataSourceWriter):
 
 
 class StreamWriter(Writer, DataSourceStreamWriter):
-    """Sends the rows of each micro batch. A batch that is run again sends the same ids."""
+    """The writer of each micro batch. One that is run again sends the same ids."""
 
     def __init__(self, schema: Any, texts: Mapping[str, str], *, overwrite: bool) -> None:
         if overwrite:

@@ -1,4 +1,4 @@
-"""Registers our transports under kombu's own aliases.
+"""Our transports under kombu's own aliases.
 
 kombu resolves a URL's scheme through ``TRANSPORT_ALIASES``; ours are subclasses that behave as
 kombu's until a connection asks for more with ``transport_options["native_delay"]``. The option is
@@ -141,12 +141,8 @@ def transport_of(alias: object, *, store: str | None) -> str | None:
 def check_url(url: str | Sequence[str] | None, *, alias: str | None = None) -> None:
     """Refuse a broker's URL of which kombu would raise no more than what it did not find.
 
-    Args:
-        url: as Celery takes it, one or several; None for kombu's default.
-        alias: the transport that is asked for besides it, if any.
-
-    Raises:
-        UnsupportedBroker: kombu knows no such scheme, or a package is not installed.
+    *url* is as Celery takes it, one or several, None for kombu's default; *alias* the transport
+    that is asked for besides it. UnsupportedBroker: no such scheme, or a package is not installed.
     """
     for each in url.split(";") if isinstance(url, str) else url or ():
         scheme, found, _ = str(each).partition("://")

@@ -9,8 +9,7 @@ from typing import Any
 def differing(what: str, expected: Mapping[str, Any], found: Mapping[str, Any]) -> str:
     """Names whose values are not written alike, such as "header 'tenant'"; "" if there is none.
 
-    Args:
-        what: the names' kind; 1, 1.0 and True are three values.
+    *what* is the names' kind; 1, 1.0 and True are three values.
     """
     names = [
         name

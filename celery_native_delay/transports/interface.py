@@ -66,29 +66,18 @@ class WorkerPart(ABC):
 
     @abstractmethod
     def prepare(self, where: str) -> str:
-        """Make the broker ready for consuming; answers with the sentence that the worker logs.
+        """Make the broker ready for consuming; the sentence that the worker logs about it.
 
-        Args:
-            where: the broker's URL without its password.
-
-        Raises:
-            NativeDelayError: delayed messages cannot wait there; saying the way out.
+        *where* is the broker's URL without its password. NativeDelayError: delayed messages cannot
+        wait there; saying the way out.
         """
 
     def dangers(self) -> list[Finding]:
-        """Findings of settings on the broker that may lose or bend delays.
-
-        Raises:
-            ManagementUnavailable: they cannot be seen.
-        """
+        """Settings on the broker that may lose or bend delays; or ManagementUnavailable."""
         return []
 
     def put_back(self, waits: Sequence[Wait]) -> list[NativeDelayError | None]:
-        """Let messages wait in the broker; returns once it has them.
-
-        Returns:
-            for each of *waits*, why it cannot; None if it does.
-        """
+        """Let messages wait in the broker; for each of *waits* why it cannot, None once it does."""
         refusals: list[NativeDelayError | None] = []
         for wait in waits:
             try:
@@ -100,18 +89,10 @@ class WorkerPart(ABC):
 
     @abstractmethod
     def put_one_back(self, wait: Wait) -> None:
-        """Let a message wait in the broker.
-
-        Raises:
-            NativeDelayError: it cannot.
-        """
+        """Let a message wait in the broker, for the queue it came from; or raise why it cannot."""
 
     def rescue(self) -> Rescue | None:
-        """Try every parked message once; None if another process is at it.
-
-        Raises:
-            NotPermitted: this broker user may not.
-        """
+        """Try every parked message once; None if another process does, or NotPermitted."""
         return Rescue()
 
     def receipts(self) -> Receipts | None:
@@ -119,16 +100,12 @@ class WorkerPart(ABC):
         return None
 
     def sweep(self) -> int:
-        """Remove what a ledger holds of messages that are long gone; their number.
-
-        Raises:
-            LedgerUnavailable: it is away.
-        """
+        """Remove what a ledger holds of messages that are long gone; their number."""
         return 0
 
 
 class Promoter(Protocol):
-    """Hands over what is due, until it is told to stop; *promoted* and *parked* count messages."""
+    """A loop that hands over what is due; *promoted* and *parked* count messages."""
 
     promoted: int
     parked: int
@@ -136,7 +113,7 @@ class Promoter(Protocol):
     def run(self) -> None: ...
 
     def stop(self) -> None:
-        """Have :meth:`run` return soon; from any thread or signal handler."""
+        """End :meth:`run` soon; from any thread or signal handler."""
 
 
 @runtime_checkable
@@ -288,7 +265,7 @@ class AdminPart(Protocol):
         """Throw away all that waits; how many."""
 
     def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]] | None:
-        """How many are parked, and the first *limit* of them; None while a worker rescues."""
+        """Number of parked messages, and the first *limit*; None while a worker rescues."""
 
     def requeue(self) -> Rescue | None:
         """:meth:`WorkerPart.rescue`, here and now; None while a worker rescues."""

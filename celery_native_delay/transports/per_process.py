@@ -18,7 +18,7 @@ _forgets: list[Callable[[], object]] = []
 
 
 def in_forked_child(forget: Callable[[], object]) -> None:
-    """Have *forget* called first thing in every forked child."""
+    """Call *forget* first thing in every forked child."""
     _forgets.append(forget)
 
 

@@ -33,7 +33,7 @@ class Channel(PublishingChannel, pgmq.Channel):  # type: ignore[misc]
 
 
 class PgmqCollecting(Collecting):
-    """Collects messages; what pgmq itself routes goes its way one by one."""
+    """A channel that collects messages; what pgmq itself routes goes its way one by one."""
 
     def put_for(self, queue: str, message: dict[str, Any]) -> PlainPut:
         return PlainPut(queue, message)
@@ -57,7 +57,6 @@ class Outbox(CallingOutbox[PlainPut]):
         self.lost = (*self.lost, *client.recoverable_connection_errors)
 
     def is_lasting(self, error: BaseException) -> bool:
-        """True also for what PostgreSQL will never take."""
         return is_lasting_sql(error) or super().is_lasting(error)
 
     def _packed(self, puts: list[PlainPut]) -> Iterable[Batch[PlainPut]]:

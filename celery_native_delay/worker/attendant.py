@@ -51,7 +51,6 @@ class Task:
 
     @property
     def is_ours(self) -> bool:
-        """False once the worker's connection is gone: the broker delivers it again."""
         return self.wait.message.channel.connection is not None
 
 
@@ -73,12 +72,9 @@ class Attendant(Thread):
     # --- called from the consumer's thread ----------------------------------------------
 
     def put_back(self, wait: Wait, done: Callable[[], Any], instead: Callable[[], Any]) -> bool:
-        """Have a message wait in the broker; False if the thread is about to end.
+        """Let a message wait in the broker; False if the thread is about to end.
 
-        Args:
-            wait: the message, and until when.
-            done: called once the broker holds it.
-            instead: called if the broker will not; either may be called from any thread.
+        *done* is called once the broker holds it, *instead* if it will not; from any thread.
         """
         if self._stopping.is_set():
             return False

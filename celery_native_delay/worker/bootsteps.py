@@ -49,7 +49,7 @@ keep_celerys_own_off(celery.worker.consumer.delayed_delivery)
 
 
 class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
-    """Prepares the worker's broker, takes in what comes too early, promotes where it must."""
+    """The step that prepares the worker's broker, takes in what is early, and promotes."""
 
     label = "NativeDelay"
     requires = (Tasks,)
@@ -127,7 +127,7 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         react(c.app, outage, stop_warmly)
 
     def register_with_event_loop(self, c: Any, hub: Any) -> None:
-        """Have a new connection's loop wake up; the hub forgot the readers of the last."""
+        """Wake a new connection's loop up from now on; the hub forgot the readers of the last."""
         if self._waker is not None:
             self._waker.close()
             self._waker = None
@@ -140,7 +140,6 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         return self._attendant is not None and self._attendant.put_back(wait, done, instead)
 
     def stop(self, c: Any) -> None:
-        """Tell what was counted: the connection goes."""
         self._tallying.stop()
 
     def shutdown(self, c: Any) -> None:

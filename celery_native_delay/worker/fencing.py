@@ -155,23 +155,16 @@ def _lost(stamp: Stamp, record: Record) -> Drop:
 
 @dataclass(frozen=True)
 class Question:
-    """A question to the store: what became of *run*; *found* takes its record.
-
-    It gets None if the store could not be asked.
-    """
+    """A question to the store, what became of *run*; *found* gets its record, or None."""
 
     run: str
     found: Callable[[Record | None], None]
 
 
 class Lookup(Thread):
-    """The thread that asks the store, and seals what was not sealed in time.
-
-    It has a connection of its own.
-    """
+    """The thread that asks the store, on its own connection, and seals what was not in time."""
 
     def __init__(self, settings: DelaySettings, worker: str) -> None:
-        """*worker* is the name by which it seals runs."""
         super().__init__(name="native-delay-fence", daemon=True)
         assert settings.fence is not None
         self._url = settings.fence
@@ -184,7 +177,7 @@ class Lookup(Thread):
         self._next_telling = 0.0
 
     def ask(self, question: Question) -> None:
-        """Have *question* answered by the thread."""
+        """Answer *question* in the thread."""
         self._questions.put(question)
 
     def stop(self, *, timeout_seconds: float = 5.0) -> None:

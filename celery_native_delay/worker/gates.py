@@ -27,7 +27,7 @@ def gates(settings: DelaySettings, moved: Moved, fence: Gate) -> tuple[Gate, ...
 
 
 class Moved:
-    """Drops what the ledger says was moved: another message has taken its place.
+    """The gate for what the ledger says was moved: another message has taken its place.
 
     Without *receipts*, as without a ledger, everything passes. While the ledger is away, a task
     runs unasked or waits, as ``native_delay_ledger_away`` says; one that was cancelled does not
@@ -53,12 +53,12 @@ class Moved:
 
 
 def cancelled(arrival: Arrival) -> Ruling | None:
-    """Has a task announced that was cancelled while it waited, whatever its times say."""
+    """The gate for a task that was cancelled while it waited: announced, whatever its times say."""
     return Announce() if arrival.is_cancelled else None
 
 
 def expired(arrival: Arrival) -> Ruling | None:
-    """Drops a message whose own ``expiration`` ran out while it waited.
+    """The gate for a message whose own ``expiration`` ran out while it waited.
 
     RabbitMQ forgets it when dead-lettering, so it is kept in the header. A task's ``expires`` is
     Celery's: it tells the result backend.
@@ -71,7 +71,7 @@ def expired(arrival: Arrival) -> Ruling | None:
 
 
 def early(arrival: Arrival) -> Ruling | None:
-    """Has a task wait in the broker until its ETA instead of in the worker's memory.
+    """The gate for a task that comes before its ETA, and waits in the broker, not in memory.
 
     Such come from producers without this package, from another language or an older release.
     """

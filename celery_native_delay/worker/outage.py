@@ -31,7 +31,6 @@ def react(app: Any, outage: Outage, stop: Callable[[], object]) -> None:
 
 
 def _decided(app: Any, outage: Outage) -> bool:
-    """True if a receiver decided; one that fails has not."""
     try:
         answers = store_outage.send(sender=app, outage=outage)
     except SystemExit:  # such as Celery's WorkerShutdown, which would only end this thread

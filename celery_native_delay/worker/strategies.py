@@ -59,7 +59,6 @@ class GatedStrategies(dict[str, Any]):
         put_back: Callable[[Wait, Callable[[], Any], Callable[[], Any]], bool],
         tallying: Tallying,
     ) -> None:
-        """*put_back* is :meth:`~celery_native_delay.worker.attendant.Attendant.put_back`."""
         super().__init__()
         self._consumer = consumer
         self._gates = gates
@@ -88,7 +87,6 @@ class GatedStrategies(dict[str, Any]):
         self._run(task)
 
     def _carry_out(self, ruling: Ruling, task: _Task, number: int) -> None:
-        """Do what the gate of this *number* says."""
         arrival = task.arrival
         match ruling:
             case Drop():
@@ -205,7 +203,7 @@ class GatedStrategies(dict[str, Any]):
 
 
 class Waker:
-    """Interrupts an event loop's poll() from another thread.
+    """An interruption of an event loop's poll(), from another thread.
 
     kombu's own does so since 5.7; before, a callback was seen up to a second later, with the
     worker's prefetch full of tasks that wait to be acknowledged.
@@ -218,7 +216,7 @@ class Waker:
         hub.add_reader(self._reader, self._drain)
 
     def wake(self) -> None:
-        """Have poll() return now."""
+        """End poll() now."""
         with suppress(OSError):  # full: it is awake already
             self._writer.send(b"\0")
 

@@ -57,8 +57,7 @@ class Tally:
     def of_fields(cls, fields: Mapping[str, Any]) -> Tally:
         """A tally from an event; what is late by a bound that we do not have counts for the next.
 
-        Raises:
-            TypeError, ValueError, AttributeError: these are no such fields.
+        TypeError, ValueError, AttributeError: these are no such fields.
         """
         matured, cancelled, expired = (_count(fields.get(name, 0)) for name in _NAMES)
         tally = cls(matured, cancelled, expired)

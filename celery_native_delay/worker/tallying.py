@@ -49,7 +49,6 @@ class Tallying:
             self.tell()
 
     def shutdown(self) -> None:
-        """Stop listening to signals: the worker ends."""
         self._be_heard(False)
 
     def tell(self) -> None:
@@ -78,7 +77,6 @@ class Tallying:
     # --- counting ------------------------------------------------------------------------
 
     def expired(self, message: Any) -> None:
-        """Count a message that came too late to be run, and was dropped."""
         self._count(message, "expired")
 
     def _on_received(self, sender: Any = None, request: Any = None, **_: Any) -> None:

@@ -56,7 +56,7 @@ _ENDED_FROM_OUTSIDE: tuple[tuple[type[BaseException], str], ...] = (
 
 
 class Telemetry:
-    """Writes down what the tasks of one app do in this worker, from connect() to disconnect().
+    """A writer of what the tasks of one app do in this worker, from connect() to disconnect().
 
     Made before the pool forks, so that its processes inherit the receivers.
     """
@@ -81,7 +81,6 @@ class Telemetry:
             signal.connect(receiver, weak=False)
 
     def disconnect(self) -> None:
-        """Write nothing more down: the worker ends."""
         for signal, receiver in self._receivers:
             signal.disconnect(receiver)
         self._lines.close()
@@ -194,7 +193,7 @@ class Telemetry:
 
 
 class LineFiles:
-    """Appends whole lines to one file per process and day, from any thread, without a lock.
+    """Files of whole lines, one per process and day, appended to from any thread, without a lock.
 
     A lock could be held by another thread while a pool process is forked. A single write to a
     file opened for appending is never mixed with another.
@@ -297,7 +296,7 @@ def outcome_of(state: str | None, retval: Any) -> str:
 
 
 def retry_due_us(outcome: str, raised: Any, finished_us: int) -> int | None:
-    """When the task is to come again, in microseconds since the epoch; None if it is not."""
+    """The time at which the task is to come again, in microseconds; None if it is not."""
     if outcome not in attempt.COMES_AGAIN:
         return None
     when = getattr(raised, "when", None)

@@ -30,11 +30,9 @@ class Declared:
     prepared: Prepared
 
     def as_json(self) -> dict[str, Any]:
-        """The report for ``--json``."""
         return {"name": self.name} | asdict(self.prepared)
 
     def lines(self, table: Callable[..., str]) -> list[str]:
-        """The report for people."""
         bindings, milliseconds = self.prepared.mirrored, self.prepared.seconds * 1000
         return [f"declared {self.name} and {bindings} binding(s) in {milliseconds:.0f} ms"]
 
@@ -61,12 +59,10 @@ class RabbitMQAdminPart:
             return Declared(self.name, prepared)
 
     def verify(self) -> list[Finding]:
-        """Compare the broker with the plan."""
         with permissions_explained(self._topology):
             return verify(self._delays, self._api())
 
     def examine(self) -> list[Finding]:
-        """Look at what is parked or held up, at the ledger and at clocks."""
         with permissions_explained(self._topology):
             return [*examine(self._delays, self._api()), *self._ledger()]
 
@@ -84,19 +80,17 @@ class RabbitMQAdminPart:
             return [Finding("ledger", WRONG, str(exc), way_out)]
 
     def status(self) -> Status:
-        """Count what waits in the levels and in the parking queue."""
         with permissions_explained(self._topology):
             return status(self._delays, self._api())
 
     def status_with_ledger(self) -> Status:
-        """See :class:`~celery_native_delay.transports.interface.CountsByLedger`."""
         found = self.status()
         if self._settings.ledger is None:
             return found
         return replace(found, ledger=self._ledger_status())
 
     def backlog(self) -> Backlog:
-        """Numbers of waiting and parked messages, over AMQP alone; due times from the ledger."""
+        """Numbers over AMQP alone; due times from the ledger."""
         with permissions_explained(self._topology):
             found, parked = tuple(levels(self._delays)), count(self._delays)
         waiting = sum(level.waiting for level in found)
@@ -131,7 +125,6 @@ class RabbitMQAdminPart:
             return sum(self._purged(hop.queue) for hop in self._topology.level_queues)
 
     def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]] | None:
-        """Number of parked messages and the first of them; None while a worker rescues."""
         with permissions_explained(self._topology):
             total = count(self._delays)
             try:
@@ -141,7 +134,6 @@ class RabbitMQAdminPart:
         return total, [ParkedTask.of(item.message.headers or {}, item.delayed) for item in found]
 
     def requeue(self) -> Rescue | None:
-        """Send parked messages to where they belong; None while a worker does."""
         with permissions_explained(self._topology):
             return rescue(self._delays)
 

@@ -1,8 +1,7 @@
 """The body of a message in bytes, wherever py-amqp holds it as text.
 
-py-amqp encodes a text when it is written and decodes it when it is read, and an empty body is read
-as an empty text: sent again as it is, it would get an encoding that it never had, or none that
-exists.
+py-amqp reads an empty body as an empty text: sent again as it is, it would get an encoding that it
+never had, or none that exists.
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ class Kind:
 
 
 class BulkPublisher:
-    """Publishes many messages over a connection of its own. For one thread."""
+    """A publisher of many messages over a connection of its own. For one thread."""
 
     def __init__(self, client: Any, *, window: int) -> None:
         """*client* is a kombu connection to the same broker, which is not touched."""
@@ -102,10 +102,8 @@ class BulkPublisher:
     def publish(self, publish: Callable[[Any], object]) -> None:
         """Send one message the long way: *publish* gets a kombu producer.
 
-        Raises:
-            Whatever *publish* does; OSError, amqp.exceptions.AMQPError: there has been no
-                connection for :data:`PATIENCE_SECONDS`, however many calls ago that began, or
-                there will be none: the broker does not let us in.
+        Raises what *publish* does, and OSError or an AMQPError if there has been no connection for
+        :data:`PATIENCE_SECONDS`, however many calls ago that began, or there will be none.
         """
 
         def attempt() -> None:
@@ -188,13 +186,9 @@ class BulkPublisher:
         kwargsrepr: str,
         body: bytes,
     ) -> bool:
-        """Send a task by its template; False if only the long way will do.
+        """Send a task by its template; False if it is due already, or what was learnt is too old.
 
-        That is for a task that is due already, and when what was learnt is too old.
-
-        Raises:
-            DelayTooLong: not sent.
-            OSError, amqp.exceptions.AMQPError: as of :meth:`publish`; not sent.
+        Raises DelayTooLong, and as :meth:`publish` without a connection; it was not sent then.
         """
         topology = kind.topology
         now_us = time_ns() // 1000
@@ -235,7 +229,6 @@ class BulkPublisher:
         return published[0] if len(published) == 1 else None
 
     def _is_made_by(self, template: Template, fields: TaskFields, publication: Publication) -> bool:
-        """True if *template* makes the very bytes that py-amqp does."""
         where = {"channel_id": 7, "frame_max": self.outbox.connection.frame_max}
         return template.frames(fields, **where) == frames_of(publication, **where)
 
@@ -269,11 +262,7 @@ class BulkPublisher:
 
 
 def fields_of(publication: Publication) -> TaskFields:
-    """The fields with which a template makes *publication* again.
-
-    Raises:
-        ValueError: a delayed Celery task has what is missing here.
-    """
+    """The fields with which a template makes *publication* again; ValueError if it lacks one."""
     message = publication.message
     headers = message.properties["application_headers"]
     body = message.body

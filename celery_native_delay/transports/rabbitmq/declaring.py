@@ -33,11 +33,7 @@ class Declarer:
         return self._channel
 
     def apply(self, declarations: Iterable[Change]) -> None:
-        """Have the broker carry out all of *declarations*.
-
-        Raises:
-            amqp.exceptions.ChannelError: it refused one of them.
-        """
+        """Declare and unbind all of *declarations*; a ChannelError is the refusal of one."""
         apply(self.channel, declarations)
 
     def has_exchange(self, name: str, *, if_refused: bool) -> bool:

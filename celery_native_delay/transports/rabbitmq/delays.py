@@ -92,15 +92,10 @@ class Delays:
         return (4,) <= broker_version(self.connection) < (4, 3)
 
     def prepare(self, *, redeclare: bool = False, consuming: bool = False) -> Prepared:
-        """See :meth:`Preparation.prepare`."""
         return self.preparation.prepare(redeclare=redeclare, consuming=consuming)
 
     def units(self, due_us: int, *, now_us: int) -> int:
-        """Units of the resolution to wait; 0 if it is due.
-
-        Raises:
-            DelayTooLong: more than the levels hold.
-        """
+        """Units of the resolution to wait, 0 if it is due; raises DelayTooLong."""
         resolution_ms = self.topology.resolution_ms
         units = units_until(due_us, now_us=now_us, resolution_ms=resolution_ms)
         check_reach(units, max_units=self.topology.max_units, resolution_ms=resolution_ms)
@@ -159,10 +154,7 @@ class Delays:
     ) -> Publication | None:
         """*message* as it enters the delay levels, which are there then; None if it is due.
 
-        Raises:
-            DelayTooLong, CannotDelay, NotPermitted, TopologyMismatch, UnsupportedBroker,
-            amqp.exceptions.NotFound: as :meth:`publish`.
-            LookupError, TypeError, UnicodeError: as py-amqp's, for a body that cannot be encoded.
+        Raises as :meth:`publish`, and as py-amqp does for a body that cannot be encoded.
         """
         if not self.units(due_us, now_us=time_ns() // 1000):
             return None
@@ -192,11 +184,7 @@ class Delays:
         return self._entering(message, delayed, now_us=now_us, units=units, lands=lands)
 
     def _follow_outbox(self) -> None:
-        """Look again for what this connection relies on, if the outbox had to connect again.
-
-        Raises:
-            OSError, amqp.exceptions.AMQPError: this connection is gone, too.
-        """
+        """Look again for what this connection relies on, if the outbox had to connect again."""
         connects, self._outbox_connects = self._outbox_connects, self.outbox.connects
         if connects and connects != self._outbox_connects:
             self.preparation.look_again()
@@ -204,12 +192,9 @@ class Delays:
     # --- putting back --------------------------------------------------------------------
 
     def put_back(self, message: amqp.Message, delayed: Delayed, *, recorded: bool = True) -> None:
-        """Let a message that was received wait (again), then deliver it.
+        """Let a message that was received wait (again), as *delayed* says, then deliver it.
 
-        Args:
-            message: as received, its body in the bytes that came.
-            delayed: the wait it is to have; due in the past, it is delivered at once.
-            recorded: the ledger is told of it.
+        Its body is in the bytes that came. *recorded*: the ledger is told of it.
         """
         exchange, routing_key, queue = delayed.exchange, delayed.routing_key, delayed.queue
         if queue is not None or not exchange:
@@ -304,7 +289,6 @@ class Delays:
         return Publication(wrapped, topology.entry_exchange(units), key)
 
     def _channel(self, *, confirmed: bool) -> OwnChannel:
-        """Our channel for publishing, in confirm mode or not; a new one when it was closed."""
         channel = self._confirmer if confirmed else self._publisher
         if channel is None or channel.connection is None:
             channel = OwnChannel(self.connection, confirm=confirmed)
@@ -343,11 +327,7 @@ class Delays:
                 self.preparation.declare_again()
 
     def _resend_returned(self, channel: OwnChannel) -> None:
-        """Send again what came back because the queue that it was to wait in was deleted.
-
-        Raises:
-            TopologyMismatch: they come back again.
-        """
+        """Send again what came back because the queue that it was to wait in was deleted."""
         returned = channel.take_returned()
         self.preparation.declare_again()
         for back in returned:

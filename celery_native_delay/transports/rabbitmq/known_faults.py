@@ -8,11 +8,9 @@ _CHECK = "release"
 
 
 def known_faults(version: tuple[int, ...], *, replicated: bool | None) -> list[Finding]:
-    """Known faults of a release, and the way out where it may be chosen or configured.
+    """Known faults of a release such as (4, 3, 6), and the way out where there is a choice.
 
-    Args:
-        version: such as (4, 3, 6).
-        replicated: whether the delay levels have several members; None where that is not known.
+    *replicated*: the delay levels have several members; None where that is not known.
     """
     name = f"RabbitMQ {'.'.join(map(str, version))}"
     found = []

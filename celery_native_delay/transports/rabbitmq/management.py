@@ -53,11 +53,7 @@ _PAGE = 500
 
 
 class ManagementAPI:
-    """Read access to one vhost.
-
-    Raises:
-        ManagementUnavailable: by every method; the plugin is off, or the user lacks the tag.
-    """
+    """Read access to one vhost. Every method raises ManagementUnavailable."""
 
     def __init__(self, url: str, user: str, password: str, vhost: str, cluster: str) -> None:
         self.url = url.rstrip("/").removesuffix("/api")
@@ -71,18 +67,13 @@ class ManagementAPI:
         self._headers = {"Authorization": f"Basic {token}"}
 
     def queues(self, prefix: str) -> list[dict[str, Any]]:
-        """Queues whose name begins with *prefix*."""
         return self._named("queues", prefix)
 
     def exchanges(self, prefix: str) -> list[dict[str, Any]]:
-        """Exchanges whose name begins with *prefix*."""
         return self._named("exchanges", prefix)
 
     def policies(self, kind: str) -> list[dict[str, Any]] | None:
-        """The vhost's policies; *kind* is a key of POLICY_KINDS.
-
-        None for a user who may not read them.
-        """
+        """The vhost's policies, of a key of POLICY_KINDS; None for a user who may not read them."""
         path = kind.replace("policy", "policies").replace(" ", "-")
         try:
             found: list[dict[str, Any]] = self._get(f"{path}/{quote(self.vhost, safe='')}")
@@ -149,13 +140,10 @@ def management_of(connection: Any, settings: DelaySettings) -> ManagementAPI:
 
 
 def overriding_policies(api: ManagementAPI, topology: Topology) -> list[Finding]:
-    """Policies that change what our queues do.
+    """Policies that change what our queues do; raises ManagementUnavailable.
 
     By the patterns of the policies, because a queue's own description names its policy only some
     seconds after it was declared; by that for a user who may not read policies.
-
-    Raises:
-        ManagementUnavailable
     """
     levels = f"{topology.settings.queue_type}_queues"
     queues = {hop.queue: levels for hop in topology.level_queues}

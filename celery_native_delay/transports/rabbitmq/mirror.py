@@ -176,7 +176,7 @@ class Mirror:
         self.pending = dict.fromkeys(bindings) | self.pending
 
     def forget_mirrored(self) -> None:
-        """Have all that is known pending again: the broker lost our bindings."""
+        """Make all that is known pending again: the broker lost our bindings."""
         self.pending, self.pending_landings = dict(self.known), dict(self._landings)
 
     def declarations(self, mirrored: Mirrored) -> Iterator[Change]:

@@ -61,7 +61,7 @@ def is_lasting(error: BaseException) -> bool:
 
 
 class Outbox:
-    """Keeps the delayed messages of a process for one broker until it has confirmed them."""
+    """A keeper of a process's delayed messages for one broker, until it has confirmed them."""
 
     def __init__(self, client: Any, window: int) -> None:
         """*client* is a kombu connection to the same broker, which is not touched."""
@@ -82,13 +82,12 @@ class Outbox:
         self.has_given_up = False
 
     def publish(self, publication: Publication, *, timeout_seconds: float | None = None) -> None:
-        """Send without waiting, unless the window is full.
+        """Send without waiting, unless the window is full; it was not sent if this raises.
 
         Raises:
-            PublishRefused: the broker did not take earlier ones; this one was not sent.
-            TimeoutError: the window stayed full for *timeout_seconds*; not sent.
-            OSError, amqp.exceptions.AMQPError: there is no connection; not sent, while what was
-                published before stays kept.
+            PublishRefused: the broker did not take earlier ones.
+            TimeoutError: the window stayed full for *timeout_seconds*.
+            OSError, amqp.exceptions.AMQPError: there is no connection; earlier ones stay kept.
         """
         with self.lock:
             self._report_refused("this message was not sent")
@@ -121,9 +120,7 @@ class Outbox:
     def flush(self, *, timeout_seconds: float | None) -> None:
         """Return when the broker has confirmed everything.
 
-        Raises:
-            PublishRefused: it did not take some.
-            TimeoutError: it has not after *timeout_seconds*, or will not have us; they stay kept.
+        Raises PublishRefused for what it did not take, TimeoutError for what stays kept.
         """
         self.settle(timeout_seconds=timeout_seconds)
         with self.lock:
@@ -315,11 +312,7 @@ def outbox_of(key: Any, client: Any, settings: DelaySettings) -> Outbox:
 
 
 def flush_all(timeout_seconds: float | None) -> None:
-    """:meth:`Outbox.flush` for every outbox, each within what is left of *timeout_seconds*.
-
-    Raises:
-        PublishRefused, TimeoutError: the first; all have been tried.
-    """
+    """:meth:`Outbox.flush` for every outbox; the first error is raised when all have been tried."""
     deadline = None if timeout_seconds is None else monotonic() + timeout_seconds
     first: Exception | None = None
     for outbox in _outboxes.values():

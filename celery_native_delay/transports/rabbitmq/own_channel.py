@@ -98,10 +98,7 @@ class OwnChannel(amqp.Channel):  # type: ignore[misc]
     def wait_confirmed(self, tag: int, *, timeout_seconds: float | None = None) -> None:
         """Return when the broker has taken responsibility for *tag* and all before it.
 
-        Raises:
-            MessageNacked: the broker refused one of them.
-            amqp.exceptions.ChannelError: the broker closed this channel.
-            TimeoutError: no answer within *timeout_seconds*.
+        Raises MessageNacked for what it refused, TimeoutError without an answer in time.
         """
         deadline = None if timeout_seconds is None else monotonic() + timeout_seconds
         while self._unconfirmed and next(iter(self._unconfirmed)) <= tag:
@@ -121,7 +118,6 @@ class OwnChannel(amqp.Channel):  # type: ignore[misc]
         self.wait_confirmed(self._published)
 
     def take_returned(self) -> list[Returned]:
-        """Take :attr:`returned` over."""
         returned, self.returned = self.returned, []
         return returned
 

@@ -106,11 +106,7 @@ def rescue(delays: Delays) -> Rescue | None:
 
 
 def peek(delays: Delays, *, limit: int) -> list[Parked]:
-    """The first *limit* parked messages, left where they are.
-
-    Raises:
-        amqp.exceptions.ResourceLocked: a worker is rescuing right now.
-    """
+    """The first *limit* parked messages, left where they are; ResourceLocked while one rescues."""
     channel = _raw_channel(delays.connection)
     try:
         with _lock(delays.connection, delays.topology):
@@ -300,10 +296,9 @@ def _raw_channel(connection: Any) -> amqp.Channel:
 
 @contextmanager
 def _lock(connection: Any, topology: Topology) -> Iterator[None]:
-    """One process at a time: an exclusive queue, which lives as long as its connection.
+    """One process at a time, by an exclusive queue, which lives as long as its connection.
 
-    Raises:
-        amqp.exceptions.ResourceLocked: another process has it.
+    Raises amqp.exceptions.ResourceLocked if another process has it.
     """
     channel = OwnChannel(connection)
     channel.queue_declare(topology.rescue_lock_queue, exclusive=True, auto_delete=True)

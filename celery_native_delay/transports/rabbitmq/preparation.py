@@ -29,7 +29,7 @@ class Prepared:
 
 
 class Preparation:
-    """Declares and binds on one AMQP connection, each thing once.
+    """Declaring and binding on one AMQP connection, each thing once.
 
     With a *refusal* nothing is prepared: every attempt raises it.
     """

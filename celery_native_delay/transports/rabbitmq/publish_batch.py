@@ -38,11 +38,7 @@ class PublishBatch:
         mandatory: bool = False,
         **_: Any,
     ) -> None:
-        """Hold *message* back; a full batch is flushed.
-
-        Raises:
-            DelayTooLong, CannotDelay, InvalidDueTime: it cannot wait; the others are not affected.
-        """
+        """Hold *message* back, or raise why it cannot wait; a full batch is flushed."""
         headers = message.properties.get("application_headers") or {}
         due_us = due_of(headers)
         waits = due_us is not None and self._delays.units(due_us, now_us=time_ns() // 1000)
@@ -55,9 +51,7 @@ class PublishBatch:
     def flush(self) -> None:
         """Send what is held back, and return when the broker has confirmed all of it.
 
-        Raises:
-            PublishRefused: the broker did not take some of them, or the connection was lost; it
-                names each, the unsent ones too.
+        PublishRefused names each that it did not take or that is in doubt, the unsent ones too.
         """
         held, self._held = self._held, []
         sent = 0
@@ -92,10 +86,8 @@ class PublishBatch:
             )
 
     def discard(self) -> None:
-        """Forget what is held back."""
         self._held.clear()
 
     def close(self) -> None:
-        """The batch is over."""
         self._held.clear()
         self._sender.close()

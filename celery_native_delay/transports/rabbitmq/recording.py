@@ -17,7 +17,7 @@ from .topology import Topology
 
 
 class Recorder:
-    """Tells the ledger of what one connection sends. Never fails, hardly waits."""
+    """The ledger's informant about what one connection sends. Never fails, hardly waits."""
 
     def __init__(self, connection: Any, topology: Topology) -> None:
         self._connection = connection

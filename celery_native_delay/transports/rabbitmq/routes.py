@@ -1,4 +1,4 @@
-"""Which way a delayed message takes to an exchange: mirrored bindings, or its landing queue."""
+"""Ways of a delayed message to an exchange: mirrored bindings, or its landing queue."""
 
 from __future__ import annotations
 
@@ -59,8 +59,8 @@ class Routes:
     def lands(self, exchange: str, routing_key: str) -> bool:
         """True if a message goes through the landing queue of *exchange*, which then is there.
 
-        It does where bindings cannot be mirrored, and where no consumer does it: while all of
-        them are strangers to us, only the exchange itself knows them.
+        It does where bindings cannot be mirrored, and where no consumer does it: while all of them
+        are strangers to us, only the exchange itself knows them.
 
         Raises:
             CannotDelay: this type of exchange gets nothing exactly.
@@ -100,14 +100,11 @@ class Routes:
         return True
 
     def type_of(self, exchange: str) -> str:
-        """The type of an exchange, asked from the broker unless it was declared here.
+        """The type of an exchange, asked from the broker unless it was declared here; or NotFound.
 
         AMQP tells it only in its refusal of another type. A user who may not ask is told "direct":
         the address is the same for direct and topic, and for others the message parks and is
         rescued.
-
-        Raises:
-            amqp.exceptions.NotFound: there is no such exchange.
         """
         kind = self._mirror.types.get(exchange)
         if kind is None:
@@ -115,11 +112,7 @@ class Routes:
         return kind
 
     def _look_again(self, exchange: str) -> None:
-        """Forget what may have changed: it may have been declared again as another type.
-
-        Raises:
-            amqp.exceptions.NotFound: it is not there any more.
-        """
+        """Forget what may have changed: it may be gone, or declared again as another type."""
         kind = self.type_of(exchange)
         if kind in ASKED_TYPES and exchange not in BUILTIN_TYPES:
             self._mirror.types[exchange] = self._ask_type(exchange, likely=kind)
@@ -154,11 +147,7 @@ class Routes:
         return self._declarer.has_queue(self._topology.queue_landing_queue(queue))
 
     def _require_landing(self, exchange: str) -> None:
-        """Have the landing queue of *exchange*, without which it gets nothing.
-
-        Raises:
-            NotPermitted: it is not there, and this user may not declare it.
-        """
+        """Make sure of the landing queue of *exchange*, without which it gets nothing."""
         if self._has_landing(exchange):
             return
         with refusals_explained(self._topology):
@@ -175,7 +164,6 @@ class Routes:
         return self._landings[exchange]
 
     def _sees_landing(self, exchange: str) -> bool:
-        """True if the landing queue is there, for a user who may not declare it."""
         seen = self._declarer.has_queue(self._topology.landing_queue(exchange))
         if not seen:
             logger.warning(

@@ -24,7 +24,7 @@ NACKED = "the broker refused it (basic.nack)"
 
 
 class Sender:
-    """Sends on one connection; every message ends up confirmed, refused or still in doubt.
+    """A sender on one connection; every message ends up confirmed, refused or still in doubt.
 
     What raises a connection error leaves everything unconfirmed to :meth:`take_in_doubt`.
     """
@@ -61,10 +61,8 @@ class Sender:
     def send(self, message: Sendable, *, timeout_seconds: float | None = None) -> None:
         """Send without waiting, unless the window is full; in doubt from here on.
 
-        Raises:
-            NotConfirmedInTime: the window stayed full for *timeout_seconds*; not sent.
-            NativeDelayError: the levels are gone and cannot be declared again; not sent.
-            OSError, amqp.exceptions.AMQPError: the connection is gone; not sent.
+        If this raises, it was not sent: NotConfirmedInTime, the window stayed full for
+        *timeout_seconds*; NativeDelayError, the levels are gone for good; or the connection is.
         """
         if self._unseen and self._channel is not None and self._channel.connection is not None:
             self._unseen -= 1
@@ -89,10 +87,7 @@ class Sender:
             self._after_refusal(exc)
 
     def settle(self, *, deadline: float | None = None) -> None:
-        """Return when nothing is in doubt; raises as :meth:`send`.
-
-        *deadline* is in seconds of the monotonic clock.
-        """
+        """Return when nothing is in doubt; raises as :meth:`send`. *deadline* is monotonic."""
         while self.in_doubt_count:
             try:
                 channel = self._open_channel()
@@ -197,7 +192,7 @@ class Sender:
             self._refused += refused
 
     def _recall(self) -> None:
-        """Have sent again what the channel left unconfirmed."""
+        """Keep what the channel left unconfirmed, to be sent again."""
         channel, self._channel = self._channel, None
         self._unseen = 0
         if channel is not None:

@@ -52,11 +52,7 @@ class LedgerStatus:
 
     @classmethod
     def of(cls, ledger: Ledger, where: str, *, now_us: int, keeps_overdue: bool) -> LedgerStatus:
-        """By what *ledger* answers.
-
-        Raises:
-            LedgerUnavailable: it does not.
-        """
+        """The account that *ledger* gives; LedgerUnavailable if it does not answer."""
         ahead = Query(from_us=now_us)
         page, count = ledger.page(ahead, limit=1), ledger.count(ahead)
         next_due_seconds = (page.tasks[0].due_us - now_us) / 1e6 if page.tasks else None
@@ -106,7 +102,6 @@ class Status:
         return sum(known) + sum(landing.held for landing in self.landings) if known else None
 
     def as_json(self) -> dict[str, Any]:
-        """The report for ``--json``."""
         known = self._known
         told = asdict(self) | {
             "waiting": self.waiting,
@@ -122,7 +117,6 @@ class Status:
         return told
 
     def lines(self, table: Callable[[tuple[str, ...], list[tuple[Any, ...]]], str]) -> list[str]:
-        """The report for people."""
         lines = []
         missing = [level.queue for level in self.levels if level.waiting is None]
         if missing:
@@ -157,7 +151,6 @@ class Status:
         ]
 
     def _counted(self) -> list[str]:
-        """By the levels alone."""
         due = self.next_due_within_seconds
         why = "native_delay_ledger is not set" if self.ledger is None else "the ledger is away"
         most = (
@@ -170,7 +163,6 @@ class Status:
         ]
 
     def _listed(self, known: LedgerStatus) -> list[str]:
-        """By the ledger, and what the levels hold besides."""
         due, overdue = known.next_due_seconds, known.overdue
         late = "no installed worker has received"
         until = "-" if due is None else f"in {duration(due)}"

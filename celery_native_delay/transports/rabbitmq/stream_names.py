@@ -34,10 +34,10 @@ class Stream:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """Arguments of its declaration.
+        """Arguments of its declaration. https://www.rabbitmq.com/docs/streams
 
         RabbitMQ throws away whole segments, and never the one it writes to: small ones, so that
-        what is older than ``x-max-age`` really goes. https://www.rabbitmq.com/docs/streams
+        what is older than ``x-max-age`` really goes.
         """
         return {
             "x-queue-type": "stream",

@@ -62,8 +62,7 @@ class TaskFields(NamedTuple):
 class Template:
     """Frames for tasks like *properties*, those of one that was wrapped the long way.
 
-    Raises:
-        ValueError: they are not a delayed task's, so that nothing is known about what differs.
+    ValueError if they are not a delayed task's: nothing is known then about what differs.
     """
 
     def __init__(self, properties: Mapping[str, Any]) -> None:
@@ -167,23 +166,20 @@ class FramedTask:
 
     @property
     def exchange(self) -> str:
-        """The exchange it is published to."""
         return self.fields.exchange
 
     @property
     def id(self) -> Hashable:
-        """Identifies the message when the broker returns it."""
         return self.fields.delivery_id
 
     def write(self, channel: Any) -> None:
-        """Hand its frames to *channel*, which sends many at a time."""
+        """Write its frames by *channel*, which sends many at a time."""
         frame_max = channel.connection.frame_max
         channel.write_soon(
             self.template.frames(self.fields, channel_id=channel.channel_id, frame_max=frame_max)
         )
 
     def refused(self, reason: str) -> RefusedMessage:
-        """The report if the broker does not take it."""
         headers = self.template.headers(self.fields)
         fields = self.fields
         return RefusedMessage(reason, *self.to, headers, fields.body, fields.delivery_id)
@@ -192,8 +188,7 @@ class FramedTask:
 def _with_holes(table: bytes, marks: list[bytes]) -> bytes:
     """*table* as a format that takes one value, or two for a string, where each mark stands.
 
-    Raises:
-        ValueError: they do not stand in this order.
+    ValueError if they do not stand in this order.
     """
     parts = []
     at = 0
@@ -231,11 +226,7 @@ def _body_frames(body: bytes, channel_id: int, most: int) -> bytes:
 
 
 def short_string(text: str) -> bytes:
-    """*text* behind its length in one byte.
-
-    Raises:
-        IndexError: it is longer than 255 bytes.
-    """
+    """*text* behind its length in one byte; IndexError for more than 255 bytes."""
     encoded = text.encode("utf-8", "surrogatepass")
     return BYTES[len(encoded)] + encoded
 

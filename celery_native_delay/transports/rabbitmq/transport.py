@@ -62,13 +62,11 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
         return delays
 
     def worker_part(self, settings: DelaySettings) -> RabbitMQWorkerPart:
-        """A worker's part for this broker."""
         from .worker_part import RabbitMQWorkerPart
 
         return RabbitMQWorkerPart(self, settings)
 
     def admin_part(self, settings: DelaySettings) -> RabbitMQAdminPart:
-        """The command line's part for this broker."""
         from .admin_part import RabbitMQAdminPart
 
         return RabbitMQAdminPart(self, settings)
@@ -98,8 +96,7 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
     ) -> Any:
         """Publish; a message whose ``eta`` header lies in the future waits in the broker.
 
-        Raises:
-            NativeDelayError: it cannot wait there; nothing was sent.
+        NativeDelayError: it cannot wait there; nothing was sent.
         """
         connection = self.connection
         due_us = due_of(msg.properties.get("application_headers"))

@@ -31,7 +31,7 @@ class Sendable(Protocol):
 
     @property
     def id(self) -> Hashable:
-        """Identifies the message when the broker returns it."""
+        """The name by which the message is known when the broker returns it."""
 
     def write(self, channel: Any) -> None:
         """Write its frames for *channel* to the socket."""
@@ -50,17 +50,14 @@ class Publication(NamedTuple):
 
     @property
     def id(self) -> Hashable:
-        """See :class:`Sendable`."""
         message = self.message
         return _id_of(self.exchange, self.routing_key, message.properties, message.body)
 
     def write(self, channel: Any) -> None:
-        """See :class:`Sendable`."""
         channel.write_now()
         channel.write_publish(*self)
 
     def refused(self, reason: str) -> RefusedMessage:
-        """See :class:`Sendable`."""
         headers = dict(self.message.properties.get("application_headers") or {})
         header = headers.pop(HEADER, None)
         if header is None:
@@ -86,17 +83,14 @@ class WindowChannel(OwnChannel):
 
     @property
     def is_usable(self) -> bool:
-        """True if neither this channel nor its connection is known to be closed."""
         return self.connection is not None and bool(self.connection.connected)
 
     @property
     def published_count(self) -> int:
-        """Number of messages that went out on this channel."""
         return self._published
 
     @property
     def unconfirmed_count(self) -> int:
-        """Number of messages that the broker has yet to confirm."""
         return len(self._unconfirmed)
 
     @property
@@ -146,19 +140,15 @@ class WindowChannel(OwnChannel):
     def read_ready(self) -> None:
         """Take in what the broker has sent, without waiting for more.
 
-        Raises:
-            amqp.exceptions.ChannelError: the broker closed this channel.
-            OSError, amqp.exceptions.AMQPError: the connection is gone.
+        A ChannelError: it closed this channel; other errors: the connection is gone.
         """
         while self.is_readable(0):
             self.read()
 
     def read_until(self, condition: Callable[[], bool], *, deadline: float | None = None) -> None:
-        """Take in what the broker sends until *condition* holds.
+        """Take in what the broker sends until *condition* holds; raises as :meth:`read_ready`.
 
-        Raises:
-            NotConfirmedInTime: it does not by *deadline*, in seconds of the monotonic clock.
-            Others as :meth:`read_ready`.
+        NotConfirmedInTime: it does not by *deadline*, in seconds of the monotonic clock.
         """
         while not condition():
             left = None if deadline is None else max(deadline - monotonic(), 0)

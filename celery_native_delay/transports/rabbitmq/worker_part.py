@@ -27,7 +27,6 @@ class RabbitMQWorkerPart(WorkerPart):
     """The work for RabbitMQ: declare, put early tasks back, rescue parked ones."""
 
     def prepare(self, where: str) -> str:
-        """Declare the delay levels and bind the queues of this connection's consumers."""
         prepared = self._delays.prepare(consuming=True)
         settings = self.settings
         return (
@@ -50,17 +49,14 @@ class RabbitMQWorkerPart(WorkerPart):
         return overriding_policies(api, self._delays.topology)
 
     def put_back(self, waits: Sequence[Wait]) -> list[NativeDelayError | None]:
-        """Put messages into the levels, with one wait for the broker."""
         with self._delays.one_confirm():
             return super().put_back(waits)
 
     def put_one_back(self, wait: Wait) -> None:
-        """Put a message into the levels, for the queue it came from."""
         message = amqp.Message(wait.message.raw_body, **wait.message.properties)
         self._delays.put_back(message, _delayed(wait))
 
     def receipts(self) -> Receipts | None:
-        """The receipts to ask about every message that waited; None without a ledger."""
         if self.settings.streams_ledger:
             return StreamReceipts(self._delays.connection.client, self._delays.topology)
         url, vhost = self.settings.ledger_url, self._delays.connection.virtual_host
@@ -69,7 +65,6 @@ class RabbitMQWorkerPart(WorkerPart):
         return LedgerReceipts(LedgerConnection(url, self.settings.namespace, vhost))
 
     def sweep(self) -> int:
-        """Remove entries of messages that are long gone, and never were reported."""
         if self.settings.ledger_url is None:
             return 0
         ledger = RabbitMQLedger(self._delays, self.settings)
@@ -79,7 +74,6 @@ class RabbitMQWorkerPart(WorkerPart):
             ledger.close()
 
     def rescue(self) -> Rescue | None:
-        """Send parked messages to where they belong."""
         try:
             return rescue(self._delays)
         except AccessRefused as exc:
@@ -111,14 +105,13 @@ def _where_the_ledger_is(settings: DelaySettings) -> str:
 
 
 class LedgerReceipts:
-    """Asks the ledger; see :class:`~celery_native_delay.transports.interface.Receipts`."""
+    """Receipts from a ledger in Redis, which is asked each time."""
 
     def __init__(self, connection: LedgerConnection) -> None:
         self._connection = connection
         connection.connect()
 
     def may_run(self, headers: Mapping[str, Any], delayed: Delayed) -> Answer:
-        """See :class:`~celery_native_delay.transports.interface.Receipts`."""
         member = member_of(headers, delayed.delivery_id)
         if member is None:
             return Answer.RUN

@@ -43,10 +43,7 @@ def wrap(
     """The properties with which a message enters the delay levels, for the wait that is *delayed*.
 
     One that is sent again is sent by *user*, on behalf of the user it was published by.
-
-    Raises:
-        CannotDelay: the message names further routing keys of its own (CC, BCC), or its
-            expiration is no number.
+    CannotDelay: it names further routing keys (CC, BCC), or its expiration is no number.
     """
     headers = dict(properties.get("application_headers") or {})
     if "CC" in headers or "BCC" in headers:

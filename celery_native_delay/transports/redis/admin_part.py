@@ -33,7 +33,6 @@ class RedisAdminPart(AdminPart):
         )
 
     def verify(self) -> list[Finding]:
-        """Check the server and what our keys are."""
         self._delays.prepare()
         keys = self._delays.keys
         expected = dict.fromkeys((keys.due, keys.wake, keys.parked, keys.ids), "zset")
@@ -51,7 +50,6 @@ class RedisAdminPart(AdminPart):
         return [*wrong, *self._delays.dangers()]
 
     def examine(self) -> list[Finding]:
-        """See that something promotes, that no entry is lost, and what time it is there."""
         census = self._store.census()
         return [
             *_compare(self.name, census),

@@ -30,10 +30,7 @@ from .store import Store
 
 
 class Delays(delays.Delays):
-    """Everything delayed delivery does on one Redis channel.
-
-    With a *refusal* nothing is delayed: a producer is told why.
-    """
+    """Delayed delivery on one Redis channel."""
 
     def __init__(
         self, channel: Any, settings: DelaySettings, *, refusal: NativeDelayError | None = None
@@ -59,11 +56,7 @@ class Delays(delays.Delays):
         return self.prepare().version
 
     def prepare(self) -> Server:
-        """Make sure that the server can hold delayed messages; asked once a channel.
-
-        Raises:
-            SettingsError, UnsupportedBroker: saying the way out.
-        """
+        """The server, looked at once a channel; raises why it cannot hold delayed messages."""
         self.check_settings()
         if self._server is None:
             server = self.look()
@@ -87,15 +80,10 @@ class Delays(delays.Delays):
     def publish(
         self, message: dict[str, Any], destination: Destination, *, due_us: int, batch: Any = None
     ) -> None:
-        """Store kombu's *message* for *destination*.
+        """Store kombu's *message* for *destination*, in kombu's publish *batch* if there is one.
 
-        Args:
-            due_us: microseconds since the epoch.
-            batch: kombu's publish batch that is to send it with others, or None.
-
-        Raises:
-            DelayTooLong, UnsupportedBroker, SettingsError, BrokerFull, NotPermitted: nothing was
-                stored; the text says why and the way out.
+        DelayTooLong, UnsupportedBroker, SettingsError, BrokerFull, NotPermitted: nothing was
+        stored.
         """
         member, entry = self.stored(message, destination, due_us=due_us)
         if batch is None:
@@ -106,7 +94,7 @@ class Delays(delays.Delays):
         self.watch()
 
     def watch(self) -> None:
-        """See now and then, after publishing, that something promotes."""
+        """Look now and then, after publishing, whether anything promotes."""
         warn_if_nothing_promotes(self._place, self.status)
 
     def stored(
@@ -133,7 +121,6 @@ class Delays(delays.Delays):
         self.store.add(member, self.store.now_us() + wait_us, entry)
 
     def clock_ahead_seconds(self) -> float:
-        """Seconds that the server's clock is ahead of ours; negative if it is behind."""
         return clock_ahead_seconds(self.store.client)
 
     @staticmethod

@@ -63,7 +63,7 @@ class Put(NamedTuple):
 
 
 class RedisCollecting(Collecting):
-    """Collects messages with the keys that they go to."""
+    """A channel that collects messages with the keys that they go to."""
 
     def put_for(self: Any, queue: str, message: dict[str, Any]) -> Put:
         destination = self.destination(queue, message)
@@ -120,7 +120,6 @@ class Outbox(outbox.Outbox[Put, Parcel]):
         self._parcelled = 0
 
     def take(self, put: Put) -> None:
-        """Send a message, at once if it does not wait."""
         if put.due_us:
             super().take(put)
         else:
@@ -128,7 +127,6 @@ class Outbox(outbox.Outbox[Put, Parcel]):
             self._add(self._parcel(PUSH, to.keys, [to.ttl_ms, put.envelope], [put]))
 
     def is_lasting(self, error: BaseException) -> bool:
-        """True also for a user, password or database that Redis does not know."""
         no_database = isinstance(error, exceptions.ResponseError) and "DB index" in str(error)
         return isinstance(error, _NOT_LET_IN) or no_database or super().is_lasting(error)
 

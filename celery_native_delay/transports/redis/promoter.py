@@ -1,4 +1,4 @@
-"""Promotes what is due: in every worker, or in a process of its own. No leader, no lock.
+"""Promoting what is due: in every worker, or in a process of its own. No leader, no lock.
 
 A timer here leads to the next due time, because Redis itself looks for blocked clients that time
 out only every 100 ms. It runs from when the last round was asked for: the next one takes as long
@@ -90,7 +90,6 @@ class Promoter:
         self._stop_writer.close()
 
     def stop(self) -> None:
-        """Have :meth:`run` return soon; from any thread or signal handler."""
         self._stopping.set()
         with suppress(OSError):
             self._stop_writer.send(b"\0")
@@ -191,11 +190,7 @@ class _Alarm:
         self._ask()
 
     def wait(self, seconds: float) -> bool:
-        """Wait at most *seconds*; True if something came that may be due sooner.
-
-        Raises:
-            TimeoutError: the server owes an answer for too long.
-        """
+        """Wait at most *seconds*; True if something came that may be due sooner."""
         # TLS may have had something to read that is no reply.
         if self._connection._sock in self._readable(seconds) and self._connection.can_read(
             timeout=0

@@ -86,9 +86,7 @@ class Store:
     def add(self, member: str, due_us: int, entry: bytes) -> None:
         """Store *entry* until *due_us*, microseconds since the epoch. Again is the same as once.
 
-        Raises:
-            BrokerFull: ``maxmemory`` is reached; nothing was stored.
-            NotPermitted: the Redis user may not.
+        BrokerFull or NotPermitted: nothing was stored.
         """
         with refusals_explained(self.keys):
             self._add(keys=self._add_keys, args=[member, due_us, entry])
@@ -109,11 +107,7 @@ class Store:
     def replace(self, member: str, old: bytes, due_us: int | None, new: bytes) -> int | None:
         """Let *member*, whose entry is *old*, wait with another one until *due_us*, None for now.
 
-        Returns:
-            when it is due by the server's clock; None if it is not there any more as it was.
-
-        Raises:
-            BrokerFull, NotPermitted: it is as it was.
+        Returns when it is due by the server's clock; None if it is not there any more as it was.
         """
         keys = [self.keys.due, self.keys.messages, self.keys.wake, self.keys.parked]
         arguments = [member, old, "" if due_us is None else due_us, new]
@@ -160,11 +154,9 @@ class Store:
     # --- looking -------------------------------------------------------------------------
 
     def now_us(self) -> int:
-        """Microseconds since the epoch by the server's clock."""
         return now_us(self.client)
 
     def census(self) -> Census:
-        """Count what waits and what is parked."""
         keys = [self.keys.due, self.keys.messages, self.keys.parked, self.keys.promoting]
         with refusals_explained(self.keys):
             waiting, parked, entries, overdue, first, promoting = self._census(keys=keys)
@@ -254,7 +246,6 @@ class Rounds:
             return _moved(reply)
 
     def close(self) -> None:
-        """Leave; the server ends what was asked for."""
         self._connection.disconnect()
 
 

@@ -35,29 +35,24 @@ class RedisDelayingChannel(DelayingChannel):
     def make_delays(
         self, settings: DelaySettings, *, refusal: NativeDelayError | None = None
     ) -> Delays:
-        """Delayed delivery on this channel."""
         return Delays(self, settings, refusal=refusal)
 
     def worker_part(self, settings: DelaySettings) -> RedisWorkerPart:
-        """The worker's part."""
         from .worker_part import RedisWorkerPart
 
         return RedisWorkerPart(self, settings)
 
     def admin_part(self, settings: DelaySettings) -> RedisAdminPart:
-        """The command line's part."""
         from .admin_part import RedisAdminPart
 
         return RedisAdminPart(self)
 
     def ledger(self, settings: DelaySettings) -> RedisLedger:
-        """The ledger, which is the store itself."""
         from .ledger import RedisLedger
 
         return RedisLedger(self)
 
     def let_wait(self, queue: str, message: dict[str, Any], *, due_us: int, **kwargs: Any) -> None:
-        """Store *message* for the list that kombu would push it to."""
         self.delays.publish(
             message,
             self.destination(queue, message),

@@ -20,7 +20,6 @@ class RedisWorkerPart(WorkerPart):
     """The work for Redis: promote, take in what came too early, try what is parked."""
 
     def prepare(self, where: str) -> str:
-        """Make sure that the server can hold delayed messages; nothing has to be declared."""
         server = self._delays.prepare()
         census = self._delays.store.census()
         return (
@@ -35,7 +34,6 @@ class RedisWorkerPart(WorkerPart):
         return [*self._delays.dangers(), *clocks(self._delays.clock_ahead_seconds())]
 
     def put_one_back(self, wait: Wait) -> None:
-        """Store a message again for the queue it came from."""
         message = wait.message._raw
         destination = self._channel.destination(wait.queue, message)
         self._delays.put_back(message, destination, due_us=wait.due_us)
@@ -45,7 +43,6 @@ class RedisWorkerPart(WorkerPart):
         return rescue(self._delays)
 
     def promoter(self, connect: Callable[..., Any]) -> Promoter:
-        """Hands over what is due, on a connection of its own."""
         return Promoter(connect)
 
 

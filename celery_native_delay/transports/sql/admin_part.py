@@ -34,7 +34,6 @@ class StoreAdminPart(AdminPart):
         )
 
     def verify(self) -> list[Finding]:
-        """Check that the tables are there, in our version, and can be written to."""
         with _told() as found:
             if self._store.is_made():
                 self._store.prepare()
@@ -49,7 +48,6 @@ class StoreAdminPart(AdminPart):
         return found
 
     def examine(self) -> list[Finding]:
-        """See that something dispatches, and what time it is there."""
         with _told() as found:
             if self._store.is_made():
                 self._store.prepare()

@@ -18,7 +18,7 @@ class Alarm:
         self._selector.register(self._reader, selectors.EVENT_READ)
 
     def ring(self) -> None:
-        """Have the present :meth:`wait` return, or else the next one."""
+        """End the present :meth:`wait`, or else the next one."""
         with suppress(OSError):  # full: it is awake already; closed: it sleeps no more
             self._writer.send(b"\0")
 
@@ -29,7 +29,6 @@ class Alarm:
                 self._reader.recv(4096)
 
     def close(self) -> None:
-        """Free the sockets."""
         self._selector.close()
         self._reader.close()
         self._writer.close()

@@ -64,7 +64,7 @@ class Batch:
         return cls(connection, [Stored(*row) for row in connection.execute(which, parameters)])
 
     def refused(self, message: Stored, reason: str, due_us: int | None) -> None:
-        """Have *message*, which was refused, tried again at *due_us*; None parks it."""
+        """Mark *message*, which was refused, to be tried again at *due_us*; None parks it."""
         self.put_off.append(
             {
                 "one": message.id,
@@ -75,7 +75,7 @@ class Batch:
         )
 
     def settle(self) -> None:
-        """Have the transaction say what became of them."""
+        """Write down what became of them, in this transaction."""
         if self.delivered:
             self.connection.execute(_REMOVE, {"ids": self.delivered})
         if self.put_off:

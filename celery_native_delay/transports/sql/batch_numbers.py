@@ -51,7 +51,7 @@ class NumberedBatches:
         self._store.change(open_)
 
     def store(self, number: int, puts: Sequence[Put]) -> None:
-        """Have all of *puts* wait, as batch *number*; or none of them if this raises."""
+        """Store all of *puts* as batch *number*; or none of them if this raises."""
         rows = [self._store.row(put.queue, put.envelope, put.due_us, put.task_id) for put in puts]
 
         def store(connection: Connection) -> None:

@@ -10,7 +10,7 @@ from ..interface import Outage
 
 @dataclass
 class Breaker:
-    """Opens when what it watches has failed again and again for *outage_seconds*.
+    """A breaker opens when what it watches has failed again and again for *outage_seconds*.
 
     *what* is what is done. It opens once; the first success closes it.
     """

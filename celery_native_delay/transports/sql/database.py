@@ -22,11 +22,7 @@ READS = "native_delay_reads"
 
 
 def parsed(url: str) -> URL:
-    """*url* as SQLAlchemy has it.
-
-    Raises:
-        SettingsError: it is none.
-    """
+    """*url* as SQLAlchemy has it; SettingsError if it is none."""
     try:
         return make_url(url)
     except (exc.ArgumentError, ValueError) as error:
@@ -54,10 +50,9 @@ def _place(url: URL) -> tuple[Any, ...]:
 
 
 def engine_of(url: str) -> Engine:
-    """An engine for *url*; it connects when it is first used.
+    """An engine for *url*, which connects when it is first used.
 
-    Raises:
-        SettingsError: no such database, or its driver is not installed.
+    SettingsError: no such database, or its driver is not installed.
     """
     place = parsed(url)
     try:

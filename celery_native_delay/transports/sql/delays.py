@@ -36,10 +36,7 @@ class Put(NamedTuple):
 
 
 class Delays(delays.Delays):
-    """Everything delayed delivery does on one channel.
-
-    With a *refusal* nothing is delayed: a producer is told why.
-    """
+    """Delayed delivery on one channel."""
 
     def __init__(
         self, settings: DelaySettings, url: str, *, refusal: NativeDelayError | None = None
@@ -50,23 +47,15 @@ class Delays(delays.Delays):
 
     @property
     def store(self) -> Store:
-        """The store that messages wait in; another one after a fork.
-
-        Raises:
-            SettingsError, UnsupportedBroker: there is none; saying the way out.
-        """
+        """The store that messages wait in; another one after a fork. Raises why there is none."""
         self.check_settings()
         return Store.of(self._url, self.settings.namespace)
 
     def publish(self, message: dict[str, Any], queue: str, *, due_us: int) -> None:
         """Store kombu's *message* for *queue*, or for :data:`BROADCAST`.
 
-        Args:
-            due_us: microseconds since the epoch.
-
-        Raises:
-            DelayTooLong, SettingsError, StoreUnavailable, TopologyMismatch, UnsupportedBroker:
-                nothing was stored; the text says why and the way out.
+        DelayTooLong, SettingsError, StoreUnavailable, TopologyMismatch, UnsupportedBroker: nothing
+        was stored.
         """
         store = self.store
         waiting = self.stored(message, queue, due_us=due_us)
@@ -74,7 +63,7 @@ class Delays(delays.Delays):
         self.watch()
 
     def watch(self) -> None:
-        """See now and then, after publishing, that something dispatches."""
+        """Look now and then, after publishing, whether anything dispatches."""
         warn_if_nothing_promotes(self._place, self._status)
 
     def _status(self) -> Status:

@@ -1,4 +1,4 @@
-"""Dispatches what is due: in every worker, or in a process of its own. No leader.
+"""Dispatching what is due: in every worker, or in a process of its own. No leader.
 
 It asks for the next due time and sleeps until then. What this process adds meanwhile and is due
 sooner wakes it up. What other processes add it sees when it looks again, which matters only to
@@ -78,7 +78,6 @@ class Dispatcher:
             self._alarm.close()
 
     def stop(self) -> None:
-        """Have :meth:`run` return soon; from any thread or signal handler."""
         self._stopping.set()
         self._alarm.ring()
 

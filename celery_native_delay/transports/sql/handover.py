@@ -32,7 +32,7 @@ TRIES = 8
 
 
 class HandOver(Protocol):
-    """Hands over one batch."""
+    """A way to hand over one batch."""
 
     def __call__(self, batch: Batch, *, park: bool) -> Exception | None:
         """Mark what is delivered, and what is put off; with *park* that is parked at once.
@@ -174,7 +174,7 @@ class IntoTheSameDatabase:
 
 
 def refuse(batch: Batch, message: Stored, error: Exception, *, park: bool) -> None:
-    """Have *message* tried again later, or parked if that was so often enough."""
+    """Put *message* off, or park it if that was so often enough."""
     tries = message.attempts + 1
     wait_us = None if park or tries >= TRIES else 1_000_000 << (tries - 1)
     due_us = None if wait_us is None else time_ns() // 1000 + wait_us

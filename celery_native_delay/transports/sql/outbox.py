@@ -20,7 +20,7 @@ from .store import is_about_a_row
 
 
 class StoreCollecting(Collecting):
-    """Collects messages as they are stored."""
+    """A channel that collects messages as they are stored."""
 
     def put_for(self: Any, queue: str, message: dict[str, Any]) -> Put | PlainPut:
         due_us = self.due_of(message)
@@ -47,7 +47,6 @@ class Outbox(CallingOutbox[Put | PlainPut]):
         self._number = 0
 
     def is_lasting(self, error: BaseException) -> bool:
-        """True also for what the database of the broker or the store will never take."""
         return is_lasting_sql(error) or super().is_lasting(error)
 
     def _prepare(self, channel: Any) -> None:

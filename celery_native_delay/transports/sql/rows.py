@@ -38,13 +38,13 @@ class Rows:
         self._to_change = to_change
 
     def count(self, from_us: int | None, until_us: int | None) -> int:
-        """How many are due from then until before then; None is without limit."""
+        """Number of those due from then until before then; None is without limit."""
         statement = select(func.count()).select_from(MESSAGES)
         statement = statement.where(self._mine, *_between(from_us, until_us))
         return int(self._connection.execute(statement).scalar() or 0)
 
     def span(self) -> tuple[int, int] | None:
-        """When the first and the last are due; None if nothing waits."""
+        """Due times of the first and the last; None if nothing waits."""
         statement = select(func.min(_ROW.due_us), func.max(_ROW.due_us)).where(self._mine)
         first_us, last_us = self._connection.execute(statement).one()
         return None if first_us is None else (int(first_us), int(last_us))
@@ -81,14 +81,13 @@ class Rows:
                 return
 
     def of(self, task_id: str) -> list[Row]:
-        """What waits or is parked under *task_id*; locked, if it is to be changed."""
+        """Rows that wait or are parked under *task_id*; locked, if they are to be changed."""
         statement = _SHOWN.where(self._mine, _ROW.task_id == task_id[:255]).order_by(_ROW.due_us)
         if self._to_change:
             statement = statement.with_for_update()
         return [Row(*row) for row in self._connection.execute(statement).all()]
 
     def replace(self, row: Row, envelope: str, due_us: int) -> None:
-        """Have *row* be another message, due then."""
         self._connection.execute(
             update(MESSAGES)
             .where(_ROW.id == row.id)
@@ -96,7 +95,6 @@ class Rows:
         )
 
     def remove(self, row: Row) -> None:
-        """Have *row* be gone."""
         self._connection.execute(delete(MESSAGES).where(_ROW.id == row.id))
 
 

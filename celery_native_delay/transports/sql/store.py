@@ -103,9 +103,8 @@ class Store:
     def prepare(self) -> None:
         """Make sure that our tables are there, in the version that we know; once.
 
-        Raises:
-            TopologyMismatch: they are of another version.
-            StoreUnavailable: it is away, or this user may not create them.
+        TopologyMismatch: they are of another version. StoreUnavailable: it is away, or this user
+        may not create them.
         """
         if self._is_ready:
             return
@@ -128,7 +127,6 @@ class Store:
         self.change(lambda connection: connection.execute(_CHANGE_NOTHING))
 
     def clock_ahead_seconds(self) -> float | None:
-        """Seconds that the database's clock is ahead of ours, negative if behind; None: unknown."""
         with self._explained(), self._reading() as connection:
             return clock_ahead_seconds(connection)
 
@@ -163,7 +161,7 @@ class Store:
     # --- in ------------------------------------------------------------------------------
 
     def add(self, queue: str, envelope: str, *, due_us: int, task_id: str) -> None:
-        """Have *envelope* put into *queue* at *due_us*; it is there when this returns."""
+        """Store *envelope* for *queue* until *due_us*; it is there when this returns."""
         values = self.row(queue, envelope, due_us, task_id)
         with self.noticed():
             self.prepare()
@@ -263,7 +261,6 @@ class Store:
     # --- looking -------------------------------------------------------------------------
 
     def census(self) -> Census:
-        """Count what is there."""
         now_us = time_ns() // 1000
         columns = (func.count(_ROW.due_us), func.count(_ROW.id), func.min(_ROW.due_us))
         with self._explained(), self._reading() as connection:
@@ -294,7 +291,6 @@ class Store:
             yield Rows(connection, self.namespace, to_change=to_change)
 
     def count_parked(self) -> int:
-        """The number of parked messages."""
         statement = select(func.count()).select_from(MESSAGES).where(_MINE, _ROW.due_us.is_(None))
         with self._explained(), self._reading() as connection:
             return int(connection.execute(statement, {"mine": self.namespace}).scalar() or 0)

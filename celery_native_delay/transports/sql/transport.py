@@ -40,7 +40,6 @@ class StoreDelayingChannel(DelayingChannel):
     def make_delays(
         self, settings: DelaySettings, *, refusal: NativeDelayError | None = None
     ) -> Delays:
-        """Delayed delivery on this channel."""
         url = settings.store or self.own_store or ""
         if refusal is None and not is_store_url(url):
             refusal = UnsupportedBroker(
@@ -56,28 +55,24 @@ class StoreDelayingChannel(DelayingChannel):
         return Delays(settings, url, refusal=refusal)
 
     def worker_part(self, settings: DelaySettings) -> StoreWorkerPart:
-        """The worker's part."""
         _require_sqlalchemy()
         from .worker_part import StoreWorkerPart
 
         return StoreWorkerPart(self, settings)
 
     def admin_part(self, settings: DelaySettings) -> StoreAdminPart:
-        """The command line's part."""
         _require_sqlalchemy()
         from .admin_part import StoreAdminPart
 
         return StoreAdminPart(self)
 
     def ledger(self, settings: DelaySettings) -> StoreLedger:
-        """The ledger, which is the store itself."""
         _require_sqlalchemy()
         from .ledger import StoreLedger
 
         return StoreLedger(self)
 
     def let_wait(self, queue: str, message: dict[str, Any], *, due_us: int, **kwargs: Any) -> None:
-        """Store *message* for *queue*."""
         self.delays.publish(message, queue, due_us=due_us)
 
     def _put_fanout(
@@ -91,11 +86,7 @@ class StoreDelayingChannel(DelayingChannel):
 
 
 def _require_sqlalchemy() -> None:
-    """Make sure that SQLAlchemy is there, which the modules beside this one need.
-
-    Raises:
-        UnsupportedBroker: it is not installed, or too old.
-    """
+    """Make sure of SQLAlchemy 2, which the modules beside this one need; or UnsupportedBroker."""
     try:
         from . import store  # noqa: F401
     except ImportError as exc:

@@ -28,9 +28,7 @@ def is_folder(channel: Any) -> bool:
 def put_file(channel: Any, queue: str, envelope: str) -> None:
     """Put a message, as JSON, where kombu's *channel* would, under a name as it would have.
 
-    Raises:
-        ChannelError: no file can have this name.
-        OSError: the folder is not there, or full, or not ours to write to.
+    ChannelError: no file can have this name. OSError: the folder is not there, full, or not ours.
     """
     folder = Path(channel.data_folder_out)
     name = f"{round(monotonic() * 1000)}_{uuid4()}"

@@ -23,12 +23,7 @@ class StoreWorkerPart(WorkerPart):
     """The work for a store: dispatch, take in what came too early, try what is parked."""
 
     def prepare(self, where: str) -> str:
-        """Make the tables, if they are not there; while the store is away, its dispatcher does.
-
-        Raises:
-            SettingsError, TopologyMismatch, UnsupportedBroker: it will not do, however long one
-                waits; the text says why and the way out.
-        """
+        """Make the tables, if they are not there; while the store is away, its dispatcher does."""
         store: Store = self._delays.store
         try:
             store.prepare()
@@ -45,7 +40,7 @@ class StoreWorkerPart(WorkerPart):
         )
 
     def dangers(self) -> list[Finding]:
-        """Folders between which what is dispatched would be lost."""
+        """Two folders, between which what is dispatched would be lost."""
         if not is_folder(self._channel):
             return []
         out, into = self._channel.data_folder_out, self._channel.data_folder_in
@@ -59,7 +54,6 @@ class StoreWorkerPart(WorkerPart):
         return [Finding("folders", WRONG, problem, way_out)]
 
     def put_one_back(self, wait: Wait) -> None:
-        """Store a message again for the queue it came from."""
         self._delays.put_back(wait.message._raw, wait.queue, due_us=wait.due_us)
 
     def rescue(self) -> Rescue:
@@ -67,7 +61,6 @@ class StoreWorkerPart(WorkerPart):
         return rescue(self._channel, self._delays.store)
 
     def promoter(self, connect: Callable[..., Any]) -> Dispatcher:
-        """Hands over what is due, on a connection of its own."""
         store: Store = self._delays.store
         store.breakers.give_up_after(self.settings.store_outage_seconds)
         return Dispatcher(store, connect)

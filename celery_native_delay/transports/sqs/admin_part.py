@@ -113,12 +113,10 @@ class SqsAdminPart:
         self.name = "the delay queues of this app"
 
     def serve(self, queues: Sequence[str]) -> None:
-        """Look after *queues*, those of the app."""
         self._queues = [queue for queue in queues if can_delay(queue)]
         self.name = ", ".join(name for _, name in self._named())
 
     def declare(self, queues: Sequence[Any]) -> Declared:
-        """Create the delay queues of *queues*."""
         self._delays.check_settings()
         names = [queue.name for queue in queues if can_delay(queue.name)]
         found, lacking, wrong = set_up(self._delays, names)
@@ -126,7 +124,6 @@ class SqsAdminPart:
         return Declared(found, lacking)
 
     def verify(self) -> list[Finding]:
-        """Compare the delay queues with what they must be."""
         self._delays.check_settings()
         found: list[Finding] = []
         for queue, name in self._named():
@@ -139,7 +136,6 @@ class SqsAdminPart:
         return found
 
     def examine(self) -> list[Finding]:
-        """See that something relays, as far as SQS tells, and what time it is there."""
         found, silent = [], []
         for queue, name in self._named():
             attributes = self._attributes(queue)
@@ -174,7 +170,6 @@ class SqsAdminPart:
         return Status(self.name, [self._status(queue) for queue in self._queues])
 
     def backlog(self) -> Backlog:
-        """The number of what waits; SQS tells no due time."""
         return Backlog(self.status().waiting, 0)
 
     def purge(self) -> int:
@@ -215,7 +210,6 @@ class SqsAdminPart:
         return Finding.of_sentence("delay queues", WRONG, f"{name}: {why}")
 
     def _attributes(self, queue: str) -> dict[str, str] | None:
-        """Attributes of its delay queue; None if there is none."""
         return self._asked(delay_queue_of(queue))
 
     def _status(self, queue: str) -> QueueStatus:

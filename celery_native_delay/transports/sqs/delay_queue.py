@@ -58,11 +58,7 @@ def why_not_made(name: str) -> str:
 
 
 def attributes_of(hop_seconds: int, user: Mapping[str, Any]) -> dict[str, str]:
-    """Attributes to create a delay queue with.
-
-    Args:
-        user: kombu's ``sqs-creation-attributes``, such as a key to encrypt with.
-    """
+    """Attributes to create a delay queue with; *user* are kombu's ``sqs-creation-attributes``."""
     others = {name: value for name, value in user.items() if name != "RedrivePolicy"}
     return others | {
         "FifoQueue": "true",
@@ -114,9 +110,7 @@ def waiting_in(attributes: Mapping[str, str]) -> int:
 
 
 def overdue_in(attributes: Mapping[str, str]) -> int:
-    """The number of messages that a relay should have taken, if none seems to run.
-
-    Then some lie there, and none is in flight.
+    """Number of messages that a relay should have taken, if none seems to run.
 
     A relay that runs holds what it has taken for a moment, and leaves nothing lying.
     """

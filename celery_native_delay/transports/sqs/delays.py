@@ -40,7 +40,7 @@ LOOK_FOR_SECONDS = 60.0
 
 
 class Look(NamedTuple):
-    """*url* is None if there is no delay queue; *most_bytes* is what the destination takes."""
+    """A look at a delay queue: its *url*, None without one; *most_bytes* its destination takes."""
 
     at: float
     url: str | None
@@ -48,10 +48,7 @@ class Look(NamedTuple):
 
 
 class Delays(delays.Delays):
-    """Everything delayed delivery does on one SQS channel.
-
-    With a *refusal* nothing is delayed: a producer is told why.
-    """
+    """Delayed delivery on one SQS channel."""
 
     def __init__(
         self, channel: Any, settings: DelaySettings, *, refusal: NativeDelayError | None = None
@@ -75,18 +72,15 @@ class Delays(delays.Delays):
         delivery_id: str | None = None,
         entry_id: str | None = None,
     ) -> None:
-        """Have kombu's *message* wait for *queue*.
+        """Let kombu's *message* wait for *queue*.
 
-        Args:
-            due_us: microseconds since the epoch.
-            delivery_id: what tells this delivery from every other; None for its delivery tag.
-            entry_id: the same for this wait, as far as it goes through the delay queue; a second
-                attempt changes nothing. None for *delivery_id*.
+        *delivery_id* tells this delivery from every other, None for its delivery tag; *entry_id*
+        the same for this wait, as far as it goes through the delay queue: a second attempt changes
+        nothing.
 
         Raises:
             CannotDelay: it is too large, or for a FIFO queue.
-            DelayTooLong, SettingsError, TopologyMismatch, NotPermitted: nothing was sent; the
-                text says why and the way out.
+            DelayTooLong, SettingsError, TopologyMismatch, NotPermitted: nothing was sent.
         """
         put = self.put_of(queue, message, due_us=due_us, delivery_id=delivery_id)
         if entry_id is not None:
@@ -122,12 +116,7 @@ class Delays(delays.Delays):
         return Put(queue, due_us, delivery_id, Payload.of(told, base64=base64), base64)
 
     def check_size(self, put: Put, *, now_us: int) -> None:
-        """Refuse what is too large for SQS, or for its destination.
-
-        Raises:
-            CannotDelay: it is.
-            TopologyMismatch, NotPermitted: of its delay queue, if it is due later.
-        """
+        """Refuse what is too large for SQS, or for its destination if that is known."""
         if not self.is_far(put, now_us=now_us):
             check_size(put.payload.size_bytes, queue=put.queue)
             return
@@ -186,11 +175,9 @@ class Delays(delays.Delays):
     def usable(self, queue: str) -> Look:
         """A look at the delay queue of *queue*, which is renewed now and then.
 
-        It tells what can be known of the receiver: whether a worker has set up its delay queue,
-        and whether messages lie there that a relay would have taken.
-
-        Raises:
-            TopologyMismatch: messages would not wait there as they should.
+        It tells what can be known of the receiver: whether a worker has set up its delay queue, and
+        whether messages lie there that a relay would have taken. TopologyMismatch: messages would
+        not wait there as they should.
         """
         look = self._looks.get(queue)
         if look is None or monotonic() - look.at > (

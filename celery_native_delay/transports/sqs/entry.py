@@ -145,11 +145,7 @@ class Put(NamedTuple):
 
 
 def opened(text: str) -> Entry:
-    """The opposite of :meth:`Entry.text`.
-
-    Raises:
-        ValueError: it is none of ours.
-    """
+    """The opposite of :meth:`Entry.text`; ValueError for what is none of ours."""
     head, newline, body = text.partition("\n")
     found = loads(head) if newline else None
     if not isinstance(found, dict) or found.get("v") != VERSION:
@@ -162,11 +158,7 @@ def opened(text: str) -> Entry:
 
 
 def check_size(size_bytes: int, *, queue: str, most_bytes: int = MOST_BYTES) -> None:
-    """Refuse what SQS would; a queue may take less than others.
-
-    Raises:
-        CannotDelay: naming size and limit.
-    """
+    """Raise CannotDelay, naming size and limit, for what SQS would refuse."""
     if size_bytes > most_bytes:
         raise CannotDelay(
             f"expected a message of at most {most_bytes:,} bytes, all that SQS takes there, "

@@ -56,8 +56,8 @@ class Reception:
     def is_last_hop(self, delay_ms: int, *, hop_seconds: int) -> bool:
         """True if it goes to its destination now.
 
-        As the relay that received it first decided, as long as a second send of the same is
-        recognised: else the one would send it to the destination, and the other back.
+        As the relay that received it first decided, as long as a second send of it is recognised:
+        else the one would send it to the destination, and the other back.
         """
         if self._received_ms - self.first_received_ms < RECOGNISED_SECONDS * 1000:
             left = delay_ms - max(0, self.first_received_ms - self.sent_ms)

@@ -39,7 +39,7 @@ class NotYet(Exception):
 
 
 class SqsCollecting(Collecting):
-    """Collects messages that SQS will take."""
+    """A channel that collects messages that SQS will take."""
 
     def put_for(self: Any, queue: str, message: dict[str, Any]) -> Put | PlainPut:
         due_us = self.due_of(message)
@@ -69,7 +69,6 @@ class Outbox(CallingOutbox[Put | PlainPut]):
     collecting = SqsCollecting
 
     def is_lasting(self, error: BaseException) -> bool:
-        """True also for credentials that are missing or that SQS does not know."""
         if isinstance(error, ClientError):
             return error.response.get("Error", {}).get("Code") in _NOT_LET_IN
         no_credentials = isinstance(error, _NO_CREDENTIALS)

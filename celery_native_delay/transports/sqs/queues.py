@@ -25,7 +25,7 @@ _DENIED = ("AccessDenied", "AccessDeniedException")
 
 
 class Failure(NamedTuple):
-    """Why SQS did not take a message; *is_final* if it would not if it were sent again."""
+    """The reason why SQS did not take a message; *is_final* if it would not the next time."""
 
     reason: str
     is_final: bool
@@ -68,10 +68,8 @@ class Queues:
     def make_delay_queue(self, queue: str, *, hop_seconds: int) -> str | None:
         """The URL of the delay queue of *queue*, which is created if need be.
 
-        None if it should have been predefined, or its name is too long.
-
-        Raises:
-            NotPermitted, UnsupportedBroker: SQS does not let us.
+        None if it should have been predefined, or its name is too long. Raises NotPermitted or
+        UnsupportedBroker if SQS does not let us.
         """
         name = self.name(delay_queue_of(queue))
         found = self.find(delay_queue_of(queue))
@@ -93,9 +91,7 @@ class Queues:
     ) -> dict[int, Failure]:
         """Send up to ten at once; which of *messages* SQS did not take, and why.
 
-        Args:
-            messages: arguments of ``send_message`` without the URL.
-            url: where *queue* is, creating it if need be.
+        These are arguments of ``send_message`` without the *url*, which creates *queue* if need be.
         """
         entries = [{"Id": str(at), **message} for at, message in enumerate(messages)]
 
@@ -126,11 +122,7 @@ class Queues:
         }
 
     def attributes(self, queue: str, url: str) -> dict[str, str] | None:
-        """Attributes of *queue* at *url*; None if it is gone.
-
-        Raises:
-            NotPermitted, UnsupportedBroker: SQS does not let us ask.
-        """
+        """Attributes of *queue* at *url*; None if it is gone. Raises if SQS does not let us ask."""
         name = self.name(queue)
         with administered(name, "sqs:GetQueueAttributes"):
             try:
@@ -177,11 +169,7 @@ def explained(name: str, action: str) -> Iterator[None]:
 
 @contextmanager
 def administered(name: str, action: str) -> Iterator[None]:
-    """Errors of SQS about what is no message, each of which a person must see to.
-
-    Raises:
-        UnsupportedBroker: with SQS' own words.
-    """
+    """Errors of SQS about what is no message, all of them for a person to see to."""
     try:
         with explained(name, action):
             yield

@@ -1,4 +1,4 @@
-"""Relays what comes out of delay queues: in every worker, or in a process of its own.
+"""Relaying what comes out of delay queues: in every worker, or in a process of its own.
 
 A thread for each queue, because a long poll takes its time. A message is deleted once SQS has it
 on its next way, so that nothing is lost when a relay dies; the next to receive it repeats a send
@@ -110,7 +110,7 @@ class Relay:
             self.failed += failed
 
     def stop(self) -> None:
-        """Have :meth:`run` return soon.
+        """End :meth:`run` soon.
 
         A long poll cannot be interrupted: what it still brings is sent on as long as this process
         lives, and else received by another relay when :data:`VISIBILITY_SECONDS` are over.
@@ -225,11 +225,9 @@ class QueueRelay:
     # --- sending on ----------------------------------------------------------------------
 
     def _home(self, each: _Received) -> dict[str, Any]:
-        """To the destination."""
         return each.entry.payload.arguments() | {"DelaySeconds": seconds_up(each.left_ms)}
 
     def _onward(self, each: _Received) -> dict[str, Any]:
-        """Back into the delay queue."""
         return each.entry.again(each.left_ms).arguments()
 
     def _send_all(
@@ -293,7 +291,7 @@ class QueueRelay:
             )
 
     def _let_rest(self, receipts: Sequence[tuple[str, int]]) -> None:
-        """Have SQS deliver messages again, after seconds each; else it does by itself."""
+        """Give messages back to SQS, to be delivered after seconds each; else it does by itself."""
         if not receipts:
             return
         entries = [

@@ -46,34 +46,25 @@ class Channel(virtual.DelayingChannel, SQS.Channel):  # type: ignore[misc]
     def make_delays(
         self, settings: DelaySettings, *, refusal: NativeDelayError | None = None
     ) -> Delays:
-        """Delayed delivery on this channel."""
         return Delays(self, settings, refusal=refusal)
 
     def let_wait(self, queue: str, message: dict[str, Any], *, due_us: int, **kwargs: Any) -> Any:
-        """Send *message* with a delay, or into the delay queue of *queue*."""
         if not can_delay(queue):
             leave_to_celery(queue)
             return SQS.Channel._put(self, queue, message, **kwargs)
         return self.delays.publish(queue, message, due_us=due_us)
 
     def worker_part(self, settings: DelaySettings) -> SqsWorkerPart:
-        """The worker's part."""
         from .worker_part import SqsWorkerPart
 
         return SqsWorkerPart(self, settings)
 
     def admin_part(self, settings: DelaySettings) -> SqsAdminPart:
-        """The command line's part."""
         from .admin_part import SqsAdminPart
 
         return SqsAdminPart(self)
 
     def ledger(self, settings: DelaySettings) -> None:
-        """Refuse: there is no looking into SQS.
-
-        Raises:
-            NoLedger: saying what remains.
-        """
         raise NoLedger(
             "SQS does not show what waits and gives nothing back before it is due: tasks cannot be "
             "listed, cancelled or moved there. What remains: `expires`, a check in the task itself "

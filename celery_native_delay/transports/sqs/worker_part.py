@@ -29,16 +29,10 @@ class SqsWorkerPart(WorkerPart):
         self._queues: list[str] = []
 
     def serve(self, queues: Sequence[str]) -> None:
-        """See :class:`~celery_native_delay.transports.interface.ServesQueues`."""
         self._queues = [queue for queue in queues if can_delay(queue)]
 
     def prepare(self, where: str) -> str:
-        """Set up the delay queues of what is consumed; one that is wrong leaves the others alone.
-
-        Raises:
-            TopologyMismatch: none of them is as it must be; naming each attribute.
-            NotPermitted: SQS does not allow us to look or to create.
-        """
+        """Set up the delay queues of what is consumed; a wrong one leaves the others alone."""
         self._delays.check_settings()
         found, lacking, wrong = set_up(self._delays, self._queues)
         if not found:
@@ -63,7 +57,6 @@ class SqsWorkerPart(WorkerPart):
         )
 
     def put_one_back(self, wait: Wait) -> None:
-        """Send a message again to the queue it came from, with what is left of its delay."""
         message, message_id = _as_sent(wait.message._raw)
         try:
             self._delays.publish(
@@ -77,18 +70,13 @@ class SqsWorkerPart(WorkerPart):
             raise OperationalError(str(exc)) from exc
 
     def promoter(self, connect: Callable[..., Any]) -> Relay:
-        """Relays for the queues that are served, on a connection of its own."""
         return Relay(connect, self._queues)
 
 
 def set_up(
     delays: Any, queues: Sequence[str]
 ) -> tuple[list[str], list[str], dict[str, list[Finding]]]:
-    """Names of the delay queues of *queues*, of those that are not made; what is wrong, by queue.
-
-    Raises:
-        NotPermitted, UnsupportedBroker: SQS does not allow us to look or to create.
-    """
+    """Names of the delay queues of *queues*, and of those not made; what is wrong, by queue."""
     found, lacking, wrong = [], [], {}
     for queue in queues:
         name = delays.queues.name(delay_queue_of(queue))

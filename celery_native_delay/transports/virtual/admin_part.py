@@ -37,11 +37,10 @@ class AdminPart(ABC):
         """The numbers of now."""
 
     def status(self) -> Status:
-        """Count what waits and what is parked."""
         return Status.of(self.name, self._census())
 
     def backlog(self) -> Backlog:
-        """The numbers of :meth:`status` for monitoring; the store itself is the ledger."""
+        """The store itself is the ledger."""
         census = self._census()
         return Backlog(
             census.waiting,

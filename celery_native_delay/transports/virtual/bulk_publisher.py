@@ -33,7 +33,7 @@ class Kind:
 
 
 class BulkPublisher:
-    """Publishes many messages through *outbox*. For one thread."""
+    """A publisher of many messages through *outbox*. For one thread."""
 
     def __init__(self, outbox: Outbox[Any, Any]) -> None:
         self.outbox = outbox
@@ -43,9 +43,8 @@ class BulkPublisher:
     def publish(self, publish: Callable[[Any], object]) -> None:
         """Send one message the long way: *publish* gets a kombu producer.
 
-        Raises:
-            Whatever *publish* does; one of :attr:`Outbox.lost`: there has been no connection for
-                :data:`~.outbox.PATIENCE_SECONDS`; not sent.
+        Raises what *publish* does, and one of :attr:`Outbox.lost` if there has been no connection
+        for :data:`~.outbox.PATIENCE_SECONDS`; not sent.
         """
 
         def collect(channel: Any) -> Any:
@@ -122,11 +121,7 @@ class BulkPublisher:
         """Send a task by its template; False if only the long way will do.
 
         That is for a task that is due already, when what was learnt is too old, or the connection
-        is gone.
-
-        Raises:
-            NativeDelayError: it cannot wait; not sent.
-            One of :attr:`Outbox.lost`: there has been no connection for a minute; not sent.
+        is gone. Raises as :meth:`publish`, and why it cannot wait; not sent.
         """
         now_us = time_ns() // 1000
         channel = self.outbox.channel

@@ -76,14 +76,9 @@ class DelayingChannel(PublishingChannel):
         raise NotImplementedError
 
     def let_wait(self, queue: str, message: dict[str, Any], *, due_us: int, **kwargs: Any) -> Any:
-        """Keep kombu's *message* for *queue* until it is due.
+        """Keep kombu's *message* for *queue* until it is due; *kwargs* are kombu's own.
 
-        Args:
-            due_us: microseconds since the epoch.
-            **kwargs: kombu's own, such as ``_publish_batch``.
-
-        Raises:
-            NativeDelayError: it cannot wait there; nothing was sent.
+        NativeDelayError: it cannot wait there; nothing was sent.
         """
         raise NotImplementedError
 
@@ -133,7 +128,6 @@ class DelayingTransport:
 
     @property
     def delaying(self: Any) -> bool:
-        """True if this connection asks for delays."""
         return asks_for_delays((self.client.transport_options or {}).get(OPTION))
 
     def establish_connection(self: Any) -> Any:

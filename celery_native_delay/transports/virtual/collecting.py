@@ -57,25 +57,17 @@ class Collecting:
     _is_routed = False
 
     def put_for(self, queue: str, message: dict[str, Any]) -> Put:
-        """kombu's *message* on its way to *queue*.
-
-        Raises:
-            NativeDelayError: it cannot wait.
-        """
+        """kombu's *message* on its way to *queue*; NativeDelayError if it cannot wait."""
         raise NotImplementedError
 
     def put_for_all(
         self, exchange: str, message: dict[str, Any], routing_key: str, *, due_us: int
     ) -> Put:
-        """kombu's *message* on its way to all consumers that listen to *exchange* when it is due.
-
-        Raises:
-            NativeDelayError: it cannot wait.
-        """
+        """kombu's *message* on its way to all that listen to *exchange* when it is due."""
         raise NotImplementedError
 
     def put_plainly(self, put: PlainPut) -> None:
-        """Have kombu send what does not wait; it may be tried again."""
+        """Send by kombu what does not wait; it may be tried again."""
         message = put.message
         # Some of kombu's take out what they have sent elsewhere.
         message = {**message, "properties": dict(message["properties"])}

@@ -25,11 +25,7 @@ class Delays:
             raise self._refusal
 
     def check_reach(self, due_us: int) -> None:
-        """Refuse what is further away than the longest delay.
-
-        Raises:
-            DelayTooLong: it is.
-        """
+        """Raise DelayTooLong for what is further away than the longest delay."""
         check_due(
             due_us,
             now_us=time_ns() // 1000,

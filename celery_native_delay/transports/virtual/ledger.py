@@ -41,8 +41,7 @@ def waiting_of(envelope: str | bytes, *, queue: str, due_us: int | None) -> Wait
 def changed(envelope: str | bytes, due_us: int, *, cancelled: bool) -> str | None:
     """The envelope that takes the place of this one; None if it is to be thrown away.
 
-    Raises:
-        CannotDelay: it is no task that can be moved.
+    CannotDelay: it is no task that can be moved.
     """
     message = json.loads(envelope)
     headers = dict(message.get("headers") or {})

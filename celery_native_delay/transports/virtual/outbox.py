@@ -119,9 +119,6 @@ class Outbox(ABC, Generic[PutT, ParcelT]):
         """Send what is held if that is enough, and wait for answers while the window is full.
 
         Before a message is taken, so that one that cannot be sent is not held either.
-
-        Raises:
-            One of :attr:`lost`: see :meth:`patiently`.
         """
         if len(self._held) >= self._batch or self._held_bytes >= _BATCH_BYTES:
             self._close_batch()
@@ -133,9 +130,8 @@ class Outbox(ABC, Generic[PutT, ParcelT]):
     def patiently(self, attempt: Callable[[Any], T]) -> T:
         """The result of *attempt*, given a channel; again on a new one if the connection is lost.
 
-        Raises:
-            Whatever *attempt* does; one of :attr:`lost`: there has been no connection for
-                :data:`PATIENCE_SECONDS`, however many calls ago that began, or it is lasting.
+        Raises what *attempt* does, and one of :attr:`lost` if there has been no connection for
+        :data:`PATIENCE_SECONDS`, however many calls ago that began, or it is lasting.
         """
         while True:
             try:
@@ -163,9 +159,8 @@ class Outbox(ABC, Generic[PutT, ParcelT]):
     def settle(self, *, timeout_seconds: float | None) -> None:
         """Return when the server has answered for everything.
 
-        Raises:
-            TimeoutError: it has not after *timeout_seconds*, or it is known that it will not: for
-                an outage that has lasted too long already there is one attempt.
+        TimeoutError: it has not after *timeout_seconds*, or it is known that it will not: for an
+        outage that has lasted too long already there is one attempt.
         """
         deadline = None if timeout_seconds is None else monotonic() + timeout_seconds
         with self.lock:
@@ -352,9 +347,7 @@ class CallingOutbox(Outbox[PutT, Batch[PutT]]):
     def _deliver(self, batch: Batch[PutT]) -> None:
         """Hand over *batch*; what the broker has taken, or refused for good, leaves it.
 
-        Raises:
-            One of :attr:`lost`: what is left of it is to be tried again.
-            NotTaken: it is to be tried one by one.
+        One of :attr:`lost`: what is left of it is to be tried again. NotTaken: one by one.
         """
 
     def _put_plainly(self, put: PlainPut) -> None:

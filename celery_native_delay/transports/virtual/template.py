@@ -35,8 +35,7 @@ class TaskFields(NamedTuple):
 class Template:
     """Envelopes like *envelope*, that of a task which was wrapped the long way.
 
-    Raises:
-        ValueError: it is not a delayed task's, so that nothing is known about what differs.
+    ValueError: it is not a delayed task's, so that nothing is known about what differs.
     """
 
     def __init__(self, envelope: Mapping[str, Any]) -> None:
@@ -87,11 +86,7 @@ class Template:
 
 
 def fields_of(envelope: Mapping[str, Any]) -> TaskFields:
-    """Values with which a template makes *envelope* again.
-
-    Raises:
-        ValueError: a task of this package's senders has what is missing here.
-    """
+    """Values with which a template makes *envelope* again; ValueError if it lacks one."""
     headers, properties = envelope["headers"], envelope["properties"]
     try:
         return TaskFields(

@@ -13,9 +13,7 @@ from ...message import HEADER, VERSION, Delayed, cancel, due_ms_of, uncover
 def wrapped(message: Mapping[str, Any], *, due_ms: int, cancelled: bool = False) -> dict[str, Any]:
     """A copy of kombu's *message* that tells of its wait; what it told of an earlier one is gone.
 
-    Args:
-        due_ms: milliseconds since the epoch.
-        cancelled: no worker may run it.
+    If it was *cancelled*, no worker may run it.
     """
     headers = dict(message.get("headers") or {})
     header: dict[str, Any] = {"v": VERSION, "due": due_ms}

@@ -42,11 +42,7 @@ RECEIVED_SHA = sha1(RECEIVED.encode(), usedforsecurity=False).hexdigest()
 
 
 def redis_options(url: str, *, timeout_seconds: float) -> tuple[str, dict[str, Any]]:
-    """URL and options for redis-py.
-
-    Raises:
-        UnsupportedBroker: redis-py is not installed.
-    """
+    """URL and options for redis-py; UnsupportedBroker without it."""
     try:
         from redis.backoff import NoBackoff
         from redis.retry import Retry
@@ -62,11 +58,9 @@ def redis_options(url: str, *, timeout_seconds: float) -> tuple[str, dict[str, A
 
 
 class LedgerConnection:
-    """Tells and asks a ledger in Redis, each time for a moment. For any thread of one process.
+    """A connection to a ledger in Redis, used for a moment each time. For any thread of a process.
 
-    Used to publish or to receive, not for both.
-
-    *missed* counts what could not be noted down, or asked.
+    Used to publish or to receive, not for both. *missed* counts what could not be noted or asked.
     """
 
     def __init__(self, url: str, namespace: str, vhost: str = "/") -> None:

@@ -1,4 +1,4 @@
-"""Seeing and changing what waits in the levels, through what the ledger keeps of it.
+"""A ledger of what waits in the levels, through the copy of it that a Redis keeps.
 
 A message in a level cannot be taken back. To move one, a copy with a new delivery id is sent, and
 the old delivery is declared void; to cancel one, the copy is sent at once, marked, so that a worker
@@ -59,7 +59,6 @@ class RabbitMQLedger(IndexedLedger):
         self._sweep = self._client.register_script(SWEEP)
 
     def close(self) -> None:
-        """Give up the connection."""
         self._client.close()
 
     def move(self, task_id: str, due_us: int | None) -> Outcome:

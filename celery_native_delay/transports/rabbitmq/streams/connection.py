@@ -61,7 +61,7 @@ class _Entry(Publication):
 
 
 class StreamConnection:
-    """Writes into a ledger's streams, and reads by place. For any thread of one process."""
+    """A connection that writes into a ledger's streams, and reads by place. For any thread."""
 
     def __init__(self, client: Any, settings: DelaySettings) -> None:
         """*client* is a kombu connection to the same broker, which is not touched."""
@@ -117,11 +117,7 @@ class StreamConnection:
     # --- for who asks --------------------------------------------------------------------
 
     def write(self, notes: Sequence[tuple[Stream, Note]]) -> None:
-        """Write notes; they stand there when this returns.
-
-        Raises:
-            LedgerUnavailable: the streams do not take them; some may stand there.
-        """
+        """Write notes, which stand there then; some of them also if LedgerUnavailable is raised."""
 
         def write(channel: WindowChannel) -> None:
             for stream, note in notes:
@@ -134,11 +130,7 @@ class StreamConnection:
         self._try(write)
 
     def fetch(self, stream: Stream, offset: int) -> amqp.Message:
-        """The message that stands there.
-
-        Raises:
-            LedgerUnavailable: it cannot be read.
-        """
+        """The message that stands there; raises LedgerUnavailable."""
 
         def fetch(_: WindowChannel) -> amqp.Message:
             came: list[amqp.Message] = []

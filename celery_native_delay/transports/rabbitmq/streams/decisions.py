@@ -1,4 +1,4 @@
-"""Which deliveries count, by the decisions read so far. Pure: time is an argument."""
+"""Deliveries that count, by the decisions read so far. Pure: time is an argument."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ _LOST_SECONDS = 2.0
 
 
 class Reader(Protocol):
-    """Takes what a follower reads; called with its lock held."""
+    """A taker of what a follower reads; called with its lock held."""
 
     def restart(self) -> None:
         """All streams are read from the beginning again."""
@@ -67,7 +67,7 @@ class Reader(Protocol):
 
 
 class Follower(Thread):
-    """Reads streams and follows them; *lock* is held while the reader is given something."""
+    """A thread that reads streams and follows them; *lock* is held while the reader is called."""
 
     def __init__(
         self,
@@ -78,10 +78,9 @@ class Follower(Thread):
         *,
         idle_seconds: float | None = None,
     ) -> None:
-        """*client* is a kombu connection to the same broker, which is not touched.
+        """Of *idle_seconds* without a question the thread ends; None: never.
 
-        Args:
-            idle_seconds: the thread ends if nothing was asked of it for so long; None: never.
+        *client* is a kombu connection to the same broker, which is not touched.
         """
         super().__init__(name="native-delay-follower", daemon=True)
         # Its pings take the place of heartbeats.
@@ -122,11 +121,7 @@ class Follower(Thread):
 
     @contextmanager
     def current(self) -> Iterator[None]:
-        """Hold the lock while everything has been read once.
-
-        Raises:
-            LedgerUnavailable: it cannot be read, or nothing comes.
-        """
+        """Hold the lock while everything has been read once; LedgerUnavailable if it cannot be."""
         with self.lock:
             self._wait(lambda: self._is_current)
             yield
@@ -146,7 +141,7 @@ class Follower(Thread):
         self._wait(condition)
 
     def stop(self) -> None:
-        """Have the thread end soon."""
+        """End the thread soon."""
         self._stopping = True
         with self.lock:
             self.lock.notify_all()

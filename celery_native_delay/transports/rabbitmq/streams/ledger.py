@@ -1,4 +1,4 @@
-"""Seeing and changing what waits in the levels, through the copies that RabbitMQ keeps of it.
+"""A ledger of what waits in the levels, through the copies that RabbitMQ keeps of it.
 
 A message in a level cannot be taken back. To move one, a copy with a new delivery id is sent that
 names what it replaces; then a decision is noted. Until workers read the decision, the old one
@@ -59,11 +59,9 @@ class Followed:
         self.follower.start()
 
     def restart(self) -> None:
-        """See :class:`~.follower.Reader`."""
         self.memory = Memory()
 
     def read(self, rank: int, note: Note, message: Any) -> None:
-        """See :class:`~.follower.Reader`."""
         now_us = time_ns() // 1000
         match note:
             case Noted():
@@ -106,11 +104,7 @@ class StreamLedger:
         return self._ask(lambda memory, now_us: memory.span(now_us=now_us))
 
     def findings(self) -> list[Finding]:
-        """None, if it answers.
-
-        Raises:
-            LedgerUnavailable: it does not.
-        """
+        """None, if it answers; else LedgerUnavailable."""
         self.count()
         return []
 

@@ -85,7 +85,6 @@ class Memory:
         return [each for each in found if each.task.due_us > now_us]
 
     def count(self, query: Query, *, now_us: int) -> int:
-        """See :class:`~celery_native_delay.ledger.model.Ledger`, also for those below."""
         first, end = self._range(query, now_us)
         if query.is_by_time_only:
             return end - first

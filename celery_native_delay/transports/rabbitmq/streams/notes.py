@@ -36,7 +36,6 @@ class Noted:
     replaces: str | None = None
 
     def headers(self) -> dict[str, Any]:
-        """Headers of the note in a stream."""
         headers = {_KIND: _ENTRY, "id": self.delivery_id, "due": self.due_us}
         return headers if self.replaces is None else headers | {"replaces": self.replaces}
 
@@ -52,11 +51,10 @@ class Decision:
 
     @property
     def last_due_ms(self) -> int:
-        """When neither of the two waits any more."""
+        """The time from which on neither of the two waits."""
         return max(self.old_due_ms, self.new_due_ms)
 
     def headers(self) -> dict[str, Any]:
-        """Headers of the note in a stream."""
         due = {"old_due": self.old_due_ms, "new_due": self.new_due_ms}
         return {_KIND: _DECISION, "old": self.old, "new": self.new} | due
 
@@ -68,7 +66,6 @@ class Mark:
     token: str
 
     def headers(self) -> dict[str, Any]:
-        """Headers of the note in a stream."""
         return {_KIND: _MARK, "token": self.token}
 
 
@@ -77,7 +74,6 @@ class Purge:
     """Of what stands before, nothing waits any more."""
 
     def headers(self) -> dict[str, Any]:
-        """Headers of the note in a stream."""
         return {_KIND: _PURGE}
 
 

@@ -29,23 +29,18 @@ class _DecisionReader:
     def __init__(self, decisions: Decisions) -> None:
         self._decisions = decisions
 
-    def restart(self) -> None:
-        """See :class:`~.follower.Reader`."""
+    def restart(self) -> None: ...
 
     def read(self, rank: int, note: Note, message: Any) -> None:
-        """See :class:`~.follower.Reader`."""
         if isinstance(note, Decision):
             self._decisions.add(note, rank=rank, now_ms=time_ns() // 1_000_000)
 
 
 class StreamReceipts:
-    """Answers from memory; see :class:`~celery_native_delay.transports.interface.Receipts`."""
+    """Receipts from a ledger in streams, answered from memory."""
 
     def __init__(self, client: Any, topology: Topology) -> None:
-        """Returns when all decisions have been read, or none can be.
-
-        *client* is a kombu connection to the broker, which is not touched.
-        """
+        """Begin when all decisions have been read, or none can be; *client* is not touched."""
         self._decisions = Decisions()
         reader = _DecisionReader(self._decisions)
         self._follower = Follower(client, topology, topology.ledger.of_decisions, reader)
@@ -63,7 +58,6 @@ class StreamReceipts:
         )
 
     def may_run(self, headers: Mapping[str, Any], delayed: Delayed) -> Answer:
-        """See :class:`~celery_native_delay.transports.interface.Receipts`."""
         if member_of(headers, delayed.delivery_id) is None:
             return Answer.RUN
         answer = self._answer(delayed, is_fresh=self._follower.is_fresh)
@@ -79,5 +73,4 @@ class StreamReceipts:
         return self._decisions.answer(delayed, now_ms=now_ms, is_fresh=is_fresh)
 
     def close(self) -> None:
-        """End the thread."""
         self._follower.stop()
