@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from datetime import UTC, datetime, timedelta
 from time import time_ns
 from typing import Any, TypeAlias, TypeVar
@@ -224,10 +225,8 @@ class Delay:
                 "RabbitMQ's delay levels cannot be looked into: set native_delay_ledger = "
                 '"redis://…" or "stream" in workers and producers'
             )
-        try:
+        with closing(found):
             return question(found)
-        finally:
-            found.close()
 
     def _longest_delay_seconds(self) -> float:
         return installed(self._app).settings().longest_delay_seconds

@@ -47,7 +47,7 @@ def relay(ctx: click.Context, loglevel: str, queues: str, as_json: bool) -> None
 def _run(ctx: click.Context, loglevel: str, queues: str, as_json: bool, *, done: str) -> None:
     import signal
 
-    from ..transports.interface import GivesUp, Outage, Promotes, ServesQueues
+    from ..transports.interface import GivesUp, Outage, ServesQueues
     from ..worker.outage import react
 
     app = ctx.obj.app
@@ -58,9 +58,9 @@ def _run(ctx: click.Context, loglevel: str, queues: str, as_json: bool, *, done:
         if chosen and not isinstance(part, ServesQueues):
             raise click.UsageError(f"{where} is not asked queue by queue: leave --queues out")
         prepared = part.prepare(where)
-        if not isinstance(part, Promotes):
-            raise click.UsageError(f"{where} delivers what is due by itself: nothing to promote")
         promoter = part.promoter(app.connection_for_write)
+        if promoter is None:
+            raise click.UsageError(f"{where} delivers what is due by itself: nothing to promote")
     outages: list[Outage] = []
 
     def give_up(outage: Outage) -> None:

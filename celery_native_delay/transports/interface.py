@@ -95,6 +95,13 @@ class WorkerPart(ABC):
         """Try every parked message once; None if another process does, or NotPermitted."""
         return Rescue()
 
+    def promoter(self, connect: Callable[..., Any]) -> Promoter | None:
+        """A loop that hands over what is due; None on a broker that does it by itself.
+
+        *connect* makes kombu connections, given their ``transport_options``.
+        """
+        return None
+
     def receipts(self) -> Receipts | None:
         """The receipts to ask about every message that waited; None if no ledger is kept."""
         return None
@@ -114,14 +121,6 @@ class Promoter(Protocol):
 
     def stop(self) -> None:
         """End :meth:`run` soon; from any thread or signal handler."""
-
-
-@runtime_checkable
-class Promotes(Protocol):
-    """A worker's part on a broker that does not move messages by itself."""
-
-    def promoter(self, connect: Callable[..., Any]) -> Promoter:
-        """A promoter; *connect* makes kombu connections, given their ``transport_options``."""
 
 
 @runtime_checkable
@@ -207,6 +206,20 @@ class Report(Protocol):
 
     def lines(self, table: Callable[[tuple[str, ...], list[tuple[Any, ...]]], str]) -> list[str]:
         """The report for people; *table* aligns columns under headings."""
+
+
+@dataclass(frozen=True)
+class Told:
+    """A report in *facts* for scripts, and in *sentences* for people."""
+
+    facts: Mapping[str, Any]
+    sentences: Sequence[str]
+
+    def as_json(self) -> dict[str, Any]:
+        return dict(self.facts)
+
+    def lines(self, table: Callable[..., str]) -> list[str]:
+        return list(self.sentences)
 
 
 @dataclass(frozen=True)

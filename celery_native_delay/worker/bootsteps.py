@@ -25,7 +25,6 @@ from ..transports.interface import (
     GivesUp,
     Outage,
     Promoter,
-    Promotes,
     ServesQueues,
     Wait,
     WorkerPart,
@@ -108,11 +107,13 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
             self._attendant = Attendant(c.app, settings)
             self._attendant.start()
         self._attendant.look_for_parked()
-        if self._promoter is None and isinstance(part, Promotes):
+        if self._promoter is None:
             self._promoter = part.promoter(c.app.connection_for_write)
             self._promote(c, self._promoter)
 
-    def _promote(self, c: Any, promoter: Promoter) -> None:
+    def _promote(self, c: Any, promoter: Promoter | None) -> None:
+        if promoter is None:
+            return
         if isinstance(promoter, GivesUp):
             promoter.on_outage = partial(self._stop_worker, c)
         self._promoting = Thread(target=promoter.run, name="native-delay-promoter", daemon=True)

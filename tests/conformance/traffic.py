@@ -10,7 +10,7 @@ from typing import Any
 from kombu import Connection
 
 from celery_native_delay import DelaySettings
-from celery_native_delay.transports.interface import AdminPart, Promotes, ServesQueues, WorkerPart
+from celery_native_delay.transports.interface import AdminPart, ServesQueues, WorkerPart
 from tests.conformance.brokers import options_of, settings_of
 from tests.traffic import beside
 
@@ -39,8 +39,8 @@ def attended(url: str) -> Iterator[None]:
         connection = stack.enter_context(delaying(url))
         part: WorkerPart = connection.default_channel.worker_part(settings)
         part.prepare(url)
-        if isinstance(part, Promotes):
-            promoter = part.promoter(lambda **options: delaying(url, **options))
+        promoter = part.promoter(lambda **options: delaying(url, **options))
+        if promoter is not None:
             stack.enter_context(beside(promoter.run, stop=promoter.stop))
         ended = Event()
 

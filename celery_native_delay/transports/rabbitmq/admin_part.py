@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import asdict, replace
 from time import time_ns
 from typing import Any
 
@@ -13,28 +14,12 @@ from ...errors import LedgerUnavailable, NativeDelayError, UnsupportedBroker
 from ...finding import WRONG, Finding
 from ...settings import DelaySettings
 from ...urls import without_password
-from ..interface import Backlog, ParkedTask, Rescue
+from ..interface import Backlog, ParkedTask, Rescue, Told
 from .declaring import permissions_explained
 from .inspection import examine, verify
 from .management import ManagementAPI, management_of
 from .parking import count, peek, purge, rescue
-from .preparation import Prepared
 from .status import LedgerStatus, Status, levels, status
-
-
-@dataclass(frozen=True)
-class Declared:
-    """Report that the delay levels are there, and the app's queues bound."""
-
-    name: str
-    prepared: Prepared
-
-    def as_json(self) -> dict[str, Any]:
-        return {"name": self.name} | asdict(self.prepared)
-
-    def lines(self, table: Callable[..., str]) -> list[str]:
-        bindings, milliseconds = self.prepared.mirrored, self.prepared.seconds * 1000
-        return [f"declared {self.name} and {bindings} binding(s) in {milliseconds:.0f} ms"]
 
 
 class RabbitMQAdminPart:
@@ -48,7 +33,7 @@ class RabbitMQAdminPart:
         self.name: str = self._topology.name
         self.parking: str = self._topology.parking_queue
 
-    def declare(self, queues: Sequence[Any]) -> Declared:
+    def declare(self, queues: Sequence[Any]) -> Told:
         """Declare the levels even where they seem complete, and *queues*, to bind them."""
         with permissions_explained(self._topology):
             for queue in queues:
@@ -56,7 +41,9 @@ class RabbitMQAdminPart:
             prepared = self._delays.prepare(redeclare=True, consuming=True)
             if self._settings.streams_ledger:
                 self._delays.preparation.prepare_ledger(redeclare=True)
-            return Declared(self.name, prepared)
+        milliseconds = prepared.seconds * 1000
+        sentence = f"{self.name} and {prepared.mirrored} binding(s) in {milliseconds:.0f} ms"
+        return Told({"name": self.name} | asdict(prepared), [f"declared {sentence}"])
 
     def verify(self) -> list[Finding]:
         with permissions_explained(self._topology):
@@ -71,10 +58,8 @@ class RabbitMQAdminPart:
             ledger = self._channel.ledger(self._settings)
             if ledger is None:
                 return []
-            try:
+            with closing(ledger):
                 return ledger.findings()  # type: ignore[no-any-return]
-            finally:
-                ledger.close()
         except (LedgerUnavailable, UnsupportedBroker) as exc:
             way_out = "have it answer, or unset native_delay_ledger in workers and producers"
             return [Finding("ledger", WRONG, str(exc), way_out)]
@@ -97,31 +82,21 @@ class RabbitMQAdminPart:
         ledger = self._channel.ledger(self._settings)
         if ledger is None:
             return Backlog(waiting, parked, found)
-        try:
-            span, known = ledger.span(), ledger.count()
-        except LedgerUnavailable:
-            return Backlog(waiting, parked, found, ledger_answers=False)
-        finally:
-            ledger.close()
+        with closing(ledger):
+            try:
+                span, known = ledger.span(), ledger.count()
+            except LedgerUnavailable:
+                return Backlog(waiting, parked, found, ledger_answers=False)
         first_us = None if span is None else span[0] - time_ns() // 1000
-        return Backlog(
-            waiting,
-            parked,
-            found,
-            ledger_answers=True,
-            until_first_us=first_us,
-            in_ledger=known,
-        )
+        return Backlog(waiting, parked, found, True, first_us, known)
 
     def purge(self) -> int:
         """Empty every level queue; what landing queues hold stays."""
         with permissions_explained(self._topology):
             ledger = self._channel.ledger(self._settings)
             if ledger is not None:
-                try:
+                with closing(ledger):
                     ledger.purge()
-                finally:
-                    ledger.close()
             return sum(self._purged(hop.queue) for hop in self._topology.level_queues)
 
     def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]] | None:
@@ -148,12 +123,9 @@ class RabbitMQAdminPart:
         in_streams = self._settings.streams_ledger
         where = "streams" if in_streams else without_password(str(self._settings.ledger))
         try:
-            ledger = self._channel.ledger(self._settings)
-            try:
+            with closing(self._channel.ledger(self._settings)) as ledger:
                 now_us = time_ns() // 1000
                 return LedgerStatus.of(ledger, where, now_us=now_us, keeps_overdue=not in_streams)
-            finally:
-                ledger.close()
         except NativeDelayError as exc:
             return LedgerStatus(where, error=str(exc))
 

@@ -6,14 +6,16 @@ Without ``transport_options["native_delay"]`` it is kombu's own in every respect
 from __future__ import annotations
 
 import socket
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kombu.transport import pyamqp
 
 from ...errors import SettingsError
+from ...ledger.model import Ledger
 from ...message import Delayed, due_of
 from ...settings import DelaySettings
 from ..aliases import OPTION, asks_for_delays, settings_from_option
+from ..interface import AdminPart, WorkerPart
 from .body import as_it_came, keep_bytes
 from .delays import Delays
 from .mirror import is_internal
@@ -21,13 +23,6 @@ from .outbox import Outbox
 from .publish_batch import PublishBatch
 from .window import Publication
 from .wrapping import unwrap
-
-if TYPE_CHECKING:
-    from .admin_part import RabbitMQAdminPart
-    from .bulk_publisher import BulkPublisher
-    from .ledger.ledger import RabbitMQLedger
-    from .streams.ledger import StreamLedger
-    from .worker_part import RabbitMQWorkerPart
 
 #: Milliseconds until the kernel gives up on unacknowledged data. py-amqp's default of 1 s turns
 #: a broker that pauses (memory alarm, failover) into silent loss.
@@ -61,17 +56,17 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
         delays: Delays = self.connection.delays
         return delays
 
-    def worker_part(self, settings: DelaySettings) -> RabbitMQWorkerPart:
+    def worker_part(self, settings: DelaySettings) -> WorkerPart:
         from .worker_part import RabbitMQWorkerPart
 
         return RabbitMQWorkerPart(self, settings)
 
-    def admin_part(self, settings: DelaySettings) -> RabbitMQAdminPart:
+    def admin_part(self, settings: DelaySettings) -> AdminPart:
         from .admin_part import RabbitMQAdminPart
 
         return RabbitMQAdminPart(self, settings)
 
-    def ledger(self, settings: DelaySettings) -> RabbitMQLedger | StreamLedger | None:
+    def ledger(self, settings: DelaySettings) -> Ledger | None:
         """The ledger that the settings name, of what waits on this broker; None without one."""
         if settings.ledger is None:
             return None
@@ -299,7 +294,7 @@ class Transport(pyamqp.Transport):  # type: ignore[misc]
             self.Connection = Connection
         return super().establish_connection()
 
-    def bulk_publisher(self, *, window: int) -> BulkPublisher:
+    def bulk_publisher(self, *, window: int) -> Any:
         """A publisher of many messages, on a connection of its own."""
         from .bulk_publisher import BulkPublisher
 

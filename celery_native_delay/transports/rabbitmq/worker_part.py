@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from secrets import token_hex
 from typing import Any
 
@@ -67,11 +68,8 @@ class RabbitMQWorkerPart(WorkerPart):
     def sweep(self) -> int:
         if self.settings.ledger_url is None:
             return 0
-        ledger = RabbitMQLedger(self._delays, self.settings)
-        try:
+        with closing(RabbitMQLedger(self._delays, self.settings)) as ledger:
             return ledger.sweep()
-        finally:
-            ledger.close()
 
     def rescue(self) -> Rescue | None:
         try:

@@ -7,8 +7,8 @@ from typing import Any
 
 from ...finding import WRONG, Finding
 from ...redis_server import clocks
-from ..interface import ParkedTask, Rescue
-from ..virtual.admin_part import AdminPart, Ready, parked_task
+from ..interface import ParkedTask, Rescue, Told
+from ..virtual.admin_part import AdminPart, parked_task
 from ..virtual.status import Status
 from .entry import opened_entry
 from .store import Census, Store
@@ -24,13 +24,11 @@ class RedisAdminPart(AdminPart):
         self.name = self._delays.keys.space
         self.parking = self._delays.keys.parked
 
-    def declare(self, queues: Sequence[Any]) -> Ready:
+    def declare(self, queues: Sequence[Any]) -> Told:
         """Check the server; there is nothing to declare."""
         server = str(self._delays.prepare())
-        return Ready(
-            {"name": self.name, "server": server},
-            f"{self.name}: nothing to declare, {server} can hold delayed messages",
-        )
+        sentence = f"{self.name}: nothing to declare, {server} can hold delayed messages"
+        return Told({"name": self.name, "server": server}, [sentence])
 
     def verify(self) -> list[Finding]:
         self._delays.prepare()

@@ -7,24 +7,19 @@ back unacknowledged is pushed to its queue by kombu without passing here.
 from __future__ import annotations
 
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kombu.transport import redis
 from redis.exceptions import RedisError
 
 from ...errors import NativeDelayError, SettingsError, UnsupportedBroker
+from ...ledger.model import Ledger
 from ...settings import DelaySettings
+from ..interface import AdminPart, WorkerPart
 from ..virtual.channel import DelayingChannel, DelayingTransport
 from .delays import Delays
 from .entry import Destination
 from .keys import Keys
-
-if TYPE_CHECKING:
-    from ..virtual.bulk_publisher import BulkPublisher
-    from .admin_part import RedisAdminPart
-    from .ledger import RedisLedger
-    from .worker_part import RedisWorkerPart
-
 
 logger = logging.getLogger(__name__)
 
@@ -37,17 +32,17 @@ class RedisDelayingChannel(DelayingChannel):
     ) -> Delays:
         return Delays(self, settings, refusal=refusal)
 
-    def worker_part(self, settings: DelaySettings) -> RedisWorkerPart:
+    def worker_part(self, settings: DelaySettings) -> WorkerPart:
         from .worker_part import RedisWorkerPart
 
         return RedisWorkerPart(self, settings)
 
-    def admin_part(self, settings: DelaySettings) -> RedisAdminPart:
+    def admin_part(self, settings: DelaySettings) -> AdminPart:
         from .admin_part import RedisAdminPart
 
         return RedisAdminPart(self)
 
-    def ledger(self, settings: DelaySettings) -> RedisLedger:
+    def ledger(self, settings: DelaySettings) -> Ledger:
         from .ledger import RedisLedger
 
         return RedisLedger(self)
@@ -119,7 +114,7 @@ class Transport(DelayingTransport, redis.Transport):  # type: ignore[misc]
         prefix = (self.client.transport_options or {}).get("global_keyprefix") or ""
         return Keys(prefix, settings.namespace).due
 
-    def bulk_publisher(self, *, window: int) -> BulkPublisher:
+    def bulk_publisher(self, *, window: int) -> Any:
         """A publisher of many messages, on a connection of its own."""
         from ..virtual.bulk_publisher import BulkPublisher
         from .outbox import Outbox

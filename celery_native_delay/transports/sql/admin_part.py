@@ -8,8 +8,8 @@ from typing import Any
 
 from ...errors import StoreUnavailable, TopologyMismatch
 from ...finding import UNCHECKED, WRONG, Finding, clock_finding
-from ..interface import ParkedTask, Rescue
-from ..virtual.admin_part import AdminPart, Ready, parked_task
+from ..interface import ParkedTask, Rescue, Told
+from ..virtual.admin_part import AdminPart, parked_task
 from ..virtual.status import Census, Status
 from .schema import MESSAGES, VERSION
 from .store import Store
@@ -25,13 +25,11 @@ class StoreAdminPart(AdminPart):
         self.name = f"{self._store.namespace} of {self._store.shown_url}"
         self.parking = f"{MESSAGES.name} of {self._store.shown_url}, parked"
 
-    def declare(self, queues: Sequence[Any]) -> Ready:
+    def declare(self, queues: Sequence[Any]) -> Told:
         """Make the tables, if they are not there."""
         self._store.prepare()
-        return Ready(
-            {"name": self.name, "version": VERSION},
-            f"{self.name}: its tables are there, in version {VERSION}",
-        )
+        sentence = f"{self.name}: its tables are there, in version {VERSION}"
+        return Told({"name": self.name, "version": VERSION}, [sentence])
 
     def verify(self) -> list[Finding]:
         with _told() as found:

@@ -17,18 +17,16 @@ from kombu.utils.imports import symbol_by_name
 from kombu.utils.json import dumps
 
 from ...errors import NativeDelayError, UnsupportedBroker
+from ...ledger.model import Ledger
 from ...settings import DelaySettings, is_store_url
 from ...urls import without_password
 from ..aliases import OPTION, originals
+from ..interface import AdminPart, WorkerPart
 from ..virtual.channel import DelayingChannel, DelayingTransport, Message
 from .whole_files import is_folder, put_file
 
 if TYPE_CHECKING:
-    from ..virtual.bulk_publisher import BulkPublisher
-    from .admin_part import StoreAdminPart
     from .delays import Delays
-    from .ledger import StoreLedger
-    from .worker_part import StoreWorkerPart
 
 
 class StoreDelayingChannel(DelayingChannel):
@@ -54,19 +52,19 @@ class StoreDelayingChannel(DelayingChannel):
 
         return Delays(settings, url, refusal=refusal)
 
-    def worker_part(self, settings: DelaySettings) -> StoreWorkerPart:
+    def worker_part(self, settings: DelaySettings) -> WorkerPart:
         _require_sqlalchemy()
         from .worker_part import StoreWorkerPart
 
         return StoreWorkerPart(self, settings)
 
-    def admin_part(self, settings: DelaySettings) -> StoreAdminPart:
+    def admin_part(self, settings: DelaySettings) -> AdminPart:
         _require_sqlalchemy()
         from .admin_part import StoreAdminPart
 
         return StoreAdminPart(self)
 
-    def ledger(self, settings: DelaySettings) -> StoreLedger:
+    def ledger(self, settings: DelaySettings) -> Ledger:
         _require_sqlalchemy()
         from .ledger import StoreLedger
 
@@ -119,7 +117,7 @@ class StoreDelayingTransport(DelayingTransport):
         """The place where delayed messages wait; needs no connection."""
         return f"{settings.namespace} of {without_password(self._store_url(settings))}"
 
-    def bulk_publisher(self: Any, *, window: int) -> BulkPublisher:
+    def bulk_publisher(self: Any, *, window: int) -> Any:
         """A publisher of many messages, on a connection of its own."""
         _require_sqlalchemy()
         from ..virtual.bulk_publisher import BulkPublisher

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ...finding import MAY_DIFFER_IN_WHOLE_SECONDS, UNCHECKED, WRONG, Finding, clock_finding
-from ..interface import Backlog, ParkedTask, Rescue
+from ..interface import Backlog, ParkedTask, Rescue, Told
 from .delay_queue import (
     LONGEST_NAME,
     advice,
@@ -27,22 +27,6 @@ _RELAY = (
 )
 
 _DELAYED = "ApproximateNumberOfMessagesDelayed"
-
-
-@dataclass(frozen=True)
-class Declared:
-    """Delay queues that are there now, and those that are not made."""
-
-    queues: list[str]
-    lacking: list[str]
-
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def lines(self, table: Callable[..., str]) -> list[str]:
-        return [f"{name}: ready" for name in self.queues] + [
-            f"{name}: {why_not_made(name)}" for name in self.lacking
-        ]
 
 
 @dataclass(frozen=True)
@@ -116,12 +100,14 @@ class SqsAdminPart:
         self._queues = [queue for queue in queues if can_delay(queue)]
         self.name = ", ".join(name for _, name in self._named())
 
-    def declare(self, queues: Sequence[Any]) -> Declared:
+    def declare(self, queues: Sequence[Any]) -> Told:
         self._delays.check_settings()
         names = [queue.name for queue in queues if can_delay(queue.name)]
         found, lacking, wrong = set_up(self._delays, names)
         refuse(wrong)
-        return Declared(found, lacking)
+        sentences = [f"{name}: ready" for name in found]
+        sentences += [f"{name}: {why_not_made(name)}" for name in lacking]
+        return Told({"queues": found, "lacking": lacking}, sentences)
 
     def verify(self) -> list[Finding]:
         self._delays.check_settings()

@@ -5,21 +5,17 @@ Without ``transport_options["native_delay"]`` it is kombu's own in every respect
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kombu.transport import SQS
 
 from ...errors import NativeDelayError, NoLedger
 from ...message import HEADER
 from ...settings import DelaySettings
+from ..interface import AdminPart, WorkerPart
 from ..virtual import channel as virtual
 from .delay_queue import can_delay
 from .delays import Delays, leave_to_celery
-
-if TYPE_CHECKING:
-    from ..virtual.bulk_publisher import BulkPublisher
-    from .admin_part import SqsAdminPart
-    from .worker_part import SqsWorkerPart
 
 
 class Message(virtual.Message):
@@ -54,12 +50,12 @@ class Channel(virtual.DelayingChannel, SQS.Channel):  # type: ignore[misc]
             return SQS.Channel._put(self, queue, message, **kwargs)
         return self.delays.publish(queue, message, due_us=due_us)
 
-    def worker_part(self, settings: DelaySettings) -> SqsWorkerPart:
+    def worker_part(self, settings: DelaySettings) -> WorkerPart:
         from .worker_part import SqsWorkerPart
 
         return SqsWorkerPart(self, settings)
 
-    def admin_part(self, settings: DelaySettings) -> SqsAdminPart:
+    def admin_part(self, settings: DelaySettings) -> AdminPart:
         from .admin_part import SqsAdminPart
 
         return SqsAdminPart(self)
@@ -81,7 +77,7 @@ class Transport(virtual.DelayingTransport, SQS.Transport):  # type: ignore[misc]
         super().__init__(client, **kwargs)
         self.urls_by_queue: dict[str, str] = {}
 
-    def bulk_publisher(self, *, window: int) -> BulkPublisher:
+    def bulk_publisher(self, *, window: int) -> Any:
         """A publisher of many messages, on a connection of its own."""
         from ..virtual.bulk_publisher import BulkPublisher
         from .outbox import Outbox

@@ -4,27 +4,10 @@ from __future__ import annotations
 
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
 
 from ..interface import Backlog, ParkedTask
 from .status import Census, Status
 from .wrapping import unwrapped
-
-
-@dataclass(frozen=True)
-class Ready:
-    """A report that nothing is missing: *facts* for scripts, *sentence* for people."""
-
-    facts: Mapping[str, Any]
-    sentence: str
-
-    def as_json(self) -> dict[str, Any]:
-        return dict(self.facts)
-
-    def lines(self, table: Callable[..., str]) -> list[str]:
-        return [self.sentence]
 
 
 class AdminPart(ABC):
@@ -42,13 +25,8 @@ class AdminPart(ABC):
     def backlog(self) -> Backlog:
         """The store itself is the ledger."""
         census = self._census()
-        return Backlog(
-            census.waiting,
-            census.parked,
-            ledger_answers=True,
-            until_first_us=census.until_first_us,
-            in_ledger=census.waiting,
-        )
+        waiting = census.waiting
+        return Backlog(waiting, census.parked, (), True, census.until_first_us, waiting)
 
 
 def parked_task(envelope: str | bytes) -> ParkedTask:
