@@ -19,12 +19,13 @@ from matplotlib.figure import Figure
 
 from benchmarks.charts import bars_on, figure
 from benchmarks.measuring import Bench, Result, Target, median, percentile
-from celery_native_delay import DelaySettings, register_transports
+from celery_native_delay import register_transports
 from celery_native_delay.testing import PrivateSqs, private_sqs
+from celery_native_delay.transports.sqs import hops
 from celery_native_delay.transports.sqs.delay_queue import ASKED
 from celery_native_delay.transports.sqs.entry import Entry, Payload
 from celery_native_delay.transports.sqs.hops import BATCH, REQUESTS_PER_HOP
-from celery_native_delay.transports.sqs.relay import Relay
+from celery_native_delay.transports.sqs.relay import QueueRelay, Relay
 
 MESSAGES = 60
 """Moto takes four times as long for twice as many."""
@@ -103,7 +104,7 @@ def run(bench: Bench) -> Result:
 def fill(sqs: PrivateSqs, count: int, left_ms: int) -> None:
     """Let *count* messages wait, and return when all of them have."""
     with connected(sqs) as channel:
-        url = channel.delays.queues.make_delay_queue(QUEUE, hop_seconds=1)
+        url = channel.delays.queues.make_delay_queue(QUEUE)
         channel.queue_declare(queue=QUEUE)
     due_ms = int(time() * 1000) + left_ms
     for first in range(0, count, BATCH):
@@ -128,7 +129,7 @@ def relayed(sqs: PrivateSqs, count: int) -> Round:
             "before-call.sqs", lambda model, **_: requests.update([model.name])
         )
         relay = Relay(lambda: None, [QUEUE])
-        line = relay.for_queue(channel, QUEUE)
+        line = QueueRelay(relay, channel, QUEUE)
         begin, begin_cpu = perf_counter(), process_time()
         while relay.promoted + relay.relayed < count:
             line.step()
@@ -138,7 +139,8 @@ def relayed(sqs: PrivateSqs, count: int) -> Round:
 @contextmanager
 def connected(sqs: PrivateSqs) -> Iterator[Any]:
     """A channel that delays."""
-    option = {"native_delay": DelaySettings(sqs_hop_seconds=1)}
+    hops.HOP_SECONDS = 1
+    option = {"native_delay": True}
     with Connection(sqs.url, transport_options=option) as connection:
         yield connection.default_channel
 

@@ -20,9 +20,6 @@ from .urls import without_password
 #: RabbitMQ refuses a longer ``x-message-ttl``: rabbit_misc.erl, check_expiry/1.
 MAX_TTL_MS = 315_360_000_000
 
-#: SQS takes no longer ``DelaySeconds``, of a message or a queue.
-LONGEST_HOP_SECONDS = 900
-
 #: A million messages of 1 kB kept are a gigabyte; beyond some thousands none goes out faster.
 MAX_CONFIRM_WINDOW = 1_000_000
 
@@ -104,9 +101,6 @@ class DelaySettings:
     """While the ledger does not answer, a task that is due may "run", although it may have been
     cancelled or moved; or it is to "wait" in the broker until the ledger does."""
 
-    sqs_hop_seconds: int = LONGEST_HOP_SECONDS
-    """Seconds of one hop on SQS, the same in producers, workers and relays. Lower it in tests
-    only: every hop costs requests. Defaults to 900, the longest that SQS has."""
     store: str | None = None
     """SQLAlchemy URL of the database in which messages wait whose broker can delay nothing, such
     as ``sqlite:////var/lib/shop/delays.db``. Defaults to None: a ``sqla+…`` broker is its own
@@ -276,9 +270,6 @@ def _expected(name: str, value: Any) -> str:
             return "" if fits else f'None, "{STREAM}" or a URL that starts with {urls}'
         case "ledger_away":
             return "" if value in ("run", "wait") else '"run" or "wait"'
-        case "sqs_hop_seconds":
-            fits = _is_int(value) and 1 <= value <= LONGEST_HOP_SECONDS
-            return "" if fits else f"whole seconds from 1 to {LONGEST_HOP_SECONDS}"
         case "store":
             fits = value is None or (isinstance(value, str) and is_store_url(value))
             return "" if fits else _EXPECTED_STORE

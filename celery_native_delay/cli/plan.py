@@ -53,7 +53,7 @@ def plan(
     check_countdown(seconds, longest_delay_seconds=chosen.longest_delay_seconds)
     apps: Any = None if transport else _transport(ctx, chosen)
     if transport == "sqs" or getattr(apps, "driver_type", "") == "sqs":
-        _plan_hops(chosen.sqs_hop_seconds, seconds, queue, price_per_million, as_json)
+        _plan_hops(seconds, queue, price_per_million, as_json)
         return
     if hasattr(apps, "waits_in"):
         _plan_without_levels(apps.waits_in(chosen), seconds, queue, as_json)
@@ -107,21 +107,19 @@ def _plan_without_levels(key: str, seconds: float, queue: str, as_json: bool) ->
         click.echo(_waits(seconds, waits, f"in {key}", queue))
 
 
-def _plan_hops(
-    hop_seconds: int, seconds: float, queue: str, price_per_million: float, as_json: bool
-) -> None:
+def _plan_hops(seconds: float, queue: str, price_per_million: float, as_json: bool) -> None:
     """Show a delay on SQS, hop by hop: a relay sends the message on after each."""
     from ..durations import duration
-    from ..transports.sqs.hops import Itinerary
+    from ..transports.sqs.hops import HOP_SECONDS, Itinerary
 
-    way = Itinerary.of(max(seconds, 0), hop_seconds=hop_seconds)
+    way = Itinerary.of(max(seconds, 0))
     alone, batched = way.requests, way.requests_in_batches
     if as_json:
         print_json(
             {
                 "delay_seconds": seconds,
                 "waits_seconds": way.waits_seconds,
-                "hop_seconds": hop_seconds,
+                "hop_seconds": HOP_SECONDS,
                 "hop_count": way.hops,
                 "requests": alone,
                 "requests_in_batches": batched,
@@ -131,7 +129,7 @@ def _plan_hops(
             }
         )
         return
-    hops = f"in {way.hops:,} hop(s) of {duration(hop_seconds)}"
+    hops = f"in {way.hops:,} hop(s) of {duration(HOP_SECONDS)}"
     click.echo(_waits(seconds, way.waits_seconds, hops, queue))
     if way.hops < _SHOWN:
         rows = [

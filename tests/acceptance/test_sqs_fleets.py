@@ -33,7 +33,7 @@ RECEIVERS = ("installed", "plain", "relayed")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     installed(require_sqs)
     conf: dict[str, Any] = {
-        "native_delay_sqs_hop_seconds": HOP_SECONDS,
+        "tests_hop_seconds": HOP_SECONDS,
         "broker_transport_options": {"wait_time_seconds": 1, "polling_interval": 0.1},
         "task_create_missing_queues": True,
         "task_queues": None,
@@ -130,7 +130,7 @@ def test_an_installed_producer_is_told_whose_receiver_does_not_relay(fleet: Flee
 def test_a_worker_whose_delay_queue_is_wrong_says_so_and_runs_what_is_immediate(
     fleet: Fleet,
 ) -> None:
-    worker = fleet.worker(queues="other", native_delay_sqs_hop_seconds=1)
+    worker = fleet.worker(queues="other", tests_hop_seconds=1)
     worker.stop()
     worker = fleet.worker(queues="other")
     (line,) = worker.log_lines("CRITICAL", "native delay is OFF in this worker")

@@ -19,6 +19,14 @@ def shared_sqs() -> Iterator[PrivateSqs]:
         yield sqs
 
 
+@pytest.fixture
+def short_hops(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hops on SQS are so short that a test can wait for several."""
+    from tests.integration.sqs_traffic import HOP_SECONDS  # imports boto3
+
+    monkeypatch.setattr("celery_native_delay.transports.sqs.hops.HOP_SECONDS", HOP_SECONDS)
+
+
 @pytest.fixture(
     scope="module",
     params=["filesystem", in_ci("filesystem-postgresql"), in_ci("sqla")],

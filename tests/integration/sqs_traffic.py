@@ -14,8 +14,14 @@ from celery_native_delay.transports.sqs.delay_queue import ASKED, waiting_in
 from celery_native_delay.transports.sqs.relay import Relay
 from tests.traffic import beside
 
-#: Seconds of one hop; 900 where nobody waits for a test.
+#: Seconds of one hop; 900 outside of tests.
 HOP_SECONDS = 1
+
+#: The same in an app of another process.
+SHORT_HOPS = f"""
+from celery_native_delay.transports.sqs import hops
+hops.HOP_SECONDS = {HOP_SECONDS}
+"""
 
 
 def delaying(url: str, *, transport_options: dict[str, Any] | None = None, **settings: Any) -> Any:
@@ -23,8 +29,7 @@ def delaying(url: str, *, transport_options: dict[str, Any] | None = None, **set
 
     Its channel is made already: that takes boto3 longer than some delays here.
     """
-    settings = {"sqs_hop_seconds": HOP_SECONDS} | settings
-    options = {"native_delay": settings, "wait_time_seconds": 0} | (transport_options or {})
+    options = {"native_delay": settings or True, "wait_time_seconds": 0} | (transport_options or {})
     connection = Connection(url, transport_options=options)
     connection.default_channel  # noqa: B018
     return connection
@@ -32,7 +37,7 @@ def delaying(url: str, *, transport_options: dict[str, Any] | None = None, **set
 
 def part_of(connection: Any, *queues: str) -> Any:
     """What a worker does that consumes from *queues*."""
-    part = connection.default_channel.worker_part(DelaySettings(sqs_hop_seconds=HOP_SECONDS))
+    part = connection.default_channel.worker_part(DelaySettings())
     part.serve(queues)
     return part
 

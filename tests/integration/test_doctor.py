@@ -36,6 +36,7 @@ from celery_native_delay.transports.sqs import queues
 from tests.brokers import in_ci, installed_rabbitmq
 from tests.conformance.brokers import running_broker, settings_of
 from tests.integration.project import Project
+from tests.integration.sqs_traffic import SHORT_HOPS
 from tests.integration.traffic import SETTINGS, TOPOLOGY
 from tests.waiting import wait_until
 
@@ -361,11 +362,12 @@ def test_what_lies_parked_on_rabbitmq_and_policies_are_named(
 
 
 @pytest.mark.ci
+@pytest.mark.usefixtures("short_hops")
 def test_a_delay_queue_without_a_relay_is_named(project: Project, shared_sqs: PrivateSqs) -> None:
     register_transports()
     shared_sqs.wipe()
-    project.write(APP, shared_sqs.url, sqs_hop_seconds=1)
-    app = app_on(shared_sqs.url, sqs_hop_seconds=1)
+    project.write(APP + SHORT_HOPS, shared_sqs.url)
+    app = app_on(shared_sqs.url)
     app.conf.task_default_queue = "orders"
     assert "missing" in the_wrong(app, "delay queues").problem
     project.delay("declare")

@@ -17,10 +17,10 @@ from celery_native_delay import CannotDelay, PublishRefused, install, register_t
 from celery_native_delay.bulk import Bulk, bulk
 from celery_native_delay.testing import PrivateSqs
 from celery_native_delay.transports.sqs import delays
-from tests.integration.sqs_traffic import HOP_SECONDS, delaying, part_of, url_of, waiting_on
+from tests.integration.sqs_traffic import delaying, part_of, url_of, waiting_on
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
-pytestmark = pytest.mark.ci
+pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("short_hops")]
 
 HOUR = 3600
 
@@ -35,7 +35,7 @@ def app(shared_sqs: PrivateSqs, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cel
         part_of(connection, "jobs").prepare(shared_sqs.url)
     app = Celery("shop", broker=shared_sqs.url, set_as_current=False)
     app.conf.update(task_default_queue="jobs", task_ignore_result=True)
-    yield install(app, sqs_hop_seconds=HOP_SECONDS)
+    yield install(app)
     app.close()
 
 

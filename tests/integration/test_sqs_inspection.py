@@ -13,11 +13,11 @@ import pytest
 from celery_native_delay import register_transports
 from celery_native_delay.testing import PrivateSqs
 from tests.integration.project import Project
-from tests.integration.sqs_traffic import delaying, url_of, waiting_on
+from tests.integration.sqs_traffic import SHORT_HOPS, delaying, url_of, waiting_on
 from tests.traffic import PATIENCE_SECONDS, inbox, publish
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.ci
+pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("short_hops")]
 
 APP = """
 from celery import Celery
@@ -40,7 +40,7 @@ def sqs(shared_sqs: PrivateSqs) -> PrivateSqs:
 
 @pytest.fixture
 def shop(tmp_path: Path, sqs: PrivateSqs) -> Project:
-    return Project(tmp_path, {"native_delay_sqs_hop_seconds": 1}).write(APP, sqs.url)
+    return Project(tmp_path).write(APP + SHORT_HOPS, sqs.url)
 
 
 def test_declare_makes_what_verify_misses(shop: Project, sqs: PrivateSqs) -> None:

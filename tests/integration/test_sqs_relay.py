@@ -42,7 +42,7 @@ from tests.integration.sqs_traffic import (
 from tests.traffic import beside, inbox, publish
 from tests.waiting import wait_until
 
-pytestmark = pytest.mark.ci
+pytestmark = [pytest.mark.ci, pytest.mark.usefixtures("short_hops")]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
@@ -59,7 +59,7 @@ def sqs(shared_sqs: PrivateSqs, monkeypatch: pytest.MonkeyPatch) -> PrivateSqs:
 
 def make_delay_queue(sqs: PrivateSqs, queue: str = "jobs", **changed: str) -> str:
     """As an administrator creates it beforehand."""
-    attributes = {**attributes_of(HOP_SECONDS, {}), **changed}
+    attributes = {**attributes_of({}), **changed}
     name = f"{queue}-delay.fifo"
     made = sqs.client.create_queue(QueueName=name, Attributes=attributes)
     return str(made["QueueUrl"])
@@ -192,7 +192,9 @@ def test_all_that_a_relay_holds_is_given_back_when_sqs_fails(sqs: PrivateSqs) ->
     with delaying(sqs.url) as connection, inbox(connection, "jobs") as received:
         publish(connection, "far", "jobs", delay=60)
         publish(connection, "hello", "jobs", delay=1.5)
-        line = relay_module.Relay(lambda: None, []).for_queue(connection.default_channel, "jobs")
+        line = relay_module.QueueRelay(
+            relay_module.Relay(lambda: None, []), connection.default_channel, "jobs"
+        )
 
         def fail(**_: Any) -> None:
             raise ConnectionError("gone")
@@ -217,7 +219,7 @@ def test_what_was_sent_and_could_not_be_deleted_is_not_sent_again(
     with delaying(sqs.url) as connection, inbox(connection, "jobs") as received:
         publish(connection, "hello", "jobs", delay=1.5)
         relay = relay_module.Relay(lambda: None, [])
-        line = relay.for_queue(connection.default_channel, "jobs")
+        line = relay_module.QueueRelay(relay, connection.default_channel, "jobs")
 
         def fail(**_: Any) -> None:
             raise ConnectionError("gone")
@@ -265,7 +267,7 @@ def test_one_relay_has_a_socket_for_each_of_many_queues(
     queues = [f"jobs-{number}" for number in range(15)]
 
     def connect() -> Any:
-        return Connection(sqs.url, transport_options={"native_delay": {"sqs_hop_seconds": 1}})
+        return Connection(sqs.url, transport_options={"native_delay": True})
 
     with delaying(sqs.url) as connection:
         part_of(connection, *queues).prepare(sqs.url)

@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from celery_native_delay.transports.sqs.hops import Itinerary, Reception, remainders, retry_seconds
+from celery_native_delay.transports.sqs.hops import (
+    HOP_SECONDS,
+    Itinerary,
+    Reception,
+    remainders,
+    retry_seconds,
+)
 
 patient = settings(deadline=None)
 
@@ -41,14 +47,12 @@ def test_the_edges_of_a_hop_and_of_a_second(delay_ms: int, sends: list[int]) -> 
 
 
 @patient
-@given(delay_ms=st.integers(0, 4 * 86_400_000), hop_seconds=st.integers(60, 900))
-def test_every_hop_but_the_last_is_whole_and_their_sum_is_the_delay(
-    delay_ms: int, hop_seconds: int
-) -> None:
-    sends = remainders(delay_ms, hop_seconds=hop_seconds)
-    waits = [hop_seconds] * (len(sends) - 1) + [sends[-1]]
+@given(delay_ms=st.integers(0, 4 * 86_400_000))
+def test_every_hop_but_the_last_is_whole_and_their_sum_is_the_delay(delay_ms: int) -> None:
+    sends = remainders(delay_ms)
+    waits = [HOP_SECONDS] * (len(sends) - 1) + [sends[-1]]
     assert 0 <= sum(waits) * 1000 - delay_ms < 1000
-    assert 0 <= sends[-1] <= hop_seconds
+    assert 0 <= sends[-1] <= HOP_SECONDS
     assert (sends[-1] == 0) == (delay_ms == 0)
 
 
@@ -93,7 +97,7 @@ def test_who_repeats_a_send_decides_as_the_one_that_died(
     if again_after_seconds is not None:
         count, now_ms = 2, first_ms + again_after_seconds * 1000
     reception = Reception(0, first_ms, count, now_ms)
-    assert reception.is_last_hop(1_801_000, hop_seconds=900) == home
+    assert reception.is_last_hop(1_801_000) == home
 
 
 def test_who_cannot_be_sent_on_rests_twice_as_long_each_time() -> None:

@@ -31,7 +31,6 @@ def test_defaults() -> None:
         "management_url": None,
         "ledger": None,
         "ledger_away": "run",
-        "sqs_hop_seconds": 900,
         "store": None,
         "store_outage_seconds": 120.0,
         "strict": False,

@@ -113,7 +113,7 @@ def test_a_delay_queue_as_we_create_it_has_nothing_wrong() -> None:
     assert not can_delay("jobs.fifo")
     assert good()["DelaySeconds"] == "900"
     assert good()["MessageRetentionPeriod"] == str(14 * 86400)
-    assert mismatches("jobs-delay.fifo", good(), hop_seconds=900) == []
+    assert mismatches("jobs-delay.fifo", good()) == []
     assert advice("jobs-delay.fifo", good()) == []
     (better,) = advice("jobs-delay.fifo", good(FifoThroughputLimit="perQueue"))
     assert "takes 300 requests a second" in better.problem
@@ -129,7 +129,7 @@ def test_a_delay_queue_as_we_create_it_has_nothing_wrong() -> None:
     ],
 )
 def test_each_wrong_attribute_is_named(changed: dict[str, str | None], named: str) -> None:
-    sentence = str(*mismatches("jobs-delay.fifo", good(**changed), hop_seconds=900))
+    sentence = str(*mismatches("jobs-delay.fifo", good(**changed)))
     assert sentence.startswith("jobs-delay.fifo: ")
     assert named in sentence
 

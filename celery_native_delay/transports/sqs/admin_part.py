@@ -117,7 +117,7 @@ class SqsAdminPart:
             if attributes is None:
                 found.append(self._lacking(name))
                 continue
-            found += mismatches(name, attributes, hop_seconds=self._delays.hop_seconds)
+            found += mismatches(name, attributes)
             found += advice(name, attributes)
         return found
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...finding import ADVICE, WRONG, Finding
+from . import hops
 from .entry import MOST_BYTES
 
 FIFO = ".fifo"
@@ -57,12 +58,12 @@ def why_not_made(name: str) -> str:
     return "is not among predefined_queues: add it"
 
 
-def attributes_of(hop_seconds: int, user: Mapping[str, Any]) -> dict[str, str]:
+def attributes_of(user: Mapping[str, Any]) -> dict[str, str]:
     """Attributes to create a delay queue with; *user* are kombu's ``sqs-creation-attributes``."""
     others = {name: value for name, value in user.items() if name != "RedrivePolicy"}
     return others | {
         "FifoQueue": "true",
-        "DelaySeconds": str(hop_seconds),
+        "DelaySeconds": str(hops.HOP_SECONDS),
         "MessageRetentionPeriod": str(RETENTION_SECONDS),
         # Without these two a FIFO queue takes 300 requests a second.
         "DeduplicationScope": "messageGroup",
@@ -70,9 +71,9 @@ def attributes_of(hop_seconds: int, user: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def mismatches(name: str, attributes: Mapping[str, str], *, hop_seconds: int) -> list[Finding]:
+def mismatches(name: str, attributes: Mapping[str, str]) -> list[Finding]:
     """Faults of a delay queue."""
-    expected = {"DelaySeconds": hop_seconds, "MessageRetentionPeriod": RETENTION_SECONDS}
+    expected = {"DelaySeconds": hops.HOP_SECONDS, "MessageRetentionPeriod": RETENTION_SECONDS}
     found = []
     for attribute, value in expected.items():
         has = attributes.get(attribute)

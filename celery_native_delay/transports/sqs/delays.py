@@ -16,6 +16,7 @@ from ...message import HEADER
 from ...settings import DelaySettings
 from ..virtual import delays
 from ..virtual.wrapping import wrapped
+from . import hops
 from .delay_queue import (
     LONGEST_NAME,
     can_delay,
@@ -57,11 +58,6 @@ class Delays(delays.Delays):
         self.queues = Queues(channel)
         self._channel = channel
         self._looks: dict[str, Look] = {}
-
-    @property
-    def hop_seconds(self) -> int:
-        """The longest single wait."""
-        return self.settings.sqs_hop_seconds
 
     def publish(
         self,
@@ -127,11 +123,11 @@ class Delays(delays.Delays):
 
     def is_far(self, put: Put, *, now_us: int) -> bool:
         """True if it is due later than a single wait ends."""
-        return seconds_up(milliseconds_up(put.due_us - now_us)) > self.hop_seconds
+        return seconds_up(milliseconds_up(put.due_us - now_us)) > hops.HOP_SECONDS
 
     def seconds_here(self, put: Put, *, now_us: int) -> int:
         """Seconds that it is to wait in its own queue."""
-        return min(seconds_up(milliseconds_up(put.due_us - now_us)), self.hop_seconds)
+        return min(seconds_up(milliseconds_up(put.due_us - now_us)), hops.HOP_SECONDS)
 
     def _send(self, queue: str, payload: Payload, delay_seconds: int) -> None:
         def send() -> None:
@@ -197,11 +193,11 @@ class Delays(delays.Delays):
                 way_out = "start an installed worker or run `celery -A PROJ delay relay`"
             _say_once(
                 f"{name}: not found, so no relay serves {queue!r}. Tasks that are due in more "
-                f"than {duration(self.hop_seconds)} wait for so long in SQS, and then in the "
+                f"than {duration(hops.HOP_SECONDS)} wait for so long in SQS, and then in the "
                 f"memory of a plain worker, where visibility_timeout may run them twice: {way_out}"
             )
             return Look(monotonic(), None)
-        found = mismatches(name, attributes, hop_seconds=self.hop_seconds)
+        found = mismatches(name, attributes)
         if found:
             raise TopologyMismatch("; ".join(map(str, found)))
         overdue = overdue_in(attributes)

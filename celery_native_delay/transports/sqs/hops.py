@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...settings import LONGEST_HOP_SECONDS
+#: Seconds of one hop, the longest ``DelaySeconds`` that SQS takes for a message or a queue. Tests
+#: hop faster: it is read when it is needed.
+HOP_SECONDS = 900
 
 #: For so long SQS recognises a deduplication id, in seconds.
 RECOGNISED_SECONDS = 300
@@ -25,14 +27,14 @@ def seconds_up(milliseconds: int) -> int:
     return max(0, -(-milliseconds // 1000))
 
 
-def remainders(delay_ms: int, *, hop_seconds: int = LONGEST_HOP_SECONDS) -> list[int]:
+def remainders(delay_ms: int) -> list[int]:
     """Seconds that are left of a delay at each send; the last one is to the destination.
 
     32 min 5 s are sent with 1,925 s left, again with 1,025 s, and with the last 125 s.
     """
     left = seconds_up(delay_ms)
-    hops = max(0, -(-left // hop_seconds) - 1)
-    return [left - hop * hop_seconds for hop in range(hops + 1)]
+    hops = max(0, -(-left // HOP_SECONDS) - 1)
+    return [left - hop * HOP_SECONDS for hop in range(hops + 1)]
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ class Reception:
         """Milliseconds that are left of a delay; below 0 if it is late."""
         return delay_ms - max(0, self._received_ms - self.sent_ms)
 
-    def is_last_hop(self, delay_ms: int, *, hop_seconds: int) -> bool:
+    def is_last_hop(self, delay_ms: int) -> bool:
         """True if it goes to its destination now.
 
         As the relay that received it first decided, as long as a second send of it is recognised:
@@ -63,7 +65,7 @@ class Reception:
             left = delay_ms - max(0, self.first_received_ms - self.sent_ms)
         else:
             left = self.left_ms(delay_ms)
-        return seconds_up(left) <= hop_seconds
+        return seconds_up(left) <= HOP_SECONDS
 
     @property
     def _received_ms(self) -> int:
@@ -71,9 +73,9 @@ class Reception:
         return first_ms if self.receive_count <= 1 else max(first_ms, self.now_ms)
 
 
-def retry_seconds(receive_count: int, *, longest_seconds: int = LONGEST_HOP_SECONDS) -> int:
+def retry_seconds(receive_count: int) -> int:
     """Seconds that a message which could not be sent on rests, by how often it was received."""
-    return min(1 << min(receive_count, 20), longest_seconds)
+    return min(1 << min(receive_count, 20), 900)
 
 
 @dataclass(frozen=True)
@@ -84,10 +86,10 @@ class Itinerary:
     remainders: tuple[int, ...]
 
     @classmethod
-    def of(cls, delay_seconds: float, *, hop_seconds: int = LONGEST_HOP_SECONDS) -> Itinerary:
+    def of(cls, delay_seconds: float) -> Itinerary:
         """The way of a delay in seconds."""
         delay_ms = -(-round(delay_seconds * 1_000_000) // 1000)
-        return cls(delay_seconds, tuple(remainders(delay_ms, hop_seconds=hop_seconds)))
+        return cls(delay_seconds, tuple(remainders(delay_ms)))
 
     @property
     def waits_seconds(self) -> int:

@@ -65,7 +65,7 @@ class Queues:
         except (DoesNotExistQueueException, UndefinedQueueException):
             return None
 
-    def make_delay_queue(self, queue: str, *, hop_seconds: int) -> str | None:
+    def make_delay_queue(self, queue: str) -> str | None:
         """The URL of the delay queue of *queue*, which is created if need be.
 
         None if it should have been predefined, or its name is too long. Raises NotPermitted or
@@ -80,7 +80,7 @@ class Queues:
         with administered(name, "sqs:CreateQueue"):
             answer = self._channel.sqs(queue=name).create_queue(
                 QueueName=name,
-                Attributes=attributes_of(hop_seconds, options.get("sqs-creation-attributes") or {}),
+                Attributes=attributes_of(options.get("sqs-creation-attributes") or {}),
                 **({"tags": tags} if tags else {}),
             )
         self._channel._queue_cache[name] = answer["QueueUrl"]

@@ -98,10 +98,6 @@ class Relay:
                 _complain("relaying", exc, backoff.seconds)
                 self._stopping.wait(backoff.failed())
 
-    def for_queue(self, channel: Any, queue: str) -> QueueRelay:
-        """Relaying for one destination, step by step."""
-        return QueueRelay(self, channel, queue)
-
     def count(self, *, promoted: int = 0, relayed: int = 0, failed: int = 0) -> None:
         """Add to the counters; from any of the threads."""
         with self._counting:
@@ -135,7 +131,7 @@ class Relay:
             thread.join(max(deadline - monotonic(), 0))
 
     def _serve(self, channel: Any, queue: str) -> None:
-        relay = self.for_queue(channel, queue)
+        relay = QueueRelay(self, channel, queue)
         backoff = Backoff(*PAUSE_SECONDS)
         while not self._stopping.is_set():
             try:
@@ -160,7 +156,6 @@ class QueueRelay:
     def __init__(self, relay: Relay, channel: Any, queue: str) -> None:
         self._relay = relay
         self._queues: Queues = channel.delays.queues
-        self._hop_seconds = channel.delays.hop_seconds
         self._destination = queue
         self._source = delay_queue_of(queue)
         #: Ids of messages that were sent on and could not be deleted: not to be sent again.
@@ -190,7 +185,7 @@ class QueueRelay:
             if each.message_id in self._sent:
                 sent_before.append(each)
                 continue
-            is_last = each.reception.is_last_hop(each.entry.left_ms, hop_seconds=self._hop_seconds)
+            is_last = each.reception.is_last_hop(each.entry.left_ms)
             (home if is_last else onward).append(each)
         if sent_before:
             self._delete(sent_before)
@@ -307,7 +302,7 @@ class QueueRelay:
         """The URL of the destination or the delay queue; created if it is gone."""
         if queue == self._destination:
             return self._queues.url(queue)
-        url = self._queues.make_delay_queue(self._destination, hop_seconds=self._hop_seconds)
+        url = self._queues.make_delay_queue(self._destination)
         if url is None:
             raise _NoDelayQueue(f"expected {self._source!r} among predefined_queues")
         return url

@@ -15,6 +15,7 @@ from ...errors import TopologyMismatch
 from ...finding import Finding
 from ...settings import DelaySettings
 from ..interface import Wait, WorkerPart
+from . import hops
 from .delay_queue import can_delay, delay_queue_of, mismatches, why_not_made
 from .relay import Relay
 
@@ -47,10 +48,10 @@ class SqsWorkerPart(WorkerPart):
                 "that often",
                 name,
                 why_not_made(name),
-                duration(self._delays.hop_seconds),
+                duration(hops.HOP_SECONDS),
             )
         return (
-            f"{where} holds delayed tasks, for longer than {duration(self._delays.hop_seconds)} in "
+            f"{where} holds delayed tasks, for longer than {duration(hops.HOP_SECONDS)} in "
             f"{', '.join(found) or 'no queue'}; relaying in this process; longest delay "
             f"{duration(self.settings.longest_delay_seconds)}; adopting "
             f"{'on' if self.settings.adopt else 'off'}"
@@ -80,12 +81,12 @@ def set_up(
     found, lacking, wrong = [], [], {}
     for queue in queues:
         name = delays.queues.name(delay_queue_of(queue))
-        url = delays.queues.make_delay_queue(queue, hop_seconds=delays.hop_seconds)
+        url = delays.queues.make_delay_queue(queue)
         if url is None:
             lacking.append(name)
             continue
         attributes = delays.queues.attributes(delay_queue_of(queue), url) or {}
-        findings = mismatches(name, attributes, hop_seconds=delays.hop_seconds)
+        findings = mismatches(name, attributes)
         if findings:
             wrong[queue] = findings
         else:
