@@ -164,8 +164,6 @@ class Delay:
         """:meth:`run_now` for many, over one connection."""
         return self._change(task_ids, lambda found, task_id: found.move(task_id, None))
 
-    # --- private -------------------------------------------------------------------------
-
     def _cancel(self, found: Ledger, task_id: str) -> Outcome:
         outcome = found.cancel(task_id)
         if outcome:

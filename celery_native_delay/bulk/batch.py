@@ -221,8 +221,6 @@ class Bulk:
         """True if the broker has been away for too long, or does not let the app in."""
         return bool(self._publisher.outbox.has_given_up)
 
-    # --- private -------------------------------------------------------------------------
-
     def _made(
         self,
         known: Task | None,

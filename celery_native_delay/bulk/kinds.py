@@ -110,8 +110,6 @@ class Kinds:
                 if sample.made.body != kind.body:
                     kind.body = None
 
-    # --- private -------------------------------------------------------------------------
-
     def _begin(self, sample: Sample, before: Kind | None, now_us: int) -> None:
         """Make a template of the last message, unless something sees others of its kind.
 

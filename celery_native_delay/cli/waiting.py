@@ -192,9 +192,6 @@ def run_now(ctx: click.Context, **chosen: Any) -> None:
     _change(ctx, "run now", "due now", lambda delay, ids: delay.run_all_now(ids), **chosen)
 
 
-# ---- private ---------------------------------------------------------------------------------
-
-
 def _delay(ctx: click.Context) -> Delay:
     from ..app.delay import Delay
 

@@ -153,8 +153,6 @@ class IndexedLedger(ABC):
     ) -> tuple[str, int] | None:
         """The member that took its place and when it is due; None if it was received before."""
 
-    # --- private -------------------------------------------------------------------------
-
     def _change(self, task_id: str, due_us: int | None, *, cancelled: bool) -> Outcome:
         """Replace everything that waits under *task_id*, to be due then; None for now."""
         seen: dict[str, Waiting] = {}

@@ -90,8 +90,6 @@ class Fence:
             self._lookup.stop()
             self._lookup = None
 
-    # --- private -------------------------------------------------------------------------
-
     def _stamp(self, arrival: Arrival) -> Stamp | None:
         """The attempt that sent a message, None if its task runs whichever that was."""
         if self._settings.fence is None:

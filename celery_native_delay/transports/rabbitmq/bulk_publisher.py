@@ -222,8 +222,6 @@ class BulkPublisher:
             self._away_since = None
         return True
 
-    # --- private -------------------------------------------------------------------------
-
     def _last(self) -> tuple[Publication, tuple[str, str]] | None:
         published = [] if self._channel is None else self._channel.published
         return published[0] if len(published) == 1 else None

@@ -237,8 +237,6 @@ class Delays:
         finally:
             self._in_batch = False
 
-    # --- private -------------------------------------------------------------------------
-
     def _entering(
         self,
         message: amqp.Message,

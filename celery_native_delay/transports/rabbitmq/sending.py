@@ -114,8 +114,6 @@ class Sender:
         if channel is not None and channel.is_usable:
             channel.close()
 
-    # --- private -------------------------------------------------------------------------
-
     def _open_channel(self) -> WindowChannel:
         if self._channel is None or self._channel.connection is None:
             self._recall()

@@ -316,8 +316,6 @@ class Topology:
         arguments["x-dead-letter-routing-key"] = self.routing_key(0, queue_address(queue))
         return Queue(self.queue_landing_queue(queue), arguments)
 
-    # --- private -------------------------------------------------------------------------
-
     def _check(self, units: int) -> None:
         if not 0 <= units <= self.max_units:
             raise ValueError(f"expected 0 to {self.max_units} units, got {units}")

@@ -43,8 +43,6 @@ class RedisLedger(IndexedLedger):
             self._delays.check_reach(due_us)
         return self._change(task_id, due_us, cancelled=False)
 
-    # --- private -------------------------------------------------------------------------
-
     def _change(self, task_id: str, due_us: int | None, *, cancelled: bool) -> Outcome:
         outcome = super()._change(task_id, due_us, cancelled=cancelled)
         if outcome and due_us is None:

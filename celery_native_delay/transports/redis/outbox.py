@@ -130,8 +130,6 @@ class Outbox(outbox.Outbox[Put, Parcel]):
         no_database = isinstance(error, exceptions.ResponseError) and "DB index" in str(error)
         return isinstance(error, _NOT_LET_IN) or no_database or super().is_lasting(error)
 
-    # --- private -------------------------------------------------------------------------
-
     @property
     def _keys(self) -> Keys:
         keys: Keys = self.channel.delays.keys

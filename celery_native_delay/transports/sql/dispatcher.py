@@ -81,8 +81,6 @@ class Dispatcher:
         self._stopping.set()
         self._alarm.ring()
 
-    # --- private -------------------------------------------------------------------------
-
     def _note_added(self, due_us: int) -> None:
         if due_us < self._sleeps_until_us:
             self._alarm.ring()

@@ -74,8 +74,6 @@ class StoreLedger:
             self._delays.check_reach(due_us)
         return self._change(task_id, due_us, cancelled=False)
 
-    # --- private -------------------------------------------------------------------------
-
     def _matching(self, query: Query) -> Iterator[Waiting]:
         needles = [text for text in query.needles if is_itself_in_json(text)]
         groups = [

@@ -315,8 +315,6 @@ class Store:
             lambda connection: connection.execute(statement, {"mine": self.namespace}).rowcount
         )
 
-    # --- private -------------------------------------------------------------------------
-
     def change(self, change: Callable[[Connection], T]) -> T:
         """*change* in a transaction of its own; tables that are gone are made anew."""
         self.prepare()

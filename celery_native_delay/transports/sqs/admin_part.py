@@ -182,8 +182,6 @@ class SqsAdminPart:
     def purge_parked(self) -> int:
         return 0
 
-    # --- private -------------------------------------------------------------------------
-
     def _named(self) -> Iterator[tuple[str, str]]:
         for queue in self._queues:
             yield queue, self._delays.queues.name(delay_queue_of(queue))

@@ -79,8 +79,6 @@ class Outbox(CallingOutbox[Put | PlainPut]):
             self.channel.check(put)
         super().take(put)
 
-    # --- private -------------------------------------------------------------------------
-
     def _prepare(self, channel: Any) -> None:
         channel.delays.check_settings()
 

@@ -140,8 +140,6 @@ class BulkPublisher:
             self.outbox.take(put)
         return True
 
-    # --- private -------------------------------------------------------------------------
-
     def _one(self) -> Put | None:
         return self._last[0] if len(self._last) == 1 else None
 

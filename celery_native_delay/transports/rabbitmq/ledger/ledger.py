@@ -96,8 +96,6 @@ class RabbitMQLedger(IndexedLedger):
                 if taken < _SWEPT_AT_ONCE:
                     return swept
 
-    # --- private -------------------------------------------------------------------------
-
     def _found(self, task_id: str) -> Iterator[tuple[str, bytes, Waiting]]:
         for member, entry, due_us in self._entries(task_id):
             if due_us is not None:

@@ -106,8 +106,6 @@ class Memory:
         tasks = self._by_due_time(now_us)
         return (tasks[0].due_us, tasks[-1].due_us) if tasks else None
 
-    # --- private -------------------------------------------------------------------------
-
     def _keep(self, found: Found) -> None:
         task = found.task
         # A message that was sent again, or put back for longer, has the delivery id it had.
