@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import closing
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from time import time_ns
 from typing import Any, TypeAlias, TypeVar
 
@@ -14,19 +14,14 @@ from celery.result import AsyncResult
 from celery.utils.log import get_logger
 from kombu.exceptions import OperationalError
 
-from ..due_time import check_countdown, due_us
-from ..errors import (
-    CannotDelay,
-    InvalidDueTime,
-    InvalidQuery,
-    LedgerUnavailable,
-    NoLedger,
-)
+from ..due_time import due_us
+from ..errors import CannotDelay, InvalidQuery, LedgerUnavailable, NoLedger
 from ..ledger import model as ledger
 from ..ledger.model import Bar, Ledger, Outcome, Page, Query, Verdict, Waiting
 from ..settings import DelaySettings
+from ..transports.aliases import delay_headers
 from .broker import name_broker
-from .installation import checked_app, delaying_channel, installed
+from .installation import checked_app, delaying_channel
 
 logger = get_logger(__name__)
 
@@ -144,15 +139,9 @@ class Delay:
         eta: datetime | str | None = None,
     ) -> list[Outcome]:
         """:meth:`reschedule` for many, over one connection."""
-        if (countdown is None) == (eta is None):
-            raise InvalidDueTime(f"expected countdown or eta, got {countdown=} and {eta=}")
-        if countdown is not None:
-            if not isinstance(countdown, int | float):
-                raise InvalidDueTime(f"expected countdown in seconds, got {countdown!r}")
-            check_countdown(countdown, longest_delay_seconds=self._longest_delay_seconds())
-            eta = datetime.now(UTC) + timedelta(seconds=max(countdown, 0))
-        assert eta is not None
-        at_us = due_us(eta)
+        if isinstance(countdown, int | float):
+            countdown = max(countdown, 0)
+        at_us = due_us(delay_headers(countdown=countdown, eta=eta)["eta"])
         moment = at_us if at_us > time_ns() // 1000 else None
         return self._change(task_ids, lambda found, task_id: found.move(task_id, moment))
 
@@ -225,9 +214,6 @@ class Delay:
             )
         with closing(found):
             return question(found)
-
-    def _longest_delay_seconds(self) -> float:
-        return installed(self._app).settings().longest_delay_seconds
 
     def _revoke_result(self, outcome: Outcome) -> None:
         """Tell the result backend now; chord and monitors are for the worker to tell, once.

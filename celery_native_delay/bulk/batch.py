@@ -18,7 +18,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from time import monotonic, time_ns
-from types import TracebackType
 from typing import Any, Self
 
 from celery import Celery, Task
@@ -134,12 +133,7 @@ class Bulk:
         self._started = monotonic()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         result = self.result
         try:
             self._publisher.outbox.settle(timeout_seconds=self._timeout_seconds)

@@ -69,7 +69,11 @@ class PlainPublishing:
             not _after.receivers,
             not _sent.receivers,
             get_current_worker_task() if _task_stack.stack else None,
-            *(() if task is None else _hooks_of(task)),
+            *(
+                (type(task).apply_async, vars(task).get("apply_async"), task.ignore_result)
+                if task is not None
+                else ()
+            ),
         )
 
     def witness(self, task: Task | None) -> str:
@@ -142,10 +146,6 @@ class PlainPublishing:
 def same(hooks: tuple[Any, ...], others: tuple[Any, ...]) -> bool:
     """True if they are the same objects; a wrapper may say that it equals what it wraps."""
     return len(hooks) == len(others) and all(map(is_, hooks, others))
-
-
-def _hooks_of(task: Task) -> tuple[Any, ...]:
-    return type(task).apply_async, vars(task).get("apply_async"), task.ignore_result
 
 
 def _foreign(owner: Any, names: tuple[str, ...]) -> Iterator[str]:

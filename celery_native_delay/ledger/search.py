@@ -12,7 +12,7 @@ from __future__ import annotations
 import ast
 import re
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 from ..errors import InvalidQuery
 
@@ -36,14 +36,6 @@ _SEARCHED = ("id", "name", "args", "kwargs", "queue", "root_id", "exchange", "ro
 _CONSTANTS = {"state": "delayed", "worker": "", "result": ""}
 
 
-class Searched(Protocol):
-    """A waiting task; all fields that can be searched are texts."""
-
-    @property
-    def kwargs(self) -> str:
-        """The repr of its keyword arguments."""
-
-
 @dataclass(frozen=True)
 class Word:
     """A text that *field* must contain, in whatever case; "" for any field.
@@ -54,7 +46,7 @@ class Word:
     field: str
     value: str
 
-    def matches(self, task: Searched) -> bool:
+    def matches(self, task: Any) -> bool:
         wanted = self.value.lower()
         if not self.field:
             return any(wanted in getattr(task, name).lower() for name in _SEARCHED)
@@ -87,7 +79,7 @@ class AllOf:
 
     parts: tuple[Condition, ...]
 
-    def matches(self, task: Searched) -> bool:
+    def matches(self, task: Any) -> bool:
         return all(part.matches(task) for part in self.parts)
 
     @property
@@ -101,7 +93,7 @@ class AnyOf:
 
     parts: tuple[Condition, ...]
 
-    def matches(self, task: Searched) -> bool:
+    def matches(self, task: Any) -> bool:
         return any(part.matches(task) for part in self.parts)
 
     @property

@@ -67,7 +67,7 @@ class DelayCollector(Collector):
             cancelled.add_metric([queue], tally.cancelled)
             expired.add_metric([queue], tally.expired)
             buckets = [
-                (_bound(bound), float(number))
+                ("+Inf" if bound == inf else str(bound), float(number))
                 for bound, number in zip(BOUNDS, accumulate(tally.late), strict=True)
             ]
             lateness.add_metric([queue], buckets, tally.late_seconds)
@@ -133,10 +133,6 @@ def _waiting(reading: Reading | None) -> Iterator[Metric]:
 
 def _gauge(name: str, documentation: str, value: float | None) -> GaugeMetricFamily:
     return GaugeMetricFamily(f"celery_delay_{name}", documentation, value=value)
-
-
-def _bound(bound: float) -> str:
-    return "+Inf" if bound == inf else str(bound)
 
 
 def _seconds(seconds: float) -> str:

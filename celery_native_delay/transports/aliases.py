@@ -159,7 +159,8 @@ def _check_alias(alias: str | None) -> None:
         return
     if alias not in transport.TRANSPORT_ALIASES:
         close = get_close_matches(alias, transport.TRANSPORT_ALIASES, n=1)
-        way_out = f"did you mean {close[0]}://?" if close else f"known: {_known_schemes()}"
+        known = ", ".join(sorted({each.lower() for each in transport.TRANSPORT_ALIASES}))
+        way_out = f"did you mean {close[0]}://?" if close else f"known: {known}"
         raise UnsupportedBroker(
             f"expected a broker URL with a scheme that kombu knows, got {alias}://; {way_out}"
         )
@@ -171,10 +172,6 @@ def _check_alias(alias: str | None) -> None:
             f"installed: pip install '{requirement}'"
         )
     _checked.add(alias)
-
-
-def _known_schemes() -> str:
-    return ", ".join(sorted({alias.lower() for alias in transport.TRANSPORT_ALIASES}))
 
 
 def _is_there(module: str) -> bool:

@@ -72,6 +72,12 @@ class WorkerPart(ABC):
         wait there; saying the way out.
         """
 
+    @property
+    def terms(self) -> str:
+        """The end of the sentence that the worker logs, for every broker."""
+        longest = duration(self.settings.longest_delay_seconds)
+        return f"longest delay {longest}; adopting {'on' if self.settings.adopt else 'off'}"
+
     def dangers(self) -> list[Finding]:
         """Settings on the broker that may lose or bend delays; or ManagementUnavailable."""
         return []

@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from time import time_ns
 from typing import Any
@@ -179,7 +179,8 @@ class Telemetry:
             get("root_id"),
             get("hostname") or self._worker,
             os.getpid(),
-            get(QUEUE) or _queue_of(properties, get("delivery_info") or {}),
+            # Of a task that never started; without telemetry on its way, the routing key.
+            get(QUEUE) or properties.get(QUEUE) or (get("delivery_info") or {}).get("routing_key"),
             get("retries"),
             attempt.moment(eta_us(get("eta"))),
             attempt.moment(started_us),
@@ -253,12 +254,6 @@ class LineFile:
     def __del__(self) -> None:
         if self._descriptor >= 0:
             os.close(self._descriptor)
-
-
-def _queue_of(properties: Mapping[str, Any], delivery_info: Mapping[str, Any]) -> str | None:
-    """The queue of a task that never started; without telemetry on its way, the routing key."""
-    queue: str | None = properties.get(QUEUE) or delivery_info.get("routing_key")
-    return queue
 
 
 def waited(message: Any, *, now_ms: int) -> bool | None:

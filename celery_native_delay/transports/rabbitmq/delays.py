@@ -26,7 +26,7 @@ from ...message import HEADER, Delayed
 from ...settings import DelaySettings
 from .address import landing_address, message_address
 from .declaring import Declarer, broker_version, not_permitted
-from .mirror import Mirror, Mirrored
+from .mirror import Mirror
 from .outbox import Outbox, outbox_key, outbox_of
 from .own_channel import OwnChannel
 from .preparation import Preparation, Prepared
@@ -65,8 +65,8 @@ class Delays:
         self.preparation = Preparation(self.mirror, self.routes, self.declarer, refusal=refusal)
         #: None where no ledger is kept.
         self.recorder = None if settings.ledger is None else Recorder(connection, self.topology)
-        self._confirmer: OwnChannel | None = None
-        self._publisher: OwnChannel | None = None
+        #: Ours for publishing, by whether they are in confirm mode.
+        self._channels: dict[bool, OwnChannel] = {}
         self._in_batch = False
         self._outbox_connects = 0
 
@@ -163,12 +163,10 @@ class Delays:
             # As py-amqp would: a text that is sent again would get another encoding, or none.
             encoding = message.properties.setdefault("content_encoding", "utf-8")
             message = amqp.Message(message.body.encode(encoding), **message.properties)
-        if not exchange and Mirrored(routing_key, "", routing_key) not in self.mirror.known:
-            # Reached by its name, wherever it was declared.
-            self.mirror.queue_bound(routing_key, "", routing_key)
-        preparation, mirror = self.preparation, self.mirror
-        if not preparation.is_ready or mirror.pending or mirror.pending_landings:
-            preparation.prepare()
+        if not exchange:  # the queue is reached by its name, wherever it was declared
+            self.mirror.queue_bound_once(routing_key)
+        if not self.preparation.is_ready or self.mirror.is_pending:
+            self.preparation.prepare()
         lands = exchange != "" and self.routes.lands(exchange, routing_key)
         # Only now: declaring may have taken a second.
         now_us = time_ns() // 1000
@@ -287,13 +285,9 @@ class Delays:
         return Publication(wrapped, topology.entry_exchange(units), key)
 
     def _channel(self, *, confirmed: bool) -> OwnChannel:
-        channel = self._confirmer if confirmed else self._publisher
+        channel = self._channels.get(confirmed)
         if channel is None or channel.connection is None:
-            channel = OwnChannel(self.connection, confirm=confirmed)
-            if confirmed:
-                self._confirmer = channel
-            else:
-                self._publisher = channel
+            channel = self._channels[confirmed] = OwnChannel(self.connection, confirm=confirmed)
         return channel
 
     def _send(

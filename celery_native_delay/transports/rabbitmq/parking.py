@@ -72,13 +72,17 @@ class _Round:
     redeclared: bool = False
 
 
-def count(delays: Delays) -> int:
-    """Number of parked messages; 0 where nothing was ever declared."""
-    queue = delays.topology.parking_queue
+def depth(delays: Delays, queue: str) -> int | None:
+    """Number of messages in *queue*, None if it is not declared."""
     try:
         return int(delays.declarer.channel.queue_declare(queue, passive=True).message_count)
     except NotFound:
-        return 0
+        return None
+
+
+def count(delays: Delays) -> int:
+    """Number of parked messages; 0 where nothing was ever declared."""
+    return depth(delays, delays.topology.parking_queue) or 0
 
 
 def rescue(delays: Delays) -> Rescue | None:
@@ -107,7 +111,7 @@ def rescue(delays: Delays) -> Rescue | None:
 
 def peek(delays: Delays, *, limit: int) -> list[Parked]:
     """The first *limit* parked messages, left where they are; ResourceLocked while one rescues."""
-    channel = _raw_channel(delays.connection)
+    channel = OwnChannel(delays.connection, confirm=False)
     try:
         with _lock(delays.connection, delays.topology):
             found: list[Parked] = []
@@ -256,7 +260,7 @@ class _Arrivals:
 
     def __init__(self, connection: Any, queue: str) -> None:
         self._messages: deque[amqp.Message] = deque()
-        self._channel = _raw_channel(connection)
+        self._channel = OwnChannel(connection, confirm=False)
         self._channel.basic_qos(0, BATCH, False)
         self._tag = self._channel.basic_consume(queue, callback=self._messages.append)
 
@@ -285,13 +289,6 @@ def _arrivals(delays: Delays) -> Iterator[_Arrivals]:
         yield arrivals
     finally:
         arrivals.close()
-
-
-def _raw_channel(connection: Any) -> amqp.Channel:
-    """A channel that leaves message bodies as the bytes they are."""
-    channel = amqp.Channel(connection, auto_decode=False)
-    channel.open()
-    return channel
 
 
 @contextmanager

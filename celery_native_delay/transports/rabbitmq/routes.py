@@ -160,18 +160,15 @@ class Routes:
                 self._declarer.apply(landing_declarations(self._topology, exchange))
                 self._landings[exchange] = True
             except AccessRefused:
-                self._landings[exchange] = self._sees_landing(exchange)
+                seen = self._declarer.has_queue(self._topology.landing_queue(exchange))
+                self._landings[exchange] = seen
+                if not seen:
+                    logger.warning(
+                        "native delay: no permission to declare the landing queue of exchange %r: "
+                        "its delayed messages go by mirrored bindings, others park",
+                        exchange,
+                    )
         return self._landings[exchange]
-
-    def _sees_landing(self, exchange: str) -> bool:
-        seen = self._declarer.has_queue(self._topology.landing_queue(exchange))
-        if not seen:
-            logger.warning(
-                "native delay: no permission to declare the landing queue of exchange %r: its "
-                "delayed messages go by mirrored bindings, others park",
-                exchange,
-            )
-        return seen
 
     def _ask_type(self, exchange: str, *, likely: str = "") -> str:
         if not exchange.isascii() and len(exchange.encode()) > LONGEST_ASKED_BYTES:

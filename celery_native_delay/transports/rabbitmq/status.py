@@ -6,15 +6,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from amqp.exceptions import NotFound
-
 from ...durations import duration
 from ...errors import ManagementUnavailable
 from ...ledger.model import Ledger, Query
 from ..interface import Level
 from .delays import Delays
 from .management import ManagementAPI
-from .parking import count
+from .parking import count, depth
 
 
 @dataclass(frozen=True)
@@ -207,7 +205,7 @@ def status(delays: Delays, api: ManagementAPI) -> Status:
         LevelStatus(
             queue=hop.queue,
             ttl_seconds=hop.ttl_ms / 1000,
-            waiting=_depth(delays, hop.queue),
+            waiting=depth(delays, hop.queue),
             stuck=queues[hop.queue].get("messages_dlx", 0) if hop.queue in queues else None,
         )
         for hop in topology.level_queues
@@ -227,14 +225,7 @@ def levels(delays: Delays) -> Iterator[Level]:
     """The level queues that are declared, over AMQP alone."""
     topology = delays.topology
     for hop in topology.level_queues:
-        waiting = _depth(delays, hop.queue)
+        waiting = depth(delays, hop.queue)
         if waiting is not None:
             name = hop.queue.removeprefix(f"{topology.name}.")
             yield Level(name, hop.ttl_ms / 1000, waiting)
-
-
-def _depth(delays: Delays, queue: str) -> int | None:
-    try:
-        return int(delays.declarer.channel.queue_declare(queue, passive=True).message_count)
-    except NotFound:
-        return None

@@ -79,7 +79,9 @@ class Template:
         marks = [_ID, _ETA, *([_ID] if self._has_root else []), _ARGS, _KWARGS]
         table: bytes = dumps("F", [marked])[LONG.size :]
         self._table_bytes = len(table) - sum(map(len, marks))
-        table = _with_holes(table, [*map(_long_string, marks), _DELIVERY.encode(), _due(_DUE_MS)])
+        table = _with_holes(
+            table, [*map(_long_string, marks), _DELIVERY.encode(), _DUE.pack(_DUE_MS)]
+        )
         self._plain, self._plain_bytes = _frame(table, properties, [_ID])
         self._expiring, self._expiring_bytes = _frame(
             table, {**properties, "expiration": _EXPIRATION}, [_ID, _EXPIRATION]
@@ -234,10 +236,6 @@ def short_string(text: str) -> bytes:
 def long_(number: int) -> bytes:
     """*number* in four bytes."""
     return LONGS[number] if number < 1024 else LONG.pack(number)
-
-
-def _due(due_ms: int) -> bytes:
-    return _DUE.pack(due_ms)
 
 
 def _long_string(text: str) -> bytes:

@@ -34,9 +34,7 @@ class RabbitMQWorkerPart(WorkerPart):
             f"{settings.levels} {settings.queue_type} levels of {duration(settings.resolution)} on "
             f"{where}, {'declared' if prepared.declared else 'found declared'} in "
             f"{prepared.seconds * 1000:.0f} ms; {self._delays.mirror.known_count} bindings; "
-            f"longest delay {duration(settings.longest_delay_seconds)}; adopting "
-            f"{'on' if settings.adopt else 'off'}; ledger "
-            f"{_where_the_ledger_is(settings)}"
+            f"{self.terms}; ledger {_where_the_ledger_is(settings)}"
             + (
                 "; classic levels may lose what hops while the broker crashes"
                 if settings.queue_type == "classic"

@@ -13,6 +13,7 @@ from hashlib import blake2b
 from typing import Any
 
 from ...ledger.redis_index import IndexKeys
+from ..virtual.wrapping import id_of
 
 #: 1 had its scores in milliseconds, and was never released.
 VERSION = 2
@@ -64,11 +65,7 @@ def member_of(message: Mapping[str, Any], destination: str) -> str:
     Not the task id alone, which a retry shares with the attempt before it; nor with the delivery
     tag alone, which copies for several queues share. The same message has the same one again.
     """
-    properties = message["properties"]
-    tag = str(properties["delivery_tag"])
-    headers = message.get("headers") or {}
-    name = headers.get("id") or properties.get("correlation_id") or tag
-    return member(str(name), tag, destination)
+    return member(id_of(message), str(message["properties"]["delivery_tag"]), destination)
 
 
 def member(name: str, delivery_tag: str, destination: str) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 from kombu.transport import redis
 from redis.exceptions import RedisError
 
-from ...errors import NativeDelayError, SettingsError, UnsupportedBroker
+from ...errors import SettingsError, UnsupportedBroker
 from ...ledger.model import Ledger
 from ...settings import DelaySettings
 from ..interface import AdminPart, WorkerPart
@@ -27,10 +27,7 @@ logger = logging.getLogger(__name__)
 class RedisDelayingChannel(DelayingChannel):
     """A channel of kombu's redis transports whose messages can wait; mixed in before kombu's."""
 
-    def make_delays(
-        self, settings: DelaySettings, *, refusal: NativeDelayError | None = None
-    ) -> Delays:
-        return Delays(self, settings, refusal=refusal)
+    delays_class = Delays
 
     def worker_part(self, settings: DelaySettings) -> WorkerPart:
         from .worker_part import RedisWorkerPart

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from ...durations import duration
 from ...finding import Finding
 from ...redis_server import clocks
 from ..interface import Rescue, Wait, WorkerPart
@@ -24,9 +23,8 @@ class RedisWorkerPart(WorkerPart):
         census = self._delays.store.census()
         return (
             f"{where} ({server}) holds delayed tasks under {self._delays.keys.space}: "
-            f"{census.waiting} waiting, {census.parked} parked; promoting in this worker; longest "
-            f"delay {duration(self.settings.longest_delay_seconds)}; adopting "
-            f"{'on' if self.settings.adopt else 'off'}"
+            f"{census.waiting} waiting, {census.parked} parked; promoting in this worker; "
+            f"{self.terms}"
         )
 
     def dangers(self) -> list[Finding]:

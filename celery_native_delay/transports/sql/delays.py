@@ -12,7 +12,7 @@ from ...urls import without_password
 from ..virtual import delays
 from ..virtual.status import Status
 from ..virtual.watching import warn_if_nothing_promotes
-from ..virtual.wrapping import encoded, wrapped
+from ..virtual.wrapping import encoded, id_of, wrapped
 from .store import Store
 
 #: The queue of a message for all that listen to its exchange.
@@ -82,10 +82,3 @@ class Delays(delays.Delays):
         """
         properties = {**message["properties"], "delivery_tag": str(uuid4())}
         self.publish({**message, "properties": properties}, queue, due_us=due_us)
-
-
-def id_of(message: dict[str, Any]) -> str:
-    """The id under which people look for *message*."""
-    headers, properties = message.get("headers") or {}, message["properties"]
-    found = headers.get("id") or properties.get("correlation_id") or properties["delivery_tag"]
-    return str(found)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from contextlib import suppress
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from amqp.exceptions import RecoverableConnectionError
 from kombu.exceptions import ChannelError
@@ -25,9 +25,6 @@ from ..interface import AdminPart, WorkerPart
 from ..virtual.channel import DelayingChannel, DelayingTransport, Message
 from .whole_files import is_folder, put_file
 
-if TYPE_CHECKING:
-    from .delays import Delays
-
 
 class StoreDelayingChannel(DelayingChannel):
     """A channel whose messages can wait in a store; mixed in before kombu's."""
@@ -37,7 +34,7 @@ class StoreDelayingChannel(DelayingChannel):
 
     def make_delays(
         self, settings: DelaySettings, *, refusal: NativeDelayError | None = None
-    ) -> Delays:
+    ) -> Any:
         url = settings.store or self.own_store or ""
         if refusal is None and not is_store_url(url):
             refusal = UnsupportedBroker(
@@ -47,7 +44,7 @@ class StoreDelayingChannel(DelayingChannel):
         try:
             _require_sqlalchemy()
         except UnsupportedBroker as exc:
-            return _Refusing(refusal or exc)  # type: ignore[return-value]
+            return _Refusing(refusal or exc)
         from .delays import Delays
 
         return Delays(settings, url, refusal=refusal)

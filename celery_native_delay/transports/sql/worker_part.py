@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from ...durations import duration
 from ...errors import StoreUnavailable
 from ...finding import WRONG, Finding
 from ..interface import Rescue, Wait, WorkerPart
@@ -34,9 +33,7 @@ class StoreWorkerPart(WorkerPart):
             found = "how many is not known yet"
         return (
             f"{store.shown_url} holds delayed tasks of {where}: {found}; "
-            f"dispatching in this worker; longest delay "
-            f"{duration(self.settings.longest_delay_seconds)}; adopting "
-            f"{'on' if self.settings.adopt else 'off'}"
+            f"dispatching in this worker; {self.terms}"
         )
 
     def dangers(self) -> list[Finding]:

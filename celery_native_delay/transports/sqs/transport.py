@@ -9,7 +9,7 @@ from typing import Any
 
 from kombu.transport import SQS
 
-from ...errors import NativeDelayError, NoLedger
+from ...errors import NoLedger
 from ...message import HEADER
 from ...settings import DelaySettings
 from ..interface import AdminPart, WorkerPart
@@ -32,17 +32,13 @@ class Channel(virtual.DelayingChannel, SQS.Channel):  # type: ignore[misc]
     """A channel whose messages with an ETA ahead wait in SQS."""
 
     Message = Message
+    delays_class = Delays
 
     @property
     def _queue_cache(self) -> dict[str, str]:
         """URLs by queue, of this connection alone; before kombu 5.7 of all in the process."""
         cache: dict[str, str] = self.connection.urls_by_queue
         return cache
-
-    def make_delays(
-        self, settings: DelaySettings, *, refusal: NativeDelayError | None = None
-    ) -> Delays:
-        return Delays(self, settings, refusal=refusal)
 
     def let_wait(self, queue: str, message: dict[str, Any], *, due_us: int, **kwargs: Any) -> Any:
         if not can_delay(queue):

@@ -52,9 +52,7 @@ class SqsWorkerPart(WorkerPart):
             )
         return (
             f"{where} holds delayed tasks, for longer than {duration(hops.HOP_SECONDS)} in "
-            f"{', '.join(found) or 'no queue'}; relaying in this process; longest delay "
-            f"{duration(self.settings.longest_delay_seconds)}; adopting "
-            f"{'on' if self.settings.adopt else 'off'}"
+            f"{', '.join(found) or 'no queue'}; relaying in this process; {self.terms}"
         )
 
     def put_one_back(self, wait: Wait) -> None:

@@ -69,11 +69,14 @@ class DelayingChannel(PublishingChannel):
 
     Message = Message
 
+    delays_class: ClassVar[Callable[..., Any]]
+    """The broker's own :class:`~.delays.Delays`, of a channel and its settings."""
+
     def make_delays(
         self, settings: DelaySettings, *, refusal: NativeDelayError | None = None
     ) -> Any:
         """Delayed delivery on this channel; with a *refusal*, a producer is told why."""
-        raise NotImplementedError
+        return type(self).delays_class(self, settings, refusal=refusal)
 
     def let_wait(self, queue: str, message: dict[str, Any], *, due_us: int, **kwargs: Any) -> Any:
         """Keep kombu's *message* for *queue* until it is due; *kwargs* are kombu's own.

@@ -187,11 +187,6 @@ class Outbox(ABC, Generic[PutT, ParcelT]):
             refused, self._refused = self._refused, []
             return refused
 
-    @property
-    def unanswered_count(self) -> int:
-        """The number of messages that the server has yet to answer for."""
-        return self._unanswered + len(self._held)
-
     def give_up(self) -> list[RefusedMessage]:
         """The messages that the server has yet to answer for; they are given up."""
         with self.lock:

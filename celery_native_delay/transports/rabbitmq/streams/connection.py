@@ -137,7 +137,6 @@ class StreamConnection:
             channel = self._fetcher
             if channel is None or channel.connection is None:
                 channel = self._fetcher = OwnChannel(self._client.connection, confirm=False)
-                channel.auto_decode = False
                 channel.basic_qos(0, 1, False)
             begin = {"x-stream-offset": offset}
             channel.basic_consume(

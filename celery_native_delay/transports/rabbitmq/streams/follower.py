@@ -198,7 +198,6 @@ class Follower(Thread):
         connection = self._client.connection
         connection.delays.preparation.prepare_ledger(redeclare=isinstance(self._error, GONE))
         channel = self._channel = OwnChannel(connection)
-        channel.auto_decode = False
         channel.basic_qos(0, _PREFETCH, False)
         token = token_hex(8)
         with self.lock:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import islice, pairwise
 from sys import intern
 from typing import NamedTuple
@@ -143,14 +143,11 @@ class Memory:
             self._unsorted, self._has_gone = [], False
         over = bisect_left(self._sorted, now_us + 1, key=_due)
         if over:
-            self._drop_all(self._sorted[:over])
+            for task in self._sorted[:over]:
+                self._drop(task.delivery_id)
             del self._sorted[:over]
             self._has_gone = False
         return self._sorted
-
-    def _drop_all(self, tasks: Iterable[Waiting]) -> None:
-        for task in tasks:
-            self._drop(task.delivery_id)
 
     def _is_there(self, task: Waiting) -> bool:
         found = self._found.get(task.delivery_id)
