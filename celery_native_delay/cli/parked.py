@@ -11,7 +11,7 @@ from .group import as_json_option, broker, command, confirm, delay, print_json, 
 
 @delay.group(name="parked")
 def parked() -> None:
-    """Matured messages whose destination was not there."""
+    """Messages that were due, and whose destination was not there."""
 
 
 @command(group=parked, name="list")

@@ -284,7 +284,6 @@ def _refuse_past(countdown: float | None, eta: datetime | None) -> None:
 
 
 def _as_object(tasks: list[Waiting]) -> dict[str, Any] | None:
-    """The tasks under one id as a JSON object."""
     if not tasks:
         return None
     first, *others = (task.as_json() for task in tasks)
@@ -292,7 +291,6 @@ def _as_object(tasks: list[Waiting]) -> dict[str, Any] | None:
 
 
 def _told(task_id: str, tasks: list[Waiting], now: datetime) -> str:
-    """The tasks under one id as text."""
     if not tasks:
         return f"{printable(task_id)}: nothing waits under this id"
     return "\n\n".join("\n".join(_fields(task, now)) for task in tasks)

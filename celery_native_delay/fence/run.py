@@ -69,7 +69,6 @@ class Record:
     """The driver or worker that sealed it."""
 
     def to_json(self) -> str:
-        """Text for the store."""
         return json.dumps(asdict(self), separators=(",", ":"))
 
     @classmethod

@@ -75,7 +75,6 @@ class IndexKeys:
 
     @property
     def index(self) -> tuple[str, str, str]:
-        """The three keys, as scripts take them."""
         return self.due, self.messages, self.ids
 
 

@@ -43,6 +43,5 @@ class Counts:
                 self._by_queue.setdefault(queue, Tally()).add(tally)
 
     def so_far(self) -> dict[str, Tally]:
-        """Sums so far, by queue."""
         with self._lock:
             return deepcopy(self._by_queue)

@@ -34,7 +34,6 @@ class Listener(Thread):
         self.hears = False
 
     def stop(self) -> None:
-        """End within a second or so; join() to know when."""
         self._stopping.set()
         if self._receiver is not None:
             self._receiver.should_stop = True

@@ -53,7 +53,6 @@ class Poll(Thread):
         return Reading(None, last.read_at, last.duration_seconds)
 
     def stop(self) -> None:
-        """End soon; join() to know when."""
         self._stopping.set()
 
     def run(self) -> None:

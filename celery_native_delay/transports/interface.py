@@ -178,8 +178,7 @@ class Receipts(Protocol):
     def may_run(self, headers: Mapping[str, Any], delayed: Delayed) -> Answer:
         """The answer for a message, by its *headers* and its wait."""
 
-    def close(self) -> None:
-        """The worker ends."""
+    def close(self) -> None: ...
 
 
 @dataclass(frozen=True)

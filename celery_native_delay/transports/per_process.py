@@ -60,7 +60,6 @@ class PerProcess(Generic[Key, Value]):
         return value
 
     def values(self) -> list[Value]:
-        """All there are now."""
         return list(self._values.values())
 
     def _leave_to_parent(self) -> None:

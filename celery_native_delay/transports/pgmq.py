@@ -92,5 +92,4 @@ class Transport(DelayingTransport, pgmq.Transport):  # type: ignore[misc]
         return "their queue of pgmq, invisible"
 
     def bulk_publisher(self, *, window: int) -> BulkPublisher:
-        """A publisher of many messages, on a connection of its own."""
         return BulkPublisher(Outbox(self.client, window))

@@ -41,12 +41,10 @@ class Arrival:
 
     @property
     def id(self) -> str:
-        """The task's id, "" for one without."""
         return self.fields.get("id") or ""
 
     @property
     def name(self) -> str:
-        """The task's name, "" for one without."""
         return self.fields.get("task") or ""
 
     @property

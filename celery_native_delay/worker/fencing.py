@@ -175,11 +175,9 @@ class Lookup(Thread):
         self._next_telling = 0.0
 
     def ask(self, question: Question) -> None:
-        """Answer *question* in the thread."""
         self._questions.put(question)
 
     def stop(self, *, timeout_seconds: float = 5.0) -> None:
-        """End the thread."""
         self._stopping.set()
         self._questions.put(None)
         self.join(timeout_seconds)

@@ -76,7 +76,6 @@ class Telemetry:
         )
 
     def connect(self) -> None:
-        """Write down every task of the app from now on."""
         for signal, receiver in self._receivers:
             signal.connect(receiver, weak=False)
 

@@ -1,4 +1,4 @@
-"""Addresses: where a matured message goes, as the tail of its routing key.
+"""Addresses: where a message goes when it is due, as the tail of its routing key.
 
 An address is ``%<exchange>.<routing key>``, the exchange as one escaped word, the routing key
 with as many words as the user gave it, so that a topic pattern still matches behind it.

@@ -289,13 +289,11 @@ class Transport(pyamqp.Transport):  # type: ignore[misc]
         return asks_for_delays(options.get(OPTION))
 
     def establish_connection(self) -> Any:
-        """Connect; with delayed delivery if it is asked for."""
         if self._delays:
             self.Connection = Connection
         return super().establish_connection()
 
     def bulk_publisher(self, *, window: int) -> Any:
-        """A publisher of many messages, on a connection of its own."""
         from .bulk_publisher import BulkPublisher
 
         return BulkPublisher(self.client, window=window)

@@ -179,11 +179,9 @@ class Store:
     # --- throwing away -------------------------------------------------------------------
 
     def purge(self) -> int:
-        """Throw away all that waits; how many."""
         return self._discard_all(self.keys.due)
 
     def purge_parked(self) -> int:
-        """Throw away all that is parked; how many."""
         return self._discard_all(self.keys.parked)
 
     def _discard_all(self, source: str) -> int:
@@ -224,11 +222,9 @@ class Rounds:
 
     @property
     def asked_count(self) -> int:
-        """The number of rounds that wait for their answer."""
         return len(self._asked)
 
     def ask(self) -> None:
-        """Ask for one more round."""
         self._asked.append(monotonic())
         self._connection.send_packed_command(self._evalsha, check_health=False)
 

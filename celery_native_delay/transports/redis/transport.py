@@ -112,7 +112,6 @@ class Transport(DelayingTransport, redis.Transport):  # type: ignore[misc]
         return Keys(prefix, settings.namespace).due
 
     def bulk_publisher(self, *, window: int) -> Any:
-        """A publisher of many messages, on a connection of its own."""
         from ..virtual.bulk_publisher import BulkPublisher
         from .outbox import Outbox
 

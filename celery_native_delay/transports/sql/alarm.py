@@ -23,7 +23,6 @@ class Alarm:
             self._writer.send(b"\0")
 
     def wait(self, seconds: float) -> None:
-        """Sleep so long at most."""
         if self._selector.select(max(seconds, 0)):
             with suppress(OSError):
                 self._reader.recv(4096)

@@ -64,7 +64,6 @@ class Breakers:
             breaker.outage_seconds = outage_seconds
 
     def failed(self, breaker: Breaker, error: BaseException, *, now: float) -> None:
-        """Tell of it, if it has become too long."""
         outage = breaker.failed(error, now=now)
         if outage is not None:
             self.on_outage(outage)

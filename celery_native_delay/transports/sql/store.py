@@ -255,7 +255,6 @@ class Store:
             self.put_already.pop(one, None)
 
     def show_dispatching(self) -> None:
-        """Let others know that something dispatches from here."""
         self.change(lambda connection: show(connection, self.namespace))
 
     # --- looking -------------------------------------------------------------------------

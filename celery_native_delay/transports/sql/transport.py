@@ -73,7 +73,6 @@ class StoreDelayingChannel(DelayingChannel):
     def _put_fanout(
         self, exchange: str, message: dict[str, Any], routing_key: str, **kwargs: Any
     ) -> Any:
-        """Broadcast; when it is due, to all consumers that listen then, as without the delay."""
         due_us = self.due_of(message)
         if due_us is None:
             return super()._put_fanout(exchange, message, routing_key, **kwargs)  # type: ignore[misc]
@@ -111,11 +110,9 @@ class StoreDelayingTransport(DelayingTransport):
                 _require_sqlalchemy()  # it takes a second, on a busy machine
 
     def waits_in(self: Any, settings: DelaySettings) -> str:
-        """The place where delayed messages wait; needs no connection."""
         return f"{settings.namespace} of {without_password(self._store_url(settings))}"
 
     def bulk_publisher(self: Any, *, window: int) -> Any:
-        """A publisher of many messages, on a connection of its own."""
         _require_sqlalchemy()
         from ..virtual.bulk_publisher import BulkPublisher
         from .outbox import Outbox

@@ -93,7 +93,6 @@ def mismatches(name: str, attributes: Mapping[str, str]) -> list[Finding]:
 
 
 def advice(name: str, attributes: Mapping[str, str]) -> list[Finding]:
-    """Advice about a delay queue that works."""
     if attributes.get("FifoThroughputLimit") == "perMessageGroupId":
         return []
     way = "DeduplicationScope=messageGroup,FifoThroughputLimit=perMessageGroupId"

@@ -139,7 +139,6 @@ class Put(NamedTuple):
         return self.__class__(self.queue, due_us, delivery_tag, payload, self.base64)
 
     def entry(self, *, now_us: int) -> Entry:
-        """The entry in the delay queue for this message."""
         wait_ms = milliseconds_up(self.due_us - now_us)
         return Entry(self.id, wait_ms, milliseconds_up(self.due_us), self.payload)
 

@@ -87,7 +87,6 @@ class Itinerary:
 
     @classmethod
     def of(cls, delay_seconds: float) -> Itinerary:
-        """The way of a delay in seconds."""
         delay_ms = -(-round(delay_seconds * 1_000_000) // 1000)
         return cls(delay_seconds, tuple(remainders(delay_ms)))
 

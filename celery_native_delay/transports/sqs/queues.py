@@ -45,7 +45,6 @@ class Queues:
         return self._channel.sqs(queue=self.name(queue))
 
     def name(self, queue: str) -> str:
-        """The name of *queue* in SQS."""
         return str(self._channel.canonical_queue_name(queue))
 
     def url(self, queue: str) -> str:

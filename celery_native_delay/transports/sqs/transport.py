@@ -74,7 +74,6 @@ class Transport(virtual.DelayingTransport, SQS.Transport):  # type: ignore[misc]
         self.urls_by_queue: dict[str, str] = {}
 
     def bulk_publisher(self, *, window: int) -> Any:
-        """A publisher of many messages, on a connection of its own."""
         from ..virtual.bulk_publisher import BulkPublisher
         from .outbox import Outbox
 

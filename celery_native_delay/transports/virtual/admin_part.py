@@ -16,8 +16,7 @@ class AdminPart(ABC):
     name: str
 
     @abstractmethod
-    def _census(self) -> Census:
-        """The numbers of now."""
+    def _census(self) -> Census: ...
 
     def status(self) -> Status:
         return Status.of(self.name, self._census())
