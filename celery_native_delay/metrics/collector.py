@@ -15,6 +15,13 @@ from .counting import Counts
 from .listening import Listener
 from .polling import Poll, Reading
 
+#: By their names in a tally.
+_COUNTERS = {
+    "matured": "Delayed messages that were due and reached a worker to be run.",
+    "cancelled": "Delayed messages that were cancelled, and announced by a worker.",
+    "expired": "Delayed messages that reached a worker after they had expired.",
+}
+
 
 class DelayCollector(Collector):
     """Collector of the last reading of *poll*, and of *counts*; does no I/O.
@@ -42,36 +49,24 @@ class DelayCollector(Collector):
 
     def _counted(self) -> Iterator[Metric]:
         labels = ["queue_name"]
-        matured = CounterMetricFamily(
-            "celery_delay_matured",
-            "Delayed messages that were due and reached a worker to be run.",
-            labels=labels,
-        )
-        cancelled = CounterMetricFamily(
-            "celery_delay_cancelled",
-            "Delayed messages that were cancelled, and announced by a worker.",
-            labels=labels,
-        )
-        expired = CounterMetricFamily(
-            "celery_delay_expired",
-            "Delayed messages that reached a worker after they had expired.",
-            labels=labels,
-        )
+        counters = {
+            name: CounterMetricFamily(f"celery_delay_{name}", text, labels=labels)
+            for name, text in _COUNTERS.items()
+        }
         lateness = HistogramMetricFamily(
             "celery_delay_lateness_seconds",
             "How long after they were due delayed tasks started.",
             labels=labels,
         )
         for queue, tally in sorted(self._counts.so_far().items()):
-            matured.add_metric([queue], tally.matured)
-            cancelled.add_metric([queue], tally.cancelled)
-            expired.add_metric([queue], tally.expired)
+            for name, counter in counters.items():
+                counter.add_metric([queue], getattr(tally, name))
             buckets = [
                 ("+Inf" if bound == inf else str(bound), float(number))
                 for bound, number in zip(BOUNDS, accumulate(tally.late), strict=True)
             ]
             lateness.add_metric([queue], buckets, tally.late_seconds)
-        yield from (matured, cancelled, expired, lateness)
+        yield from (*counters.values(), lateness)
 
 
 def _waiting(reading: Reading | None) -> Iterator[Metric]:

@@ -48,6 +48,14 @@ DAY_US = 86_400_000_000
 #: Of a message whose broker does not tell of a wait.
 _UNTOLD = object()
 
+_OUTCOMES = {
+    states.SUCCESS: attempt.SUCCESS,
+    states.RETRY: attempt.RETRY,
+    states.IGNORED: attempt.IGNORED,
+    states.REJECTED: attempt.REJECTED,
+    states.FAILURE: attempt.FAILURE,
+}
+
 #: Failures that only the worker's main process sees.
 _ENDED_FROM_OUTSIDE: tuple[tuple[type[BaseException], str], ...] = (
     (TimeLimitExceeded, attempt.TIMEOUT),
@@ -275,18 +283,10 @@ def waited(message: Any, *, now_ms: int) -> bool | None:
 
 def outcome_of(state: str | None, retval: Any) -> str:
     """The outcome of an attempt, by its state and what it raised."""
-    match state:
-        case states.SUCCESS:
-            return attempt.SUCCESS
-        case states.RETRY:
-            return attempt.RETRY
-        case states.IGNORED:
-            return attempt.IGNORED
-        case states.REJECTED:
-            return attempt.REQUEUED if getattr(retval, "requeue", False) else attempt.REJECTED
-        case states.FAILURE:
-            return attempt.FAILURE
-    return attempt.LOST  # ended by what is no Exception; Celery takes the process for lost
+    if state == states.REJECTED and getattr(retval, "requeue", False):
+        return attempt.REQUEUED
+    # Ended by what is no Exception, Celery takes the process for lost.
+    return _OUTCOMES.get(state, attempt.LOST)
 
 
 def retry_due_us(outcome: str, raised: Any, finished_us: int) -> int | None:

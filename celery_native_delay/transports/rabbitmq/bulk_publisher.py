@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import lru_cache
 from time import monotonic, sleep, time_ns
 from typing import Any, TypeVar
 
@@ -33,9 +34,6 @@ T = TypeVar("T")
 #: Seconds to try on while there is no connection, counted from the first failure of an outage.
 PATIENCE_SECONDS = 60.0
 
-#: Ways that a kind remembers: as many as there are due times close to each other.
-_MOST_WAYS = 4096
-
 
 class Kind:
     """Tasks of one kind, sent without the long way; valid while the connection lives."""
@@ -61,8 +59,9 @@ class Kind:
         #: Until then the exchange is taken to lead where it did.
         self.valid_until_us = time_ns() // 1000 + round(ROUTE_SECONDS * 1_000_000)
         self._address = topology.address_or_hash(message_address(*to), *to)
-        #: Entry exchange and routing key by the units of delay.
-        self.ways: dict[int, tuple[str, str]] = {}
+        #: Entry exchange and routing key of a message that waits so many units; or DelayTooLong.
+        #: Remembered for as many as there are due times close to each other.
+        self.way = lru_cache(maxsize=4096)(self._way)
 
     def record(self, fields: TaskFields, due_us: int) -> None:
         """Note down in the ledger, if there is one, what is about to be sent."""
@@ -77,14 +76,10 @@ class Kind:
         """The user's properties of a task, but for its headers."""
         return {**self._properties, "correlation_id": task_id}
 
-    def way(self, units: int) -> tuple[str, str]:
-        """Entry exchange and routing key of a message that waits *units*, noted in :attr:`ways`."""
-        if len(self.ways) >= _MOST_WAYS:
-            self.ways.clear()
+    def _way(self, units: int) -> tuple[str, str]:
         topology = self.topology
-        way = topology.entry_exchange(units), topology.routing_key(units, self._address)
-        self.ways[units] = way
-        return way
+        check_reach(units, max_units=topology.max_units, resolution_ms=topology.resolution_ms)
+        return topology.entry_exchange(units), topology.routing_key(units, self._address)
 
 
 class BulkPublisher:
@@ -192,17 +187,12 @@ class BulkPublisher:
         """
         topology = kind.topology
         now_us = time_ns() // 1000
-        resolution_ms = topology.resolution_ms
-        units = units_until(due_us, now_us=now_us, resolution_ms=resolution_ms)
+        units = units_until(due_us, now_us=now_us, resolution_ms=topology.resolution_ms)
         if not units or now_us > kind.valid_until_us:
             return False
-        way = kind.ways.get(units)
-        if way is None:
-            check_reach(units, max_units=topology.max_units, resolution_ms=resolution_ms)
-            way = kind.way(units)
         ttl_ms = topology.first_ttl_ms(units, remaining_us=due_us - now_us)
         fields = TaskFields(
-            *way,
+            *kind.way(units),
             task_id,
             eta,
             argsrepr,

@@ -7,6 +7,7 @@ fields differ; the bytes around them are py-amqp's own, split where a marked val
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
+from functools import lru_cache
 from struct import Struct
 from typing import Any, NamedTuple
 
@@ -39,9 +40,6 @@ _DELIVERY_ID_BYTES = 32
 _ID, _ETA, _ARGS, _KWARGS = "\0task id\0", "\0eta\0", "\0argsrepr\0", "\0kwargsrepr\0"
 _DELIVERY, _DUE_MS = "\0" * _DELIVERY_ID_BYTES, 0x7EED_0DE1_0DE1_0DE1
 _EXPIRATION = "\0expiration\0"
-
-#: Method frames that a template remembers.
-_MOST_METHODS = 4096
 
 
 class TaskFields(NamedTuple):
@@ -86,14 +84,11 @@ class Template:
         self._expiring, self._expiring_bytes = _frame(
             table, {**properties, "expiration": _EXPIRATION}, [_ID, _EXPIRATION]
         )
-        self._methods: dict[tuple[int, str, str], bytes] = {}
 
     def frames(self, fields: TaskFields, *, channel_id: int, frame_max: int) -> bytes:
         """The bytes that publish *fields* on a channel, as py-amqp writes them."""
         exchange, key, task_id, eta, argsrepr, kwargsrepr, body, delivery, due_ms, expires = fields
-        method = self._methods.get((channel_id, exchange, key))
-        if method is None:
-            method = self._method(channel_id, exchange, key)
+        method = _method(channel_id, exchange, key)
         id_ = task_id.encode()
         eta_ = eta.encode()
         args = argsrepr.encode("utf-8", "surrogatepass")
@@ -139,21 +134,6 @@ class Template:
         }
         return headers | ({"root_id": fields.task_id} if self._has_root else {})
 
-    def _method(self, channel_id: int, exchange: str, routing_key: str) -> bytes:
-        if len(self._methods) >= _MOST_METHODS:
-            self._methods.clear()
-        to, key = short_string(exchange), short_string(routing_key)
-        frame = b"".join(
-            (
-                _METHOD.pack(1, channel_id, 7 + len(to) + len(key), *spec.Basic.Publish, 0),
-                to,
-                key,
-                b"\x01" + FRAME_END,  # mandatory
-            )
-        )
-        self._methods[channel_id, exchange, routing_key] = frame
-        return frame
-
 
 class FramedTask:
     """A task on its way whose frames come from a template; what a window keeps."""
@@ -185,6 +165,14 @@ class FramedTask:
         headers = self.template.headers(self.fields)
         fields = self.fields
         return RefusedMessage(reason, *self.to, headers, fields.body, fields.delivery_id)
+
+
+@lru_cache(maxsize=4096)
+def _method(channel_id: int, exchange: str, routing_key: str) -> bytes:
+    """The method frame of a mandatory publish."""
+    to, key = short_string(exchange), short_string(routing_key)
+    head = _METHOD.pack(1, channel_id, 7 + len(to) + len(key), *spec.Basic.Publish, 0)
+    return head + to + key + b"\x01" + FRAME_END
 
 
 def _with_holes(table: bytes, marks: list[bytes]) -> bytes:
