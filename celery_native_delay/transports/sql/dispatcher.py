@@ -8,8 +8,10 @@ delays shorter than that: a longer one is known long before it is over.
 from __future__ import annotations
 
 import logging
+import selectors
 from collections.abc import Callable
 from contextlib import suppress
+from socket import socketpair
 from threading import Event
 from time import monotonic, time_ns
 from typing import Any
@@ -19,7 +21,6 @@ from ...errors import NativeDelayError, StoreUnavailable
 from ..aliases import OPTION
 from ..interface import Outage
 from ..virtual.watching import Sign
-from .alarm import Alarm
 from .batch import Batch
 from .breakers import Breaker, not_told
 from .handover import HandOver, hand_over_on
@@ -51,7 +52,7 @@ class Dispatcher:
         self._connection: Any = None
         self._hand_over: HandOver | None = None
         self._stopping = Event()
-        self._alarm = Alarm()
+        self._alarm = _Alarm()
         self._sign = Sign(store.show_dispatching, StoreUnavailable)
         self._sleeps_until_us = 0
         self._backoff = Backoff()
@@ -199,3 +200,29 @@ class Dispatcher:
         pause_seconds = self._backoff.failed()
         if not self._stopping.is_set():
             self._alarm.wait(pause_seconds)
+
+
+class _Alarm:
+    """An alarm for one sleeping thread; any thread or signal handler may ring."""
+
+    def __init__(self) -> None:
+        self._reader, self._writer = socketpair()
+        self._reader.setblocking(False)
+        self._writer.setblocking(False)
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._reader, selectors.EVENT_READ)
+
+    def ring(self) -> None:
+        """End the present :meth:`wait`, or else the next one."""
+        with suppress(OSError):  # full: it is awake already; closed: it sleeps no more
+            self._writer.send(b"\0")
+
+    def wait(self, seconds: float) -> None:
+        if self._selector.select(max(seconds, 0)):
+            with suppress(OSError):
+                self._reader.recv(4096)
+
+    def close(self) -> None:
+        self._selector.close()
+        self._reader.close()
+        self._writer.close()

@@ -20,7 +20,7 @@ from .batch import Batch, Stored
 from .database import same_database
 from .delays import BROADCAST
 from .store import Store, reason_of
-from .whole_files import is_folder, put_file, put_files
+from .whole_files import is_folder, put_file
 
 #: Seconds after which a batch ends however much of it is left, for others wait meanwhile:
 #: producers, where the store is a file; those messages, where it is a server.
@@ -109,7 +109,8 @@ class ThroughKombu:
             return
         info = envelope["properties"]["delivery_info"]
         if is_folder(channel):
-            put_files(channel, info["exchange"], message.envelope)
+            for bound in channel.get_table(info["exchange"]):
+                put_file(channel, bound.queue, message.envelope)
         else:
             channel._put_fanout(info["exchange"], envelope, info["routing_key"])
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
 from threading import Lock
@@ -131,7 +131,7 @@ class Store:
             return clock_ahead_seconds(connection)
 
     def _has_tables(self) -> bool:
-        with self.engine.connect().execution_options(**{READS: True}) as connection:
+        with self._reading() as connection:
             found = inspect(connection)
             return all(found.has_table(table.name) for table in METADATA.sorted_tables)
 
@@ -229,21 +229,17 @@ class Store:
             due_us = connection.execute(_NEXT, {"mine": self.namespace}).scalar()
         return None if due_us is None else int(due_us)
 
-    @contextmanager
-    def taking(self, *, until_us: int) -> Iterator[Batch]:
+    def taking(self, *, until_us: int) -> AbstractContextManager[Batch]:
         """A batch of what is due, earliest first, for as long as the block lasts.
 
         What the block has marked is settled at its end. If it raises, or this process dies,
         nothing has happened here, and all of it is there to be taken again.
         """
-        with self._batch(DUE, {"mine": self.namespace, "until": until_us}) as batch:
-            yield batch
+        return self._batch(DUE, {"mine": self.namespace, "until": until_us})
 
-    @contextmanager
-    def taking_parked(self, *, after_id: int) -> Iterator[Batch]:
+    def taking_parked(self, *, after_id: int) -> AbstractContextManager[Batch]:
         """A batch of what is parked, in the order of ids, as :meth:`taking` has it."""
-        with self._batch(PARKED, {"mine": self.namespace, "after": after_id}) as batch:
-            yield batch
+        return self._batch(PARKED, {"mine": self.namespace, "after": after_id})
 
     @contextmanager
     def _batch(self, which: Any, parameters: dict[str, Any]) -> Iterator[Batch]:
@@ -329,10 +325,8 @@ class Store:
         with self._explained(), self.engine.begin() as connection:
             return change(connection)
 
-    @contextmanager
-    def _reading(self) -> Iterator[Connection]:
-        with self.engine.connect().execution_options(**{READS: True}) as connection:
-            yield connection
+    def _reading(self) -> Connection:
+        return self.engine.connect().execution_options(**{READS: True})
 
     @contextmanager
     def _explained(self) -> Iterator[None]:

@@ -43,9 +43,3 @@ def put_file(channel: Any, queue: str, envelope: str) -> None:
         if exc.errno in _BY_NAME and folder.is_dir():
             raise ChannelError(f"Cannot add file for {queue!r} to directory") from exc
         raise
-
-
-def put_files(channel: Any, exchange: str, envelope: str) -> None:
-    """Put a message for every queue that is bound to a fanout exchange now."""
-    for bound in channel.get_table(exchange):
-        put_file(channel, bound.queue, envelope)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from botocore.exceptions import ClientError
 from kombu.transport.SQS import DoesNotExistQueueException, UndefinedQueueException
 
-from ...errors import CannotDelay, NativeDelayError, NotPermitted, UnsupportedBroker
+from ...errors import CannotDelay, NotPermitted, UnsupportedBroker
 from .delay_queue import LONGEST_NAME, asked_of, attributes_of, delay_queue_of
 
 _GONE = ("AWS.SimpleQueueService.NonExistentQueue", "QueueDoesNotExist")
@@ -160,10 +160,13 @@ def explained(name: str, action: str) -> Iterator[None]:
     try:
         yield
     except ClientError as exc:
-        explanation = _explanation(exc, name, action)
-        if explanation is None:
-            raise
-        raise explanation from exc
+        error = exc.response.get("Error", {})
+        code, text = str(error.get("Code")), str(error.get("Message"))
+        if code in _DENIED:
+            raise NotPermitted(f"expected to be allowed {action} on {name}: {text}") from exc
+        if code == "InvalidParameterValue" and ("shorter than" in text or "size" in text.lower()):
+            raise CannotDelay(f"{name} does not take this message: {text}") from exc
+        raise
 
 
 @contextmanager
@@ -174,13 +177,3 @@ def administered(name: str, action: str) -> Iterator[None]:
             yield
     except ClientError as exc:
         raise UnsupportedBroker(f"{name}: expected SQS to do {action}, got: {exc}") from exc
-
-
-def _explanation(exc: ClientError, name: str, action: str) -> NativeDelayError | None:
-    error = exc.response.get("Error", {})
-    code, text = str(error.get("Code")), str(error.get("Message"))
-    if code in _DENIED:
-        return NotPermitted(f"expected to be allowed {action} on {name}: {text}")
-    if code == "InvalidParameterValue" and ("shorter than" in text or "size" in text.lower()):
-        return CannotDelay(f"{name} does not take this message: {text}")
-    return None
