@@ -17,8 +17,9 @@ from celery_native_delay.due_time import due_us
 from celery_native_delay.message import HEADER, Delayed
 from celery_native_delay.testing import PrivateRabbitMQ
 from celery_native_delay.transports.rabbitmq import parking
-from celery_native_delay.transports.rabbitmq.own_channel import OwnChannel
 from celery_native_delay.transports.rabbitmq.parking import BATCH, Rescue, count, peek, rescue
+from celery_native_delay.transports.rabbitmq.publication import Publication
+from celery_native_delay.transports.rabbitmq.window import WindowChannel
 from tests.integration.traffic import (
     TOPOLOGY,
     Inbox,
@@ -320,7 +321,7 @@ def test_a_thousand_of_all_kinds_are_neither_lost_nor_doubled(
     total = 10 * BATCH
     park(connection, "model", "nobody")
     wait_parked(connection, 1)
-    channel = OwnChannel(connection.connection)
+    channel = WindowChannel(connection.connection)
     model = channel.basic_get(TOPOLOGY.parking_queue, no_ack=True)
     now_ms = round(time() * 1000)
     early_due_ms = now_ms + 4500
@@ -348,7 +349,7 @@ def test_a_thousand_of_all_kinds_are_neither_lost_nor_doubled(
             headers = {"eta": eta, HEADER: envelope}
         properties = model.properties | {"application_headers": headers}
         message = amqp.Message(f"{kind} {number}".encode(), **properties)
-        channel.publish(message, "", TOPOLOGY.parking_queue)
+        channel.send(Publication(message, "", TOPOLOGY.parking_queue))
     channel.wait_all()
     channel.close()
     wait_parked(connection, total)

@@ -19,8 +19,8 @@ from celery_native_delay import (
 )
 from celery_native_delay.testing import PrivateRabbitMQ, private_rabbitmq, vhost_name
 from celery_native_delay.transports.rabbitmq import topology
-from celery_native_delay.transports.rabbitmq.own_channel import OwnChannel
 from celery_native_delay.transports.rabbitmq.parking import rescue
+from celery_native_delay.transports.rabbitmq.window import WindowChannel
 from tests.brokers import on_one_version
 from tests.integration.traffic import (
     TOPOLOGY,
@@ -134,16 +134,16 @@ def test_a_publish_that_kombu_repeats_keeps_its_delivery_id(
 ) -> None:
     """The confirm is lost on the way: a worker can tell that the second copy is one."""
     declare_queue(connection, "orders")
-    wait_confirmed = OwnChannel.wait_confirmed
-    lost: list[int] = []
+    wait_all = WindowChannel.wait_all
+    lost: list[Any] = []
 
-    def lose_the_first(self: Any, tag: int, **options: Any) -> None:
-        wait_confirmed(self, tag, **options)
+    def lose_the_first(self: Any, **options: Any) -> None:
+        wait_all(self, **options)
         if not lost:
-            lost.append(tag)
+            lost.append(self)
             raise RecoverableConnectionError("connection lost")
 
-    monkeypatch.setattr(OwnChannel, "wait_confirmed", lose_the_first)
+    monkeypatch.setattr(WindowChannel, "wait_all", lose_the_first)
     publish(connection, "hello", "orders", delay=0.5, retry=True)
     publish(connection, "another", "orders", delay=0.5, retry=True)
 

@@ -22,11 +22,12 @@ from .address import message_address
 from .ledger.entry import Entry
 from .outbox import Outbox, is_lasting
 from .own_connection import LOST
+from .publication import Publication
 from .recording import Recorder
 from .routes import ROUTE_SECONDS
 from .template import FramedTask, TaskFields, Template
 from .topology import Topology
-from .window import NotConfirmedInTime, Publication
+from .window import NotConfirmedInTime
 from .wrapping import unwrap
 
 T = TypeVar("T")

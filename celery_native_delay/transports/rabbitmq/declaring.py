@@ -29,7 +29,7 @@ class Declarer:
     def channel(self) -> OwnChannel:
         """The channel; a new one when the broker closed it."""
         if self._channel is None or self._channel.connection is None:
-            self._channel = OwnChannel(self.connection, confirm=False)
+            self._channel = OwnChannel(self.connection)
         return self._channel
 
     def apply(self, declarations: Iterable[Change]) -> None:

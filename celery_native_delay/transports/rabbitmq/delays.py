@@ -30,10 +30,11 @@ from .mirror import Mirror
 from .outbox import Outbox, outbox_key, outbox_of
 from .own_channel import OwnChannel
 from .preparation import Preparation, Prepared
+from .publication import Publication
 from .recording import Recorder
 from .routes import Routes
 from .topology import Topology
-from .window import Publication
+from .window import WindowChannel
 from .wrapping import COUNTED_BY_THE_QUEUE, wrap
 
 #: The headers dict and delivery id of a publish that failed in this thread: kombu's retry passes
@@ -228,10 +229,7 @@ class Delays:
             yield
             channel.wait_all()
             # Another channel, if the first was closed underway.
-            channel = self._channel(confirmed=True)
-            channel.wait_all()
-            if channel.returned:
-                self._resend_returned(channel)
+            self._settle(self._channel(confirmed=True))
         finally:
             self._in_batch = False
 
@@ -287,7 +285,8 @@ class Delays:
     def _channel(self, *, confirmed: bool) -> OwnChannel:
         channel = self._channels.get(confirmed)
         if channel is None or channel.connection is None:
-            channel = self._channels[confirmed] = OwnChannel(self.connection, confirm=confirmed)
+            kind = WindowChannel if confirmed else OwnChannel
+            channel = self._channels[confirmed] = kind(self.connection)
         return channel
 
     def _send(
@@ -301,14 +300,9 @@ class Delays:
         for last_try in (False, True):
             try:
                 channel = self._channel(confirmed=confirmed)
-                tag = channel.publish(*publication, timeout_seconds=timeout_seconds)
+                channel.send(publication, timeout_seconds=timeout_seconds)
                 if not self._in_batch:
-                    if confirmed:
-                        channel.wait_confirmed(
-                            tag, timeout_seconds=confirm_timeout_seconds or timeout_seconds
-                        )
-                    if channel.returned:
-                        self._resend_returned(channel)
+                    self._settle(channel, confirm_timeout_seconds or timeout_seconds)
                 return
             except AccessRefused as exc:
                 raise not_permitted(exc, self.topology) from exc
@@ -318,12 +312,15 @@ class Delays:
                 # The broker lost the levels while this connection lived.
                 self.preparation.declare_again()
 
-    def _resend_returned(self, channel: OwnChannel) -> None:
-        """Send again what came back because the queue that it was to wait in was deleted."""
+    def _settle(self, channel: OwnChannel, timeout_seconds: float | None = None) -> None:
+        """Wait for confirms; send again what came back because its level queue was deleted."""
+        channel.wait_all(timeout_seconds=timeout_seconds)
         returned = channel.take_returned()
+        if not returned:
+            return
         self.preparation.declare_again()
         for back in returned:
-            channel.publish(back.message, back.exchange, back.routing_key, mandatory=True)
+            channel.send(back)
         channel.wait_all()
         if channel.take_returned():
             raise TopologyMismatch(

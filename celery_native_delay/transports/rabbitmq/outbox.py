@@ -26,8 +26,9 @@ from ..aliases import flushes
 from ..lasting import is_lasting_tls
 from ..per_process import PerProcess
 from .own_connection import LOST, connection_like, hang_up, leave_to_parent
+from .publication import Publication, Sendable
 from .sending import Sender
-from .window import NotConfirmedInTime, Publication, Sendable
+from .window import NotConfirmedInTime
 
 logger = logging.getLogger(__name__)
 

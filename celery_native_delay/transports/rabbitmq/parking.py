@@ -24,7 +24,9 @@ from .address import queue_of_address
 from .body import received
 from .delays import Delays
 from .own_channel import OwnChannel
+from .publication import Publication
 from .topology import Topology
+from .window import WindowChannel
 from .wrapping import COUNTED_BY_THE_QUEUE, keep_user_id, unwrap
 
 logger = logging.getLogger(__name__)
@@ -65,7 +67,7 @@ class _Round:
     """One round: its channels, and what it found out about destinations."""
 
     delays: Delays
-    publisher: OwnChannel
+    publisher: WindowChannel
     outcome: Rescue = field(default_factory=Rescue)
     exchanges: dict[str, bool] = field(default_factory=dict)
     unwanted: set[tuple[str, str]] = field(default_factory=set)
@@ -98,7 +100,7 @@ def rescue(delays: Delays) -> Rescue | None:
         return Rescue()
     try:
         with _lock(connection, delays.topology), _arrivals(delays) as arrivals:
-            work = _Round(delays, OwnChannel(connection))
+            work = _Round(delays, WindowChannel(connection))
             while parked > 0 and (batch := arrivals.take(min(parked, BATCH))):
                 parked -= len(batch)
                 _move_on(work, [_parked(message) for message in batch])
@@ -111,7 +113,7 @@ def rescue(delays: Delays) -> Rescue | None:
 
 def peek(delays: Delays, *, limit: int) -> list[Parked]:
     """The first *limit* parked messages, left where they are; ResourceLocked while one rescues."""
-    channel = OwnChannel(delays.connection, confirm=False)
+    channel = OwnChannel(delays.connection)
     try:
         with _lock(delays.connection, delays.topology):
             found: list[Parked] = []
@@ -189,7 +191,9 @@ def _move_on(work: _Round, batch: list[Parked]) -> None:
     work.outcome.still_parked += len(stay)
     for parked in stay:
         message = _as_parked(parked, work.delays.user)
-        work.publisher.publish(message, "", work.delays.topology.parking_queue)
+        work.publisher.send(
+            Publication(message, "", work.delays.topology.parking_queue, mandatory=False)
+        )
     work.publisher.wait_all()
 
 
@@ -233,7 +237,7 @@ def _publish_original(
     if delayed.expires_ms is not None:
         properties["expiration"] = str(delayed.expires_ms - now_ms)
     message = amqp.Message(parked.message.body, **properties)
-    work.publisher.publish(message, *destination, mandatory=True)
+    work.publisher.send(Publication(message, *destination))
 
 
 def _exists(work: _Round, exchange: str) -> bool:
@@ -260,7 +264,7 @@ class _Arrivals:
 
     def __init__(self, connection: Any, queue: str) -> None:
         self._messages: deque[amqp.Message] = deque()
-        self._channel = OwnChannel(connection, confirm=False)
+        self._channel = OwnChannel(connection)
         self._channel.basic_qos(0, BATCH, False)
         self._tag = self._channel.basic_consume(queue, callback=self._messages.append)
 

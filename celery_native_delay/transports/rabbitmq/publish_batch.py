@@ -15,8 +15,8 @@ from ...errors import PublishRefused
 from ...message import due_of
 from .outbox import IN_DOUBT
 from .own_connection import LOST
+from .publication import Publication
 from .sending import Sender
-from .window import Publication
 from .wrapping import has_copies
 
 

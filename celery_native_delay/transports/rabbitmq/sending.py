@@ -12,8 +12,9 @@ from typing import Any
 from amqp.exceptions import ChannelError, NotFound
 
 from ...errors import RefusedMessage
+from .publication import Sendable
 from .topology import is_delay_name
-from .window import Sendable, WindowChannel
+from .window import WindowChannel
 
 logger = logging.getLogger(__name__)
 
@@ -133,10 +134,9 @@ class Sender:
 
     def _see_to_answers(self, channel: WindowChannel) -> None:
         self._refuse(channel.take_nacked(), NACKED)
-        ours: list[Sendable] = []
-        others: list[Sendable] = []
-        for message in channel.take_returned():
-            (ours if is_delay_name(message.exchange) else others).append(message)
+        returned = channel.take_returned()
+        ours = [message for message in returned if is_delay_name(message.exchange)]
+        others = [message for message in returned if not is_delay_name(message.exchange)]
         self._refuse(others, "no queue is bound there (NO_ROUTE)", returned=True)
         if ours:
             # The queues that they were to wait in were deleted.

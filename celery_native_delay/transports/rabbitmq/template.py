@@ -152,7 +152,7 @@ class FramedTask:
 
     @property
     def id(self) -> Hashable:
-        return self.fields.delivery_id
+        return self.fields.exchange, self.fields.routing_key, self.fields.delivery_id.encode()
 
     def write(self, channel: Any) -> None:
         """Write its frames by *channel*, which sends many at a time."""

@@ -20,8 +20,8 @@ from .body import as_it_came, keep_bytes
 from .delays import Delays
 from .mirror import is_internal
 from .outbox import Outbox
+from .publication import Publication
 from .publish_batch import PublishBatch
-from .window import Publication
 from .wrapping import unwrap
 
 #: Milliseconds until the kernel gives up on unacknowledged data. py-amqp's default of 1 s turns

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
 from time import monotonic
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import amqp
+from amqp import spec
+from amqp.exceptions import MessageNacked, RecoverableConnectionError
 
-from ...errors import RefusedMessage
-from ...message import HEADER
 from .own_channel import OwnChannel
+from .publication import Sendable, id_of
 
 #: Frames that come ready-made are written so many at a time.
 WRITE_MESSAGES = 64
@@ -22,57 +23,14 @@ class NotConfirmedInTime(TimeoutError):
     """The broker is slow; unlike other timeouts, the connection is as it was."""
 
 
-class Sendable(Protocol):
-    """A message that can be sent, kept until it is confirmed, and sent again."""
-
-    @property
-    def exchange(self) -> str:
-        """The exchange it is published to."""
-
-    @property
-    def id(self) -> Hashable:
-        """The name by which the message is known when the broker returns it."""
-
-    def write(self, channel: Any) -> None:
-        """Write its frames for *channel* to the socket."""
-
-    def refused(self, reason: str) -> RefusedMessage:
-        """The report if the broker does not take it."""
-
-
-class Publication(NamedTuple):
-    """A message on its way, and with what it is published."""
-
-    message: amqp.Message
-    exchange: str
-    routing_key: str
-    mandatory: bool = True
-
-    @property
-    def id(self) -> Hashable:
-        message = self.message
-        return _id_of(self.exchange, self.routing_key, message.properties, message.body)
-
-    def write(self, channel: Any) -> None:
-        channel.write_now()
-        channel.write_publish(*self)
-
-    def refused(self, reason: str) -> RefusedMessage:
-        headers = dict(self.message.properties.get("application_headers") or {})
-        header = headers.pop(HEADER, None)
-        if header is None:
-            to = (self.exchange, self.routing_key)
-            return RefusedMessage(reason, *to, headers, self.message.body)
-        headers.pop("BCC", None)
-        to = (header["exchange"], header["rk"])
-        return RefusedMessage(reason, *to, headers, self.message.body, header["id"])
-
-
 class WindowChannel(OwnChannel):
     """A channel that publishes without waiting, and keeps what is not confirmed yet."""
 
     def __init__(self, connection: Any) -> None:
         super().__init__(connection)
+        self._published = 0
+        #: By delivery tag.
+        self._unconfirmed: OrderedDict[int, Sendable] = OrderedDict()
         #: How often each message is known to come back; its confirm follows.
         self._returning: Counter[Hashable] = Counter()
         self._unwritten: list[bytes] = []
@@ -80,6 +38,7 @@ class WindowChannel(OwnChannel):
         self._unwritten_since = 0.0
         self._came_back: list[Sendable] = []
         self._nacked: list[Sendable] = []
+        self.confirm_select()
 
     @property
     def is_usable(self) -> bool:
@@ -105,9 +64,27 @@ class WindowChannel(OwnChannel):
 
     def send(self, message: Sendable, *, timeout_seconds: float | None = None) -> None:
         """Publish without waiting; kept from here on unless this raises."""
-        self._write(message.write, self, timeout_seconds=timeout_seconds)
+        if self.connection is None:
+            raise RecoverableConnectionError("connection already closed")
+        try:
+            if timeout_seconds is None:
+                message.write(self)
+            else:
+                with self.connection.transport.having_timeout(timeout_seconds):
+                    message.write(self)
+        except TimeoutError as exc:
+            # Half of it may be on its way: the connection is of no more use.
+            self.connection.transport.connected = False
+            raise RecoverableConnectionError("publishing timed out") from exc
         self._published += 1
         self._unconfirmed[self._published] = message
+
+    def write_publish(
+        self, message: amqp.Message, exchange: str, routing_key: str, mandatory: bool
+    ) -> None:
+        """Write the frames of a publish to the socket, and no more."""
+        arguments = (0, exchange, routing_key, mandatory, False)
+        self.send_method(spec.Basic.Publish, "Bssbb", arguments, message)
 
     def write_soon(self, frames: bytes) -> None:
         """Write together with those that follow, before anything is waited for."""
@@ -125,7 +102,7 @@ class WindowChannel(OwnChannel):
             self._transport.write(b"".join(frames))
             self.connection.bytes_sent += len(frames)
 
-    def take_returned(self) -> list[Sendable]:  # type: ignore[override]
+    def take_returned(self) -> list[Any]:
         """Messages that came back because no queue is bound where they were to go."""
         back, self._came_back = self._came_back, []
         return back
@@ -151,8 +128,10 @@ class WindowChannel(OwnChannel):
         NotConfirmedInTime: it does not by *deadline*, in seconds of the monotonic clock.
         """
         while not condition():
-            left = None if deadline is None else max(deadline - monotonic(), 0)
-            if not self.is_readable(left):
+            if deadline is None:
+                self.write_now()
+                _ = self._transport  # or it is gone
+            elif not self.is_readable(max(deadline - monotonic(), 0)):
                 raise NotConfirmedInTime(
                     f"{len(self._unconfirmed)} message(s) not confirmed in time"
                 )
@@ -161,6 +140,15 @@ class WindowChannel(OwnChannel):
     def read_all(self, *, deadline: float | None = None) -> None:
         """Take in what the broker sends until nothing is unconfirmed; raises likewise."""
         self.read_until(lambda: not self._unconfirmed, deadline=deadline)
+
+    def wait_all(self, *, timeout_seconds: float | None = None) -> None:
+        """Return when the broker has taken responsibility for everything.
+
+        Raises MessageNacked for what it refused, NotConfirmedInTime without an answer in time.
+        """
+        self.read_all(deadline=None if timeout_seconds is None else monotonic() + timeout_seconds)
+        if nacked := self.take_nacked():
+            raise MessageNacked(f"the broker refused {len(nacked)} delayed message(s)")
 
     def is_readable(self, timeout_seconds: float | None) -> bool:
         self.write_now()
@@ -171,24 +159,26 @@ class WindowChannel(OwnChannel):
     def _on_basic_ack(self, delivery_tag: int, multiple: bool) -> None:
         settled = self._settle(delivery_tag, multiple)
         if self._returning:
-            for _, message in settled:
+            for message in settled:
                 if self._returning[message.id] > 0:
                     self._returning -= Counter([message.id])
                     self._came_back.append(message)
 
     def _on_basic_nack(self, delivery_tag: int, multiple: bool) -> None:
-        self._nacked += [message for _, message in self._settle(delivery_tag, multiple)]
+        self._nacked += self._settle(delivery_tag, multiple)
+
+    def _settle(self, delivery_tag: int, multiple: bool) -> list[Sendable]:
+        """Take what the broker has decided on out of the unconfirmed."""
+        unconfirmed = self._unconfirmed
+        settled = []
+        while multiple and unconfirmed and next(iter(unconfirmed)) <= delivery_tag:
+            settled.append(unconfirmed.popitem(last=False)[1])
+        if delivery_tag in unconfirmed:
+            settled.append(unconfirmed.pop(delivery_tag))
+        return settled
 
     def _on_basic_return(
         self, reply_code: int, reply_text: str, exchange: str, routing_key: str, message: Any
     ) -> None:
         # Its confirm follows. https://www.rabbitmq.com/docs/confirms#when-publishes-are-confirmed
-        self._returning[_id_of(exchange, routing_key, message.properties, message.body)] += 1
-
-
-def _id_of(exchange: str, routing_key: str, properties: Any, body: bytes | str) -> Hashable:
-    header = (properties.get("application_headers") or {}).get(HEADER)
-    if header:
-        return str(header["id"])
-    known_by = properties.get("correlation_id") or body
-    return exchange, routing_key, known_by.encode() if isinstance(known_by, str) else known_by
+        self._returning[id_of(exchange, routing_key, message.properties, message.body)] += 1

@@ -281,7 +281,9 @@ class Store:
     @contextmanager
     def rows(self, *, to_change: bool = False) -> Iterator[Rows]:
         """Rows of all messages; locked when they are looked at *to_change* them."""
-        connected = self.engine.begin() if to_change else self._reading()
+        connected: AbstractContextManager[Connection] = (
+            self.engine.begin() if to_change else self._reading()
+        )
         with self._explained(), connected as connection:
             yield Rows(connection, self.namespace, to_change=to_change)
 

@@ -28,9 +28,10 @@ from ..ledger.connection import LEFT_ALONE_SECONDS, PATIENCE_SECONDS
 from ..outbox import outbox_key
 from ..own_channel import OwnChannel
 from ..own_connection import connection_like, hang_up, leave_to_parent
+from ..publication import Publication, Sendable
 from ..stream_names import Stream
 from ..topology import Topology
-from ..window import NotConfirmedInTime, Publication, Sendable, WindowChannel
+from ..window import NotConfirmedInTime, WindowChannel
 from .notes import Note, Noted, note_message
 
 logger = logging.getLogger(__name__)
@@ -136,7 +137,7 @@ class StreamConnection:
             came: list[amqp.Message] = []
             channel = self._fetcher
             if channel is None or channel.connection is None:
-                channel = self._fetcher = OwnChannel(self._client.connection, confirm=False)
+                channel = self._fetcher = OwnChannel(self._client.connection)
                 channel.basic_qos(0, 1, False)
             begin = {"x-stream-offset": offset}
             channel.basic_consume(

@@ -23,10 +23,11 @@ from ....backoff import Backoff
 from ....durations import duration
 from ....errors import LedgerUnavailable, NativeDelayError
 from ...per_process import in_forked_child
-from ..own_channel import OwnChannel
 from ..own_connection import LOST, connection_like, hang_up, leave_to_parent
+from ..publication import Publication
 from ..stream_names import Stream
 from ..topology import Topology
+from ..window import WindowChannel
 from .connection import GONE, LeadsNowhere
 from .notes import Mark, Note, Noted, note_message, note_of
 
@@ -90,7 +91,7 @@ class Follower(Thread):
         self._streams = streams
         self._reader = reader
         self._idle_seconds = idle_seconds
-        self._channel: OwnChannel | None = None
+        self._channel: WindowChannel | None = None
         self.lock = Condition()
         #: Marks that are to be seen: their tokens, and the streams in which they were not yet.
         self._marks: dict[str, set[int]] = {}
@@ -197,7 +198,7 @@ class Follower(Thread):
         self._client.connect()
         connection = self._client.connection
         connection.delays.preparation.prepare_ledger(redeclare=isinstance(self._error, GONE))
-        channel = self._channel = OwnChannel(connection)
+        channel = self._channel = WindowChannel(connection)
         channel.basic_qos(0, _PREFETCH, False)
         token = token_hex(8)
         with self.lock:
@@ -214,7 +215,7 @@ class Follower(Thread):
             )
         for stream in self._streams:
             mark = note_message(Mark(token))
-            channel.publish(mark, self._ledger.exchange, stream.name, mandatory=True)
+            channel.send(Publication(mark, self._ledger.exchange, stream.name))
         self._pinged_at = self._answered_at = self._heard_at = self._read_at = monotonic()
         while token in self._marks and not self._stopping:
             self._follow()
