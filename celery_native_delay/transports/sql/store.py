@@ -281,10 +281,9 @@ class Store:
     @contextmanager
     def rows(self, *, to_change: bool = False) -> Iterator[Rows]:
         """Rows of all messages; locked when they are looked at *to_change* them."""
-        connected: AbstractContextManager[Connection] = (
-            self.engine.begin() if to_change else self._reading()
-        )
-        with self._explained(), connected as connection:
+        connect: Callable[[], AbstractContextManager[Connection]]
+        connect = self.engine.begin if to_change else self._reading
+        with self._explained(), connect() as connection:
             yield Rows(connection, self.namespace, to_change=to_change)
 
     def count_parked(self) -> int:
