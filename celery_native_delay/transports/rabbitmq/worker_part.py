@@ -25,8 +25,6 @@ from .streams.receipts import StreamReceipts
 
 
 class RabbitMQWorkerPart(WorkerPart):
-    """The work for RabbitMQ: declare, put early tasks back, rescue parked ones."""
-
     def prepare(self, where: str) -> str:
         prepared = self._delays.prepare(consuming=True)
         settings = self.settings

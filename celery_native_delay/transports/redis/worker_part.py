@@ -16,8 +16,6 @@ _ROUND = 100
 
 
 class RedisWorkerPart(WorkerPart):
-    """The work for Redis: promote, take in what came too early, try what is parked."""
-
     def prepare(self, where: str) -> str:
         server = self._delays.prepare()
         census = self._delays.store.census()

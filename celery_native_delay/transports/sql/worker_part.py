@@ -19,8 +19,6 @@ logger = logging.getLogger(__name__)
 
 
 class StoreWorkerPart(WorkerPart):
-    """The work for a store: dispatch, take in what came too early, try what is parked."""
-
     def prepare(self, where: str) -> str:
         """Make the tables, if they are not there; while the store is away, its dispatcher does."""
         store: Store = self._delays.store

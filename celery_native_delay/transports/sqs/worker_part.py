@@ -23,8 +23,6 @@ logger = logging.getLogger(__name__)
 
 
 class SqsWorkerPart(WorkerPart):
-    """The work for SQS: set up delay queues, relay, take in what came too early."""
-
     def __init__(self, channel: Any, settings: DelaySettings) -> None:
         super().__init__(channel, settings)
         self._queues: list[str] = []
