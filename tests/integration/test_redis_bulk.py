@@ -241,7 +241,9 @@ def test_a_server_that_does_not_answer_leaves_them_in_doubt(own_redis: PrivateRe
             batch.send("shop.remind", (0,), countdown=600)
             wait_until(lambda: own_redis.client.zcard(KEYS.due) == 1)
             # The server has told that it has it; the answer to the line itself may be under way.
-            wait_until(lambda: not batch._publisher.outbox._unanswered)
+            wait_until(
+                lambda: not (batch._publisher.outbox._held or batch._publisher.outbox._unanswered)
+            )
             own_redis.client.client_pause(3_000, all=True)
             for number in range(1, 151):
                 batch.send("shop.remind", (number,), countdown=600)

@@ -171,7 +171,9 @@ def test_a_store_that_stays_away_leaves_them_in_doubt(postgresql: Broker, shop: 
     def send_all() -> None:
         with batch:
             batch.send("shop.remind", (0,), countdown=600)
-            wait_until(lambda: not batch._publisher.outbox._unanswered)
+            wait_until(
+                lambda: not (batch._publisher.outbox._held or batch._publisher.outbox._unanswered)
+            )
             postgresql._server.stop()  # type: ignore[attr-defined]
             for number in range(1, 51):
                 batch.send("shop.remind", (number,), countdown=600)
