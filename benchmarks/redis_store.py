@@ -200,9 +200,9 @@ def promote_some(one: Pending, number: int) -> None:
     while True:
         started = perf_counter()
         one.rounds.ask()
-        moved = one.rounds.answer()
+        handed = one.rounds.answer()
         seconds = perf_counter() - started
-        if moved.taken < BATCH:
+        if handed.taken < BATCH:
             break
         one.promote_seconds.append(seconds)
     one.rounds.answer()

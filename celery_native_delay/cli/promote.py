@@ -18,7 +18,7 @@ from .group import (
 @loglevel_option
 @as_json_option
 def promote(ctx: click.Context, loglevel: str, as_json: bool) -> None:
-    """Move tasks that are due from Redis, or from a store, into their queues, until Ctrl-C.
+    """Hand over tasks that are due, from Redis or from a store, until Ctrl-C.
 
     Installed workers do it by themselves; run this where all workers are plain ones, or stopped at
     night. Any number may run at once. On SQS it is `relay`.

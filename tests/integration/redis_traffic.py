@@ -11,7 +11,7 @@ from kombu import Connection
 from celery_native_delay.redis_server import Server
 from celery_native_delay.transports.redis.delays import Delays
 from celery_native_delay.transports.redis.promoter import Promoter
-from celery_native_delay.transports.redis.store import Moved, Store
+from celery_native_delay.transports.redis.store import HandedOver, Store
 from tests.traffic import beside
 
 
@@ -31,7 +31,7 @@ def store_of(connection: Any) -> Store:
     return delays_of(connection).store
 
 
-def promote(store: Store) -> Moved:
+def promote(store: Store) -> HandedOver:
     """Hand over what is due now, as the server's version wants it."""
     return store.promote(version=Server.from_info(store.client.info()).version)
 

@@ -49,18 +49,18 @@ def queue(store: Store, name: str = "jobs") -> list[str]:
 
 def test_a_due_message_is_handed_over_byte_for_byte(store: Store, version: tuple[int, ...]) -> None:
     store.add("one", store.now_us(), entry_of(Destination(("jobs",)), ENVELOPE))
-    moved = store.promote(version=version)
-    assert (moved.taken, moved.delivered, moved.parked, moved.wait_us) == (1, 1, 0, None)
+    handed = store.promote(version=version)
+    assert (handed.taken, handed.delivered, handed.parked, handed.wait_us) == (1, 1, 0, None)
     assert queue(store) == [ENVELOPE]
     assert store.client.keys("tests.*") == [b"tests.v2.wake"]
 
 
 def test_what_is_not_due_stays_and_says_how_long(store: Store, version: tuple[int, ...]) -> None:
     add(store, "late", in_ms=60_000)
-    moved = store.promote(version=version)
-    assert moved.taken == 0
-    assert moved.wait_us is not None
-    assert 50_000_000 < moved.wait_us <= 60_000_000
+    handed = store.promote(version=version)
+    assert handed.taken == 0
+    assert handed.wait_us is not None
+    assert 50_000_000 < handed.wait_us <= 60_000_000
     assert queue(store) == []
 
 
@@ -75,13 +75,13 @@ def test_a_due_time_is_kept_to_the_microsecond(store: Store) -> None:
     """Nothing is rounded: neither later than asked for, nor early."""
     due_us = store.now_us() + 200_000 + 1
     store.add("one", due_us, entry_of(Destination(("jobs",)), "one"))
-    moved = promote(store)
-    assert moved.next_us == due_us
-    assert moved.wait_us == due_us - moved.now_us
-    while not moved.taken:
-        assert moved.now_us < due_us
-        moved = promote(store)
-    assert moved.now_us >= due_us
+    handed = promote(store)
+    assert handed.next_us == due_us
+    assert handed.wait_us == due_us - handed.now_us
+    while not handed.taken:
+        assert handed.now_us < due_us
+        handed = promote(store)
+    assert handed.now_us >= due_us
 
 
 def test_messages_for_many_queues_keep_their_order_in_each(store: Store) -> None:
@@ -137,8 +137,8 @@ def test_adding_again_is_the_same_as_adding_once(store: Store) -> None:
 def test_a_due_time_without_its_entry_is_passed_over(store: Store) -> None:
     add(store, "one")
     store.client.zadd(KEYS.due, {"nobody": 0})
-    moved = promote(store)
-    assert (moved.taken, moved.delivered, moved.parked) == (2, 1, 0)
+    handed = promote(store)
+    assert (handed.taken, handed.delivered, handed.parked) == (2, 1, 0)
     assert store.census().waiting == 0
 
 
@@ -167,9 +167,9 @@ def test_a_destination_of_the_wrong_type_is_parked_and_the_rest_goes_on(
     for number in range(10):
         add(store, f"bad {number}", to="poison")
         add(store, f"good {number}")
-    moved = store.promote(version=version)
-    assert (moved.taken, moved.delivered, moved.parked) == (20, 10, 10)
-    assert "WRONGTYPE" in moved.refusal
+    handed = store.promote(version=version)
+    assert (handed.taken, handed.delivered, handed.parked) == (20, 10, 10)
+    assert "WRONGTYPE" in handed.refusal
     assert queue(store) == [f"good {number}" for number in range(10)]
     assert store.census().parked == 10
     assert store.promote(version=version).taken == 0, "nothing is tried again and again"
@@ -182,11 +182,11 @@ def test_parked_messages_are_rescued_when_their_destination_is_back(
     add(store, "one", to="poison")
     store.promote(version=version)
     before_us = store.now_us() + 1
-    moved = store.rescue(version=version, before_us=before_us)
-    assert (moved.taken, moved.delivered, moved.parked) == (1, 0, 1)
+    handed = store.rescue(version=version, before_us=before_us)
+    assert (handed.taken, handed.delivered, handed.parked) == (1, 0, 1)
     store.client.delete("poison")
-    moved = store.rescue(version=version, before_us=store.now_us() + 1)
-    assert moved.delivered == 1
+    handed = store.rescue(version=version, before_us=store.now_us() + 1)
+    assert handed.delivered == 1
     assert queue(store, "poison") == ["one"]
     assert store.census().entries == 0
 
@@ -249,8 +249,8 @@ def test_a_full_server_parks_as_well(full: Store, version: tuple[int, ...]) -> N
     full.client.set("poison", "no list")
     add(full, "bad", to="poison", in_ms=-60_000)
     full.client.config_set("maxmemory", 1)
-    moved = full.promote(version=version)
-    assert (moved.delivered, moved.parked) == (BATCH - 1, 1)
+    handed = full.promote(version=version)
+    assert (handed.delivered, handed.parked) == (BATCH - 1, 1)
 
 
 # ---- permissions -------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ import pytest
 
 from celery_native_delay.transports.redis import promoter as module
 from celery_native_delay.transports.redis.promoter import Promoter
-from celery_native_delay.transports.redis.store import Moved
+from celery_native_delay.transports.redis.store import HandedOver
 
 #: Between two messages, in microseconds.
 STEP_US = 5_000
@@ -26,11 +26,11 @@ class ScriptedRounds:
     def ask(self) -> None:
         self.asked_count += 1
 
-    def answer(self) -> Moved:
+    def answer(self) -> HandedOver:
         self.asked_count -= 1
         number, taken = next(self._takes)
         now_us = number * STEP_US
-        return Moved(taken, taken, 0, now_us, now_us + STEP_US, "")
+        return HandedOver(taken, taken, 0, now_us, now_us + STEP_US, "")
 
 
 class RecordingAlarm:

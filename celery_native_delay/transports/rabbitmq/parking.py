@@ -103,7 +103,7 @@ def rescue(delays: Delays) -> Rescue | None:
             work = _Round(delays, WindowChannel(connection))
             while parked > 0 and (batch := arrivals.take(min(parked, BATCH))):
                 parked -= len(batch)
-                _move_on(work, [_parked(message) for message in batch])
+                _send_on(work, [_parked(message) for message in batch])
                 arrivals.settle(batch)
             work.publisher.close()
             return work.outcome
@@ -158,7 +158,7 @@ def _parked(message: amqp.Message) -> Parked:
     return Parked(message, properties, delayed)
 
 
-def _move_on(work: _Round, batch: list[Parked]) -> None:
+def _send_on(work: _Round, batch: list[Parked]) -> None:
     now_ms = time_ns() // 1_000_000
     stay: list[Parked] = []
     # Copies of one delivery share its id: a broker may double, and so may a retry.

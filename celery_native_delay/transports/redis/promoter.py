@@ -25,7 +25,7 @@ from redis.exceptions import RedisError, TimeoutError
 from ...backoff import Backoff
 from ...errors import NativeDelayError
 from ..virtual.watching import SHOW_SECONDS, Sign
-from .store import BATCH, Moved, Rounds
+from .store import BATCH, HandedOver, Rounds
 
 logger = logging.getLogger(__name__)
 
@@ -118,27 +118,27 @@ class Promoter:
         lag_seconds = 0.0
         expected_us: int | None = None
         while not self._stopping.is_set():
-            taken, moved = self._promote_due(rounds)
+            taken, handed = self._promote_due(rounds)
             if taken:
                 lag.reset()
                 lag_seconds = 0.0
-            elif expected_us is not None and moved.next_us != expected_us:
+            elif expected_us is not None and handed.next_us != expected_us:
                 # Another promoter took it. If it is still there, this was too early by a hair.
                 lag_seconds = lag.failed()
             expected_us = None
             sleep_seconds = LONGEST_SLEEP_SECONDS
-            if moved.wait_us is not None:
-                due_at = rounds.last_asked_at + moved.wait_us / 1e6 + lag_seconds
+            if handed.wait_us is not None:
+                due_at = rounds.last_asked_at + handed.wait_us / 1e6 + lag_seconds
                 until_due_seconds = max(due_at - monotonic(), 0)
                 if until_due_seconds < sleep_seconds:
-                    sleep_seconds, expected_us = until_due_seconds, moved.next_us
+                    sleep_seconds, expected_us = until_due_seconds, handed.next_us
             if alarm.wait(sleep_seconds):
                 # No other promoter knows of what has come.
                 lag.reset()
                 lag_seconds = 0.0
                 expected_us = None
 
-    def _promote_due(self, rounds: Rounds) -> tuple[int, Moved]:
+    def _promote_due(self, rounds: Rounds) -> tuple[int, HandedOver]:
         """Promote until nothing is due; how many were, and what the last round said.
 
         While there is more, the server works on one round when the answer to another is read.
@@ -147,27 +147,27 @@ class Promoter:
         self._sign.keep_up()
         rounds.ask()
         while True:
-            moved = rounds.answer()
+            handed = rounds.answer()
             self._sign.keep_up()
-            self._count(moved)
-            taken += moved.taken
-            if moved.taken == BATCH and not self._stopping.is_set():
+            self._count(handed)
+            taken += handed.taken
+            if handed.taken == BATCH and not self._stopping.is_set():
                 while rounds.asked_count < _ROUNDS_AT_ONCE:
                     rounds.ask()
             elif not rounds.asked_count:
-                return taken, moved
+                return taken, handed
 
-    def _count(self, moved: Moved) -> None:
+    def _count(self, handed: HandedOver) -> None:
         if self._backoff.reset():
             logger.info("native delay: promoting again")
-        self.promoted += moved.delivered
-        self.parked += moved.parked
-        if moved.parked:
+        self.promoted += handed.delivered
+        self.parked += handed.parked
+        if handed.parked:
             logger.error(
                 "native delay: parked %d message(s), their destination refused them: %s; see "
                 "`celery -A PROJ delay parked list`",
-                moved.parked,
-                moved.refusal,
+                handed.parked,
+                handed.refusal,
             )
 
 

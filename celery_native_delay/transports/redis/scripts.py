@@ -73,7 +73,7 @@ end
 #:
 #: Messages are gathered by what their entries begin with, which says all about where they go; most
 #: often it is the same as that of the message before.
-MOVE_ON = """
+HAND_OVER = """
 local source, messages, parking, ids = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
@@ -172,7 +172,7 @@ local first = redis.call('ZRANGE', source, 0, 0, 'WITHSCORES')
 return {#members, #done, parked, now, first[2] and tonumber(first[2]) or -1, refusal}
 """
 
-#: In front of MOVE_ON where the server knows script flags (Redis 7): what waits must drain while
+#: In front of HAND_OVER where the server knows script flags (Redis 7): what waits must drain while
 #: maxmemory keeps other clients from writing.
 ALLOW_OOM = "#!lua flags=allow-oom\n"
 

@@ -26,7 +26,7 @@ from ...redis_server import now_us
 from ..virtual import status
 from ..virtual.watching import SHOWN_SECONDS
 from .keys import Keys
-from .scripts import ADD, ALLOW_OOM, CENSUS, DISCARD, MOVE_ON, REMOVE, REPLACE
+from .scripts import ADD, ALLOW_OOM, CENSUS, DISCARD, HAND_OVER, REMOVE, REPLACE
 
 #: Messages that one script promotes. More are hardly faster and keep Redis from other clients
 #: for longer: 0.45 ms for 100, 4.7 ms for 1000.
@@ -37,7 +37,7 @@ _FLAGS_SINCE = (7,)
 
 
 @dataclass(frozen=True)
-class Moved:
+class HandedOver:
     """The result of one script run, as numbers of messages.
 
     *taken* left the sorted set: *delivered*, *parked* with *refusal* as Redis' last word, or they
@@ -73,8 +73,9 @@ class Store:
         self.client = client
         self.keys = keys
         self._add = client.register_script(ADD)
-        self._move_on = {
-            flagged: client.register_script(_move_on(flagged=flagged)) for flagged in (True, False)
+        self._scripts = {
+            flagged: client.register_script(_script_of(flagged=flagged))
+            for flagged in (True, False)
         }
         self._census = client.register_script(CENSUS)
         self._discard = client.register_script(DISCARD)
@@ -123,22 +124,24 @@ class Store:
 
     # --- many out ------------------------------------------------------------------------
 
-    def promote(self, *, version: tuple[int, ...], limit: int = BATCH) -> Moved:
+    def promote(self, *, version: tuple[int, ...], limit: int = BATCH) -> HandedOver:
         """Promote what is due by the server's clock, at most *limit* messages."""
-        return self._move(self.keys.due, "", version, limit)
+        return self._hand_over(self.keys.due, "", version, limit)
 
-    def rescue(self, *, version: tuple[int, ...], before_us: int, limit: int = BATCH) -> Moved:
+    def rescue(self, *, version: tuple[int, ...], before_us: int, limit: int = BATCH) -> HandedOver:
         """Try parked messages again, at most *limit* of those parked before *before_us*.
 
         What is refused again is parked with the present time, so it is not met twice in a round.
         """
-        return self._move(self.keys.parked, f"({before_us}", version, limit)
+        return self._hand_over(self.keys.parked, f"({before_us}", version, limit)
 
-    def _move(self, source: str, highest: str, version: tuple[int, ...], limit: int) -> Moved:
-        script = self._move_on[version >= _FLAGS_SINCE]
+    def _hand_over(
+        self, source: str, highest: str, version: tuple[int, ...], limit: int
+    ) -> HandedOver:
+        script = self._scripts[version >= _FLAGS_SINCE]
         keys = [source, self.keys.messages, self.keys.parked, self.keys.ids]
         with refusals_explained(self.keys):
-            return _moved(script(keys=keys, args=[limit, highest]))
+            return _handed_over(script(keys=keys, args=[limit, highest]))
 
     # --- the sign of a promoter --------------------------------------------------------
 
@@ -206,7 +209,7 @@ class Rounds:
         """*connection* is one of redis-py's, *version* the server's."""
         self._connection = connection
         self._keys = keys
-        script = _move_on(flagged=version >= _FLAGS_SINCE)
+        script = _script_of(flagged=version >= _FLAGS_SINCE)
         words = (4, keys.due, keys.messages, keys.parked, keys.ids, BATCH, "")
         sha = sha1(script.encode(), usedforsecurity=False).hexdigest()
         self._evalsha = connection.pack_command("EVALSHA", sha, *words)
@@ -228,7 +231,7 @@ class Rounds:
         self._asked.append(monotonic())
         self._connection.send_packed_command(self._evalsha, check_health=False)
 
-    def answer(self) -> Moved:
+    def answer(self) -> HandedOver:
         """The result of the round that was asked for first; a missing script is loaded."""
         while True:
             try:
@@ -239,19 +242,19 @@ class Rounds:
                 self._connection.send_packed_command(self._eval, check_health=False)
                 continue
             self.last_asked_at = self._asked.popleft()
-            return _moved(reply)
+            return _handed_over(reply)
 
     def close(self) -> None:
         self._connection.disconnect()
 
 
-def _move_on(*, flagged: bool) -> str:
-    return (ALLOW_OOM if flagged else "") + MOVE_ON
+def _script_of(*, flagged: bool) -> str:
+    return (ALLOW_OOM if flagged else "") + HAND_OVER
 
 
-def _moved(reply: Any) -> Moved:
+def _handed_over(reply: Any) -> HandedOver:
     taken, delivered, parked, now_us, next_us, refusal = reply
-    return Moved(
+    return HandedOver(
         taken,
         delivered,
         parked,

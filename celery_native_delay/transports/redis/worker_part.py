@@ -48,9 +48,9 @@ def rescue(delays: Any) -> Rescue:
     outcome = Rescue()
     before_us = store.now_us()
     for _ in range(_ROUND):
-        moved = store.rescue(version=version, before_us=before_us)
-        outcome.delivered += moved.delivered
-        outcome.still_parked += moved.parked
-        if moved.taken < BATCH:
+        handed = store.rescue(version=version, before_us=before_us)
+        outcome.delivered += handed.delivered
+        outcome.still_parked += handed.parked
+        if handed.taken < BATCH:
             break
     return outcome
