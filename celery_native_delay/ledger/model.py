@@ -251,6 +251,9 @@ class Ledger(Protocol):
     Every method may raise LedgerUnavailable.
     """
 
+    _delays: Any
+    """Those of the broker's channel, which know how long a message can wait."""
+
     def count(self, query: Query = ALL) -> int:
         """The number of those that match."""
 
@@ -259,6 +262,7 @@ class Ledger(Protocol):
 
     def ids(self, query: Query = ALL) -> Iterator[str]:
         """The ids of all that match, earliest first, never many at a time; some more than once."""
+        return ids_by_page(self.page, query)
 
     def get(self, task_id: str) -> list[Waiting]:
         """Messages that wait under this id: most often one, none if it does not wait."""
@@ -273,12 +277,19 @@ class Ledger(Protocol):
 
     def cancel(self, task_id: str) -> Outcome:
         """Cancel the task: its message is handed over at once, for a worker to announce."""
+        return self._change(task_id, None, cancelled=True)
 
     def move(self, task_id: str, due_us: int | None) -> Outcome:
         """Make it due then instead, None for now.
 
         DelayTooLong, CannotDelay: it cannot wait that long; it is due when it was.
         """
+        if due_us is not None:
+            self._delays.check_reach(due_us)
+        return self._change(task_id, due_us, cancelled=False)
+
+    def _change(self, task_id: str, due_us: int | None, *, cancelled: bool) -> Outcome:
+        """Replace everything that waits under *task_id*, to be due then; None for now."""
 
 
 #: Ids read at a time.

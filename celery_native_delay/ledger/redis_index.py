@@ -7,7 +7,7 @@ member is ``<task id>:<what tells messages of one id apart>``. A producer keeps 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import chain, islice
@@ -15,7 +15,7 @@ from typing import Any
 
 from . import model as ledger
 from .looking import SEARCH, is_itself_in_json, to_find
-from .model import ALL, Outcome, Page, Query, Verdict, Waiting, ids_by_page
+from .model import ALL, Ledger, Outcome, Page, Query, Verdict, Waiting, ids_by_page
 
 #: A change is tried again so often when another has changed the task at the same time.
 _TRIES = 10
@@ -78,7 +78,7 @@ class IndexKeys:
         return self.due, self.messages, self.ids
 
 
-class IndexedLedger(ABC):
+class IndexedLedger(Ledger):
     """A :class:`~.model.Ledger` of what the three keys hold, as far as it is the same for all."""
 
     def __init__(self, client: Any, keys: IndexKeys, decode: Decode) -> None:
@@ -119,11 +119,7 @@ class IndexedLedger(ABC):
 
     def get(self, task_id: str) -> list[Waiting]:
         with self._explained():
-            decoded = (
-                self._decoded(member, entry, due_us or 0)
-                for member, entry, due_us in self._entries(task_id)
-            )
-            return [task for task in decoded if task is not None]
+            return [task for _, _, task in self._found(task_id)]
 
     def counts(self, edges_us: Sequence[int]) -> list[int]:
         with self._explained():
@@ -135,16 +131,9 @@ class IndexedLedger(ABC):
             last = self._client.zrange(self._due, -1, -1, withscores=True)
         return (int(first[0][1]), int(last[0][1])) if first and last else None
 
-    def cancel(self, task_id: str) -> Outcome:
-        return self._change(task_id, None, cancelled=True)
-
     @abstractmethod
     def _explained(self) -> AbstractContextManager[None]:
         """A block whose errors of redis-py say that the ledger is away."""
-
-    @abstractmethod
-    def _found(self, task_id: str) -> Iterator[tuple[str, bytes, Waiting]]:
-        """Members and entries that can be changed, and what people see of them."""
 
     @abstractmethod
     def _replace(
@@ -153,7 +142,6 @@ class IndexedLedger(ABC):
         """The member that took its place and when it is due; None if it was received before."""
 
     def _change(self, task_id: str, due_us: int | None, *, cancelled: bool) -> Outcome:
-        """Replace everything that waits under *task_id*, to be due then; None for now."""
         seen: dict[str, Waiting] = {}
         #: Members that are as they were to be.
         made: set[str] = set()
@@ -173,6 +161,13 @@ class IndexedLedger(ABC):
         if made:
             return Outcome(task_id, Verdict.DONE, None if cancelled else is_due_us, tasks)
         return Outcome(task_id, Verdict.TOO_LATE if seen else Verdict.UNKNOWN, None, tasks)
+
+    def _found(self, task_id: str) -> Iterator[tuple[str, bytes, Waiting]]:
+        """Members and entries under *task_id*, and what people see of them."""
+        for member, entry, due_us in self._entries(task_id):
+            task = self._decoded(member, entry, due_us or 0)
+            if task is not None:
+                yield member, entry, task
 
     def _ids_ahead(self, from_us: int, until_us: int | None) -> Iterator[str]:
         """The ids of all due in the range, which is ahead, by their members alone."""

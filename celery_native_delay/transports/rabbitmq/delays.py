@@ -102,6 +102,10 @@ class Delays:
         check_reach(units, max_units=self.topology.max_units, resolution_ms=resolution_ms)
         return units
 
+    def check_reach(self, due_us: int) -> None:
+        """Raise DelayTooLong for what is further away than the levels hold."""
+        self.units(due_us, now_us=time_ns() // 1000)
+
     # --- publishing ----------------------------------------------------------------------
 
     def publish(

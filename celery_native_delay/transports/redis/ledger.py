@@ -38,11 +38,6 @@ class RedisLedger(IndexedLedger):
     def close(self) -> None:
         """The channel's connections are its own."""
 
-    def move(self, task_id: str, due_us: int | None) -> Outcome:
-        if due_us is not None:
-            self._delays.check_reach(due_us)
-        return self._change(task_id, due_us, cancelled=False)
-
     def _change(self, task_id: str, due_us: int | None, *, cancelled: bool) -> Outcome:
         outcome = super()._change(task_id, due_us, cancelled=cancelled)
         if outcome and due_us is None:
@@ -50,12 +45,6 @@ class RedisLedger(IndexedLedger):
             with self._explained():
                 self._delays.store.promote(version=self._delays.version)
         return outcome
-
-    def _found(self, task_id: str) -> Iterator[tuple[str, bytes, Waiting]]:
-        for member, entry, due_us in self._entries(task_id):
-            task = self._decode(member, entry, due_us or 0)
-            if task is not None:
-                yield member, entry, task
 
     def _replace(
         self, member: str, entry: bytes, task: Waiting, due_us: int | None, *, cancelled: bool

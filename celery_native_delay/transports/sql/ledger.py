@@ -15,14 +15,14 @@ from typing import Any
 
 from ...errors import LedgerUnavailable, StoreUnavailable, TopologyMismatch
 from ...ledger.looking import is_itself_in_json
-from ...ledger.model import ALL, Outcome, Page, Query, Verdict, Waiting, ids_by_page
+from ...ledger.model import ALL, Ledger, Outcome, Page, Query, Verdict, Waiting
 from ..virtual.ledger import changed, waiting_of
 from .handover import HandOver, handing_over
 from .rows import Row, Rows
 from .store import Store
 
 
-class StoreLedger:
+class StoreLedger(Ledger):
     """A :class:`~celery_native_delay.ledger.model.Ledger` on one channel."""
 
     def __init__(self, channel: Any) -> None:
@@ -51,28 +51,17 @@ class StoreLedger:
             tasks = tuple(islice(filter(None, map(_decoded, found)), limit))
         return Page(tasks, total)
 
-    def ids(self, query: Query = ALL) -> Iterator[str]:
-        return ids_by_page(self.page, query)
-
     def get(self, task_id: str) -> list[Waiting]:
         with _explained(), self._store.rows() as rows:
             return list(filter(None, map(_decoded, rows.of(task_id))))
 
-    def counts(self, edges: Sequence[int]) -> list[int]:
+    def counts(self, edges_us: Sequence[int]) -> list[int]:
         with _explained(), self._store.rows() as rows:
-            return [rows.count(*pair) for pair in pairwise(edges)]
+            return [rows.count(*pair) for pair in pairwise(edges_us)]
 
     def span(self) -> tuple[int, int] | None:
         with _explained(), self._store.rows() as rows:
             return rows.span()
-
-    def cancel(self, task_id: str) -> Outcome:
-        return self._change(task_id, None, cancelled=True)
-
-    def move(self, task_id: str, due_us: int | None) -> Outcome:
-        if due_us is not None:
-            self._delays.check_reach(due_us)
-        return self._change(task_id, due_us, cancelled=False)
 
     def _matching(self, query: Query) -> Iterator[Waiting]:
         needles = [text for text in query.needles if is_itself_in_json(text)]
@@ -88,7 +77,6 @@ class StoreLedger:
                     yield task
 
     def _change(self, task_id: str, due_us: int | None, *, cancelled: bool) -> Outcome:
-        """Replace everything that waits under *task_id*, to be due then; None for now."""
         new_due_us = time_ns() // 1000 if due_us is None else due_us
         done: list[Waiting] = []
         with _explained():

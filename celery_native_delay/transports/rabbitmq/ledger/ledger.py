@@ -23,7 +23,7 @@ import amqp
 from ....due_time import eta_of
 from ....errors import LedgerUnavailable
 from ....finding import Finding
-from ....ledger.model import Outcome, Waiting
+from ....ledger.model import Waiting
 from ....ledger.redis_index import IndexedLedger
 from ....settings import DelaySettings
 from ....urls import without_password
@@ -52,19 +52,13 @@ class RabbitMQLedger(IndexedLedger):
         self._where = without_password(settings.ledger)
         self._meaning = settings.while_ledger_is_away
         self._keys = LedgerKeys(settings.namespace, delays.connection.virtual_host)
-        self._client = redis.Redis.from_url(url, **options)
         self._errors = redis.RedisError, OSError
-        super().__init__(self._client, self._keys, waiting)
+        super().__init__(redis.Redis.from_url(url, **options), self._keys, waiting)
         self._replacing = self._client.register_script(REPLACE)
         self._sweep = self._client.register_script(SWEEP)
 
     def close(self) -> None:
         self._client.close()
-
-    def move(self, task_id: str, due_us: int | None) -> Outcome:
-        if due_us is not None:
-            self._delays.units(due_us, now_us=time_ns() // 1000)  # or too far
-        return self._change(task_id, due_us, cancelled=False)
 
     def sweep(self) -> int:
         """Remove entries whose messages are lost, being overdue for so long; their number."""
@@ -95,11 +89,6 @@ class RabbitMQLedger(IndexedLedger):
                 swept += taken
                 if taken < _SWEPT_AT_ONCE:
                     return swept
-
-    def _found(self, task_id: str) -> Iterator[tuple[str, bytes, Waiting]]:
-        for member, entry, due_us in self._entries(task_id):
-            if due_us is not None:
-                yield member, entry, waiting(member, entry, due_us)
 
     def _replace(
         self, member: str, entry: bytes, task: Waiting, due_us: int | None, *, cancelled: bool

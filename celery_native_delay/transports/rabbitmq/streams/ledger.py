@@ -7,7 +7,7 @@ counts and the copy does not: if a process dies in between, one of them runs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from secrets import token_hex
 from time import monotonic, time_ns
 from typing import Any, TypeVar
@@ -17,7 +17,7 @@ import amqp
 from ....durations import duration
 from ....errors import LedgerUnavailable
 from ....finding import Finding
-from ....ledger.model import ALL, Outcome, Page, Query, Verdict, Waiting, ids_by_page
+from ....ledger.model import ALL, Ledger, Outcome, Page, Query, Verdict, Waiting
 from ....message import Replaces
 from ....settings import DelaySettings
 from ...per_process import PerProcess
@@ -73,7 +73,7 @@ class Followed:
                 self.memory.purge(rank)
 
 
-class StreamLedger:
+class StreamLedger(Ledger):
     """On one connection; see :class:`~celery_native_delay.ledger.model.Ledger`."""
 
     def __init__(self, delays: Any) -> None:
@@ -91,9 +91,6 @@ class StreamLedger:
             lambda memory, now_us: memory.page(query, offset=offset, limit=limit, now_us=now_us)
         )
 
-    def ids(self, query: Query = ALL) -> Iterator[str]:
-        return ids_by_page(self.page, query)
-
     def get(self, task_id: str) -> list[Waiting]:
         return [found.task for found in self._find(task_id)]
 
@@ -110,14 +107,6 @@ class StreamLedger:
 
     def close(self) -> None:
         """Nothing is its own: the process goes on following for a while."""
-
-    def cancel(self, task_id: str) -> Outcome:
-        return self._change(task_id, None, cancelled=True)
-
-    def move(self, task_id: str, due_us: int | None) -> Outcome:
-        if due_us is not None:
-            self._delays.units(due_us, now_us=time_ns() // 1000)  # or too far
-        return self._change(task_id, due_us, cancelled=False)
 
     def purge(self) -> None:
         """Forget everything that waits; the caller empties the levels."""
