@@ -103,7 +103,7 @@ def test_a_message_as_large_as_sqs_takes_passes_and_one_byte_more_is_refused() -
 
 
 def good(**changed: str | None) -> dict[str, str]:
-    attributes: dict[str, str | None] = {**attributes_of(900, {}), **changed}
+    attributes: dict[str, str | None] = {**attributes_of({}), **changed}
     return {name: value for name, value in attributes.items() if value is not None}
 
 
@@ -136,7 +136,7 @@ def test_each_wrong_attribute_is_named(changed: dict[str, str | None], named: st
 
 def test_what_the_user_wants_of_all_queues_a_delay_queue_gets_but_for_a_redrive_policy() -> None:
     wanted = {"KmsMasterKeyId": "alias/shop", "RedrivePolicy": "…", "DelaySeconds": "5"}
-    made = attributes_of(900, wanted)
+    made = attributes_of(wanted)
     assert made["KmsMasterKeyId"] == "alias/shop"
     assert "RedrivePolicy" not in made
     assert made["DelaySeconds"] == "900"
