@@ -6,7 +6,7 @@ from __future__ import annotations
 class Backoff:
     """Pauses in seconds, each twice as long as the one before, from *first* to *longest*."""
 
-    def __init__(self, first: float = 0.1, longest: float = 5.0) -> None:
+    def __init__(self, first: float, longest: float) -> None:
         self._first = first
         self._longest = longest
         self.seconds = first

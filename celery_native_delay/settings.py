@@ -284,9 +284,11 @@ def _expected(name: str, value: Any) -> str:
             return "" if fits else f"None or a URL that starts with {FENCE_URLS_TEXT}"
         case "fence_policy":
             return "" if value in ("run", "drop") else '"run" or "drop"'
-        case _:
+        case "management_url":
             fits = value is None or (isinstance(value, str) and value.startswith("http"))
             return "" if fits else "None or an http(s) URL"
+        case _:
+            raise AssertionError(f"{name} has no check")
 
 
 def is_fence_url(value: object) -> bool:

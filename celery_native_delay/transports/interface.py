@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import Enum
+from functools import cached_property
+from secrets import token_hex
 from typing import Any, Protocol, runtime_checkable
 
 from ..durations import duration
@@ -33,6 +35,11 @@ class Wait:
     queue: str
     due_us: int
     delivery_id: str | None = None
+
+    @cached_property
+    def new_id(self) -> str:
+        """A delivery id for a message without one, for every attempt to put it back."""
+        return token_hex(16)
 
 
 @dataclass

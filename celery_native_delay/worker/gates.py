@@ -48,7 +48,8 @@ class Moved:
             case Answer.NOT_YET:
                 return AskAgain(NOT_YET_SECONDS)
             case Answer.AWAY if self._waits and not delayed.cancelled:
-                return WaitUntil(arrival.now_us + AWAY_US, delayed.delivery_id)
+                until_us = arrival.now_us + AWAY_US
+                return WaitUntil(until_us, delayed.delivery_id, AskAgain(AWAY_US / 1e6))
         return None
 
 

@@ -17,7 +17,9 @@ from celery_native_delay import (
     SettingsError,
     TopologyMismatch,
 )
+from celery_native_delay.due_time import due_us
 from celery_native_delay.testing import PrivateRabbitMQ, private_rabbitmq, vhost_name
+from celery_native_delay.transports.interface import Wait
 from celery_native_delay.transports.rabbitmq import topology
 from celery_native_delay.transports.rabbitmq.parking import rescue
 from celery_native_delay.transports.rabbitmq.window import WindowChannel
@@ -512,3 +514,20 @@ def test_ten_times_delayed_with_the_headers_of_the_last_time(connection: Any) ->
         assert headers.keys() == {"x-mine", "eta"}
         ids.add(arrival.message.native_delay.delivery_id)
     assert len(ids) == 10
+
+
+def test_a_task_put_back_twice_has_one_delivery_id(connection: Any, vhost_url: str) -> None:
+    """As after a confirm that was lost: both are copies of one delivery."""
+    declare_queue(connection, "orders")
+    eta = eta_in(0.5)
+    with Connection(vhost_url) as plain:
+        Producer(plain).publish("early", routing_key="orders", headers={"eta": eta})
+    channel = connection.default_channel
+    message = channel.message_to_python(wait_until(lambda: channel.basic_get("orders")))
+    wait = Wait(message, "orders", due_us(eta))
+    part = channel.worker_part(channel.delays.settings)
+    assert part.put_back([wait]) == part.put_back([wait]) == [None]
+    message.ack()
+    with inbox(vhost_url, "orders") as letters:
+        came = letters.wait_for(2)
+    assert len({arrival.message.native_delay.delivery_id for arrival in came}) == 1

@@ -16,7 +16,7 @@ def test_each_pause_is_twice_as_long_up_to_the_longest() -> None:
 
 
 def test_success_begins_with_the_shortest_and_says_if_there_was_a_failure() -> None:
-    backoff = Backoff()
+    backoff = Backoff(0.1, 5.0)
     assert not backoff.reset()
     backoff.failed()
     assert backoff.reset()

@@ -51,7 +51,7 @@ class Ledger:
         (Answer.RUN, "wait", None),
         (Answer.DROP, "wait", Drop("it was moved")),
         (Answer.NOT_YET, "wait", AskAgain(NOT_YET_SECONDS)),
-        (Answer.AWAY, "wait", WaitUntil(NOW_US + AWAY_US, "d-1")),
+        (Answer.AWAY, "wait", WaitUntil(NOW_US + AWAY_US, "d-1", AskAgain(5.0))),
         (Answer.AWAY, "run", None),
     ],
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import closing
-from secrets import token_hex
 from typing import Any
 
 import amqp
@@ -82,7 +81,7 @@ def _delayed(wait: Wait) -> Delayed:
     earlier: Delayed | None = getattr(wait.message, "native_delay", None)
     is_same = earlier is not None and earlier.delivery_id == wait.delivery_id
     return Delayed(
-        wait.delivery_id or token_hex(16),
+        wait.delivery_id or wait.new_id,
         wait.due_us,
         info["exchange"],
         info["routing_key"],

@@ -36,6 +36,9 @@ LONGEST_SLEEP_SECONDS = SHOW_SECONDS
 FIRST_LAG_SECONDS = 0.001
 LONGEST_LAG_SECONDS = 0.05
 
+#: Seconds between attempts to reach the server: the first, and at most.
+RETRY_SECONDS = (0.1, 5.0)
+
 #: Of rounds that are asked for while full ones come back. More are no faster.
 _ROUNDS_AT_ONCE = 2
 
@@ -65,7 +68,7 @@ class Promoter:
         self._stopping = Event()
         self._stop_reader, self._stop_writer = socketpair()
         self._stop_writer.setblocking(False)
-        self._backoff = Backoff()
+        self._backoff = Backoff(*RETRY_SECONDS)
         self._sign = Sign(lambda: None)
 
     def run(self) -> None:

@@ -32,6 +32,9 @@ logger = logging.getLogger(__name__)
 FILE_LOOK_SECONDS = 0.05
 SERVER_LOOK_SECONDS = 0.25
 
+#: Seconds between attempts to reach the database: the first, and at most.
+RETRY_SECONDS = (0.1, 5.0)
+
 #: Seconds until a look at what others were about to hand over.
 _TAKEN_PAUSE_SECONDS = 0.02
 
@@ -55,7 +58,7 @@ class Dispatcher:
         self._alarm = _Alarm()
         self._sign = Sign(store.show_dispatching, StoreUnavailable)
         self._sleeps_until_us = 0
-        self._backoff = Backoff()
+        self._backoff = Backoff(*RETRY_SECONDS)
 
     @property
     def on_outage(self) -> Callable[[Outage], object]:
