@@ -10,8 +10,8 @@ import signal
 import sys
 
 from celery_native_delay import register_transports
-from celery_native_delay.transports.sqs import relay
-from tests.integration.sqs_traffic import delaying
+from celery_native_delay.transports.sqs import hops, relay
+from tests.integration.sqs_traffic import HOP_SECONDS, delaying
 
 
 def die(*_: object) -> None:
@@ -21,6 +21,7 @@ def die(*_: object) -> None:
 if __name__ == "__main__":
     url, queue, visibility_seconds = sys.argv[1:]
     register_transports()
+    hops.HOP_SECONDS = HOP_SECONDS
     relay.QueueRelay._delete = die  # type: ignore[method-assign]
     relay.VISIBILITY_SECONDS = int(visibility_seconds)
     doomed = relay.Relay(lambda: delaying(url), [queue])
