@@ -10,6 +10,7 @@
     ├── PublishRefused           the broker did not take messages that were sent earlier
     ├── TopologyMismatch         the broker holds one of our names with other arguments
     ├── NotPermitted             the broker user may not declare or bind what is needed
+    ├── NotDeclared              it is not on the broker, and native_delay_declare is off
     ├── UnsupportedBroker        no transport of ours fits, or the broker is too old
     ├── BrokerFull               the broker takes no more messages that wait
     ├── StoreUnavailable         the database of a timeout store is away, or cannot be used
@@ -96,6 +97,10 @@ class TopologyMismatch(NativeDelayError):
 
 class NotPermitted(NativeDelayError):
     """The broker user may not declare or bind what delayed delivery needs."""
+
+
+class NotDeclared(NativeDelayError):
+    """Delayed delivery needs something that is not on the broker, and may not declare it."""
 
 
 class UnsupportedBroker(NativeDelayError):

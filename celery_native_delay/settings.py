@@ -84,6 +84,9 @@ class DelaySettings:
     Celery."""
     confirm_window: int = 1000
     """Delayed messages that may be unconfirmed at a time with "window", and in bulk."""
+    declare: bool = True
+    """Off: nothing of ours is declared, bound, unbound or deleted on RabbitMQ, and what is missing
+    raises ``NotDeclared``; `celery -A PROJ delay export` writes all of it for other tools."""
     landing_exchanges: tuple[str, ...] = ()
     """Exchanges that foreign consumers bind to: their delayed messages pass a landing queue."""
     adopt: bool = True
@@ -237,7 +240,7 @@ def _check(name: str, value: Any) -> None:
 def _expected(name: str, value: Any) -> str:
     """The values that *name* may have, or "" when *value* will do."""
     match name:
-        case "enabled" | "adopt" | "strict":
+        case "enabled" | "adopt" | "declare" | "strict":
             return "" if isinstance(value, bool) else "True or False"
         case "namespace":
             fits = (

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
-from ..transports.interface import AdminPart, ServesQueues
+from ..transports.interface import AdminPart, ExpectsQueues, ServesQueues
 from .installation import delaying_channel
 
 Part = TypeVar("Part")
@@ -39,6 +39,8 @@ def admin_part(app: Any, connection: Any) -> AdminPart:
 
 def serving(part: Part, app: Any, queues: Sequence[str] | None = None) -> Part:
     """*part* itself, which knows now of *queues* if it must; None for all of the app's."""
+    if isinstance(part, ExpectsQueues):
+        part.expect(list(app.amqp.queues.values()))
     if isinstance(part, ServesQueues):
         part.serve(queues or [queue.name for queue in app.amqp.queues.values()])
     return part

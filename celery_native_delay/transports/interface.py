@@ -300,6 +300,14 @@ class AdminPart(Protocol):
 
 
 @runtime_checkable
+class ExpectsQueues(Protocol):
+    """An admin part that compares the broker with what an app's queues need, too."""
+
+    def expect(self, queues: Sequence[Any]) -> None:
+        """*queues* are the app's."""
+
+
+@runtime_checkable
 class CountsByLedger(Protocol):
     """An admin part on a broker that cannot be looked into, whose ledger knows what waits in it."""
 

@@ -241,6 +241,28 @@ def test_settings_are_known_and_taken(example: Example) -> None:
     assert installation_of(app).settings() != DelaySettings()
 
 
+def test_an_app_that_may_not_declare_is_as_shown() -> None:
+    app = Celery("shop", broker="amqp://", set_as_current=False)
+    exec(only("declare-off").text, {"app": app})
+    install(app)
+    assert installation_of(app).settings() == DelaySettings(declare=False)
+    assert app.amqp.queues["orders"].no_declare
+
+
+def test_the_export_shown_is_what_the_command_writes(shop: Path) -> None:
+    (text,) = (
+        example.text
+        for example in EXAMPLES
+        if re.match(r"\$ celery -A shop delay export .*\n[^$]", example.text)
+    )
+    line, _, said = text.partition("\n")
+    done = subprocess.run(
+        [CELERY, *shlex.split(line)[2:]], cwd=shop, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == said
+    assert (shop / "delays.json").read_text().startswith("{")
+
+
 def test_settings_are_taken_from_the_configuration_and_from_keywords() -> None:
     names: dict[str, Any] = {"Celery": Celery, "install": install}
     exec(only("settings-both").text, names)

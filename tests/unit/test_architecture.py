@@ -33,6 +33,7 @@ def test_the_public_names() -> None:
         "ManagementUnavailable",
         "NativeDelayError",
         "NoLedger",
+        "NotDeclared",
         "NotPermitted",
         "Outcome",
         "PublishRefused",

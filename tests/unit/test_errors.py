@@ -36,6 +36,7 @@ def test_every_error_belongs_to_the_tree_and_can_be_imported(kind: type) -> None
         (errors.PublishRefused, errors.NativeDelayError),
         (errors.TopologyMismatch, errors.NativeDelayError),
         (errors.NotPermitted, errors.NativeDelayError),
+        (errors.NotDeclared, errors.NativeDelayError),
         (errors.UnsupportedBroker, errors.NativeDelayError),
         (errors.BrokerFull, errors.NativeDelayError),
         (errors.InvalidFanOut, errors.NativeDelayError),

@@ -15,7 +15,7 @@ from ...finding import WRONG, Finding
 from ...settings import DelaySettings
 from ...urls import without_password
 from ..interface import Backlog, ParkedTask, Rescue, Told
-from .declaring import permissions_explained
+from .declaring import not_declared, permissions_explained
 from .inspection import examine, verify
 from .management import ManagementAPI, management_of
 from .parking import count, peek, purge, rescue
@@ -32,9 +32,16 @@ class RabbitMQAdminPart:
         self._topology = self._delays.topology
         self.name: str = self._topology.name
         self.parking: str = self._topology.parking_queue
+        self._queues: Sequence[Any] = ()
+
+    def expect(self, queues: Sequence[Any]) -> None:
+        """See :class:`~celery_native_delay.transports.interface.ExpectsQueues`."""
+        self._queues = queues
 
     def declare(self, queues: Sequence[Any]) -> Told:
         """Declare the levels even where they seem complete, and *queues*, to bind them."""
+        if not self._settings.declare:
+            raise not_declared("nothing is declared by this app")
         with permissions_explained(self._topology):
             for queue in queues:
                 queue(self._channel).declare()
@@ -47,7 +54,7 @@ class RabbitMQAdminPart:
 
     def verify(self) -> list[Finding]:
         with permissions_explained(self._topology):
-            return verify(self._delays, self._api())
+            return verify(self._delays, self._api(), self._queues)
 
     def examine(self) -> list[Finding]:
         with permissions_explained(self._topology):

@@ -6,11 +6,13 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import amqp
 from amqp import spec
 from amqp.exceptions import AccessRefused, NotFound, PreconditionFailed
 
-from ...errors import NotPermitted, TopologyMismatch, UnsupportedBroker
+from ...errors import NotDeclared, NotPermitted, TopologyMismatch, UnsupportedBroker
 from .own_channel import OwnChannel
+from .publication import Publication
 from .topology import Binding, Change, Exchange, Queue, Topology, Unbinding
 
 #: At-least-once dead-lettering came with 3.10. https://www.rabbitmq.com/docs/quorum-queues
@@ -37,26 +39,43 @@ class Declarer:
         apply(self.channel, declarations)
 
     def has_exchange(self, name: str, *, if_refused: bool) -> bool:
-        """True if there is such a fanout exchange of ours.
+        """True if there is such a fanout exchange of ours, which leads nowhere.
 
-        RabbitMQ 4.3 asks for the permission configure even for looking; *if_refused* is what to
-        believe without it.
+        RabbitMQ 4.3 asks for the permission configure even for looking, but not for publishing to
+        it; *if_refused* is what to believe without either.
         """
         try:
-            self.channel.exchange_declare(name, "fanout", passive=True)
+            try:
+                self.channel.exchange_declare(name, "fanout", passive=True)
+            except AccessRefused:
+                self._publish_nowhere(name)
         except NotFound:
             return False
         except AccessRefused:
             return if_refused
         return True
 
-    def has_queue(self, name: str) -> bool:
-        """True if there is such a queue; False also for a user who may not look."""
+    def has_queue(self, name: str, *, if_refused: bool) -> bool:
+        """True if there is such a queue; *if_refused* as for exchanges."""
         try:
             self.channel.queue_declare(name, passive=True)
-        except (NotFound, AccessRefused):
+        except NotFound:
             return False
+        except AccessRefused:
+            return if_refused
         return True
+
+    def _publish_nowhere(self, exchange: str) -> None:
+        """Have an exchange to which nothing is bound return a message.
+
+        Raises:
+            amqp.exceptions.NotFound: there is no such exchange.
+            amqp.exceptions.AccessRefused: this user may not write to it.
+        """
+        channel = self.channel
+        channel.send(Publication(amqp.Message(), exchange, ""))
+        channel.basic_qos(0, 0, False)
+        channel.take_returned()
 
 
 def apply(channel: Any, declarations: Iterable[Change]) -> None:
@@ -78,10 +97,9 @@ def _declare(channel: Any, declaration: Change) -> None:
             channel.exchange_declare(name, kind, arguments=arguments, **durable)
         case Queue(name, arguments):
             channel.queue_declare(name, exclusive=False, arguments=arguments, **durable)
-        case Binding(source, destination, routing_key, to_exchange=True):
-            channel.exchange_bind(destination, source, routing_key, nowait=True)
-        case Binding(source, destination, routing_key):
-            channel.queue_bind(destination, source, routing_key, nowait=True)
+        case Binding(source, destination, routing_key, to_exchange, arguments):
+            bind = channel.exchange_bind if to_exchange else channel.queue_bind
+            bind(destination, source, routing_key, nowait=True, arguments=arguments)
         case Unbinding(source, destination, routing_key):
             # AMQP knows no nowait here; the reply goes by unread. RabbitMQ accepts it for queues
             # and bindings that are not there.
@@ -95,6 +113,15 @@ def not_permitted(refused: AccessRefused, topology: Topology) -> NotPermitted:
         f"{refused.reply_text}. Delayed delivery needs the permissions configure, write and read "
         f"on ^{topology.settings.namespace}\\.; grant them (rabbitmqctl set_permissions), or let a "
         f"user who has them run `celery -A PROJ delay declare` and keep write and read"
+    )
+
+
+def not_declared(missing: str) -> NotDeclared:
+    """Our error where declaring is forbidden, with both ways out; *missing* says what is."""
+    return NotDeclared(
+        f"{missing}, and native_delay_declare is off: import what `celery -A PROJ delay export "
+        f"--format definitions` writes (rabbitmqctl import_definitions), or set "
+        f"native_delay_declare = True. `celery -A PROJ delay verify` lists all that is missing"
     )
 
 

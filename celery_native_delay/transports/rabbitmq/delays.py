@@ -25,7 +25,7 @@ from ...errors import CannotDelay, NativeDelayError, TopologyMismatch
 from ...message import HEADER, Delayed
 from ...settings import DelaySettings
 from .address import landing_address, message_address
-from .declaring import Declarer, broker_version, not_permitted
+from .declaring import Declarer, broker_version, not_declared, not_permitted
 from .mirror import Mirror
 from .outbox import Outbox, outbox_key, outbox_of
 from .own_channel import OwnChannel
@@ -121,8 +121,8 @@ class Delays:
         """Send a message into the delay levels; False if it is due already, and was not sent.
 
         Raises:
-            DelayTooLong, CannotDelay, NotPermitted, TopologyMismatch, UnsupportedBroker: nothing
-                was sent; the text says why and the way out.
+            DelayTooLong, CannotDelay, NotPermitted, NotDeclared, TopologyMismatch,
+                UnsupportedBroker: nothing was sent; the text says why and the way out.
             amqp.exceptions.NotFound: there is no such exchange.
             amqp.exceptions.MessageNacked: the broker did not accept it.
             PublishRefused: it did not accept earlier ones, with "window"; nothing was sent.
@@ -310,7 +310,9 @@ class Delays:
                 return
             except AccessRefused as exc:
                 raise not_permitted(exc, self.topology) from exc
-            except NotFound:
+            except NotFound as exc:
+                if not self.settings.declare:
+                    raise not_declared(exc.reply_text) from exc
                 if last_try:
                     raise
                 # The broker lost the levels while this connection lived.
@@ -322,6 +324,8 @@ class Delays:
         returned = channel.take_returned()
         if not returned:
             return
+        if not self.settings.declare:
+            raise not_declared(f"{returned[0].exchange} leads nowhere")
         self.preparation.declare_again()
         for back in returned:
             channel.send(back)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from time import sleep
 from typing import Any
 
@@ -11,12 +11,13 @@ from amqp.exceptions import AccessRefused, NotFound, PreconditionFailed
 from ...errors import ManagementUnavailable
 from ...finding import MAY_DIFFER_IN_WHOLE_SECONDS, UNCHECKED, WRONG, Finding, clock_finding
 from ..virtual.status import parked_finding
+from .blueprint import blueprint
 from .declaring import broker_version
 from .delays import Delays
 from .known_faults import known_faults
 from .management import ManagementAPI, overriding_policies
 from .status import Status, status
-from .topology import Binding, Exchange, Queue, Topology
+from .topology import Binding, Declaration, Exchange, Queue, Topology
 
 #: So many messages of a queue RabbitMQ dead-letters at a time, by default:
 #: dead_letter_worker_consumer_prefetch.
@@ -25,24 +26,37 @@ DEAD_LETTERED_AT_ONCE = 32
 #: The management API counts messages every 5 s.
 COUNTED_ANEW_SECONDS = 6.0
 
+#: What to do about something missing, by whether the app may declare it.
+_WAYS_OUT = {
+    True: "start an installed worker, or run `celery -A PROJ delay declare`",
+    False: "import what `celery -A PROJ delay export` writes, or set native_delay_declare = True",
+}
+
 _HELD_UP = (
     "bind a queue to the exchange that they go to, or make room in the queue that takes none; "
     "see `celery -A PROJ delay status`"
 )
 
 
-def verify(delays: Delays, api: ManagementAPI) -> list[Finding]:
-    """Compare the broker with the plan, through the management API where it answers."""
+def verify(delays: Delays, api: ManagementAPI, queues: Sequence[Any] = ()) -> list[Finding]:
+    """Compare the broker with the plan, through the management API where it answers.
+
+    What leads to *queues*, which are the app's, is only compared where workers may not declare it.
+    """
     topology = delays.topology
+    if topology.settings.declare:
+        plan = list(topology.plan())
+    else:
+        plan = list(blueprint(topology, queues).delays())
     try:
-        found = [*_compare_by_api(topology, api), *overriding_policies(api, topology)]
+        found = [*_compare_by_api(topology, plan, api), *overriding_policies(api, topology)]
         queues = api.queues(f"{topology.space}.")
         replicated = any(len(queue.get("members") or ()) > 1 for queue in queues)
         return found + known_faults(broker_version(delays.connection), replicated=replicated)
     except ManagementUnavailable as exc:
         sentence = f"bindings and policies: {exc}"
         unchecked = Finding.of_sentence("policies", UNCHECKED, sentence)
-        found = [unchecked, *_compare_by_amqp(delays)]
+        found = [unchecked, *_compare_by_amqp(delays, plan)]
         return found + known_faults(broker_version(delays.connection), replicated=None)
 
 
@@ -89,20 +103,24 @@ def _held_up(found: Status) -> dict[str, str]:
     }
 
 
-def _compare_by_api(topology: Topology, api: ManagementAPI) -> Iterator[Finding]:
+def _compare_by_api(
+    topology: Topology, plan: Sequence[Declaration], api: ManagementAPI
+) -> Iterator[Finding]:
+    way_out = _WAYS_OUT[topology.settings.declare]
     exchanges = {exchange["name"]: exchange for exchange in api.exchanges(f"{topology.space}.")}
     queues = {queue["name"]: queue for queue in api.queues(f"{topology.space}.")}
     bound: dict[str, set[tuple[str, str, str]]] = {}
-    for declaration in topology.plan():
+    for declaration in plan:
         match declaration:
             case Exchange(name, kind, arguments):
                 there = exchanges.get(name)
-                yield from _differing(name, "exchange", there, {"type": kind}, arguments)
+                yield from _differing(name, "exchange", there, {"type": kind}, arguments, way_out)
             case Queue(name, arguments):
-                yield from _differing(name, "queue", queues.get(name), {}, arguments)
+                yield from _differing(name, "queue", queues.get(name), {}, arguments, way_out)
             case Binding(source, destination, routing_key, to_exchange):
                 kind, ends = ("exchange", exchanges) if to_exchange else ("queue", queues)
-                if source not in exchanges or destination not in ends:
+                is_ours = destination.startswith(f"{topology.space}.")
+                if source not in exchanges or (is_ours and destination not in ends):
                     continue  # said already
                 if source not in bound:
                     bound[source] = {
@@ -110,9 +128,8 @@ def _compare_by_api(topology: Topology, api: ManagementAPI) -> Iterator[Finding]
                         for item in api.bindings_from(source)
                     }
                 if (kind, destination, routing_key) not in bound[source]:
-                    yield _not_as_planned(
-                        f"{source}: not bound to {destination} with {routing_key}"
-                    )
+                    problem = f"{source}: not bound to {destination} with {routing_key}"
+                    yield _finding(problem, way_out)
 
 
 def _differing(
@@ -121,9 +138,10 @@ def _differing(
     there: dict[str, Any] | None,
     fields: dict[str, Any],
     arguments: dict[str, Any],
+    way_out: str,
 ) -> Iterator[Finding]:
     if there is None:
-        yield _not_as_planned(f"{name}: {what} is missing")
+        yield _finding(f"{name}: {what} is missing", way_out)
         return
     expected = {"durable": True, "auto_delete": False} | fields
     found = {field: there.get(field) for field in expected}
@@ -134,26 +152,22 @@ def _differing(
     }
     for key in sorted(expected.keys() | found.keys()):
         if expected.get(key) != found.get(key):
-            yield _made_otherwise(
-                f"{name}: {key} {found.get(key)!r}, expected {expected.get(key)!r}"
-            )
+            problem = f"{name}: {key} {found.get(key)!r}, expected {expected.get(key)!r}"
+            yield _made_otherwise(problem, way_out)
 
 
-def _not_as_planned(problem: str) -> Finding:
-    way_out = "start an installed worker, or run `celery -A PROJ delay declare`"
+def _finding(problem: str, way_out: str) -> Finding:
     return Finding("delay levels", WRONG, problem, way_out)
 
 
-def _made_otherwise(problem: str) -> Finding:
-    way_out = (
-        "delete it when it is empty and run `celery -A PROJ delay declare`, or choose another "
-        "native_delay_namespace"
-    )
-    return Finding("delay levels", WRONG, problem, way_out)
+def _made_otherwise(problem: str, way_out: str) -> Finding:
+    first = f"delete it when it is empty and {way_out}"
+    return _finding(problem, f"{first}; or choose another native_delay_namespace")
 
 
-def _compare_by_amqp(delays: Delays) -> Iterator[Finding]:
-    for declaration in delays.topology.plan():
+def _compare_by_amqp(delays: Delays, plan: Sequence[Declaration]) -> Iterator[Finding]:
+    way_out = _WAYS_OUT[delays.settings.declare]
+    for declaration in plan:
         if isinstance(declaration, Binding):
             continue
         name = declaration.name
@@ -162,12 +176,13 @@ def _compare_by_amqp(delays: Delays) -> Iterator[Finding]:
             _declare(delays, declaration, passive=True)
             _declare(delays, declaration, passive=False)
         except NotFound:
-            yield _not_as_planned(f"{name}: {type(declaration).__name__.lower()} is missing")
+            problem = f"{name}: {type(declaration).__name__.lower()} is missing"
+            yield _finding(problem, way_out)
         except PreconditionFailed as exc:
-            yield _made_otherwise(f"{name}: {exc.reply_text}")
+            yield _made_otherwise(f"{name}: {exc.reply_text}", way_out)
         except AccessRefused as exc:
-            way_out = "ask as a user who may configure it"
-            yield Finding("delay levels", UNCHECKED, f"{name}: {exc.reply_text}", way_out)
+            remedy = "ask as a user who may configure it"
+            yield Finding("delay levels", UNCHECKED, f"{name}: {exc.reply_text}", remedy)
 
 
 def _declare(delays: Delays, declaration: Exchange | Queue, *, passive: bool) -> None:

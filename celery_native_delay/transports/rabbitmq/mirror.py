@@ -33,6 +33,9 @@ BUILTIN_TYPES = {
 #: Types whose bindings the delivery exchange can repeat word for word.
 MIRRORED_TYPES = ("direct", "topic")
 
+#: These pick a queue by hashing each routing key; a message for a landing queue carries two.
+HASHING_TYPES = ("x-consistent-hash", "x-modulus-hash")
+
 #: Celery's and kombu's own traffic: remote control, its replies, events. Never delayed.
 _INTERNAL = re.compile(r"(^|\.)(pidbox|celeryev)($|\.)")
 
@@ -197,6 +200,19 @@ class Mirror:
             stale = self._topology.queue_landing_queue(mirrored.queue)
             yield Unbinding(binding.source, stale, binding.routing_key)
         yield binding
+
+    def marks(
+        self, bindings: list[Mirrored], landings: list[str], *, consuming: bool
+    ) -> list[list[Declaration]]:
+        """Declarations that tell publishers of pending *bindings* and *landings*, by exchange.
+
+        With *consuming* also that consumers mirror their bindings.
+        """
+        groups = [list(must_land_declarations(self._topology, exchange)) for exchange in landings]
+        if consuming:
+            named = sorted({binding.exchange for binding in bindings if binding.exchange})
+            groups += [[Exchange(self._topology.mirrored_marker(name), "fanout")] for name in named]
+        return groups
 
     def binding_of(self, mirrored: Mirrored) -> Binding | None:
         """The binding on the delivery exchange that stands for a user's own.

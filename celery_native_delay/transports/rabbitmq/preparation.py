@@ -11,10 +11,10 @@ from time import monotonic
 from amqp.exceptions import AccessRefused, ChannelError, NotFound
 
 from ...errors import NativeDelayError, NotPermitted
-from .declaring import Declarer, check_broker, refusals_explained
-from .mirror import Mirror, Mirrored, is_internal, must_land_declarations
+from .declaring import Declarer, check_broker, not_declared, refusals_explained
+from .mirror import Mirror, Mirrored, is_internal
 from .routes import Routes
-from .topology import Exchange, Unbinding
+from .topology import Unbinding
 
 logger = logging.getLogger(__name__)
 
@@ -31,7 +31,8 @@ class Prepared:
 class Preparation:
     """Declaring and binding on one AMQP connection, each thing once.
 
-    With a *refusal* nothing is prepared: every attempt raises it.
+    With a *refusal* nothing is prepared: every attempt raises it. Where the settings forbid to
+    declare, it only looks whether all is there.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class Preparation:
         self._routes = routes
         self._declarer = declarer
         self._topology = declarer.topology
+        self._declares = declarer.topology.settings.declare
         self._refusal = refusal
         self._told = False
         #: True once the levels have been seen, or declared.
@@ -59,7 +61,7 @@ class Preparation:
             consuming: the queues declared here are about to be consumed from.
 
         Raises:
-            UnsupportedBroker, NotPermitted, TopologyMismatch: saying the way out.
+            UnsupportedBroker, NotPermitted, NotDeclared, TopologyMismatch: saying the way out.
         """
         if self._refusal is not None:
             raise self._refusal
@@ -67,7 +69,8 @@ class Preparation:
         declared = False
         if redeclare or not self.is_ready:
             check_broker(self._declarer.connection)
-            declared = redeclare or not self._is_complete()
+            is_there = self._is_there(self._topology.ready_exchange, redeclare=redeclare)
+            declared = not is_there
             if declared:
                 with refusals_explained(self._topology):
                     self._declarer.apply(self._topology.levels_plan())
@@ -77,8 +80,7 @@ class Preparation:
 
     def prepare_ledger(self, *, redeclare: bool = False) -> None:
         """Make sure of the ledger's streams; raises as :meth:`prepare`."""
-        ledger = self._topology.ledger
-        if redeclare or not self._declarer.has_exchange(ledger.ready_exchange, if_refused=True):
+        if not self._is_there(self._topology.ledger.ready_exchange, redeclare=redeclare):
             with refusals_explained(self._topology):
                 self._declarer.apply(self._topology.ledger_plan())
 
@@ -96,21 +98,32 @@ class Preparation:
             self._told = True
             logger.log(level, "native delay: delayed messages may park, nothing is bound: %s", exc)
 
+    def _is_there(self, mark: str, *, redeclare: bool) -> bool:
+        """True if all is declared of which *mark* is the last; with *redeclare* never.
+
+        Raises:
+            NotDeclared: it is not, and may not be declared.
+        """
+        if self._declares:
+            return not redeclare and self._declarer.has_exchange(mark, if_refused=True)
+        if not self._declarer.has_exchange(mark, if_refused=True):
+            raise not_declared(f"exchange {mark} is missing, which says that all is declared")
+        return True
+
     def _is_complete(self) -> bool:
         """True if the levels are there; a user who may not look relies on another's declaring."""
         return self._declarer.has_exchange(self._topology.ready_exchange, if_refused=True)
 
     def _mirror_pending(self, consuming: bool) -> int:
         bindings, landings = self._mirror.take_pending()
+        if not self._declares:
+            return 0
         mirrored = [binding for binding in bindings if self._routes.exists(binding.exchange)]
         for queue in {
             binding.queue for binding in mirrored if self._mirror.is_stranger(binding.queue)
         }:
             self._mirror.arguments_seen(queue, rejects=self._routes.queue_lands(queue))
-        groups = [list(must_land_declarations(self._topology, exchange)) for exchange in landings]
-        if consuming:
-            named = sorted({binding.exchange for binding in mirrored if binding.exchange})
-            groups += [[Exchange(self._topology.mirrored_marker(name), "fanout")] for name in named]
+        groups = self._mirror.marks(mirrored, landings, consuming=consuming)
         bound = [declaration for b in mirrored for declaration in self._mirror.declarations(b)]
         try:
             self._declarer.apply([*chain.from_iterable(groups), *bound])
@@ -151,7 +164,7 @@ class Preparation:
     def queue_deleted(self, queue: str) -> None:
         """The user deleted *queue*: leave nothing that takes copies for it."""
         unknown = self._mirror.is_stranger(queue) and not is_internal(queue)
-        if unknown or self._mirror.rejects(queue):
+        if self._declares and (unknown or self._mirror.rejects(queue)):
             landing = self._topology.queue_landing_queue(queue)
             # Quorum queues know no if-empty; nothing rests in this one for longer than an instant.
             with suppress(ChannelError):
@@ -163,7 +176,7 @@ class Preparation:
         """The user deleted *exchange*: unbind what mirrored bindings to it."""
         gone = self._mirror.exchange_deleted(exchange)
         try:
-            if gone and self._is_complete():
+            if self._declares and gone and self._is_complete():
                 bound = [
                     (binding.source, binding.destination, binding.routing_key) for binding in gone
                 ]
@@ -175,7 +188,9 @@ class Preparation:
         """The user removed a binding: take back what mirrors it."""
         binding = self._mirror.queue_unbound(queue, exchange, routing_key)
         try:
-            if not (self._is_complete() and self._routes.exists(binding.exchange)):
+            if not self._declares or not (
+                self._is_complete() and self._routes.exists(binding.exchange)
+            ):
                 return
             mirrored = self._mirror.binding_of(binding)
             if mirrored is not None:

@@ -11,17 +11,20 @@ from amqp.exceptions import AccessRefused, NotFound, PreconditionFailed
 
 from ...errors import CannotDelay
 from .address import message_address
-from .declaring import Declarer, refusals_explained
-from .mirror import BUILTIN_TYPES, MIRRORED_TYPES, Mirror, landing_declarations
+from .declaring import Declarer, not_declared, refusals_explained
+from .mirror import (
+    BUILTIN_TYPES,
+    HASHING_TYPES,
+    MIRRORED_TYPES,
+    Mirror,
+    landing_declarations,
+)
 
 logger = logging.getLogger(__name__)
 
 #: How long a connection relies on what it found out about an exchange, in seconds: consumers come
 #: and go, and tell it by marks on the broker.
 ROUTE_SECONDS = 60.0
-
-#: These pick a queue by hashing each routing key; a message for a landing queue carries two.
-_HASHING_TYPES = ("x-consistent-hash", "x-modulus-hash")
 
 #: Asked for in turn; any other type is "" and gets a landing queue. A plugin's type must not be
 #: asked for: where the plugin is off, that closes the connection.
@@ -64,7 +67,7 @@ class Routes:
 
         Raises:
             CannotDelay: this type of exchange gets nothing exactly.
-            NotPermitted: it needs a landing queue that this user may not declare.
+            NotPermitted, NotDeclared: it needs a landing queue that may not be declared here.
             amqp.exceptions.NotFound: there is no such exchange.
         """
         if self._version != self._mirror.version:
@@ -121,7 +124,7 @@ class Routes:
     def _find_out(self, exchange: str) -> _Known:
         until = monotonic() + ROUTE_SECONDS
         kind = self.type_of(exchange)
-        if kind in _HASHING_TYPES:
+        if kind in HASHING_TYPES:
             raise CannotDelay(
                 f"exchange {exchange!r} is of type {kind}, which cannot get a delayed message "
                 f"exactly; delay it to a queue or a topic exchange instead"
@@ -144,23 +147,34 @@ class Routes:
 
     def queue_lands(self, queue: str) -> bool:
         """True if *queue* has a landing queue, from a process that knows its arguments."""
-        return self._declarer.has_queue(self._topology.queue_landing_queue(queue))
+        landing = self._topology.queue_landing_queue(queue)
+        return self._declarer.has_queue(landing, if_refused=False)
 
     def _require_landing(self, exchange: str) -> None:
         """Make sure of the landing queue of *exchange*, without which it gets nothing."""
         if self._has_landing(exchange):
             return
+        if not self._topology.settings.declare:
+            del self._landings[exchange]  # to be looked for again
+            landing = self._topology.landing_queue(exchange)
+            raise not_declared(f"{landing} is missing, which leads to exchange {exchange!r}")
         with refusals_explained(self._topology):
             self._declarer.apply(landing_declarations(self._topology, exchange))
 
     def _has_landing(self, exchange: str) -> bool:
-        """True if the landing queue is there, after trying to declare it."""
+        """True if the landing queue is there, after trying to declare it where we may."""
         if exchange not in self._landings:
+            if not self._topology.settings.declare:
+                landing = self._topology.landing_queue(exchange)
+                there = self._declarer.has_queue(landing, if_refused=True)
+                self._landings[exchange] = there
+                return there
             try:
                 self._declarer.apply(landing_declarations(self._topology, exchange))
                 self._landings[exchange] = True
             except AccessRefused:
-                seen = self._declarer.has_queue(self._topology.landing_queue(exchange))
+                landing = self._topology.landing_queue(exchange)
+                seen = self._declarer.has_queue(landing, if_refused=False)
                 self._landings[exchange] = seen
                 if not seen:
                     logger.warning(

@@ -172,7 +172,7 @@ class Sender:
                 reason = NACKED
             returned = probe.take_returned()
             if returned:
-                reason = f"{message.exchange} leads nowhere although it was declared"
+                reason = f"{message.exchange} leads nowhere: see `celery -A PROJ delay verify`"
             self._again.popleft()
             if reason:
                 self._refuse([message], reason, returned=bool(returned))

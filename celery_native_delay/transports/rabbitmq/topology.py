@@ -63,6 +63,7 @@ class Binding:
     destination: str
     routing_key: str
     to_exchange: bool = False
+    arguments: dict[str, Any] = field(default_factory=dict, hash=False)
 
 
 @dataclass(frozen=True)

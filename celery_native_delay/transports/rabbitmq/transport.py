@@ -6,7 +6,9 @@ Without ``transport_options["native_delay"]`` it is kombu's own in every respect
 from __future__ import annotations
 
 import socket
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 from kombu.transport import pyamqp
 
@@ -23,6 +25,9 @@ from .outbox import Outbox
 from .publication import Publication
 from .publish_batch import PublishBatch
 from .wrapping import unwrap
+
+if TYPE_CHECKING:
+    from ..exports import ExportAs, Exported
 
 #: Milliseconds until the kernel gives up on unacknowledged data. py-amqp's default of 1 s turns
 #: a broker that pauses (memory alarm, failover) into silent loss.
@@ -292,6 +297,12 @@ class Transport(pyamqp.Transport):  # type: ignore[misc]
         if self._delays:
             self.Connection = Connection
         return super().establish_connection()
+
+    def export(self, settings: DelaySettings, queues: Sequence[Any], how: ExportAs) -> Exported:
+        from .export import export
+
+        vhost = how.vhost or self.client.virtual_host or "/"
+        return export(settings, queues, replace(how, vhost=vhost))
 
     def bulk_publisher(self, *, window: int) -> Any:
         from .bulk_publisher import BulkPublisher

@@ -70,8 +70,10 @@ class RabbitMQWorkerPart(WorkerPart):
         try:
             return rescue(self._delays)
         except AccessRefused as exc:
+            topology = self._delays.topology
             raise NotPermitted(
-                f"{exc.reply_text}; grant its user configure on ^{self.settings.namespace}\\."
+                f"{exc.reply_text}; rescuing needs configure on {topology.parking_queue} and "
+                f"{topology.rescue_lock_queue}, write and read on ^{self.settings.namespace}\\."
             ) from exc
 
 

@@ -25,12 +25,15 @@ class Busy(Exception):
     """Raised by a task that wants to be retried."""
 
 
-def new_app(*, queue_type: str = "classic", **conf: Any) -> Celery:
-    """An app with all tasks and queues; *conf* on top of what the tests have in common."""
+def new_app(*, queue_type: str = "classic", no_declare: bool = False, **conf: Any) -> Celery:
+    """An app with all tasks and queues; *conf* on top of what the tests have in common.
+
+    With *no_declare* the queues are there already.
+    """
     app = Celery("acceptance", set_as_current=False)
     app.conf.update(
         {
-            "task_queues": queues(queue_type),
+            "task_queues": queues(queue_type, no_declare=no_declare),
             "task_default_queue": "default",
             "task_serializer": "json",
             "accept_content": ["json"],
@@ -53,19 +56,19 @@ def app_of_environment() -> Celery:
     return app
 
 
-def queues(queue_type: str) -> list[Queue]:
+def queues(queue_type: str, *, no_declare: bool = False) -> list[Queue]:
     """One queue for each kind of exchange; two on the topic exchange."""
-    arguments = {"x-queue-type": queue_type}
-    shop = Exchange("shop", type="topic")
-    billing = Exchange("billing", type="direct")
-    broadcast = Exchange("broadcast", type="fanout")
+    options = {"queue_arguments": {"x-queue-type": queue_type}, "no_declare": no_declare}
+    shop = Exchange("shop", type="topic", no_declare=no_declare)
+    billing = Exchange("billing", type="direct", no_declare=no_declare)
+    broadcast = Exchange("broadcast", type="fanout", no_declare=no_declare)
     return [
-        Queue("default", queue_arguments=arguments),
-        Queue("side", queue_arguments=arguments),
-        Queue("orders", shop, routing_key="orders.#", queue_arguments=arguments),
-        Queue("parcels", shop, routing_key="*.parcel", queue_arguments=arguments),
-        Queue("invoices", billing, routing_key="invoice.new", queue_arguments=arguments),
-        Queue("news", broadcast, queue_arguments=arguments),
+        Queue("default", **options),
+        Queue("side", **options),
+        Queue("orders", shop, routing_key="orders.#", **options),
+        Queue("parcels", shop, routing_key="*.parcel", **options),
+        Queue("invoices", billing, routing_key="invoice.new", **options),
+        Queue("news", broadcast, **options),
     ]
 
 

@@ -1,0 +1,102 @@
+"""``delay export``: all that delays need on RabbitMQ, as files that other tools declare from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .group import as_json_option, command, installed_settings, print_json
+
+if TYPE_CHECKING:
+    from ..settings import DelaySettings
+
+
+@command(name="export")
+@click.option(
+    "--format",
+    "form",
+    type=click.Choice(["definitions", "terraform", "kubernetes", "dot", "mermaid"]),
+    required=True,
+    help="RabbitMQ's own JSON, a Terraform module, manifests of the messaging topology operator; "
+    "or a picture, for Graphviz or in Markdown.",
+)
+@click.option(
+    "-o",
+    "--output",
+    type=click.Path(dir_okay=False, path_type=Path),
+    help="The file to write; standard output without it.",
+)
+@click.option("--vhost", help="The virtual host; without it that of the app's broker.")
+@click.option(
+    "--cluster",
+    default="rabbitmq",
+    show_default=True,
+    metavar="[NAMESPACE/]NAME",
+    help="The RabbitmqCluster that manifests refer to.",
+)
+@click.option(
+    "--without-queues",
+    is_flag=True,
+    help="Leave out the app's own queues and exchanges: something else declares them first.",
+)
+@as_json_option
+def export(
+    ctx: click.Context,
+    form: str,
+    output: Path | None,
+    vhost: str | None,
+    cluster: str,
+    without_queues: bool,
+    as_json: bool,
+) -> None:
+    """Write all that delays need on RabbitMQ for another tool to declare. Needs no broker.
+
+    With the app's queues, which delays are bound to. Together with native_delay_declare = False
+    neither producers nor workers need the permission configure.
+    """
+    from ..app.broker import check_fits, shown_broker
+    from ..errors import UnsupportedBroker
+    from ..transports.exports import ExportAs, Exports
+
+    if not all(cluster.split("/", 1)) or cluster.count("/") > 1:
+        raise click.BadParameter(f"expected NAME or NAMESPACE/NAME, got {cluster!r}")
+    app = ctx.obj.app
+    chosen = installed_settings(ctx)
+    connection = app.connection_for_write()
+    check_fits(connection, chosen)
+    transport: Any = connection.transport
+    if not isinstance(transport, Exports):
+        raise UnsupportedBroker(
+            f"expected RabbitMQ, got {shown_broker(app)}: {_why_nothing(transport, chosen)}"
+        )
+    how = ExportAs(form, vhost, cluster, own_queues=not without_queues)
+    exported = transport.export(chosen, list(app.amqp.queues.values()), how)
+    for each in exported.left_out:
+        click.echo(f"left out: {each}, which comes and goes with a process", err=True)
+    if output is None and not as_json:
+        click.echo(exported.text, nl=False)
+        return
+    if output is not None:
+        _write(output, exported.text)
+    if as_json:
+        report = {"format": form, **exported.counts, "left_out": list(exported.left_out)}
+        print_json(report | ({"text": exported.text} if output is None else {"file": str(output)}))
+    else:
+        counts = ", ".join(f"{number} {kind}" for kind, number in exported.counts.items())
+        click.echo(f"{output}: {counts}")
+
+
+def _write(output: Path, text: str) -> None:
+    try:
+        output.write_text(text, encoding="utf-8")
+    except OSError as exc:
+        raise click.ClickException(f"cannot write {output}: {exc.strerror or exc}") from exc
+
+
+def _why_nothing(transport: Any, settings: DelaySettings) -> str:
+    if getattr(transport, "driver_type", "") == "sqs":
+        return "on SQS `celery -A PROJ delay declare` makes the delay queues, and workers do"
+    where = transport.waits_in(settings)
+    return f"nothing has to be declared there, tasks wait in {where}, which comes with the first"

@@ -1,0 +1,134 @@
+"""All that an app has on its broker, as data: delay levels, its own queues, what leads to those.
+
+The same that workers and producers declare one by one, as :mod:`~.preparation` says; here it is
+known at once, from the settings and the queues of the app's configuration.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any
+
+from kombu.transport.base import to_rabbitmq_queue_arguments
+
+from .mirror import (
+    BUILTIN_TYPES,
+    HASHING_TYPES,
+    MIRRORED_TYPES,
+    Mirror,
+    is_internal,
+)
+from .topology import Binding, Declaration, Exchange, Queue, Topology, Unbinding
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """The declarations for one app.
+
+    *own* are the app's exchanges, queues and bindings; *surroundings* lead from the delay levels to
+    them. *left_out* names what comes and goes, so that it cannot be declared beforehand.
+    """
+
+    topology: Topology
+    own: tuple[Declaration, ...]
+    surroundings: tuple[Declaration, ...]
+    left_out: tuple[str, ...]
+
+    def delays(self) -> Iterator[Declaration]:
+        """All of ours."""
+        yield from self.topology.plan()
+        yield from self.surroundings
+
+    def declarations(self) -> list[Declaration]:
+        """Every declaration, in an order the broker accepts."""
+        return [*self.own, *self.delays()]
+
+
+def blueprint(topology: Topology, queues: Sequence[Any]) -> Blueprint:
+    """The blueprint for *queues*, which are the app's, of kombu."""
+    own, left_out = _own(queues)
+    mirror = Mirror(topology)
+    for declaration in own:
+        match declaration:
+            case Exchange(name, kind, arguments):
+                mirror.exchange_declared(name, kind, arguments)
+            case Queue(name, arguments):
+                mirror.queue_declared(name, arguments, short_lived=False)
+            case Binding(source, destination, routing_key):
+                mirror.queue_bound(destination, source, routing_key)
+    bindings, landings = mirror.take_pending()
+    named = {binding.exchange for binding in bindings}
+    named |= {declaration.name for declaration in own if isinstance(declaration, Exchange)}
+    unlike = (*MIRRORED_TYPES, *HASHING_TYPES)
+    landing = {name for name in named if mirror.types[name] not in unlike}
+    landing |= set(topology.settings.landing_exchanges)
+    # With a mark for all of them: who may not ask for the type of an exchange sees that.
+    marks = mirror.marks(bindings, sorted(landing.union(landings)), consuming=True)
+    changes = chain(
+        chain.from_iterable(marks),
+        chain.from_iterable(map(mirror.declarations, bindings)),
+    )
+    surroundings = [change for change in changes if not isinstance(change, Unbinding)]
+    return Blueprint(topology, tuple(own), tuple(_once(surroundings)), tuple(left_out))
+
+
+def _own(queues: Sequence[Any]) -> tuple[list[Declaration], list[str]]:
+    """The app's own declarations as kombu would make them, and what comes and goes instead.
+
+    Also those of entities with ``no_declare``: this app does not declare them, so others must.
+    """
+    exchanges: dict[str, Exchange] = {}
+    lasting: list[Declaration] = []
+    bindings: list[Declaration] = []
+    left_out: dict[str, None] = {}
+    for queue in sorted(queues, key=lambda queue: str(queue.name)):
+        lasts = _lasts(queue) and not queue.exclusive
+        if lasts:
+            lasting.append(Queue(queue.name, _arguments(queue)))
+        else:
+            left_out[f"queue {queue.name!r}"] = None
+        for exchange, routing_key, arguments in _bindings(queue):
+            if exchange.name not in BUILTIN_TYPES:
+                if not _lasts(exchange):
+                    left_out[f"exchange {exchange.name!r}"] = None
+                    continue
+                kind, given = exchange.type or "direct", exchange.arguments or {}
+                exchanges[exchange.name] = Exchange(exchange.name, kind, dict(given))
+            if lasts:
+                bindings.append(
+                    Binding(exchange.name, queue.name, routing_key, arguments=dict(arguments))
+                )
+    return [*exchanges.values(), *lasting, *_once(bindings)], list(left_out)
+
+
+def _lasts(entity: Any) -> bool:
+    """True if a queue or exchange stays where it is declared."""
+    return entity.durable and not entity.auto_delete and not is_internal(entity.name)
+
+
+def _bindings(queue: Any) -> Iterator[tuple[Any, str, dict[str, Any]]]:
+    """Exchange, routing key and arguments of each binding of *queue*, but to the default one."""
+    if queue.exchange is not None and queue.exchange.name:
+        yield queue.exchange, queue.routing_key or "", queue.binding_arguments or {}
+    further = [each for each in queue.bindings if each.exchange and each.exchange.name]
+    for each in sorted(further, key=lambda each: (each.exchange.name, each.routing_key)):
+        yield each.exchange, each.routing_key or "", each.arguments or {}
+
+
+def _arguments(queue: Any) -> dict[str, Any]:
+    arguments: dict[str, Any] = to_rabbitmq_queue_arguments(
+        dict(queue.queue_arguments or {}),
+        expires=queue.expires,
+        message_ttl=queue.message_ttl,
+        max_length=queue.max_length,
+        max_length_bytes=queue.max_length_bytes,
+        max_priority=queue.max_priority,
+    )
+    return arguments
+
+
+def _once(declarations: list[Declaration]) -> list[Declaration]:
+    """*declarations* without those that were there before."""
+    return [item for place, item in enumerate(declarations) if item not in declarations[:place]]

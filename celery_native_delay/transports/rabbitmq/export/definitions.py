@@ -1,0 +1,42 @@
+"""RabbitMQ's own JSON: https://www.rabbitmq.com/docs/definitions.
+
+Every item names its virtual host, as ``rabbitmqctl import_definitions`` and ``POST
+/api/definitions`` want it; ``POST /api/definitions/VHOST`` takes the one of its address instead.
+The host itself is not in the file: it was made by others, with its permissions and policies.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from ..blueprint import Blueprint
+from ..topology import Binding, Exchange, Queue
+
+
+def definitions(plan: Blueprint, vhost: str) -> str:
+    """The file, one item in each line."""
+    items: dict[str, list[dict[str, Any]]] = {"exchanges": [], "queues": [], "bindings": []}
+    lasting = {"vhost": vhost, "durable": True, "auto_delete": False}
+    for declaration in plan.declarations():
+        match declaration:
+            case Exchange(name, kind, arguments):
+                item = {"name": name, "type": kind, **lasting, "internal": False}
+                items["exchanges"].append(item | {"arguments": arguments})
+            case Queue(name, arguments):
+                items["queues"].append({"name": name, **lasting, "arguments": arguments})
+            case Binding(source, destination, routing_key, to_exchange, arguments):
+                item = {
+                    "source": source,
+                    "vhost": vhost,
+                    "destination": destination,
+                    "destination_type": "exchange" if to_exchange else "queue",
+                    "routing_key": routing_key,
+                }
+                items["bindings"].append(item | {"arguments": arguments})
+    parts = (f' "{kind}": [\n{_lines(found)}\n ]' for kind, found in items.items())
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def _lines(items: list[dict[str, Any]]) -> str:
+    return ",\n".join(f"  {json.dumps(item, ensure_ascii=False)}" for item in items)

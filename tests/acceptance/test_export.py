@@ -1,0 +1,122 @@
+"""An app of which neither producers nor workers may configure anything, on an imported export."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from celery import Celery
+from kombu import Connection
+
+from celery_native_delay import NotDeclared, install
+from celery_native_delay.testing import PrivateRabbitMQ
+from celery_native_delay.transports.exports import ExportAs, Exports
+from celery_native_delay.transports.rabbitmq.topology import Topology
+from tests.acceptance.worker import FEW_LEVELS, Fleet, fleet_on
+from tests.documents import ROOT
+from tests.waiting import wait_until
+
+CONF = {
+    "native_delay_declare": False,
+    "native_delay_levels": FEW_LEVELS,
+    "native_delay_fused_bits": 3,
+    "no_declare": True,
+}
+
+#: Celery's own remote control, events and heartbeats declare things, too.
+QUIET = ("--without-heartbeat",)
+
+
+@pytest.fixture
+def limited(rabbitmq: PrivateRabbitMQ, vhost: str, tmp_path: Path) -> Iterator[Fleet]:
+    """Producers and workers of a user without any permission to configure."""
+    url = rabbitmq.add_user(f"limited-{vhost}", "secret", configure="", vhost=vhost)
+    with fleet_on(url, tmp_path, **CONF, worker_enable_remote_control=False) as fleet:
+        yield fleet
+
+
+def import_export(rabbitmq: PrivateRabbitMQ, app: Celery) -> Topology:
+    """Have all that *app* needs; returns the plan of it."""
+    transport = app.connection_for_write().transport
+    assert isinstance(transport, Exports)
+    settings = install(app)._native_delay.settings()
+    queues = list(app.amqp.queues.values())
+    exported = transport.export(settings, queues, ExportAs("definitions"))
+    rabbitmq.api("POST", "/definitions", json.loads(exported.text))
+    return Topology(settings)
+
+
+def test_who_may_configure_nothing_delays_tasks_and_gets_them(
+    rabbitmq: PrivateRabbitMQ, vhost: str, limited: Fleet
+) -> None:
+    """Through every kind of exchange, a retry of a worker's own included."""
+    app = limited.app()
+    with pytest.raises(NotDeclared, match="delay export"):
+        app.send_task("note", countdown=1)
+    import_export(rabbitmq, app)
+    there = {queue["name"] for queue in rabbitmq.queues(vhost)}
+    limited.worker(more=QUIET).wait_for_log("native delay:", "found declared")
+    sent = [
+        app.send_task(name, args, countdown=1, **route).id
+        for name, args, route in (
+            ("note", ("by name",), {}),
+            ("note", ("topic",), {"queue": "orders", "routing_key": "orders.new"}),
+            ("note", ("direct",), {"queue": "invoices"}),
+            ("note", ("fanout",), {"queue": "news"}),
+            ("again", (1, 1), {"queue": "side"}),
+        )
+    ]
+    runs = limited.record.wait_for_ids(sent)
+    for task_id in sent:
+        run = runs[task_id][0]
+        assert run.due is not None
+        run.assert_on_time(run.due)
+    limited.record.wait_for(2, task_id=sent[-1])
+    assert {queue["name"] for queue in rabbitmq.queues(vhost)} == there
+
+
+def test_the_permissions_of_the_guide_are_enough(
+    rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str, tmp_path: Path
+) -> None:
+    """For remote control, and for the rescue of a task whose queue was not in the export."""
+    page = (ROOT / "docs/guides/infrastructure-as-code.md").read_text()
+    rows = re.findall(r"^(producers|workers) +(configure|write|read) +(\S+)$", page, re.M)
+    urls = {}
+    for who in ("producers", "workers"):
+        patterns = {
+            permission: pattern.replace("shop", "shop|billing|broadcast").replace(
+                "orders", "default|side|orders|parcels|invoices|news"
+            )
+            for name, permission, pattern in rows
+            if name == who
+        }
+        assert len(patterns) == 3
+        urls[who] = rabbitmq.add_user(f"{who}-{vhost}", "secret", vhost=vhost, **patterns)
+    with fleet_on(urls["producers"], tmp_path, **CONF) as fleet:
+        app = fleet.app()
+        topology = import_export(rabbitmq, app)
+        with Connection(vhost_url) as admin:
+            channel = admin.default_channel
+            pattern = topology.delivery_pattern("%.side")
+            channel.queue_unbind("side", topology.delivery_exchange, pattern)
+            routes = [{}, {"queue": "news"}, {"queue": "side"}]
+            sent = [app.send_task("note", countdown=0.5, **route).id for route in routes]
+            wait_until(lambda: channel.queue_declare(topology.parking_queue, passive=True)[1] == 1)
+        worker = fleet.worker(broker_url=urls["workers"])
+        fleet.record.wait_for_ids(sent)
+        worker.wait_for_log("native delay: 1 parked message(s) delivered")
+        asking = fleet.app(broker_url=vhost_url)
+        assert asking.control.ping(destination=[worker.name], timeout=10)
+
+
+def test_a_worker_that_finds_nothing_says_what_is_missing_and_runs_what_is_immediate(
+    vhost_url: str, tmp_path: Path
+) -> None:
+    with fleet_on(vhost_url, tmp_path, **CONF | {"no_declare": False}) as fleet:
+        worker = fleet.worker(more=QUIET)
+        worker.wait_for_log("native delay is OFF", ".ready is missing", "delay export")
+        task_id = fleet.app().send_task("note").id
+        fleet.record.wait_for(task_id=task_id)

@@ -1,0 +1,351 @@
+"""What `delay export` writes, declared by other tools on an empty broker, is what delays need."""
+
+from __future__ import annotations
+
+import json
+import urllib.request
+from base64 import b64encode
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote, unquote
+
+import pytest
+import yaml
+from kombu import Connection
+
+from celery_native_delay import DelaySettings, NotDeclared
+from celery_native_delay.testing import PrivateRabbitMQ, vhost_name
+from celery_native_delay.transports.exports import ExportAs
+from celery_native_delay.transports.rabbitmq.export import export
+from celery_native_delay.transports.rabbitmq.topology import Topology
+from tests.brokers import on_one_version
+from tests.exporting import QUEUES, item_of_manifest, item_of_resource
+from tests.integration.project import Project
+from tests.integration.traffic import (
+    TOPOLOGY,
+    bodies,
+    declare_exchange,
+    declare_queue,
+    delaying,
+    delays_of,
+    inbox,
+    parked_count,
+)
+from tests.terraform import resources
+from tests.traffic import publish
+from tests.waiting import wait_until
+
+APP = """
+from celery import Celery
+from celery_native_delay import install
+from kombu import Exchange, Queue
+
+shop = Exchange("shop", type="topic")
+app = Celery("shop", broker={url!r}, set_as_current=False)
+app.conf.task_default_queue = "orders"
+app.conf.task_queues = [
+    Queue("orders", shop, routing_key="orders.#"),
+    Queue("parcels", shop, routing_key="*.parcel/x.#"),
+    Queue("news", Exchange("news", type="fanout")),
+    Queue("few", max_length=100, queue_arguments={{"x-overflow": "reject-publish"}}),
+]
+install(app, **{settings!r})
+"""
+
+SMALL = {"levels": 6, "fused_bits": 3, "ledger": "stream", "declare": False}
+
+REMEDY = "import what `celery -A PROJ delay export` writes, or set native_delay_declare = True"
+
+
+@pytest.fixture
+def shop(tmp_path: Path, rabbitmq: PrivateRabbitMQ, vhost_url: str) -> Project:
+    """An app that may not declare, on a broker that has nothing yet."""
+    settings = SMALL | {"management_url": rabbitmq.management_url}
+    return Project(tmp_path, settings).write(APP, vhost_url)
+
+
+def by_command(rabbitmq: PrivateRabbitMQ, file: Path) -> None:
+    """`rabbitmqctl import_definitions`, which may see another root."""
+    there = rabbitmq.data_dir / "exported.json"
+    there.write_text(file.read_text())
+    inside = "/" / there.relative_to(rabbitmq.installation.root or "/")
+    rabbitmq.rabbitmqctl("import_definitions", str(inside))
+    there.unlink()
+
+
+def by_api(rabbitmq: PrivateRabbitMQ, file: Path) -> None:
+    rabbitmq.api("POST", "/definitions", json.loads(file.read_text()))
+
+
+def by_terraform(rabbitmq: PrivateRabbitMQ, file: Path) -> None:
+    """As the provider does it, down to the key by which it finds a binding again."""
+    for resource in resources(file.read_text()):
+        put(rabbitmq, item_of_resource(resource))
+
+
+def by_operator(rabbitmq: PrivateRabbitMQ, file: Path) -> None:
+    """As the messaging topology operator does it, which tries again what has come too early."""
+    for document in yaml.safe_load_all(file.read_text()):
+        put(rabbitmq, item_of_manifest(document))
+
+
+WAYS: dict[str, Callable[[PrivateRabbitMQ, Path], None]] = {
+    "definitions": by_command,
+    "terraform": by_terraform,
+    "kubernetes": by_operator,
+}
+
+
+def put(rabbitmq: PrivateRabbitMQ, item: dict[str, Any]) -> None:
+    """Declare an exchange, a queue or a binding through the management API."""
+    vhost = quote(item["vhost"], safe="")
+    arguments = item["arguments"]
+    if "source" not in item:
+        kind = "exchanges" if "type" in item else "queues"
+        body = {key: item[key] for key in ("type", "durable", "auto_delete") if key in item}
+        path = f"/{kind}/{vhost}/{quote(item['name'], safe='')}"
+        rabbitmq.api("PUT", path, body | {"arguments": arguments})
+        return
+    ends = quote(item["source"], safe=""), quote(item["destination"], safe="")
+    between = f"/bindings/{vhost}/e/{ends[0]}/{item['destination_type'][0]}/{ends[1]}"
+    body = {"routing_key": item["routing_key"], "arguments": arguments}
+    location = posted(rabbitmq, between, body)
+    key = unquote(location.rpartition("/")[2])
+    assert key in {found["properties_key"] for found in rabbitmq.api("GET", between)}
+
+
+def posted(rabbitmq: PrivateRabbitMQ, path: str, body: object) -> str:
+    """Where the management API says that what was posted is."""
+    request = urllib.request.Request(
+        f"{rabbitmq.management_url}/api{path}",
+        method="POST",
+        data=json.dumps(body).encode(),
+        headers={
+            "Authorization": "Basic " + b64encode(b"guest:guest").decode(),
+            "Content-Type": "application/json",
+        },
+    )
+    with urllib.request.urlopen(request, timeout=60) as response:
+        return str(response.headers["Location"])
+
+
+def held(rabbitmq: PrivateRabbitMQ, vhost: str) -> set[str]:
+    """All exchanges, queues and bindings of a virtual host, as far as declaring decides on them."""
+    kept = (
+        *("name", "type", "durable", "auto_delete", "arguments", "source", "destination"),
+        *("destination_type", "routing_key"),
+    )
+    found = set()
+    for kind in ("exchanges", "queues", "bindings"):
+        for item in rabbitmq.api("GET", f"/{kind}/{vhost}"):
+            found.add(json.dumps([kind, {k: item.get(k) for k in kept}], sort_keys=True))
+    return found
+
+
+@pytest.mark.parametrize("form", WAYS)
+def test_what_is_exported_and_imported_is_verified(
+    shop: Project, rabbitmq: PrivateRabbitMQ, form: str
+) -> None:
+    told = shop.told("export", "--format", form, "--output", "exported")
+    assert (told["file"], told["left_out"]) == ("exported", [])
+    assert shop.told("verify", status=1)["findings"][0]["remedy"] == REMEDY
+    WAYS[form](rabbitmq, shop.folder / "exported")
+    assert shop.told("verify")["healthy"] is True
+
+
+def test_the_management_api_takes_definitions_for_their_host_or_its_own(
+    rabbitmq: PrivateRabbitMQ, vhost: str
+) -> None:
+    """Of any virtual host, if they are posted for one."""
+    settings = DelaySettings.from_mapping(SMALL)
+    exported = json.loads(export(settings, QUEUES, ExportAs("definitions", vhost)).text)
+    rabbitmq.api("POST", "/definitions", exported)
+    other = vhost_name(rabbitmq.new_vhost())
+    try:
+        rabbitmq.api("POST", f"/definitions/{other}", exported)
+        assert held(rabbitmq, other) == held(rabbitmq, vhost)
+    finally:
+        rabbitmq.delete_vhost(other)
+    names = {json.loads(each)[1]["name"] for each in held(rabbitmq, vhost)}
+    assert {"orders", Topology(settings).ready_exchange} <= names
+
+
+def test_all_that_declaring_makes_is_in_the_export_of_the_default_levels(
+    tmp_path: Path, rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str
+) -> None:
+    """And it is verified, with the 64 level queues of the default settings."""
+    settings = {"management_url": rabbitmq.management_url, "declare": False}
+    shop = Project(tmp_path, settings).write(APP, vhost_url)
+    assert shop.delay("export", "--format", "definitions", "-o", "exported").returncode == 0
+    by_command(rabbitmq, tmp_path / "exported")
+    assert shop.lines("verify")[-1].endswith("as planned")
+
+    other = rabbitmq.new_vhost()
+    try:
+        shop.write(APP, other, declare=True)
+        assert shop.delay("declare").returncode == 0
+        declared = held(rabbitmq, vhost_name(other))
+    finally:
+        rabbitmq.delete_vhost(vhost_name(other))
+    assert declared <= held(rabbitmq, vhost)
+
+
+@on_one_version
+def test_a_queue_that_delays_do_not_lead_to_is_named(
+    shop: Project, rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str
+) -> None:
+    """Where workers may not bind it, nothing but a new import does."""
+    shop.delay("export", "--format", "definitions", "-o", "exported")
+    by_api(rabbitmq, shop.folder / "exported")
+    topology = Topology(DelaySettings.from_mapping(SMALL))
+    pattern = topology.delivery_pattern("%shop.orders.#")
+    with Connection(vhost_url) as stranger:
+        stranger.default_channel.queue_unbind("orders", topology.delivery_exchange, pattern)
+    (found,) = (f for f in shop.told("verify", status=1)["findings"] if f["level"] == "wrong")
+    assert found["problem"] == f"{topology.delivery_exchange}: not bound to orders with {pattern}"
+    assert found["remedy"] == REMEDY
+
+
+@on_one_version
+def test_declaring_by_hand_is_refused_too(shop: Project, rabbitmq_version: str) -> None:
+    done = shop.delay("declare")
+    assert done.returncode == 1
+    assert "native_delay_declare is off" in done.stderr
+    assert "delay export" in done.stderr
+
+
+# ---- without a broker ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("url", "settings", "why"),
+    [
+        (
+            "redis://127.0.0.1:9",
+            {},
+            "tasks wait in celery_delay.v2.due, which comes with the first",
+        ),
+        ("sqs://", {}, "`celery -A PROJ delay declare` makes the delay queues"),
+        ("memory://", {"store": "sqlite:////var/shop.db"}, "tasks wait in celery_delay of sqlite:"),
+        ("memory://", {}, "native delay has no store for memory"),
+    ],
+)
+def test_other_brokers_have_nothing_to_export(
+    tmp_path: Path, url: str, settings: dict[str, Any], why: str
+) -> None:
+    done = Project(tmp_path).write(APP, url, **settings).delay("export", "--format", "dot")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert why in done.stderr
+
+
+def test_the_virtual_host_is_that_of_the_url_or_as_asked(tmp_path: Path) -> None:
+    shop = Project(tmp_path).write(APP, "amqp://127.0.0.1:9/shop%2Feu", **SMALL)
+    said = json.loads(shop.delay("export", "--format", "definitions").stdout)
+    told = shop.told("export", "--format", "definitions", "--vhost", "other")
+    other = json.loads(told["text"])
+    kinds = ("exchanges", "queues", "bindings")
+    for kind in kinds:
+        assert {item["vhost"] for item in said[kind]} == {"shop/eu"}
+        assert {item["vhost"] for item in other[kind]} == {"other"}
+    assert [told[kind] for kind in kinds] == [len(other[kind]) for kind in kinds]
+
+
+def test_a_cluster_and_a_file_that_cannot_be_are_named(tmp_path: Path) -> None:
+    shop = Project(tmp_path).write(APP, "amqp://")
+    done = shop.delay("export", "--format", "kubernetes", "--cluster", "a/b/c")
+    assert (done.returncode, "expected NAME or NAMESPACE/NAME" in done.stderr) == (2, True)
+    done = shop.delay("export", "--format", "mermaid", "-o", "missing/delays.mmd")
+    assert done.returncode == 1
+    assert "cannot write missing/delays.mmd: No such file or directory" in done.stderr
+
+
+# ---- a connection that may not declare -----------------------------------------------------
+
+
+@pytest.mark.parametrize("confirm", ["wait", "window", "off"])
+def test_what_is_missing_is_named_and_both_ways_out(vhost_url: str, confirm: str) -> None:
+    """Nothing is declared meanwhile; as soon as it is there, messages wait."""
+    with delaying(vhost_url, declare=False, confirm_publish=confirm) as connection:
+        declare_queue(connection, "orders")
+        with pytest.raises(NotDeclared, match=rf"{TOPOLOGY.ready_exchange} is missing") as refused:
+            publish(connection, "refused", "orders", delay=1)
+        assert "delay export" in str(refused.value)
+        assert "native_delay_declare = True" in str(refused.value)
+        publish(connection, "immediate", "orders")
+        with delaying(vhost_url) as admin:
+            declare_queue(admin, "orders")
+            delays_of(admin).prepare()
+        publish(connection, "later", "orders", delay=0.2)
+        with inbox(vhost_url, "orders", declare=False) as letters:
+            assert bodies(letters.wait_for(2)) == ["immediate", "later"]
+
+
+@pytest.mark.parametrize("damage", ["queue_delete", "exchange_delete"])
+def test_a_level_that_vanishes_is_named(vhost_url: str, damage: str) -> None:
+    with delaying(vhost_url) as admin:
+        declare_queue(admin, "orders")
+        delays_of(admin).prepare()
+        with delaying(vhost_url, declare=False) as connection:
+            level = TOPOLOGY.level_queue(64)  # from 1.28 s on
+            names = {"queue_delete": level, "exchange_delete": f"{level}.entry"}
+            getattr(admin.default_channel, damage)(names[damage])
+            with pytest.raises(NotDeclared, match=rf"{level}\.entry"):
+                publish(connection, "refused", "orders", delay=2.2)
+            delays_of(admin).prepare(redeclare=True)
+            publish(connection, "later", "orders", delay=2.2)
+            with inbox(vhost_url, "orders", declare=False) as letters:
+                assert bodies(letters.wait_for(1)) == ["later"]
+
+
+def test_the_users_own_declarations_change_nothing_of_ours(
+    rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str
+) -> None:
+    """Declaring, binding, unbinding and deleting: what was imported is the importer's alone."""
+    with delaying(vhost_url) as admin:
+        declare_exchange(admin, "shop", "topic")
+        declare_queue(admin, "orders")
+        admin.default_channel.queue_bind("orders", "shop", "orders.#")
+        delays_of(admin).prepare(consuming=True)
+
+    def ours() -> set[str]:
+        return {each for each in held(rabbitmq, vhost) if TOPOLOGY.space in each}
+
+    before = ours()
+    with delaying(vhost_url, declare=False) as connection:
+        channel = connection.default_channel
+        declare_queue(connection, "new")
+        declare_exchange(connection, "news", "fanout")
+        channel.queue_bind("new", "news")
+        publish(connection, "known", "orders.new", exchange="shop", delay=0.1)
+        with pytest.raises(NotDeclared, match=r"landing-exchange.*'news'"):
+            publish(connection, "refused", "", exchange="news", delay=0.1)
+        channel.queue_unbind("orders", "shop", "orders.#")
+        channel.exchange_delete("shop")
+        assert ours() == before
+        with inbox(vhost_url, "orders", declare=False) as letters:
+            assert bodies(letters.wait_for(1)) == ["known"]
+        channel.queue_delete("orders")
+    # With the queue RabbitMQ removes its bindings.
+    gone = {each for each in before - ours() if json.loads(each)[0] != "bindings"}
+    assert gone == set()
+
+
+def test_who_may_configure_nothing_delays_to_every_exchange_of_the_export(
+    shop: Project, rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str
+) -> None:
+    """A fanout exchange as well, although its type cannot be asked for."""
+    shop.delay("export", "--format", "definitions", "-o", "exported")
+    by_api(rabbitmq, shop.folder / "exported")
+    limited = rabbitmq.add_user(f"limited-{vhost}", "secret", configure="", vhost=vhost)
+    settings = {"namespace": "celery_delay", "resolution": 0.125, **SMALL}
+    with delaying(limited, **settings) as connection:
+        publish(connection, "by name", "few", delay=0.2)
+        publish(connection, "topic", "a.parcel/x.b", exchange="shop", delay=0.2)
+        publish(connection, "fanout", "", exchange="news", delay=0.2)
+    with inbox(limited, "few", "parcels", "news", **settings) as letters:
+        came = {arrival.queue: arrival.body for arrival in letters.wait_for(3)}
+    assert came == {"few": "by name", "parcels": "topic", "news": "fanout"}
+    with Connection(vhost_url) as stranger:
+        topology = Topology(DelaySettings.from_mapping(SMALL))
+        wait_until(lambda: parked_count(stranger, topology) == 0)
