@@ -54,10 +54,10 @@ def as_json(about: Mapping[str, str], results: Results) -> str:
 def as_markdown(about: Mapping[str, str], results: Results) -> str:
     lines = ["# Benchmarks", "", f"`{about['command']}`", ""]
     lines += [f"- {name}: {value}" for name, value in about.items() if name != "command"]
-    lines += ["", "## Targets", "", *_markdown_table(target_rows(results)), ""]
+    lines += ["", "## Targets", "", *markdown_table(target_rows(results)), ""]
     for name, result in results.items():
         lines += [f"## {result.title}", "", result.setup, ""]
-        lines += [*_markdown_table(result.rows), ""]
+        lines += [*markdown_table(result.rows), ""]
         lines += [f"{note}\n" for note in result.notes]
         lines += [f"![{result.title}]({name}.png)", ""]
         took = f"Measured {result.date}, in {result.seconds:.0f} s"
@@ -105,7 +105,7 @@ def _table(title: str, rows: list[dict[str, Any]]) -> Table:
     return table
 
 
-def _markdown_table(rows: list[dict[str, Any]]) -> list[str]:
+def markdown_table(rows: list[dict[str, Any]]) -> list[str]:
     if not rows:
         return []
     right = [not isinstance(value, str) for value in rows[0].values()]

@@ -1,10 +1,11 @@
 """``celery -A proj delay …``"""
 
-from . import broker, export, exporter, flower, parked, plan, promote, waiting
+from . import broker, capacity, export, exporter, flower, parked, plan, promote, waiting
 from .group import delay
 
 __all__ = (
     "broker",
+    "capacity",
     "delay",
     "export",
     "exporter",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -57,6 +58,27 @@ class Plan:
     """Tasks that fall due before it can end, if it begins now: those sent last are late."""
     levels: dict[str, int] = field(repr=False)
     """Messages that would pass each level queue of RabbitMQ; empty on other brokers."""
+    made_at: datetime
+    """The moment that countdowns count from, and sending, if it begins at once."""
+
+    @property
+    def load(self) -> dict[str, Any]:
+        """The fan-out for ``delay capacity --histogram``, once it is written as JSON."""
+        ends_seconds = _seconds(self.last_due, self.made_at)
+        counts: Counter[float] = Counter()
+        for bar in self.histogram:
+            counts[_seconds(bar.start, self.made_at)] += bar.count
+        due = []
+        # The tasks of the busiest second are due together, not all over their bar.
+        peak = _seconds(self.peak_at, self.made_at)
+        for start, count in sorted(counts.items()):
+            if start <= peak < start + self.bar_seconds:
+                due.append({"from_seconds": max(peak, 0.0), "count": self.peak_count})
+                count -= self.peak_count
+            begin, end = max(start, 0.0), min(start + self.bar_seconds, ends_seconds)
+            due.append({"from_seconds": begin, "until_seconds": max(begin, end), "count": count})
+        per_second = self.accepted / self.send_seconds if self.send_seconds else 0.0
+        return {"per_second": per_second, "due": [bar for bar in due if bar["count"]]}
 
     @property
     def hops(self) -> int:
@@ -153,6 +175,7 @@ def make_plan(encoded: Any, facts: AppFacts, options: FanOutOptions) -> Plan:
         send_seconds=send_seconds,
         due_while_sending=_due_while_sending(accepted, total["first"], send_seconds, options),
         levels={name: total[f"step{i}"] for i, (name, *_) in enumerate(steps) if total[f"step{i}"]},
+        made_at=_time_of(options.now_us),
     )
 
 
@@ -203,6 +226,10 @@ def _time_of(us: int) -> datetime:
 
 def _datetime(us: int | None) -> datetime | None:
     return None if us is None else _time_of(us)
+
+
+def _seconds(at: datetime | None, since: datetime) -> float:
+    return 0.0 if at is None else (at - since).total_seconds()
 
 
 def _time(at: datetime | None) -> str:

@@ -394,6 +394,17 @@ def test_the_plans_shown_are_what_the_command_prints(shop: Path) -> None:
         assert done.stdout == said
 
 
+def test_the_capacity_shown_is_what_the_command_prints(shop: Path) -> None:
+    """The numbers of it are a simulation's with a seed."""
+    consoles = [example.text for example in EXAMPLES if example.language == "console"]
+    (text,) = [text for text in consoles if re.match(r"\$ .* delay capacity .*\n[^$]", text)]
+    line, _, said = text.partition("\n")
+    done = subprocess.run(
+        [CELERY, *shlex.split(line)[2:]], cwd=shop, capture_output=True, text=True, check=True
+    )
+    assert done.stdout == said
+
+
 @lines_of("pip ")
 def test_every_extra_exists(line: str) -> None:
     with (ROOT / "pyproject.toml").open("rb") as file:
