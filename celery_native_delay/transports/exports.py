@@ -1,4 +1,4 @@
-"""What a broker needs before the first message waits, written down for other tools to declare."""
+"""All that a broker needs before the first message waits, as text for other tools to declare."""
 
 from __future__ import annotations
 

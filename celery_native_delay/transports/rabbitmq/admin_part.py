@@ -10,7 +10,13 @@ from typing import Any
 
 from amqp.exceptions import NotFound, ResourceLocked
 
-from ...errors import LedgerUnavailable, ManagementUnavailable, NativeDelayError, UnsupportedBroker
+from ...errors import (
+    LedgerUnavailable,
+    ManagementUnavailable,
+    NativeDelayError,
+    NotDeclared,
+    UnsupportedBroker,
+)
 from ...finding import WRONG, Finding
 from ...settings import DelaySettings
 from ...urls import without_password
@@ -37,7 +43,7 @@ class RabbitMQAdminPart:
         self._queues: Sequence[Any] = ()
 
     def expect(self, queues: Sequence[Any]) -> None:
-        """See :class:`~celery_native_delay.transports.interface.ExpectsQueues`."""
+        """Take *queues* for those that the app expects to be bound."""
         self._queues = queues
 
     def declare(self, queues: Sequence[Any]) -> Told:
@@ -130,6 +136,11 @@ class RabbitMQAdminPart:
 
     def calibrate(self, say: Callable[[str], object]) -> Timings:
         """Measure level queues of its own; see :mod:`.calibration`."""
+        if not self._settings.declare:
+            raise NotDeclared(
+                "level queues are measured with some that are declared for it, and "
+                "native_delay_declare is off: set native_delay_declare = True for this command"
+            )
         with permissions_explained(self._topology):
             return calibrate(self._delays.connection.client, self._settings, say)
 

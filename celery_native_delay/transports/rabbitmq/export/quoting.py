@@ -9,7 +9,7 @@ def quoted(text: str) -> str:
 
 
 def escaped(text: str) -> str:
-    """The same without the quotes."""
+    """*text* as :func:`quoted` has it, without the quotes."""
     return "".join(map(_escaped, text))
 
 

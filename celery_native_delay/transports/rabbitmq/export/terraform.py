@@ -31,7 +31,7 @@ def terraform(plan: Blueprint, vhost: str) -> str:
     by_levels = _ByLevels(topology)
     others = [declaration for declaration in plan.delays() if not by_levels(declaration)]
     exchanges = [each for each in others if isinstance(each, Exchange)]
-    # Made last, as whoever sees them relies on the rest.
+    # Made last, as a producer that sees them relies on the rest.
     marks = (topology.ready_exchange, topology.ledger.ready_exchange)
     module = _filled(
         "delays.tf",
