@@ -1,6 +1,16 @@
 """``celery -A proj delay …``"""
 
-from . import broker, exporter, flower, parked, plan, promote, waiting
+from . import broker, exporter, flower, migrate, parked, plan, promote, waiting
 from .group import delay
 
-__all__ = ("broker", "delay", "exporter", "flower", "parked", "plan", "promote", "waiting")
+__all__ = (
+    "broker",
+    "delay",
+    "exporter",
+    "flower",
+    "migrate",
+    "parked",
+    "plan",
+    "promote",
+    "waiting",
+)

@@ -19,6 +19,7 @@ from .declaring import permissions_explained
 from .inspection import examine, verify
 from .management import ManagementAPI, management_of
 from .parking import count, peek, purge, rescue
+from .pruning import Pruning
 from .status import LedgerStatus, Status, levels, status
 
 
@@ -118,6 +119,9 @@ class RabbitMQAdminPart:
             if self._settings.ledger_url is not None:
                 return purge(self._delays)
             return self._purged(self.parking)
+
+    def pruning(self) -> Pruning:
+        return Pruning(self._delays, self._api(), self._settings)
 
     def _ledger_status(self) -> LedgerStatus:
         in_streams = self._settings.streams_ledger
