@@ -1,6 +1,17 @@
 """``celery -A proj delay …``"""
 
-from . import broker, capacity, export, exporter, flower, parked, plan, promote, waiting
+from . import (
+    broker,
+    capacity,
+    export,
+    exporter,
+    flower,
+    migrate,
+    parked,
+    plan,
+    promote,
+    waiting,
+)
 from .group import delay
 
 __all__ = (
@@ -10,6 +21,7 @@ __all__ = (
     "export",
     "exporter",
     "flower",
+    "migrate",
     "parked",
     "plan",
     "promote",

@@ -105,15 +105,22 @@ def worker_part(
 
 @contextmanager
 def _channel(ctx: click.Context) -> Iterator[tuple[Any, DelaySettings]]:
-    from kombu.exceptions import OperationalError
-
     from ..app.installation import delaying_channel
+
+    with reachable(ctx) as connection:
+        yield delaying_channel(ctx.obj.app, connection)
+
+
+@contextmanager
+def reachable(ctx: click.Context) -> Iterator[Any]:
+    """A fresh connection to the broker of the app, which must have delayed delivery."""
+    from kombu.exceptions import OperationalError
 
     installed_settings(ctx)
     with ctx.obj.app.connection_for_write() as connection:
         connection.ensure_connection(max_retries=1)
         try:
-            yield delaying_channel(ctx.obj.app, connection)
+            yield connection
         except (*connection.connection_errors, *connection.channel_errors) as exc:
             raise OperationalError(str(exc)) from exc
 

@@ -27,6 +27,7 @@ from .declaring import not_declared, permissions_explained
 from .inspection import examine, verify
 from .management import ManagementAPI, management_of
 from .parking import count, peek, purge, rescue
+from .pruning import Pruning
 from .status import LedgerStatus, Status, levels, status
 
 
@@ -150,6 +151,9 @@ class RabbitMQAdminPart:
             return self._api().cores()
         except ManagementUnavailable as exc:
             raise ManagementUnavailable(f"{exc}; or say --cores") from exc
+
+    def pruning(self) -> Pruning:
+        return Pruning(self._delays, self._api(), self._settings)
 
     def _ledger_status(self) -> LedgerStatus:
         in_streams = self._settings.streams_ledger

@@ -69,8 +69,16 @@ class ManagementAPI:
     def queues(self, prefix: str) -> list[dict[str, Any]]:
         return self._named("queues", prefix)
 
+    def queues_containing(self, text: str) -> list[dict[str, Any]]:
+        """Queues in whose name *text* stands."""
+        return self._containing("queues", text)
+
     def exchanges(self, prefix: str) -> list[dict[str, Any]]:
         return self._named("exchanges", prefix)
+
+    def exchanges_containing(self, text: str) -> list[dict[str, Any]]:
+        """Exchanges in whose name *text* stands."""
+        return self._containing("exchanges", text)
 
     def policies(self, kind: str) -> list[dict[str, Any]] | None:
         """The vhost's policies, of a key of POLICY_KINDS; None for a user who may not read them."""
@@ -92,16 +100,19 @@ class ManagementAPI:
         return sum(node.get("processors", 0) for node in self._get("nodes"))
 
     def _named(self, kind: str, prefix: str) -> list[dict[str, Any]]:
+        return [item for item in self._containing(kind, prefix) if item["name"].startswith(prefix)]
+
+    def _containing(self, kind: str, text: str) -> list[dict[str, Any]]:
         items: list[dict[str, Any]] = []
         page, pages = 1, 1
         while page <= pages:
             answer = self._get(
                 f"{kind}/{quote(self.vhost, safe='')}"
-                f"?pagination=true&page={page}&page_size={_PAGE}&name={quote(prefix, safe='')}"
+                f"?pagination=true&page={page}&page_size={_PAGE}&name={quote(text, safe='')}"
             )
             items += answer["items"]
             page, pages = page + 1, answer["page_count"]
-        return [item for item in items if item["name"].startswith(prefix)]
+        return items
 
     def _get(self, path: str) -> Any:
         if not self._checked:

@@ -18,6 +18,7 @@ from ...message import Delayed, due_of
 from ...settings import DelaySettings
 from ..aliases import OPTION, asks_for_delays, settings_from_option
 from ..interface import AdminPart, WorkerPart
+from ..moving import MovingPart
 from .body import as_it_came, keep_bytes
 from .delays import Delays
 from .mirror import is_internal
@@ -70,6 +71,11 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
         from .admin_part import RabbitMQAdminPart
 
         return RabbitMQAdminPart(self, settings)
+
+    def moving_part(self, settings: DelaySettings) -> MovingPart:
+        from .moving import RabbitMQMovingPart
+
+        return RabbitMQMovingPart(self, settings)
 
     def ledger(self, settings: DelaySettings) -> Ledger | None:
         """The ledger that the settings name, of what waits on this broker; None without one."""

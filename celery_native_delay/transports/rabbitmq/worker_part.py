@@ -118,4 +118,5 @@ class LedgerReceipts:
         return Answer.AWAY
 
     def close(self) -> None:
-        """The connection goes with the process."""
+        """Give up the connection."""
+        self._connection.close()

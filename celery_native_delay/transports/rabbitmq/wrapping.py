@@ -5,7 +5,7 @@ Pure: properties and headers in, new ones out; the caller's dicts are never chan
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...errors import CannotDelay
@@ -133,27 +133,36 @@ def _without_ours(headers: dict[str, Any], earlier: Mapping[str, Any]) -> dict[s
     if not earlier and headers.keys().isdisjoint(DEATH_HEADERS):
         return headers
     later = _other_deaths(headers)
-    kept = {key: value for key, value in headers.items() if key not in DEATH_HEADERS}
-    kept |= later | dict(earlier)
+    kept = without_deaths(headers) | dict(earlier)
     if deaths := later.get("x-death", []) + earlier.get("x-death", []):
         kept["x-death"] = deaths
     return kept
 
 
-def _other_deaths(headers: Mapping[str, Any]) -> dict[str, Any]:
+def without_deaths(
+    headers: Mapping[str, Any], ours: Callable[[str], bool] = is_delay_name
+) -> dict[str, Any]:
+    """*headers* without what RabbitMQ wrote when a queue of *ours* dead-lettered the message."""
+    kept = {key: value for key, value in headers.items() if key not in DEATH_HEADERS}
+    return kept | _other_deaths(headers, ours)
+
+
+def _other_deaths(
+    headers: Mapping[str, Any], ours: Callable[[str], bool] = is_delay_name
+) -> dict[str, Any]:
     """The death headers that other people's queues wrote."""
     deaths = headers.get("x-death")
     kept: dict[str, Any] = {}
     if isinstance(deaths, list):
-        theirs = [death for death in deaths if not _is_ours(death)]
+        theirs = [
+            death
+            for death in deaths
+            if not (isinstance(death, dict) and ours(str(death.get("queue", ""))))
+        ]
         if theirs:
             kept["x-death"] = theirs
     for order in ("first", "last"):
-        if not is_delay_name(str(headers.get(f"x-{order}-death-queue", ""))):
+        if not ours(str(headers.get(f"x-{order}-death-queue", ""))):
             names = [f"x-{order}-death-{part}" for part in ("exchange", "queue", "reason")]
             kept |= {name: headers[name] for name in names if name in headers}
     return kept
-
-
-def _is_ours(death: Any) -> bool:
-    return isinstance(death, dict) and is_delay_name(str(death.get("queue", "")))

@@ -54,6 +54,11 @@ class Keys(IndexKeys):
         """Sorted set: member → when its destination refused it, in microseconds."""
         return f"{self.space}.parked"
 
+    @property
+    def moving(self) -> str:
+        """String: the member that is being moved to another broker."""
+        return f"{self.space}.moving"
+
     def taken(self, outbox: str) -> str:
         """Set: the numbers of what an outbox has sent and the server has taken."""
         return f"{self.space}.taken.{outbox}"

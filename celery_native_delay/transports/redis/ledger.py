@@ -67,9 +67,10 @@ class RedisLedger(IndexedLedger):
 
     def _decode(self, member: str, entry: bytes, due_us: int) -> Waiting | None:
         destination, envelope = opened_entry(entry)
-        return waiting_of(envelope, queue=self._queue(destination), due_us=due_us)
+        return waiting_of(envelope, queue=self.queue_of(destination), due_us=due_us)
 
-    def _queue(self, destination: Destination) -> str:
+    def queue_of(self, destination: Destination) -> str:
+        """The name of the queue that *destination* is a list of, "" for a broadcast."""
         if destination.broadcast:
             return ""
         key = destination.keys[0].removeprefix(self._prefix)

@@ -16,6 +16,7 @@ from ...errors import SettingsError, UnsupportedBroker
 from ...ledger.model import Ledger
 from ...settings import DelaySettings
 from ..interface import AdminPart, WorkerPart
+from ..moving import MovingPart
 from ..virtual.channel import DelayingChannel, DelayingTransport
 from .delays import Delays
 from .entry import Destination
@@ -38,6 +39,11 @@ class RedisDelayingChannel(DelayingChannel):
         from .admin_part import RedisAdminPart
 
         return RedisAdminPart(self)
+
+    def moving_part(self, settings: DelaySettings) -> MovingPart:
+        from .moving import RedisMovingPart
+
+        return RedisMovingPart(self, settings)
 
     def ledger(self, settings: DelaySettings) -> Ledger:
         from .ledger import RedisLedger

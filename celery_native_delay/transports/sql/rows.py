@@ -7,12 +7,15 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
-from sqlalchemy import Connection, delete, func, or_, select, update
+from sqlalchemy import Connection, and_, delete, func, or_, select, update
 
 from .schema import MESSAGES
 
 #: Rows that a search reads at a time.
 _CHUNK = 1000
+
+#: The reason of a message that is being moved to another broker.
+_MOVING = "being moved"
 
 _ROW = MESSAGES.c
 
@@ -87,6 +90,28 @@ class Rows:
             statement = statement.with_for_update()
         return [Row(*row) for row in self._connection.execute(statement).all()]
 
+    def after(self, due_us: int, row_id: int) -> list[tuple[Row, bool]]:
+        """The next of what waits, behind a due time and an id; and whether it was being moved."""
+        behind = or_(_ROW.due_us > due_us, and_(_ROW.due_us == due_us, _ROW.id > row_id))
+        statement = (
+            select(_ROW.id, _ROW.queue, _ROW.envelope, _ROW.due_us, _ROW.reason)
+            .where(self._mine, _ROW.due_us.is_not(None), behind)
+            .order_by(_ROW.due_us, _ROW.id)
+            .limit(_CHUNK)
+        )
+        found = self._connection.execute(statement).all()
+        return [(Row(*values), reason == _MOVING) for *values, reason in found]
+
+    def mark_moving(self, row: Row) -> bool:
+        """Note that *row* is being moved to another broker; False if it is not as it was."""
+        marked = update(MESSAGES).where(*_as_it_was(row)).values(reason=_MOVING)
+        return bool(self._connection.execute(marked).rowcount)
+
+    def remove_as_it_was(self, row: Row) -> bool:
+        """Remove *row*; False if it is not there any more as it was."""
+        removed = delete(MESSAGES).where(*_as_it_was(row))
+        return bool(self._connection.execute(removed).rowcount)
+
     def replace(self, row: Row, envelope: str, due_us: int) -> None:
         self._connection.execute(
             update(MESSAGES)
@@ -96,6 +121,10 @@ class Rows:
 
     def remove(self, row: Row) -> None:
         self._connection.execute(delete(MESSAGES).where(_ROW.id == row.id))
+
+
+def _as_it_was(row: Row) -> list[Any]:
+    return [_ROW.id == row.id, _ROW.due_us == row.due_us, _ROW.envelope == row.envelope]
 
 
 def _between(from_us: int | None, until_us: int | None) -> list[Any]:

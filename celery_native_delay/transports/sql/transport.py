@@ -22,6 +22,7 @@ from ...settings import DelaySettings, is_store_url
 from ...urls import without_password
 from ..aliases import OPTION, originals
 from ..interface import AdminPart, WorkerPart
+from ..moving import MovingPart
 from ..virtual.channel import DelayingChannel, DelayingTransport, Message
 from .whole_files import is_folder, put_file
 
@@ -60,6 +61,12 @@ class StoreDelayingChannel(DelayingChannel):
         from .admin_part import StoreAdminPart
 
         return StoreAdminPart(self)
+
+    def moving_part(self, settings: DelaySettings) -> MovingPart:
+        _require_sqlalchemy()
+        from .moving import StoreMovingPart
+
+        return StoreMovingPart(self, settings)
 
     def ledger(self, settings: DelaySettings) -> Ledger:
         _require_sqlalchemy()

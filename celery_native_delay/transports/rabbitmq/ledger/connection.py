@@ -152,6 +152,13 @@ class LedgerConnection:
 
     # --- the connection ------------------------------------------------------------------
 
+    def close(self) -> None:
+        """Give the connection up; the next use makes another."""
+        with self._lock:
+            connection, self._connection = self._connection, None
+            if connection is not None:
+                connection.disconnect()
+
     def _is_usable(self) -> bool:
         if self._connection is not None:
             return True

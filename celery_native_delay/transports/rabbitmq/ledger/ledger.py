@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from enum import Enum
 from secrets import token_hex
 from time import time_ns
 from typing import Any
@@ -35,6 +36,15 @@ from .scripts import MARK_GRACE_MS, REPLACE, STALE_AFTER_US, SWEEP, LedgerKeys
 _TIMEOUT_SECONDS = 5.0
 
 _SWEPT_AT_ONCE = 1000
+
+
+class Standing(Enum):
+    """The ledger's word on a message that waits, which it goes on waiting for."""
+
+    KNOWN = "known"
+    VOID = "void"
+    """Its task was cancelled or moved."""
+    UNKNOWN = "unknown"
 
 
 class RabbitMQLedger(IndexedLedger):
@@ -63,6 +73,17 @@ class RabbitMQLedger(IndexedLedger):
     def sweep(self) -> int:
         """Remove entries whose messages are lost, being overdue for so long; their number."""
         return self._throw_away("-inf", time_ns() // 1000 - STALE_AFTER_US)
+
+    def standing(self, member: str) -> Standing:
+        """The standing of the message of *member*; nothing is changed by asking."""
+        with self._explained(), self._client.pipeline(transaction=False) as pipeline:
+            pipeline.get(self._keys.marks + member.rpartition(":")[2])
+            pipeline.hexists(self._keys.messages, member)
+            mark, is_listed = pipeline.execute()
+        if mark == b"":
+            return Standing.VOID
+        # One with a mark is about to take the place of another.
+        return Standing.KNOWN if mark or is_listed else Standing.UNKNOWN
 
     def findings(self) -> list[Finding]:
         """Faults of the Redis that keeps it."""

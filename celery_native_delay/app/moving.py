@@ -1,0 +1,231 @@
+"""Moving what waits from one place to another, one message at a time.
+
+Rule: a message leaves its place only after the other place has it. A process that dies in between
+leaves that one message in both, never in neither; the next run knows it where the place tells.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from time import monotonic, sleep
+from typing import Any
+
+from kombu import Connection
+from kombu.exceptions import OperationalError
+
+from ..errors import NativeDelayError, UnsupportedBroker
+from ..settings import DelaySettings, is_store_url
+from ..transports.aliases import OPTION, check_url, option_of
+from ..transports.moving import Moving, MovingPart, Reach, Source, Stays, Void
+from ..urls import without_password
+from .installation import delaying_channel
+
+#: Schemes of stores that are named without the broker beside them.
+_DATABASES = ("sqlite", "postgresql", "mysql", "mariadb", "oracle", "mssql")
+
+#: Ids that are told, and different reasons; more of them are counted only.
+_TOLD = 100
+_REASONS = 20
+
+# ---- the loop ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Tally:
+    """The numbers of one source: *count* before, then what became of each message.
+
+    *stays* are to stay, *refused* could not be moved, by reason; *void* were thrown away, being
+    cancelled or moved before. *computed* had no ETA: their due time was computed, and may be late
+    by *late_seconds*. Those *doubtful*, by id, may run twice.
+    """
+
+    source: str
+    count: int
+    moved: int = 0
+    stays: int = 0
+    void: int = 0
+    refused: Counter[str] = field(default_factory=Counter)
+    computed: int = 0
+    late_seconds: float = 0.0
+    doubtful_count: int = 0
+    doubtful: list[str] = field(default_factory=list)
+
+    def as_json(self) -> dict[str, Any]:
+        """The numbers for ``--json``."""
+        return asdict(self) | {"refused": dict(self.refused)}
+
+    def refuse(self, why: str) -> None:
+        """One more could not be moved."""
+        self.refused[why if why in self.refused or len(self.refused) < _REASONS else "…"] += 1
+
+    def doubt(self, task_id: str | None) -> None:
+        """One more may run twice."""
+        self.doubtful_count += 1
+        if len(self.doubtful) < _TOLD:
+            self.doubtful.append(str(task_id))
+
+
+class Pace:
+    """Waits so that there are *rate* in a second at most; None: as many as there are."""
+
+    def __init__(
+        self,
+        rate: float | None,
+        *,
+        clock: Callable[[], float] = monotonic,
+        wait: Callable[[float], object] = sleep,
+    ) -> None:
+        self._interval_seconds = 0.0 if rate is None else 1 / rate
+        self._clock = clock
+        self._wait = wait
+        self._next_at = clock()
+
+    def keep(self) -> None:
+        """Return when the next one may follow; what was not used is not made up for."""
+        now = self._clock()
+        self._next_at = max(self._next_at, now - self._interval_seconds) + self._interval_seconds
+        if self._next_at > now:
+            self._wait(self._next_at - now)
+
+
+def move(
+    source: Source,
+    into: MovingPart,
+    tally: Tally,
+    *,
+    pace: Pace,
+    stopped: Callable[[], object],
+    on_each: Callable[[], object],
+    on_doubt: Callable[[str | None], object],
+) -> None:
+    """Move what waits in *source*, until it is through or *stopped*.
+
+    *on_doubt* is told at once, by its task's id, of each message that may run twice.
+    """
+    with closing(source):
+        for found in source.found():
+            match found:
+                case Stays(why, should):
+                    if should:
+                        tally.refuse(why)
+                    else:
+                        tally.stays += 1
+                case Void():
+                    source.done()
+                    tally.void += 1
+                case Moving():
+                    _move_one(source, into, found, tally, on_doubt)
+                    pace.keep()
+            on_each()
+            if stopped():
+                return
+
+
+def _move_one(
+    source: Source,
+    into: MovingPart,
+    moving: Moving,
+    tally: Tally,
+    on_doubt: Callable[[str | None], object],
+) -> None:
+    try:
+        is_once = into.take_in(moving)
+    except NativeDelayError as exc:
+        tally.refuse(str(exc))
+        return
+    if not is_once:
+        # Before it is gone: killed in between, the next run tells it.
+        on_doubt(moving.task_id)
+    is_gone = source.done()
+    if is_once and not is_gone:
+        on_doubt(moving.task_id)
+    tally.moved += 1
+    if not (is_once and is_gone):
+        tally.doubt(moving.task_id)
+    if moving.late_seconds is not None:
+        tally.computed += 1
+        tally.late_seconds = max(tally.late_seconds, moving.late_seconds)
+
+
+# ---- places ------------------------------------------------------------------------------------
+
+
+def reaches_of(app: Any) -> list[Reach]:
+    """The bindings of the app's queues."""
+    return [
+        Reach(each.exchange.name, each.exchange.type, each.routing_key or "", queue.name)
+        for queue in app.amqp.queues.values()
+        for each in (queue.bindings or (queue,))
+        if each.exchange is not None
+    ]
+
+
+@contextmanager
+def moving(
+    app: Any, connection: Any, names: Sequence[str], *, ledger: str | None
+) -> Iterator[tuple[MovingPart, list[Source]]]:
+    """The part to move into, on *connection*, and the places that *names* stand for.
+
+    Args:
+        ledger: what is kept of the messages of another broker; None for the app's own.
+
+    Raises:
+        UnsupportedBroker: nothing can be moved into this broker, or there is no such place.
+    """
+    channel, settings = delaying_channel(app, connection)
+    part = _part_of(channel, settings, connection.as_uri())
+    reaches = reaches_of(app)
+    theirs = replace(settings, store=None, ledger=ledger or settings.ledger)
+    with ExitStack() as stack:
+        sources = []
+        for name in dict.fromkeys(names):
+            if "://" in name:
+                other = stack.enter_context(_other_part(name, theirs, connection))
+                sources += other.sources(None, reaches)
+            else:
+                sources += part.sources(name, reaches)
+        stack.callback(_close_all, sources)
+        yield part, sources
+
+
+def _close_all(sources: Sequence[Source]) -> None:
+    for source in sources:
+        source.close()
+
+
+@contextmanager
+def _other_part(url: str, settings: DelaySettings, own: Any) -> Iterator[MovingPart]:
+    """The part on another broker, or of a store that is named alone."""
+    if url.partition("://")[0].partition("+")[0] in _DATABASES and is_store_url(url):
+        url = f"sqla+{url}"
+    check_url(url)
+    shown = without_password(url)
+    with Connection(url, transport_options={OPTION: option_of(settings)}) as connection:
+        if (connection.hostname, connection.port) != (own.hostname, own.port):
+            settings = replace(settings, management_url=None)
+        if connection.as_uri() == own.as_uri():
+            raise UnsupportedBroker(
+                f"{shown} is the app's own broker: name celery, sets or a queue"
+            )
+        try:
+            connection.ensure_connection(max_retries=1)
+        except OperationalError as exc:
+            raise UnsupportedBroker(f"{shown} cannot be used: {exc}") from exc
+        try:
+            yield _part_of(connection.default_channel, settings, shown)
+        except (*connection.connection_errors, *connection.channel_errors) as exc:
+            raise NativeDelayError(
+                f"{shown}, or the app's own broker, was lost: {exc}; run this again for the rest"
+            ) from exc
+
+
+def _part_of(channel: Any, settings: DelaySettings, shown: str) -> MovingPart:
+    if not hasattr(channel, "moving_part"):
+        raise UnsupportedBroker(
+            f"what waits can be moved to and from RabbitMQ, Redis and stores, not {shown}"
+        )
+    part: MovingPart = channel.moving_part(settings)
+    return part

@@ -1,0 +1,261 @@
+"""``delay migrate | prune``: move what waits elsewhere, and delete what is left of it."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import click
+
+from .group import (
+    as_json_option,
+    broker,
+    command,
+    confirm,
+    installed_settings,
+    print_json,
+    printable,
+    reachable,
+    table,
+    yes_option,
+)
+
+if TYPE_CHECKING:
+    from ..app.moving import Tally
+    from ..transports.moving import MovingPart, Remnant
+
+
+@command(name="migrate")
+@click.option(
+    "--from",
+    "names",
+    multiple=True,
+    required=True,
+    metavar="celery|sets|queue:NAME|URL",
+    help="celery, celery:PREFIX: Celery's own levels. sets, sets:NAMESPACE: levels of earlier "
+    "settings. queue:NAME: tasks with an ETA in a queue without workers. A URL: another broker, or "
+    "a store. May be given several times.",
+)
+@click.option(
+    "--rate", type=click.FloatRange(min=0, min_open=True), help="Move so many in a second at most."
+)
+@click.option(
+    "--ledger",
+    metavar="URL|stream",
+    help="The ledger of another broker, where it is not native_delay_ledger.",
+)
+@click.option("--dry-run", is_flag=True, help="Only count, source by source; nothing is touched.")
+@yes_option
+@as_json_option
+def migrate(
+    ctx: click.Context,
+    names: tuple[str, ...],
+    rate: float | None,
+    ledger: str | None,
+    dry_run: bool,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Move what waits elsewhere into this app's broker, to be due when it was.
+
+    One message at a time: it leaves its place once the broker has confirmed it. Ctrl-C ends it
+    after the present one; run it again for the rest. A process that is killed loses nothing; the
+    one message that it was at may run twice, and the next run names it where it can be known.
+
+    Exit 1 if anything had to be left that should have been moved.
+    """
+    from ..app.moving import Pace, Tally, move, moving
+
+    installed_settings(ctx)
+    with ExitStack() as stack:
+        connection = stack.enter_context(reachable(ctx))
+        opened = moving(ctx.obj.app, connection, names, ledger=ledger)
+        part, sources = stack.enter_context(opened)
+        tallies = [Tally(source.name, source.count()) for source in sources]
+        total = sum(tally.count for tally in tallies)
+        if dry_run:
+            _show(part.name, tallies, as_json, dry_run=True)
+            return
+        if total and not force:
+            _ask(part, tallies)
+        part.prepare(list(ctx.obj.app.amqp.queues.values()))
+        pace = Pace(rate)
+        with _stopped() as stopped, _progress(total, hidden=as_json) as on_each:
+            for source, tally in zip(sources, tallies, strict=True):
+                if not stopped:
+                    move(
+                        source,
+                        part,
+                        tally,
+                        pace=pace,
+                        stopped=stopped.__len__,
+                        on_each=on_each,
+                        on_doubt=_tell_doubt,
+                    )
+        _show(part.name, tallies, as_json, interrupted=bool(stopped))
+        ctx.exit(1 if stopped or any(tally.refused for tally in tallies) else 0)
+
+
+@command(name="prune")
+@click.option(
+    "--namespace",
+    "namespaces",
+    multiple=True,
+    help="Look for sets of this namespace, too, in which no app lives any more.",
+)
+@click.option("--dry-run", is_flag=True, help="Only show what is there.")
+@yes_option
+@as_json_option
+def prune(
+    ctx: click.Context, namespaces: tuple[str, ...], dry_run: bool, force: bool, as_json: bool
+) -> None:
+    """Delete levels of earlier settings, and what Celery's own delayed delivery left.
+
+    Of the latter also the bindings that it added to your topic exchanges. It shows all of it
+    first, and deletes what is empty: what waits is for `delay migrate`, or matures. No producer
+    may use Celery's own way on this virtual host any more.
+    """
+    from ..app.moving import reaches_of
+    from ..transports.moving import Prunes
+
+    with broker(ctx) as part:
+        if not isinstance(part, Prunes):
+            raise click.UsageError(
+                f"{part.name} is all there is: nothing is left of other settings"
+            )
+        pruning = part.pruning()
+        found = pruning.remnants(namespaces, reaches_of(ctx.obj.app))
+        empty = [remnant for remnant in found if not remnant.waiting]
+        if not as_json:
+            _show_remnants(found)
+        if dry_run or not empty:
+            left, done = found, []
+        else:
+            if not force:
+                confirm(f"Delete {', '.join(remnant.name for remnant in empty)}?")
+            left = pruning.prune(empty)
+            filled = {remnant.name for remnant in left}
+            done = [remnant for remnant in empty if remnant.name not in filled]
+    if as_json:
+        print_json(
+            {
+                "found": [asdict(remnant) for remnant in found],
+                "deleted": [remnant.name for remnant in done],
+            }
+        )
+    elif found and not dry_run:
+        for remnant in left if empty else []:
+            click.echo(f"{remnant.name} is left: {remnant.waiting} message(s) came meanwhile")
+        click.echo(f"{len(done)} of {len(found)} deleted")
+
+
+# ---- private ---------------------------------------------------------------------------------
+
+
+@contextmanager
+def _stopped() -> Iterator[list[int]]:
+    """A list that Ctrl-C and SIGTERM fill; the second one ends it at once."""
+    received: list[int] = []
+
+    def receive(number: int, _: object) -> None:
+        if received:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, receive) for number in numbers]
+    try:
+        yield received
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _progress(total: int, *, hidden: bool) -> Iterator[Callable[[], object]]:
+    """A call for after each message: it moves a bar on standard error, for a person who looks."""
+    if hidden or not sys.stderr.isatty():
+        yield lambda: None
+        return
+    with click.progressbar(length=total, label="moving", show_pos=True, file=sys.stderr) as bar:
+        yield lambda: bar.update(1)
+
+
+def _tell_doubt(task_id: str | None) -> None:
+    click.echo(printable(f"may run twice, after a run that was interrupted: {task_id}"), err=True)
+
+
+def _ask(part: MovingPart, tallies: Sequence[Tally]) -> None:
+    for line in _counts(tallies):
+        click.echo(line, err=True)
+    confirm(f"Move them into {part.name}?")
+
+
+def _counts(tallies: Sequence[Tally]) -> list[str]:
+    return table(("from", "messages"), [(each.source, each.count) for each in tallies]).splitlines()
+
+
+def _show(
+    into: str,
+    tallies: Sequence[Tally],
+    as_json: bool,
+    *,
+    dry_run: bool = False,
+    interrupted: bool = False,
+) -> None:
+    moved = sum(tally.moved for tally in tallies)
+    if as_json:
+        told = [tally.as_json() for tally in tallies]
+        print_json(
+            {
+                "into": into,
+                "dry_run": dry_run,
+                "moved": moved,
+                "interrupted": interrupted,
+                "sources": told,
+            }
+        )
+        return
+    if dry_run:
+        total = sum(tally.count for tally in tallies)
+        click.echo("\n".join([*_counts(tallies), f"would go through {total:,} message(s)"]))
+        return
+    rows = [
+        (each.source, each.moved, each.stays, each.void, each.refused.total()) for each in tallies
+    ]
+    click.echo(table(("from", "moved", "stay", "void", "refused"), rows))
+    for tally in tallies:
+        for line in _remarks(tally):
+            click.echo(line)
+    again = "; interrupted: run it again for the rest" if interrupted else ""
+    click.echo(f"{moved:,} message(s) moved into {into}{again}")
+
+
+def _remarks(tally: Tally) -> Iterator[str]:
+    from ..durations import duration
+
+    for why, number in tally.refused.items():
+        yield printable(f"{tally.source}: {number} refused: {why}")
+    if tally.computed:
+        late = duration(tally.late_seconds)
+        yield (
+            f"{tally.source}: {tally.computed} had no ETA and are due by their level, never early, "
+            f"and late by {late} at most"
+        )
+    if tally.doubtful_count:
+        yield f"{tally.source}: {tally.doubtful_count} may run twice, as told above"
+
+
+def _show_remnants(found: Sequence[Remnant]) -> None:
+    if not found:
+        click.echo("nothing is left of other settings, or of Celery's own delayed delivery")
+        return
+    rows = [(each.name, each.waiting, each.queues, each.exchanges) for each in found]
+    click.echo(table(("what is left", "waiting", "queues", "exchanges"), rows))
+    for remnant in found:
+        for binding in remnant.bindings:
+            click.echo(printable(f"{remnant.name}: binding of {binding}"))

@@ -1,0 +1,198 @@
+"""Moving what waits on RabbitMQ: out of Celery's own levels, earlier sets and queues; into ours."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from time import time_ns
+from typing import Any
+
+import amqp
+from amqp.exceptions import MessageNacked, NotFound
+
+from ...errors import CannotDelay, LedgerUnavailable, ManagementUnavailable, UnsupportedBroker
+from ...settings import DelaySettings
+from ..moving import Found, Moving, Reach, Source
+from .declaring import permissions_explained
+from .delays import Delays
+from .elsewhere import (
+    NSERVICEBUS,
+    CelerysLevels,
+    Way,
+    celerys_levels,
+    read_celerys,
+    read_queued,
+    sets_of,
+    way_of_binding,
+    ways_of,
+)
+from .ledger.entry import Entry, member_of
+from .management import ManagementAPI, management_of
+from .sources import ForeignSource, IdleQueueSource, QueueSource, SetSource
+from .topology import Topology
+
+
+class RabbitMQMovingPart:
+    """RabbitMQ's :class:`~celery_native_delay.transports.moving.MovingPart`, on one channel."""
+
+    def __init__(self, channel: Any, settings: DelaySettings) -> None:
+        self._channel = channel
+        self._delays: Delays = channel.delays
+        self._settings = settings
+        self._topology = self._delays.topology
+        self.name: str = self._topology.name
+
+    # --- into our levels -----------------------------------------------------------------
+
+    def prepare(self, queues: Sequence[Any]) -> None:
+        """Make sure of the levels, and bind *queues* to them."""
+        with permissions_explained(self._topology):
+            for queue in queues:
+                queue(self._channel).declare()
+            self._delays.prepare(consuming=True)
+            if self._settings.streams_ledger:
+                self._delays.preparation.prepare_ledger()
+
+    def take_in(self, moving: Moving) -> bool:
+        """Put a message into the levels, confirmed; then tell the ledger, as a sign that it is."""
+        member = member_of(moving.headers, moving.delayed.delivery_id)
+        if moving.again and not moving.known and self._is_in_ledger(moving, member):
+            return True
+        message = amqp.Message(moving.body, **moving.properties)
+        try:
+            self._delays.put_back(message, moving.delayed, recorded=False)
+        except NotFound as exc:
+            raise CannotDelay(f"there is no exchange {moving.delayed.exchange!r}") from exc
+        except MessageNacked as exc:
+            raise CannotDelay(str(exc)) from exc
+        self._record(moving, member)
+        return not moving.again
+
+    def _record(self, moving: Moving, member: str | None) -> None:
+        recorder, delayed = self._delays.recorder, moving.delayed
+        is_over = delayed.cancelled or delayed.due_us <= time_ns() // 1000
+        if recorder is None or member is None or moving.known or is_over:
+            return
+        where = delayed.exchange, delayed.routing_key, delayed.queue
+        entry = Entry(moving.properties, moving.body, *where, delayed.expires_ms)
+        recorder.note(member, delayed.due_us, entry)
+
+    def _is_in_ledger(self, moving: Moving, member: str | None) -> bool:
+        ledger = None if member is None else self._channel.ledger(self._settings)
+        if ledger is None:
+            return False
+        try:
+            found = ledger.get(moving.headers["id"])
+            return any(task.delivery_id == moving.delayed.delivery_id for task in found)
+        except LedgerUnavailable:
+            return False
+        finally:
+            ledger.close()
+
+    # --- out of anything -----------------------------------------------------------------
+
+    def sources(self, what: str | None, reaches: Sequence[Reach]) -> list[Source]:
+        kind, _, name = (what or "").partition(":")
+        match kind:
+            case "":
+                return [*self._celerys("", reaches), *self._sets("", here=False)]
+            case "celery":
+                return self._celerys(name, reaches)
+            case "sets":
+                return self._sets(name, here=True)
+            case "queue" if name:
+                return [self._queue(name)]
+        raise UnsupportedBroker(
+            f"expected celery, celery:PREFIX, sets, sets:NAMESPACE, queue:NAME or the URL of "
+            f"another broker, got {what!r}"
+        )
+
+    def _celerys(self, prefix: str, reaches: Sequence[Reach]) -> list[Source]:
+        own = ways_of(reaches)
+        found = [CelerysLevels(prefix)]
+        if not prefix and (names := self._names("celery_delayed_")) is not None:
+            found = celerys_levels(names)
+        return [self._celerys_source(levels, own) for levels in found]
+
+    def _celerys_source(self, levels: CelerysLevels, own: Sequence[Way]) -> Source:
+        numbers = {levels.level(number): number for number in range(len(levels.queues))}
+        ways = [own, self._ways_behind(levels)]
+
+        def read(message: amqp.Message, queue: str) -> Found:
+            return read_celerys(
+                message.body,
+                message.properties,
+                message.delivery_info,
+                level=numbers[queue],
+                now_us=time_ns() // 1000,
+                ways=ways,
+            )
+
+        return QueueSource(self._delays, levels.name, levels.queues, read)
+
+    def _ways_behind(self, levels: CelerysLevels) -> list[Way]:
+        try:
+            bound = self._api.bindings_from(levels.delivery_exchange)
+        except ManagementUnavailable:
+            return []
+        return [
+            way_of_binding(each["destination"], each["routing_key"])
+            for each in bound
+            if each["destination_type"] == "exchange"
+        ]
+
+    def _sets(self, name: str, *, here: bool) -> list[Source]:
+        """Sets of a namespace, "" for this app's, or one that is named whole.
+
+        Those that are *here* are moved into this part's own, which is none of them then.
+        """
+        wanted = name or self._settings.namespace
+        names = self._names("level-")
+        if names is None:
+            # What is named whole need not be looked for.
+            names = [wanted] if here or name else [self.name]
+            if not sets_of(names, self._settings):
+                raise self._not_listed(wanted)
+        found = [
+            topology
+            for topology in map(Topology, sets_of(names, self._settings))
+            if wanted in (topology.name, topology.settings.namespace)
+            and not (here and topology.name == self.name)
+        ]
+        nservicebus = [] if name else sorted(filter(NSERVICEBUS.fullmatch, names))
+        return [
+            *(SetSource(self._delays, topology, self._settings, here=here) for topology in found),
+            *([ForeignSource(self._delays, nservicebus)] if nservicebus else []),
+        ]
+
+    def _not_listed(self, beginning: str) -> ManagementUnavailable:
+        try:
+            self._api.queues(beginning)
+        except ManagementUnavailable as exc:
+            return ManagementUnavailable(
+                f"earlier sets cannot be looked for: {exc}; or name one whole, such as "
+                f"--from sets:{self.name}"
+            )
+        raise AssertionError("it answers now")
+
+    def _queue(self, name: str) -> Source:
+        def read(message: amqp.Message, queue: str) -> Found:
+            return read_queued(
+                message.body,
+                message.properties,
+                message.delivery_info,
+                queue=queue,
+                now_us=time_ns() // 1000,
+            )
+
+        return IdleQueueSource(self._delays, f"queue:{name}", [name], read)
+
+    def _names(self, containing: str) -> list[str] | None:
+        """Names of queues; None where the broker does not tell."""
+        try:
+            return [queue["name"] for queue in self._api.queues_containing(containing)]
+        except ManagementUnavailable:
+            return None
+
+    @property
+    def _api(self) -> ManagementAPI:
+        return management_of(self._delays.connection.client, self._settings)

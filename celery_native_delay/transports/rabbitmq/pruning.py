@@ -1,0 +1,183 @@
+"""Deleting what nothing waits in any more: earlier sets of ours, and what Celery's own way left.
+
+Each has an entrance, which is closed first; what is inside by then is waited for, and only what is
+found empty afterwards is deleted. A producer that still uses a set of ours declares it anew.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from time import sleep
+
+from amqp.exceptions import NotFound
+
+from ...settings import DelaySettings
+from ..moving import Reach, Remnant
+from .declaring import permissions_explained
+from .delays import Delays
+from .elsewhere import CelerysLevels, celerys_levels, foreign_bindings, sets_of
+from .inspection import COUNTED_ANEW_SECONDS
+from .management import ManagementAPI
+from .topology import Topology
+
+
+@dataclass(frozen=True)
+class _Place:
+    """The parts of one remnant; *bindings* are (exchange, queue, routing key)."""
+
+    name: str
+    queues: tuple[str, ...]
+    entrances: tuple[str, ...]
+    exchanges: tuple[str, ...]
+    bindings: tuple[tuple[str, str, str], ...] = ()
+
+
+class Pruning:
+    """Deletion of remnants on one virtual host, by its management API."""
+
+    def __init__(self, delays: Delays, api: ManagementAPI, settings: DelaySettings) -> None:
+        self._delays = delays
+        self._api = api
+        self._settings = settings
+        self._places: dict[str, _Place] = {}
+
+    def remnants(self, namespaces: Sequence[str], reaches: Sequence[Reach]) -> list[Remnant]:
+        """Remnants besides the levels of now; of *namespaces*, and of Celery itself.
+
+        Raises:
+            ManagementUnavailable: it does not answer.
+        """
+        self._places = {
+            place.name: place for place in [*self._sets(namespaces), *self._celerys(reaches)]
+        }
+        return [
+            Remnant(
+                place.name,
+                sum(map(self._depth, place.queues)),
+                len(place.queues),
+                len(place.exchanges) + len(place.entrances),
+                tuple(f"{queue} from {source}: {key}" for source, queue, key in place.bindings),
+            )
+            for place in self._places.values()
+        ]
+
+    def prune(self, chosen: Sequence[Remnant]) -> list[Remnant]:
+        """Delete those of *chosen* that are empty, and stay so; the others, as they are now."""
+        places = [self._places[remnant.name] for remnant in chosen if not remnant.waiting]
+        with permissions_explained(self._delays.topology):
+            for place in places:
+                self._delete_exchanges(place.entrances)
+            if any(place.queues for place in places):
+                sleep(COUNTED_ANEW_SECONDS)
+            holds = self._holds(places)
+            for place in places:
+                if not holds[place.name]:
+                    self._delete(place)
+        return [
+            Remnant(place.name, holds[place.name], len(place.queues), len(place.exchanges), ())
+            for place in places
+            if holds[place.name]
+        ]
+
+    # --- what there is -------------------------------------------------------------------
+
+    def _sets(self, namespaces: Sequence[str]) -> Iterator[_Place]:
+        for namespace in (self._settings.namespace, *namespaces):
+            queues = self._named("queues", f"{namespace}.")
+            exchanges = self._named("exchanges", f"{namespace}.")
+            for settings in sets_of([*queues, *exchanges], self._settings):
+                topology = Topology(settings)
+                if settings.namespace == namespace and topology.name != self._delays.topology.name:
+                    yield _place_of_set(topology, queues, exchanges)
+
+    def _celerys(self, reaches: Sequence[Reach]) -> Iterator[_Place]:
+        names = [queue["name"] for queue in self._api.queues_containing("celery_delayed_")]
+        exchanges = [
+            exchange["name"] for exchange in self._api.exchanges_containing("celery_delayed_")
+        ]
+        found = celerys_levels([*names, *exchanges])
+        foreign = set(self._foreign(found, exchanges, reaches))
+        for levels in found or ([CelerysLevels()] if foreign else []):
+            own = {*levels.queues, levels.delivery_exchange}
+            entrance = levels.level(len(levels.queues) - 1)
+            yield _Place(
+                levels.name,
+                tuple(name for name in levels.queues if name in names),
+                tuple({entrance} & set(exchanges)),
+                tuple(sorted((own & set(exchanges)) - {entrance})),
+                tuple(sorted(foreign)),
+            )
+            foreign = set()  # of several prefixes, it is not known whose they are
+
+    def _foreign(
+        self, found: Sequence[CelerysLevels], exchanges: Sequence[str], reaches: Sequence[Reach]
+    ) -> Iterator[tuple[str, str, str]]:
+        behind = {each.exchange for each in reaches if each.exchange and each.kind == "topic"}
+        for levels in found:
+            if levels.delivery_exchange in exchanges:
+                bound = self._api.bindings_from(levels.delivery_exchange)
+                behind |= {b["destination"] for b in bound if b["destination_type"] == "exchange"}
+        there = {each["name"] for each in self._api.exchanges_containing("")} & behind
+        bound = [each for exchange in sorted(there) for each in self._api.bindings_from(exchange)]
+        queues = [
+            (each["source"], each["destination"], each["routing_key"])
+            for each in bound
+            if each["destination_type"] == "queue"
+        ]
+        yield from foreign_bindings(queues, reaches)
+
+    def _named(self, kind: str, prefix: str) -> list[str]:
+        found = self._api.queues(prefix) if kind == "queues" else self._api.exchanges(prefix)
+        return [each["name"] for each in found]
+
+    def _holds(self, places: Iterable[_Place]) -> dict[str, int]:
+        """Messages in each place, those included that were on their way out of one just now."""
+        counted = {
+            queue["name"]: queue.get("messages", 0) + queue.get("messages_dlx", 0)
+            for queue in self._api.queues_containing("")
+        }
+        return {
+            place.name: sum(max(self._depth(name), counted.get(name, 0)) for name in place.queues)
+            for place in places
+        }
+
+    def _depth(self, queue: str) -> int:
+        try:
+            found = self._delays.declarer.channel.queue_declare(queue, passive=True)
+            return int(found.message_count)
+        except NotFound:
+            return 0
+
+    # --- deleting ------------------------------------------------------------------------
+
+    def _delete(self, place: _Place) -> None:
+        for source, queue, key in place.bindings:
+            try:
+                self._delays.declarer.channel.queue_unbind(queue, source, key)
+            except NotFound:
+                continue
+        for name in place.queues:
+            self._delays.declarer.channel.queue_delete(name)
+        self._delete_exchanges(place.exchanges)
+
+    def _delete_exchanges(self, names: Iterable[str]) -> None:
+        for name in names:
+            try:
+                self._delays.declarer.channel.exchange_delete(name)
+            except NotFound:
+                continue
+
+
+def _place_of_set(topology: Topology, queues: list[str], exchanges: list[str]) -> _Place:
+    """A set without its ledger: workers may ask that about what lies in a queue."""
+    prefix = f"{topology.name}."
+    ledger = f"{prefix}ledger", f"{prefix}decisions."
+    own = [name for name in exchanges if name.startswith(prefix) and not name.startswith(ledger)]
+    entrances = {topology.ready_exchange, *(hop.entry for hop in topology.level_queues)}
+    return _Place(
+        topology.name,
+        tuple(name for name in queues if name.startswith(prefix) and not name.startswith(ledger)),
+        tuple(name for name in own if name in entrances),
+        tuple(name for name in own if name not in entrances),
+    )

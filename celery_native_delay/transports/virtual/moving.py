@@ -1,0 +1,146 @@
+"""Moving what waits to and from brokers on kombu's virtual transports: what all of them share.
+
+A message has another form there: kombu's envelope, whose body is text.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from base64 import b64decode
+from collections.abc import Sequence
+from time import time_ns
+from typing import Any
+
+from ...due_time import eta_of, milliseconds_up
+from ...errors import CannotDelay, UnsupportedBroker
+from ...message import Delayed, cancel, due_ms_of
+from ...settings import DelaySettings
+from ..moving import Moving, Reach, Source, derived_id, expires_ms_of
+from .wrapping import unwrapped
+
+#: What kombu keeps in an envelope's properties besides AMQP's.
+_KOMBUS = ("body_encoding", "delivery_info", "delivery_tag")
+
+
+class MovingPart(ABC):
+    """A :class:`~celery_native_delay.transports.moving.MovingPart`, on one channel."""
+
+    name: str
+
+    def __init__(self, channel: Any, settings: DelaySettings) -> None:
+        self._channel = channel
+        self._settings = settings
+
+    def prepare(self, queues: Sequence[Any]) -> None:
+        """Declare *queues*, so that exchanges are known to lead to them."""
+        for queue in queues:
+            queue(self._channel).declare()
+
+    def sources(self, what: str | None, reaches: Sequence[Reach]) -> list[Source]:
+        """All that waits here; there are no other places.
+
+        Raises:
+            UnsupportedBroker: another one is asked for.
+        """
+        if what is not None:
+            raise UnsupportedBroker(
+                f"--from {what} is about RabbitMQ, and this app's broker is "
+                f"{self._channel.connection.client.as_uri()}: give the URL of the one to move from"
+            )
+        return [self._source()]
+
+    def take_in(self, moving: Moving) -> bool:
+        """Let *moving* wait for each queue that it leads to."""
+        delayed, channel = moving.delayed, self._channel
+        message = self._message(moving)
+        exchange, routing_key = delayed.exchange, delayed.routing_key
+        if delayed.queue is not None:
+            queues = [delayed.queue]
+        elif exchange and channel.typeof(exchange).type == "fanout" and channel.supports_fanout:
+            channel._put_fanout(exchange, message, routing_key)
+            return not moving.again
+        else:
+            queues = self._queues(exchange, routing_key)
+        is_ahead = channel.due_of(message) is not None
+        for queue in queues:
+            if not (moving.again and self._has(message, queue)):
+                channel._put(queue, message)
+        # With a task's id it is known here, as long as it is not due.
+        return not moving.again or (is_ahead and moving.task_id is not None)
+
+    @abstractmethod
+    def _has(self, message: dict[str, Any], queue: str) -> bool:
+        """True if *message* waits for *queue* already."""
+
+    @abstractmethod
+    def _source(self) -> Source:
+        """All that waits here."""
+
+    def _queues(self, exchange: str, routing_key: str) -> list[str]:
+        if not exchange:
+            return [routing_key]
+        channel = self._channel
+        try:
+            table = channel.get_table(exchange)
+            found = channel.typeof(exchange).lookup(table, exchange, routing_key, None)
+        except KeyError:  # kombu's memory knows no such exchange
+            found = []
+        if queues := sorted({queue for queue in found if queue}):
+            return queues
+        raise CannotDelay(
+            f"the exchange {exchange!r} leads nowhere here with the routing key {routing_key!r}: "
+            f"name its queue in task_queues"
+        )
+
+    def _message(self, moving: Moving) -> dict[str, Any]:
+        """*moving* as kombu would make it of a publish, with the ETA it is to wait for."""
+        properties, delayed, channel = dict(moving.properties), moving.delayed, self._channel
+        headers = dict(moving.headers)
+        if delayed.cancelled:
+            cancel(headers, {})
+        elif due_ms_of(headers) != milliseconds_up(delayed.due_us):
+            headers["eta"] = eta_of(delayed.due_us)
+        properties.pop("application_headers", None)
+        message: dict[str, Any] = channel.prepare_message(
+            moving.body,
+            content_type=properties.pop("content_type", None),
+            content_encoding=properties.pop("content_encoding", None),
+            headers=headers,
+            properties=properties,
+        )
+        channel._inplace_augment_message(message, delayed.exchange, delayed.routing_key)
+        message["properties"]["delivery_tag"] = delayed.delivery_id
+        return message
+
+
+def moving_of(envelope: str | bytes, *, queue: str, due_us: int) -> Moving:
+    """The message of an envelope that waits for *queue*, "" for all who listen then."""
+    message = json.loads(envelope)
+    headers, properties = message.get("headers") or {}, message["properties"]
+    opened, known = unwrapped(headers, properties)
+    body = message["body"]
+    if properties.get("body_encoding") == "base64":
+        raw = b64decode(body)
+    else:
+        raw = str(body).encode(message.get("content-encoding") or "utf-8")
+    own = {
+        "content_type": message.get("content-type"),
+        "content_encoding": message.get("content-encoding"),
+        "application_headers": opened,
+        **{name: value for name, value in properties.items() if name not in _KOMBUS},
+    }
+    own = {name: value for name, value in own.items() if value is not None}
+    info = properties.get("delivery_info") or {}
+    exchange, routing_key = info.get("exchange") or "", info.get("routing_key") or ""
+    tag = str(properties.get("delivery_tag"))
+    delayed = Delayed(
+        derived_id(opened, own, raw, exchange, routing_key, queue) or tag.replace("-", ""),
+        due_us,
+        exchange,
+        routing_key,
+        queue or None,
+        expires_ms_of(own, now_us=time_ns() // 1000),
+        cancelled=known is not None and known.cancelled,
+    )
+    return Moving(raw, own, delayed)

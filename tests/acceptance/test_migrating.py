@@ -1,0 +1,167 @@
+"""Migration in mid-traffic: what waits is moved while all work on, and its process is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from threading import Event, Thread
+from time import monotonic, time
+from typing import Any
+
+import pytest
+
+from celery_native_delay.testing import PrivateRabbitMQ
+from tests.acceptance.worker import REPOSITORY, Fleet
+from tests.waiting import PATIENCE_SECONDS
+
+pytestmark = pytest.mark.ci
+
+TASKS = int(os.environ.get("NATIVE_DELAY_TEST_MIGRATED", "400"))
+"""Half of them wait in Celery's own levels, half in an earlier set; 20,000 by hand."""
+
+EARLIEST_SECONDS = 3 if TASKS <= 1000 else TASKS // 60
+SPREAD_SECONDS = max(20, TASKS // 100)
+"""The first is due so soon, with many when all have been moved; the others within so long."""
+
+KILLED_EVERY_SECONDS = 2.0
+
+LIVE_KILLS = 3 + TASKS // 1000
+"""After so many all producers end: what they send would be found by each run anew."""
+
+MOST_KILLS = 6 + TASKS // 150
+"""The next run may come to its end, however slow the machine."""
+
+EARLIER = {"native_delay_resolution": 0.25, "native_delay_fused_bits": 7}
+MIGRATE = ["delay", "migrate", "--from", "celery", "--from", "sets", "--yes", "--json"]
+
+#: The command itself, which tells when it is about to begin: a busy machine is slow to import.
+RUN = f"""
+import sys
+import celery_native_delay.transports.rabbitmq.moving, tests.acceptance.apps.installed
+from celery.__main__ import main
+print("begins", flush=True)
+sys.argv = ["celery", "-A", "tests.acceptance.apps.installed", *{MIGRATE!r}]
+main()
+"""
+
+TO_ORDERS = {"exchange": "shop", "exchange_type": "topic", "routing_key": "orders.new"}
+
+#: In a plain producer, whose tasks wait in Celery's own levels.
+SEND = """
+import json
+from random import Random
+from time import time
+
+note, random, sent = app.tasks["note"], Random({seed}), {{}}
+options = {options}
+with app.producer_pool.acquire(block=True) as producer:
+    for number in range({count}):
+        before, seconds = time(), {earliest} + random.random() * {spread}
+        result = note.apply_async(("x",), countdown=seconds, producer=producer, **options)
+        sent[result.id] = before + seconds
+print(json.dumps(sent))
+"""
+
+
+def test_nothing_is_lost_when_migration_is_killed_every_two_seconds(
+    fleet: Fleet, rabbitmq: PrivateRabbitMQ, record_property: Any
+) -> None:
+    """Under producers of the old ways and the new one, and workers: each task runs, never early."""
+    fleet.conf |= {
+        "queue_type": "quorum",
+        "native_delay_management_url": rabbitmq.management_url,
+        "native_delay_levels": 16,
+    }
+    fleet.worker(installed=False).stop()  # declares celery_delayed_0 to _27
+    fleet.worker(concurrency=4)
+    sent: dict[str, float] = {}
+    which = {
+        "count": TASKS // 2,
+        "earliest": EARLIEST_SECONDS,
+        "spread": SPREAD_SECONDS,
+        "options": TO_ORDERS,
+    }
+    sent |= json.loads(fleet.produce(SEND.format(seed=1, **which)))
+    sent |= json.loads(fleet.produce(SEND.format(seed=2, **which), installed=True, **EARLIER))
+    over = Event()
+    live = Thread(target=send_on, args=(fleet, over, sent))
+    live.start()
+    try:
+        started = monotonic()
+        kills, moved, told = migrate_and_kill(fleet, over)
+        seconds = monotonic() - started
+    finally:
+        over.set()
+        live.join(PATIENCE_SECONDS)
+    patience = EARLIEST_SECONDS + SPREAD_SECONDS + PATIENCE_SECONDS
+    runs = fleet.record.wait_for_ids(list(sent), timeout_seconds=patience)
+
+    doubled = {task_id for task_id, each in runs.items() if len(each) > 1}
+    late = sorted(runs[task_id][0].started - due for task_id, due in sent.items())
+    figures = (
+        f"{len(sent)} tasks, {kills} kills in {seconds:.0f} s, {moved} moved by the last run; "
+        f"{len(doubled)} ran twice, {len(doubled & told)} of the {len(told)} told to; late by "
+        f"{late[len(late) // 2] * 1000:.0f} ms (median), {late[-1] * 1000:.0f} ms at most"
+    )
+    record_property("figures", figures)
+    assert kills
+    assert late[0] >= -0.001
+    # Those that were not told had left their level when the next run came to it.
+    assert len(doubled) <= kills, figures
+    assert len(told) <= kills
+    last, _ = run_migration(fleet).communicate(timeout=PATIENCE_SECONDS)
+    assert json.loads(last)["moved"] == 0
+    sys.stdout.write(figures)
+
+
+def send_on(fleet: Fleet, over: Event, sent: dict[str, float]) -> None:
+    """Delay tasks in all three ways, while others are moved."""
+    apps = [fleet.app(), fleet.app(**EARLIER), fleet.app(installed=False)]
+    while not over.wait(0.1):
+        for app in apps:
+            before = time()
+            result = app.tasks["note"].apply_async(("x",), countdown=5, **TO_ORDERS)
+            sent[result.id] = before + 5
+
+
+def migrate_and_kill(fleet: Fleet, over: Event) -> tuple[int, int, set[str]]:
+    """Run the command until one run comes to its end; at some time the old producers do.
+
+    The number of those that did not, of what the last one moved, and the ids that any of them
+    said may run twice.
+    """
+    kills, doubtful = 0, set[str]()
+    while True:
+        process = run_migration(fleet)
+        try:
+            patience = KILLED_EVERY_SECONDS if kills < MOST_KILLS else PATIENCE_SECONDS
+            out, err = process.communicate(timeout=patience)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            out, err = process.communicate()
+        doubtful |= set(re.findall(r"^may run twice.*: (.+)$", err.decode(), re.M))
+        if process.returncode != -signal.SIGKILL:
+            assert process.returncode == 0, err
+            return kills, json.loads(out)["moved"], doubtful
+        kills += 1
+        if kills >= LIVE_KILLS:
+            over.set()
+
+
+def run_migration(fleet: Fleet) -> subprocess.Popen[bytes]:
+    process = subprocess.Popen(
+        [sys.executable, "-c", RUN],
+        cwd=REPOSITORY,
+        env=fleet.environment(),
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"begins\n"
+    return process

@@ -1,0 +1,674 @@
+"""``delay migrate | prune``: what waits elsewhere waits in the levels of now, as it was."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from datetime import datetime
+from pathlib import Path
+from time import time, time_ns
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from celery import Celery
+from click.testing import CliRunner
+from kombu import Connection, Exchange, Producer, Queue
+from kombu.transport import native_delayed_delivery as celerys
+
+from celery_native_delay import Delay, DelaySettings, install
+from celery_native_delay.app.install import installation_of
+from celery_native_delay.app.moving import Pace, Tally, move, moving
+from celery_native_delay.cli import delay
+from celery_native_delay.message import HEADER, Delayed
+from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, vhost_name
+from celery_native_delay.transports.moving import Moving
+from celery_native_delay.transports.rabbitmq.topology import Topology
+from celery_native_delay.transports.rabbitmq.wrapping import COUNTED_BY_THE_QUEUE
+from tests.brokers import on_one_version
+from tests.integration.project import Project
+from tests.integration.traffic import depth
+from tests.traffic import Arrival, eta_in, inbox
+from tests.waiting import PATIENCE_SECONDS, wait_until
+
+pytestmark = pytest.mark.filterwarnings("ignore:Call to deprecated setex:DeprecationWarning")
+
+LEVELS = {"levels": 13, "fused_bits": 0}
+EARLIER = {"levels": 12, "resolution": 0.25, "fused_bits": 7}
+"""What an app was configured with before, besides the queue type."""
+
+QUORUM = {"x-queue-type": "quorum"}
+
+
+def queues() -> list[Queue]:
+    shop = Exchange("shop", type="topic")
+    return [
+        Queue("reminders", queue_arguments=QUORUM),
+        Queue("orders", shop, routing_key="orders.#", queue_arguments=QUORUM),
+        Queue("parcels", shop, routing_key="parcel", queue_arguments=QUORUM),
+    ]
+
+
+def plain_app(url: str, **conf: Any) -> Celery:
+    app = Celery("shop", broker=url, set_as_current=False)
+    app.conf.update(task_queues=queues(), task_default_queue="reminders", **conf)
+    return app
+
+
+@contextmanager
+def an_app(url: str, **settings: Any) -> Iterator[Celery]:
+    """An installed app; its delay levels are few."""
+    with closing(install(plain_app(url), **{**LEVELS, **settings})) as app:
+        yield app
+
+
+@pytest.fixture
+def settings(rabbitmq: PrivateRabbitMQ) -> dict[str, Any]:
+    return {"management_url": rabbitmq.management_url}
+
+
+@pytest.fixture
+def app(vhost_url: str, settings: dict[str, Any]) -> Iterator[Celery]:
+    with an_app(vhost_url, **settings) as app:
+        yield app
+
+
+def command(app: Celery, name: str, *words: str, answer: str = "") -> Any:
+    obj = SimpleNamespace(app=app)
+    done = CliRunner().invoke(delay.commands[name], words, obj=obj, input=answer)
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done
+
+
+def migrated(app: Celery, *names: str, status: int = 0, more: tuple[str, ...] = ()) -> Any:
+    """What ``delay migrate --json`` tells of these sources."""
+    words = [word for name in names for word in ("--from", name)]
+    done = command(app, "migrate", *words, "--yes", "--json", *more)
+    assert done.exit_code == status, done.output
+    return json.loads(done.stdout)
+
+
+def send(app: Celery, number: int, countdown: float, **options: Any) -> str:
+    options = {"queue": "orders", "task_id": f"order-{number}"} | options
+    return str(app.send_task("shop.remind", ("ada",), countdown=countdown, **options).id)
+
+
+def topology_of(app: Celery) -> Topology:
+    return Topology(installation_of(app).settings())  # type: ignore[union-attr]
+
+
+def in_levels(app: Celery) -> list[Any]:
+    """The messages in the levels of an app, as they lie there; they stay."""
+    found = []
+    with Connection(app.conf.broker_url) as connection:
+        channel = connection.default_channel
+        for hop in topology_of(app).level_queues:
+            while (message := channel.basic_get(hop.queue)) is not None:
+                found.append(message)
+    return found
+
+
+def headers_of(message: Any) -> dict[str, Any]:
+    """Its headers, without what a quorum queue counts."""
+    return {k: v for k, v in message.headers.items() if k not in COUNTED_BY_THE_QUEUE}
+
+
+def due_of(message: Any) -> float:
+    return float(message.headers[HEADER]["due"]) / 1000
+
+
+@contextmanager
+def arriving(app: Celery, *names: str) -> Iterator[Any]:
+    with app.connection_for_read() as connection:
+        wanted = [queue for queue in queues() if queue.name in (names or ("orders",))]
+        with inbox(connection, *wanted) as receiver:
+            yield receiver
+
+
+def assert_due(arrival: Arrival, *, early_seconds: float = 0.002) -> None:
+    assert arrival.at >= datetime.fromisoformat(arrival.message.headers["eta"]).timestamp() - (
+        early_seconds
+    )
+
+
+# ---- Celery's own levels -----------------------------------------------------------------------
+
+
+@contextmanager
+def celerys_levels(
+    url: str, *, queue_type: str = "quorum", prefix: str | None = None
+) -> Iterator[Celery]:
+    """A plain app whose delayed tasks wait in Celery's own levels."""
+    with closing(plain_app(url)) as app, app.connection_for_write() as connection:
+        celerys.declare_native_delayed_delivery_exchanges_and_queues(connection, queue_type, prefix)
+        for queue in queues():
+            queue(connection.default_channel).declare()
+            if queue.exchange.type == "topic":
+                celerys.bind_queue_to_native_delayed_delivery_exchange(connection, queue, prefix)
+        yield app
+
+
+@pytest.mark.parametrize("queue_type", ["quorum", "classic"])
+def test_tasks_of_celerys_own_levels_are_due_when_they_were_and_where_they_were(
+    app: Celery, vhost_url: str, queue_type: str
+) -> None:
+    with celerys_levels(vhost_url, queue_type=queue_type) as plain:
+        send(plain, 1, 4.4, routing_key="ignored", priority=3)
+        send(plain, 2, 700, expires=900)
+        send(plain, 3, 30, queue="parcels")
+    told = migrated(app, "celery")
+    (source,) = told["sources"]
+    assert (source["source"], source["count"], source["moved"]) == ("celery_delayed_*", 3, 3)
+    assert source["doubtful_count"] == source["computed"] == 0
+    assert told["into"] == topology_of(app).name
+    with Connection(vhost_url) as connection:
+        assert sum(depth(connection, f"celery_delayed_{n}") for n in range(28)) == 0
+    with arriving(app) as inbox:
+        (arrival,) = inbox.wait_for(1)
+    assert_due(arrival)
+    message = arrival.message
+    assert message.delivery_info["exchange"] == "shop"
+    assert message.delivery_info["routing_key"] == "orders.#"
+    assert message.properties["priority"] == 3
+    assert not {name for name in message.headers if name.startswith("x-")}
+    assert arrival.waited
+    far, near = sorted(in_levels(app), key=due_of, reverse=True)
+    assert (far.headers["id"], near.headers["id"]) == ("order-2", "order-3")
+    assert due_of(far) == pytest.approx(time() + 700, abs=60)
+    assert far.headers[HEADER]["expires"] / 1000 == pytest.approx(time() + 900, abs=60)
+
+
+@on_one_version
+def test_levels_with_a_prefix_are_found_and_a_message_without_an_eta_is_not_early(
+    app: Celery, vhost_url: str
+) -> None:
+    sent = time()
+    with celerys_levels(vhost_url, queue_type="classic", prefix="eu") as plain:
+        with plain.connection_for_write() as connection:
+            key = celerys.calculate_routing_key(300, "parcel")
+            Producer(connection).publish("x", exchange="eu_celery_delayed_27", routing_key=key)
+    found = migrated(app, "celery")["sources"]
+    (source,) = (each for each in found if each["count"])
+    assert (source["source"], source["moved"], source["computed"]) == ("eu_celery_delayed_*", 1, 1)
+    assert source["late_seconds"] == 256
+    (message,) = in_levels(app)
+    assert sent + 300 <= due_of(message) <= time() + 300
+    told = migrated(app, "celery:eu")
+    assert [each["source"] for each in told["sources"]] == ["eu_celery_delayed_*"]
+
+
+@on_one_version
+def test_what_leads_nowhere_stays_in_its_level_and_is_told(app: Celery, vhost_url: str) -> None:
+    with celerys_levels(vhost_url, queue_type="classic") as plain:
+        send(plain, 1, 400)
+        with plain.connection_for_write() as connection:
+            key = celerys.calculate_routing_key(400, "nobody.knows")
+            Producer(connection).publish("x", exchange="celery_delayed_27", routing_key=key)
+    told = migrated(app, "celery", status=1)
+    (source,) = told["sources"]
+    assert source["moved"] == 1
+    ((why, count),) = source["refused"].items()
+    assert "nobody.knows" in why
+    assert count == 1
+    with Connection(vhost_url) as connection:
+        assert depth(connection, "celery_delayed_8") == 1
+
+
+# ---- earlier sets of ours ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "earlier",
+    [EARLIER, EARLIER | {"queue_type": "classic"}, {"namespace": "old_delay"}],
+    ids=["levels", "classic", "namespace"],
+)
+def test_messages_of_an_earlier_set_keep_all_that_they_were(
+    app: Celery, vhost_url: str, settings: dict[str, Any], earlier: dict[str, Any]
+) -> None:
+    with an_app(vhost_url, **settings, **earlier) as old:
+        send(old, 1, 500, priority=3)
+        send(old, 2, 4)
+        before = {message.headers["id"]: message for message in in_levels(old)}
+    name = "sets:old_delay" if "namespace" in earlier else "sets"
+    told = migrated(app, name)
+    (source,) = (each for each in told["sources"] if each["count"])
+    assert source["moved"] == 2
+    assert in_levels(old) == []
+    after = {message.headers["id"]: message for message in in_levels(app)}
+    kept, was = after["order-1"], before["order-1"]
+    assert headers_of(kept) == headers_of(was)  # delivery id, due time, destination
+    assert kept.properties["priority"] == 3
+    with arriving(app) as inbox:
+        (arrival,) = inbox.wait_for(1)
+    assert_due(arrival)
+    assert arrival.message.headers["id"] == "order-2"
+    assert migrated(app, name)["moved"] == 0
+
+
+@on_one_version
+def test_a_set_is_found_without_the_management_api_if_it_is_named(
+    vhost_url: str, settings: dict[str, Any]
+) -> None:
+    nobody = {"management_url": "http://127.0.0.1:9"}
+    with an_app(vhost_url, **EARLIER) as old, an_app(vhost_url, **nobody) as app:
+        send(old, 1, 500)
+        done = command(app, "migrate", "--from", "sets", "--yes")
+        assert done.exit_code == 1
+        assert "--from sets:" in done.output
+        assert migrated(app, f"sets:{topology_of(old).name}")["moved"] == 1
+
+
+@on_one_version
+def test_what_was_cancelled_or_moved_stays_so(
+    vhost_url: str, settings: dict[str, Any], ledger_redis: PrivateRedis
+) -> None:
+    """In the ledger of both sets, which lists each task once."""
+    settings["ledger"] = ledger_redis.url
+    with an_app(vhost_url, **settings, **EARLIER) as old, an_app(vhost_url, **settings) as app:
+        for number in (1, 2, 3):
+            send(old, number, 400 + number)
+        assert Delay(old).cancel("order-1")
+        assert Delay(old).reschedule("order-2", countdown=900)
+        told = migrated(app, "sets")
+        (source,) = told["sources"]
+        assert (source["moved"], source["void"]) == (2, 2)
+        assert {task.id for task in Delay(app).ls()} == {"order-2", "order-3"}
+        assert Delay(app).show("order-2")[0].due_us / 1e6 == pytest.approx(time() + 900, abs=60)
+        assert Delay(app).cancel("order-3")
+        assert [task.id for task in Delay(app).ls()] == ["order-2"]
+
+
+@on_one_version
+def test_the_levels_of_nservicebus_are_told_and_left(app: Celery, vhost_url: str) -> None:
+    with Connection(vhost_url) as connection:
+        channel = connection.default_channel
+        channel.queue_declare("nsb.v2.delay-level-05", durable=True, auto_delete=False)
+        Producer(connection).publish("x", routing_key="nsb.v2.delay-level-05")
+        (source,) = migrated(app, "sets", status=1)["sources"]
+        assert source["source"] == "nsb.v2.delay-level-*"
+        assert "rabbitmq-transport" in next(iter(source["refused"]))
+        assert depth(connection, "nsb.v2.delay-level-05") == 1
+
+
+# ---- an ordinary queue -------------------------------------------------------------------------
+
+
+def test_of_a_queue_only_what_is_due_later_is_moved_and_the_rest_keeps_its_order(
+    app: Celery, vhost_url: str
+) -> None:
+    with closing(plain_app(vhost_url)) as plain, plain.connection_for_write() as connection:
+        for queue in queues():
+            queue(connection.default_channel).declare()
+        producer = Producer(connection)
+        for number in range(12):
+            eta = eta_in(600 if number % 3 == 0 else -600) if number % 2 else None
+            headers = {"task": "shop.remind", "id": f"order-{number}", "eta": eta}
+            producer.publish(number, exchange="shop", routing_key="orders.new", headers=headers)
+        late = {3, 9}
+        wait_until(lambda: depth(connection, "orders") == 12)
+        done = command(app, "migrate", "--from", "queue:orders", "--dry-run")
+        assert "would go through 12" in done.output
+        (source,) = migrated(app, "queue:orders")["sources"]
+        assert (source["moved"], source["stays"], source["refused"]) == (2, 10, {})
+        channel = connection.default_channel
+        rest = [channel.basic_get("orders", no_ack=True) for _ in range(10)]
+        assert [json.loads(m.body) for m in rest] == [n for n in range(12) if n not in late]
+        assert all(m.delivery_info["routing_key"] == "orders.new" for m in rest)
+    assert {message.headers["id"] for message in in_levels(app)} == {"order-3", "order-9"}
+    assert all(message.headers[HEADER]["queue"] == "orders" for message in in_levels(app))
+
+
+@on_one_version
+def test_a_queue_that_is_consumed_or_not_there_is_refused(app: Celery, vhost_url: str) -> None:
+    done = command(app, "migrate", "--from", "queue:nobody", "--yes")
+    assert (done.exit_code, "there is no queue 'nobody'" in done.output) == (1, True)
+    with arriving(app):
+        done = command(app, "migrate", "--from", "queue:orders", "--yes")
+    assert (done.exit_code, "1 consumer(s)" in done.output) == (1, True)
+
+
+# ---- other brokers -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def other_url(rabbitmq: PrivateRabbitMQ) -> Iterator[str]:
+    """Another virtual host, which is as good as another broker."""
+    url = rabbitmq.new_vhost()
+    yield url
+    rabbitmq.delete_vhost(vhost_name(url))
+
+
+@on_one_version
+def test_another_rabbitmq_is_emptied_of_celerys_levels_and_of_ours(
+    app: Celery, other_url: str, settings: dict[str, Any]
+) -> None:
+    with celerys_levels(other_url, queue_type="classic") as plain:
+        send(plain, 1, 400)
+    with an_app(other_url, **settings) as old, an_app(other_url, **settings, **EARLIER) as older:
+        send(old, 2, 500)
+        send(older, 3, 600, queue="reminders")
+    told = migrated(app, other_url)
+    assert told["moved"] == 3
+    assert {message.headers["id"] for message in in_levels(app)} == {
+        f"order-{number}" for number in (1, 2, 3)
+    }
+    assert migrated(app, other_url)["moved"] == 0
+
+
+@on_one_version
+def test_rabbitmq_to_redis_and_back(
+    app: Celery, vhost_url: str, ledger_redis: PrivateRedis
+) -> None:
+    send(app, 1, 500, priority=3)
+    send(app, 2, 4)
+    send(app, 3, 600, queue="reminders")
+    before = {message.headers["id"]: message for message in in_levels(app)}
+    with an_app(ledger_redis.url, namespace="celery_delay") as redis_app:
+        assert migrated(redis_app, vhost_url)["moved"] == 3
+        assert in_levels(app) == []
+        waiting = {task.id: task for task in Delay(redis_app).ls()}
+        assert {task_id: task.queue for task_id, task in waiting.items()} == {
+            "order-1": "orders",
+            "order-2": "orders",
+            "order-3": "reminders",
+        }
+        assert waiting["order-1"].args == "('ada',)"
+        assert migrated(app, ledger_redis.url)["moved"] == 3
+        assert Delay(redis_app).count() == 0
+    after = {message.headers["id"]: message for message in in_levels(app)}
+    for task_id, message in before.items():
+        if task_id in after:
+            assert after[task_id].body == message.body
+            assert due_of(after[task_id]) == due_of(message)
+            assert after[task_id].properties["priority"] == message.properties["priority"]
+            for each in (message, after[task_id]):
+                each.headers.pop(HEADER)
+            assert headers_of(after[task_id]) == headers_of(message)
+    with arriving(app) as inbox:
+        (arrival,) = inbox.wait_for(1)
+    assert_due(arrival)
+    assert arrival.message.delivery_info["exchange"] == "shop"
+    assert arrival.message.delivery_info["routing_key"] == "orders.#"
+
+
+@on_one_version
+def test_a_store_to_rabbitmq_and_back(app: Celery, vhost_url: str, tmp_path: Path) -> None:
+    store = f"sqlite:///{tmp_path}/delays.db"
+    folder = {name: str(tmp_path / "queues") for name in ("data_folder_in", "data_folder_out")}
+    (tmp_path / "queues").mkdir()
+    options = {**folder, "control_folder": str(tmp_path / "control")}
+    with closing(plain_app("filesystem://", broker_transport_options=options)) as beside:
+        install(beside, store=store, **LEVELS)
+        send(beside, 1, 500, queue="reminders")
+        send(beside, 2, 600, queue="reminders")
+        assert migrated(app, store)["moved"] == 2
+        assert Delay(beside).count() == 0
+        assert {message.headers["id"] for message in in_levels(app)} == {"order-1", "order-2"}
+        assert migrated(beside, vhost_url)["moved"] == 2
+        assert {task.id for task in Delay(beside).ls()} == {"order-1", "order-2"}
+    assert in_levels(app) == []
+
+
+@on_one_version
+def test_sources_that_cannot_be_are_refused_with_a_sentence(
+    app: Celery, vhost_url: str, ledger_redis: PrivateRedis
+) -> None:
+    for name, says in [
+        ("nonsense", "expected celery"),
+        ("queue:", "expected celery"),
+        (vhost_url, "own broker"),
+        ("amqp://127.0.0.1:9//", "cannot be used"),
+        ("nosuch://x", "scheme"),
+    ]:
+        done = command(app, "migrate", "--from", name, "--yes")
+        assert (done.exit_code, says in done.output) == (1, True), (name, done.output)
+    with an_app(ledger_redis.url) as redis_app:
+        done = command(redis_app, "migrate", "--from", "celery", "--yes")
+        assert "about RabbitMQ" in done.output
+
+
+# ---- asking, counting, ending ------------------------------------------------------------------
+
+
+@on_one_version
+def test_it_asks_and_a_dry_run_only_counts(
+    app: Celery, vhost_url: str, settings: dict[str, Any]
+) -> None:
+    with an_app(vhost_url, **settings, **EARLIER) as old:
+        for number in range(3):
+            send(old, number, 400)
+        name = topology_of(old).name
+        done = command(app, "migrate", "--from", "sets", "--dry-run")
+        assert (done.exit_code, done.stdout.splitlines()[1:]) == (
+            0,
+            [f"{name}         3", "would go through 3 message(s)"],
+        )
+        done = command(app, "migrate", "--from", "sets", answer="n\n")
+        assert done.exit_code == 1
+        assert "Move them into" in done.stderr
+        assert len(in_levels(old)) == 3
+        done = command(app, "migrate", "--from", "sets", "--rate", "100", answer="y\n")
+        assert done.stdout.splitlines()[-1] == f"3 message(s) moved into {topology_of(app).name}"
+
+
+SHOP = """
+from celery import Celery
+from celery_native_delay import install
+
+app = Celery("shop", broker={url!r}, set_as_current=False)
+install(app, **{settings!r})
+"""
+
+
+@on_one_version
+def test_ctrl_c_ends_it_after_the_present_message(
+    vhost_url: str, settings: dict[str, Any], tmp_path: Path
+) -> None:
+    Project(tmp_path).write(SHOP, vhost_url, **LEVELS, **settings)
+    command = [sys.executable, "-m", "celery", "-A", "shop", "delay", "migrate"]
+    with an_app(vhost_url, **settings, **EARLIER) as old, Connection(vhost_url) as connection:
+        for number in range(9):
+            send(old, number, 400, queue="reminders")
+        (level,) = {message.delivery_info["exchange"] for message in in_levels(old)}
+
+        def left() -> int:
+            return depth(connection, level.removesuffix(".entry"))
+
+        with subprocess.Popen(
+            [*command, "--from", "sets", "--rate", "1", "--yes"],
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as process:
+            wait_until(lambda: left() < 9)
+            process.send_signal(signal.SIGINT)
+            said, _ = process.communicate(timeout=PATIENCE_SECONDS)
+        assert process.returncode == 1
+        (moved,) = re.findall(r"^(\d) message\(s\) moved .*; interrupted: run it again", said, re.M)
+        wait_until(lambda: left() == 9 - int(moved))
+
+
+class Killed(Exception):
+    """Stands for SIGKILL: nothing is acknowledged, the connection is gone."""
+
+
+def killed_in_the_middle(app: Celery, *names: str) -> None:
+    """Move one message, and end before its original is gone."""
+    with ExitStack() as stack:
+        connection = stack.enter_context(app.connection_for_write())
+        part, sources = stack.enter_context(moving(app, connection, names, ledger=None))
+        part.prepare(list(app.amqp.queues.values()))
+
+        def done() -> bool:
+            raise Killed
+
+        (source,) = (each for each in sources if each.count())
+        source.done = done  # type: ignore[method-assign]
+        tally = Tally("", 0)
+        with pytest.raises(Killed):
+            move(
+                source,
+                part,
+                tally,
+                pace=Pace(None),
+                stopped=bool,
+                on_each=lambda: None,
+                on_doubt=print,
+            )
+
+
+@pytest.mark.parametrize("ledger", [False, True], ids=["without a ledger", "with a ledger"])
+def test_a_message_that_was_in_both_places_is_known_by_a_ledger_and_told_without(
+    vhost_url: str, settings: dict[str, Any], ledger_redis: PrivateRedis, ledger: bool
+) -> None:
+    if ledger:
+        settings["ledger"] = ledger_redis.url
+    with celerys_levels(vhost_url, queue_type="quorum") as plain:
+        send(plain, 1, 400)
+        send(plain, 2, 400)
+    with an_app(vhost_url, **settings) as app:
+        killed_in_the_middle(app, "celery")
+        (source,) = migrated(app, "celery")["sources"]
+        assert source["moved"] == 2
+        ids = sorted(message.headers["id"] for message in in_levels(app))
+        if ledger:
+            assert (ids, source["doubtful"]) == (["order-1", "order-2"], [])
+            assert {task.id for task in Delay(app).ls()} == {"order-1", "order-2"}
+        else:
+            assert (ids, source["doubtful"]) == (["order-1", "order-1", "order-2"], ["order-1"])
+
+
+@on_one_version
+def test_redis_and_stores_take_a_message_once_however_often_it_is_moved(
+    app: Celery, vhost_url: str, ledger_redis: PrivateRedis, tmp_path: Path
+) -> None:
+    store = f"sqla+sqlite:///{tmp_path}/delays.db"
+    with an_app(ledger_redis.url) as redis_app, an_app(store) as store_app:
+        for target in (redis_app, store_app):
+            send(app, 1, 400)
+            killed_in_the_middle(target, vhost_url)
+            (source,) = (each for each in migrated(target, vhost_url)["sources"] if each["moved"])
+            assert (source["moved"], source["doubtful"]) == (1, [])
+            assert Delay(target).count() == 1
+
+
+@on_one_version
+def test_out_of_redis_and_stores_what_was_in_both_places_is_told(
+    app: Celery, ledger_redis: PrivateRedis, tmp_path: Path
+) -> None:
+    store = f"sqla+sqlite:///{tmp_path}/delays.db"
+    with an_app(ledger_redis.url) as redis_app, an_app(store) as store_app:
+        for number, other in enumerate((redis_app, store_app)):
+            send(other, number, 400, queue="reminders")
+            send(other, 7, 500, queue="reminders")
+            killed_in_the_middle(app, other.conf.broker_url)
+            (source,) = migrated(app, other.conf.broker_url)["sources"]
+            assert (source["moved"], source["doubtful"]) == (2, [f"order-{number}"])
+            assert Delay(other).count() == 0
+    ids = sorted(message.headers["id"] for message in in_levels(app))
+    assert ids == [f"order-{number}" for number in (0, 0, 1, 1, 7, 7)]
+
+
+@on_one_version
+def test_a_due_time_beyond_the_levels_is_refused_and_stays(
+    app: Celery, vhost_url: str, settings: dict[str, Any]
+) -> None:
+    with an_app(vhost_url, **settings, levels=20) as old:
+        send(old, 1, 10_000)
+        send(old, 2, 100)
+        (source,) = migrated(app, "sets", status=1)["sources"]
+        assert source["moved"] == 1
+        assert "native_delay_levels" in next(iter(source["refused"]))
+        assert [message.headers["id"] for message in in_levels(old)] == ["order-1"]
+
+
+@on_one_version
+def test_what_is_cancelled_already_comes_to_be_announced(app: Celery, vhost_url: str) -> None:
+    """Through another broker's form of a message, too."""
+    now_us = time_ns() // 1000
+    headers = {"task": "shop.remind", "id": "order-1"}
+    delayed = Delayed("ab" * 16, now_us, "", "reminders", cancelled=True)
+    content = {"content_type": "application/json", "content_encoding": "utf-8"}
+    message = Moving(b"[[], {}, {}]", content | {"application_headers": headers}, delayed)
+    with app.connection_for_write() as connection:
+        part = connection.default_channel.moving_part(DelaySettings(**LEVELS))
+        part.prepare(queues())
+        assert part.take_in(message)
+    with arriving(app, "reminders") as inbox:
+        (arrival,) = inbox.wait_for(1)
+    assert arrival.message.native_delay.cancelled
+
+
+# ---- prune -------------------------------------------------------------------------------------
+
+
+def test_what_is_left_is_shown_and_then_deleted(
+    app: Celery, rabbitmq: PrivateRabbitMQ, vhost: str, vhost_url: str, settings: dict[str, Any]
+) -> None:
+    """Empty sets, Celery's own levels, and the bindings that Celery added; all else stays."""
+    with celerys_levels(vhost_url) as plain:
+        send(plain, 1, 400)
+    with (
+        an_app(vhost_url, **settings, **EARLIER) as old,
+        an_app(vhost_url, **settings, levels=10) as fuller,
+    ):
+        send(old, 2, 400)
+        send(fuller, 3, 100)
+    migrated(app, "celery", f"sets:{topology_of(old).name}")
+    send(app, 4, 400)
+    left, kept = topology_of(old).name, topology_of(fuller).name
+    done = command(app, "prune", "--dry-run")
+    assert done.exit_code == 0
+    assert "orders from shop: #.orders.#" in done.output
+    assert names_of(rabbitmq, vhost, left)
+
+    done = command(app, "prune", "--yes", "--json")
+    assert done.exit_code == 0, done.output
+    assert set(json.loads(done.stdout)["deleted"]) == {"celery_delayed_*", left}
+    assert not names_of(rabbitmq, vhost, left)
+    assert not names_of(rabbitmq, vhost, "celery_delayed")
+    assert names_of(rabbitmq, vhost, kept)
+    bound = {
+        (each["destination"], each["routing_key"])
+        for each in rabbitmq.api("GET", f"/exchanges/{vhost}/shop/bindings/source")
+    }
+    assert bound == {("orders", "orders.#"), ("parcels", "parcel")}
+    assert {message.headers["id"] for message in in_levels(app)} == {
+        f"order-{number}" for number in (1, 2, 4)
+    }
+    found = json.loads(command(app, "prune", "--dry-run", "--json").stdout)["found"]
+    assert [each["name"] for each in found] == [kept]
+
+
+def names_of(rabbitmq: PrivateRabbitMQ, vhost: str, beginning: str) -> list[str]:
+    return [
+        each["name"]
+        for kind in ("queues", "exchanges")
+        for each in rabbitmq.api("GET", f"/{kind}/{vhost}")
+        if each["name"].startswith(beginning)
+    ]
+
+
+@on_one_version
+def test_a_set_that_gets_a_message_while_it_is_pruned_is_left(
+    app: Celery, vhost_url: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with an_app(vhost_url, **settings, **EARLIER) as old:
+        send(old, 1, 400)
+        migrated(app, "sets")
+        pruning = "celery_native_delay.transports.rabbitmq.pruning.sleep"
+        monkeypatch.setattr(pruning, lambda _: send(old, 2, 400))
+        told = json.loads(command(app, "prune", "--yes", "--json").stdout)
+        assert told["deleted"] == []
+        assert [message.headers["id"] for message in in_levels(old)] == ["order-2"]
+
+
+def test_only_rabbitmq_has_anything_to_prune(ledger_redis: PrivateRedis) -> None:
+    with an_app(ledger_redis.url) as redis_app:
+        done = command(redis_app, "prune")
+        assert (done.exit_code, "nothing is left" in done.output) == (2, True), done.output

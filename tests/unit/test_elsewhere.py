@@ -1,0 +1,259 @@
+"""What a message that waits elsewhere is, and when it is due."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import pytest
+from kombu.transport import native_delayed_delivery as celerys
+
+from celery_native_delay.due_time import due_us, eta_of
+from celery_native_delay.message import Delayed
+from celery_native_delay.settings import DelaySettings
+from celery_native_delay.transports.moving import Found, Moving, Reach, Stays
+from celery_native_delay.transports.rabbitmq.elsewhere import (
+    NSERVICEBUS,
+    CelerysLevels,
+    celerys_levels,
+    deliveries_of,
+    foreign_bindings,
+    read_celerys,
+    read_ours,
+    read_queued,
+    sets_of,
+    way_of_binding,
+    ways_of,
+)
+from celery_native_delay.transports.rabbitmq.topology import Topology
+from celery_native_delay.transports.rabbitmq.wrapping import wrap
+
+NOW = datetime(2026, 11, 20, 12, 0, tzinfo=UTC)
+NOW_US = due_us(NOW)
+
+REACHES = [
+    Reach("shop", "topic", "orders.#", "orders"),
+    Reach("mail", "topic", "welcome", "mails"),
+    Reach("post", "topic", "sent.welcome", "letters"),
+    Reach("billing", "direct", "invoice", "invoices"),
+    Reach("", "direct", "celery", "celery"),
+]
+WAYS = [ways_of(REACHES)]
+
+
+def read(
+    countdown: int,
+    routing_key: str,
+    *,
+    level: int,
+    deaths: list[dict[str, Any]] | None = None,
+    properties: dict[str, Any] | None = None,
+    **headers: Any,
+) -> Found:
+    if deaths is not None:
+        headers["x-death"] = deaths
+    own = {"application_headers": headers, **(properties or {})}
+    info = {
+        "exchange": "celery_delayed_27",
+        "routing_key": celerys.calculate_routing_key(countdown, routing_key),
+        "redelivered": False,
+    }
+    return read_celerys(b"[]", own, info, level=level, now_us=NOW_US, ways=WAYS)
+
+
+def moving(found: Found) -> Moving:
+    assert isinstance(found, Moving), found
+    return found
+
+
+# ---- Celery's own levels -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prefix", ["", "eu", "shop_eu"])
+def test_the_names_are_those_that_kombu_gives(prefix: str) -> None:
+    levels = CelerysLevels(prefix)
+    assert levels.queues[0] == levels.level(27) == celerys.level_name(27, prefix)
+    assert levels.queues[-1] == celerys.level_name(0, prefix)
+    assert levels.delivery_exchange == celerys._celery_delayed_delivery_exchange(prefix)
+    assert celerys_levels([*levels.queues, levels.delivery_exchange, "celery"]) == [levels]
+
+
+def test_all_prefixes_are_found_and_nothing_else() -> None:
+    names = ["celery_delayed_0", "eu_celery_delayed_27", "celery_delayed_28", "celery_delayed_x"]
+    assert celerys_levels(names) == [CelerysLevels(), CelerysLevels("eu")]
+    assert celerys_levels(["celery_delay.v1.31x125ms.f12.quorum.level-00"]) == []
+
+
+def test_a_message_goes_where_the_tail_of_its_key_leads_and_is_due_at_its_eta() -> None:
+    eta = (NOW + timedelta(seconds=99.25)).isoformat()
+    found = moving(read(99, "orders.new", level=6, task="shop.remind", id="order-7", eta=eta))
+    delayed = found.delayed
+    assert (delayed.exchange, delayed.routing_key, delayed.queue) == ("shop", "orders.new", None)
+    assert delayed.due_us == due_us(eta)
+    assert found.late_seconds is None
+    assert found.headers == {"task": "shop.remind", "id": "order-7", "eta": eta}
+
+
+def test_of_two_bindings_that_end_alike_the_key_itself_decides() -> None:
+    """Celery would deliver to both."""
+    assert moving(read(5, "welcome", level=2)).delayed.exchange == "mail"
+    assert moving(read(5, "sent.welcome", level=2)).delayed.exchange == "post"
+
+
+def test_a_key_that_leads_to_two_exchanges_is_left_and_both_are_named() -> None:
+    two = [ways_of([*REACHES, Reach("spam", "topic", "welcome", "spams")])]
+    info = {"exchange": "x", "routing_key": celerys.calculate_routing_key(5, "welcome")}
+    found = read_celerys(b"", {}, info, level=2, now_us=NOW_US, ways=two)
+    assert isinstance(found, Stays)
+    assert "mail, spam" in found.why
+    assert found.should
+
+
+def test_a_key_that_the_app_does_not_know_is_looked_for_on_the_broker() -> None:
+    assert isinstance(read(5, "unknown", level=2), Stays)
+    info = {"exchange": "x", "routing_key": celerys.calculate_routing_key(5, "unknown")}
+    ways = [*WAYS, [way_of_binding("others", "#.unknown")]]
+    found = moving(read_celerys(b"", {}, info, level=2, now_us=NOW_US, ways=ways))
+    assert found.delayed.exchange == "others"
+
+
+def test_direct_exchanges_are_none_of_its_ways() -> None:
+    assert "task_queues" in getattr(read(5, "invoice", level=2), "why", "")
+
+
+@pytest.mark.parametrize("key", ["orders.new", "0.1.orders", "2." * 28 + "orders.new", "0." * 28])
+def test_a_foreign_key_is_left(key: str) -> None:
+    info = {"exchange": "celery_delayed_27", "routing_key": key}
+    found = read_celerys(b"", {}, info, level=2, now_us=NOW_US, ways=WAYS)
+    assert isinstance(found, Stays)
+
+
+def test_without_an_eta_the_due_time_is_never_early_and_its_error_is_known() -> None:
+    """13 s are levels 3, 2 and 0; in level 2 it waits for up to 4 s, then for 1 s."""
+    found = moving(read(13, "orders.new", level=2))
+    assert (found.delayed.due_us - NOW_US, found.late_seconds) == (5_000_000, 4.0)
+    first = moving(read(13, "orders.new", level=3))
+    assert (first.delayed.due_us - NOW_US, first.late_seconds) == (13_000_000, 8.0)
+
+
+@pytest.mark.parametrize("zone", [UTC, None])
+def test_it_came_when_it_left_the_level_before(zone: Any) -> None:
+    left = (NOW - timedelta(seconds=3)).replace(tzinfo=zone)
+    deaths = [
+        {"queue": "celery_delayed_3", "time": left, "reason": "expired"},
+        {"queue": "mine", "time": NOW.replace(tzinfo=zone)},
+    ]
+    found = moving(read(13, "orders.new", level=2, deaths=deaths))
+    assert (found.delayed.due_us - NOW_US, found.late_seconds) == (3_000_000, 1.0)
+    assert found.headers == {"x-death": deaths[1:]}
+
+
+def test_the_deaths_in_its_levels_are_forgotten() -> None:
+    headers = {
+        "x-death": [{"queue": "celery_delayed_3"}],
+        "x-first-death-queue": "celery_delayed_3",
+        "x-first-death-reason": "expired",
+        "x-first-death-exchange": "celery_delayed_3",
+        "task": "shop.remind",
+    }
+    assert moving(read(5, "orders.new", level=2, **headers)).headers == {"task": "shop.remind"}
+
+
+def test_an_expiration_ends_when_the_task_expires() -> None:
+    expires = (NOW + timedelta(seconds=60)).isoformat()
+    own = {"expiration": "90000"}
+    found = moving(read(99, "orders.new", level=6, properties=own, expires=expires))
+    assert found.delayed.expires_ms == NOW_US // 1000 + 60_000
+    found = moving(read(99, "orders.new", level=6, properties=own))
+    assert found.delayed.expires_ms == NOW_US // 1000 + 90_000
+
+
+def test_an_eta_that_is_no_date_is_left() -> None:
+    assert "ISO 8601" in getattr(read(5, "orders.new", level=2, task="x", eta="soon"), "why", "")
+
+
+# ---- earlier sets of ours ----------------------------------------------------------------------
+
+
+def test_settings_are_read_from_the_names_of_a_set() -> None:
+    like = DelaySettings(ledger="redis://")
+    wanted = [
+        DelaySettings(ledger="redis://", namespace="shop.eu", levels=28, resolution=1.0),
+        DelaySettings(ledger="redis://", levels=20, resolution=0.02, fused_bits=0),
+        DelaySettings(ledger="redis://", queue_type="classic"),
+    ]
+    names = [hop.queue for each in wanted for hop in Topology(each).level_queues]
+    found = sets_of([*names, "celery_delay.v1.parked", "celery_delayed_3", "x.v1.99x1ms"], like)
+    assert {Topology(each).name for each in found} == {Topology(each).name for each in wanted}
+    assert all(each in wanted for each in found)
+
+
+def test_what_only_looks_like_a_set_is_none() -> None:
+    assert sets_of(["x.v1.99x1ms.f4.quorum.level-00"], DelaySettings()) == []
+
+
+def test_a_message_of_ours_is_what_it_was_before_it_waited() -> None:
+    delayed = Delayed("ab" * 16, NOW_US + 9_000_000, "shop", "orders.new", "orders", 5_000)
+    own = {"priority": 3, "application_headers": {"task": "shop.remind", "id": "order-7"}}
+    wrapped = wrap(own | {"expiration": "7"}, delayed, now_us=NOW_US, limit_priority=False)
+    topology = Topology(DelaySettings())
+    info = {"exchange": topology.level_exchange(12), "routing_key": "0.1", "redelivered": True}
+    found = moving(read_ours(b"[]", wrapped, info))
+    assert found.delayed == delayed
+    assert found.properties == own | {"expiration": "7"}
+    assert found.again
+
+
+def test_what_has_no_header_of_ours_is_left() -> None:
+    assert isinstance(read_ours(b"", {}, {"exchange": "", "routing_key": ""}), Stays)
+
+
+def test_the_levels_of_nservicebus_are_known() -> None:
+    assert NSERVICEBUS.fullmatch("nsb.v2.delay-level-07")
+    assert not NSERVICEBUS.fullmatch("nsb.v2.delay-delivery")
+
+
+# ---- queues ------------------------------------------------------------------------------------
+
+
+def test_of_a_queue_what_is_due_later_comes_back_to_it_alone() -> None:
+    info = {"exchange": "shop", "routing_key": "orders.new", "redelivered": True}
+
+    def found(**headers: Any) -> Found:
+        own = {"application_headers": headers}
+        return read_queued(b"[]", own, info, queue="orders", now_us=NOW_US)
+
+    task = {"task": "shop.remind", "id": "order-7"}
+    later = moving(found(**task, eta=eta_of(NOW_US + 1))).delayed
+    assert (later.exchange, later.routing_key, later.queue) == ("shop", "orders.new", "orders")
+    for headers in (task, task | {"eta": eta_of(NOW_US)}, task | {"eta": "soon"}, {"eta": 5}):
+        stays = found(**headers)
+        assert isinstance(stays, Stays)
+        assert not stays.should
+
+
+def test_returns_are_counted_as_the_broker_does() -> None:
+    assert deliveries_of({}) == 0
+    assert deliveries_of({"application_headers": {"x-delivery-count": 3}}) == 3
+    assert deliveries_of({"application_headers": {"x-acquired-count": 7}}) == 7
+
+
+# ---- what Celery left behind -------------------------------------------------------------------
+
+
+def test_a_binding_that_celery_added_stands_beside_the_apps_own() -> None:
+    bound = [
+        ("shop", "orders", "orders.#"),
+        ("shop", "orders", "#.orders.#"),
+        ("mail", "mails", "welcome"),
+        ("mail", "mails", "#.welcome"),
+        ("mail", "all", "#.welcome"),  # somebody's own: that queue has no `welcome`
+        ("mail", "#", "#"),
+    ]
+    own = [*REACHES, Reach("mail", "topic", "#.welcome", "all")]
+    assert list(foreign_bindings(bound, own)) == [
+        ("mail", "mails", "#.welcome"),
+        ("shop", "orders", "#.orders.#"),
+    ]
+    declared = Reach("mail", "topic", "#.welcome", "mails")
+    assert list(foreign_bindings(bound, [*own, declared])) == [("shop", "orders", "#.orders.#")]

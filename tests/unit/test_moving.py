@@ -1,0 +1,246 @@
+"""The one loop that moves: a message leaves its place only after the other place has it."""
+
+from __future__ import annotations
+
+from base64 import b64encode
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+
+from celery_native_delay.app.moving import Pace, Tally, move
+from celery_native_delay.due_time import due_us
+from celery_native_delay.errors import CannotDelay
+from celery_native_delay.message import Delayed
+from celery_native_delay.transports.moving import (
+    Found,
+    Moving,
+    Reach,
+    Source,
+    Stays,
+    Void,
+    derived_id,
+)
+from celery_native_delay.transports.virtual.moving import moving_of
+from celery_native_delay.transports.virtual.wrapping import encoded, wrapped
+
+
+def a_message(task_id: str, **options: Any) -> Moving:
+    headers = {"task": "shop.remind", "id": task_id}
+    properties = {"application_headers": headers}
+    return Moving(b"[]", properties, Delayed(task_id, 5, "", "reminders"), **options)
+
+
+class Place(Source):
+    """Holds messages; both ends write down what happens."""
+
+    name = "somewhere"
+
+    def __init__(self, *messages: Found, log: list[str], changing: bool = False) -> None:
+        self._messages = messages
+        self._log = log
+        self._changing = changing
+        self._last = ""
+
+    def count(self) -> int:
+        return len(self._messages)
+
+    def found(self) -> Iterator[Found]:
+        for message in self._messages:
+            self._last = getattr(message, "task_id", None) or type(message).__name__
+            yield message
+
+    def done(self) -> bool:
+        self._log.append(f"{self._last} gone")
+        return not self._changing
+
+    def close(self) -> None:
+        self._log.append("closed")
+
+
+class Other:
+    """Takes in what is not named in *refuses*."""
+
+    name = "elsewhere"
+
+    def __init__(self, log: list[str], *refuses: str) -> None:
+        self._log = log
+        self._refuses = refuses
+
+    def prepare(self, queues: Sequence[Any]) -> None: ...
+
+    def sources(self, what: str | None, reaches: Sequence[Reach]) -> list[Source]:
+        return []
+
+    def take_in(self, moving: Moving) -> bool:
+        if moving.task_id in self._refuses:
+            raise CannotDelay("it is too far away")
+        self._log.append(f"{moving.task_id} in")
+        return not moving.again
+
+
+def moved(place: Place, other: Other, *, stop_after: int = 99) -> Tally:
+    tally = Tally(place.name, place.count())
+    count = iter(range(1, 99))
+    stopped: list[int] = []
+    told: list[str | None] = []
+
+    def on_each() -> None:
+        if next(count) == stop_after:
+            stopped.append(1)
+
+    move(
+        place,
+        other,
+        tally,
+        pace=Pace(None),
+        stopped=lambda: bool(stopped),
+        on_each=on_each,
+        on_doubt=told.append,
+    )
+    assert told == tally.doubtful
+    return tally
+
+
+def test_a_message_is_gone_only_after_it_is_there() -> None:
+    log: list[str] = []
+    tally = moved(Place(a_message("one"), a_message("two"), log=log), Other(log))
+    assert log == ["one in", "one gone", "two in", "two gone", "closed"]
+    assert (tally.moved, tally.doubtful_count) == (2, 0)
+
+
+def test_what_cannot_be_moved_stays() -> None:
+    log: list[str] = []
+    place = Place(a_message("far"), Stays("no"), Stays("not late", should=False), Void(), log=log)
+    tally = moved(place, Other(log, "far"))
+    assert log == ["Void gone", "closed"]
+    assert dict(tally.refused) == {"it is too far away": 1, "no": 1}
+    assert (tally.moved, tally.stays, tally.void) == (0, 1, 1)
+
+
+def test_it_ends_after_the_present_message() -> None:
+    log: list[str] = []
+    place = Place(a_message("one"), a_message("two"), log=log)
+    assert moved(place, Other(log), stop_after=1).moved == 1
+    assert log == ["one in", "one gone", "closed"]
+
+
+def test_an_error_of_the_broker_leaves_the_message_where_it_is() -> None:
+    log: list[str] = []
+
+    class Broken(Other):
+        def take_in(self, moving: Moving) -> bool:
+            raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone"):
+        moved(Place(a_message("one"), log=log), Broken(log))
+    assert log == ["closed"]
+
+
+def test_what_may_run_twice_is_named() -> None:
+    log: list[str] = []
+    tally = moved(Place(a_message("one", again=True), a_message("two"), log=log), Other(log))
+    assert (tally.doubtful, tally.moved) == (["one"], 2)
+    assert moved(Place(a_message("three"), log=log, changing=True), Other(log)).doubtful == [
+        "three"
+    ]
+
+
+def test_due_times_that_were_computed_are_counted_with_their_bound() -> None:
+    log: list[str] = []
+    place = Place(a_message("one", late_seconds=4.0), a_message("two", late_seconds=1.0), log=log)
+    tally = moved(place, Other(log))
+    assert (tally.computed, tally.late_seconds) == (2, 4.0)
+
+
+def test_reasons_are_told_up_to_a_number() -> None:
+    tally = Tally("somewhere", 0)
+    for number in range(100):
+        tally.refuse(f"reason {number}")
+        tally.doubt(str(number) * 2)
+        tally.doubt(str(number))
+    assert len(tally.refused) == 21
+    assert tally.refused.total() == 100
+    assert (tally.doubtful_count, len(tally.doubtful)) == (200, 100)
+
+
+def test_a_rate_is_kept_without_making_up_for_time_that_was_lost() -> None:
+    now = [0.0]
+    waited: list[float] = []
+
+    def wait(seconds: float) -> None:
+        waited.append(seconds)
+        now[0] += seconds
+
+    pace = Pace(10, clock=lambda: now[0], wait=wait)
+    for _ in range(5):
+        pace.keep()
+    assert now[0] == pytest.approx(0.5)
+    now[0] += 60
+    waited.clear()
+    for _ in range(5):
+        pace.keep()
+    assert sum(waited) >= 0.3
+    Pace(None, clock=lambda: now[0], wait=lambda _: pytest.fail("waits")).keep()
+
+
+def test_a_message_has_the_same_delivery_id_when_it_is_found_again() -> None:
+    headers = {"task": "shop.remind", "id": "order-7", "eta": "2026-11-20T10:00:00+00:00"}
+    same = derived_id(headers, {}, b"[]", "shop", "orders")
+    assert same == derived_id(dict(headers), {}, b"[]", "shop", "orders")
+    assert same is not None
+    assert bytes.fromhex(same)
+    assert len(same) == 32
+    others = [
+        derived_id(headers, {}, b"[1]", "shop", "orders"),
+        derived_id(headers, {}, b"[]", "shop", "parcels"),
+        derived_id({**headers, "retries": 1}, {}, b"[]", "shop", "orders"),
+        derived_id({**headers, "eta": None}, {}, b"[]", "shop", "orders"),
+    ]
+    assert len({same, *others}) == 5
+
+
+def test_a_message_without_the_id_of_a_task_may_be_meant_several_times() -> None:
+    assert derived_id({}, {}, b"tick", "", "clock") is None
+
+
+@pytest.mark.parametrize("encoding", ["base64", None])
+def test_an_envelope_of_kombus_is_the_message_it_was_made_of(encoding: str | None) -> None:
+    body = "[[], {}, {}]"
+    properties = {
+        "correlation_id": "order-7",
+        "priority": 3,
+        "body_encoding": encoding,
+        "delivery_tag": "0f1e2d3c-4b5a-6978-8796-a5b4c3d2e1f0",
+        "delivery_info": {"exchange": "shop", "routing_key": "orders.new"},
+    }
+    headers = {"task": "shop.remind", "id": "order-7", "eta": "2026-11-20T10:00:00+00:00"}
+    message = {
+        "body": b64encode(body.encode()).decode() if encoding else body,
+        "content-type": "application/json",
+        "content-encoding": "utf-8",
+        "headers": headers,
+        "properties": properties,
+    }
+    at_us = due_us(headers["eta"])
+    waiting = wrapped(message, due_ms=at_us // 1000)
+    found = moving_of(encoded(waiting), queue="orders", due_us=at_us)
+    assert found.body == body.encode()
+    assert found.headers == headers
+    assert found.properties["correlation_id"] == "order-7"
+    assert found.properties["content_type"] == "application/json"
+    assert "delivery_tag" not in found.properties
+    delayed = found.delayed
+    assert (delayed.exchange, delayed.routing_key, delayed.queue) == (
+        "shop",
+        "orders.new",
+        "orders",
+    )
+    assert (delayed.due_us, delayed.cancelled) == (at_us, False)
+    again = moving_of(encoded(waiting), queue="orders", due_us=at_us)
+    assert again.delayed.delivery_id == delayed.delivery_id
+    cancelled = wrapped(message, due_ms=at_us // 1000, cancelled=True)
+    found = moving_of(encoded(cancelled), queue="", due_us=at_us)
+    assert found.delayed.cancelled
+    assert found.delayed.queue is None
+    assert "expires" not in found.headers
