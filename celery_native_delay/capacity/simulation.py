@@ -24,12 +24,15 @@ from math import ceil, inf
 from typing import Any
 
 from ..transports.rabbitmq.topology import Topology
-from .load import Load
+from .load import InvalidLoad, Load
 from .sends import MOST_TASKS, Send, fan_out_sends, steady_sends
 from .service import Service
 
 #: A steady load is simulated for so many seconds, if these are enough and not too many tasks.
 SECONDS, FEWEST_TASKS = 20, 4_000
+
+#: And for so many ticks.
+_TICKS = 8
 
 #: Messages that are taken in, and handed out, in one go.
 _TOGETHER = 16
@@ -68,11 +71,21 @@ class Outcome:
 
 
 def simulate_load(topology: Topology, load: Load, service: Service, *, seed: int = 1) -> Outcome:
-    """Simulate some of a load: as much of a steady one as tells, of a fan-out its worst second."""
+    """Simulate some of a load: as much of a steady one as tells, of a fan-out its worst second.
+
+    Raises:
+        InvalidLoad: more is sent at one tick than can be simulated.
+    """
     chance = random.Random(seed)
     if load.fixed_dues:
         return simulate(topology, service, fan_out_sends(load, chance))
-    count = round(min(max(load.per_second * SECONDS, FEWEST_TASKS), MOST_TASKS))
+    together = load.per_second * load.tick_seconds
+    if together * _TICKS > MOST_TASKS:
+        raise InvalidLoad(
+            f"expected ticks of {MOST_TASKS // _TICKS:,} tasks at most, got {together:,.0f}: tell "
+            f'so many at once as a fan-out, a histogram with "due"'
+        )
+    count = round(min(max(load.per_second * SECONDS, FEWEST_TASKS, together * _TICKS), MOST_TASKS))
     sends = islice(steady_sends(load, chance), count)
     return simulate(topology, service, sends, tick_ms=load.tick_seconds * 1000, shortened=True)
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from celery_native_delay import DelaySettings
-from celery_native_delay.capacity.load import Load, Spread, spread_of
+from celery_native_delay.capacity.load import InvalidLoad, Load, Spread, spread_of
 from celery_native_delay.capacity.sends import Send, fan_out_sends, steady_sends
 from celery_native_delay.capacity.service import Service
 from celery_native_delay.capacity.simulation import Outcome, simulate, simulate_load
@@ -155,6 +155,14 @@ def test_a_delay_of_any_fraction_is_late_by_less_than_a_unit_more() -> None:
     assert unit_ms / 2 < late_ms[-1] < unit_ms + 5
     whole = Load(300, (Spread(4_000_000, 1_000_000, 13),))
     assert run(whole, quick, 6_000).late_ms[-1] < 5
+
+
+def test_a_batch_now_and_then_is_no_load_that_grows() -> None:
+    outcome = simulate_load(TOPOLOGY, loaded(1, "60", tick_seconds=1800), REAL)
+    assert not outcome.growing
+    assert outcome.late_ms[-1] > 100  # as long as it takes to hand over 1,800
+    with pytest.raises(InvalidLoad, match="fan-out"):
+        simulate_load(TOPOLOGY, loaded(100, "60", tick_seconds=3600), REAL)
 
 
 def test_tasks_due_together_are_as_late_as_they_take_to_hand_over() -> None:
