@@ -44,7 +44,6 @@ class RabbitMQAdminPart:
         self._queues: Sequence[Any] = ()
 
     def expect(self, queues: Sequence[Any]) -> None:
-        """Take *queues* for those that the app expects to be bound."""
         self._queues = queues
 
     def declare(self, queues: Sequence[Any]) -> Told:

@@ -191,9 +191,10 @@ class BulkPublisher:
         units = units_until(due_us, now_us=now_us, resolution_ms=topology.resolution_ms)
         if not units or now_us > kind.valid_until_us:
             return False
+        way = kind.way(units)
         ttl_ms = topology.first_ttl_ms(units, remaining_us=due_us - now_us)
         fields = TaskFields(
-            *kind.way(units),
+            *way,
             task_id,
             eta,
             argsrepr,

@@ -66,7 +66,7 @@ class Declarer:
         return True
 
     def _publish_nowhere(self, exchange: str) -> None:
-        """Let an exchange to which nothing is bound return a message.
+        """Publish to an exchange to which nothing is bound, which returns the message.
 
         Raises:
             amqp.exceptions.NotFound: there is no such exchange.
