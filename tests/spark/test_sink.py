@@ -17,7 +17,7 @@ from pyspark.errors import AnalysisException, PySparkException
 from pyspark.sql import functions as f
 
 from celery_native_delay.fence import fence_store
-from celery_native_delay.fence.run import HEADER, Stamp, Verdict, verdict
+from celery_native_delay.fence.run import HEADER, Fate, Stamp, fate
 from celery_native_delay.spark import task_id_of
 from celery_native_delay.spark.encode import encoded
 from celery_native_delay.spark.options import FanOutOptions
@@ -189,5 +189,5 @@ def test_a_stream_sends_each_batch_under_ids_that_a_replay_repeats(
     assert len({stamp.run for stamp in stamps}) == (2 if fenced else 0)
     with fence_store(native_delay_redis_url) as store:
         records = [record for stamp in stamps for record in store.load([stamp.run])]
-    verdicts = [verdict(each, stamp) for each, stamp in zip(records, stamps, strict=True) if each]
-    assert verdicts == [Verdict.RUN] * len(stamps)
+    fates = [fate(each, stamp) for each, stamp in zip(records, stamps, strict=True) if each]
+    assert fates == [Fate.RUN] * len(stamps)
