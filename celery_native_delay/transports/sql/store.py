@@ -190,7 +190,7 @@ class Store:
         self.breakers.store.succeeded(now=monotonic())
 
     def _add_by_driver(self, values: dict[str, Any]) -> bool:
-        """Past SQLAlchemy, which takes as long again for a transaction of one row.
+        """Past SQLAlchemy, which would make a publish a fifth slower, and a third dearer in CPU.
 
         False if the database did not like it, so that nothing was stored.
         """
