@@ -69,6 +69,9 @@ def moving(found: Found) -> Moving:
 # ---- Celery's own levels -----------------------------------------------------------------------
 
 
+@pytest.mark.skipif(
+    not hasattr(celerys, "_celery_delayed_delivery_exchange"), reason="no prefixes in this kombu"
+)
 @pytest.mark.parametrize("prefix", ["", "eu", "shop_eu"])
 def test_the_names_are_those_that_kombu_gives(prefix: str) -> None:
     levels = CelerysLevels(prefix)
@@ -76,6 +79,12 @@ def test_the_names_are_those_that_kombu_gives(prefix: str) -> None:
     assert levels.queues[-1] == celerys.level_name(0, prefix)
     assert levels.delivery_exchange == celerys._celery_delayed_delivery_exchange(prefix)
     assert celerys_levels([*levels.queues, levels.delivery_exchange, "celery"]) == [levels]
+
+
+def test_the_names_without_a_prefix_are_those_of_every_kombu() -> None:
+    levels = CelerysLevels("")
+    assert levels.queues[0] == celerys.level_name(27)
+    assert levels.delivery_exchange == celerys.CELERY_DELAYED_DELIVERY_EXCHANGE
 
 
 def test_all_prefixes_are_found_and_nothing_else() -> None:
