@@ -36,7 +36,10 @@ MOST_KILLS = 6 + TASKS // 150
 """The next run may come to its end, however slow the machine."""
 
 EARLIER = {"native_delay_resolution": 0.25, "native_delay_fused_bits": 7}
-MIGRATE = ["delay", "migrate", "--from", "celery", "--from", "sets", "--yes", "--json"]
+RATE = ["--rate", str(TASKS // 7)]
+"""So no machine is so fast that its first run ends before it is killed."""
+
+MIGRATE = ["delay", "migrate", "--from", "celery", "--from", "sets", "--yes", "--json", *RATE]
 
 #: The command itself, which tells when it is about to begin: a busy machine is slow to import.
 RUN = f"""

@@ -57,6 +57,9 @@ def queues() -> list[Queue]:
 def plain_app(url: str, **conf: Any) -> Celery:
     app = Celery("shop", broker=url, set_as_current=False)
     app.conf.update(task_queues=queues(), task_default_queue="reminders", **conf)
+    if url.startswith("amqp"):
+        # Also without install() a message is there once it is sent, to be counted.
+        app.conf.broker_transport_options = {"confirm_publish": True}
     return app
 
 
