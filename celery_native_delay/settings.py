@@ -167,15 +167,9 @@ class DelaySettings:
         """The longest delay that the levels can hold, in seconds."""
         return ((1 << self.levels) - 1) * self.resolution_ms / 1000
 
-    def lowest_bit(self, bit: int) -> int:
-        """The lowest bit of the delay level that *bit* belongs to."""
-        if bit >= self.fused_bits:
-            return bit
-        return max(0, bit - (bit - FRACTION_BITS) % FUSED_WIDTH)
-
     def _largest_step(self, levels: int) -> int:
         """Units of the longest single wait: all bits of the top level."""
-        return (1 << levels) - (1 << self.lowest_bit(levels - 1))
+        return (1 << levels) - (1 << lowest_bit(levels - 1, fused_bits=self.fused_bits))
 
     def _most_levels(self) -> int:
         fits = (n for n in range(self.levels, 0, -1) if self._fits_ttl(n))
@@ -292,6 +286,13 @@ def _expected(name: str, value: Any) -> str:
             return "" if fits else "None or an http(s) URL"
         case _:
             raise AssertionError(f"{name} has no check")
+
+
+def lowest_bit(bit: int, *, fused_bits: int) -> int:
+    """The lowest bit of the delay level that *bit* belongs to."""
+    if bit >= fused_bits:
+        return bit
+    return max(0, bit - (bit - FRACTION_BITS) % FUSED_WIDTH)
 
 
 def is_fence_url(value: object) -> bool:

@@ -65,6 +65,13 @@ class Declarer:
             return if_refused
         return True
 
+    def depth(self, queue: str) -> int | None:
+        """Number of messages in *queue*, None if it is not declared."""
+        try:
+            return int(self.channel.queue_declare(queue, passive=True).message_count)
+        except NotFound:
+            return None
+
     def _publish_nowhere(self, exchange: str) -> None:
         """Publish to an exchange to which nothing is bound, which returns the message.
 

@@ -74,17 +74,9 @@ class _Round:
     redeclared: bool = False
 
 
-def depth(delays: Delays, queue: str) -> int | None:
-    """Number of messages in *queue*, None if it is not declared."""
-    try:
-        return int(delays.declarer.channel.queue_declare(queue, passive=True).message_count)
-    except NotFound:
-        return None
-
-
 def count(delays: Delays) -> int:
     """Number of parked messages; 0 where nothing was ever declared."""
-    return depth(delays, delays.topology.parking_queue) or 0
+    return delays.declarer.depth(delays.topology.parking_queue) or 0
 
 
 def rescue(delays: Delays) -> Rescue | None:

@@ -143,11 +143,7 @@ class Pruning:
         }
 
     def _depth(self, queue: str) -> int:
-        try:
-            found = self._delays.declarer.channel.queue_declare(queue, passive=True)
-            return int(found.message_count)
-        except NotFound:
-            return 0
+        return self._delays.declarer.depth(queue) or 0
 
     # --- deleting ------------------------------------------------------------------------
 

@@ -13,7 +13,6 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
-from typing import Any
 
 import amqp
 from amqp.exceptions import AMQPError, NotFound
@@ -101,14 +100,8 @@ class QueueSource(Source):
                 channel.close()
 
     def _depth(self, queue: str) -> int:
-        try:
-            return int(self._declared(queue).message_count)
-        except NotFound:
-            return 0
-
-    def _declared(self, queue: str) -> Any:
         with permissions_explained(self._delays.topology):
-            return self._delays.declarer.channel.queue_declare(queue, passive=True)
+            return self._delays.declarer.depth(queue) or 0
 
 
 class IdleQueueSource(QueueSource):
@@ -122,9 +115,11 @@ class IdleQueueSource(QueueSource):
         """
         (queue,) = self._queues
         try:
-            consumers = self._declared(queue).consumer_count
+            with permissions_explained(self._delays.topology):
+                declared = self._delays.declarer.channel.queue_declare(queue, passive=True)
         except NotFound as exc:
             raise CannotDelay(f"there is no queue {queue!r}") from exc
+        consumers = declared.consumer_count
         if consumers:
             raise CannotDelay(
                 f"the queue {queue!r} has {consumers} consumer(s): stop its workers first. Tasks "

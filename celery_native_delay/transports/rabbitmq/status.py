@@ -12,7 +12,7 @@ from ...ledger.model import Ledger, Query
 from ..interface import Level
 from .delays import Delays
 from .management import ManagementAPI
-from .parking import count, depth
+from .parking import count
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def status(delays: Delays, api: ManagementAPI) -> Status:
         LevelStatus(
             queue=hop.queue,
             ttl_seconds=hop.ttl_ms / 1000,
-            waiting=depth(delays, hop.queue),
+            waiting=delays.declarer.depth(hop.queue),
             stuck=queues[hop.queue].get("messages_dlx", 0) if hop.queue in queues else None,
         )
         for hop in topology.level_queues
@@ -225,7 +225,7 @@ def levels(delays: Delays) -> Iterator[Level]:
     """The level queues that are declared, over AMQP alone."""
     topology = delays.topology
     for hop in topology.level_queues:
-        waiting = depth(delays, hop.queue)
+        waiting = delays.declarer.depth(hop.queue)
         if waiting is not None:
             name = hop.queue.removeprefix(f"{topology.name}.")
             yield Level(name, hop.ttl_ms / 1000, waiting)

@@ -24,7 +24,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-from ...settings import DelaySettings
+from ...settings import DelaySettings, lowest_bit
 from .address import SHORTSTR_BYTES, hashed_address, queue_address, short_word
 from .stream_names import LedgerStreams
 
@@ -120,7 +120,9 @@ class Topology:
         self.bit_count = settings.levels
         self.max_units = (1 << self.bit_count) - 1
         #: By bit: the lowest one of its level.
-        self._lowest_bits = [settings.lowest_bit(bit) for bit in range(self.bit_count)]
+        self._lowest_bits = [
+            lowest_bit(bit, fused_bits=settings.fused_bits) for bit in range(self.bit_count)
+        ]
         self._hops: dict[int, Hop] = {}
         self.space = f"{settings.namespace}.{VERSION}"
         self.name = (

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...settings import DelaySettings
-from ..moving import Found, Source, Stays
+from ..moving import Found, Source
 from ..virtual import moving
 from .entry import opened_entry
 from .keys import member_of
@@ -16,9 +16,6 @@ from .store import Store
 
 #: Members that are read at a time.
 _CHUNK = 100
-
-#: What is due sooner, in microseconds, is left to a promoter, where there is one.
-_LEFT_US = 5_000_000
 
 #: For so long it is known which message was being moved when a process died, in seconds.
 _KNOWN_SECONDS = 30 * 86_400
@@ -75,9 +72,9 @@ class RedisSource(Source):
                     _, entry, due_us = pipeline.execute()
                 if entry is None or due_us is None:
                     continue  # handed over meanwhile
-                if census.promoting and due_us < store.now_us() + _LEFT_US:
+                if census.promoting and due_us < store.now_us() + moving.LEFT_US:
                     stay += 1
-                    yield Stays("it is about to be handed over, where it is", should=False)
+                    yield moving.LEFT
                     continue
                 self._last = member.decode(), entry
                 destination, envelope = opened_entry(entry)

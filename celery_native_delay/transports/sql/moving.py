@@ -8,14 +8,11 @@ from time import time_ns
 from typing import Any
 
 from ...settings import DelaySettings
-from ..moving import Found, Source, Stays
+from ..moving import Found, Source
 from ..virtual import moving
 from ..virtual.wrapping import id_of
 from .rows import Row
 from .store import Store
-
-#: What is due sooner, in microseconds, is left to a dispatcher, where there is one.
-_LEFT_US = 5_000_000
 
 
 class StoreMovingPart(moving.MovingPart):
@@ -65,8 +62,8 @@ class StoreSource(Source):
                 assert row.due_us is not None
                 after = row.due_us, row.id
                 left -= 1
-                if census.promoting and row.due_us < time_ns() // 1000 + _LEFT_US:
-                    yield Stays("it is about to be handed over, where it is", should=False)
+                if census.promoting and row.due_us < time_ns() // 1000 + moving.LEFT_US:
+                    yield moving.LEFT
                     continue
                 with store.rows(to_change=True) as rows:
                     if not rows.mark_moving(row):

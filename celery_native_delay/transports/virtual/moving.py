@@ -16,8 +16,12 @@ from ...due_time import eta_of, milliseconds_up
 from ...errors import CannotDelay, UnsupportedBroker
 from ...message import Delayed, cancel, due_ms_of
 from ...settings import DelaySettings
-from ..moving import Moving, Reach, Source, derived_id, expires_ms_of
+from ..moving import Moving, Reach, Source, Stays, derived_id, expires_ms_of
 from .wrapping import unwrapped
+
+#: What is due sooner, in microseconds, is left to the promoters, where there are any.
+LEFT_US = 5_000_000
+LEFT = Stays("it is about to be handed over, where it is", should=False)
 
 #: What kombu keeps in an envelope's properties besides AMQP's.
 _KOMBUS = ("body_encoding", "delivery_info", "delivery_tag")
