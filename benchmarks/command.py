@@ -10,8 +10,9 @@ from contextlib import AbstractContextManager
 from datetime import UTC, datetime
 from pathlib import Path
 from time import monotonic
-from types import ModuleType
-from typing import NoReturn
+from typing import NoReturn, Protocol
+
+from matplotlib.figure import Figure
 
 from benchmarks import (
     bulk,
@@ -25,6 +26,7 @@ from benchmarks import (
     redis_store,
     relay,
     report,
+    scale,
     spark,
     steady,
     store,
@@ -39,7 +41,16 @@ from celery_native_delay.testing import (
     private_rabbitmq,
 )
 
-SCENARIOS: dict[str, ModuleType] = {
+
+class Scenario(Protocol):
+    """A question, and the picture of its answer: a module, or an object like one."""
+
+    def run(self, bench: Bench) -> Result: ...
+
+    def draw(self, result: Result) -> Figure: ...
+
+
+SCENARIOS: dict[str, Scenario] = {
     "publish": publish,
     "bulk": bulk,
     "lateness": lateness,
@@ -54,7 +65,12 @@ SCENARIOS: dict[str, ModuleType] = {
     "ledger": ledger,
     "spark": spark,
     "reconcile": reconcile,
+    "scale": scale.MILLION,
+    "scale-10m": scale.TEN_MILLION,
 }
+
+ONLY_BY_NAME = frozenset(("scale-10m",))
+"""Scenarios that take an hour, or all the memory of a machine."""
 
 REFERENCE = "4.3"
 """The RabbitMQ that figures are told of; `make bench` installs it."""
@@ -95,8 +111,9 @@ def main() -> int:
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     options = parser.parse_args()
-    names = [name for name in SCENARIOS if not options.only or name in options.only]
-    is_whole = len(names) == len(SCENARIOS) and options.scale == 1 and not options.rabbitmq
+    usual = [name for name in SCENARIOS if name not in ONLY_BY_NAME]
+    names = [name for name in SCENARIOS if name in (options.only or usual)]
+    is_whole = names == usual and options.scale == 1 and not options.rabbitmq
     if options.update and (options.scale < 1 or options.rabbitmq):
         parser.error(f"--update is for whole measurements on RabbitMQ {REFERENCE}")
     folder = options.out or (FOLDER if is_whole or options.update else FOLDER / "results")

@@ -165,12 +165,12 @@ class PrivateRabbitMQ:
 
     # ---- life ------------------------------------------------------------------------------
 
-    def start(self) -> None:
+    def start(self, *, within_seconds: float = _BOOT_SECONDS) -> None:
         """Start the node, again on the same ports and data, and wait until it serves.
 
-        Raises BrokerFailed with the end of the node's log when it does not within 90 s.
+        Raises BrokerFailed with the end of the node's log when it does not within *within_seconds*.
         """
-        self._node.start(self._serves, within_seconds=_BOOT_SECONDS)
+        self._node.start(self._serves, within_seconds=within_seconds)
 
     def stop(self) -> None:
         """Stop the node in good order, as an administrator would; data and ports stay."""

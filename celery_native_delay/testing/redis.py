@@ -194,12 +194,12 @@ class PrivateRedis:
         """Process id of the server; None when it is down."""
         return self._server.pid
 
-    def start(self) -> None:
+    def start(self, *, within_seconds: float = _BOOT_SECONDS) -> None:
         """Start the server, again on the same port and data, and wait until it has loaded them.
 
-        Raises BrokerFailed with the end of its log when it does not within 60 s.
+        Raises BrokerFailed with the end of its log when it does not within *within_seconds*.
         """
-        self._server.start(self._serves, within_seconds=_BOOT_SECONDS)
+        self._server.start(self._serves, within_seconds=within_seconds)
 
     def stop(self) -> None:
         """Stop the server in good order; data and port stay."""
