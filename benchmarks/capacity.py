@@ -21,6 +21,7 @@ from celery import Celery
 
 from benchmarks import report, steady
 from benchmarks.measuring import BROKER_OPTIONS, log
+from benchmarks.steady_run import TICK_SECONDS, Delays
 from celery_native_delay import DelaySettings, install
 from celery_native_delay.app.parts import admin_part
 from celery_native_delay.capacity.levels import mean_hops, passages
@@ -202,7 +203,7 @@ def foretell(
     topology = Topology(replace(_settings_of(row), resolution=delays.resolution_ms / 1000))
     left = service.cores - idle_cores(rows) - per_second * CLIENTS_MS / 1000
     service = replace(service, cores=left)
-    load = Load(per_second, (_spread(delays),), steady.TICK_SECONDS)
+    load = Load(per_second, (_spread(delays),), TICK_SECONDS)
     sends = islice(steady_sends(load, random.Random(1)), steady.SECONDS * per_second)
     outcome = simulate(topology, service, sends)
     limits = [
@@ -247,12 +248,12 @@ def _cores() -> int:
     return os.cpu_count() or 1
 
 
-def _spread(delays: steady.Delays) -> Spread:
+def _spread(delays: Delays) -> Spread:
     shortest, longest = (units * delays.resolution_ms / 1000 for units in delays.units)
     return Spread.between(shortest, longest, step_seconds=delays.step * delays.resolution_ms / 1000)
 
 
-def _delays_of(row: dict[str, Any]) -> steady.Delays:
+def _delays_of(row: dict[str, Any]) -> Delays:
     every = (steady.RANDOM, steady.MINUTES, steady.FRACTIONS, steady.SAME)
     return next(one for one in every if one.label == row["delays"])
 

@@ -6,53 +6,28 @@ are immediate messages at the same rate: whole Celery messages, the same body, t
 
 from __future__ import annotations
 
-import random
-from array import array
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import dataclass, field
-from datetime import UTC, datetime, timedelta
-from json import dumps
-from multiprocessing import get_context
-from multiprocessing.connection import Connection as Pipe
-from time import monotonic, sleep, time, time_ns
-from typing import Any
+from collections.abc import Iterator
 
-import amqp
-import kombu
-from amqp.method_framing import frame_writer
-from amqp.spec import Basic
 from matplotlib.figure import Figure
 
-from benchmarks.apps import QUEUE, declare_for, make_app
 from benchmarks.charts import INK, OTHERS, OURS, curves_on, figure
 from benchmarks.measuring import (
     BROKER_OPTIONS,
     Bench,
     Result,
     Target,
-    cpu_seconds,
     curve,
-    lateness_columns,
     log,
     percentile,
 )
+from benchmarks.steady_run import ARGUMENT_BYTES, TICK_SECONDS, WINDOW, Delays, Load, SteadyRun
 from celery_native_delay import DelaySettings
-from celery_native_delay.bulk import bulk
 from celery_native_delay.testing import BrokerMissing, private_rabbitmq
-from celery_native_delay.transports.rabbitmq.topology import Topology
-from celery_native_delay.transports.rabbitmq.window import WindowChannel
 
 SECONDS = 20
 """So long messages are sent; then the last ones mature."""
 ROUNDS = 3
 """What has a target is run so often, in turn; the run with the median p99 counts."""
-TICK_SECONDS = 0.02
-"""A tick's tasks are sent at once."""
-WINDOW = 1000
-ARGUMENT_BYTES = 200
-GRACE_SECONDS = 20
-KEEPS_RATE = 0.98
 REFERENCE = "4.3"
 ALSO = "3.10"
 
@@ -62,37 +37,8 @@ SEARCH_SECONDS = 12
 LATE_MS = 250
 """What the p99 may be at the highest rate."""
 
-BODY_BEGINS = b"[["
-"""Then the task's number, and its due time in microseconds since the epoch."""
-EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
-
 DEFAULT = DelaySettings()
 BINARY = DelaySettings(fused_bits=0)
-
-
-@dataclass(frozen=True)
-class Delays:
-    """Delays of a load in units of the default resolution, which each run may shorten.
-
-    What counts is how many messages come through each level queue, not how long they lie there.
-    """
-
-    label: str
-    units: tuple[int, int]
-    step: int
-    resolution_ms: int
-
-    def draw(self, random_: random.Random) -> float:
-        """Seconds to wait, of whole *step* units or, where that is 0, of any length."""
-        shortest, longest = self.units
-        if not self.step:
-            return random_.uniform(shortest, longest) * self.resolution_ms / 1000
-        return random_.randrange(shortest, longest + 1, self.step) * self.resolution_ms / 1000
-
-    @property
-    def longest_seconds(self) -> float:
-        return self.units[1] * self.resolution_ms / 1000
-
 
 SECOND = 8
 """Units of the default resolution."""
@@ -100,27 +46,6 @@ RANDOM = Delays("16-63 s", (16 * SECOND, 63 * SECOND), SECOND, 25)
 MINUTES = Delays("1-10 min", (60 * SECOND, 600 * SECOND), SECOND, 5)
 FRACTIONS = Delays("0.5-16 s, any fraction", (4, 16 * SECOND), 0, 125)
 SAME = Delays("all 60 s", (60 * SECOND, 60 * SECOND), SECOND, 25)
-
-
-@dataclass(frozen=True)
-class Load:
-    """One run: a set of delay levels, None for immediate messages, at a rate."""
-
-    label: str
-    settings: DelaySettings | None
-    delays: Delays
-    per_second: int
-    has_target: bool = False
-
-    @property
-    def mean_hops(self) -> float:
-        """Level queues that a message waits in."""
-        if self.settings is None:
-            return 0.0
-        topology = Topology(self.settings)
-        shortest, longest = self.delays.units
-        every = range(shortest, longest + 1, self.delays.step or 1)
-        return sum(len(topology.path(units)) for units in every) / len(every)
 
 
 def loads() -> Iterator[Load]:
@@ -251,244 +176,6 @@ def _highest(bench: Bench, label: str, settings: DelaySettings | None, result: R
         if failed == 2:
             break
     return best
-
-
-@dataclass
-class SteadyRun:
-    """One load: how late each message was, and whether the publisher kept its pace."""
-
-    bench: Bench
-    load: Load
-    seconds: int
-    late_ms: list[float] = field(init=False)
-    rate: float = field(init=False)
-
-    def __post_init__(self) -> None:
-        bench, load = self.bench, self.load
-        total = self.seconds * load.per_second
-        what = (
-            f"steady {bench.broker.version}, {load.label}, {load.delays.label}, {load.per_second}/s"
-        )
-        broker_pid = bench.broker.pid
-        assert broker_pid is not None
-        context = get_context("spawn")
-        processes = []
-
-        def start(target: Any, *arguments: Any) -> Pipe:
-            ours, theirs = context.Pipe()
-            process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
-            process.start()
-            theirs.close()
-            processes.append(process)
-            ours.recv()  # it is ready
-            return ours
-
-        with bench.vhost() as url:
-            try:
-                publisher = start(_publish, url, load, total)
-                consumer = start(_consume, url, total)
-                cpu = cpu_seconds(broker_pid)
-                publisher.send("go")
-                self._follow(bench, f"{what}: publish", publisher, total)
-                self.rate, self.behind_ms = publisher.recv()
-                # The consumer is not asked while it works: it stops by itself.
-                bench.wait_for(
-                    f"{what}: arrive",
-                    lambda: 1 if consumer.poll() else 0,
-                    1,
-                    timeout_seconds=load.delays.longest_seconds + GRACE_SECONDS,
-                )
-                if not consumer.poll():
-                    consumer.send("stop")
-                numbers, late_us = consumer.recv()
-                self.broker_us = (cpu_seconds(broker_pid) - cpu) / total * 1e6
-            finally:
-                for process in processes:
-                    process.kill()
-                    process.join()
-        self.late_ms = [microseconds / 1000 for microseconds in late_us]
-        self.doubled = len(numbers) - len(set(numbers))
-        self.missing = total - len(set(numbers))
-
-    @property
-    def keeps_up(self) -> bool:
-        """Whether the publisher reached the rate that was asked for."""
-        return self.rate >= KEEPS_RATE * self.load.per_second and not self.missing
-
-    def row(self, bench: Bench) -> dict[str, Any]:
-        load = self.load
-        queues = 0 if load.settings is None else len(Topology(load.settings).level_queues)
-        return {
-            "RabbitMQ": bench.broker.version,
-            "asked/s": load.per_second,
-            "delays": load.delays.label if load.settings else "none",
-            "levels": load.label,
-            "level queues": queues,
-            "hops": load.mean_hops,
-            "published/s": self.rate,
-            **lateness_columns(self.late_ms),
-            "broker CPU µs": self.broker_us,
-            "early": sum(late_ms < 0 for late_ms in self.late_ms),
-            "doubled": self.doubled,
-            "missing": self.missing,
-        }
-
-    @staticmethod
-    def _follow(bench: Bench, what: str, publisher: Pipe, total: int) -> None:
-        """Show how far the publisher is, which tells it once a second and at its end None."""
-        with bench.progress(what, total) as done:
-            while (published := publisher.recv()) is not None:
-                done(published)
-
-
-# ---- the publisher ---------------------------------------------------------------------------
-
-
-def _publish(pipe: Pipe, url: str, load: Load, total: int) -> None:
-    """Send *total* tasks at the load's rate."""
-    if load.settings is None:
-        _publish_immediate(pipe, url, load.per_second, total)
-        return
-    draw = random.Random(1)
-    padding = "." * ARGUMENT_BYTES
-    app = make_app(
-        "ours",
-        url,
-        fused_bits=load.settings.fused_bits,
-        resolution=load.delays.resolution_ms / 1000,
-        confirm_window=WINDOW,
-    )
-    declare_for("ours", app)
-    with bulk(app) as batch:
-
-        def send(number: int) -> None:
-            due_us = time_ns() // 1000 + round(load.delays.draw(draw) * 1_000_000)
-            due = EPOCH + timedelta(microseconds=due_us)
-            batch.send("bench.steady", (number, due_us, padding), eta=due)
-
-        _at_rate(pipe, load.per_second, total, send, lambda: None)
-
-
-def _publish_immediate(pipe: Pipe, url: str, per_second: int, total: int) -> None:
-    """The message that Celery sends, encoded once; number and time are filled in."""
-    app = make_app("celery", url)
-    declare_for("celery", app)
-    number, due_us = 1_234_567_890, 1_234_567_890_123_456
-    task = app.amqp.as_task_v2("0" * 36, "bench.steady", (number, due_us, "." * ARGUMENT_BYTES))
-    message = amqp.Message(
-        dumps(task.body),
-        content_type="application/json",
-        content_encoding="utf-8",
-        delivery_mode=2,
-        application_headers=task.headers,
-        correlation_id=task.properties["correlation_id"],
-    )
-    with kombu.Connection(url) as connection:
-        connection.connect()
-        channel = WindowChannel(connection.connection)
-        written = _Written()
-        writer = frame_writer(connection.connection, written)
-        arguments = b"\0\0" + 2 * (bytes([len(QUEUE)]) + QUEUE.encode()) + b"\1"  # mandatory
-        writer(1, channel.channel_id, Basic.Publish, arguments, message)
-        head, _, tail = written.frames.rpartition(f"{number}, {due_us}".encode())
-
-        def send(number: int) -> None:
-            if channel.unconfirmed_count >= WINDOW:
-                channel.read_until(lambda: channel.unconfirmed_count < WINDOW)
-            elif not number % 64:
-                channel.read_ready()
-            channel.send(_Encoded(b"%b%10d, %d%b" % (head, number, time_ns() // 1000, tail)))
-
-        _at_rate(pipe, per_second, total, send, channel.write_now)
-
-
-class _Written:
-    """A transport that keeps what is written."""
-
-    frames = b""
-
-    def write(self, frames: bytes) -> None:
-        self.frames += bytes(frames)
-
-
-@dataclass(frozen=True, slots=True)
-class _Encoded:
-    """A message in its frames."""
-
-    frames: bytes
-
-    def write(self, channel: WindowChannel) -> None:
-        channel.write_soon(self.frames)
-
-
-def _at_rate(
-    pipe: Pipe,
-    per_second: int,
-    total: int,
-    send: Callable[[int], None],
-    after_tick: Callable[[], None],
-) -> None:
-    pipe.send("ready")
-    pipe.recv()
-    per_tick = round(per_second * TICK_SECONDS)
-    started = monotonic()
-    behind = 0.0
-    for first in range(0, total, per_tick):
-        ahead = started + first / per_second - monotonic()
-        behind = max(behind, -ahead)
-        sleep(max(0.0, ahead))
-        for number in range(first, min(first + per_tick, total)):
-            send(number)
-        after_tick()
-        if first % per_second < per_tick:
-            pipe.send(first)
-    pipe.send(None)
-    pipe.send((total / (monotonic() - started), behind * 1000))
-    pipe.recv()
-
-
-# ---- the consumer ----------------------------------------------------------------------------
-
-
-def _consume(pipe: Pipe, url: str, total: int) -> None:
-    """Read the queue as fast as its bytes come.
-
-    py-amqp opens the connection and starts to consume; after that only frames are counted,
-    because decoding all headers in Python would cost more than the broker's whole work.
-    """
-    with kombu.Connection(url) as plain, plain.channel() as channel:
-        connection = plain.connection
-        channel.basic_consume(QUEUE, no_ack=True, callback=None)
-        sock = connection.transport.sock
-        pipe.send("ready")
-        numbers, late_us = array("I"), array("q")
-        rest = connection.transport._read_buffer or b""
-        sock.settimeout(0.25)
-        while len(numbers) < total and not pipe.poll():
-            with suppress(TimeoutError):
-                rest += sock.recv(1 << 20)
-            now_us = int(time() * 1e6)
-            rest = rest[_take_bodies(rest, now_us, numbers, late_us) :]
-    pipe.send((numbers, late_us))
-    pipe.recv()
-
-
-def _take_bodies(data: bytes, now_us: int, numbers: array[int], late_us: array[int]) -> int:
-    """Note every whole body frame in *data*; returns how many bytes are done with.
-
-    A frame is its type (3: body), channel, size, payload and an end octet.
-    """
-    begin = 0
-    while len(data) - begin >= 7:
-        end = begin + 8 + int.from_bytes(data[begin + 3 : begin + 7])
-        if end > len(data):
-            break
-        if data[begin] == 3:
-            number, due_us, _ = data[begin + len(BODY_BEGINS) + 7 : end].split(b",", 2)
-            numbers.append(int(number))
-            late_us.append(now_us - int(due_us))
-        begin = end
-    return begin
 
 
 def draw(result: Result) -> Figure:
