@@ -9,7 +9,7 @@ import random
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..durations import duration, seconds_of
 from ..errors import InvalidDueTime, NativeDelayError
@@ -199,22 +199,24 @@ def load_of_waiting(bars: Sequence[tuple[float, float, int]], *, step_seconds: f
     Raises:
         InvalidLoad: nothing waits.
     """
-    # Of a steady load never more fall due later. Where bars say so, they share what they have.
-    blocks: list[tuple[float, float, float]] = []
+    # Of a steady load never more fall due later. Where bars say so, they share what they have, and
+    # the delays that end with them are those of the last one.
+    blocks: list[_Block] = []
     for low, high, count in reversed([(max(low, 0.0), high, count) for low, high, count in bars]):
         if high <= low:
             continue
-        due = float(count)
-        while blocks and due / (high - low) < _per_second(blocks[-1]):
-            _, high, more = blocks.pop()
-            due += more
-        blocks.append((low, high, due))
+        block = _Block(low, low, high, float(count))
+        while blocks and block.per_second < blocks[-1].per_second:
+            after = blocks.pop()
+            block = _Block(low, after.last, after.high, block.due + after.due)
+        blocks.append(block)
     spreads, later = [], 0.0
     for block in blocks:
-        if (weight := _per_second(block) - later) > 0:
-            low, high, _ = block
-            spreads.append(Spread.between(low, high, step_seconds=step_seconds, weight=weight))
-        later = _per_second(block)
+        if (weight := block.per_second - later) > 0:
+            spreads.append(
+                Spread.between(block.last, block.high, step_seconds=step_seconds, weight=weight)
+            )
+        later = block.per_second
     if not later:
         raise InvalidLoad("expected tasks that wait, got none: say --rate and --delay instead")
     return Load(later, tuple(reversed(spreads)))
@@ -227,9 +229,17 @@ def _density(spread: Spread) -> float:
     return spread.weight / max((spread.last_us - spread.first_us) / 1e6, 1.0)
 
 
-def _per_second(block: tuple[float, float, float]) -> float:
-    low, high, due = block
-    return due / (high - low)
+class _Block(NamedTuple):
+    """Bars with the same rate, in seconds from now; *last* is where the last of them begins."""
+
+    low: float
+    last: float
+    high: float
+    due: float
+
+    @property
+    def per_second(self) -> float:
+        return self.due / (self.high - self.low)
 
 
 def _seconds(text: str) -> float:

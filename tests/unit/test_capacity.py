@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from collections import Counter
 from dataclasses import replace
 
@@ -196,6 +197,17 @@ def test_what_waits_unevenly_is_as_if_it_had_come_steadily() -> None:
     assert all(one.weight > 0 for one in load.spreads)
     with pytest.raises(InvalidLoad, match="none"):
         load_of_waiting([])
+
+
+def test_what_waits_by_chance_is_still_so_many_with_that_delay() -> None:
+    """A thousand a second with a delay of 100 s, of which no two bars show as many."""
+    chance = random.Random(5)
+    bars = [(float(n), float(n + 1), round(chance.gauss(1000, 100))) for n in range(100)]
+    load = load_of_waiting(bars)
+    waiting = sum(count for _, _, count in bars)
+    assert load.waiting == pytest.approx(waiting, rel=0.01)
+    assert load.mean_seconds == pytest.approx(100, rel=0.2)
+    assert load.longest_seconds == pytest.approx(100, abs=1)
 
 
 # ---- the broker's speed ----------------------------------------------------------------------
