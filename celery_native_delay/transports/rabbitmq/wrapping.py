@@ -14,15 +14,24 @@ from .topology import is_delay_name
 
 #: What RabbitMQ writes when it dead-letters. Before 4.0 it believes a publisher who sends them
 #: back and drops the message as a cycle (rabbit_dead_letter.erl v3.10; celery#9867).
-DEATH_HEADERS = (
-    "x-death",
-    "x-first-death-exchange",
-    "x-first-death-queue",
-    "x-first-death-reason",
-    "x-last-death-exchange",
-    "x-last-death-queue",
-    "x-last-death-reason",
+DEATH_HEADERS = frozenset(
+    (
+        "x-death",
+        "x-first-death-exchange",
+        "x-first-death-queue",
+        "x-first-death-reason",
+        "x-last-death-exchange",
+        "x-last-death-queue",
+        "x-last-death-reason",
+    )
 )
+
+_FIRST_AND_LAST = {
+    f"x-{order}-death-queue": [
+        f"x-{order}-death-{part}" for part in ("exchange", "queue", "reason")
+    ]
+    for order in ("first", "last")
+}
 
 #: What a quorum queue adds to a message that was returned to it: not the next queue's business.
 COUNTED_BY_THE_QUEUE = ("x-delivery-count", "x-acquired-count")
@@ -132,9 +141,10 @@ def _without_ours(headers: dict[str, Any], earlier: Mapping[str, Any]) -> dict[s
     """*headers* with the deaths in other people's queues only: later ones, then *earlier*."""
     if not earlier and headers.keys().isdisjoint(DEATH_HEADERS):
         return headers
-    later = _other_deaths(headers)
-    kept = without_deaths(headers) | dict(earlier)
-    if deaths := later.get("x-death", []) + earlier.get("x-death", []):
+    kept = without_deaths(headers)
+    later = kept.get("x-death", [])
+    kept |= earlier
+    if deaths := later + earlier.get("x-death", []):
         kept["x-death"] = deaths
     return kept
 
@@ -161,8 +171,7 @@ def _other_deaths(
         ]
         if theirs:
             kept["x-death"] = theirs
-    for order in ("first", "last"):
-        if not ours(str(headers.get(f"x-{order}-death-queue", ""))):
-            names = [f"x-{order}-death-{part}" for part in ("exchange", "queue", "reason")]
+    for queue, names in _FIRST_AND_LAST.items():
+        if not ours(str(headers.get(queue, ""))):
             kept |= {name: headers[name] for name in names if name in headers}
     return kept
