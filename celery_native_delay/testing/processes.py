@@ -84,6 +84,7 @@ class KeptServer:
         Raises BrokerFailed with the end of its log when it ends or takes longer than that.
         """
         if self._server is not None:
+            self.signal(signal.SIGCONT)
             return
         with (self._home / "console.log").open("ab") as console:
             self._server = subprocess.Popen(
@@ -112,12 +113,18 @@ class KeptServer:
             self.end(signal.SIGKILL)
             raise BrokerFailed(f"{self.name} {reason}; its last words:\n{log}")
 
+    def signal(self, which: signal.Signals) -> None:
+        """Send *which* to the server and its children, if it runs."""
+        if self._server is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._server.pid, which)
+
     def end(self, how: signal.Signals, *, within_seconds: float = 30) -> None:
         """Send *how* to the server and wait for its end; SIGKILL it after *within_seconds*."""
         if self._server is None:
             return
-        with suppress(ProcessLookupError):
-            os.killpg(self._server.pid, how)
+        self.signal(how)
+        self.signal(signal.SIGCONT)  # a frozen server does not hear before it goes on
         try:
             self._server.wait(within_seconds)
         except subprocess.TimeoutExpired:
