@@ -67,7 +67,7 @@ def private_rabbitmq_cluster(
             for number, name in enumerate(names, 1)
         ]
         cookie = secrets.token_hex(16)
-        members = []
+        members: list[PrivateRabbitMQ] = []
         for name in names:
             seat = ClusterSeat(
                 node_name=name,
@@ -124,10 +124,10 @@ class PrivateRabbitMQCluster:
 
     def new_vhost(self) -> str:
         """Create an empty virtual host on every node; return its url through all of them."""
-        name = vhost_name(self._any_node.new_vhost())
+        name = vhost_name(self._majority.new_vhost())
 
         def runs() -> bool:
-            states = self._any_node.api("GET", f"/vhosts/{name}")["cluster_state"]
+            states = self._majority.api("GET", f"/vhosts/{name}")["cluster_state"]
             running = [node for node in self.nodes if node.pid]
             return all(states.get(node.name) == "running" for node in running)
 
@@ -136,7 +136,7 @@ class PrivateRabbitMQCluster:
 
     def delete_vhost(self, vhost: str) -> None:
         """Delete a virtual host, by its name or any url of it, with all that is in it."""
-        self._any_node.delete_vhost(vhost_name(vhost) if "://" in vhost else vhost)
+        self._majority.delete_vhost(vhost_name(vhost) if "://" in vhost else vhost)
 
     def leader_of(self, queue: str, vhost: str) -> PrivateRabbitMQ:
         """The node that leads a quorum queue, as the management API showed it within a second.
@@ -148,7 +148,7 @@ class PrivateRabbitMQCluster:
         found: list[PrivateRabbitMQ] = []
 
         def known() -> bool:
-            leader = self._any_node.api("GET", path).get("leader")
+            leader = self._majority.api("GET", path).get("leader")
             found[:] = [node for node in self.nodes if node.name == leader]
             return bool(found)
 
@@ -209,11 +209,19 @@ class PrivateRabbitMQCluster:
         _wait_until(joined, f"{', '.join(sorted(names))} did not join")
 
     @property
-    def _any_node(self) -> PrivateRabbitMQ:
+    def _majority(self) -> PrivateRabbitMQ:
+        """A node that may change what all have: more than half see each other."""
         for node in self.nodes:
-            if node.pid is not None and node._serves():
-                return node
-        raise BrokerFailed("no node of the cluster answers: expected one that runs, see heal()")
+            if node.pid is None:
+                continue
+            with suppress(OSError, BrokerFailed):
+                running = [seen for seen in node.api("GET", "/nodes") if seen["running"]]
+                if len(running) > len(self.nodes) // 2:
+                    return node
+        raise BrokerFailed(
+            f"no node of the cluster answers for more than half of its {len(self.nodes)}: "
+            f"start or heal() them first"
+        )
 
 
 def _is_critical(node: PrivateRabbitMQ) -> bool:

@@ -84,7 +84,7 @@ class KeptServer:
         Raises BrokerFailed with the end of its log when it ends or takes longer than that.
         """
         if self._server is not None:
-            self.signal(signal.SIGCONT)
+            self.send(signal.SIGCONT)
             return
         with (self._home / "console.log").open("ab") as console:
             self._server = subprocess.Popen(
@@ -113,7 +113,7 @@ class KeptServer:
             self.end(signal.SIGKILL)
             raise BrokerFailed(f"{self.name} {reason}; its last words:\n{log}")
 
-    def signal(self, which: signal.Signals) -> None:
+    def send(self, which: signal.Signals) -> None:
         """Send *which* to the server and its children, if it runs."""
         if self._server is not None:
             with suppress(ProcessLookupError):
@@ -123,8 +123,8 @@ class KeptServer:
         """Send *how* to the server and wait for its end; SIGKILL it after *within_seconds*."""
         if self._server is None:
             return
-        self.signal(how)
-        self.signal(signal.SIGCONT)  # a frozen server does not hear before it goes on
+        self.send(how)
+        self.send(signal.SIGCONT)  # a frozen server does not hear before it goes on
         try:
             self._server.wait(within_seconds)
         except subprocess.TimeoutExpired:

@@ -212,11 +212,11 @@ class PrivateRabbitMQ:
 
     def pause(self) -> None:
         """Freeze the node (SIGSTOP): its sockets stay open and it answers nothing."""
-        self._node.signal(signal.SIGSTOP)
+        self._node.send(signal.SIGSTOP)
 
     def resume(self) -> None:
         """Let a paused node go on (SIGCONT)."""
-        self._node.signal(signal.SIGCONT)
+        self._node.send(signal.SIGCONT)
 
     def close(self) -> None:
         """Kill the node and remove all it had. Not needed at exit: that ends it as well."""
