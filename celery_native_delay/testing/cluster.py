@@ -1,4 +1,4 @@
-"""A private RabbitMQ cluster for tests of what happens when nodes or networks fail.
+"""A private RabbitMQ cluster, for tests of nodes and networks that fail.
 
 with private_rabbitmq_cluster() as cluster:
     app = Celery(broker=cluster.new_vhost())
@@ -9,7 +9,7 @@ with private_rabbitmq_cluster() as cluster:
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from time import monotonic, sleep
@@ -18,22 +18,25 @@ from urllib.parse import quote
 from .errors import BrokerFailed
 from .networks import PrivateNetwork
 from .ports import claim_ports, port_of
-from .rabbitmq import ClusterSeat, PrivateRabbitMQ, vhost_name
+from .rabbitmq import Membership, PrivateRabbitMQ, vhost_name
 from .rabbitmq_installation import require_rabbitmq
 
 _PATIENCE_SECONDS = 90
-"""Joining takes 1-3 s, a mended partition 5-15 s; a busy machine may need several times that."""
+"""It takes 1-10 s; a busy machine may need several times that."""
 
+_RECOVERY_SECONDS = 30
+"""A node of RabbitMQ 3.10 that paused itself takes 3-6 s, and now and then does not come back."""
+
+# Guest may otherwise come from 127.0.0.1 only.
 _CONFIG = """\
 cluster_formation.peer_discovery_backend = classic_config
 cluster_partition_handling = pause_minority
-# guest may come from the other side of the private network.
 loopback_users.guest = false
-{nodes}
+{members}
 {extra}
 """
 
-# A node that is silent for so long (s) is down for the others; 60 by default.
+# Seconds of silence after which a node is down for the others: 60 by default.
 _ERLANG_ARGUMENTS = "-kernel net_ticktime 8"
 
 
@@ -49,47 +52,49 @@ def private_rabbitmq_cluster(
 ) -> Iterator[PrivateRabbitMQCluster]:
     """Run a RabbitMQ cluster of our own until the block ends.
 
-    *partitions*: every node gets a network of its own, so that partition() can cut it off; needs
-    root on Linux. The rest is as for private_rabbitmq(), and holds for every node.
+    With *partitions* each node has an address of its own, in a network of this machine that
+    partition() can cut; needs root on Linux. All else is as for private_rabbitmq(), for each node.
 
-    Raises BrokerMissing when that version is not installed or partitions are not possible here,
-    BrokerFailed when the cluster does not form.
+    Raises BrokerMissing when that version is not installed or there can be no such network,
+    BrokerFailed when the nodes do not become a cluster.
     """
     installation = require_rabbitmq(version)
     with ExitStack() as stack:
-        (epmd_claim,) = (stack.enter_context(claim) for claim in claim_ports(1))
         network = stack.enter_context(PrivateNetwork(nodes)) if partitions else None
-        names = [f"node{number}" for number in range(1, nodes + 1)]
         hosts = network.hosts if network else {"localhost": "127.0.0.1"}
-        host_of = dict(zip(names, hosts if network else ["localhost"] * nodes, strict=True))
-        formation = [
-            f"cluster_formation.classic_config.nodes.{number} = {name}@{host_of[name]}"
-            for number, name in enumerate(names, 1)
-        ]
+        host_of = {
+            f"node{number}@{host}": host
+            for number, host in enumerate(list(hosts) if network else ["localhost"] * nodes, 1)
+        }
+        members = "\n".join(
+            f"cluster_formation.classic_config.nodes.{number} = {name}"
+            for number, name in enumerate(host_of, 1)
+        )
+        (epmd,) = claim_ports(1)
+        stack.enter_context(epmd)
         cookie = secrets.token_hex(16)
-        members: list[PrivateRabbitMQ] = []
-        for name in names:
-            seat = ClusterSeat(
-                node_name=name,
-                hosts=hosts,
-                host=host_of[name],
-                cookie=cookie,
-                epmd_port=port_of(epmd_claim),
-                runs_epmd=network is not None or not members,
-                enter=network.enter(host_of[name]) if network else (),
-            )
+        started: list[PrivateRabbitMQ] = []
+        for name, host in host_of.items():
             node = PrivateRabbitMQ(
                 installation,
-                config=_CONFIG.format(nodes="\n".join(formation), extra=config),
+                config=_CONFIG.format(members=members, extra=config),
                 advanced_config=advanced_config,
                 erlang_arguments=f"{_ERLANG_ARGUMENTS} {erlang_arguments}",
-                seat=seat,
+                membership=Membership(
+                    name=name,
+                    ip=hosts[host],
+                    hosts=hosts,
+                    cookie=cookie,
+                    epmd_port=port_of(epmd),
+                    runs_epmd=network is not None or not started,
+                    enter=network.enter(host) if network else (),
+                ),
             )
             stack.callback(node.close)
-            members.append(node)
-        for node in members:
+            started.append(node)
+        for node in started:  # all of them before the first is closed
             stack.callback(node.kill)
-        cluster = PrivateRabbitMQCluster(members, network)
+        cluster = PrivateRabbitMQCluster(started, network)
         cluster.heal()
         yield cluster
 
@@ -98,7 +103,7 @@ class PrivateRabbitMQCluster:
     """RabbitMQ nodes that are one cluster; made by private_rabbitmq_cluster()."""
 
     nodes: list[PrivateRabbitMQ]
-    """All nodes, running or not; each may be killed, paused, stopped and started on its own."""
+    """All nodes, running or not: kill(), stop(), start(), pause() and resume() are theirs."""
 
     def __init__(self, nodes: list[PrivateRabbitMQ], network: PrivateNetwork | None) -> None:
         self.nodes = nodes
@@ -111,132 +116,150 @@ class PrivateRabbitMQCluster:
 
     @property
     def url(self) -> str:
-        """Url of the default virtual host through every node."""
+        """Url of the default virtual host through every node, with ";" between, as Celery takes it.
+
+        On the end of a connection it tries the next.
+        """
         return ";".join(self.urls("/"))
 
     def urls(self, vhost: str) -> list[str]:
-        """Url of a virtual host through each node; joined by ";" Celery takes the next on failure.
-
-        *vhost* is its name, or any url of it.
-        """
-        name = vhost_name(vhost) if "://" in vhost else vhost
-        return [node.url_of(name) for node in self.nodes]
+        """Url of a virtual host, given by its name or any url of it, through each of the nodes."""
+        return [node.url_of(_name_of(vhost)) for node in self.nodes]
 
     def new_vhost(self) -> str:
-        """Create an empty virtual host on every node; return its url through all of them."""
-        name = vhost_name(self._majority.new_vhost())
+        """Create an empty virtual host; return its url through every node, with ";" between."""
+        node = self._majority()
+        name = vhost_name(node.new_vhost())
 
-        def runs() -> bool:
-            states = self._majority.api("GET", f"/vhosts/{name}")["cluster_state"]
-            running = [node for node in self.nodes if node.pid]
-            return all(states.get(node.name) == "running" for node in running)
+        def is_everywhere() -> bool:
+            states = node.api("GET", f"/vhosts/{name}")["cluster_state"]
+            return all(states.get(running) == "running" for running in _running(node))
 
-        _wait_until(runs, f"virtual host {name} is not on every node")
+        _wait_until(is_everywhere, f"expected virtual host {name} on every node, it was not there")
         return ";".join(self.urls(name))
 
     def delete_vhost(self, vhost: str) -> None:
-        """Delete a virtual host, by its name or any url of it, with all that is in it."""
-        self._majority.delete_vhost(vhost_name(vhost) if "://" in vhost else vhost)
+        """Delete a virtual host, given by its name or any url of it, with all that is in it."""
+        self._majority().delete_vhost(_name_of(vhost))
 
     def leader_of(self, queue: str, vhost: str) -> PrivateRabbitMQ:
-        """The node that leads a quorum queue, as the management API showed it within a second.
+        """The running node that leads this quorum queue or stream, as it was half a second ago.
 
-        *vhost* is the virtual host's name, or any url of it.
+        Raises BrokerFailed when there is none for 90 s.
         """
-        name = vhost_name(vhost) if "://" in vhost else vhost
-        path = f"/queues/{quote(name, safe='')}/{quote(queue, safe='')}"
-        found: list[PrivateRabbitMQ] = []
+        path = f"/queues/{quote(_name_of(vhost), safe='')}/{quote(queue, safe='')}"
+        leaders: list[PrivateRabbitMQ] = []
 
-        def known() -> bool:
-            leader = self._majority.api("GET", path).get("leader")
-            found[:] = [node for node in self.nodes if node.name == leader]
-            return bool(found)
+        def is_led() -> bool:
+            name = self._majority().api("GET", path).get("leader")
+            leaders.extend(node for node in self.nodes if node.name == name and node.pid)
+            return bool(leaders)
 
-        _wait_until(known, f"queue {queue} has no leader")
-        return found[0]
+        _wait_until(is_led, f"expected a running leader of queue {queue}, there was none")
+        return leaders[0]
 
     # ---- faults ----------------------------------------------------------------------------
 
     def rolling_restart(self) -> None:
-        """Stop and start one node after the other, as an upgrade does; wait for each to join."""
+        """Stop and start one node after the other, as an upgrade does.
+
+        Raises BrokerFailed when one has not joined the others again after 90 s.
+        """
         for node in self.nodes:
             node.stop()
             node.start()
             self.wait_until_joined()
 
-    def partition(self, *nodes: PrivateRabbitMQ) -> None:
-        """Cut these nodes off from the others, both ways; clients still reach every node.
+    def partition(self, node: PrivateRabbitMQ, *more: PrivateRabbitMQ) -> None:
+        """Cut off these nodes from all others, both ways; clients still reach every node.
 
-        RabbitMQ notices after 6-10 s. Raises BrokerFailed without ``partitions=True``.
+        What they send each other is dropped silently: RabbitMQ notices after 6-10 s.
+
+        Raises BrokerFailed without ``partitions=True``.
         """
         if self._network is None:
             raise BrokerFailed(
-                "partition() needs nodes with networks of their own: expected "
+                "this cluster has one network for all its nodes; for one that can be cut: "
                 "private_rabbitmq_cluster(partitions=True)"
             )
-        for node in nodes:
-            for other in self.nodes:
-                if other not in nodes:
-                    self._network.cut(node.ip, other.ip)
+        for inside in (node, *more):
+            for outside in self.nodes:
+                if outside not in (node, *more):
+                    self._network.cut(inside.ip, outside.ip)
 
     def heal(self) -> None:
         """End every fault: mend the network, resume and start all nodes, wait until they joined.
 
-        Nodes that are down start together: the last of them may have to wait for the first.
+        Nodes that are down start together: often none of them can serve without another. One that
+        does not come back by itself from a partition within 30 s is restarted.
 
         Raises BrokerFailed when that takes longer than 90 s.
         """
         if self._network is not None:
             self._network.mend()
-        with ThreadPoolExecutor(len(self.nodes)) as starting:
-            list(starting.map(PrivateRabbitMQ.start, self.nodes))
-        self.wait_until_joined()
+        self._start_all()
+        try:
+            _wait_until(self._have_joined, "", within_seconds=_RECOVERY_SECONDS)
+        except BrokerFailed:
+            for node in self.nodes:
+                if not node._serves():
+                    node.kill()
+            self._start_all()
+            self.wait_until_joined()
 
-    def wait_until_joined(self, nodes: Iterable[PrivateRabbitMQ] | None = None) -> None:
-        """Wait until these nodes, by default all, see all of them run, and no queue lags behind.
+    def wait_until_joined(self) -> None:
+        """Wait until every node sees all others run, and any one may go without harm to a queue.
 
         Raises BrokerFailed when that takes longer than 90 s.
         """
-        expected = list(self.nodes if nodes is None else nodes)
-        names = {node.name for node in expected}
+        names = ", ".join(node.name for node in self.nodes)
+        _wait_until(self._have_joined, f"expected {names} as one cluster, they were not")
 
-        def joined() -> bool:
-            return all(
-                names <= {seen["name"] for seen in node.api("GET", "/nodes") if seen["running"]}
-                for node in expected
-            ) and (len(expected) < len(self.nodes) or not any(map(_is_critical, expected)))
+    def _start_all(self) -> None:
+        with ThreadPoolExecutor(len(self.nodes)) as threads:
+            list(threads.map(PrivateRabbitMQ.start, self.nodes))
 
-        _wait_until(joined, f"{', '.join(sorted(names))} did not join")
+    def _have_joined(self) -> bool:
+        names = {node.name for node in self.nodes}
+        if any(_running(node) != names for node in self.nodes):
+            return False
+        if len(names) > 2:
+            for node in self.nodes:  # refused while a quorum queue needs just this node
+                node.api("GET", "/health/checks/node-is-quorum-critical")
+        return True
 
-    @property
     def _majority(self) -> PrivateRabbitMQ:
-        """A node that may change what all have: more than half see each other."""
+        """A node that sees more than half of all nodes run: it may change what all of them have."""
         for node in self.nodes:
-            if node.pid is None:
-                continue
             with suppress(OSError, BrokerFailed):
-                running = [seen for seen in node.api("GET", "/nodes") if seen["running"]]
-                if len(running) > len(self.nodes) // 2:
+                if node.pid and len(_running(node)) > len(self.nodes) // 2:
                     return node
         raise BrokerFailed(
-            f"no node of the cluster answers for more than half of its {len(self.nodes)}: "
-            f"start or heal() them first"
+            f"expected a node that sees more than half of the {len(self.nodes)} nodes run, found "
+            f"none: start() them, or heal() the cluster"
         )
 
 
-def _is_critical(node: PrivateRabbitMQ) -> bool:
-    """True if a quorum queue would lose its majority without this node."""
-    said = node.api("GET", "/health/checks/node-is-quorum-critical")
-    return bool(said["status"] != "ok")
+def _name_of(vhost: str) -> str:
+    return vhost_name(vhost) if vhost.startswith("amqp://") else vhost
 
 
-def _wait_until(happened: Callable[[], bool], otherwise: str) -> None:
-    deadline = monotonic() + _PATIENCE_SECONDS
+def _running(node: PrivateRabbitMQ) -> set[str]:
+    """Names of the nodes that this one sees run."""
+    return {seen["name"] for seen in node.api("GET", "/nodes") if seen["running"]}
+
+
+def _wait_until(
+    happened: Callable[[], bool], otherwise: str, *, within_seconds: float = _PATIENCE_SECONDS
+) -> None:
+    deadline = monotonic() + within_seconds
     while True:
-        # A node on its way up or down.
-        with suppress(OSError, BrokerFailed):
+        refused = ""
+        try:
             if happened():
                 return
+        except (OSError, BrokerFailed) as exc:  # a node on its way up or down
+            refused = f": {exc}"
         if monotonic() > deadline:
-            raise BrokerFailed(f"{otherwise} within {_PATIENCE_SECONDS} s")
+            raise BrokerFailed(f"{otherwise} after {within_seconds} s{refused}")
         sleep(0.1)

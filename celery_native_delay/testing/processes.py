@@ -76,14 +76,14 @@ class KeptServer:
     @property
     def pid(self) -> int | None:
         """Process id of the server, which is also its process group; None when it is down."""
-        return self._server.pid if self._server else None
+        return self._server.pid if self._server and self._server.poll() is None else None
 
     def start(self, serves: Callable[[], bool], *, within_seconds: float) -> None:
-        """Start the server, unless it runs, and wait until *serves* says that it does.
+        """Start the server and wait until *serves* says that it does; one that runs goes on.
 
         Raises BrokerFailed with the end of its log when it ends or takes longer than that.
         """
-        if self._server is not None:
+        if self.pid is not None:
             self.send(signal.SIGCONT)
             return
         with (self._home / "console.log").open("ab") as console:

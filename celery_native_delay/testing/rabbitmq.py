@@ -21,7 +21,7 @@ import urllib.request
 from base64 import b64encode
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote, unquote, urlsplit
@@ -70,20 +70,22 @@ def vhost_name(url: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class ClusterSeat:
-    """What a node of a cluster shares with the others, and where it stands among them."""
+class Membership:
+    """A node's place in a cluster, and what it shares with the other members."""
 
-    node_name: str
-    """Name before the @, such as "node1"."""
+    name: str
+    """Name of the node, such as "node1@localhost"."""
+    ip: str
+    """Address that it listens on."""
     hosts: Mapping[str, str]
-    """Name and address of every host of the cluster; the node's own is *host*."""
-    host: str
+    """Address of every host that a node's name may have after the @."""
     cookie: str
+    """Secret by which members know each other."""
     epmd_port: int
     runs_epmd: bool
-    """True for one node of each host."""
-    enter: Sequence[str] = field(default=())
-    """Command that runs another one in the network of *host*."""
+    """True for one member of each host: it runs the daemon that tells the others' ports."""
+    enter: Sequence[str] = ()
+    """Command that runs another one where the node has its network."""
 
 
 @contextmanager
@@ -124,7 +126,11 @@ class PrivateRabbitMQ:
     version: str
     """Version that the running node reports, such as "3.10.8"."""
     port: int
-    """AMQP port, on 127.0.0.1 unless partitions were asked for; the same after a restart."""
+    """AMQP port on *ip*, the same after kill() and start()."""
+    ip: str
+    """Address it listens on: 127.0.0.1, or its own in a cluster whose network can be cut."""
+    name: str
+    """Name of the node for rabbitmqctl and the management API, such as "node1@localhost"."""
 
     def __init__(
         self,
@@ -134,13 +140,13 @@ class PrivateRabbitMQ:
         config: str = "",
         advanced_config: str = "",
         erlang_arguments: str = "",
-        seat: ClusterSeat | None = None,
+        membership: Membership | None = None,
     ) -> None:
         self.installation = installation
         self.version = installation.version
         self.management = management
-        self._seat = seat
-        self.ip = seat.hosts[seat.host] if seat else "127.0.0.1"
+        self._membership = membership
+        self.ip = membership.ip if membership else "127.0.0.1"
         self._erlang_arguments = f"{self._interface} {_ERLANG_ARGUMENTS} {erlang_arguments}"
         self._claims = claim_ports(4)
         self.port, self._management_port, self._distribution_port, self._epmd_port = map(
@@ -156,12 +162,9 @@ class PrivateRabbitMQ:
             "[rabbitmq_management].\n" if management else "[].\n"
         )
         self.name = f"{self._home.name}@localhost"
-        runs_epmd = True
-        if seat:
-            self.name = f"{seat.node_name}@{seat.host}"
-            self._epmd_port = seat.epmd_port
-            runs_epmd = seat.runs_epmd
-            self._join(seat)
+        if membership:
+            self.name, self._epmd_port = membership.name, membership.epmd_port
+            self._meet(membership)
         self._environment = self._server_environment()
         epmd = self._inside("epmd", "-address", self.ip, "-port", str(self._epmd_port))
         self._node = KeptServer(
@@ -170,7 +173,7 @@ class PrivateRabbitMQ:
             home=self._home,
             environment=self._environment,
             logs=["log/node.log"],
-            companion=epmd if runs_epmd else (),
+            companion=epmd if membership is None or membership.runs_epmd else (),
         )
 
     @property
@@ -333,32 +336,28 @@ class PrivateRabbitMQ:
         return None if self.installation.root is None else self.installation.root / "tmp"
 
     @property
-    def _home_inside(self) -> Path:
-        """The node's folder as the node sees it."""
-        return "/" / self._home.relative_to(self._root)
-
-    @property
     def _interface(self) -> str:
-        return f"-kernel inet_dist_use_interface {_tuple(self.ip)}"
+        return f"-kernel inet_dist_use_interface {_in_erlang(self.ip)}"
 
-    def _join(self, seat: ClusterSeat) -> None:
-        """Give the node what lets it meet the others: their cookie and their addresses."""
+    def _meet(self, membership: Membership) -> None:
+        """Leave in the node's folder what lets it meet the other members."""
         cookie = self._home / ".erlang.cookie"
-        cookie.write_text(seat.cookie)
+        cookie.write_text(membership.cookie)
         cookie.chmod(0o400)
-        hosts = [f'{{host, {_tuple(ip)}, ["{name}"]}}.' for name, ip in seat.hosts.items()]
+        hosts = [
+            f'{{host, {_in_erlang(ip)}, ["{name}"]}}.' for name, ip in membership.hosts.items()
+        ]
         (self._home / "inetrc").write_text("\n".join([*hosts, "{lookup, [file, native]}.\n"]))
 
     def _server_environment(self) -> dict[str, str]:
         """Everything the server scripts read; nothing of it is inherited from our own."""
-        home = self._home_inside
+        home = "/" / self._home.relative_to(self._root)
         return {
             "PATH": f"{self.installation.server.parent}:{_PATH}",
             "LANG": "C.UTF-8",
             "HOME": str(home),
             "ERL_EPMD_ADDRESS": self.ip,
             "ERL_EPMD_PORT": str(self._epmd_port),
-            "ERL_INETRC": str(home / "inetrc") if self._seat else "",
             "RABBITMQ_NODENAME": self.name,
             "RABBITMQ_NODE_IP_ADDRESS": self.ip,
             "RABBITMQ_NODE_PORT": str(self.port),
@@ -379,11 +378,11 @@ class PrivateRabbitMQ:
             # The script then becomes the node instead of watching over it: our child process is
             # the node itself, and waiting for it means that it is really gone.
             "RUNNING_UNDER_SYSTEMD": "true",
-        }
+        } | ({"ERL_INETRC": str(home / "inetrc")} if self._membership else {})
 
     def _inside(self, *command: str) -> list[str]:
         """The *command* as it has to be run from here."""
-        enter = self._seat.enter if self._seat else ()
+        enter = self._membership.enter if self._membership else ()
         if self.installation.root is None:
             return [*enter, *command]
         return [*enter, "unshare", "--mount", "sh", "-c", _ENTER_ROOT, str(self._root), *command]
@@ -406,8 +405,8 @@ class PrivateRabbitMQ:
         return f"amqp://{user}:{password}@{self.ip}:{self.port}/{vhost}"
 
 
-def _tuple(ip: str) -> str:
-    """The address as Erlang writes it."""
+def _in_erlang(ip: str) -> str:
+    """The address as Erlang writes it: {127,0,0,1}."""
     return "{" + ip.replace(".", ",") + "}"
 
 
