@@ -12,6 +12,7 @@ They listen on 127.0.0.1 only, never meet another broker of the same machine, an
 process, even if it is killed. Importing this imports nothing but the standard library.
 """
 
+from .cluster import PrivateRabbitMQCluster, private_rabbitmq_cluster
 from .errors import BrokerFailed, BrokerMissing
 from .rabbitmq import PrivateRabbitMQ, private_rabbitmq, vhost_name
 from .rabbitmq_installation import RabbitMQInstallation, find_rabbitmq, require_rabbitmq
@@ -24,6 +25,7 @@ __all__ = [
     "BrokerFailed",
     "BrokerMissing",
     "PrivateRabbitMQ",
+    "PrivateRabbitMQCluster",
     "PrivateRedis",
     "PrivateSentinel",
     "PrivateSqs",
@@ -33,6 +35,7 @@ __all__ = [
     "find_rabbitmq",
     "find_redis",
     "private_rabbitmq",
+    "private_rabbitmq_cluster",
     "private_redis",
     "private_sentinel",
     "private_sqs",

@@ -76,14 +76,15 @@ class KeptServer:
     @property
     def pid(self) -> int | None:
         """Process id of the server, which is also its process group; None when it is down."""
-        return self._server.pid if self._server else None
+        return self._server.pid if self._server and self._server.poll() is None else None
 
     def start(self, serves: Callable[[], bool], *, within_seconds: float) -> None:
-        """Start the server, unless it runs, and wait until *serves* says that it does.
+        """Start the server and wait until *serves* says that it does; one that runs goes on.
 
         Raises BrokerFailed with the end of its log when it ends or takes longer than that.
         """
-        if self._server is not None:
+        if self.pid is not None:
+            self.send(signal.SIGCONT)
             return
         with (self._home / "console.log").open("ab") as console:
             self._server = subprocess.Popen(
@@ -112,12 +113,18 @@ class KeptServer:
             self.end(signal.SIGKILL)
             raise BrokerFailed(f"{self.name} {reason}; its last words:\n{log}")
 
+    def send(self, which: signal.Signals) -> None:
+        """Send *which* to the server and its children, if it runs."""
+        if self._server is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._server.pid, which)
+
     def end(self, how: signal.Signals, *, within_seconds: float = 30) -> None:
         """Send *how* to the server and wait for its end; SIGKILL it after *within_seconds*."""
         if self._server is None:
             return
-        with suppress(ProcessLookupError):
-            os.killpg(self._server.pid, how)
+        self.send(how)
+        self.send(signal.SIGCONT)  # a frozen server does not hear before it goes on
         try:
             self._server.wait(within_seconds)
         except subprocess.TimeoutExpired:

@@ -19,8 +19,9 @@ import tempfile
 import urllib.error
 import urllib.request
 from base64 import b64encode
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote, unquote, urlsplit
@@ -36,7 +37,7 @@ _BOOT_SECONDS = 90
 _CONFIG = """\
 # Milliseconds between the reports of connections, channels and classic queues.
 collect_statistics_interval = 500
-management.tcp.ip = 127.0.0.1
+management.tcp.ip = {ip}
 management.tcp.port = {management_port}
 # Both limits are far below what a laptop has, so that a test never fights over them.
 vm_memory_high_watermark.absolute = 2GB
@@ -49,8 +50,7 @@ log.console = false
 # How often quorum queues report their figures (ms) and the management API takes them over (s):
 # both 5 s by default. As arguments, because advanced.config belongs to the caller.
 _ERLANG_ARGUMENTS = (
-    "-kernel inet_dist_use_interface {127,0,0,1}"
-    " -rabbit quorum_tick_interval 500"
+    "-rabbit quorum_tick_interval 500"
     " -rabbitmq_management_agent sample_retention_policies"
     " [{global,[{60,1}]},{basic,[{60,1}]},{detailed,[{10,1}]}]"
 )
@@ -62,8 +62,30 @@ _ENTER_ROOT = (
 
 
 def vhost_name(url: str) -> str:
-    """The virtual host an amqp url names: "amqp://guest:guest@127.0.0.1:5672//" is "/"."""
-    return unquote(urlsplit(url).path[1:]) or "/"
+    """The virtual host an amqp url names: "amqp://guest:guest@127.0.0.1:5672//" is "/".
+
+    Of several urls, with ";" between them, the first one's.
+    """
+    return unquote(urlsplit(url.partition(";")[0]).path[1:]) or "/"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Membership:
+    """A node's place in a cluster, and what it shares with the other members."""
+
+    name: str
+    """Name of the node, such as "node1@localhost"."""
+    ip: str
+    """Address that it listens on."""
+    hosts: Mapping[str, str]
+    """Address of every host that a node's name may have after the @."""
+    cookie: str
+    """Secret by which members know each other."""
+    epmd_port: int
+    runs_epmd: bool
+    """True for one member of each host: it runs the daemon that tells the others' ports."""
+    enter: Sequence[str] = ()
+    """Command that runs another one where the node has its network."""
 
 
 @contextmanager
@@ -104,7 +126,11 @@ class PrivateRabbitMQ:
     version: str
     """Version that the running node reports, such as "3.10.8"."""
     port: int
-    """AMQP port on 127.0.0.1, the same after kill() and start()."""
+    """AMQP port on *ip*, the same after kill() and start()."""
+    ip: str
+    """Address it listens on: 127.0.0.1, or its own in a cluster whose network can be cut."""
+    name: str
+    """Name of the node for rabbitmqctl and the management API, such as "node1@localhost"."""
 
     def __init__(
         self,
@@ -114,11 +140,14 @@ class PrivateRabbitMQ:
         config: str = "",
         advanced_config: str = "",
         erlang_arguments: str = "",
+        membership: Membership | None = None,
     ) -> None:
         self.installation = installation
         self.version = installation.version
         self.management = management
-        self._erlang_arguments = f"{_ERLANG_ARGUMENTS} {erlang_arguments}"
+        self._membership = membership
+        self.ip = membership.ip if membership else "127.0.0.1"
+        self._erlang_arguments = f"{self._interface} {_ERLANG_ARGUMENTS} {erlang_arguments}"
         self._claims = claim_ports(4)
         self.port, self._management_port, self._distribution_port, self._epmd_port = map(
             port_of, self._claims
@@ -126,32 +155,36 @@ class PrivateRabbitMQ:
         self._root = installation.root or Path("/")
         self._home = Path(tempfile.mkdtemp(prefix="private-rabbitmq-", dir=self._temporary_folder))
         (self._home / "rabbitmq.conf").write_text(
-            _CONFIG.format(management_port=self._management_port, extra=config)
+            _CONFIG.format(ip=self.ip, management_port=self._management_port, extra=config)
         )
         (self._home / "advanced.config").write_text(advanced_config or "[].\n")
         (self._home / "enabled_plugins").write_text(
             "[rabbitmq_management].\n" if management else "[].\n"
         )
+        self.name = f"{self._home.name}@localhost"
+        if membership:
+            self.name, self._epmd_port = membership.name, membership.epmd_port
+            self._meet(membership)
         self._environment = self._server_environment()
-        epmd = self._inside("epmd", "-address", "127.0.0.1", "-port", str(self._epmd_port))
+        epmd = self._inside("epmd", "-address", self.ip, "-port", str(self._epmd_port))
         self._node = KeptServer(
             f"RabbitMQ {self.version}",
             self._inside(str(self.installation.server)),
             home=self._home,
             environment=self._environment,
             logs=["log/node.log"],
-            companion=epmd,
+            companion=epmd if membership is None or membership.runs_epmd else (),
         )
 
     @property
     def url(self) -> str:
         """Url of the default virtual host."""
-        return f"amqp://guest:guest@127.0.0.1:{self.port}//"
+        return f"amqp://guest:guest@{self.ip}:{self.port}//"
 
     @property
     def management_url(self) -> str:
         """Base of the HTTP API, without a slash at its end."""
-        return f"http://127.0.0.1:{self._management_port}"
+        return f"http://{self.ip}:{self._management_port}"
 
     @property
     def data_dir(self) -> Path:
@@ -180,6 +213,14 @@ class PrivateRabbitMQ:
         """SIGKILL the node, as a power cut would; data and ports stay."""
         self._node.end(signal.SIGKILL)
 
+    def pause(self) -> None:
+        """Freeze the node (SIGSTOP): its sockets stay open and it answers nothing."""
+        self._node.send(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let a paused node go on (SIGCONT)."""
+        self._node.send(signal.SIGCONT)
+
     def close(self) -> None:
         """Kill the node and remove all it had. Not needed at exit: that ends it as well."""
         self._node.close()
@@ -197,7 +238,11 @@ class PrivateRabbitMQ:
         name = f"test-{secrets.token_hex(6)}"  # `random` repeats itself inside a hypothesis test
         self.api("PUT", f"/vhosts/{name}")
         self.api("PUT", f"/permissions/{name}/guest", dict.fromkeys(_PERMISSIONS, ".*"))
-        return self._url("guest", "guest", name)
+        return self.url_of(name)
+
+    def url_of(self, vhost: str) -> str:
+        """Url of this virtual host for guest."""
+        return self._url("guest", "guest", vhost)
 
     def delete_vhost(self, name: str) -> None:
         """Delete a virtual host with all that is in it."""
@@ -290,6 +335,20 @@ class PrivateRabbitMQ:
     def _temporary_folder(self) -> Path | None:
         return None if self.installation.root is None else self.installation.root / "tmp"
 
+    @property
+    def _interface(self) -> str:
+        return f"-kernel inet_dist_use_interface {_in_erlang(self.ip)}"
+
+    def _meet(self, membership: Membership) -> None:
+        """Leave in the node's folder what lets it meet the other members."""
+        cookie = self._home / ".erlang.cookie"
+        cookie.write_text(membership.cookie)
+        cookie.chmod(0o400)
+        hosts = [
+            f'{{host, {_in_erlang(ip)}, ["{name}"]}}.' for name, ip in membership.hosts.items()
+        ]
+        (self._home / "inetrc").write_text("\n".join([*hosts, "{lookup, [file, native]}.\n"]))
+
     def _server_environment(self) -> dict[str, str]:
         """Everything the server scripts read; nothing of it is inherited from our own."""
         home = "/" / self._home.relative_to(self._root)
@@ -297,10 +356,10 @@ class PrivateRabbitMQ:
             "PATH": f"{self.installation.server.parent}:{_PATH}",
             "LANG": "C.UTF-8",
             "HOME": str(home),
-            "ERL_EPMD_ADDRESS": "127.0.0.1",
+            "ERL_EPMD_ADDRESS": self.ip,
             "ERL_EPMD_PORT": str(self._epmd_port),
-            "RABBITMQ_NODENAME": f"{self._home.name}@localhost",
-            "RABBITMQ_NODE_IP_ADDRESS": "127.0.0.1",
+            "RABBITMQ_NODENAME": self.name,
+            "RABBITMQ_NODE_IP_ADDRESS": self.ip,
             "RABBITMQ_NODE_PORT": str(self.port),
             "RABBITMQ_DIST_PORT": str(self._distribution_port),
             "RABBITMQ_MNESIA_BASE": str(home / "data"),
@@ -315,22 +374,23 @@ class PrivateRabbitMQ:
             "RABBITMQ_GENERATED_CONFIG_DIR": str(home / "generated"),
             "RABBITMQ_PID_FILE": str(home / "node.pid"),
             "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": self._erlang_arguments,
-            "RABBITMQ_CTL_ERL_ARGS": "-kernel inet_dist_use_interface {127,0,0,1}",
+            "RABBITMQ_CTL_ERL_ARGS": self._interface,
             # The script then becomes the node instead of watching over it: our child process is
             # the node itself, and waiting for it means that it is really gone.
             "RUNNING_UNDER_SYSTEMD": "true",
-        }
+        } | ({"ERL_INETRC": str(home / "inetrc")} if self._membership else {})
 
     def _inside(self, *command: str) -> list[str]:
         """The *command* as it has to be run from here."""
+        enter = self._membership.enter if self._membership else ()
         if self.installation.root is None:
-            return list(command)
-        return ["unshare", "--mount", "sh", "-c", _ENTER_ROOT, str(self._root), *command]
+            return [*enter, *command]
+        return [*enter, "unshare", "--mount", "sh", "-c", _ENTER_ROOT, str(self._root), *command]
 
     def _serves(self) -> bool:
         """True if AMQP and, if enabled, the HTTP API answer; keeps the node's real version."""
         try:
-            with socket.create_connection(("127.0.0.1", self.port), timeout=5) as connection:
+            with socket.create_connection((self.ip, self.port), timeout=5) as connection:
                 connection.sendall(b"AMQP\x00\x00\x09\x01")
                 if not connection.recv(1):
                     return False
@@ -342,7 +402,12 @@ class PrivateRabbitMQ:
 
     def _url(self, user: str, password: str, vhost: str) -> str:
         user, password, vhost = (quote(part, safe="") for part in (user, password, vhost))
-        return f"amqp://{user}:{password}@127.0.0.1:{self.port}/{vhost}"
+        return f"amqp://{user}:{password}@{self.ip}:{self.port}/{vhost}"
+
+
+def _in_erlang(ip: str) -> str:
+    """The address as Erlang writes it: {127,0,0,1}."""
+    return "{" + ip.replace(".", ",") + "}"
 
 
 _PATH = "/usr/sbin:/usr/bin:/sbin:/bin:/opt/homebrew/bin:/usr/local/bin"

@@ -141,6 +141,19 @@ def test_the_private_brokers_are_as_shown(
     assert "sqs://private:private@127.0.0.1:" in said
 
 
+@pytest.mark.ci
+def test_the_private_cluster_is_as_shown() -> None:
+    installed(require_rabbitmq)
+    exec(only("private-cluster").text, {})
+
+
+@pytest.mark.ci
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may cut a network")
+def test_the_private_network_is_as_shown() -> None:
+    installed(require_rabbitmq)
+    exec(only("private-partition").text, {})
+
+
 def test_the_line_for_development_runs_a_broker_that_keeps_what_waits(short_path: Path) -> None:
     """Ctrl-C ends it in good order; the next time the task still waits."""
     installed(require_redis, embedded=True)

@@ -1,0 +1,265 @@
+"""A private RabbitMQ cluster, for tests of nodes and networks that fail.
+
+with private_rabbitmq_cluster() as cluster:
+    app = Celery(broker=cluster.new_vhost())
+    cluster.nodes[0].kill()
+    cluster.heal()
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager, suppress
+from time import monotonic, sleep
+from urllib.parse import quote
+
+from .errors import BrokerFailed
+from .networks import PrivateNetwork
+from .ports import claim_ports, port_of
+from .rabbitmq import Membership, PrivateRabbitMQ, vhost_name
+from .rabbitmq_installation import require_rabbitmq
+
+_PATIENCE_SECONDS = 90
+"""It takes 1-10 s; a busy machine may need several times that."""
+
+_RECOVERY_SECONDS = 30
+"""A node of RabbitMQ 3.10 that paused itself takes 3-6 s, and now and then does not come back."""
+
+# Guest may otherwise come from 127.0.0.1 only.
+_CONFIG = """\
+cluster_formation.peer_discovery_backend = classic_config
+cluster_partition_handling = pause_minority
+loopback_users.guest = false
+{members}
+{extra}
+"""
+
+# Seconds of silence after which a node is down for the others: 60 by default.
+_ERLANG_ARGUMENTS = "-kernel net_ticktime 8"
+
+
+@contextmanager
+def private_rabbitmq_cluster(
+    nodes: int = 3,
+    *,
+    version: str | None = None,
+    partitions: bool = False,
+    config: str = "",
+    advanced_config: str = "",
+    erlang_arguments: str = "",
+) -> Iterator[PrivateRabbitMQCluster]:
+    """Run a RabbitMQ cluster of our own until the block ends.
+
+    With *partitions* each node has an address of its own, in a network of this machine that
+    partition() can cut; needs root on Linux. All else is as for private_rabbitmq(), for each node.
+
+    Raises BrokerMissing when that version is not installed or there can be no such network,
+    BrokerFailed when the nodes do not become a cluster.
+    """
+    installation = require_rabbitmq(version)
+    with ExitStack() as stack:
+        network = stack.enter_context(PrivateNetwork(nodes)) if partitions else None
+        hosts = network.hosts if network else {"localhost": "127.0.0.1"}
+        host_of = {
+            f"node{number}@{host}": host
+            for number, host in enumerate(list(hosts) if network else ["localhost"] * nodes, 1)
+        }
+        members = "\n".join(
+            f"cluster_formation.classic_config.nodes.{number} = {name}"
+            for number, name in enumerate(host_of, 1)
+        )
+        (epmd,) = claim_ports(1)
+        stack.enter_context(epmd)
+        cookie = secrets.token_hex(16)
+        started: list[PrivateRabbitMQ] = []
+        for name, host in host_of.items():
+            node = PrivateRabbitMQ(
+                installation,
+                config=_CONFIG.format(members=members, extra=config),
+                advanced_config=advanced_config,
+                erlang_arguments=f"{_ERLANG_ARGUMENTS} {erlang_arguments}",
+                membership=Membership(
+                    name=name,
+                    ip=hosts[host],
+                    hosts=hosts,
+                    cookie=cookie,
+                    epmd_port=port_of(epmd),
+                    runs_epmd=network is not None or not started,
+                    enter=network.enter(host) if network else (),
+                ),
+            )
+            stack.callback(node.close)
+            started.append(node)
+        for node in started:  # all of them before the first is closed
+            stack.callback(node.kill)
+        cluster = PrivateRabbitMQCluster(started, network)
+        cluster.heal()
+        yield cluster
+
+
+class PrivateRabbitMQCluster:
+    """RabbitMQ nodes that are one cluster; made by private_rabbitmq_cluster()."""
+
+    nodes: list[PrivateRabbitMQ]
+    """All nodes, running or not: kill(), stop(), start(), pause() and resume() are theirs."""
+
+    def __init__(self, nodes: list[PrivateRabbitMQ], network: PrivateNetwork | None) -> None:
+        self.nodes = nodes
+        self._network = network
+
+    @property
+    def version(self) -> str:
+        """Version that the nodes report, such as "3.10.8"."""
+        return self.nodes[0].version
+
+    @property
+    def url(self) -> str:
+        """Url of the default virtual host through every node, with ";" between, as Celery takes it.
+
+        On the end of a connection it tries the next.
+        """
+        return ";".join(self.urls("/"))
+
+    def urls(self, vhost: str) -> list[str]:
+        """Url of a virtual host, given by its name or any url of it, through each of the nodes."""
+        return [node.url_of(_name_of(vhost)) for node in self.nodes]
+
+    def new_vhost(self) -> str:
+        """Create an empty virtual host; return its url through every node, with ";" between."""
+        node = self._majority()
+        name = vhost_name(node.new_vhost())
+
+        def is_everywhere() -> bool:
+            states = node.api("GET", f"/vhosts/{name}")["cluster_state"]
+            return all(states.get(running) == "running" for running in _running(node))
+
+        _wait_until(is_everywhere, f"expected virtual host {name} on every node, it was not there")
+        return ";".join(self.urls(name))
+
+    def delete_vhost(self, vhost: str) -> None:
+        """Delete a virtual host, given by its name or any url of it, with all that is in it."""
+        self._majority().delete_vhost(_name_of(vhost))
+
+    def leader_of(self, queue: str, vhost: str) -> PrivateRabbitMQ:
+        """The running node that leads this quorum queue or stream, as it was half a second ago.
+
+        Raises BrokerFailed when there is none for 90 s.
+        """
+        path = f"/queues/{quote(_name_of(vhost), safe='')}/{quote(queue, safe='')}"
+        leaders: list[PrivateRabbitMQ] = []
+
+        def is_led() -> bool:
+            name = self._majority().api("GET", path).get("leader")
+            leaders.extend(node for node in self.nodes if node.name == name and node.pid)
+            return bool(leaders)
+
+        _wait_until(is_led, f"expected a running leader of queue {queue}, there was none")
+        return leaders[0]
+
+    # ---- faults ----------------------------------------------------------------------------
+
+    def rolling_restart(self) -> None:
+        """Stop and start one node after the other, as an upgrade does.
+
+        Raises BrokerFailed when one has not joined the others again after 90 s.
+        """
+        for node in self.nodes:
+            node.stop()
+            node.start()
+            self.wait_until_joined()
+
+    def partition(self, node: PrivateRabbitMQ, *more: PrivateRabbitMQ) -> None:
+        """Cut off these nodes from all others, both ways; clients still reach every node.
+
+        What they send each other is dropped silently: RabbitMQ notices after 6-10 s.
+
+        Raises BrokerFailed without ``partitions=True``.
+        """
+        if self._network is None:
+            raise BrokerFailed(
+                "this cluster has one network for all its nodes; for one that can be cut: "
+                "private_rabbitmq_cluster(partitions=True)"
+            )
+        for inside in (node, *more):
+            for outside in self.nodes:
+                if outside not in (node, *more):
+                    self._network.cut(inside.ip, outside.ip)
+
+    def heal(self) -> None:
+        """End every fault: mend the network, resume and start all nodes, wait until they joined.
+
+        Nodes that are down start together: often none of them can serve without another. One that
+        does not come back by itself from a partition within 30 s is restarted.
+
+        Raises BrokerFailed when that takes longer than 90 s.
+        """
+        if self._network is not None:
+            self._network.mend()
+        self._start_all()
+        try:
+            _wait_until(self._have_joined, "", within_seconds=_RECOVERY_SECONDS)
+        except BrokerFailed:
+            for node in self.nodes:
+                if not node._serves():
+                    node.kill()
+            self._start_all()
+            self.wait_until_joined()
+
+    def wait_until_joined(self) -> None:
+        """Wait until every node sees all others run, and any one may go without harm to a queue.
+
+        Raises BrokerFailed when that takes longer than 90 s.
+        """
+        names = ", ".join(node.name for node in self.nodes)
+        _wait_until(self._have_joined, f"expected {names} as one cluster, they were not")
+
+    def _start_all(self) -> None:
+        with ThreadPoolExecutor(len(self.nodes)) as threads:
+            list(threads.map(PrivateRabbitMQ.start, self.nodes))
+
+    def _have_joined(self) -> bool:
+        names = {node.name for node in self.nodes}
+        if any(_running(node) != names for node in self.nodes):
+            return False
+        if len(names) > 2:
+            for node in self.nodes:  # refused while a quorum queue needs just this node
+                node.api("GET", "/health/checks/node-is-quorum-critical")
+        return True
+
+    def _majority(self) -> PrivateRabbitMQ:
+        """A node that sees more than half of all nodes run: it may change what all of them have."""
+        for node in self.nodes:
+            with suppress(OSError, BrokerFailed):
+                if node.pid and len(_running(node)) > len(self.nodes) // 2:
+                    return node
+        raise BrokerFailed(
+            f"expected a node that sees more than half of the {len(self.nodes)} nodes run, found "
+            f"none: start() them, or heal() the cluster"
+        )
+
+
+def _name_of(vhost: str) -> str:
+    return vhost_name(vhost) if vhost.startswith("amqp://") else vhost
+
+
+def _running(node: PrivateRabbitMQ) -> set[str]:
+    """Names of the nodes that this one sees run."""
+    return {seen["name"] for seen in node.api("GET", "/nodes") if seen["running"]}
+
+
+def _wait_until(
+    happened: Callable[[], bool], otherwise: str, *, within_seconds: float = _PATIENCE_SECONDS
+) -> None:
+    deadline = monotonic() + within_seconds
+    while True:
+        refused = ""
+        try:
+            if happened():
+                return
+        except (OSError, BrokerFailed) as exc:  # a node on its way up or down
+            refused = f": {exc}"
+        if monotonic() > deadline:
+            raise BrokerFailed(f"{otherwise} after {within_seconds} s{refused}")
+        sleep(0.1)

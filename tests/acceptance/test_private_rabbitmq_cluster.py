@@ -1,0 +1,201 @@
+"""The private cluster: what it promises to tests of nodes and networks that fail."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+from time import time
+
+import pytest
+from amqp import Message
+from kombu import Connection
+from kombu.exceptions import OperationalError
+
+from celery_native_delay.testing import (
+    BrokerFailed,
+    PrivateRabbitMQ,
+    PrivateRabbitMQCluster,
+    private_rabbitmq_cluster,
+    vhost_name,
+)
+from tests.acceptance.worker import fleet_on
+from tests.brokers import on_one_version
+from tests.processes import assert_nothing_left_when_killed
+from tests.waiting import PATIENCE_SECONDS, wait_until
+
+pytestmark = pytest.mark.ci
+
+IS_ROOT = os.geteuid() == 0
+only_root = pytest.mark.skipif(not IS_ROOT, reason="only root may cut a network")
+
+FEW_LEVELS = 6
+
+
+@pytest.fixture(scope="module")
+def shared_cluster(rabbitmq_version: str) -> Iterator[PrivateRabbitMQCluster]:
+    """Three nodes of this version, in a network that can be cut where that is allowed."""
+    with private_rabbitmq_cluster(version=rabbitmq_version, partitions=IS_ROOT) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def cluster(shared_cluster: PrivateRabbitMQCluster) -> PrivateRabbitMQCluster:
+    """The cluster with all its nodes; a test may leave it broken."""
+    shared_cluster.heal()
+    return shared_cluster
+
+
+def declare(url: str) -> None:
+    """Declare the quorum queue `orders`."""
+    arguments = {"x-queue-type": "quorum"}
+    with Connection(url) as connection, connection.channel() as channel:
+        channel.queue_declare("orders", durable=True, auto_delete=False, arguments=arguments)
+
+
+def put(url: str, body: str, *, confirm_seconds: float = PATIENCE_SECONDS) -> None:
+    """Publish to `orders`, and wait until it is confirmed."""
+    with Connection(url, transport_options={"confirm_publish": True}) as connection:
+        connection.default_channel.basic_publish(
+            Message(body, delivery_mode=2), routing_key="orders", confirm_timeout=confirm_seconds
+        )
+
+
+def get(url: str) -> str:
+    """Take the next message from `orders`, as soon as there is one."""
+    with Connection(url) as connection:
+        channel = connection.default_channel
+        return str(wait_until(lambda: channel.basic_get("orders", no_ack=True)).body)
+
+
+def running(node: PrivateRabbitMQ) -> set[str]:
+    """The nodes that this one sees run."""
+    return {seen["name"] for seen in node.api("GET", "/nodes") if seen["running"]}
+
+
+def test_three_nodes_are_one_cluster(cluster: PrivateRabbitMQCluster) -> None:
+    names = {node.name for node in cluster.nodes}
+    assert len(names) == 3
+    assert all(running(node) == names for node in cluster.nodes)
+    vhost = cluster.new_vhost()
+    first, second, third = cluster.urls(vhost)
+    assert vhost == f"{first};{second};{third}"
+    declare(first)
+    put(second, "hello")
+    assert get(third) == "hello"
+    assert vhost_name(vhost) in cluster.nodes[1].rabbitmqctl("list_vhosts")
+    cluster.delete_vhost(vhost)
+    assert vhost_name(vhost) not in cluster.nodes[2].rabbitmqctl("list_vhosts")
+
+
+def test_a_confirmed_message_outlives_the_node_that_led_its_queue(
+    cluster: PrivateRabbitMQCluster,
+) -> None:
+    """It is read through another; the killed node comes back, and catches up."""
+    vhost = cluster.new_vhost()
+    declare(vhost)
+    put(vhost, "kept")
+    leader = cluster.leader_of("orders", vhost)
+    other, _ = (node for node in cluster.nodes if node is not leader)
+    leader.kill()
+    assert cluster.leader_of("orders", vhost) is not leader
+    assert get(other.url_of(vhost_name(vhost))) == "kept"
+    put(vhost, "while it was away")
+
+    leader.start()
+    cluster.wait_until_joined()
+    other.kill()  # two of three are a majority only if what came back has all that it missed
+    assert cluster.leader_of("orders", vhost) is not other
+    assert get(leader.url_of(vhost_name(vhost))) == "while it was away"
+
+
+def test_a_delayed_task_outlives_a_node(cluster: PrivateRabbitMQCluster, tmp_path: Path) -> None:
+    """Worker and producer go on through those that are left, by the url that names all."""
+    with fleet_on(
+        cluster.new_vhost(),
+        tmp_path,
+        queue_type="quorum",
+        native_delay_queue_type="quorum",
+        native_delay_levels=FEW_LEVELS,
+        # Its queue is exclusive: RabbitMQ 4.3 keeps it locked until the node is back.
+        worker_enable_remote_control=False,
+    ) as fleet:
+        fleet.worker()
+        note = fleet.app().tasks["note"]
+        due = time() + 6
+        before = note.apply_async(("before",), countdown=6).id
+        cluster.nodes[0].kill()
+        assert time() < due, "the machine was too slow: the node was to be killed before"
+        later_due = time() + 1
+        later = note.apply_async(("later",), countdown=1).id
+        runs = fleet.record.wait_for_ids([before, later])
+    runs[before][0].assert_on_time(due)
+    runs[later][0].assert_on_time(later_due)
+
+
+@only_root
+def test_a_minority_is_blocked_until_the_network_is_mended(
+    cluster: PrivateRabbitMQCluster,
+) -> None:
+    """The majority goes on, the minority confirms nothing; healed, it has what the others have."""
+    vhost = cluster.new_vhost()
+    declare(vhost)
+    put(vhost, "before")
+    alone, *majority = cluster.nodes
+    url = alone.url_of(vhost_name(vhost))
+    cluster.partition(alone)
+    wait_until(lambda: all(running(node) == {m.name for m in majority} for node in majority))
+    with pytest.raises((OSError, OperationalError), match=r"timed out|refused|reset"):
+        put(url, "lost", confirm_seconds=1)
+    put(majority[0].url_of(vhost_name(vhost)), "meanwhile")
+    wait_until(lambda: cluster.leader_of("orders", vhost) in majority)
+    cluster.heal()
+    assert [get(url), get(url)] == ["before", "meanwhile"]
+
+
+def test_a_paused_node_answers_only_when_it_has_resumed(cluster: PrivateRabbitMQCluster) -> None:
+    node = cluster.nodes[2]
+    node.pause()
+    with socket.create_connection((node.ip, node.port), timeout=1) as connection:
+        connection.sendall(b"AMQP\x00\x00\x09\x01")
+        with pytest.raises(TimeoutError):
+            connection.recv(1)
+        node.resume()
+        connection.settimeout(PATIENCE_SECONDS)
+        assert connection.recv(1)
+
+
+def test_neither_a_rolling_restart_nor_a_power_cut_loses_a_message(
+    cluster: PrivateRabbitMQCluster,
+) -> None:
+    """After the power cut all nodes start together: alone none of them can serve."""
+    vhost = cluster.new_vhost()
+    declare(vhost)
+    put(vhost, "kept")
+    pids = [node.pid for node in cluster.nodes]
+    cluster.rolling_restart()
+    assert all(node.pid not in (None, *pids) for node in cluster.nodes)
+
+    for node in cluster.nodes:
+        node.kill()
+    with pytest.raises(BrokerFailed, match="more than half of the 3 nodes"):
+        cluster.new_vhost()
+    cluster.heal()
+    assert get(vhost) == "kept"
+
+
+@on_one_version
+def test_a_network_that_cannot_be_cut_says_how_to_get_one(rabbitmq_version: str) -> None:
+    with private_rabbitmq_cluster(1, version=rabbitmq_version) as cluster:
+        with pytest.raises(BrokerFailed, match="partitions=True"):
+            cluster.partition(cluster.nodes[0])
+
+
+@only_root
+def test_nothing_is_left_when_the_process_is_killed(rabbitmq_version: str) -> None:
+    """Neither nodes and their folders, nor the network."""
+    broker = f"private_rabbitmq_cluster(1, version={rabbitmq_version!r}, partitions=True)"
+    assert_nothing_left_when_killed(broker, "broker.nodes[0].data_dir.parent")
+    network = "__import__('celery_native_delay.testing.networks').testing.networks.PrivateNetwork"
+    assert_nothing_left_when_killed(f"{network}(2)", "'/sys/class/net/' + broker.interface")
