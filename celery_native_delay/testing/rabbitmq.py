@@ -19,14 +19,14 @@ import tempfile
 import urllib.error
 import urllib.request
 from base64 import b64encode
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote, unquote, urlsplit
 
 from .errors import BrokerFailed
+from .membership import Membership
 from .ports import claim_ports, port_of
 from .processes import KeptServer
 from .rabbitmq_installation import RabbitMQInstallation, require_rabbitmq
@@ -69,25 +69,6 @@ def vhost_name(url: str) -> str:
     return unquote(urlsplit(url.partition(";")[0]).path[1:]) or "/"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Membership:
-    """A node's place in a cluster, and what it shares with the other members."""
-
-    name: str
-    """Name of the node, such as "node1@localhost"."""
-    ip: str
-    """Address that it listens on."""
-    hosts: Mapping[str, str]
-    """Address of every host that a node's name may have after the @."""
-    cookie: str
-    """Secret by which members know each other."""
-    epmd_port: int
-    runs_epmd: bool
-    """True for one member of each host: it runs the daemon that tells the others' ports."""
-    enter: Sequence[str] = ()
-    """Command that runs another one where the node has its network."""
-
-
 @contextmanager
 def private_rabbitmq(
     *,
@@ -101,8 +82,8 @@ def private_rabbitmq(
 
     *version* picks an installation ("3.10", "4.3"); None is the system's. *config* is more lines
     of rabbitmq.conf, *advanced_config* the text of advanced.config, *erlang_arguments* are added to
-    those of the runtime and win. Without *management* the node
-    starts a little sooner and everything that asks the HTTP API raises.
+    those of the runtime and win. Without *management* the node starts a little sooner and
+    everything that asks the HTTP API raises.
 
     Raises BrokerMissing when that version is not installed, BrokerFailed when it does not start.
     """
