@@ -218,7 +218,7 @@ class PrivateRabbitMQCluster:
 
     def _start_all(self) -> None:
         with ThreadPoolExecutor(len(self.nodes)) as threads:
-            list(threads.map(PrivateRabbitMQ.start, self.nodes))
+            list(threads.map(_start, self.nodes))
 
     def _have_joined(self) -> bool:
         names = {node.name for node in self.nodes}
@@ -239,6 +239,17 @@ class PrivateRabbitMQCluster:
             f"expected a node that sees more than half of the {len(self.nodes)} nodes run, found "
             f"none: start() them, or heal() the cluster"
         )
+
+
+def _start(node: PrivateRabbitMQ) -> None:
+    """Start *node*, a second time if need be.
+
+    Of nodes that meet for the first time one may end with "incompatible_feature_flags" (3.10).
+    """
+    try:
+        node.start()
+    except BrokerFailed:
+        node.start()
 
 
 def _name_of(vhost: str) -> str:
