@@ -22,6 +22,10 @@ class FaultKind:
     longest_seconds: float
     targets: int = 1
     """How many nodes, workers or producers it can hit."""
+    on_request: bool = False
+    """Breaks what the broker promises: only happens where it is asked for by name."""
+    wipes: bool = False
+    """Deletes what waits."""
 
 
 @dataclass(frozen=True)
