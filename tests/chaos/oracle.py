@@ -195,9 +195,9 @@ def why_doubled(task: Sent, runs: Sequence[Start], struck: Sequence[Struck]) -> 
     unanswered_until = task.confirmed_at or max(second, task.due_at)
     workers = {run.worker for run in runs[:-1]}
     for fault in struck:
-        if fault.kind == WORKER_KILLED and fault.target in workers:
-            if fault.overlaps(first, second):
-                return "its worker was killed before it had acknowledged it"
+        killed = fault.kind == WORKER_KILLED and fault.target in workers
+        if killed and fault.overlaps(first, second):
+            return "its worker was killed before it had acknowledged it"
     others = [fault for fault in struck if fault.kind != WORKER_KILLED]
     if any(fault.overlaps(task.sent_at, unanswered_until) for fault in others):
         return "its producer got no answer, and sent it again"
@@ -219,9 +219,7 @@ def _wiped(task: Sent, struck: Sequence[Struck]) -> bool:
 
 def _may_be_cancelled(task: Sent) -> bool:
     return (
-        task.cancelling_at is not None
-        and task.cancelled_at is None
-        and task.cancel_refused is None
+        task.cancelling_at is not None and task.cancelled_at is None and task.cancel_refused is None
     )
 
 

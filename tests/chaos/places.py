@@ -93,10 +93,10 @@ def _on_rabbitmq(node: PrivateRabbitMQ, ledger: PrivateRedis) -> Place:
         FaultKind("node-restarted", 0, 1): partial(_down, node.stop, node.start, "the node"),
         FaultKind("node-paused", 1, 4): partial(_paused, "the node", lambda: node.pid),
         FaultKind("connections-dropped", 0, 0.5): partial(_dropped, lambda: _close_all(node)),
-        FaultKind("ledger-killed", 0.5, 3): partial(
-            _down, ledger.kill, ledger.start, "the ledger"
+        FaultKind("ledger-killed", 0.5, 3): partial(_down, ledger.kill, ledger.start, "the ledger"),
+        FaultKind("vhost-wiped", 0, 0.5, on_request=True, wipes=True): lambda _: _wiped(
+            node, vhost_name(url)
         ),
-        FaultKind("vhost-wiped", 0, 0.5, on_request=True, wipes=True): lambda _: _wiped(node, vhost_name(url)),
     }
     return Place(f"RabbitMQ {node.version}, one node", url, conf, faults=faults)
 
@@ -107,7 +107,7 @@ def _close_all(node: PrivateRabbitMQ) -> None:
 
 
 @contextmanager
-def _wiped(node: PrivateRabbitMQ, vhost: str) -> Iterator[str]:
+def _wiped(node: PrivateRabbitMQ, vhost: str, _number: int) -> Iterator[str]:
     node.delete_vhost(vhost)
     yield "the vhost"
     node.api("PUT", f"/vhosts/{vhost}")
@@ -153,9 +153,7 @@ def _on_redis(sentinel: PrivateSentinel) -> Place:
 
 
 @contextmanager
-def _failed_over(
-    sentinel: PrivateSentinel, end: Callable[[PrivateRedis], None]
-) -> Iterator[str]:
+def _failed_over(sentinel: PrivateSentinel, end: Callable[[PrivateRedis], None]) -> Iterator[str]:
     """The master ends, and stays away until a replica has taken its place."""
     master = sentinel.master
     end(master)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +26,11 @@ from tests.chaos.oracle import (
 from tests.chaos.places import Place, Post
 from tests.chaos.schedule import Fault, FaultKind, schedule
 from tests.waiting import PATIENCE_SECONDS
+
+
+class UnknownFault(Exception):
+    """This broker cannot have a fault of that name."""
+
 
 PRODUCERS = 2
 
@@ -168,11 +173,7 @@ def run(
     with ExitStack() as stack:
         crew = Crew(place, plan, folder, stack)
         strikes = _strikes(place, crew)
-        kinds = [
-            kind
-            for kind in strikes
-            if kind.name in plan.only or not (plan.only or kind.on_request)
-        ]
+        kinds = _chosen(strikes, plan.only)
         by_name = {kind.name: (kind, strikes[kind]) for kind in kinds}
         began = time()
         ends = began + plan.minutes * 60
@@ -198,9 +199,16 @@ def run(
         judgement = judge(
             sent, starts_of(crew.fleet.record), struck, patience_seconds=PATIENCE_SECONDS
         )
-        return Outcome(
-            place.what, plan, began, tuple(struck), judgement, crew.ended_by_themselves
-        )
+        return Outcome(place.what, plan, began, tuple(struck), judgement, crew.ended_by_themselves)
+
+
+def _chosen(kinds: Iterable[FaultKind], only: Sequence[str]) -> list[FaultKind]:
+    by_name = {kind.name: kind for kind in kinds}
+    if unknown := [name for name in only if name not in by_name]:
+        raise UnknownFault(f"expected a fault out of {', '.join(by_name)}, got {unknown[0]!r}")
+    if only:
+        return [by_name[name] for name in only]
+    return [kind for kind in by_name.values() if not kind.on_request]
 
 
 def _strikes(place: Place, crew: Crew) -> dict[FaultKind, Strike]:

@@ -1,0 +1,45 @@
+"""Half a minute of ``make chaos``: no task is lost, early, misrouted, or runs once cancelled."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from celery_native_delay.testing import BrokerMissing
+from pytest_celery_native_delay import IN_CI
+from tests.brokers import installed_rabbitmq
+from tests.chaos.places import place
+from tests.chaos.report import as_json, findings_as_text, write
+from tests.chaos.run import Plan, run
+
+PLAN = Plan(seed=14, minutes=0.5, rate=20)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    "broker",
+    [
+        pytest.param("redis", marks=pytest.mark.redis),
+        pytest.param("rabbitmq-4.3", marks=pytest.mark.rabbitmq43),
+    ],
+)
+def test_every_task_fares_as_promised_while_the_broker_fails(broker: str, tmp_path: Path) -> None:
+    if broker == "rabbitmq-4.3":
+        installed_rabbitmq("4.3")
+    folders = [tmp_path / name for name in ("broker", "crew", "report")]
+    for folder in folders:
+        folder.mkdir()
+    try:
+        with place(broker, folders[0]) as found:
+            outcome = run(found, PLAN, folders[1])
+    except BrokerMissing as exc:
+        if IN_CI:
+            raise
+        pytest.skip(str(exc))
+    assert not outcome.judgement.forbidden, findings_as_text(outcome)
+    assert outcome.judgement.ran > 100
+    assert len(outcome.struck) >= 4
+    write(folders[2], [outcome])
+    assert as_json(outcome)["verdicts"]["lost"] == 0
+    assert (folders[2] / "chaos.png").stat().st_size > 10_000

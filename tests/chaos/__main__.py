@@ -1,0 +1,102 @@
+"""``make chaos``: delayed tasks under a seeded schedule of faults, and a verdict on each."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+from random import randrange
+
+import click
+
+from celery_native_delay.testing import BrokerFailed, BrokerMissing
+from tests.chaos import report
+from tests.chaos.places import BROKERS, place
+from tests.chaos.run import Outcome, Plan, UnknownFault, run
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+@click.command()
+@click.option(
+    "--broker",
+    "brokers",
+    multiple=True,
+    type=click.Choice(BROKERS),
+    help="Run on this one; may be given several times. All, one after the other, by default.",
+)
+@click.option(
+    "--minutes",
+    type=click.FloatRange(0.2),
+    default=10,
+    show_default=True,
+    help="How long tasks are sent and faults happen, for each broker.",
+)
+@click.option("--seed", type=click.IntRange(0), help="Of load and faults; a new one by default.")
+@click.option(
+    "--rate",
+    type=click.FloatRange(0, min_open=True),
+    default=40,
+    show_default=True,
+    help="Tasks a second.",
+)
+@click.option(
+    "--fault",
+    "faults",
+    multiple=True,
+    help="Only this kind of fault; may be given several times. The only way to those that break "
+    "what a broker promises, such as vhost-wiped.",
+)
+@click.option(
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=RESULTS,
+    help="Folder for chaos.json, chaos.md and chaos.png; tests/chaos/results by default.",
+)
+def main(
+    brokers: tuple[str, ...],
+    minutes: float,
+    seed: int | None,
+    rate: float,
+    faults: tuple[str, ...],
+    output: Path,
+) -> None:
+    """Send delayed tasks, break the broker, and tell what became of each task.
+
+    Exits with 1 if a task was lost, early, misrouted, or ran although it had been cancelled.
+    """
+    seed = randrange(10_000) if seed is None else seed
+    outcomes: list[Outcome] = []
+    for broker in brokers or BROKERS:
+        click.echo(f"{broker}, {minutes:g} min, --seed {seed}", err=True)
+        plan = Plan(seed, minutes, rate, faults)
+        with tempfile.TemporaryDirectory(prefix="native-delay-chaos-") as folder:
+            try:
+                outcomes.append(_run(broker, plan, Path(folder)))
+            except (BrokerMissing, BrokerFailed, UnknownFault) as exc:
+                raise click.ClickException(f"{broker}: {exc}") from exc
+        # What took ten minutes must not be lost to what comes after it.
+        report.write(output, outcomes)
+    click.echo(report.as_markdown(outcomes))
+    if findings := "\n".join(filter(None, map(report.findings_as_text, outcomes))):
+        click.echo(findings)
+        sys.exit(1)
+
+
+def _run(broker: str, plan: Plan, folder: Path) -> Outcome:
+    for name in ("broker", "crew"):
+        (folder / name).mkdir()
+    is_watched = sys.stderr.isatty()
+
+    def tell(line: str) -> None:
+        if is_watched:
+            click.echo(f"\r\x1b[K{line}", nl=False, err=True)
+
+    with place(broker, folder / "broker") as found:
+        outcome = run(found, plan, folder / "crew", tell=tell)
+    tell("")
+    return outcome
+
+
+if __name__ == "__main__":
+    main()
