@@ -77,7 +77,7 @@ bench: venv ## compare with worker-held ETA, Celery's own delayed delivery and B
 
 # CHAOS is the options of `python -m tests.chaos`, such as "--broker redis --minutes 2 --seed 7".
 chaos: venv ## delay tasks while brokers, workers and producers fail, and tell of each; CHAOS='--minutes 2'
-	@scripts/setup_brokers.sh --all
+	@scripts/setup_brokers.sh --with-4.3 || scripts/setup_brokers.sh --all
 	$(PYTHON) -m tests.chaos $(CHAOS)
 
 # BROKER is rabbitmq, embedded, filesystem, sqs or a url; see example_project/demo_broker.py.
