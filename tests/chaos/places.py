@@ -69,7 +69,7 @@ def place(broker: str, folder: Path) -> Iterator[Place]:
                 ledger = stack.enter_context(private_redis())
                 yield _on_rabbitmq(rabbitmq, ledger)
             case ["redis"]:
-                yield _on_redis(stack.enter_context(private_sentinel(replicas=2, sentinels=3)))
+                yield _on_redis(stack.enter_context(private_sentinel(replicas=2)))
             case ["postgresql"]:
                 yield _on_postgresql(stack.enter_context(private_postgresql()), folder)
             case _:
@@ -94,8 +94,8 @@ def _on_rabbitmq(node: PrivateRabbitMQ, ledger: PrivateRedis) -> Place:
         FaultKind("node-paused", 1, 4): partial(_paused, "the node", lambda: node.pid),
         FaultKind("connections-dropped", 0, 0.5): partial(_dropped, lambda: _close_all(node)),
         FaultKind("ledger-killed", 0.5, 3): partial(_down, ledger.kill, ledger.start, "the ledger"),
-        FaultKind("vhost-wiped", 0, 0.5, on_request=True, wipes=True): lambda _: _wiped(
-            node, vhost_name(url)
+        FaultKind("vhost-wiped", 0, 0.5, on_request=True, wipes=True): partial(
+            _wiped, node, vhost_name(url)
         ),
     }
     return Place(f"RabbitMQ {node.version}, one node", url, conf, faults=faults)
@@ -119,7 +119,7 @@ def _wiped(node: PrivateRabbitMQ, vhost: str, _number: int) -> Iterator[str]:
 
 
 def _on_redis(sentinel: PrivateSentinel) -> Place:
-    """Three nodes and three Sentinels.
+    """Three nodes and a Sentinel.
 
     Replication is asynchronous, and a master that was replaced confirms what it gets until a
     Sentinel tells it. So one that hangs for longer than the Sentinels wait for it (500 ms here), or

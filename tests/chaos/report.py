@@ -15,8 +15,11 @@ from celery_native_delay.durations import duration
 from tests.chaos.oracle import FORBIDDEN, Struck, Verdict
 from tests.chaos.run import Outcome
 
-AFTERMATH_SECONDS = 2.0
-"""A task due so soon after a fault was mended still counts as one of it."""
+AFTERMATH_SECONDS = 10.0
+"""A task due so soon after a fault was mended still counts as one of it.
+
+A Celery worker that cannot connect tries again after 2, 4, 6, 8 and 10 s.
+"""
 
 SHOWN_FINDINGS = 20
 

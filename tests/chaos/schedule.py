@@ -9,8 +9,8 @@ from random import Random
 SETTLE_SECONDS = 4.0
 """Before the first fault: producers declare what they need and send their first tasks."""
 
-GAP_SECONDS = 1.0, 5.0
-"""Between the end of a fault and the next one, at least and at most."""
+SHORTEST_GAP_SECONDS, LONGEST_GAP_SECONDS = 1.0, 20.0
+"""Between the end of a fault and the next one; in a short run there is not so much time."""
 
 
 @dataclass(frozen=True)
@@ -46,13 +46,14 @@ def schedule(seed: int, minutes: float, kinds: Sequence[FaultKind]) -> list[Faul
     """
     chance = Random(seed)
     faults: list[Fault] = []
+    longest_gap = min(SHORTEST_GAP_SECONDS + 4 * minutes, LONGEST_GAP_SECONDS)
     now = SETTLE_SECONDS
     for kind in _deal(chance, kinds):
         lasts = round(chance.uniform(kind.shortest_seconds, kind.longest_seconds), 1)
         if now + lasts > minutes * 60:
             break
         faults.append(Fault(round(now, 1), kind.name, chance.randrange(kind.targets), lasts))
-        now += lasts + chance.uniform(*GAP_SECONDS)
+        now += lasts + chance.uniform(SHORTEST_GAP_SECONDS, longest_gap)
     return faults
 
 
