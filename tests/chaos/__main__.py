@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 import tempfile
 from pathlib import Path
 from random import randrange
+from typing import NoReturn
 
 import click
 
@@ -66,6 +68,7 @@ def main(
 
     Exits with 1 if a task was lost, early, misrouted, or ran although it had been cancelled.
     """
+    signal.signal(signal.SIGTERM, _stop)
     seed = randrange(10_000) if seed is None else seed
     outcomes: list[Outcome] = []
     for broker in brokers or BROKERS:
@@ -104,6 +107,11 @@ def _run(broker: str, plan: Plan, folder: Path) -> Outcome:
         outcome = run(found, plan, folder / "crew", tell=tell)
     tell("")
     return outcome
+
+
+def _stop(number: int, _frame: object) -> NoReturn:
+    """What was started ends with us."""
+    raise SystemExit(128 + number)
 
 
 if __name__ == "__main__":

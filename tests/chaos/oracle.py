@@ -29,7 +29,7 @@ class Verdict(Enum):
     DOUBLED = "doubled"
     """Started more than once, which at least once allows."""
     WIPED = "wiped"
-    """Waited where a fault deleted everything, as an administrator may."""
+    """Was there, waiting or due, when a fault deleted everything, as an administrator may."""
 
 
 FORBIDDEN = (Verdict.LOST, Verdict.EARLY, Verdict.CANCELLED_BUT_RAN, Verdict.MISROUTED)
@@ -144,9 +144,15 @@ def judge(
     for task in tasks:
         runs = sorted(by_id.get(task.id, []), key=lambda run: run.at)
         deadline = max(task.due_at, calm_at) + patience_seconds
+        unseen = not any(run.at <= deadline for run in runs)
+        wiped = not runs and _wiped(task, struck, patience_seconds)
         if runs:
             lateness.append((task.due_at, runs[0].at - task.due_at))
-        for verdict, explanation in _verdicts(task, runs, struck, deadline):
+        if unseen and _is_promised(task):
+            story = history(task, runs, struck)
+            verdict = Verdict.WIPED if wiped else Verdict.LOST
+            findings.append(Finding(verdict, task.id, None, story))
+        for verdict, explanation in _verdicts(task, runs, struck):
             story = history(task, runs, struck)
             findings.append(Finding(verdict, task.id, explanation, story))
     return Judgement(
@@ -161,24 +167,14 @@ def judge(
     )
 
 
-def must_run(task: Sent, struck: Sequence[Struck]) -> bool:
+def must_run(task: Sent, struck: Sequence[Struck], *, patience_seconds: float) -> bool:
     """True if the broker has promised to run *task*, and nobody has taken it back."""
-    return (
-        task.confirmed_at is not None
-        and task.cancelled_at is None
-        and not _may_be_cancelled(task)
-        and not _wiped(task, struck)
-    )
+    return _is_promised(task) and not _wiped(task, struck, patience_seconds)
 
 
 def _verdicts(
-    task: Sent, runs: Sequence[Start], struck: Sequence[Struck], deadline: float
+    task: Sent, runs: Sequence[Start], struck: Sequence[Struck]
 ) -> Iterable[tuple[Verdict, str | None]]:
-    if not any(run.at <= deadline for run in runs):
-        if must_run(task, struck):
-            yield Verdict.LOST, None
-        elif not runs and task.confirmed_at and not task.cancelled_at and _wiped(task, struck):
-            yield Verdict.WIPED, None
     if runs and runs[0].at < task.due_at - EARLY_SECONDS:
         yield Verdict.EARLY, None
     if task.cancelled_at is not None and any(run.at > task.cancelled_at for run in runs):
@@ -212,15 +208,23 @@ def why_doubled(task: Sent, runs: Sequence[Start], struck: Sequence[Struck]) -> 
 WORKER_KILLED, PRODUCER_KILLED = "worker-killed", "producer-killed"
 
 
-def _wiped(task: Sent, struck: Sequence[Struck]) -> bool:
-    """True if *task* was there when everything was deleted, or on its way in or out."""
-    return any(fault.wipes and fault.overlaps(task.sent_at, task.due_at) for fault in struck)
+def _wiped(task: Sent, struck: Sequence[Struck], patience_seconds: float) -> bool:
+    """True if *task* may have been there when everything was deleted: it could be late."""
+    return any(
+        fault.wipes and fault.overlaps(task.sent_at, task.due_at + patience_seconds)
+        for fault in struck
+    )
+
+
+def _is_promised(task: Sent) -> bool:
+    """True if it was confirmed, and no cancel was, or may have been."""
+    is_cancelled = task.cancelled_at is not None or _may_be_cancelled(task)
+    return task.confirmed_at is not None and not is_cancelled
 
 
 def _may_be_cancelled(task: Sent) -> bool:
-    return (
-        task.cancelling_at is not None and task.cancelled_at is None and task.cancel_refused is None
-    )
+    asked = task.cancelling_at is not None
+    return asked and task.cancelled_at is None and task.cancel_refused is None
 
 
 def history(task: Sent, runs: Sequence[Start], struck: Sequence[Struck]) -> tuple[str, ...]:

@@ -231,7 +231,11 @@ def _wait_for_all(
     sent: Sequence[Sent], struck: Sequence[Struck], crew: Crew, wait: Callable[[], None]
 ) -> None:
     """Until all that must run have, or can only be late; and until nothing more is due."""
-    missing = {task.id: task.due_at for task in sent if must_run(task, struck)}
+    missing = {
+        task.id: task.due_at
+        for task in sent
+        if must_run(task, struck, patience_seconds=PATIENCE_SECONDS)
+    }
     last_due_at = max((task.due_at for task in sent), default=time())
     deadline = max([last_due_at, *(fault.ended_at for fault in struck)]) + PATIENCE_SECONDS
     while missing and time() < deadline:
