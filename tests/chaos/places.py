@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -15,10 +16,12 @@ from urllib.parse import quote
 from sqlalchemy import create_engine, text
 
 from celery_native_delay.testing import (
+    BrokerFailed,
     PrivateRabbitMQ,
+    PrivateRabbitMQCluster,
     PrivateRedis,
     PrivateSentinel,
-    private_rabbitmq,
+    private_rabbitmq_cluster,
     private_redis,
     private_sentinel,
     vhost_name,
@@ -65,9 +68,10 @@ def place(broker: str, folder: Path) -> Iterator[Place]:
     with ExitStack() as stack:
         match broker.split("-"):
             case ["rabbitmq", version]:
-                rabbitmq = stack.enter_context(private_rabbitmq(version=version, **MORTAL))
+                cut = os.geteuid() == 0 and shutil.which("ip") is not None
+                running = private_rabbitmq_cluster(version=version, partitions=cut, **MORTAL)
                 ledger = stack.enter_context(private_redis())
-                yield _on_rabbitmq(rabbitmq, ledger)
+                yield _on_rabbitmq(stack.enter_context(running), ledger, cut=cut)
             case ["redis"]:
                 yield _on_redis(stack.enter_context(private_sentinel(replicas=2)))
             case ["postgresql"]:
@@ -79,31 +83,58 @@ def place(broker: str, folder: Path) -> Iterator[Place]:
 # ---- RabbitMQ ----------------------------------------------------------------------------------
 
 
-def _on_rabbitmq(node: PrivateRabbitMQ, ledger: PrivateRedis) -> Place:
-    """One node, with a ledger in Redis. What was cancelled must not run: it is waited for."""
-    url = node.new_vhost()
+def _on_rabbitmq(cluster: PrivateRabbitMQCluster, ledger: PrivateRedis, *, cut: bool) -> Place:
+    """Three nodes, with a ledger in Redis. What was cancelled must not run: it is waited for.
+
+    *cut*: the network between the nodes can be.
+    """
+    url = cluster.new_vhost()
     conf = {
         "queue_type": "quorum",
         "native_delay_ledger": ledger.url,
         "native_delay_ledger_away": "wait",
         "native_delay_levels": 13,
     }
+    nodes = len(cluster.nodes)
+
+    def on_node(do: Callable[[PrivateRabbitMQ], object]) -> Strike:
+        return lambda number: _on_node(cluster, cluster.nodes[number], do)
+
     faults: dict[FaultKind, Strike] = {
-        FaultKind("node-killed", 0.5, 5): partial(_down, node.kill, node.start, "the node"),
-        FaultKind("node-restarted", 0, 1): partial(_down, node.stop, node.start, "the node"),
-        FaultKind("node-paused", 1, 4): partial(_paused, "the node", lambda: node.pid),
-        FaultKind("connections-dropped", 0, 0.5): partial(_dropped, lambda: _close_all(node)),
+        FaultKind("node-killed", 1, 8, nodes): on_node(PrivateRabbitMQ.kill),
+        FaultKind("node-paused", 2, 12, nodes): on_node(PrivateRabbitMQ.pause),
+        FaultKind("rolling-restart", 0, 1): lambda _: _rolled(cluster),
+        FaultKind("connections-dropped", 0, 0.5): partial(_dropped, lambda: _close_all(cluster)),
         FaultKind("ledger-killed", 0.5, 3): partial(_down, ledger.kill, ledger.start, "the ledger"),
         FaultKind("vhost-wiped", 0, 0.5, on_request=True, wipes=True): partial(
-            _wiped, node, vhost_name(url)
+            _wiped, cluster.nodes[0], vhost_name(url.split(";")[0])
         ),
     }
-    return Place(f"RabbitMQ {node.version}, one node", url, conf, faults=faults)
+    if cut:
+        faults[FaultKind("partition", 8, 20, nodes)] = on_node(cluster.partition)
+    return Place(f"RabbitMQ {cluster.version}, 3 nodes", url, conf, faults=faults)
 
 
-def _close_all(node: PrivateRabbitMQ) -> None:
+@contextmanager
+def _on_node(
+    cluster: PrivateRabbitMQCluster, node: PrivateRabbitMQ, do: Callable[[PrivateRabbitMQ], object]
+) -> Iterator[str]:
+    do(node)
+    yield node.name
+    cluster.heal()
+
+
+@contextmanager
+def _rolled(cluster: PrivateRabbitMQCluster) -> Iterator[str]:
+    cluster.rolling_restart()
+    yield "all nodes"
+
+
+def _close_all(cluster: PrivateRabbitMQCluster) -> None:
+    node = cluster.nodes[0]
     for connection in node.api("GET", "/connections"):
-        node.api("DELETE", f"/connections/{quote(connection['name'], safe='')}")
+        with suppress(BrokerFailed):  # it has ended meanwhile
+            node.api("DELETE", f"/connections/{quote(connection['name'], safe='')}")
 
 
 @contextmanager

@@ -240,8 +240,7 @@ def _wait_for_all(
     deadline = max([last_due_at, *(fault.ended_at for fault in struck)]) + PATIENCE_SECONDS
     while missing and time() < deadline:
         wait()
-        for start in starts_of(crew.fleet.record):
-            missing.pop(start.id, None)
+        missing -= {start.id for start in starts_of(crew.fleet.record)}
     while time() < last_due_at + AFTERWARDS_SECONDS:
         wait()
 

@@ -101,7 +101,8 @@ def test_what_waited_in_a_vhost_that_was_wiped_is_not_lost_and_what_came_later_i
     wipe = Struck("vhost-wiped", "vhost", began_at=105, ended_at=106, wipes=True)
     assert verdicts(judged(SENT, struck=(wipe,))) == [Verdict.WIPED]
     assert verdicts(judged(replace(SENT, due_at=104.9), struck=(wipe,))) == [Verdict.WIPED]
-    assert verdicts(judged(replace(SENT, due_at=44.9), struck=(wipe,))) == [Verdict.LOST]
+    much_later = replace(wipe, began_at=171, ended_at=172)
+    assert verdicts(judged(SENT, struck=(much_later,))) == [Verdict.LOST]
     later = replace(SENT, sent_at=107, confirmed_at=107.1)
     assert verdicts(judged(later, struck=(wipe,))) == [Verdict.LOST]
 
