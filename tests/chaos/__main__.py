@@ -54,7 +54,8 @@ RESULTS = Path(__file__).resolve().parent / "results"
     "--output",
     type=click.Path(file_okay=False, path_type=Path),
     default=RESULTS,
-    help="Folder for chaos.json, chaos.md and chaos.png; tests/chaos/results by default.",
+    help="Folder for a JSON file per broker, and for chaos.md and chaos.png of all that are there; "
+    "tests/chaos/results by default.",
 )
 def main(
     brokers: tuple[str, ...],
@@ -85,10 +86,10 @@ def main(
             except (BrokerFailed, UnknownFault) as exc:
                 raise click.ClickException(f"{broker}: {exc}") from exc
         # What took ten minutes must not be lost to what comes after it.
-        report.write(output, outcomes)
+        report.update(output, broker, outcomes[-1])
     if not outcomes:
         raise click.ClickException("no broker is installed: run `make brokers`")
-    click.echo(report.as_markdown(outcomes))
+    click.echo(report.as_markdown([report.result_of(outcome) for outcome in outcomes]))
     if findings := "\n".join(filter(None, map(report.findings_as_text, outcomes))):
         click.echo(findings)
         sys.exit(1)

@@ -63,6 +63,12 @@ class Start:
     """The queue that this worker consumes."""
     worker: str
     at: float
+    eta_at: float | None = None
+    """The due time that came with the message: its producer noted one from before it sent it."""
+
+    def due_at(self, task: Sent) -> float:
+        """The time before which it must not begin."""
+        return max(task.due_at, self.eta_at or 0.0)
 
 
 @dataclass(frozen=True)
@@ -138,21 +144,14 @@ def judge(
     by_id: dict[str, list[Start]] = defaultdict(list)
     for start in starts:
         by_id[start.id].append(start)
-    calm_at = max((fault.ended_at for fault in struck), default=0.0)
     findings: list[Finding] = []
     lateness = []
     for task in tasks:
         runs = sorted(by_id.get(task.id, []), key=lambda run: run.at)
-        deadline = max(task.due_at, calm_at) + patience_seconds
-        unseen = not any(run.at <= deadline for run in runs)
-        wiped = not runs and _wiped(task, struck, patience_seconds)
         if runs:
-            lateness.append((task.due_at, runs[0].at - task.due_at))
-        if unseen and _is_promised(task):
-            story = history(task, runs, struck)
-            verdict = Verdict.WIPED if wiped else Verdict.LOST
-            findings.append(Finding(verdict, task.id, None, story))
-        for verdict, explanation in _verdicts(task, runs, struck):
+            due_at = runs[0].due_at(task)
+            lateness.append((due_at, runs[0].at - due_at))
+        for verdict, explanation in _verdicts(task, runs, struck, patience_seconds):
             story = history(task, runs, struck)
             findings.append(Finding(verdict, task.id, explanation, story))
     return Judgement(
@@ -173,9 +172,14 @@ def must_run(task: Sent, struck: Sequence[Struck], *, patience_seconds: float) -
 
 
 def _verdicts(
-    task: Sent, runs: Sequence[Start], struck: Sequence[Struck]
+    task: Sent, runs: Sequence[Start], struck: Sequence[Struck], patience_seconds: float
 ) -> Iterable[tuple[Verdict, str | None]]:
-    if runs and runs[0].at < task.due_at - EARLY_SECONDS:
+    mended_at = max((fault.ended_at for fault in struck), default=0.0)
+    deadline = max(task.due_at, mended_at) + patience_seconds
+    if _is_promised(task) and not any(run.at <= deadline for run in runs):
+        is_wiped = not runs and _wiped(task, struck, patience_seconds)
+        yield Verdict.WIPED if is_wiped else Verdict.LOST, None
+    if any(run.at < run.due_at(task) - EARLY_SECONDS for run in runs):
         yield Verdict.EARLY, None
     if task.cancelled_at is not None and any(run.at > task.cancelled_at for run in runs):
         yield Verdict.CANCELLED_BUT_RAN, None

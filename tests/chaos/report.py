@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.charts import GREY, OTHERS, OURS, figure, short
 from celery_native_delay.durations import duration
-from tests.chaos.oracle import FORBIDDEN, Struck, Verdict
+from tests.chaos.oracle import FORBIDDEN, Verdict
 from tests.chaos.run import Outcome
 
 AFTERMATH_SECONDS = 10.0
@@ -23,15 +23,21 @@ A Celery worker that cannot connect tries again after 2, 4, 6, 8 and 10 s.
 
 SHOWN_FINDINGS = 20
 
+COUNTED = [*(verdict.value for verdict in FORBIDDEN), Verdict.DOUBLED.value]
 
-def as_json(outcome: Outcome) -> dict[str, Any]:
-    """All that is known of a run; times are seconds since it began."""
+Result = dict[str, Any]
+"""A run as it is written down: see result_of()."""
+
+
+def result_of(outcome: Outcome) -> Result:
+    """All that is known of a run, for JSON; times are seconds since it began."""
     judgement, plan, began = outcome.judgement, outcome.plan, outcome.began_at
     return {
         "broker": outcome.what,
         "seed": plan.seed,
         "minutes": plan.minutes,
         "rate": plan.rate,
+        "longest_delay_seconds": plan.longest_seconds,
         "tasks": {
             "sent": judgement.sent,
             "confirmed": judgement.confirmed,
@@ -42,8 +48,6 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
         },
         "verdicts": {verdict.value: judgement.count(verdict) for verdict in Verdict},
         "doubled_because": dict(judgement.reasons),
-        "late_seconds": _percentiles(late for _, late in _calm(outcome)),
-        "latest_seconds": round(max((late for _, late in judgement.lateness), default=0), 3),
         "workers_ended_by_themselves": outcome.ended_by_themselves,
         "faults": [
             {
@@ -67,132 +71,108 @@ def as_json(outcome: Outcome) -> dict[str, Any]:
     }
 
 
-def as_markdown(outcomes: Sequence[Outcome]) -> str:
-    """One table of the runs, one of what each kind of fault did to lateness."""
-    verdicts = [*FORBIDDEN, Verdict.DOUBLED]
-    head = ["broker", "run", "faults", "sent", "no answer", "cancelled", "ran"]
-    head += [verdict.value for verdict in verdicts] + ["late, calm: p50, p99", "latest"]
-    rows = [[_figure(cell) for cell in _row(outcome, verdicts)] for outcome in outcomes]
-    parts = [_table(head, rows)]
-    for outcome in outcomes:
-        parts += [f"\n{outcome.what}:\n", _fault_table(outcome)]
+def update(folder: Path, broker: str, outcome: Outcome) -> None:
+    """Write the run into *folder*, in place of an earlier one on *broker*, and draw all anew."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / f"{broker}.json").write_text(json.dumps(result_of(outcome)) + "\n")
+    results = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    (folder / "chaos.md").write_text(as_markdown(results))
+    draw(results).savefig(folder / "chaos.png")
+
+
+def as_markdown(results: Sequence[Result]) -> str:
+    """A table of the runs, and for each of them what every kind of fault did to lateness."""
+    head = ["broker", "run", "faults", "sent", "unanswered", "cancelled", "ran", *COUNTED]
+    head += ["late, calm: p50, p99", "latest"]
+    parts = [_table(head, map(_row, results))]
+    for result in results:
+        parts += [f"\n{result['broker']}:\n", _fault_table(result)]
+        if notes := _notes(result):
+            parts.append(f"\n{notes}")
     return "\n".join(parts) + "\n"
 
 
 def findings_as_text(outcome: Outcome) -> str:
     """The tasks that should not have fared as they did, each with its history."""
+    found = outcome.judgement.forbidden
     lines = []
-    for finding in outcome.judgement.forbidden[:SHOWN_FINDINGS]:
+    for finding in found[:SHOWN_FINDINGS]:
         lines.append(f"{finding.verdict.value}: {finding.task_id}")
         lines += [f"    {event}" for event in finding.history]
-    more = len(outcome.judgement.forbidden) - SHOWN_FINDINGS
+    more = len(found) - SHOWN_FINDINGS
     return "\n".join(lines + ([f"and {more} more"] if more > 0 else []))
 
 
-def draw(outcomes: Sequence[Outcome]) -> Figure:
+def draw(results: Sequence[Result]) -> Figure:
     """Lateness of every task over the time at which it was due, faults as bands behind it."""
-    picture, panels = figure(
-        "How late tasks were while the broker failed",
-        height=2.9 * len(outcomes),
-        rows=len(outcomes),
-    )
-    for axes, outcome in zip(panels, outcomes, strict=True):
-        began = outcome.began_at
-        plan = outcome.plan
-        axes.set_title(f"{outcome.what}; seed {plan.seed}", fontsize=10, loc="left")
-        for number, fault in enumerate(outcome.struck):
-            begin, end = fault.began_at - began, fault.ended_at - began
-            axes.axvspan(begin, max(end, begin + 0.2), color=OTHERS[0], alpha=0.16, linewidth=0)
-            if plan.minutes <= 3:
-                axes.annotate(
-                    fault.kind,
-                    (begin, 1),
-                    (1, -2 - 8 * (number % 3)),
-                    xycoords=("data", "axes fraction"),
-                    textcoords="offset points",
-                    va="top",
-                    fontsize=6,
-                    color=OTHERS[0],
-                )
-        points = [(due - began, max(late, 0.001)) for due, late in outcome.judgement.lateness]
-        if points:
-            axes.scatter(*zip(*points, strict=True), s=3, color=OURS, alpha=0.5, linewidths=0)
+    title = "How late tasks were while the broker failed"
+    picture, panels = figure(title, height=1 + 2.4 * len(results), rows=len(results))
+    for axes, result in zip(panels, results, strict=True):
+        axes.set_title(f"{result['broker']}; seed {result['seed']}", fontsize=10, loc="left")
+        for fault in result["faults"]:
+            end = max(fault["mended"], fault["began"] + 0.2)
+            axes.axvspan(fault["began"], end, color=OTHERS[0], alpha=0.16, linewidth=0)
+        if result["lateness"]:
+            due, late = zip(*result["lateness"], strict=True)
+            heights = [max(seconds, 0.001) for seconds in late]
+            axes.scatter(due, heights, s=3, color=OURS, alpha=0.4, linewidths=0)
         axes.set_yscale("log")
         axes.set_ylim(0.001, 100)
         axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
         axes.set_ylabel("seconds late")
         axes.grid(axis="y", color=GREY, alpha=0.3, linewidth=0.6)
-        axes.set_xlim(0, plan.minutes * 60 + plan.longest_seconds)
+        axes.set_xlim(0, result["minutes"] * 60 + result["longest_delay_seconds"])
     panels[-1].set_xlabel("seconds since the run began, at which the task was due; faults shaded")
     return picture
 
 
-def write(folder: Path, outcomes: Sequence[Outcome]) -> None:
-    """Write chaos.json, chaos.md and chaos.png into *folder*."""
-    folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps([as_json(outcome) for outcome in outcomes])
-    (folder / "chaos.json").write_text(text + "\n")
-    (folder / "chaos.md").write_text(as_markdown(outcomes))
-    draw(outcomes).savefig(folder / "chaos.png")
-
-
-def _row(outcome: Outcome, verdicts: Iterable[Verdict]) -> list[object]:
-    judgement, plan = outcome.judgement, outcome.plan
-    late = _percentiles(late for _, late in _calm(outcome))
+def _row(result: Result) -> list[str]:
+    tasks = result["tasks"]
+    counts = [len(result["faults"]), tasks["sent"], tasks["unknown"], tasks["cancelled"]]
+    counts += [tasks["ran"], *(result["verdicts"][name] for name in COUNTED)]
+    calm = [late for due, late in result["lateness"] if not _is_hit(result["faults"], due)]
     return [
-        outcome.what,
-        f"{duration(plan.minutes * 60)}, seed {plan.seed}",
-        len(outcome.struck),
-        judgement.sent,
-        judgement.unknown,
-        judgement.cancelled,
-        judgement.ran,
-        *(judgement.count(verdict) for verdict in verdicts),
-        f"{short(late['p50'] * 1000)} ms, {short(late['p99'] * 1000)} ms",
-        f"{max((late for _, late in judgement.lateness), default=0):.1f} s",
+        result["broker"],
+        f"{duration(result['minutes'] * 60)}, {result['rate']:g}/s, seed {result['seed']}",
+        *(f"{count:,}" for count in counts),
+        _p50_p99(calm),
+        f"{max((late for _, late in result['lateness']), default=0):.1f} s",
     ]
 
 
-def _fault_table(outcome: Outcome) -> str:
-    kinds: dict[str, list[Struck]] = {}
-    for fault in outcome.struck:
-        kinds.setdefault(fault.kind, []).append(fault)
+def _fault_table(result: Result) -> str:
     rows = []
-    for kind, faults in sorted(kinds.items()):
-        lasted = [fault.ended_at - fault.began_at for fault in faults]
-        hit = [
-            late
-            for due, late in outcome.judgement.lateness
-            if any(_in_its_time(fault, due) for fault in faults)
-        ]
-        longest = f"{max(lasted):.1f} s"
-        rows.append([f"`{kind}`", str(len(faults)), longest, f"{max(hit, default=0):.1f} s"])
-    return _table(["fault", "times", "mended after, at most", "tasks due in it late by"], rows)
+    for kind in sorted({fault["kind"] for fault in result["faults"]}):
+        faults = [fault for fault in result["faults"] if fault["kind"] == kind]
+        hit = [late for due, late in result["lateness"] if _is_hit(faults, due)]
+        lasted = max(fault["mended"] - fault["began"] for fault in faults)
+        latest = f"{max(hit, default=0):.1f} s"
+        rows.append([f"`{kind}`", f"{len(faults)}", f"{lasted:.1f} s", latest])
+    return _table(
+        ["fault", "times", "mended after, at most", "due meanwhile, late by at most"], rows
+    )
 
 
-def _calm(outcome: Outcome) -> list[tuple[float, float]]:
-    """The tasks that were due while nothing was broken."""
-    return [
-        (due, late)
-        for due, late in outcome.judgement.lateness
-        if not any(_in_its_time(fault, due) for fault in outcome.struck)
-    ]
+def _notes(result: Result) -> str:
+    """Why tasks ran twice; workers that gave up; what was deleted with its vhost."""
+    notes = [f"doubled {count} ×: {why}" for why, count in result["doubled_because"].items()]
+    if gave_up := result["workers_ended_by_themselves"]:
+        notes.append(f"workers that ended by themselves, and were started again: {gave_up}")
+    if wiped := result["verdicts"][Verdict.WIPED.value]:
+        notes.append(f"tasks that were deleted with all else: {wiped:,}")
+    return "; ".join(notes)
 
 
-def _in_its_time(fault: Struck, due: float) -> bool:
-    return fault.began_at <= due <= fault.ended_at + AFTERMATH_SECONDS
+def _is_hit(faults: Iterable[dict[str, Any]], due: float) -> bool:
+    """True if a task due then fell into one of the faults, or what comes after it."""
+    return any(fault["began"] <= due <= fault["mended"] + AFTERMATH_SECONDS for fault in faults)
 
 
-def _percentiles(late: Iterable[float]) -> dict[str, float]:
-    values = sorted(late)
-    if len(values) < 2:
-        return {"p50": float("nan"), "p99": float("nan")}
-    cuts = quantiles(values, n=100, method="inclusive")
-    return {"p50": round(cuts[49], 4), "p99": round(cuts[98], 4)}
-
-
-def _figure(cell: object) -> str:
-    return f"{cell:,}" if isinstance(cell, int) else str(cell)
+def _p50_p99(seconds: Sequence[float]) -> str:
+    if len(seconds) < 2:
+        return "–"
+    cuts = quantiles(seconds, n=100, method="inclusive")
+    return f"{short(cuts[49] * 1000)} ms, {short(cuts[98] * 1000)} ms"
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

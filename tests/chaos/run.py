@@ -248,7 +248,7 @@ def _wait_for_all(
 def starts_of(record: Record) -> list[Start]:
     """What workers noted when a task began; their names begin with their queues'."""
     return [
-        Start(run.id, run.worker.partition("-")[0], run.worker, run.started)
+        Start(run.id, run.worker.partition("-")[0], run.worker, run.started, run.due)
         for run in record.runs()
     ]
 

@@ -71,6 +71,9 @@ def test_no_task_may_start_before_it_is_due(confirmed_at: float | None) -> None:
     task = replace(SENT, confirmed_at=confirmed_at)
     assert verdicts(judged(task, replace(RAN, at=109.9))) == [Verdict.EARLY]
     assert verdicts(judged(task, replace(RAN, at=109.9995))) == []
+    assert verdicts(judged(task, replace(RAN, eta_at=110.5))) == [Verdict.EARLY]
+    late = judged(task, replace(RAN, eta_at=110.005))
+    assert late.lateness == ((110.005, pytest.approx(0.015)),)
 
 
 def test_a_task_may_not_start_once_its_cancel_was_confirmed() -> None:
