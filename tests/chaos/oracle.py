@@ -1,4 +1,4 @@
-"""What became of every task: told from what producers, workers and faults left behind.
+"""The fate of every task, told from what producers, workers and faults left behind.
 
 Pure: no broker, no clock. Times are Unix times of one machine.
 """
@@ -16,7 +16,7 @@ EARLY_SECONDS = 0.001
 
 
 class Verdict(Enum):
-    """What must not happen, and what may."""
+    """A word for what happened to a task that did not just run once when it was due."""
 
     LOST = "lost"
     """Confirmed, not cancelled, and not run in time; see judge()."""

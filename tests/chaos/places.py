@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
@@ -17,6 +16,7 @@ from sqlalchemy import create_engine, text
 
 from celery_native_delay.testing import (
     BrokerFailed,
+    BrokerMissing,
     PrivateRabbitMQ,
     PrivateRabbitMQCluster,
     PrivateRedis,
@@ -68,10 +68,9 @@ def place(broker: str, folder: Path) -> Iterator[Place]:
     with ExitStack() as stack:
         match broker.split("-"):
             case ["rabbitmq", version]:
-                cut = os.geteuid() == 0 and shutil.which("ip") is not None
-                running = private_rabbitmq_cluster(version=version, partitions=cut, **MORTAL)
                 ledger = stack.enter_context(private_redis())
-                yield _on_rabbitmq(stack.enter_context(running), ledger, cut=cut)
+                cluster, can_be_cut = _cluster(stack, version)
+                yield _on_rabbitmq(cluster, ledger, can_be_cut=can_be_cut)
             case ["redis"]:
                 yield _on_redis(stack.enter_context(private_sentinel(replicas=2)))
             case ["postgresql"]:
@@ -83,11 +82,19 @@ def place(broker: str, folder: Path) -> Iterator[Place]:
 # ---- RabbitMQ ----------------------------------------------------------------------------------
 
 
-def _on_rabbitmq(cluster: PrivateRabbitMQCluster, ledger: PrivateRedis, *, cut: bool) -> Place:
-    """Three nodes, with a ledger in Redis. What was cancelled must not run: it is waited for.
+def _cluster(stack: ExitStack, version: str) -> tuple[PrivateRabbitMQCluster, bool]:
+    """Three nodes, and True if this machine lets the network between them be cut."""
+    try:
+        running = private_rabbitmq_cluster(version=version, partitions=True, **MORTAL)
+        return stack.enter_context(running), True
+    except BrokerMissing:
+        return stack.enter_context(private_rabbitmq_cluster(version=version, **MORTAL)), False
 
-    *cut*: the network between the nodes can be.
-    """
+
+def _on_rabbitmq(
+    cluster: PrivateRabbitMQCluster, ledger: PrivateRedis, *, can_be_cut: bool
+) -> Place:
+    """With a ledger in Redis, which tasks wait for: what was cancelled must not run."""
     url = cluster.new_vhost()
     conf = {
         "queue_type": "quorum",
@@ -110,7 +117,7 @@ def _on_rabbitmq(cluster: PrivateRabbitMQCluster, ledger: PrivateRedis, *, cut: 
             _wiped, cluster.nodes[0], vhost_name(url.split(";")[0])
         ),
     }
-    if cut:
+    if can_be_cut:
         faults[FaultKind("partition", 8, 20, nodes)] = on_node(cluster.partition)
     return Place(f"RabbitMQ {cluster.version}, 3 nodes", url, conf, faults=faults)
 

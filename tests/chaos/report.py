@@ -155,7 +155,7 @@ def _fault_table(result: Result) -> str:
 
 def _notes(result: Result) -> str:
     """Why tasks ran twice; workers that gave up; what was deleted with its vhost."""
-    notes = [f"doubled {count} ×: {why}" for why, count in result["doubled_because"].items()]
+    notes = [f"doubled {count} times: {why}" for why, count in result["doubled_because"].items()]
     if gave_up := result["workers_ended_by_themselves"]:
         notes.append(f"workers that ended by themselves, and were started again: {gave_up}")
     if wiped := result["verdicts"][Verdict.WIPED.value]:
@@ -170,7 +170,7 @@ def _is_hit(faults: Iterable[dict[str, Any]], due: float) -> bool:
 
 def _p50_p99(seconds: Sequence[float]) -> str:
     if len(seconds) < 2:
-        return "–"
+        return "-"
     cuts = quantiles(seconds, n=100, method="inclusive")
     return f"{short(cuts[49] * 1000)} ms, {short(cuts[98] * 1000)} ms"
 

@@ -1,4 +1,4 @@
-"""When which fault happens: data made of a seed, the same for everybody who has the seed."""
+"""When which fault happens: pure data, made of a seed."""
 
 from __future__ import annotations
 

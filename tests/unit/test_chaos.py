@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.chaos.load import ROUTES, Step, steps
 from tests.chaos.oracle import (
     FORBIDDEN,
     Judgement,
@@ -20,6 +23,8 @@ from tests.chaos.oracle import (
     must_run,
     read_notes,
 )
+from tests.chaos.report import as_markdown, draw, findings_as_text, result_of, update
+from tests.chaos.run import Outcome, Plan
 from tests.chaos.schedule import SETTLE_SECONDS, SHORTEST_GAP_SECONDS, FaultKind, schedule
 
 PATIENCE_SECONDS = 60.0
@@ -181,6 +186,59 @@ def test_every_step_of_a_task_is_read() -> None:
     assert refused.cancel_refused == "too late"
     with pytest.raises(ValueError, match="'sung'"):
         read_notes([sending, note("sung", 101)])
+
+
+# ---- what producers do -------------------------------------------------------------------------
+
+
+def test_a_seed_says_what_a_producer_sends() -> None:
+    def first(seed: int, rate: float = 20) -> list[Step]:
+        return list(islice(steps(seed, rate=rate, longest_seconds=30), 3000))
+
+    assert first(1) == first(1) != first(2)
+    wishes = [wish for step in first(1) for wish in step.wishes]
+    assert len({wish.id for wish in wishes}) == len(wishes)
+    assert {step.queue for step in first(1)} == set(ROUTES)
+    assert all(0 < wish.countdown <= 30 for wish in wishes)
+    assert {len(step.wishes) for step in first(1)} == {1, *range(2, 21)}
+    cancelled = [wish for wish in wishes if wish.cancel_after is not None]
+    assert 0.1 < len(cancelled) / len(wishes) < 0.2
+    for rate in (5, 20):
+        seconds = sum(step.pause_seconds for step in first(3, rate))
+        sent = sum(len(step.wishes) for step in first(3, rate))
+        assert sent / seconds == pytest.approx(rate, rel=0.1)
+
+
+# ---- the report --------------------------------------------------------------------------------
+
+
+def outcome(*starts: Start, struck: tuple[Struck, ...] = ()) -> Outcome:
+    plan = Plan(seed=7, minutes=0.5, rate=20)
+    return Outcome("Redis 7", plan, 100.0, struck, judged(SENT, *starts, struck=struck), 1)
+
+
+def test_the_report_names_what_was_lost_and_what_each_fault_did() -> None:
+    kill = Struck("master-killed", "port 1", 109, 109.5)
+    lost = result_of(outcome(struck=(kill,)))
+    assert lost["verdicts"]["lost"] == 1
+    assert lost["findings"][0]["history"][0] == "+0.000 s sent to default"
+    assert "lost: a" in findings_as_text(outcome())
+    assert findings_as_text(outcome(RAN)) == ""
+    twice = result_of(outcome(RAN, replace(RAN, at=115), struck=(kill,)))
+    text = as_markdown([lost, twice])
+    assert "| Redis 7 | 30 s, 20/s, seed 7 | 1 | 1 | 0 | 0 | 0 | 1 | 0 | 0 | 0 | 0 | - |" in text
+    assert "| `master-killed` | 1 | 0.5 s | 0.0 s |" in text
+    assert "doubled 1 times: the broker handed it over twice, after a fault" in text
+    assert "workers that ended by themselves, and were started again: 1" in text
+
+
+def test_the_picture_has_a_panel_for_each_run(tmp_path: Path) -> None:
+    kill = Struck("master-killed", "port 1", 109, 109.5)
+    for broker, run in (("redis", outcome(RAN, struck=(kill,))), ("postgresql", outcome())):
+        update(tmp_path, broker, run)
+    names = ["chaos.md", "chaos.png", "postgresql.json", "redis.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert len(draw([result_of(outcome(RAN))] * 3).axes) == 3
 
 
 # ---- the schedule ------------------------------------------------------------------------------
