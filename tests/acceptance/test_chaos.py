@@ -40,7 +40,7 @@ def test_every_task_fares_as_promised_while_the_broker_fails(
         outcome = run(found, Plan(SEED, MINUTES, RATE, faults), folders[1])
     assert not outcome.judgement.forbidden, findings_as_text(outcome)
     assert outcome.judgement.ran > 100
-    assert len(outcome.struck) >= 4
+    assert len(outcome.struck) >= 2
     update(folders[2], broker, outcome)
     told = (folders[2] / "chaos.md").read_text()
     assert all(f"`{fault.kind}`" in told for fault in outcome.struck)

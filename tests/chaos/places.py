@@ -26,9 +26,11 @@ from celery_native_delay.testing import (
     private_sentinel,
     vhost_name,
 )
+from celery_native_delay.testing.redis_client import client_of
 from tests.brokers import MORTAL
 from tests.chaos.schedule import FaultKind
 from tests.postgresql import PrivatePostgreSQL, private_postgresql
+from tests.waiting import wait_until
 
 Strike = Callable[[int], AbstractContextManager[str]]
 """A fault, by the number of its target: gives the target's name, and is mended at its end."""
@@ -160,10 +162,15 @@ def _on_redis(sentinel: PrivateSentinel) -> Place:
     """Three nodes and a Sentinel.
 
     Replication is asynchronous, and a master that was replaced confirms what it gets until a
-    Sentinel tells it. So one that hangs for longer than the Sentinels wait for it (500 ms here), or
+    Sentinel tells it. So one that hangs for longer than the Sentinel waits for it (3 s here), or
     is replaced by SENTINEL FAILOVER while it runs, forgets what it has confirmed meanwhile: both
     happen on request only. One that is stopped in good order waits for its replicas first.
     """
+    for host, port in sentinel.addresses:
+        # A busy machine may keep a master silent for the half second that others are content with.
+        client_of(host=host, port=port).sentinel_set(
+            sentinel.master_name, "down-after-milliseconds", 3000
+        )
     conf = {
         "broker_transport_options": {
             "master_name": sentinel.master_name,
@@ -176,8 +183,8 @@ def _on_redis(sentinel: PrivateSentinel) -> Place:
     faults: dict[FaultKind, Strike] = {
         FaultKind("master-killed", 0.5, 4): lambda _: _failed_over(sentinel, PrivateRedis.kill),
         FaultKind("master-stopped", 0.5, 4): lambda _: _failed_over(sentinel, PrivateRedis.stop),
-        FaultKind("master-paused", 0.1, 0.3): lambda _: _paused_node(sentinel.master),
-        FaultKind("master-hung", 2, 4, on_request=True): lambda _: _paused_node(sentinel.master),
+        FaultKind("master-paused", 0.3, 1): lambda _: _paused_node(sentinel.master),
+        FaultKind("master-hung", 6, 9, on_request=True): lambda _: _paused_node(sentinel.master),
         FaultKind("master-replaced", 0, 1, on_request=True): lambda _: _replaced(sentinel),
         FaultKind("replica-killed", 0.5, 4, targets=2): lambda number: _replica_killed(
             sentinel, number
@@ -195,7 +202,12 @@ def _failed_over(sentinel: PrivateSentinel, end: Callable[[PrivateRedis], None])
     """The master ends, and stays away until a replica has taken its place."""
     master = sentinel.master
     end(master)
-    sentinel.failover()  # it is gone already: only waits for the new one
+
+    def replaced() -> bool:
+        new = sentinel.master
+        return new is not master and new.client.info("replication")["role"] == "master"
+
+    wait_until(replaced)
     yield f"port {master.port}"
     sentinel.heal()
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from time import sleep, time
@@ -23,9 +23,9 @@ from tests.chaos.oracle import (
     must_run,
     read_notes,
 )
-from tests.chaos.places import Place, Post
+from tests.chaos.places import Place, Post, Strike
 from tests.chaos.schedule import Fault, FaultKind, schedule
-from tests.waiting import PATIENCE_SECONDS
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 
 class UnknownFault(Exception):
@@ -39,8 +39,6 @@ SHORTEST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 5.0, 60.0
 
 AFTERWARDS_SECONDS = 3.0
 """For what must not run, and would come a little later than the rest."""
-
-Strike = Callable[[int], AbstractContextManager[str]]
 
 
 @dataclass(frozen=True)
@@ -83,6 +81,10 @@ class Crew:
         stack.callback(self._kill_producers)
         self._folder = folder
         self.posts = place.posts
+        strikes = self.worker_killed, self.producer_killed
+        self.faults: dict[FaultKind, Strike] = dict(
+            zip(_kinds_of_crew(place), strikes, strict=True)
+        )
         self.notes_path = folder / "notes.jsonl"
         self.ended_by_themselves = 0
         self._plan = plan
@@ -92,10 +94,6 @@ class Crew:
         self.workers = [self._employ(post) for post in self.posts]
         for worker in self.workers:
             worker.wait_ready()
-
-    @property
-    def mortals(self) -> list[int]:
-        return [number for number, post in enumerate(self.posts) if post.mortal]
 
     def produce(self, *, until: float) -> None:
         """Let producers send until that Unix time."""
@@ -111,12 +109,17 @@ class Crew:
 
     @contextmanager
     def worker_killed(self, number: int) -> Iterator[str]:
-        place = self.mortals[number]
+        place = [place for place, post in enumerate(self.posts) if post.mortal][number]
         worker = self.workers[place]
         worker.kill()
         self.workers[place] = self._employ(self.posts[place])
         yield worker.name
-        self.workers[place].wait_ready()
+
+        def ready() -> bool:
+            self.tend()
+            return " ready." in self.workers[place].log
+
+        wait_until(ready)
 
     @contextmanager
     def producer_killed(self, number: int) -> Iterator[str]:
@@ -171,9 +174,9 @@ def run(
 ) -> Outcome:
     """Put load on *place*, let its faults happen, and judge what became of every task."""
     with ExitStack() as stack:
+        kinds = _chosen(place, plan.only)
         crew = Crew(place, plan, folder, stack)
-        strikes = _strikes(place, crew)
-        kinds = _chosen(strikes, plan.only)
+        strikes: dict[FaultKind, Strike] = place.faults | crew.faults
         by_name = {kind.name: (kind, strikes[kind]) for kind in kinds}
         began = time()
         ends = began + plan.minutes * 60
@@ -195,15 +198,15 @@ def run(
         pause(ends, "calm")
         crew.wait_for_producers()
         sent = _read_notes(crew.notes_path)
-        _wait_for_all(sent, struck, crew, lambda: pause(time() + 0.2, "waiting for the last"))
+        _wait_for_all(sent, struck, crew, lambda: pause(time() + 0.5, "waiting for the last"))
         judgement = judge(
             sent, starts_of(crew.fleet.record), struck, patience_seconds=PATIENCE_SECONDS
         )
         return Outcome(place.what, plan, began, tuple(struck), judgement, crew.ended_by_themselves)
 
 
-def _chosen(kinds: Iterable[FaultKind], only: Sequence[str]) -> list[FaultKind]:
-    by_name = {kind.name: kind for kind in kinds}
+def _chosen(place: Place, only: Sequence[str]) -> list[FaultKind]:
+    by_name = {kind.name: kind for kind in (*place.faults, *_kinds_of_crew(place))}
     if unknown := [name for name in only if name not in by_name]:
         raise UnknownFault(f"expected a fault out of {', '.join(by_name)}, got {unknown[0]!r}")
     if only:
@@ -211,11 +214,12 @@ def _chosen(kinds: Iterable[FaultKind], only: Sequence[str]) -> list[FaultKind]:
     return [kind for kind in by_name.values() if not kind.on_request]
 
 
-def _strikes(place: Place, crew: Crew) -> dict[FaultKind, Strike]:
-    return place.faults | {
-        FaultKind(WORKER_KILLED, 0, 0.5, targets=len(crew.mortals)): crew.worker_killed,
-        FaultKind(PRODUCER_KILLED, 0, 0.5, targets=PRODUCERS): crew.producer_killed,
-    }
+def _kinds_of_crew(place: Place) -> tuple[FaultKind, FaultKind]:
+    mortals = sum(post.mortal for post in place.posts)
+    return (
+        FaultKind(WORKER_KILLED, 0, 0.5, targets=mortals),
+        FaultKind(PRODUCER_KILLED, 0, 0.5, targets=PRODUCERS),
+    )
 
 
 def _happen(
@@ -232,9 +236,7 @@ def _wait_for_all(
 ) -> None:
     """Until all that must run have, or can only be late; and until nothing more is due."""
     missing = {
-        task.id: task.due_at
-        for task in sent
-        if must_run(task, struck, patience_seconds=PATIENCE_SECONDS)
+        task.id for task in sent if must_run(task, struck, patience_seconds=PATIENCE_SECONDS)
     }
     last_due_at = max((task.due_at for task in sent), default=time())
     deadline = max([last_due_at, *(fault.ended_at for fault in struck)]) + PATIENCE_SECONDS
@@ -254,5 +256,7 @@ def starts_of(record: Record) -> list[Start]:
 
 
 def _read_notes(path: Path) -> list[Sent]:
+    if not path.exists():  # at a low rate nothing may have been sent
+        return []
     with path.open() as file:
         return read_notes(json.loads(line) for line in file)
