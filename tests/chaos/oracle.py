@@ -23,7 +23,7 @@ class Verdict(Enum):
     EARLY = "early"
     """Started before it was due."""
     CANCELLED_BUT_RAN = "cancelled but ran"
-    """Started after its cancel had been confirmed."""
+    """Started after a cancel was asked for that then was confirmed."""
     MISROUTED = "misrouted"
     """Run by a worker of another queue."""
     DOUBLED = "doubled"
@@ -181,8 +181,9 @@ def _verdicts(
         yield Verdict.WIPED if is_wiped else Verdict.LOST, None
     if any(run.at < run.due_at(task) - EARLY_SECONDS for run in runs):
         yield Verdict.EARLY, None
-    if task.cancelled_at is not None and any(run.at > task.cancelled_at for run in runs):
-        yield Verdict.CANCELLED_BUT_RAN, None
+    if task.cancelled_at is not None and task.cancelling_at is not None:
+        if any(run.at > task.cancelling_at for run in runs):
+            yield Verdict.CANCELLED_BUT_RAN, None
     if any(run.queue != task.queue for run in runs):
         yield Verdict.MISROUTED, None
     if len(runs) > 1:

@@ -86,6 +86,11 @@ def test_a_task_may_not_start_once_its_cancel_was_confirmed() -> None:
     assert verdicts(judged(cancelled, RAN)) == [Verdict.CANCELLED_BUT_RAN]
     assert judged(cancelled).findings == ()
     assert judged(cancelled).cancelled == 1
+    meanwhile = replace(SENT, cancelling_at=110.01, cancelled_at=110.03)
+    assert verdicts(judged(meanwhile, RAN)) == [Verdict.CANCELLED_BUT_RAN]
+    # A copy of it that came first: at least once.
+    afterwards = replace(SENT, cancelling_at=111, cancelled_at=111.1)
+    assert judged(afterwards, RAN).findings == ()
 
 
 def test_a_task_whose_cancel_had_no_answer_may_run_or_not() -> None:
