@@ -181,9 +181,9 @@ def _verdicts(
         yield Verdict.WIPED if is_wiped else Verdict.LOST, None
     if any(run.at < run.due_at(task) - EARLY_SECONDS for run in runs):
         yield Verdict.EARLY, None
-    if task.cancelled_at is not None and task.cancelling_at is not None:
-        if any(run.at > task.cancelling_at for run in runs):
-            yield Verdict.CANCELLED_BUT_RAN, None
+    asked_at = task.cancelling_at if task.cancelled_at is not None else None
+    if asked_at is not None and any(run.at > asked_at for run in runs):
+        yield Verdict.CANCELLED_BUT_RAN, None
     if any(run.queue != task.queue for run in runs):
         yield Verdict.MISROUTED, None
     if len(runs) > 1:
