@@ -203,11 +203,16 @@ def _failed_over(sentinel: PrivateSentinel, end: Callable[[PrivateRedis], None])
     master = sentinel.master
     end(master)
 
-    def replaced() -> bool:
-        new = sentinel.master
-        return new is not master and new.client.info("replication")["role"] == "master"
+    # Until Sentinel has switched, redis-py finds the old master again as soon as it is back, and
+    # what that confirms then is lost.
+    host, port = sentinel.addresses[0]
+    watcher = client_of(host=host, port=port)
 
-    wait_until(replaced)
+    def switched() -> bool:
+        seen = watcher.sentinel_master(sentinel.master_name)
+        return seen["port"] != master.port and seen["flags"] == "master"
+
+    wait_until(switched)
     yield f"port {master.port}"
     sentinel.heal()
 
