@@ -112,6 +112,7 @@ def draw(results: Sequence[Result]) -> Figure:
         for fault in result["faults"]:
             end = max(fault["mended"], fault["began"] + 0.2)
             axes.axvspan(fault["began"], end, color=OTHERS[0], alpha=0.16, linewidth=0)
+            axes.axvline(fault["began"], color=OTHERS[0], alpha=0.5, linewidth=0.5)
         if result["lateness"]:
             due, late = zip(*result["lateness"], strict=True)
             heights = [max(seconds, 0.001) for seconds in late]
