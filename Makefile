@@ -19,7 +19,7 @@ DEMO_SET := '.[embedded,sql]' rich
 DEMO_SET_sqs := '.[sqs]' rich moto flask flask-cors
 
 .DEFAULT_GOAL := help
-.PHONY: help venv brokers test test-fast check docs bench demo demo-broker demo-spark public-suites clean
+.PHONY: help venv brokers test test-fast check docs bench chaos demo demo-broker demo-spark public-suites clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -74,6 +74,11 @@ bench: venv ## compare with worker-held ETA, Celery's own delayed delivery and B
 	@scripts/setup_brokers.sh --with-4.3 || scripts/setup_brokers.sh --all
 	@scripts/setup_spark.sh
 	$(PYTHON) -m benchmarks
+
+# CHAOS is the options of `python -m tests.chaos`, such as "--broker redis --minutes 2 --seed 7".
+chaos: venv ## delay tasks while brokers, workers and producers fail, and tell of each; CHAOS='--minutes 2'
+	@scripts/setup_brokers.sh --with-4.3 || scripts/setup_brokers.sh --all
+	$(PYTHON) -m tests.chaos $(CHAOS)
 
 # BROKER is rabbitmq, embedded, filesystem, sqs or a url; see example_project/demo_broker.py.
 demo: ## show delayed tasks wait in the broker and run on time; BROKER=filesystem without any

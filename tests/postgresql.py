@@ -83,9 +83,29 @@ class PrivatePostgreSQL:
         """Stop it in good order; whoever is connected is not."""
         self._server.end(signal.SIGINT)
 
+    def kill(self) -> None:
+        """End it at once, as a crash does: it writes nothing more, and recovers when started."""
+        self._server.end(signal.SIGQUIT)
+
+    @property
+    def version(self) -> str:
+        """Its name and version."""
+        said = subprocess.run(
+            [self._programs / "postgres", "--version"], check=True, capture_output=True, text=True
+        )
+        return f"PostgreSQL {said.stdout.split()[2]}"
+
+    def processes(self) -> list[int]:
+        """The ids of the server and of all that serve its connections."""
+        pid = self._server.pid
+        if pid is None:
+            return []
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text()
+        return [pid, *map(int, children.split())]
+
     def close(self) -> None:
         """Kill it, and remove its folder."""
-        self._server.end(signal.SIGQUIT)
+        self.kill()
         self._server.close()
 
     def _serves(self) -> bool:

@@ -193,6 +193,8 @@ class Fleet:
     broker_url: str
     folder: Path
     conf: dict[str, Any] = field(default_factory=dict)
+    shows_logs: bool = True
+    """Prints what its workers logged when it is closed; pytest shows that of a failed test."""
 
     def __post_init__(self) -> None:
         self.record = Record(self.folder / "record.jsonl")
@@ -239,7 +241,8 @@ class Fleet:
                 start_new_session=True,
             )
         worker = Worker(name, process, log_file)
-        self._stack.callback(self._show, worker)
+        if self.shows_logs:
+            self._stack.callback(self._show, worker)
         self._stack.callback(worker.kill)  # a warm shutdown takes 2-4 s
         if wait:
             worker.wait_ready()
@@ -272,7 +275,6 @@ class Fleet:
 
     @staticmethod
     def _show(worker: Worker) -> None:
-        """pytest shows this when the test has failed."""
         sys.stdout.write(f"---- log of {worker.name} ----\n{worker.log}\n")
 
     def environment(self, **conf: Any) -> dict[str, str]:

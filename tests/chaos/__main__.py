@@ -1,0 +1,119 @@
+"""``make chaos``: delayed tasks under a seeded schedule of faults, and a verdict on each."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import tempfile
+from pathlib import Path
+from random import randrange
+from typing import NoReturn
+
+import click
+
+from celery_native_delay.testing import BrokerFailed, BrokerMissing
+from tests.chaos import report
+from tests.chaos.places import BROKERS, place
+from tests.chaos.run import Outcome, Plan, UnknownFault, run
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+@click.command()
+@click.option(
+    "--broker",
+    "brokers",
+    multiple=True,
+    type=click.Choice(BROKERS),
+    help="Run on this one; may be given several times. By default on all that are installed, "
+    "one after the other.",
+)
+@click.option(
+    "--minutes",
+    type=click.FloatRange(0.2),
+    default=10,
+    show_default=True,
+    help="How long tasks are sent and faults happen, for each broker.",
+)
+@click.option("--seed", type=click.IntRange(0), help="Of load and faults; a new one by default.")
+@click.option(
+    "--rate",
+    type=click.FloatRange(0, min_open=True),
+    default=40,
+    show_default=True,
+    help="Tasks a second.",
+)
+@click.option(
+    "--fault",
+    "faults",
+    multiple=True,
+    help="Only this kind of fault; may be given several times. The only way to those that break "
+    "what a broker promises, such as vhost-wiped.",
+)
+@click.option(
+    "--output",
+    type=click.Path(file_okay=False, path_type=Path),
+    default=RESULTS,
+    help="Folder for a JSON file per broker, and for chaos.md and chaos.png of all that are there; "
+    "tests/chaos/results by default.",
+)
+def main(
+    brokers: tuple[str, ...],
+    minutes: float,
+    seed: int | None,
+    rate: float,
+    faults: tuple[str, ...],
+    output: Path,
+) -> None:
+    """Send delayed tasks, break the broker, and tell what became of each task.
+
+    Exits with 1 if a task was lost, early, misrouted, or ran although it had been cancelled.
+    """
+    signal.signal(signal.SIGTERM, _stop)
+    seed = randrange(10_000) if seed is None else seed
+    outcomes: list[Outcome] = []
+    for broker in brokers or BROKERS:
+        click.echo(f"{broker}, {minutes:g} min, --seed {seed}", err=True)
+        plan = Plan(seed, minutes, rate, faults)
+        with tempfile.TemporaryDirectory(prefix="native-delay-chaos-") as folder:
+            try:
+                outcomes.append(_run(broker, plan, Path(folder)))
+            except BrokerMissing as exc:
+                if brokers:
+                    raise click.ClickException(str(exc)) from exc
+                click.echo(f"left out: {exc}", err=True)
+                continue
+            except (BrokerFailed, UnknownFault) as exc:
+                raise click.ClickException(f"{broker}: {exc}") from exc
+        # What took ten minutes must not be lost to what comes after it.
+        report.update(output, broker, outcomes[-1])
+    if not outcomes:
+        raise click.ClickException("no broker is installed: run `make brokers`")
+    click.echo(report.as_markdown([report.result_of(outcome) for outcome in outcomes]))
+    if findings := "\n".join(filter(None, map(report.findings_as_text, outcomes))):
+        click.echo(findings)
+        sys.exit(1)
+
+
+def _run(broker: str, plan: Plan, folder: Path) -> Outcome:
+    for name in ("broker", "crew"):
+        (folder / name).mkdir()
+    is_watched = sys.stderr.isatty()
+
+    def tell(line: str) -> None:
+        if is_watched:
+            click.echo(f"\r\x1b[K{line}", nl=False, err=True)
+
+    with place(broker, folder / "broker") as found:
+        outcome = run(found, plan, folder / "crew", tell=tell)
+    tell("")
+    return outcome
+
+
+def _stop(number: int, _frame: object) -> NoReturn:
+    """What was started ends with us."""
+    raise SystemExit(128 + number)
+
+
+if __name__ == "__main__":
+    main()

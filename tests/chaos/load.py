@@ -1,0 +1,170 @@
+"""A producer that is not afraid of dying: it notes each step before it takes it, and after.
+
+Run as a process of its own by tests/chaos/run.py.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from time import sleep, time
+from typing import Any
+from uuid import UUID
+
+import click
+
+#: Acknowledged late: what a worker had in hand when it was killed comes again.
+TASK = "careful"
+
+#: Each queue by the way that leads there: its name, or an exchange and a routing key.
+ROUTES: dict[str, dict[str, str]] = {
+    "default": {"queue": "default"},
+    "side": {"queue": "side"},
+    "invoices": {"exchange": "billing", "routing_key": "invoice.new"},
+}
+
+BULK_SHARE, BULK_SIZES = 0.05, (2, 20)
+CANCEL_SHARE = 0.15
+SHORTEST_SECONDS = 0.3
+
+
+@dataclass(frozen=True)
+class Wish:
+    """A task to be sent, and perhaps to be cancelled."""
+
+    id: str
+    countdown: float
+    cancel_after: float | None
+    """Seconds after it was sent: long before it is due, or in a race with that."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a producer sends next, to one queue: one task, or several with bulk()."""
+
+    pause_seconds: float
+    queue: str
+    wishes: tuple[Wish, ...]
+
+
+def steps(seed: int, *, rate: float, longest_seconds: float) -> Iterator[Step]:
+    """What a producer does, for ever: *rate* tasks a second that wait *longest_seconds* at most."""
+    chance = Random(seed)
+    smallest, largest = BULK_SIZES
+    mean_size = 1 + BULK_SHARE * ((smallest + largest) / 2 - 1)
+
+    def wish() -> Wish:
+        countdown = chance.triangular(SHORTEST_SECONDS, longest_seconds, SHORTEST_SECONDS)
+        cancelled = chance.random() < CANCEL_SHARE
+        cancel_after = chance.uniform(0.1, countdown + 0.1) if cancelled else None
+        return Wish(str(UUID(int=chance.getrandbits(128), version=4)), countdown, cancel_after)
+
+    while True:
+        size = chance.randint(smallest, largest) if chance.random() < BULK_SHARE else 1
+        yield Step(
+            pause_seconds=chance.expovariate(rate / mean_size),
+            queue=chance.choice(list(ROUTES)),
+            wishes=tuple(wish() for _ in range(size)),
+        )
+
+
+class Notebook:
+    """A file that gets one line per note, whole or not at all, however its writer ends."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+    def note(self, what: str, task_id: str, **more: Any) -> None:
+        line = {"what": what, "id": task_id, "at": time()} | more
+        os.write(self._file, json.dumps(line).encode() + b"\n")
+
+
+class Producer:
+    """Takes the steps of a seed, each when its time has come."""
+
+    def __init__(self, app: Any, notebook: Notebook) -> None:
+        from celery_native_delay import Delay
+
+        self._app = app
+        self._delay = Delay(app)
+        self._notes = notebook
+        self._cancels: list[tuple[float, str]] = []
+
+    def run(self, plan: Iterator[Step], *, until: float) -> None:
+        """Send and cancel; what is to be cancelled later than *until* is left alone."""
+        next_at = time()
+        while next_at < until:
+            step = next(plan)
+            # What an outage has kept it from is not made up for: no producer does that.
+            next_at = max(next_at + step.pause_seconds, time() - 1)
+            self._cancel_what_is_due(next_at)
+            self._send(step)
+        self._cancel_what_is_due(until)
+
+    def _send(self, step: Step) -> None:
+        route = ROUTES[step.queue]
+        for wish in step.wishes:
+            self._notes.note("sending", wish.id, queue=step.queue, due=time() + wish.countdown)
+        try:
+            if len(step.wishes) == 1:
+                (wish,) = step.wishes
+                self._app.tasks[TASK].apply_async(
+                    task_id=wish.id, countdown=wish.countdown, **route
+                )
+            else:
+                from celery_native_delay.bulk import bulk
+
+                with bulk(self._app, timeout_seconds=30) as batch:
+                    for wish in step.wishes:
+                        batch.send(TASK, task_id=wish.id, countdown=wish.countdown, **route)
+        except Exception as exc:
+            for wish in step.wishes:
+                self._notes.note("failed", wish.id, error=f"{type(exc).__name__}: {exc}"[:200])
+            return
+        for wish in step.wishes:
+            self._notes.note("confirmed", wish.id)
+            if wish.cancel_after is not None:
+                heapq.heappush(self._cancels, (time() + wish.cancel_after, wish.id))
+
+    def _cancel_what_is_due(self, until: float) -> None:
+        """Cancel tasks in the order of their moments; returns at *until*."""
+        while self._cancels and self._cancels[0][0] <= until:
+            at, task_id = heapq.heappop(self._cancels)
+            sleep(max(at - time(), 0))
+            self._notes.note("cancelling", task_id)
+            try:
+                outcome = self._delay.cancel(task_id)
+            except Exception as exc:  # done or not: its fate stays unknown
+                sys.stderr.write(f"cancel of {task_id}: {type(exc).__name__}: {exc}\n")
+                continue
+            if outcome:
+                self._notes.note("cancelled", task_id)
+            else:
+                self._notes.note("not cancelled", task_id, said=outcome.verdict.value)
+        sleep(max(until - time(), 0))
+
+
+@click.command()
+@click.option("--seed", type=int, required=True)
+@click.option("--rate", type=float, required=True)
+@click.option("--longest", type=float, required=True)
+@click.option("--until", type=float, required=True)
+@click.option("--notes", type=click.Path(path_type=Path), required=True)
+def main(seed: int, rate: float, longest: float, until: float, notes: Path) -> None:
+    """Send to the app of this process' environment, until that Unix time."""
+    from tests.acceptance.apps.installed import app
+
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    plan = steps(seed, rate=rate, longest_seconds=longest)
+    Producer(app, Notebook(notes)).run(plan, until=until)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,279 @@
+"""The fate of every task, told from what producers, workers and faults left behind.
+
+Pure: no broker, no clock. Times are Unix times of one machine.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum
+from typing import Any
+
+EARLY_SECONDS = 0.001
+"""Due times have milliseconds."""
+
+
+class Verdict(Enum):
+    """A word for what happened to a task that did not just run once when it was due."""
+
+    LOST = "lost"
+    """Confirmed, not cancelled, and not run in time; see judge()."""
+    EARLY = "early"
+    """Started before it was due."""
+    CANCELLED_BUT_RAN = "cancelled but ran"
+    """Started after a cancel was asked for that then was confirmed."""
+    MISROUTED = "misrouted"
+    """Run by a worker of another queue."""
+    DOUBLED = "doubled"
+    """Started more than once, which at least once allows."""
+    WIPED = "wiped"
+    """Was there, waiting or due, when a fault deleted everything, as an administrator may."""
+
+
+FORBIDDEN = (Verdict.LOST, Verdict.EARLY, Verdict.CANCELLED_BUT_RAN, Verdict.MISROUTED)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A task as its producer knows it.
+
+    Without *confirmed_at* its fate is unknown: the producer was killed or got an error. With
+    *cancelling_at* but neither *cancelled_at* nor *cancel_refused* so is that of its cancel.
+    """
+
+    id: str
+    queue: str
+    sent_at: float
+    due_at: float
+    confirmed_at: float | None = None
+    error: str | None = None
+    cancelling_at: float | None = None
+    cancelled_at: float | None = None
+    cancel_refused: str | None = None
+
+
+@dataclass(frozen=True)
+class Start:
+    """A worker began to run a task."""
+
+    id: str
+    queue: str
+    """The queue that this worker consumes."""
+    worker: str
+    at: float
+    eta_at: float | None = None
+    """The due time that came with the message: its producer noted one from before it sent it."""
+
+    def due_at(self, task: Sent) -> float:
+        """The time before which it must not begin."""
+        return max(task.due_at, self.eta_at or 0.0)
+
+
+@dataclass(frozen=True)
+class Struck:
+    """A fault that happened, from its first effect until all was mended."""
+
+    kind: str
+    target: str
+    began_at: float
+    ended_at: float
+    wipes: bool = False
+    """Deletes what waits."""
+
+    def overlaps(self, begin: float, end: float) -> bool:
+        return self.began_at <= end and begin <= self.ended_at
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A task that has a verdict, with all that is known of it."""
+
+    verdict: Verdict
+    task_id: str
+    explanation: str | None
+    history: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """The verdicts on a run, and how many tasks had which fate."""
+
+    findings: tuple[Finding, ...]
+    sent: int
+    confirmed: int
+    unknown: int
+    """Sent without an answer: may run or not."""
+    ran: int
+    cancelled: int
+    cancels_unknown: int
+    lateness: tuple[tuple[float, float], ...] = field(repr=False)
+    """Due time and seconds late of each first start."""
+
+    def count(self, verdict: Verdict) -> int:
+        return len(self.of(verdict))
+
+    def of(self, verdict: Verdict) -> list[Finding]:
+        return [finding for finding in self.findings if finding.verdict is verdict]
+
+    @property
+    def reasons(self) -> Counter[str]:
+        """Why tasks ran twice, with how many did."""
+        return Counter(f.explanation or "unexplained" for f in self.of(Verdict.DOUBLED))
+
+    @property
+    def forbidden(self) -> list[Finding]:
+        """The findings that no run may have."""
+        return [finding for finding in self.findings if finding.verdict in FORBIDDEN]
+
+
+def judge(
+    sent: Iterable[Sent],
+    starts: Iterable[Start],
+    struck: Sequence[Struck],
+    *,
+    patience_seconds: float,
+) -> Judgement:
+    """The verdict on every task.
+
+    A confirmed one is lost if it has not started *patience_seconds* after it was due and the last
+    fault was mended.
+    """
+    tasks = list(sent)
+    by_id: dict[str, list[Start]] = defaultdict(list)
+    for start in starts:
+        by_id[start.id].append(start)
+    findings: list[Finding] = []
+    lateness = []
+    for task in tasks:
+        runs = sorted(by_id.get(task.id, []), key=lambda run: run.at)
+        if runs:
+            due_at = runs[0].due_at(task)
+            lateness.append((due_at, runs[0].at - due_at))
+        for verdict, explanation in _verdicts(task, runs, struck, patience_seconds):
+            story = history(task, runs, struck)
+            findings.append(Finding(verdict, task.id, explanation, story))
+    return Judgement(
+        findings=tuple(findings),
+        sent=len(tasks),
+        confirmed=sum(task.confirmed_at is not None for task in tasks),
+        unknown=sum(task.confirmed_at is None for task in tasks),
+        ran=len(lateness),
+        cancelled=sum(task.cancelled_at is not None for task in tasks),
+        cancels_unknown=sum(_may_be_cancelled(task) for task in tasks),
+        lateness=tuple(lateness),
+    )
+
+
+def must_run(task: Sent, struck: Sequence[Struck], *, patience_seconds: float) -> bool:
+    """True if the broker has promised to run *task*, and nobody has taken it back."""
+    return _is_promised(task) and not _wiped(task, struck, patience_seconds)
+
+
+def _verdicts(
+    task: Sent, runs: Sequence[Start], struck: Sequence[Struck], patience_seconds: float
+) -> Iterable[tuple[Verdict, str | None]]:
+    mended_at = max((fault.ended_at for fault in struck), default=0.0)
+    deadline = max(task.due_at, mended_at) + patience_seconds
+    if _is_promised(task) and not any(run.at <= deadline for run in runs):
+        is_wiped = not runs and _wiped(task, struck, patience_seconds)
+        yield Verdict.WIPED if is_wiped else Verdict.LOST, None
+    if any(run.at < run.due_at(task) - EARLY_SECONDS for run in runs):
+        yield Verdict.EARLY, None
+    asked_at = task.cancelling_at if task.cancelled_at is not None else None
+    if asked_at is not None and any(run.at > asked_at for run in runs):
+        yield Verdict.CANCELLED_BUT_RAN, None
+    if any(run.queue != task.queue for run in runs):
+        yield Verdict.MISROUTED, None
+    if len(runs) > 1:
+        yield Verdict.DOUBLED, why_doubled(task, runs, struck)
+
+
+def why_doubled(task: Sent, runs: Sequence[Start], struck: Sequence[Struck]) -> str | None:
+    """The fault that made *task* run again; None if none did."""
+    first, second = runs[0].at, runs[1].at
+    unanswered_until = task.confirmed_at or max(second, task.due_at)
+    workers = {run.worker for run in runs[:-1]}
+    for fault in struck:
+        killed = fault.kind == WORKER_KILLED and fault.target in workers
+        if killed and fault.overlaps(first, second):
+            return "its worker was killed before it had acknowledged it"
+    others = [fault for fault in struck if fault.kind != WORKER_KILLED]
+    if any(fault.overlaps(task.sent_at, unanswered_until) for fault in others):
+        return "its producer got no answer, and sent it again"
+    others = [fault for fault in others if fault.kind != PRODUCER_KILLED]
+    if any(fault.overlaps(first, second) for fault in others):
+        return "the broker did not get its acknowledgement"
+    if any(fault.overlaps(task.sent_at, first) for fault in others):
+        return "the broker handed it over twice, after a fault"
+    return None
+
+
+WORKER_KILLED, PRODUCER_KILLED = "worker-killed", "producer-killed"
+
+
+def _wiped(task: Sent, struck: Sequence[Struck], patience_seconds: float) -> bool:
+    """True if *task* may have been there when everything was deleted: it could be late."""
+    return any(
+        fault.wipes and fault.overlaps(task.sent_at, task.due_at + patience_seconds)
+        for fault in struck
+    )
+
+
+def _is_promised(task: Sent) -> bool:
+    """True if it was confirmed, and no cancel was, or may have been."""
+    is_cancelled = task.cancelled_at is not None or _may_be_cancelled(task)
+    return task.confirmed_at is not None and not is_cancelled
+
+
+def _may_be_cancelled(task: Sent) -> bool:
+    asked = task.cancelling_at is not None
+    return asked and task.cancelled_at is None and task.cancel_refused is None
+
+
+def history(task: Sent, runs: Sequence[Start], struck: Sequence[Struck]) -> tuple[str, ...]:
+    """All that happened to *task*, in order, in seconds since it was sent."""
+    end = max([task.due_at, *(run.at for run in runs)])
+    events = [(task.sent_at, f"sent to {task.queue}"), (task.due_at, "due")]
+    if task.confirmed_at is not None:
+        events.append((task.confirmed_at, "confirmed"))
+    if task.error is not None:
+        events.append((task.sent_at, f"sending failed: {task.error}"))
+    if task.cancelling_at is not None:
+        events.append((task.cancelling_at, "cancel asked for"))
+    if task.cancelled_at is not None:
+        events.append((task.cancelled_at, "cancel confirmed"))
+    if task.cancel_refused is not None and task.cancelling_at is not None:
+        events.append((task.cancelling_at, f"cancel refused: {task.cancel_refused}"))
+    events += [(run.at, f"started by {run.worker}") for run in runs]
+    for fault in struck:
+        if fault.overlaps(task.sent_at, end):
+            events.append((fault.began_at, f"{fault.kind} {fault.target}"))
+            events.append((fault.ended_at, f"mended: {fault.kind} {fault.target}"))
+    return tuple(f"{at - task.sent_at:+.3f} s {what}" for at, what in sorted(events))
+
+
+def read_notes(notes: Iterable[Mapping[str, Any]]) -> list[Sent]:
+    """The tasks that producers noted, one note before and one after each step."""
+    tasks: dict[str, Sent] = {}
+    for note in notes:
+        task_id, at = note["id"], note["at"]
+        match note["what"]:
+            case "sending":
+                tasks[task_id] = Sent(task_id, note["queue"], at, note["due"])
+                continue
+            case "confirmed":
+                change: dict[str, Any] = {"confirmed_at": at}
+            case "failed":
+                change = {"error": note["error"]}
+            case "cancelling":
+                change = {"cancelling_at": at}
+            case "cancelled":
+                change = {"cancelled_at": at}
+            case "not cancelled":
+                change = {"cancel_refused": note["said"]}
+            case what:
+                raise ValueError(f"expected a note of a producer, got {what!r}")
+        tasks[task_id] = replace(tasks[task_id], **change)
+    return list(tasks.values())

@@ -1,0 +1,334 @@
+"""The brokers under test: how each is started, who works on it, and which faults it can have."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from sqlalchemy import create_engine, text
+
+from celery_native_delay.testing import (
+    BrokerFailed,
+    BrokerMissing,
+    PrivateRabbitMQ,
+    PrivateRabbitMQCluster,
+    PrivateRedis,
+    PrivateSentinel,
+    private_rabbitmq_cluster,
+    private_redis,
+    private_sentinel,
+    vhost_name,
+)
+from celery_native_delay.testing.redis_client import client_of
+from tests.brokers import MORTAL
+from tests.chaos.schedule import FaultKind
+from tests.postgresql import PrivatePostgreSQL, private_postgresql
+from tests.waiting import wait_until
+
+Strike = Callable[[int], AbstractContextManager[str]]
+"""A fault, by the number of its target: gives the target's name, and is mended at its end."""
+
+
+@dataclass(frozen=True)
+class Post:
+    """A worker that is always there: a supervisor starts it again when it ends."""
+
+    queue: str
+    installed: bool = True
+    mortal: bool = True
+    """May be killed: kombu's transport gives back what it had taken."""
+
+
+@dataclass
+class Place:
+    """A running broker, and what a load on it needs to know."""
+
+    what: str
+    """It with its version, for the report."""
+    url: str
+    conf: dict[str, Any]
+    posts: tuple[Post, ...] = (Post("default"), Post("default"), Post("side"), Post("invoices"))
+    faults: dict[FaultKind, Strike] = field(default_factory=dict)
+
+
+BROKERS = ("rabbitmq-3.10", "rabbitmq-4.3", "redis", "postgresql")
+
+
+@contextmanager
+def place(broker: str, folder: Path) -> Iterator[Place]:
+    """That one of BROKERS, until the block ends; *folder* is empty.
+
+    Raises BrokerMissing where it is not installed.
+    """
+    with ExitStack() as stack:
+        match broker.split("-"):
+            case ["rabbitmq", version]:
+                ledger = stack.enter_context(private_redis())
+                cluster, can_be_cut = _cluster(stack, version)
+                yield _on_rabbitmq(cluster, ledger, can_be_cut=can_be_cut)
+            case ["redis"]:
+                yield _on_redis(stack.enter_context(private_sentinel(replicas=2)))
+            case ["postgresql"]:
+                yield _on_postgresql(stack.enter_context(private_postgresql()), folder)
+            case _:
+                raise LookupError(broker)
+
+
+# ---- RabbitMQ ----------------------------------------------------------------------------------
+
+
+def _cluster(stack: ExitStack, version: str) -> tuple[PrivateRabbitMQCluster, bool]:
+    """Three nodes, and True if this machine lets the network between them be cut."""
+    try:
+        running = private_rabbitmq_cluster(version=version, partitions=True, **MORTAL)
+        return stack.enter_context(running), True
+    except BrokerMissing:
+        return stack.enter_context(private_rabbitmq_cluster(version=version, **MORTAL)), False
+
+
+def _on_rabbitmq(
+    cluster: PrivateRabbitMQCluster, ledger: PrivateRedis, *, can_be_cut: bool
+) -> Place:
+    """With a ledger in Redis, which tasks wait for: what was cancelled must not run."""
+    url = cluster.new_vhost()
+    conf = {
+        "queue_type": "quorum",
+        "native_delay_ledger": ledger.url,
+        "native_delay_ledger_away": "wait",
+        "native_delay_levels": 13,
+    }
+    nodes = len(cluster.nodes)
+
+    def on_node(do: Callable[[PrivateRabbitMQ], object]) -> Strike:
+        return lambda number: _on_node(cluster, cluster.nodes[number], do)
+
+    faults: dict[FaultKind, Strike] = {
+        FaultKind("node-killed", 1, 8, nodes): on_node(PrivateRabbitMQ.kill),
+        FaultKind("node-paused", 2, 12, nodes): on_node(PrivateRabbitMQ.pause),
+        FaultKind("rolling-restart", 0, 1): lambda _: _rolled(cluster),
+        FaultKind("connections-dropped", 0, 0.5): partial(_dropped, lambda: _close_all(cluster)),
+        FaultKind("ledger-killed", 0.5, 3): partial(_down, ledger.kill, ledger.start, "the ledger"),
+        FaultKind("vhost-wiped", 0, 0.5, on_request=True, wipes=True): partial(
+            _wiped, cluster.nodes[0], vhost_name(url.split(";")[0])
+        ),
+    }
+    if can_be_cut:
+        faults[FaultKind("partition", 8, 20, nodes)] = on_node(cluster.partition)
+    return Place(f"RabbitMQ {cluster.version}, 3 nodes", url, conf, faults=faults)
+
+
+@contextmanager
+def _on_node(
+    cluster: PrivateRabbitMQCluster, node: PrivateRabbitMQ, do: Callable[[PrivateRabbitMQ], object]
+) -> Iterator[str]:
+    do(node)
+    yield node.name
+    cluster.heal()
+
+
+@contextmanager
+def _rolled(cluster: PrivateRabbitMQCluster) -> Iterator[str]:
+    cluster.rolling_restart()
+    yield "all nodes"
+
+
+def _close_all(cluster: PrivateRabbitMQCluster) -> None:
+    node = cluster.nodes[0]
+    for connection in node.api("GET", "/connections"):
+        with suppress(BrokerFailed):  # it has ended meanwhile
+            node.api("DELETE", f"/connections/{quote(connection['name'], safe='')}")
+
+
+@contextmanager
+def _wiped(node: PrivateRabbitMQ, vhost: str, _number: int) -> Iterator[str]:
+    node.delete_vhost(vhost)
+    yield "the vhost"
+    node.api("PUT", f"/vhosts/{vhost}")
+    everything = dict.fromkeys(("configure", "write", "read"), ".*")
+    node.api("PUT", f"/permissions/{vhost}/guest", everything)
+
+
+# ---- Redis -------------------------------------------------------------------------------------
+
+
+def _on_redis(sentinel: PrivateSentinel) -> Place:
+    """Three nodes and a Sentinel.
+
+    Replication is asynchronous, and a master that was replaced confirms what it gets until a
+    Sentinel tells it. So one that hangs for longer than the Sentinel waits for it (3 s here), or
+    is replaced by SENTINEL FAILOVER while it runs, forgets what it has confirmed meanwhile: both
+    happen on request only. One that is stopped in good order waits for its replicas first.
+    """
+    for host, port in sentinel.addresses:
+        # A busy machine may keep a master silent for the half second that others are content with.
+        client_of(host=host, port=port).sentinel_set(
+            sentinel.master_name, "down-after-milliseconds", 3000
+        )
+    conf = {
+        "broker_transport_options": {
+            "master_name": sentinel.master_name,
+            # What a killed worker had in hand comes back after so many seconds.
+            "visibility_timeout": 5,
+            "unacked_restore_interval": 1,
+            "unacked_restore_throttle": 1,
+        }
+    }
+    faults: dict[FaultKind, Strike] = {
+        FaultKind("master-killed", 0.5, 4): lambda _: _failed_over(sentinel, PrivateRedis.kill),
+        FaultKind("master-stopped", 0.5, 4): lambda _: _failed_over(sentinel, PrivateRedis.stop),
+        FaultKind("master-paused", 0.3, 1): lambda _: _paused_node(sentinel.master),
+        FaultKind("master-hung", 6, 9, on_request=True): lambda _: _paused_node(sentinel.master),
+        FaultKind("master-replaced", 0, 1, on_request=True): lambda _: _replaced(sentinel),
+        FaultKind("replica-killed", 0.5, 4, targets=2): lambda number: _replica_killed(
+            sentinel, number
+        ),
+        FaultKind("connections-dropped", 0, 0.5): partial(
+            _dropped, lambda: _disconnect_all(sentinel.master)
+        ),
+    }
+    version = sentinel.nodes[0].client.info("server")["redis_version"]
+    return Place(f"Redis {version}, Sentinel, 3 nodes", sentinel.url, conf, faults=faults)
+
+
+@contextmanager
+def _failed_over(sentinel: PrivateSentinel, end: Callable[[PrivateRedis], None]) -> Iterator[str]:
+    """The master ends, and stays away until a replica has taken its place."""
+    master = sentinel.master
+    end(master)
+
+    # Until Sentinel has switched, redis-py finds the old master again as soon as it is back, and
+    # what that confirms then is lost.
+    host, port = sentinel.addresses[0]
+    watcher = client_of(host=host, port=port)
+
+    def switched() -> bool:
+        seen = watcher.sentinel_master(sentinel.master_name)
+        return seen["port"] != master.port and seen["flags"] == "master"
+
+    wait_until(switched)
+    yield f"port {master.port}"
+    sentinel.heal()
+
+
+@contextmanager
+def _replaced(sentinel: PrivateSentinel) -> Iterator[str]:
+    master = sentinel.master
+    sentinel.failover(kill=False)
+    yield f"port {master.port}"
+    sentinel.heal()
+
+
+@contextmanager
+def _replica_killed(sentinel: PrivateSentinel, number: int) -> Iterator[str]:
+    replica = [node for node in sentinel.nodes if node is not sentinel.master][number]
+    replica.kill()
+    yield f"port {replica.port}"
+    sentinel.heal()
+
+
+def _paused_node(node: PrivateRedis) -> AbstractContextManager[str]:
+    return _paused(f"port {node.port}", lambda: node.pid, 0)
+
+
+def _disconnect_all(node: PrivateRedis) -> None:
+    for kind in ("normal", "pubsub"):
+        node.client.client_kill_filter(_type=kind, skipme=True)
+
+
+# ---- PostgreSQL --------------------------------------------------------------------------------
+
+
+def _on_postgresql(server: PrivatePostgreSQL, folder: Path) -> Place:
+    """A store beside kombu's filesystem transport, which loses what a killed worker has taken.
+
+    So the workers that run tasks stay alive, and those that may be killed only dispatch.
+    """
+    for name in ("queues", "control"):
+        (folder / name).mkdir()
+    url = server.new_database()
+    conf = {
+        "native_delay_store": url,
+        "broker_transport_options": {
+            "data_folder_in": str(folder / "queues"),
+            "data_folder_out": str(folder / "queues"),
+            "control_folder": str(folder / "control"),
+            "polling_interval": 0.1,
+        },
+    }
+    dispatchers = (Post("news"), Post("news"))
+    consumers = tuple(
+        Post(queue, installed=False, mortal=False) for queue in ("default", "side", "invoices")
+    )
+    faults: dict[FaultKind, Strike] = {
+        FaultKind("database-killed", 0.5, 5): partial(
+            _down, server.kill, server.start, "the database"
+        ),
+        FaultKind("database-restarted", 0, 1): partial(
+            _down, server.stop, server.start, "the database"
+        ),
+        FaultKind("database-paused", 1, 4): lambda _: _paused_database(server),
+        FaultKind("connections-dropped", 0, 0.5): partial(_dropped, lambda: _end_backends(url)),
+    }
+    return Place(
+        f"{server.version}, a store beside filesystem://",
+        f"filesystem://{folder}",
+        conf,
+        posts=(*dispatchers, *consumers),
+        faults=faults,
+    )
+
+
+@contextmanager
+def _paused_database(server: PrivatePostgreSQL) -> Iterator[str]:
+    processes = server.processes()
+    for process in processes:
+        os.kill(process, signal.SIGSTOP)
+    yield "the database"
+    for process in processes:
+        os.kill(process, signal.SIGCONT)
+
+
+def _end_backends(url: str) -> None:
+    engine = create_engine(url, isolation_level="AUTOCOMMIT")
+    with engine.connect() as connection:
+        connection.execute(
+            text(
+                "SELECT pg_terminate_backend(pid) FROM pg_stat_activity"
+                " WHERE backend_type = 'client backend' AND pid <> pg_backend_pid()"
+            )
+        )
+    engine.dispose()
+
+
+# ---- any ---------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _down(
+    end: Callable[[], None], start: Callable[[], None], name: str, _number: int
+) -> Iterator[str]:
+    end()
+    yield name
+    start()
+
+
+@contextmanager
+def _paused(name: str, pid: Callable[[], int | None], _number: int) -> Iterator[str]:
+    group = pid()
+    assert group is not None, f"{name} is down"
+    os.killpg(group, signal.SIGSTOP)
+    yield name
+    os.killpg(group, signal.SIGCONT)
+
+
+@contextmanager
+def _dropped(drop: Callable[[], None], _number: int) -> Iterator[str]:
+    drop()
+    yield "all"

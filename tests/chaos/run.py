@@ -1,0 +1,262 @@
+"""One run: load on a broker under a schedule of faults, then the judgement of every task."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from time import sleep, time
+
+from tests.acceptance.worker import REPOSITORY, Fleet, Record, Worker
+from tests.chaos.oracle import (
+    PRODUCER_KILLED,
+    WORKER_KILLED,
+    Judgement,
+    Sent,
+    Start,
+    Struck,
+    judge,
+    must_run,
+    read_notes,
+)
+from tests.chaos.places import Place, Post, Strike
+from tests.chaos.schedule import Fault, FaultKind, schedule
+from tests.waiting import PATIENCE_SECONDS, wait_until
+
+
+class UnknownFault(Exception):
+    """This broker cannot have a fault of that name."""
+
+
+PRODUCERS = 2
+
+SHORTEST_WAIT_SECONDS, LONGEST_WAIT_SECONDS = 5.0, 60.0
+"""The longest delay of a task is a third of the run, within these."""
+
+AFTERWARDS_SECONDS = 3.0
+"""For what must not run, and would come a little later than the rest."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a run is asked to be."""
+
+    seed: int
+    minutes: float
+    rate: float
+    """Tasks a second."""
+    only: tuple[str, ...] = ()
+    """Names of the kinds of faults; if empty, all that break no promise of the broker."""
+
+    @property
+    def longest_seconds(self) -> float:
+        third = self.minutes * 60 / 3
+        return min(max(third, SHORTEST_WAIT_SECONDS), LONGEST_WAIT_SECONDS)
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run was, and what became of its tasks."""
+
+    what: str
+    plan: Plan
+    began_at: float
+    struck: tuple[Struck, ...]
+    judgement: Judgement
+    ended_by_themselves: int
+    """Workers that gave up and were started again."""
+
+
+class Crew:
+    """The workers and producers of a run; tend() starts again what has ended."""
+
+    def __init__(self, place: Place, plan: Plan, folder: Path, stack: ExitStack) -> None:
+        conf = {"native_delay_fused_bits": 0} | place.conf
+        self.fleet = Fleet(place.url, folder, conf, shows_logs=False)
+        stack.callback(self.fleet.close)
+        stack.callback(self._kill_producers)
+        self._folder = folder
+        self.posts = place.posts
+        strikes = self.worker_killed, self.producer_killed
+        self.faults: dict[FaultKind, Strike] = dict(
+            zip(_kinds_of_crew(place), strikes, strict=True)
+        )
+        self.notes_path = folder / "notes.jsonl"
+        self.ended_by_themselves = 0
+        self._plan = plan
+        self._until = 0.0
+        self._producers: list[subprocess.Popen[bytes]] = []
+        self._produced = 0
+        self.workers = [self._employ(post) for post in self.posts]
+        for worker in self.workers:
+            worker.wait_ready()
+
+    def produce(self, *, until: float) -> None:
+        """Let producers send until that Unix time."""
+        self._until = until
+        self._producers = [self._producer() for _ in range(PRODUCERS)]
+
+    def tend(self) -> None:
+        """Start again the workers that have ended, as a supervisor does."""
+        for number, worker in enumerate(self.workers):
+            if worker.process.poll() is not None:
+                self.ended_by_themselves += 1
+                self.workers[number] = self._employ(self.posts[number])
+
+    @contextmanager
+    def worker_killed(self, number: int) -> Iterator[str]:
+        place = [place for place, post in enumerate(self.posts) if post.mortal][number]
+        worker = self.workers[place]
+        worker.kill()
+        self.workers[place] = self._employ(self.posts[place])
+        yield worker.name
+
+        def ready() -> bool:
+            self.tend()
+            return " ready." in self.workers[place].log
+
+        wait_until(ready)
+
+    @contextmanager
+    def producer_killed(self, number: int) -> Iterator[str]:
+        producer = self._producers[number]
+        producer.kill()
+        producer.wait()
+        yield f"producer {number}"
+        if time() < self._until:
+            self._producers[number] = self._producer()
+
+    def wait_for_producers(self) -> None:
+        for producer in self._producers:
+            try:
+                producer.wait(PATIENCE_SECONDS)
+            except subprocess.TimeoutExpired:  # it sits in a call: what it noted counts
+                producer.kill()
+                producer.wait()
+
+    def _employ(self, post: Post) -> Worker:
+        return self.fleet.worker(
+            name=post.queue, queues=post.queue, installed=post.installed, concurrency=1, wait=False
+        )
+
+    def _producer(self) -> subprocess.Popen[bytes]:
+        self._produced += 1
+        options = {
+            "seed": self._plan.seed * 1000 + self._produced,
+            "rate": self._plan.rate / PRODUCERS,
+            "longest": self._plan.longest_seconds,
+            "until": self._until,
+            "notes": self.notes_path,
+        }
+        with (self._folder / f"producer-{self._produced}.log").open("wb") as log:
+            return subprocess.Popen(
+                [sys.executable, "-m", "tests.chaos.load"]
+                + [f"--{name}={value}" for name, value in options.items()],
+                cwd=REPOSITORY,
+                env=self.fleet.environment(),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+    def _kill_producers(self) -> None:
+        for producer in self._producers:
+            producer.kill()
+            producer.wait()
+
+
+def run(
+    place: Place, plan: Plan, folder: Path, *, tell: Callable[[str], object] = lambda _: None
+) -> Outcome:
+    """Put load on *place*, let its faults happen, and judge what became of every task."""
+    with ExitStack() as stack:
+        kinds = _chosen(place, plan.only)
+        crew = Crew(place, plan, folder, stack)
+        strikes: dict[FaultKind, Strike] = place.faults | crew.faults
+        by_name = {kind.name: (kind, strikes[kind]) for kind in kinds}
+        began = time()
+        ends = began + plan.minutes * 60
+        crew.produce(until=ends)
+        struck: list[Struck] = []
+
+        def pause(until: float, what: str) -> None:
+            while time() < until:
+                crew.tend()
+                tell(f"{time() - began:5.0f} s  {len(struck)} fault(s), now: {what}")
+                sleep(min(0.2, max(until - time(), 0)))
+
+        for fault in schedule(plan.seed, plan.minutes, kinds):
+            pause(began + fault.at_seconds, "calm")
+            if time() + fault.lasts_seconds > ends:
+                break  # those before it took longer to mend than planned
+            kind, strike = by_name[fault.kind]
+            struck.append(_happen(fault, kind, strike, pause))
+        pause(ends, "calm")
+        crew.wait_for_producers()
+        sent = _read_notes(crew.notes_path)
+        _wait_for_all(sent, struck, crew, lambda: pause(time() + 0.5, "waiting for the last"))
+        judgement = judge(
+            sent, starts_of(crew.fleet.record), struck, patience_seconds=PATIENCE_SECONDS
+        )
+        return Outcome(place.what, plan, began, tuple(struck), judgement, crew.ended_by_themselves)
+
+
+def _chosen(place: Place, only: Sequence[str]) -> list[FaultKind]:
+    by_name = {kind.name: kind for kind in (*place.faults, *_kinds_of_crew(place))}
+    if unknown := [name for name in only if name not in by_name]:
+        raise UnknownFault(f"expected a fault out of {', '.join(by_name)}, got {unknown[0]!r}")
+    if only:
+        return [by_name[name] for name in only]
+    return [kind for kind in by_name.values() if not kind.on_request]
+
+
+def _kinds_of_crew(place: Place) -> tuple[FaultKind, FaultKind]:
+    mortals = sum(post.mortal for post in place.posts)
+    return (
+        FaultKind(WORKER_KILLED, 0, 0.5, targets=mortals),
+        FaultKind(PRODUCER_KILLED, 0, 0.5, targets=PRODUCERS),
+    )
+
+
+def _happen(
+    fault: Fault, kind: FaultKind, strike: Strike, pause: Callable[[float, str], None]
+) -> Struck:
+    began = time()
+    with strike(fault.target) as target:
+        pause(time() + fault.lasts_seconds, f"{fault.kind} ({target})")
+    return Struck(fault.kind, target, began, time(), wipes=kind.wipes)
+
+
+def _wait_for_all(
+    sent: Sequence[Sent], struck: Sequence[Struck], crew: Crew, wait: Callable[[], None]
+) -> None:
+    """Until all that must run have, or can only be late; and until nothing more is due."""
+    missing = {
+        task.id for task in sent if must_run(task, struck, patience_seconds=PATIENCE_SECONDS)
+    }
+    last_due_at = max((task.due_at for task in sent), default=time())
+    deadline = max([last_due_at, *(fault.ended_at for fault in struck)]) + PATIENCE_SECONDS
+    while missing and time() < deadline:
+        wait()
+        missing -= {start.id for start in starts_of(crew.fleet.record)}
+    while time() < last_due_at + AFTERWARDS_SECONDS:
+        wait()
+
+
+def starts_of(record: Record) -> list[Start]:
+    """What workers noted when a task began; their names begin with their queues'."""
+    return [
+        Start(run.id, run.worker.partition("-")[0], run.worker, run.started, run.due)
+        for run in record.runs()
+    ]
+
+
+def _read_notes(path: Path) -> list[Sent]:
+    if not path.exists():  # at a low rate nothing may have been sent
+        return []
+    with path.open() as file:
+        return read_notes(json.loads(line) for line in file)

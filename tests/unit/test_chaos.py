@@ -1,0 +1,278 @@
+"""The oracle of ``make chaos`` finds what it is there to find, and its schedule is one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.chaos.load import ROUTES, Step, steps
+from tests.chaos.oracle import (
+    FORBIDDEN,
+    Judgement,
+    Sent,
+    Start,
+    Struck,
+    Verdict,
+    judge,
+    must_run,
+    read_notes,
+)
+from tests.chaos.report import as_markdown, draw, findings_as_text, result_of, update
+from tests.chaos.run import Outcome, Plan
+from tests.chaos.schedule import SETTLE_SECONDS, SHORTEST_GAP_SECONDS, FaultKind, schedule
+
+PATIENCE_SECONDS = 60.0
+
+SENT = Sent("a", "default", sent_at=100, due_at=110, confirmed_at=100.1)
+RAN = Start("a", "default", "default-1", at=110.02)
+
+
+def verdicts(judgement: Judgement) -> list[Verdict]:
+    return [finding.verdict for finding in judgement.findings]
+
+
+def judged(task: Sent, *runs: Start, struck: tuple[Struck, ...] = ()) -> Judgement:
+    return judge([task], runs, struck, patience_seconds=PATIENCE_SECONDS)
+
+
+# ---- each verdict can fail a run ---------------------------------------------------------------
+
+
+def test_a_task_that_ran_once_when_it_was_due_has_no_verdict() -> None:
+    found = judged(SENT, RAN)
+    assert found.findings == ()
+    assert (found.sent, found.confirmed, found.unknown, found.ran) == (1, 1, 0, 1)
+    assert found.lateness == ((110, pytest.approx(0.02)),)
+
+
+def test_a_confirmed_task_that_never_ran_is_lost() -> None:
+    found = judged(SENT)
+    assert verdicts(found) == [Verdict.LOST]
+    assert found.forbidden == list(found.findings)
+
+
+def test_so_is_one_that_ran_too_late_after_the_last_fault_was_mended() -> None:
+    outage = Struck("node-killed", "node 1", began_at=105, ended_at=200)
+    in_time, too_late = (replace(RAN, at=at) for at in (259, 261))
+    assert verdicts(judged(SENT, in_time, struck=(outage,))) == []
+    assert verdicts(judged(SENT, too_late, struck=(outage,))) == [Verdict.LOST]
+    assert verdicts(judged(SENT, in_time)) == [Verdict.LOST]
+
+
+def test_a_task_whose_producer_got_no_answer_may_run_or_not() -> None:
+    unknown = replace(SENT, confirmed_at=None)
+    assert judged(unknown).findings == judged(unknown, RAN).findings == ()
+    assert judged(unknown).unknown == 1
+
+
+@pytest.mark.parametrize("confirmed_at", [None, 100.1])
+def test_no_task_may_start_before_it_is_due(confirmed_at: float | None) -> None:
+    task = replace(SENT, confirmed_at=confirmed_at)
+    assert verdicts(judged(task, replace(RAN, at=109.9))) == [Verdict.EARLY]
+    assert verdicts(judged(task, replace(RAN, at=109.9995))) == []
+    assert verdicts(judged(task, replace(RAN, eta_at=110.5))) == [Verdict.EARLY]
+    late = judged(task, replace(RAN, eta_at=110.005))
+    assert late.lateness == ((110.005, pytest.approx(0.015)),)
+
+
+def test_a_task_may_not_start_once_its_cancel_was_confirmed() -> None:
+    cancelled = replace(SENT, cancelling_at=104, cancelled_at=105)
+    assert verdicts(judged(cancelled, RAN)) == [Verdict.CANCELLED_BUT_RAN]
+    assert judged(cancelled).findings == ()
+    assert judged(cancelled).cancelled == 1
+    meanwhile = replace(SENT, cancelling_at=110.01, cancelled_at=110.03)
+    assert verdicts(judged(meanwhile, RAN)) == [Verdict.CANCELLED_BUT_RAN]
+    # A copy of it that came first: at least once.
+    afterwards = replace(SENT, cancelling_at=111, cancelled_at=111.1)
+    assert judged(afterwards, RAN).findings == ()
+
+
+def test_a_task_whose_cancel_had_no_answer_may_run_or_not() -> None:
+    asked = replace(SENT, cancelling_at=104)
+    assert judged(asked).findings == judged(asked, RAN).findings == ()
+    assert judged(asked).cancels_unknown == 1
+
+
+def test_a_task_whose_cancel_was_refused_must_run() -> None:
+    refused = replace(SENT, cancelling_at=109.9, cancel_refused="too late")
+    assert verdicts(judged(refused)) == [Verdict.LOST]
+
+
+def test_a_task_may_only_run_where_it_was_sent() -> None:
+    assert verdicts(judged(SENT, replace(RAN, queue="side"))) == [Verdict.MISROUTED]
+    twice = judged(SENT, RAN, replace(RAN, queue="side", at=111))
+    assert verdicts(twice) == [Verdict.MISROUTED, Verdict.DOUBLED]
+
+
+def test_what_waited_in_a_vhost_that_was_wiped_is_not_lost_and_what_came_later_is() -> None:
+    wipe = Struck("vhost-wiped", "vhost", began_at=105, ended_at=106, wipes=True)
+    assert verdicts(judged(SENT, struck=(wipe,))) == [Verdict.WIPED]
+    assert verdicts(judged(replace(SENT, due_at=104.9), struck=(wipe,))) == [Verdict.WIPED]
+    much_later = replace(wipe, began_at=171, ended_at=172)
+    assert verdicts(judged(SENT, struck=(much_later,))) == [Verdict.LOST]
+    later = replace(SENT, sent_at=107, confirmed_at=107.1)
+    assert verdicts(judged(later, struck=(wipe,))) == [Verdict.LOST]
+
+
+def test_what_runs_twice_is_counted_and_not_forbidden() -> None:
+    found = judged(SENT, RAN, replace(RAN, at=112))
+    assert verdicts(found) == [Verdict.DOUBLED]
+    assert found.forbidden == []
+    assert found.reasons == {"unexplained": 1}
+    assert set(FORBIDDEN) == set(Verdict) - {Verdict.DOUBLED, Verdict.WIPED}
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [
+        (Struck("worker-killed", "default-1", 110.03, 112), "its worker was killed"),
+        (Struck("worker-killed", "side-1", 110.03, 112), "unexplained"),
+        (Struck("node-killed", "node 0", 100.05, 101), "its producer got no answer"),
+        (Struck("node-paused", "node 0", 110.03, 111), "did not get its acknowledgement"),
+        (Struck("node-killed", "node 0", 105, 106), "handed it over twice"),
+        (Struck("producer-killed", "producer 0", 105, 106), "unexplained"),
+        (Struck("node-killed", "node 0", 120, 121), "unexplained"),
+    ],
+)
+def test_a_double_is_explained_by_the_fault_that_made_it(fault: Struck, reason: str) -> None:
+    (said,) = judged(SENT, RAN, replace(RAN, at=115, worker="default-2"), struck=(fault,)).reasons
+    assert reason in said
+
+
+def test_a_finding_tells_the_history_of_its_task() -> None:
+    outage = Struck("node-killed", "node 1", began_at=105, ended_at=106)
+    unrelated = Struck("node-killed", "node 2", began_at=50, ended_at=60)
+    cancelled = replace(SENT, cancelling_at=104, cancelled_at=104.5)
+    (finding,) = judged(cancelled, RAN, struck=(outage, unrelated)).findings
+    assert finding.history == (
+        "+0.000 s sent to default",
+        "+0.100 s confirmed",
+        "+4.000 s cancel asked for",
+        "+4.500 s cancel confirmed",
+        "+5.000 s node-killed node 1",
+        "+6.000 s mended: node-killed node 1",
+        "+10.000 s due",
+        "+10.020 s started by default-1",
+    )
+
+
+# ---- what producers note -----------------------------------------------------------------------
+
+
+def note(what: str, at: float, **more: Any) -> dict[str, Any]:
+    return {"what": what, "id": "a", "at": at} | more
+
+
+def test_what_a_producer_noted_before_it_was_killed_is_of_unknown_fate() -> None:
+    sending = note("sending", 100, queue="default", due=110)
+    (task,) = read_notes([sending])
+    assert task == Sent("a", "default", sent_at=100, due_at=110)
+    assert not must_run(task, [], patience_seconds=60)
+    (task,) = read_notes([sending, note("confirmed", 100.1)])
+    assert must_run(task, [], patience_seconds=60)
+    (asked,) = read_notes([sending, note("confirmed", 100.1), note("cancelling", 105)])
+    assert not must_run(asked, [], patience_seconds=60)
+
+
+def test_every_step_of_a_task_is_read() -> None:
+    sending = note("sending", 100, queue="default", due=110)
+    cancelling = note("cancelling", 105)
+    (failed,) = read_notes([sending, note("failed", 101, error="gone")])
+    assert failed.error == "gone"
+    (done,) = read_notes([sending, cancelling, note("cancelled", 106)])
+    assert done.cancelled_at == 106
+    (refused,) = read_notes([sending, cancelling, note("not cancelled", 106, said="too late")])
+    assert refused.cancel_refused == "too late"
+    with pytest.raises(ValueError, match="'sung'"):
+        read_notes([sending, note("sung", 101)])
+
+
+# ---- what producers do -------------------------------------------------------------------------
+
+
+def test_a_seed_says_what_a_producer_sends() -> None:
+    def first(seed: int, rate: float = 20) -> list[Step]:
+        return list(islice(steps(seed, rate=rate, longest_seconds=30), 3000))
+
+    assert first(1) == first(1) != first(2)
+    wishes = [wish for step in first(1) for wish in step.wishes]
+    assert len({wish.id for wish in wishes}) == len(wishes)
+    assert {step.queue for step in first(1)} == set(ROUTES)
+    assert all(0 < wish.countdown <= 30 for wish in wishes)
+    assert {len(step.wishes) for step in first(1)} == {1, *range(2, 21)}
+    cancelled = [wish for wish in wishes if wish.cancel_after is not None]
+    assert 0.1 < len(cancelled) / len(wishes) < 0.2
+    for rate in (5, 20):
+        seconds = sum(step.pause_seconds for step in first(3, rate))
+        sent = sum(len(step.wishes) for step in first(3, rate))
+        assert sent / seconds == pytest.approx(rate, rel=0.1)
+
+
+# ---- the report --------------------------------------------------------------------------------
+
+
+def outcome(*starts: Start, struck: tuple[Struck, ...] = ()) -> Outcome:
+    plan = Plan(seed=7, minutes=0.5, rate=20)
+    return Outcome("Redis 7", plan, 100.0, struck, judged(SENT, *starts, struck=struck), 1)
+
+
+def test_the_report_names_what_was_lost_and_what_each_fault_did() -> None:
+    kill = Struck("master-killed", "port 1", 109, 109.5)
+    lost = result_of(outcome(struck=(kill,)))
+    assert lost["verdicts"]["lost"] == 1
+    assert lost["findings"][0]["history"][0] == "+0.000 s sent to default"
+    assert "lost: a" in findings_as_text(outcome())
+    assert findings_as_text(outcome(RAN)) == ""
+    twice = result_of(outcome(RAN, replace(RAN, at=115), struck=(kill,)))
+    text = as_markdown([lost, twice])
+    assert "| Redis 7 | 30 s, 20/s, seed 7 | 1 | 1 | 0 | 0 | 0 | 1 | 0 | 0 | 0 | 0 | - |" in text
+    assert "| `master-killed` | 1 | 0.5 s | 0.0 s |" in text
+    assert "doubled 1 times: the broker handed it over twice, after a fault" in text
+    assert "workers that ended by themselves, and were started again: 1" in text
+
+
+def test_the_picture_has_a_panel_for_each_run(tmp_path: Path) -> None:
+    kill = Struck("master-killed", "port 1", 109, 109.5)
+    for broker, run in (("redis", outcome(RAN, struck=(kill,))), ("postgresql", outcome())):
+        update(tmp_path, broker, run)
+    names = ["chaos.md", "chaos.png", "postgresql.json", "redis.json"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+    assert len(draw([result_of(outcome(RAN))] * 3).axes) == 3
+
+
+# ---- the schedule ------------------------------------------------------------------------------
+
+KINDS = [
+    FaultKind("node-killed", 1, 5, targets=3),
+    FaultKind("worker-killed", 0, 1, targets=4),
+    FaultKind("node-paused", 2, 3),
+]
+
+
+@given(st.integers(), st.floats(0, 20))
+def test_faults_come_one_after_the_other_and_end_with_the_run(seed: int, minutes: float) -> None:
+    faults = schedule(seed, minutes, KINDS)
+    assert faults == schedule(seed, minutes, KINDS)
+    free_at = SETTLE_SECONDS - SHORTEST_GAP_SECONDS
+    for fault in faults:
+        kind = next(kind for kind in KINDS if kind.name == fault.kind)
+        assert fault.at_seconds >= free_at + SHORTEST_GAP_SECONDS - 0.11
+        assert kind.shortest_seconds <= fault.lasts_seconds <= kind.longest_seconds
+        assert 0 <= fault.target < kind.targets
+        free_at = fault.at_seconds + fault.lasts_seconds
+        assert free_at <= minutes * 60 + 0.1
+
+
+def test_every_kind_comes_before_any_comes_twice() -> None:
+    names = [fault.kind for fault in schedule(7, 10, KINDS)]
+    assert len(names) > 20
+    for first in range(0, len(names) - 2, 3):
+        assert set(names[first : first + 3]) == {kind.name for kind in KINDS}
+    assert schedule(7, 10, KINDS) != schedule(8, 10, KINDS)
+    assert schedule(7, 10, []) == []
