@@ -208,6 +208,21 @@ class DelaysPage:
 
         wait_until(clicked)
 
+    def choose(self, row: str, item: str) -> None:
+        """Open the menu of a row and click *item*; a table that is drawn again closes it."""
+
+        def chosen() -> bool:
+            try:
+                if not self.find(f"{row} {item}").is_displayed():
+                    self.find(f"{row} [data-bs-toggle=dropdown]").click()
+                self.find(f"{row} {item}").click()
+            except Exception as exc:
+                self.last_error = exc
+                return False
+            return True
+
+        wait_until(chosen)
+
     def wait(self, condition: Callable[[], Any], *, seconds: float = 30) -> None:
         wait_until(lambda: bool(condition()), timeout_seconds=seconds)
 

@@ -247,8 +247,7 @@ def test_times_say_their_zone(delay: Delay, chrome: Chrome, flower: FlowerProces
     page.find(".delays-bar").send_keys(Keys.ENTER)
     page.wait(lambda: page.text("#delays-filter-text").count(" CEST") == 2)
 
-    page.click("tbody tr:first-child [data-bs-toggle=dropdown]")
-    page.click("tbody tr:first-child [data-one=reschedule]")
+    page.choose("tbody tr:first-child", "[data-one=reschedule]")
     page.question()
     assert page.text("label[for=delays-eta]") == "or at (time in Europe/Berlin)"
     page.click("#delays-yes")
@@ -283,8 +282,7 @@ def test_control_characters_are_shown_and_not_obeyed(
     assert "שלום" in page.text("tbody .delays-args")
     assert page.find("tbody .delays-args bdi")
     assert raw_in(chrome, "document.querySelector('#delays-page')") == []
-    page.click("tbody [data-bs-toggle=dropdown]")
-    page.click("tbody [data-one=cancel]")
+    page.choose("tbody", "[data-one=cancel]")
     page.question()
     assert page.text("#delays-chosen").count(SHOWN) == 2
     assert raw_in(chrome, "document.querySelector('#delays-dialog')") == []

@@ -15,6 +15,7 @@ import pytest
 
 from celery_native_delay import Delay
 from celery_native_delay.testing import private_redis, require_redis
+from celery_native_delay.testing.ports import claim_ports, port_of
 from pytest_celery_native_delay import installed
 from tests.acceptance.worker import REPOSITORY, Fleet, fleet_on
 from tests.waiting import PATIENCE_SECONDS, wait_until
@@ -188,8 +189,12 @@ def test_a_worker_says_what_it_does_and_what_may_lose_messages(tmp_path: Path) -
 def test_a_worker_on_a_cluster_says_that_delays_are_off(tmp_path: Path) -> None:
     """Before kombu gives up on it."""
     installed(require_redis, "redis")
+    # By default its own port and 10,000, which any client's connection may have.
+    (claim,) = claim_ports(1)
+    cluster = f"cluster-enabled yes\ncluster-port {port_of(claim)}"
     with (
-        private_redis(server="redis", config="cluster-enabled yes") as server,
+        claim,
+        private_redis(server="redis", config=cluster) as server,
         fleet_on(server.url, tmp_path) as fleet,
     ):
         worker = fleet.worker(wait=False)
