@@ -1,9 +1,11 @@
 """A private RabbitMQ cluster, for tests of nodes and networks that fail.
 
-with private_rabbitmq_cluster() as cluster:
-    app = Celery(broker=cluster.new_vhost())
-    cluster.nodes[0].kill()
-    cluster.heal()
+    with private_rabbitmq_cluster() as cluster:
+        app = Celery(broker=cluster.new_vhost())
+        cluster.nodes[0].kill()
+        cluster.heal()
+
+Nodes, folders and network are gone with the block, or with the process.
 """
 
 from __future__ import annotations

@@ -233,8 +233,13 @@ def _replica_killed(sentinel: PrivateSentinel, number: int) -> Iterator[str]:
     sentinel.heal()
 
 
-def _paused_node(node: PrivateRedis) -> AbstractContextManager[str]:
-    return _paused(f"port {node.port}", lambda: node.pid, 0)
+@contextmanager
+def _paused_node(node: PrivateRedis) -> Iterator[str]:
+    group = node.pid
+    assert group is not None, f"port {node.port} is down"
+    os.killpg(group, signal.SIGSTOP)
+    yield f"port {node.port}"
+    os.killpg(group, signal.SIGCONT)
 
 
 def _disconnect_all(node: PrivateRedis) -> None:
@@ -317,15 +322,6 @@ def _down(
     end()
     yield name
     start()
-
-
-@contextmanager
-def _paused(name: str, pid: Callable[[], int | None], _number: int) -> Iterator[str]:
-    group = pid()
-    assert group is not None, f"{name} is down"
-    os.killpg(group, signal.SIGSTOP)
-    yield name
-    os.killpg(group, signal.SIGCONT)
 
 
 @contextmanager

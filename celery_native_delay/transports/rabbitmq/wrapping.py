@@ -12,26 +12,17 @@ from ...errors import CannotDelay
 from ...message import HEADER, Delayed, cancel, due_ms_of, uncover
 from .topology import is_delay_name
 
-#: What RabbitMQ writes when it dead-letters. Before 4.0 it believes a publisher who sends them
-#: back and drops the message as a cycle (rabbit_dead_letter.erl v3.10; celery#9867).
-DEATH_HEADERS = frozenset(
-    (
-        "x-death",
-        "x-first-death-exchange",
-        "x-first-death-queue",
-        "x-first-death-reason",
-        "x-last-death-exchange",
-        "x-last-death-queue",
-        "x-last-death-reason",
-    )
-)
-
+#: What tells of a message's first death and of its last, by the header that names the queue.
 _FIRST_AND_LAST = {
     f"x-{order}-death-queue": [
         f"x-{order}-death-{part}" for part in ("exchange", "queue", "reason")
     ]
     for order in ("first", "last")
 }
+
+#: What RabbitMQ writes when it dead-letters. Before 4.0 it believes a publisher who sends them
+#: back and drops the message as a cycle (rabbit_dead_letter.erl v3.10; celery#9867).
+DEATH_HEADERS = frozenset({"x-death"}.union(*_FIRST_AND_LAST.values()))
 
 #: What a quorum queue adds to a message that was returned to it: not the next queue's business.
 COUNTED_BY_THE_QUEUE = ("x-delivery-count", "x-acquired-count")
