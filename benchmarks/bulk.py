@@ -23,7 +23,7 @@ from celery_native_delay.bulk import bulk
 from celery_native_delay.due_time import due_us as due_us_of
 from celery_native_delay.testing import private_redis
 from celery_native_delay.transports.rabbitmq.bulk_publisher import BulkPublisher
-from celery_native_delay.transports.rabbitmq.window import WindowChannel
+from celery_native_delay.transports.rabbitmq.channels import WindowChannel
 from example_project.folder_broker import SCHEME
 
 ROUNDS = 10
@@ -193,9 +193,9 @@ def _bare(app: Any, stack: ExitStack) -> Callable[[int], None]:
         channel = WindowChannel(connection.connection)
         for _ in range(count):
             if channel.unconfirmed_count >= WINDOW:
-                channel.read_until(lambda: channel.unconfirmed_count < WINDOW)
+                channel.read_down_to(WINDOW - 1)
             channel.send(publication)
-        channel.read_all()
+        channel.read_down_to(0)
         channel.close()
 
     send(50)

@@ -26,8 +26,8 @@ from benchmarks.apps import QUEUE, declare_for, make_app
 from benchmarks.measuring import Bench, cpu_seconds, lateness_columns
 from celery_native_delay import DelaySettings
 from celery_native_delay.bulk import bulk
+from celery_native_delay.transports.rabbitmq.channels import WindowChannel
 from celery_native_delay.transports.rabbitmq.topology import Topology
-from celery_native_delay.transports.rabbitmq.window import WindowChannel
 
 TICK_SECONDS = 0.02
 """A tick's tasks are sent at once."""
@@ -227,7 +227,7 @@ def _publish_immediate(pipe: Pipe, url: str, per_second: int, total: int) -> Non
 
         def send(number: int) -> None:
             if channel.unconfirmed_count >= WINDOW:
-                channel.read_until(lambda: channel.unconfirmed_count < WINDOW)
+                channel.read_down_to(WINDOW - 1)
             elif not number % 64:
                 channel.read_ready()
             channel.send(_Encoded(b"%b%10d, %d%b" % (head, number, time_ns() // 1000, tail)))

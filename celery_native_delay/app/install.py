@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any, TypeVar
 
 import celery.app.base
 from celery import Celery
 from celery.utils.imports import symbol_by_name
 
-from ..errors import UnsupportedBroker
 from ..settings import check_settings
 from ..transports.aliases import register_transports
-from .installation import PREFIX, Installation, checked_app, installation_of
+from .installation import (
+    PREFIX,
+    Installation,
+    checked_app,
+    installation_of,
+    keep_celerys_own_off,
+)
 
 App = TypeVar("App", bound=Celery)
 
@@ -90,31 +94,3 @@ def _drop_pools(app: Celery) -> None:
     app._pool = None
     if "amqp" in vars(app):
         app.amqp._producer_pool = None
-
-
-def keep_celerys_own_off(module: ModuleType) -> None:
-    """Let quorum queues switch on Celery's own delayed delivery only for other apps.
-
-    UnsupportedBroker: Celery decides it elsewhere, so both would delay.
-    """
-    original = getattr(module, "detect_quorum_queues", None)
-    if original is None:
-        raise UnsupportedBroker(
-            f"expected {module.__name__}.detect_quorum_queues, which Celery 5.5 to 5.7 have, "
-            f"found none in Celery {celery.__version__}: Celery's own delayed delivery could "
-            f"not be kept off; use a supported release"
-        )
-    if not hasattr(original, "native_delay_original"):
-        vars(module)["detect_quorum_queues"] = _unless_installed(original)
-
-
-def _unless_installed(original: Any) -> Any:
-    def detect_quorum_queues(app: Any, driver_type: str) -> tuple[bool, str]:
-        installation = installation_of(app)
-        if installation is not None and installation.keeps_celerys_off:
-            return False, ""
-        result: tuple[bool, str] = original(app, driver_type)
-        return result
-
-    detect_quorum_queues.native_delay_original = original  # type: ignore[attr-defined]
-    return detect_quorum_queues

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from types import ModuleType
 from typing import Any
 
+import celery
 from celery import Celery
 from celery.local import Proxy
 from kombu import Connection
@@ -245,3 +247,31 @@ def _give_eta_header(amqp: Any) -> None:
     as_task_v1.native_delay_original = original  # type: ignore[attr-defined]
     amqp.task_protocols[1] = as_task_v1
     vars(amqp).pop("create_task_message", None)
+
+
+def keep_celerys_own_off(module: ModuleType) -> None:
+    """Let quorum queues switch on Celery's own delayed delivery only for other apps.
+
+    UnsupportedBroker: Celery decides it elsewhere, so both would delay.
+    """
+    original = getattr(module, "detect_quorum_queues", None)
+    if original is None:
+        raise UnsupportedBroker(
+            f"expected {module.__name__}.detect_quorum_queues, which Celery 5.5 to 5.7 have, "
+            f"found none in Celery {celery.__version__}: Celery's own delayed delivery could "
+            f"not be kept off; use a supported release"
+        )
+    if not hasattr(original, "native_delay_original"):
+        vars(module)["detect_quorum_queues"] = _unless_installed(original)
+
+
+def _unless_installed(original: Any) -> Any:
+    def detect_quorum_queues(app: Any, driver_type: str) -> tuple[bool, str]:
+        installation = installation_of(app)
+        if installation is not None and installation.keeps_celerys_off:
+            return False, ""
+        result: tuple[bool, str] = original(app, driver_type)
+        return result
+
+    detect_quorum_queues.native_delay_original = original  # type: ignore[attr-defined]
+    return detect_quorum_queues

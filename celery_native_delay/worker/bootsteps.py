@@ -16,8 +16,7 @@ from celery.worker import state
 from celery.worker.consumer.tasks import Tasks
 
 from ..app import remote  # noqa: F401  registers its command
-from ..app.install import keep_celerys_own_off
-from ..app.installation import Installation, installation_of
+from ..app.installation import Installation, installation_of, keep_celerys_own_off
 from ..errors import NativeDelayError, SettingsError
 from ..settings import DelaySettings
 from ..transports.aliases import flush_delayed

@@ -17,9 +17,8 @@ from celery_native_delay.due_time import due_us
 from celery_native_delay.message import HEADER, Delayed
 from celery_native_delay.testing import PrivateRabbitMQ
 from celery_native_delay.transports.rabbitmq import parking
+from celery_native_delay.transports.rabbitmq.channels import Publication, WindowChannel
 from celery_native_delay.transports.rabbitmq.parking import BATCH, Rescue, count, peek, rescue
-from celery_native_delay.transports.rabbitmq.publication import Publication
-from celery_native_delay.transports.rabbitmq.window import WindowChannel
 from tests.integration.traffic import (
     TOPOLOGY,
     Inbox,

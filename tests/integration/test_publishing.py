@@ -21,8 +21,8 @@ from celery_native_delay.due_time import due_us
 from celery_native_delay.testing import PrivateRabbitMQ, private_rabbitmq, vhost_name
 from celery_native_delay.transports.interface import Wait
 from celery_native_delay.transports.rabbitmq import topology
+from celery_native_delay.transports.rabbitmq.channels import WindowChannel
 from celery_native_delay.transports.rabbitmq.parking import rescue
-from celery_native_delay.transports.rabbitmq.window import WindowChannel
 from tests.brokers import on_one_version
 from tests.integration.traffic import (
     TOPOLOGY,

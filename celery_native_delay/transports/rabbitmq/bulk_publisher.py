@@ -19,15 +19,14 @@ from ...message import HEADER
 from ..difference import differing
 from ..random_ids import RandomIds
 from .address import message_address
+from .channels import NotConfirmedInTime, Publication
 from .ledger.entry import Entry
 from .outbox import Outbox, is_lasting
 from .own_connection import LOST
-from .publication import Publication
 from .recording import Recorder
 from .routes import ROUTE_SECONDS
 from .template import FramedTask, TaskFields, Template
 from .topology import Topology
-from .window import NotConfirmedInTime
 from .wrapping import unwrap
 
 T = TypeVar("T")

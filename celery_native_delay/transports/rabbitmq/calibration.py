@@ -20,11 +20,9 @@ import amqp
 from ...settings import DelaySettings
 from ..timings import Timings
 from .address import message_address
-from .own_channel import OwnChannel
+from .channels import OwnChannel, Publication, WindowChannel
 from .own_connection import LOST, connection_like
-from .publication import Publication
 from .topology import Binding, Exchange, Hop, Queue, Topology
-from .window import WindowChannel
 
 #: TTLs are far longer than it takes: each message brings its own expiration.
 _LEVELS, _RESOLUTION_SECONDS = 15, 60.0
@@ -201,7 +199,7 @@ class _Levels:
                     self._send(self._hops[sent % len(self._hops)].entry, _LIGHT_MS)
                     sent += 1
                 self._drain(0.001)
-            self._window.read_all(deadline=now + _PATIENCE_SECONDS)
+            self._window.read_down_to(0, deadline=now + _PATIENCE_SECONDS)
             self._wait_for(lambda: self._drained(arrived, sent), sent)
         gaps = (after - before for before, after in pairwise(arrived))
         pauses = [gap for gap in gaps if gap > _PAUSE_SECONDS]
@@ -252,8 +250,8 @@ class _Levels:
         for exchange in exchanges:
             self._send(exchange, max(1, round((due - monotonic()) * 1000)))
             if window.unconfirmed_count >= _WINDOW:
-                window.read_until(lambda: window.unconfirmed_count < _WINDOW, deadline=deadline)
-        window.read_all(deadline=deadline)
+                window.read_down_to(_WINDOW - 1, deadline=deadline)
+        window.read_down_to(0, deadline=deadline)
         return due, monotonic() - began
 
     def _send(self, exchange: str, expires_ms: int) -> None:

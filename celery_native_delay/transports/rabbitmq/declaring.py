@@ -11,8 +11,7 @@ from amqp import spec
 from amqp.exceptions import AccessRefused, NotFound, PreconditionFailed
 
 from ...errors import NotDeclared, NotPermitted, TopologyMismatch, UnsupportedBroker
-from .own_channel import OwnChannel
-from .publication import Publication
+from .channels import OwnChannel, Publication
 from .topology import Binding, Change, Exchange, Queue, Topology, Unbinding
 
 #: At-least-once dead-lettering came with 3.10. https://www.rabbitmq.com/docs/quorum-queues

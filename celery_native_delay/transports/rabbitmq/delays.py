@@ -25,16 +25,14 @@ from ...errors import CannotDelay, NativeDelayError, TopologyMismatch
 from ...message import HEADER, Delayed
 from ...settings import DelaySettings
 from .address import landing_address, message_address
+from .channels import OwnChannel, Publication, WindowChannel
 from .declaring import Declarer, broker_version, not_declared, not_permitted
 from .mirror import Mirror
 from .outbox import Outbox, outbox_key, outbox_of
-from .own_channel import OwnChannel
 from .preparation import Preparation, Prepared
-from .publication import Publication
 from .recording import Recorder
 from .routes import Routes
 from .topology import Topology
-from .window import WindowChannel
 from .wrapping import COUNTED_BY_THE_QUEUE, wrap
 
 #: The headers dict and delivery id of a publish that failed in this thread: kombu's retry passes
@@ -70,6 +68,8 @@ class Delays:
         self._channels: dict[bool, OwnChannel] = {}
         self._in_batch = False
         self._outbox_connects = 0
+        #: Queues reached by their names, by the version of the mirror when all of it was there.
+        self._seen_to: dict[str, int] = {}
 
     @property
     def user(self) -> str:
@@ -168,10 +168,9 @@ class Delays:
             # As py-amqp would: a text that is sent again would get another encoding, or none.
             encoding = message.properties.setdefault("content_encoding", "utf-8")
             message = amqp.Message(message.body.encode(encoding), **message.properties)
-        if not exchange:  # the queue is reached by its name, wherever it was declared
-            self.mirror.queue_bound_once(routing_key)
-        if not self.preparation.is_ready or self.mirror.is_pending:
-            self.preparation.prepare()
+        is_seen_to = not exchange and self._seen_to.get(routing_key) == self.mirror.version
+        if not (is_seen_to and self.preparation.is_ready):
+            self._see_to(exchange, routing_key)
         lands = exchange != "" and self.routes.lands(exchange, routing_key)
         # Only now: declaring may have taken a second.
         now_us = time_ns() // 1000
@@ -185,6 +184,15 @@ class Delays:
             delivery_id = token_hex(16)
         delayed = Delayed(delivery_id, due_us, exchange, routing_key)
         return self._entering(message, delayed, now_us=now_us, units=units, lands=lands)
+
+    def _see_to(self, exchange: str, routing_key: str) -> None:
+        """Declare what a message needs on its way to this destination."""
+        if not exchange:  # the queue is reached by its name, wherever it was declared
+            self.mirror.queue_bound_once(routing_key)
+        if not self.preparation.is_ready or self.mirror.is_pending:
+            self.preparation.prepare()
+        if not exchange and not self.mirror.is_pending:
+            self._seen_to[routing_key] = self.mirror.version
 
     def _follow_outbox(self) -> None:
         """Look again for what this connection relies on, if the outbox had to connect again."""

@@ -25,10 +25,9 @@ from ...settings import DelaySettings
 from ..aliases import flushes
 from ..lasting import is_lasting_tls
 from ..per_process import PerProcess
+from .channels import NotConfirmedInTime, Publication, Sendable
 from .own_connection import LOST, connection_like, hang_up, leave_to_parent
-from .publication import Publication, Sendable
 from .sending import Sender
-from .window import NotConfirmedInTime
 
 logger = logging.getLogger(__name__)
 

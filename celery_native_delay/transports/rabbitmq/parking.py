@@ -22,11 +22,9 @@ from ...message import HEADER, Delayed, cancel
 from ..interface import Rescue
 from .address import queue_of_address
 from .body import received
+from .channels import OwnChannel, Publication, WindowChannel
 from .delays import Delays
-from .own_channel import OwnChannel
-from .publication import Publication
 from .topology import Topology
-from .window import WindowChannel
 from .wrapping import COUNTED_BY_THE_QUEUE, keep_user_id, unwrap
 
 logger = logging.getLogger(__name__)

@@ -13,9 +13,9 @@ import amqp
 
 from ...errors import PublishRefused
 from ...message import due_of
+from .channels import Publication
 from .outbox import IN_DOUBT
 from .own_connection import LOST
-from .publication import Publication
 from .sending import Sender
 from .wrapping import has_copies
 

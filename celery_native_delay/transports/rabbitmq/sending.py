@@ -12,9 +12,8 @@ from typing import Any
 from amqp.exceptions import ChannelError, NotFound
 
 from ...errors import RefusedMessage
-from .publication import Sendable
+from .channels import Sendable, WindowChannel
 from .topology import is_delay_name
-from .window import WindowChannel
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +91,7 @@ class Sender:
         while self.in_doubt_count:
             try:
                 channel = self._open_channel()
-                channel.read_all(deadline=deadline)
+                channel.read_down_to(0, deadline=deadline)
                 self._see_to_answers(channel)
             except ChannelError as exc:
                 self._after_refusal(exc)
@@ -128,7 +127,7 @@ class Sender:
         channel.read_ready()
         if channel.unconfirmed_count >= self._window:
             deadline = None if timeout_seconds is None else monotonic() + timeout_seconds
-            channel.read_until(lambda: channel.unconfirmed_count < self._window, deadline=deadline)
+            channel.read_down_to(self._window - 1, deadline=deadline)
         self._see_to_answers(channel)
         self._unseen = min(LOOK_EVERY, self._window - channel.unconfirmed_count) - 1
 
@@ -164,7 +163,7 @@ class Sender:
             reason = ""
             try:
                 probe.send(message)
-                probe.read_all()
+                probe.read_down_to(0)
             except ChannelError as exc:
                 reason = str(exc.reply_text)
                 probe = WindowChannel(self._connection)

@@ -22,13 +22,13 @@ from ...settings import DelaySettings
 from ..interface import Answer, Receipts
 from ..moving import Found, Moving, Source, Stays, Void
 from .body import received
+from .channels import OwnChannel
 from .declaring import permissions_explained
 from .delays import Delays
 from .elsewhere import deliveries_of, read_ours
 from .ledger.connection import LedgerConnection
 from .ledger.entry import member_of
 from .ledger.ledger import RabbitMQLedger, Standing
-from .own_channel import OwnChannel
 from .parking import ARRIVAL_SECONDS
 from .streams.receipts import StreamReceipts
 from .topology import Topology

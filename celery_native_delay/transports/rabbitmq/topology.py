@@ -208,7 +208,8 @@ class Topology:
         Raises:
             ValueError: *units* is not in ``0..max_units``.
         """
-        self._check(units)
+        if not 0 <= units <= self.max_units:
+            raise self._out_of_reach(units)
         return ".".join((*f"{units:0{self.bit_count}b}", address))
 
     def path(self, units: int) -> list[Hop]:
@@ -217,7 +218,8 @@ class Topology:
         Raises:
             ValueError: *units* is not in ``0..max_units``.
         """
-        self._check(units)
+        if not 0 <= units <= self.max_units:
+            raise self._out_of_reach(units)
         hops = []
         while units:
             hop = self._first_hop(units)
@@ -319,9 +321,8 @@ class Topology:
         arguments["x-dead-letter-routing-key"] = self.routing_key(0, queue_address(queue))
         return Queue(self.queue_landing_queue(queue), arguments)
 
-    def _check(self, units: int) -> None:
-        if not 0 <= units <= self.max_units:
-            raise ValueError(f"expected 0 to {self.max_units} units, got {units}")
+    def _out_of_reach(self, units: int) -> ValueError:
+        return ValueError(f"expected 0 to {self.max_units} units, got {units}")
 
     def _first_hop(self, units: int) -> Hop:
         """The queue of the highest level in *units*, which are more than 0."""

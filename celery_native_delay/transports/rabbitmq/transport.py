@@ -20,10 +20,10 @@ from ..aliases import OPTION, asks_for_delays, settings_from_option
 from ..interface import AdminPart, WorkerPart
 from ..moving import MovingPart
 from .body import as_it_came, keep_bytes
+from .channels import Publication
 from .delays import Delays
 from .mirror import is_internal
 from .outbox import Outbox
-from .publication import Publication
 from .publish_batch import PublishBatch
 from .wrapping import unwrap
 

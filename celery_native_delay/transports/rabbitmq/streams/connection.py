@@ -24,14 +24,12 @@ from ....errors import LedgerUnavailable
 from ....settings import DelaySettings
 from ...aliases import flushes
 from ...per_process import PerProcess
+from ..channels import NotConfirmedInTime, OwnChannel, Publication, Sendable, WindowChannel
 from ..ledger.connection import LEFT_ALONE_SECONDS, PATIENCE_SECONDS
 from ..outbox import outbox_key
-from ..own_channel import OwnChannel
 from ..own_connection import connection_like, hang_up, leave_to_parent
-from ..publication import Publication, Sendable
 from ..stream_names import Stream
 from ..topology import Topology
-from ..window import NotConfirmedInTime, WindowChannel
 from .notes import Note, Noted, note_message
 
 logger = logging.getLogger(__name__)
@@ -194,7 +192,7 @@ class StreamConnection:
     def _settle(self, channel: WindowChannel, seconds: float, *, most: int = 0) -> None:
         """Return when at most *most* are unconfirmed."""
         deadline = monotonic() + seconds
-        channel.read_until(lambda: channel.unconfirmed_count <= most, deadline=deadline)
+        channel.read_down_to(most, deadline=deadline)
         self._see_to_answers(channel)
 
     def _see_to_answers(self, channel: WindowChannel) -> None:

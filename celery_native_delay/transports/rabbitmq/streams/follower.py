@@ -23,11 +23,10 @@ from ....backoff import Backoff
 from ....durations import duration
 from ....errors import LedgerUnavailable, NativeDelayError
 from ...per_process import in_forked_child
+from ..channels import Publication, WindowChannel
 from ..own_connection import LOST, connection_like, hang_up, leave_to_parent
-from ..publication import Publication
 from ..stream_names import Stream
 from ..topology import Topology
-from ..window import WindowChannel
 from .connection import GONE, LeadsNowhere
 from .notes import Mark, Note, Noted, note_message, note_of
 

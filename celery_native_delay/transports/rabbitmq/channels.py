@@ -1,0 +1,328 @@
+"""Channels of our own on the user's connection, and what is published on them.
+
+An error closes the channel it happened on, and confirm mode is per channel and irreversible; the
+user's channel sees neither.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+from collections import Counter, OrderedDict
+from collections.abc import Hashable
+from contextlib import suppress
+from time import monotonic
+from typing import Any, NamedTuple, Protocol
+
+import amqp
+from amqp import spec
+from amqp.exceptions import (
+    ChannelError,
+    MessageNacked,
+    RecoverableConnectionError,
+    error_for_code,
+)
+
+from ...errors import RefusedMessage
+from ...message import HEADER
+from .body import received
+
+logger = logging.getLogger(__name__)
+
+#: Frames that come ready-made are written so many at a time.
+WRITE_MESSAGES = 64
+WRITE_BYTES = 65_536
+
+
+class Sendable(Protocol):
+    """A message that can be sent, kept until it is confirmed, and sent again."""
+
+    @property
+    def exchange(self) -> str:
+        """The exchange it is published to."""
+
+    @property
+    def id(self) -> Hashable:
+        """The name by which the message is known when the broker returns it."""
+
+    def write(self, channel: Any) -> None:
+        """Write its frames for *channel* to the socket."""
+
+    def refused(self, reason: str) -> RefusedMessage:
+        """The report if the broker does not take it."""
+
+
+class Publication(NamedTuple):
+    """A message on its way, and with what it is published."""
+
+    message: amqp.Message
+    exchange: str
+    routing_key: str
+    mandatory: bool = True
+
+    @property
+    def id(self) -> Hashable:
+        message = self.message
+        return id_of(self.exchange, self.routing_key, message.properties, message.body)
+
+    def write(self, channel: Any) -> None:
+        channel.write_publish(*self)
+
+    def refused(self, reason: str) -> RefusedMessage:
+        headers = dict(self.message.properties.get("application_headers") or {})
+        header = headers.pop(HEADER, None)
+        if header is None:
+            to = (self.exchange, self.routing_key)
+            return RefusedMessage(reason, *to, headers, self.message.body)
+        headers.pop("BCC", None)
+        to = (header["exchange"], header["rk"])
+        return RefusedMessage(reason, *to, headers, self.message.body, header["id"])
+
+
+def id_of(exchange: str, routing_key: str, properties: Any, body: bytes | str) -> Hashable:
+    """The name of a message published so; copies of one delivery have it in common."""
+    header = (properties.get("application_headers") or {}).get(HEADER)
+    known_by = header.get("id") if isinstance(header, dict) else None
+    known_by = known_by or properties.get("correlation_id") or body
+    return exchange, routing_key, known_by.encode() if isinstance(known_by, str) else known_by
+
+
+class OwnChannel(amqp.Channel):  # type: ignore[misc]
+    """An AMQP channel beside the user's; whether what it publishes arrives is not known."""
+
+    #: Set when the broker closed this channel: (reply code, reply text).
+    closed_with: tuple[int, str] | None = None
+
+    def __init__(self, connection: Any) -> None:
+        super().__init__(connection, auto_decode=False)
+        self._returned: list[Publication] = []
+        self.open()
+
+    def send(self, message: Any, *, timeout_seconds: float | None = None) -> None:
+        """Publish a publication, after a look whether the broker blocks us."""
+        self._basic_publish(*message, timeout=timeout_seconds)
+
+    def wait_all(self, *, timeout_seconds: float | None = None) -> None:
+        """Wait for confirms, of which none come here."""
+
+    def take_returned(self) -> list[Any]:
+        """Mandatory messages that came back so far because no queue is bound for them."""
+        returned, self._returned = self._returned, []
+        return returned
+
+    # --- the socket ----------------------------------------------------------------------
+
+    @property
+    def _transport(self) -> Any:
+        if self.connection is None or self.connection._transport is None:
+            raise RecoverableConnectionError("connection already closed")
+        return self.connection._transport
+
+    def is_readable(self, timeout_seconds: float | None) -> bool:
+        """True if the broker sends something before the time is over; None: wait for ever."""
+        transport = self._transport
+        if transport.sock is None:
+            raise RecoverableConnectionError("connection already closed")
+        return bool(transport._read_buffer) or _has_input(transport.sock, timeout_seconds)
+
+    def read(self) -> None:
+        """Take in the next frame that the broker sends, waiting for it."""
+        try:
+            with suppress(TimeoutError):  # the connection's own read_timeout
+                self.connection.blocking_read()
+        except ChannelError as exc:
+            if self.closed_with is not None:
+                raise
+            # Another channel of this connection was closed while we waited. Raising here would
+            # have the caller send again what the broker is about to confirm.
+            logger.error("channel error of an earlier operation: %s", exc)
+
+    # --- what the broker says ------------------------------------------------------------
+
+    def _on_basic_return(
+        self, reply_code: int, reply_text: str, exchange: str, routing_key: str, message: Any
+    ) -> None:
+        self._returned.append(Publication(received(message), exchange, routing_key))
+
+    def _on_close(self, reply_code: int, reply_text: str, class_id: int, method_id: int) -> None:
+        """Give the channel up; py-amqp would open it again, without confirm mode."""
+        self.closed_with = (reply_code, reply_text)
+        self.send_method(spec.Channel.CloseOk)
+        self.collect()
+        raise error_for_code(reply_code, reply_text, (class_id, method_id), ChannelError)
+
+
+class NotConfirmedInTime(TimeoutError):
+    """The broker is slow; unlike other timeouts, the connection is as it was."""
+
+
+class WindowChannel(OwnChannel):
+    """A channel that publishes without waiting, and keeps what is not confirmed yet."""
+
+    def __init__(self, connection: Any) -> None:
+        super().__init__(connection)
+        self._published = 0
+        #: By delivery tag.
+        self._unconfirmed: OrderedDict[int, Sendable] = OrderedDict()
+        #: How often each message is known to come back; its confirm follows.
+        self._returning: Counter[Hashable] = Counter()
+        self._unwritten: list[bytes] = []
+        self._unwritten_bytes = 0
+        self._unwritten_since = 0.0
+        self._came_back: list[Sendable] = []
+        self._nacked: list[Sendable] = []
+        self.confirm_select()
+
+    @property
+    def is_usable(self) -> bool:
+        return self.connection is not None and bool(self.connection.connected)
+
+    @property
+    def published_count(self) -> int:
+        return self._published
+
+    @property
+    def unconfirmed_count(self) -> int:
+        return len(self._unconfirmed)
+
+    @property
+    def unwritten_seconds(self) -> float:
+        """The time for which the oldest message has waited to be written; 0 without one."""
+        return monotonic() - self._unwritten_since if self._unwritten else 0.0
+
+    @property
+    def unconfirmed(self) -> list[Sendable]:
+        """The messages that the broker has yet to confirm, oldest first."""
+        return list(self._unconfirmed.values())
+
+    def send(self, message: Sendable, *, timeout_seconds: float | None = None) -> None:
+        """Publish without waiting; kept from here on unless this raises."""
+        if self.connection is None:
+            raise RecoverableConnectionError("connection already closed")
+        try:
+            if timeout_seconds is None:
+                message.write(self)
+            else:
+                with self.connection.transport.having_timeout(timeout_seconds):
+                    message.write(self)
+        except TimeoutError as exc:
+            # Half of it may be on its way: the connection is of no more use.
+            self.connection.transport.connected = False
+            raise RecoverableConnectionError("publishing timed out") from exc
+        self._published += 1
+        self._unconfirmed[self._published] = message
+
+    def write_publish(
+        self, message: amqp.Message, exchange: str, routing_key: str, mandatory: bool
+    ) -> None:
+        """Write the frames of a publish to the socket, behind what is still to be written."""
+        if self._unwritten:
+            self.write_now()
+        arguments = (0, exchange, routing_key, mandatory, False)
+        self.send_method(spec.Basic.Publish, "Bssbb", arguments, message)
+
+    def write_soon(self, frames: bytes) -> None:
+        """Write together with those that follow, before anything is waited for."""
+        if not self._unwritten:
+            self._unwritten_since = monotonic()
+        self._unwritten.append(frames)
+        self._unwritten_bytes += len(frames)
+        if len(self._unwritten) >= WRITE_MESSAGES or self._unwritten_bytes >= WRITE_BYTES:
+            self.write_now()
+
+    def write_now(self) -> None:
+        """Write what :meth:`write_soon` has collected."""
+        if self._unwritten:
+            frames, self._unwritten, self._unwritten_bytes = self._unwritten, [], 0
+            self._transport.write(b"".join(frames))
+            self.connection.bytes_sent += len(frames)
+
+    def take_returned(self) -> list[Any]:
+        """Messages that came back because no queue is bound where they were to go."""
+        back, self._came_back = self._came_back, []
+        return back
+
+    def take_nacked(self) -> list[Sendable]:
+        """Messages that the broker refused."""
+        nacked, self._nacked = self._nacked, []
+        return nacked
+
+    # --- reading -------------------------------------------------------------------------
+
+    def read_ready(self) -> None:
+        """Take in what the broker has sent, without waiting for more.
+
+        A ChannelError: it closed this channel; other errors: the connection is gone.
+        """
+        while self.is_readable(0):
+            self.read()
+
+    def read_down_to(self, unconfirmed: int, *, deadline: float | None = None) -> None:
+        """Take in what the broker sends until at most so many are *unconfirmed*.
+
+        Raises as :meth:`read_ready`, and NotConfirmedInTime where it takes longer than until
+        *deadline*, in seconds of the monotonic clock.
+        """
+        while len(self._unconfirmed) > unconfirmed:
+            if deadline is None:
+                if self._unwritten:
+                    self.write_now()
+                _ = self._transport  # or it is gone
+            elif not self.is_readable(max(deadline - monotonic(), 0)):
+                raise NotConfirmedInTime(
+                    f"{len(self._unconfirmed)} message(s) not confirmed in time"
+                )
+            self.read()
+
+    def wait_all(self, *, timeout_seconds: float | None = None) -> None:
+        """Return when the broker has taken responsibility for everything.
+
+        Raises MessageNacked for what it refused, NotConfirmedInTime without an answer in time.
+        """
+        deadline = None if timeout_seconds is None else monotonic() + timeout_seconds
+        self.read_down_to(0, deadline=deadline)
+        if self._nacked:
+            nacked = len(self.take_nacked())
+            raise MessageNacked(f"the broker refused {nacked} delayed message(s)")
+
+    def is_readable(self, timeout_seconds: float | None) -> bool:
+        self.write_now()
+        return super().is_readable(timeout_seconds)
+
+    # --- what the broker says ------------------------------------------------------------
+
+    def _on_basic_ack(self, delivery_tag: int, multiple: bool) -> None:
+        settled = self._settle(delivery_tag, multiple)
+        if self._returning:
+            for message in settled:
+                if self._returning[message.id] > 0:
+                    self._returning -= Counter([message.id])
+                    self._came_back.append(message)
+
+    def _on_basic_nack(self, delivery_tag: int, multiple: bool) -> None:
+        self._nacked += self._settle(delivery_tag, multiple)
+
+    def _settle(self, delivery_tag: int, multiple: bool) -> list[Sendable]:
+        """Take what the broker has decided on out of the unconfirmed."""
+        unconfirmed = self._unconfirmed
+        settled = []
+        while multiple and unconfirmed and next(iter(unconfirmed)) <= delivery_tag:
+            settled.append(unconfirmed.popitem(last=False)[1])
+        if delivery_tag in unconfirmed:
+            settled.append(unconfirmed.pop(delivery_tag))
+        return settled
+
+    def _on_basic_return(
+        self, reply_code: int, reply_text: str, exchange: str, routing_key: str, message: Any
+    ) -> None:
+        # Its confirm follows. https://www.rabbitmq.com/docs/confirms#when-publishes-are-confirmed
+        self._returning[id_of(exchange, routing_key, message.properties, message.body)] += 1
+
+
+def _has_input(socket: Any, timeout_seconds: float | None) -> bool:
+    """True if *socket*, TLS or not, has something to read before the time is over."""
+    if hasattr(socket, "pending") and socket.pending():
+        return True
+    poll = select.poll()
+    poll.register(socket, select.POLLIN)
+    return bool(poll.poll(None if timeout_seconds is None else timeout_seconds * 1000))
