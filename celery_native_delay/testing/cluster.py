@@ -194,7 +194,7 @@ class PrivateRabbitMQCluster:
         """End every fault: mend the network, resume and start all nodes, wait until they joined.
 
         Nodes that are down start together: often none of them can serve without another. One that
-        does not come back by itself from a partition within 30 s is restarted.
+        has not found back to the others by itself within 30 s is restarted.
 
         Raises BrokerFailed when that takes longer than 90 s.
         """
@@ -204,9 +204,8 @@ class PrivateRabbitMQCluster:
         try:
             _wait_until(self._have_joined, "", within_seconds=_RECOVERY_SECONDS)
         except BrokerFailed:
-            for node in self.nodes:
-                if not node._serves():
-                    node.kill()
+            for node in self._strays():
+                node.kill()
             self._start_all()
             self.wait_until_joined()
 
@@ -222,9 +221,21 @@ class PrivateRabbitMQCluster:
         with ThreadPoolExecutor(len(self.nodes)) as threads:
             list(threads.map(_start, self.nodes))
 
+    def _strays(self) -> list[PrivateRabbitMQ]:
+        """Nodes that do not answer, or see others run than the majority does.
+
+        RabbitMQ 3.x never mends by itself what a cut of its network did that ended before it was
+        noticed: the nodes serve, and each is down for the other (rabbitmq-server#17319).
+        """
+        seen_by = {node: _seen_by(node) for node in self.nodes}
+        most = max(seen_by.values(), key=len)
+        if len(most) <= len(self.nodes) // 2:
+            return self.nodes
+        return [node for node, seen in seen_by.items() if seen != most]
+
     def _have_joined(self) -> bool:
         names = {node.name for node in self.nodes}
-        if any(_running(node) != names for node in self.nodes):
+        if not all(node._serves() and _running(node) == names for node in self.nodes):
             return False
         if len(names) > 2:
             for node in self.nodes:  # refused while a quorum queue needs just this node
@@ -261,6 +272,14 @@ def _name_of(vhost: str) -> str:
 def _running(node: PrivateRabbitMQ) -> set[str]:
     """Names of the nodes that this one sees run."""
     return {seen["name"] for seen in node.api("GET", "/nodes") if seen["running"]}
+
+
+def _seen_by(node: PrivateRabbitMQ) -> set[str]:
+    """Names of the nodes that this one sees run; empty if it does not answer."""
+    try:
+        return _running(node) if node.pid else set()
+    except (OSError, BrokerFailed):
+        return set()
 
 
 def _wait_until(

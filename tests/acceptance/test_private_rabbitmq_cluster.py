@@ -154,6 +154,18 @@ def test_a_minority_is_blocked_until_the_network_is_mended(
     assert [get(url), get(url)] == ["before", "meanwhile"]
 
 
+@on_one_version
+def test_nodes_that_lost_sight_of_each_other_for_a_moment_are_one_cluster_again(
+    cluster: PrivateRabbitMQCluster,
+) -> None:
+    """RabbitMQ 3.x never mends that by itself: each of them serves, and is down for the others."""
+    node, other, _ = cluster.nodes
+    node.rabbitmqctl("eval", "[erlang:disconnect_node(Peer) || Peer <- nodes()].")
+    wait_until(lambda: node.name not in running(other))
+    cluster.heal()
+    assert running(other) == {member.name for member in cluster.nodes}
+
+
 def test_a_paused_node_answers_only_when_it_has_resumed(cluster: PrivateRabbitMQCluster) -> None:
     node = cluster.nodes[2]
     node.pause()

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import sys
 import tempfile
+from importlib.util import find_spec
 from pathlib import Path
 from random import randrange
 from typing import NoReturn
@@ -51,6 +53,16 @@ RESULTS = Path(__file__).resolve().parent / "results"
     "what a broker promises, such as vhost-wiped.",
 )
 @click.option(
+    "--spark",
+    is_flag=True,
+    help="Have Spark send, too: a FanOut of 500 tasks after the other. Needs pyspark and Java.",
+)
+@click.option(
+    "--plain",
+    is_flag=True,
+    help="Celery without the package, and tasks that do not wait: tells what it loses by itself.",
+)
+@click.option(
     "--output",
     type=click.Path(file_okay=False, path_type=Path),
     default=RESULTS,
@@ -63,6 +75,8 @@ def main(
     seed: int | None,
     rate: float,
     faults: tuple[str, ...],
+    spark: bool,
+    plain: bool,
     output: Path,
 ) -> None:
     """Send delayed tasks, break the broker, and tell what became of each task.
@@ -70,11 +84,15 @@ def main(
     Exits with 1 if a task was lost, early, misrouted, or ran although it had been cancelled.
     """
     signal.signal(signal.SIGTERM, _stop)
+    if spark and plain:
+        raise click.UsageError("--spark sends tasks that wait, --plain has none")
+    if spark and not (find_spec("pyspark") and shutil.which("java")):
+        raise click.UsageError("--spark needs Java, and pip install 'celery_native_delay[spark]'")
     seed = randrange(10_000) if seed is None else seed
     outcomes: list[Outcome] = []
     for broker in brokers or BROKERS:
         click.echo(f"{broker}, {minutes:g} min, --seed {seed}", err=True)
-        plan = Plan(seed, minutes, rate, faults)
+        plan = Plan(seed, minutes, rate, faults, spark, plain)
         with tempfile.TemporaryDirectory(prefix="native-delay-chaos-") as folder:
             try:
                 outcomes.append(_run(broker, plan, Path(folder)))
@@ -86,7 +104,7 @@ def main(
             except (BrokerFailed, UnknownFault) as exc:
                 raise click.ClickException(f"{broker}: {exc}") from exc
         # What took ten minutes must not be lost to what comes after it.
-        report.update(output, broker, outcomes[-1])
+        report.update(output, f"{broker}-plain" if plain else broker, outcomes[-1])
     if not outcomes:
         raise click.ClickException("no broker is installed: run `make brokers`")
     click.echo(report.as_markdown([report.result_of(outcome) for outcome in outcomes]))

@@ -10,8 +10,8 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from time import sleep, time
@@ -75,6 +75,14 @@ def steps(seed: int, *, rate: float, longest_seconds: float) -> Iterator[Step]:
         )
 
 
+def immediate(plan: Iterator[Step]) -> Iterator[Step]:
+    """The steps of *plan* for Celery alone: one by one, at once, and never cancelled."""
+    for step in plan:
+        for wish in step.wishes:
+            now = replace(wish, countdown=0.0, cancel_after=None)
+            yield replace(step, pause_seconds=step.pause_seconds / len(step.wishes), wishes=(now,))
+
+
 class Notebook:
     """A file that gets one line per note, whole or not at all, however its writer ends."""
 
@@ -89,11 +97,9 @@ class Notebook:
 class Producer:
     """Takes the steps of a seed, each when its time has come."""
 
-    def __init__(self, app: Any, notebook: Notebook) -> None:
-        from celery_native_delay import Delay
-
+    def __init__(self, app: Any, notebook: Notebook, cancel: Callable[[str], Any]) -> None:
         self._app = app
-        self._delay = Delay(app)
+        self._cancel = cancel
         self._notes = notebook
         self._cancels: list[tuple[float, str]] = []
 
@@ -116,7 +122,7 @@ class Producer:
             if len(step.wishes) == 1:
                 (wish,) = step.wishes
                 self._app.tasks[TASK].apply_async(
-                    task_id=wish.id, countdown=wish.countdown, **route
+                    task_id=wish.id, countdown=wish.countdown or None, **route
                 )
             else:
                 from celery_native_delay.bulk import bulk
@@ -140,7 +146,7 @@ class Producer:
             sleep(max(at - time(), 0))
             self._notes.note("cancelling", task_id)
             try:
-                outcome = self._delay.cancel(task_id)
+                outcome = self._cancel(task_id)
             except Exception as exc:  # done or not: its fate stays unknown
                 sys.stderr.write(f"cancel of {task_id}: {type(exc).__name__}: {exc}\n")
                 continue
@@ -157,13 +163,20 @@ class Producer:
 @click.option("--longest", type=float, required=True)
 @click.option("--until", type=float, required=True)
 @click.option("--notes", type=click.Path(path_type=Path), required=True)
-def main(seed: int, rate: float, longest: float, until: float, notes: Path) -> None:
+@click.option("--plain", is_flag=True)
+def main(seed: int, rate: float, longest: float, until: float, notes: Path, *, plain: bool) -> None:
     """Send to the app of this process' environment, until that Unix time."""
-    from tests.acceptance.apps.installed import app
-
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     plan = steps(seed, rate=rate, longest_seconds=longest)
-    Producer(app, Notebook(notes)).run(plan, until=until)
+    if plain:
+        from tests.acceptance.apps.plain import app
+
+        Producer(app, Notebook(notes), app.control.revoke).run(immediate(plan), until=until)
+    else:
+        from celery_native_delay import Delay
+        from tests.acceptance.apps.installed import app
+
+        Producer(app, Notebook(notes), Delay(app).cancel).run(plan, until=until)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from time import sleep, time
 
@@ -51,6 +51,10 @@ class Plan:
     """Tasks a second."""
     only: tuple[str, ...] = ()
     """Names of the kinds of faults; if empty, all that break no promise of the broker."""
+    spark: bool = False
+    """Have Spark send as well."""
+    plain: bool = False
+    """Celery alone, with tasks that do not wait: what is lost of them, it loses by itself."""
 
     @property
     def longest_seconds(self) -> float:
@@ -81,6 +85,8 @@ class Crew:
         stack.callback(self._kill_producers)
         self._folder = folder
         self.posts = place.posts
+        if plan.plain:
+            self.posts = tuple(replace(post, installed=False) for post in place.posts)
         strikes = self.worker_killed, self.producer_killed
         self.faults: dict[FaultKind, Strike] = dict(
             zip(_kinds_of_crew(place), strikes, strict=True)
@@ -99,6 +105,8 @@ class Crew:
         """Let producers send until that Unix time."""
         self._until = until
         self._producers = [self._producer() for _ in range(PRODUCERS)]
+        if self._plan.spark:
+            self._producers.append(self._sender("tests.chaos.spark_load"))
 
     def tend(self) -> None:
         """Start again the workers that have ended, as a supervisor does."""
@@ -144,20 +152,26 @@ class Crew:
         )
 
     def _producer(self) -> subprocess.Popen[bytes]:
+        plain = ["--plain"] if self._plan.plain else []
+        return self._sender("tests.chaos.load", f"--rate={self._plan.rate / PRODUCERS}", *plain)
+
+    def _sender(self, module: str, *more: str) -> subprocess.Popen[bytes]:
+        """A process that sends and notes, of the next seed."""
         self._produced += 1
         options = {
             "seed": self._plan.seed * 1000 + self._produced,
-            "rate": self._plan.rate / PRODUCERS,
             "longest": self._plan.longest_seconds,
             "until": self._until,
             "notes": self.notes_path,
         }
+        # Spark starts Pythons of its own.
+        python = {"PYTHONPATH": str(REPOSITORY), "PYSPARK_PYTHON": sys.executable}
         with (self._folder / f"producer-{self._produced}.log").open("wb") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", "tests.chaos.load"]
+                [sys.executable, "-m", module, *more]
                 + [f"--{name}={value}" for name, value in options.items()],
                 cwd=REPOSITORY,
-                env=self.fleet.environment(),
+                env=self.fleet.environment() | python,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -202,7 +216,8 @@ def run(
         judgement = judge(
             sent, starts_of(crew.fleet.record), struck, patience_seconds=PATIENCE_SECONDS
         )
-        return Outcome(place.what, plan, began, tuple(struck), judgement, crew.ended_by_themselves)
+        what = f"{place.what}, plain Celery" if plan.plain else place.what
+        return Outcome(what, plan, began, tuple(struck), judgement, crew.ended_by_themselves)
 
 
 def _chosen(place: Place, only: Sequence[str]) -> list[FaultKind]:

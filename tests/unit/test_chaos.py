@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.chaos.load import ROUTES, Step, steps
+from tests.chaos.load import ROUTES, Step, Wish, immediate, steps
 from tests.chaos.oracle import (
     FORBIDDEN,
     Judgement,
@@ -212,6 +213,18 @@ def test_a_seed_says_what_a_producer_sends() -> None:
         seconds = sum(step.pause_seconds for step in first(3, rate))
         sent = sum(len(step.wishes) for step in first(3, rate))
         assert sent / seconds == pytest.approx(rate, rel=0.1)
+
+
+def test_celery_alone_sends_the_same_tasks_at_once_and_cancels_none() -> None:
+    def first(tasks: Iterator[Step], count: int) -> list[Step]:
+        return list(islice(tasks, count))
+
+    waiting = first(steps(3, rate=20, longest_seconds=30), 300)
+    wishes = [wish for step in waiting for wish in step.wishes]
+    at_once = first(immediate(steps(3, rate=20, longest_seconds=30)), len(wishes))
+    assert [step.wishes for step in at_once] == [(Wish(w.id, 0.0, None),) for w in wishes]
+    seconds = [sum(step.pause_seconds for step in some) for some in (waiting, at_once)]
+    assert seconds[0] == pytest.approx(seconds[1])
 
 
 # ---- the report --------------------------------------------------------------------------------
