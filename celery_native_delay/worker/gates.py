@@ -20,9 +20,12 @@ AWAY_US = 5_000_000
 NOT_YET_SECONDS = 0.5
 
 
-def gates(settings: DelaySettings, moved: Moved, fence: Gate) -> tuple[Gate, ...]:
-    """The gates of a worker, in the order in which a task passes them."""
-    ordered = (moved, cancelled, expired, early if settings.adopt else None, fence)
+def gates(settings: DelaySettings, moved: Moved, fence: Gate, unique: Gate) -> tuple[Gate, ...]:
+    """The gates of a worker, in the order in which a task passes them.
+
+    The last lets a task have its key, whose lease runs from then on: behind it nothing may wait.
+    """
+    ordered = (moved, cancelled, expired, early if settings.adopt else None, fence, unique)
     return tuple(gate for gate in ordered if gate is not None)
 
 
