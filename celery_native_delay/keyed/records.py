@@ -34,7 +34,7 @@ class KeyRecords(ABC):
         """
 
     def change(self, name: str, rule: Rule, put: Any = None) -> tuple[Seen, Step]:
-        """What *rule* decided, and what it saw; it is done."""
+        """The state that *rule* saw, and the step that it decided on, which is done."""
         for _ in range(TRIES):
             seen = self.read(name)
             step = rule(seen)

@@ -68,6 +68,7 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         self._moved = Moved(settings)
         self._fence = Fence(settings, str(c.hostname))
         self._tallying = Tallying(c)
+        # Unique lets a task have its key, whose lease runs from then on: nothing waits behind it.
         passed = gates(settings, self._moved, self._fence, Unique(c.app))
         c.strategies = GatedStrategies(c, passed, self._put_back, self._tallying)
         if settings.telemetry is not None:

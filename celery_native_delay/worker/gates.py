@@ -20,12 +20,9 @@ AWAY_US = 5_000_000
 NOT_YET_SECONDS = 0.5
 
 
-def gates(settings: DelaySettings, moved: Moved, fence: Gate, unique: Gate) -> tuple[Gate, ...]:
-    """The gates of a worker, in the order in which a task passes them.
-
-    The last lets a task have its key, whose lease runs from then on: behind it nothing may wait.
-    """
-    ordered = (moved, cancelled, expired, early if settings.adopt else None, fence, unique)
+def gates(settings: DelaySettings, moved: Moved, *more: Gate) -> tuple[Gate, ...]:
+    """The gates of a worker, in the order in which a task passes them; *more* come last."""
+    ordered = (moved, cancelled, expired, early if settings.adopt else None, *more)
     return tuple(gate for gate in ordered if gate is not None)
 
 
