@@ -175,7 +175,7 @@ class Delay:
             the result of the task that will run, if no other call comes.
 
         Raises:
-            NoLedger, UnsupportedBroker: there is no place for records of keys; nothing was sent.
+            UnsupportedBroker: this broker has no place for records of keys; nothing was sent.
         """
         return self._keyed.debounce(
             signature, key, seconds, max_wait_seconds=max_wait_seconds, announce=announce

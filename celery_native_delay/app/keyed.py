@@ -18,13 +18,14 @@ from celery.result import AsyncResult
 from celery.utils.log import get_logger
 
 from ..due_time import due_us
-from ..errors import CannotDelay, InvalidDueTime
+from ..errors import CannotDelay, InvalidDueTime, UnsupportedBroker
 from ..keyed import rules
 from ..keyed.publishing import AnotherStands, KeyedPublish, publishing
 from ..keyed.record import HEADER, VERSION, name_of
 from ..keyed.records import KeyRecords
 from ..keyed.rules import Seen, Step
 from ..transports.aliases import delay_headers
+from ..transports.interface import WHERE_KEYS_ARE_KEPT
 from .asking import ask_on_a_connection
 from .installation import delaying_channel
 from .results import tell_revoked
@@ -192,7 +193,10 @@ class Keyed:
 
 def key_records(app: Any, connection: Any) -> KeyRecords:
     """The records of keys on a *connection* of *app*; UnsupportedBroker where there are none."""
-    channel, settings = delaying_channel(app, connection)
+    try:
+        channel, settings = delaying_channel(app, connection)
+    except UnsupportedBroker as exc:
+        raise UnsupportedBroker(f"{exc}; {WHERE_KEYS_ARE_KEPT}") from exc
     records: KeyRecords = channel.key_records(settings)
     return records
 

@@ -318,11 +318,17 @@ class CountsByLedger(Protocol):
         """
 
 
+#: The way out where no records of keys can be kept.
+WHERE_KEYS_ARE_KEPT = (
+    "debounce, throttle and unique need the records of their keys in one place with what waits: "
+    'use a Redis broker, RabbitMQ with native_delay_ledger = "redis://…", a sqla+… broker, or one '
+    "whose messages wait in native_delay_store"
+)
+
+
 def without_records(channel: Any) -> UnsupportedBroker:
     """The refusal of a broker beside whose messages no records of keys can be kept."""
     where = channel.connection.client.as_uri()
     return UnsupportedBroker(
-        f"debounce, throttle and unique need what waits and the records of their keys in one "
-        f"place, and {where} has none: use a Redis broker, RabbitMQ with native_delay_ledger = "
-        f'"redis://…", a sqla+… broker, or one whose messages wait in native_delay_store'
+        f"{where}, as it is set up, has no place for keys: {WHERE_KEYS_ARE_KEPT}"
     )

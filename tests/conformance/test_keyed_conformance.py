@@ -31,6 +31,7 @@ from celery_native_delay import (
     Delay,
     DelayTooLong,
     InvalidDueTime,
+    UnsupportedBroker,
     install,
 )
 from celery_native_delay.app.keyed import key_records
@@ -383,6 +384,21 @@ def test_what_cannot_stand_for_a_key_is_refused_in_plain_words(
     app.conf.task_protocol = 1
     with pytest.raises(CannotDelay, match="task_protocol = 2"):
         Delay(app).debounce(reindex.s(), key=key, seconds=5)
+
+
+@pytest.mark.parametrize("more", [{}, {"ledger": "stream"}])
+def test_without_a_place_for_records_the_way_out_is_told(
+    app: Celery, key: str, more: dict[str, Any]
+) -> None:
+    url = app.conf.broker_url
+    if not url.startswith("amqp"):
+        url = "memory://"
+    with install(Celery("shop", broker=url, set_as_current=False), **SETTINGS, **more) as other:
+        delay, signature = Delay(other), other.signature(TASK)
+        for call in (delay.debounce, delay.throttle, partial(delay.unique, countdown=1)):
+            times = {} if isinstance(call, partial) else {"seconds": 1}
+            with pytest.raises(UnsupportedBroker, match="use a Redis broker, RabbitMQ with nativ"):
+                call(signature, key=key, **times)  # type: ignore[arg-type]
 
 
 def test_a_message_that_never_reaches_this_broker_is_told(
