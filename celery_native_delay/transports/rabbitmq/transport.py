@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from kombu.transport import pyamqp
 
 from ...errors import SettingsError
-from ...keyed.publishing import keyed_publish
+from ...keyed.publishing import keyed_publish, underway
 from ...keyed.records import KeyRecords
 from ...ledger.model import Ledger
 from ...message import Delayed, due_of
@@ -114,7 +114,7 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
         NativeDelayError: it cannot wait there; nothing was sent.
         """
         connection, headers = self.connection, msg.properties.get("application_headers")
-        keyed = keyed_publish(headers)
+        keyed = underway.get() and keyed_publish(headers)
         if keyed is not None and connection is not None:
             connection.delays.publish_keyed(keyed, msg, exchange, routing_key)
             return None

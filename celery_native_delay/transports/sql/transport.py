@@ -17,7 +17,7 @@ from kombu.utils.imports import symbol_by_name
 from kombu.utils.json import dumps
 
 from ...errors import NativeDelayError, UnsupportedBroker
-from ...keyed.publishing import KeyedPublish, keyed_publish
+from ...keyed.publishing import KeyedPublish, underway
 from ...keyed.records import KeyRecords
 from ...ledger.model import Ledger
 from ...settings import DelaySettings, is_store_url
@@ -147,7 +147,7 @@ class FolderChannel(StoreDelayingChannel):
     """A channel of kombu's filesystem transport: a consumer finds complete files only."""
 
     def _put(self, queue: str, message: dict[str, Any], **kwargs: Any) -> Any:
-        if self.due_of(message) is not None or keyed_publish(message.get("headers")):
+        if self.due_of(message) is not None or underway.get() is not None:
             return super()._put(queue, message, **kwargs)
         try:
             return put_file(self, queue, dumps(message))

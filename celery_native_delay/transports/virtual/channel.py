@@ -14,7 +14,7 @@ from amqp.exceptions import RecoverableConnectionError
 from kombu.transport import virtual
 
 from ...errors import CannotDelay, NativeDelayError, SettingsError
-from ...keyed.publishing import KeyedPublish, keyed_publish
+from ...keyed.publishing import KeyedPublish, keyed_publish, underway
 from ...keyed.records import KeyRecords
 from ...message import Delayed, due_of
 from ...settings import DelaySettings
@@ -113,7 +113,7 @@ class DelayingChannel(PublishingChannel):
 
     def _put(self, queue: str, message: dict[str, Any], **kwargs: Any) -> Any:
         """Deliver to *queue*; a message whose ``eta`` header lies in the future waits first."""
-        keyed = keyed_publish(message.get("headers"))
+        keyed = underway.get() and keyed_publish(message.get("headers"))
         if keyed is not None:
             return self._put_keyed(queue, message, keyed, **kwargs)
         due_us = self.due_of(message)
