@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
@@ -26,11 +26,20 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from celery_native_delay import UnsupportedBroker
 from celery_native_delay.testing import BrokerFailed, BrokerMissing
 from example_project.app import app
 from example_project.demo_broker import REPOSITORY, DemoBroker, demo_broker
 from example_project.folder_broker import settings_of
-from example_project.tasks import charge, collect, remind, send_email
+from example_project.tasks import (
+    charge,
+    charge_once,
+    collect,
+    remind,
+    remind_once,
+    send_email,
+    stock_has_changed,
+)
 
 WORKER_NAME = "demo@localhost"
 
@@ -120,6 +129,18 @@ def send_mix(broker: DemoBroker) -> list[Run]:
     for retry in (1, 2):
         title = f"send_email retry {retry}"
         run = expect(title, None, after=run, task_id=run.task_id, retries=retry)
+
+    with suppress(UnsupportedBroker):  # RabbitMQ without a ledger, SQS
+        for _ in range(3):
+            sent = time.time()
+            result = stock_has_changed("tea", quiet_seconds=1)
+        runs.append(Run("debounce, 3 calls", result.id, 1, late_limit_ms, sent=sent))
+        sent = time.time()
+        result = [remind_once(8, pause_seconds=60) for _ in range(3)][-1]
+        runs.append(Run("throttle, 3 calls", result.id, 0, late_limit_ms, sent=sent))
+        sent = time.time()
+        result = [charge_once(9, wait_seconds=1) for _ in range(3)][-1]
+        runs.append(Run("unique, 3 calls", result.id, 1, late_limit_ms, sent=sent))
 
     sent = time.time()
     escalated = collect(4, wait_seconds=1.5)

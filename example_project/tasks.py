@@ -9,11 +9,15 @@ from celery import Task, chain
 from celery.result import AsyncResult
 from celery.utils.log import get_task_logger
 
+from celery_native_delay import Delay
 from example_project.app import app
 
 DAY_SECONDS = 24 * 60 * 60
 
 log = get_task_logger(__name__)
+
+#: On RabbitMQ the three functions at the end need a ledger, ``DELAY_LEDGER=redis://…``.
+delay = Delay(app)
 
 
 class MailServerBusy(Exception):
@@ -62,6 +66,12 @@ def escalate(order_id: int) -> None:
 
 
 @app.task
+def count_stock(product: str) -> None:
+    """Count what is left of a product."""
+    log.info("%s: counted", product)
+
+
+@app.task
 def daily_report() -> None:
     """Report the day's orders; sent by beat, see `app`."""
     log.info("yesterday's orders: …")
@@ -79,3 +89,19 @@ def collect(order_id: int, *, wait_seconds: float = 2 * DAY_SECONDS) -> AsyncRes
         charge.si(order_id).set(countdown=wait_seconds),
         escalate.si(order_id).set(countdown=wait_seconds),
     ).apply_async()
+
+
+def stock_has_changed(product: str, *, quiet_seconds: float = 5) -> AsyncResult:
+    """Count a product's stock once its orders have paused, within a minute at the latest."""
+    task = count_stock.s(product)
+    return delay.debounce(task, key=product, seconds=quiet_seconds, max_wait_seconds=60)
+
+
+def remind_once(order_id: int, *, pause_seconds: float = DAY_SECONDS) -> AsyncResult:
+    """Remind the customer now, however often we are asked to, and not again for a day."""
+    return delay.throttle(remind.s(order_id), key=f"order:{order_id}", seconds=pause_seconds)
+
+
+def charge_once(order_id: int, *, wait_seconds: float = DAY_SECONDS) -> AsyncResult:
+    """Charge the card later, unless that waits, is being done or is to be tried again."""
+    return delay.unique(charge.s(order_id), key=f"order:{order_id}", countdown=wait_seconds)

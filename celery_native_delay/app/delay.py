@@ -8,11 +8,10 @@ from datetime import UTC, datetime
 from time import time_ns
 from typing import Any, TypeAlias, TypeVar
 
-from celery import Celery, states
-from celery.backends.base import DisabledBackend
+from celery import Celery
+from celery.canvas import Signature
 from celery.result import AsyncResult
 from celery.utils.log import get_logger
-from kombu.exceptions import OperationalError
 
 from ..due_time import due_us
 from ..errors import CannotDelay, InvalidQuery, LedgerUnavailable, NoLedger
@@ -20,8 +19,10 @@ from ..ledger import model as ledger
 from ..ledger.model import Bar, Ledger, Outcome, Page, Query, Verdict, Waiting
 from ..settings import DelaySettings
 from ..transports.aliases import delay_headers
-from .broker import name_broker
+from .asking import ask_on_a_connection
 from .installation import checked_app, delaying_channel
+from .keyed import Edge, Keyed, Until
+from .results import tell_revoked
 
 logger = get_logger(__name__)
 
@@ -29,9 +30,6 @@ T = TypeVar("T")
 
 #: What names a task.
 TaskId: TypeAlias = str | AsyncResult | Waiting
-
-#: A result in one of these is not the last one; Celery's own revoke overwrites the same.
-_UNREADY = (states.PENDING, states.RECEIVED, states.RETRY, states.REJECTED)
 
 
 class Delay:
@@ -46,6 +44,7 @@ class Delay:
     def __init__(self, app: Celery) -> None:
         self._app = checked_app(app)
         self._tells_results = True
+        self._keyed = Keyed(self._app)
 
     # --- seeing --------------------------------------------------------------------------
 
@@ -153,6 +152,75 @@ class Delay:
         """:meth:`run_now` for many, over one connection."""
         return self._change(task_ids, lambda found, task_id: found.move(task_id, None))
 
+    # --- one task for a key --------------------------------------------------------------
+
+    def debounce(
+        self,
+        signature: Signature,
+        *,
+        key: str,
+        seconds: float,
+        max_wait_seconds: float | None = None,
+        announce: bool = False,
+    ) -> AsyncResult:
+        """Run a task once its *key* has been quiet for *seconds*, with the last call's arguments.
+
+        Args:
+            signature: of a single task, such as ``reindex.s(7)``; its name is part of the key.
+            max_wait_seconds: it runs so long after the first of the calls at the latest.
+            announce: the results of the calls that it takes the place of become REVOKED, with the
+                reason; else they are forgotten.
+
+        Returns:
+            the result of the task that will run, if no other call comes.
+
+        Raises:
+            UnsupportedBroker: this broker has no place for records of keys; nothing was sent.
+        """
+        return self._keyed.debounce(
+            signature, key, seconds, max_wait_seconds=max_wait_seconds, announce=announce
+        )
+
+    def throttle(
+        self,
+        signature: Signature,
+        *,
+        key: str,
+        seconds: float,
+        edge: Edge = "leading",
+        announce: bool = False,
+    ) -> AsyncResult:
+        """Run a task at most once in *seconds* for its *key*.
+
+        Args:
+            edge: "leading": the first call runs at once, later ones are answered with its result;
+                "trailing": the last call runs when *seconds* are over; "both": the first and, if
+                there are more, the last.
+            signature, announce: as in :meth:`debounce`, which also says what is raised.
+        """
+        return self._keyed.throttle(signature, key, seconds, edge=edge, announce=announce)
+
+    def unique(
+        self,
+        signature: Signature,
+        *,
+        key: str,
+        countdown: float | None = None,
+        eta: datetime | str | None = None,
+        until: Until = "end",
+    ) -> AsyncResult:
+        """Run a task unless one waits or, *until* its "end", runs for its *key*; else that stands.
+
+        Args:
+            until: "start": another may come once it has started; "end": once it is over, and never
+                do two run at once.
+            signature: as in :meth:`debounce`, which also says what is raised.
+
+        Returns:
+            the result of the task that is there, which is the new one if there was none.
+        """
+        return self._keyed.unique(signature, key, countdown=countdown, eta=eta, until=until)
+
     def _cancel(self, found: Ledger, task_id: str) -> Outcome:
         outcome = found.cancel(task_id)
         if outcome:
@@ -185,24 +253,10 @@ class Delay:
             raise LedgerUnavailable(f"{done} of {len(ids)} were changed, then {exc}") from exc
 
     def _ask(self, question: Callable[[Ledger], T]) -> T:
-        try:
-            return self._ask_on_a_connection(question)
-        except OperationalError as exc:
-            name_broker(exc, self._app)
-            raise
+        def ask(connection: Any) -> T:
+            return self._ask_on(*delaying_channel(self._app, connection), question)
 
-    def _ask_on_a_connection(self, question: Callable[[Ledger], T]) -> T:
-        with self._app.connection_or_acquire() as connection:
-            for last_try in (False, True):
-                try:
-                    connection.ensure_connection(max_retries=1)
-                    return self._ask_on(*delaying_channel(self._app, connection), question)
-                except connection.recoverable_connection_errors:
-                    # A pooled connection whose broker was restarted knows when it is used.
-                    if last_try:
-                        raise
-                    connection.collect()
-        raise AssertionError("unreachable")
+        return ask_on_a_connection(self._app, ask)
 
     @staticmethod
     def _ask_on(channel: Any, settings: DelaySettings, question: Callable[[Ledger], T]) -> T:
@@ -224,12 +278,7 @@ class Delay:
             if not (self._tells_results and task.name and task.keeps_result):
                 continue
             try:
-                registered = self._app.tasks.get(task.name)
-                backend = self._app.backend if registered is None else registered.backend
-                if isinstance(backend, DisabledBackend):
-                    continue
-                if backend.get_state(task.id) in _UNREADY:
-                    backend.mark_as_revoked(task.id, reason="revoked", store_result=True)
+                tell_revoked(self._app, task.id, task.name, reason="revoked")
             except Exception as exc:  # the worker will say it, too
                 self._tells_results = False
                 logger.warning(

@@ -17,7 +17,7 @@ from secrets import token_hex
 from typing import Any, Protocol, runtime_checkable
 
 from ..durations import duration
-from ..errors import NativeDelayError
+from ..errors import NativeDelayError, UnsupportedBroker
 from ..finding import Finding
 from ..message import Delayed
 from ..settings import DelaySettings
@@ -316,3 +316,19 @@ class CountsByLedger(Protocol):
 
         May take as long as a ledger has to answer.
         """
+
+
+#: The way out where no records of keys can be kept.
+WHERE_KEYS_ARE_KEPT = (
+    "debounce, throttle and unique need the records of their keys in one place with what waits: "
+    'use a Redis broker, RabbitMQ with native_delay_ledger = "redis://…", a sqla+… broker, or one '
+    "whose messages wait in native_delay_store"
+)
+
+
+def without_records(channel: Any) -> UnsupportedBroker:
+    """The refusal of a broker beside whose messages no records of keys can be kept."""
+    where = channel.connection.client.as_uri()
+    return UnsupportedBroker(
+        f"{where}, as it is set up, has no place for keys: {WHERE_KEYS_ARE_KEPT}"
+    )

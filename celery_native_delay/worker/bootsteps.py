@@ -35,6 +35,7 @@ from .outage import react
 from .strategies import GatedStrategies, Waker, forget_eta
 from .tallying import Tallying
 from .telemetry import Telemetry
+from .unique import Unique
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +68,8 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         self._moved = Moved(settings)
         self._fence = Fence(settings, str(c.hostname))
         self._tallying = Tallying(c)
-        passed = gates(settings, self._moved, self._fence)
+        # Unique lets a task have its key, whose lease runs from then on: nothing waits behind it.
+        passed = gates(settings, self._moved, self._fence, Unique(c.app))
         c.strategies = GatedStrategies(c, passed, self._put_back, self._tallying)
         if settings.telemetry is not None:
             self._telemetry = Telemetry(installation, c, settings.telemetry)

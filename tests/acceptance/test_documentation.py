@@ -118,6 +118,20 @@ def test_what_waits_is_seen_and_changed_as_shown(ledger_redis: PrivateRedis) -> 
         assert Delay(app).ls().tasks == ()
 
 
+def test_a_key_has_one_task_as_shown(ledger_redis: PrivateRedis) -> None:
+    with install(Celery("shop", broker=ledger_redis.url, set_as_current=False)) as app:
+        tasks = {name: app.signature(f"shop.{name}") for name in ("reindex", "notify", "import_")}
+        names = {
+            name: SimpleNamespace(s=lambda *args, task=task: task.clone(args))
+            for name, task in tasks.items()
+        }
+        for _ in range(2):
+            exec(only("keys").text, {"app": app, **names})
+        assert sorted(task.name for task in Delay(app).ls()) == sorted(
+            f"shop.{name}" for name in names
+        )
+
+
 def test_the_example_of_a_test_passes(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -20,13 +20,17 @@ from amqp.exceptions import (
     RecoverableConnectionError,
 )
 
-from ...due_time import check_reach, units_until
+from ...due_time import check_reach, eta_of, units_until
 from ...errors import CannotDelay, NativeDelayError, TopologyMismatch
+from ...keyed.publishing import KeyedPublish
 from ...message import HEADER, Delayed
 from ...settings import DelaySettings
+from ..moving import expires_ms_of
 from .address import landing_address, message_address
 from .channels import OwnChannel, Publication, WindowChannel
 from .declaring import Declarer, broker_version, not_declared, not_permitted
+from .ledger.entry import Entry
+from .ledger.keyed import ledger_key_records
 from .mirror import Mirror
 from .outbox import Outbox, outbox_key, outbox_of
 from .preparation import Preparation, Prepared
@@ -193,6 +197,29 @@ class Delays:
             self.preparation.prepare()
         if not exchange and not self.mirror.is_pending:
             self._seen_to[routing_key] = self.mirror.version
+
+    def publish_keyed(
+        self, keyed: KeyedPublish, message: amqp.Message, exchange: str, routing_key: str
+    ) -> None:
+        """Send a message as its key has it, always confirmed; raises as :meth:`publish`.
+
+        LedgerUnavailable, AnotherStands: what was sent, if anything, is void.
+        """
+        properties, body = message.properties, message.body
+        if isinstance(body, str):
+            body = body.encode(properties.setdefault("content_encoding", "utf-8"))
+        headers = properties.get("application_headers") or {}
+
+        def put(due_us: int, delivery_id: str) -> tuple[str, bytes]:
+            self.check_reach(due_us)
+            own = {**properties, "application_headers": {**headers, "eta": eta_of(due_us)}}
+            expires_ms = expires_ms_of(own, now_us=time_ns() // 1000)
+            where = exchange, routing_key, None, expires_ms
+            delayed = Delayed(delivery_id, due_us, *where)
+            self.put_back(amqp.Message(body, **own), delayed, recorded=False)
+            return f"{keyed.task_id}:{delivery_id}", Entry(own, body, *where).encoded()
+
+        keyed.settle(ledger_key_records(self.settings, self.connection.virtual_host), put)
 
     def _follow_outbox(self) -> None:
         """Look again for what this connection relies on, if the outbox had to connect again."""

@@ -13,15 +13,18 @@ from typing import TYPE_CHECKING, Any
 from kombu.transport import pyamqp
 
 from ...errors import SettingsError
+from ...keyed.publishing import keyed_publish, underway
+from ...keyed.records import KeyRecords
 from ...ledger.model import Ledger
 from ...message import Delayed, due_of
 from ...settings import DelaySettings
 from ..aliases import OPTION, asks_for_delays, settings_from_option
-from ..interface import AdminPart, WorkerPart
+from ..interface import AdminPart, WorkerPart, without_records
 from ..moving import MovingPart
 from .body import as_it_came, keep_bytes
 from .channels import Publication
 from .delays import Delays
+from .ledger.keyed import ledger_key_records
 from .mirror import is_internal
 from .outbox import Outbox
 from .publish_batch import PublishBatch
@@ -89,6 +92,12 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
 
         return RabbitMQLedger(self.delays, settings)
 
+    def key_records(self, settings: DelaySettings) -> KeyRecords:
+        """The records of keys; UnsupportedBroker without a ledger in a Redis."""
+        if settings.ledger_url is None:
+            raise without_records(self)
+        return ledger_key_records(settings, self.connection.virtual_host)
+
     def basic_publish(
         self,
         msg: Any,
@@ -104,8 +113,12 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
 
         NativeDelayError: it cannot wait there; nothing was sent.
         """
-        connection = self.connection
-        due_us = due_of(msg.properties.get("application_headers"))
+        connection, headers = self.connection, msg.properties.get("application_headers")
+        keyed = underway.get() and keyed_publish(headers)
+        if keyed is not None and connection is not None:
+            connection.delays.publish_keyed(keyed, msg, exchange, routing_key)
+            return None
+        due_us = due_of(headers)
         if due_us is not None and connection is not None:
             waits = connection.delays.publish(
                 msg,

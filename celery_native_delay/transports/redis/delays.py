@@ -11,6 +11,7 @@ import redis
 from ...due_time import milliseconds_up
 from ...errors import NativeDelayError
 from ...finding import Finding
+from ...keyed.publishing import KeyedPublish
 from ...redis_server import (
     Server,
     check_server,
@@ -23,8 +24,9 @@ from ...settings import DelaySettings
 from ..virtual import delays
 from ..virtual.status import Status
 from ..virtual.watching import warn_if_nothing_promotes
-from ..virtual.wrapping import encoded, wrapped
+from ..virtual.wrapping import due_then, encoded, wrapped
 from .entry import Destination, entry_of
+from .keyed import RedisKeyRecords
 from .keys import Keys, member_of
 from .store import Store
 
@@ -41,6 +43,7 @@ class Delays(delays.Delays):
         self._place = f"{self.keys.space} of {channel.connection.client.as_uri()}"
         self._store: Store | None = None
         self._server: Server | None = None
+        self._records: tuple[Store, RedisKeyRecords] | None = None
 
     @property
     def store(self) -> Store:
@@ -91,6 +94,24 @@ class Delays(delays.Delays):
         else:
             name, arguments = self.store.add_command(member, due_us, entry)
             batch.add(name, *arguments)
+        self.watch()
+
+    @property
+    def records(self) -> RedisKeyRecords:
+        """The records of keys beside what waits."""
+        store = self.store
+        if self._records is None or self._records[0] is not store:
+            self._records = store, RedisKeyRecords(store)
+        return self._records[1]
+
+    def publish_keyed(
+        self, keyed: KeyedPublish, message: dict[str, Any], destination: Destination
+    ) -> None:
+        """Store kombu's *message* as its key has it; raises as :meth:`publish`, AnotherStands."""
+        keyed.settle(
+            self.records,
+            lambda due_us: self.stored(due_then(message, due_us), destination, due_us=due_us),
+        )
         self.watch()
 
     def watch(self) -> None:

@@ -13,6 +13,8 @@ from kombu.transport import redis
 from redis.exceptions import RedisError
 
 from ...errors import SettingsError, UnsupportedBroker
+from ...keyed.publishing import KeyedPublish
+from ...keyed.records import KeyRecords
 from ...ledger.model import Ledger
 from ...settings import DelaySettings
 from ..interface import AdminPart, WorkerPart
@@ -58,10 +60,19 @@ class RedisDelayingChannel(DelayingChannel):
             batch=kwargs.get("_publish_batch"),
         )
 
+    def key_records(self, settings: DelaySettings) -> KeyRecords:
+        self.delays.prepare()
+        records: KeyRecords = self.delays.records
+        return records
+
+    def let_wait_keyed(self, queue: str, message: dict[str, Any], keyed: KeyedPublish) -> None:
+        self.delays.publish_keyed(keyed, message, self.destination(queue, message))
+
     def _put_fanout(
         self: Any, exchange: str, message: dict[str, Any], routing_key: str, **kwargs: Any
     ) -> Any:
         """Broadcast; when it is due, to all consumers that listen then, as without the delay."""
+        self.check_unkeyed(message, exchange)
         due_us = self.due_of(message)
         if due_us is None:
             return super()._put_fanout(exchange, message, routing_key, **kwargs)  # type: ignore[misc]

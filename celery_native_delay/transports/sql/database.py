@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from time import time
+from time import time, time_ns
 from typing import Any
 
 from sqlalchemy import URL, Connection, Engine, create_engine, event, exc, make_url, text
@@ -114,6 +114,14 @@ _TIMES = {
     "mysql": "SELECT unix_timestamp(now(6))",
     "mariadb": "SELECT unix_timestamp(now(6))",
 }
+
+
+def now_us(connection: Connection) -> int:
+    """The time in microseconds since the epoch, by the database's clock where it can be asked."""
+    statement = _TIMES.get(connection.dialect.name)
+    if statement is None:  # SQLite has ours
+        return time_ns() // 1000
+    return int(connection.execute(text(statement)).scalar_one() * 1_000_000)
 
 
 def clock_ahead_seconds(connection: Connection) -> float | None:

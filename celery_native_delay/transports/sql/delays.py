@@ -7,12 +7,14 @@ from uuid import uuid4
 
 from ...due_time import milliseconds_up
 from ...errors import NativeDelayError
+from ...keyed.publishing import KeyedPublish
+from ...keyed.records import KeyRecords
 from ...settings import DelaySettings
 from ...urls import without_password
 from ..virtual import delays
 from ..virtual.status import Status
 from ..virtual.watching import warn_if_nothing_promotes
-from ..virtual.wrapping import encoded, id_of, wrapped
+from ..virtual.wrapping import due_then, encoded, id_of, wrapped
 from .store import Store
 
 #: The queue of a message for all that listen to its exchange.
@@ -60,6 +62,16 @@ class Delays(delays.Delays):
         store = self.store
         waiting = self.stored(message, queue, due_us=due_us)
         store.add(queue, waiting.envelope, due_us=due_us, task_id=waiting.task_id)
+        self.watch()
+
+    def publish_keyed(
+        self, keyed: KeyedPublish, message: dict[str, Any], queue: str, records: KeyRecords
+    ) -> None:
+        """Store kombu's *message* as its key has it; raises as :meth:`publish`, AnotherStands."""
+        keyed.settle(
+            records,
+            lambda due_us: self.stored(due_then(message, due_us), queue, due_us=due_us),
+        )
         self.watch()
 
     def watch(self) -> None:

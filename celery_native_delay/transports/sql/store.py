@@ -311,6 +311,11 @@ class Store:
             lambda connection: connection.execute(statement, {"mine": self.namespace}).rowcount
         )
 
+    def look(self, question: Callable[[Connection], T]) -> T:
+        """The answer to *question* in a transaction of its own that only reads."""
+        with self._explained(), self._reading() as connection:
+            return question(connection)
+
     def change(self, change: Callable[[Connection], T]) -> T:
         """*change* in a transaction of its own; tables that are gone are made anew."""
         self.prepare()

@@ -17,6 +17,8 @@ from kombu.utils.imports import symbol_by_name
 from kombu.utils.json import dumps
 
 from ...errors import NativeDelayError, UnsupportedBroker
+from ...keyed.publishing import KeyedPublish, underway
+from ...keyed.records import KeyRecords
 from ...ledger.model import Ledger
 from ...settings import DelaySettings, is_store_url
 from ...urls import without_password
@@ -77,9 +79,20 @@ class StoreDelayingChannel(DelayingChannel):
     def let_wait(self, queue: str, message: dict[str, Any], *, due_us: int, **kwargs: Any) -> None:
         self.delays.publish(message, queue, due_us=due_us)
 
+    def key_records(self, settings: DelaySettings) -> KeyRecords:
+        _require_sqlalchemy()
+        from .keyed import store_key_records
+
+        return store_key_records(self.delays.store)
+
+    def let_wait_keyed(self, queue: str, message: dict[str, Any], keyed: KeyedPublish) -> None:
+        delays = self.delays
+        delays.publish_keyed(keyed, message, queue, self.key_records(delays.settings))
+
     def _put_fanout(
         self, exchange: str, message: dict[str, Any], routing_key: str, **kwargs: Any
     ) -> Any:
+        self.check_unkeyed(message, exchange)
         due_us = self.due_of(message)
         if due_us is None:
             return super()._put_fanout(exchange, message, routing_key, **kwargs)  # type: ignore[misc]
@@ -134,7 +147,7 @@ class FolderChannel(StoreDelayingChannel):
     """A channel of kombu's filesystem transport: a consumer finds complete files only."""
 
     def _put(self, queue: str, message: dict[str, Any], **kwargs: Any) -> Any:
-        if self.due_of(message) is not None:
+        if self.due_of(message) is not None or underway.get() is not None:
             return super()._put(queue, message, **kwargs)
         try:
             return put_file(self, queue, dumps(message))

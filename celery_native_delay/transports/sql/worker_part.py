@@ -12,6 +12,7 @@ from ...finding import WRONG, Finding
 from ..interface import Rescue, Wait, WorkerPart
 from .dispatcher import Dispatcher
 from .handover import handing_over
+from .keyed import store_key_records
 from .store import Store
 from .whole_files import is_folder
 
@@ -54,6 +55,10 @@ class StoreWorkerPart(WorkerPart):
     def rescue(self) -> Rescue:
         """Try every parked message once more; several processes may be at it."""
         return rescue(self._channel, self._delays.store)
+
+    def sweep(self) -> int:
+        """Remove records of keys that say nothing any more; their number."""
+        return store_key_records(self._delays.store).sweep()
 
     def promoter(self, connect: Callable[..., Any]) -> Dispatcher:
         store: Store = self._delays.store

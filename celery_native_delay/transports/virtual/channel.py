@@ -13,11 +13,14 @@ from typing import Any, ClassVar
 from amqp.exceptions import RecoverableConnectionError
 from kombu.transport import virtual
 
-from ...errors import NativeDelayError, SettingsError
+from ...errors import CannotDelay, NativeDelayError, SettingsError
+from ...keyed.publishing import KeyedPublish, keyed_publish, underway
+from ...keyed.records import KeyRecords
 from ...message import Delayed, due_of
 from ...settings import DelaySettings
 from ..aliases import OPTION, asks_for_delays, settings_from_option
-from .wrapping import unwrapped
+from ..interface import without_records
+from .wrapping import due_then, unwrapped
 
 
 class Message(virtual.Message):  # type: ignore[misc]
@@ -85,6 +88,14 @@ class DelayingChannel(PublishingChannel):
         """
         raise NotImplementedError
 
+    def let_wait_keyed(self, queue: str, message: dict[str, Any], keyed: KeyedPublish) -> Any:
+        """Put kombu's *message* in as its key has it; AnotherStands if that has another."""
+        raise without_records(self)
+
+    def key_records(self, settings: DelaySettings) -> KeyRecords:
+        """The records of keys; UnsupportedBroker where they cannot be kept beside what waits."""
+        raise without_records(self)
+
     @property
     def delays(self) -> Any:
         """Delayed delivery on this channel; raises :attr:`disconnected` when it was closed."""
@@ -102,10 +113,30 @@ class DelayingChannel(PublishingChannel):
 
     def _put(self, queue: str, message: dict[str, Any], **kwargs: Any) -> Any:
         """Deliver to *queue*; a message whose ``eta`` header lies in the future waits first."""
+        keyed = underway.get() and keyed_publish(message.get("headers"))
+        if keyed is not None:
+            return self._put_keyed(queue, message, keyed, **kwargs)
         due_us = self.due_of(message)
         if due_us is None:
             return super()._put(queue, message, **kwargs)  # type: ignore[misc]
         return self.let_wait(queue, message, due_us=due_us, **kwargs)
+
+    def _put_keyed(
+        self, queue: str, message: dict[str, Any], keyed: KeyedPublish, **kwargs: Any
+    ) -> Any:
+        """Its first copy takes the place of others; an exchange may lead to several queues."""
+        due_us = keyed.due_us
+        if due_us is None:
+            return self.let_wait_keyed(queue, message, keyed)
+        return self.let_wait(queue, due_then(message, due_us), due_us=due_us, **kwargs)
+
+    def check_unkeyed(self, message: dict[str, Any], exchange: str) -> None:
+        """Raise CannotDelay for a broadcast under a key."""
+        if keyed_publish(message.get("headers")) is not None:
+            raise CannotDelay(
+                f"expected a task with a key to go to a queue, got the exchange {exchange!r}, "
+                f"which broadcasts: name its queue"
+            )
 
     def basic_consume(
         self: Any,

@@ -8,3 +8,9 @@ if "tests_hop_seconds" in app.conf:
     from celery_native_delay.transports.sqs import hops
 
     hops.HOP_SECONDS = app.conf.tests_hop_seconds
+if "tests_lease_seconds" in app.conf:
+    from celery_native_delay.keyed import rules
+    from celery_native_delay.worker import leases
+
+    rules.LEASE_US = round(app.conf.tests_lease_seconds * 1_000_000)
+    leases.RENEWED_EVERY_SECONDS = app.conf.tests_lease_seconds / 4

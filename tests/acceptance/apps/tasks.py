@@ -127,6 +127,19 @@ def define_tasks(app: Celery) -> None:
         """Occupy a worker's process."""
         time.sleep(seconds)
 
+    @app.task(name="alone", shared=False, bind=True, acks_late=True)
+    def alone(self: Task, key: str, seconds: float) -> None:
+        """Note when it begins and when it ends; meant to have *key* for itself."""
+        note_phase(key, self.request.id, "begins")
+        time.sleep(seconds)
+        note_phase(key, self.request.id, "ends")
+
+
+def note_phase(key: str, task_id: str, phase: str) -> None:
+    """Append one line about a task that begins or ends."""
+    line = {"key": key, "id": task_id, "phase": phase, "at": time.time(), "pid": os.getpid()}
+    append(os.environ[RECORD_VARIABLE] + ".phases", line)
+
 
 @task_prerun.connect
 def record_start(task_id: str, task: Task, args: Any, **_: Any) -> None:
@@ -147,6 +160,10 @@ def record_start(task_id: str, task: Task, args: Any, **_: Any) -> None:
         "retries": request.retries,
         "worker": request.hostname,
     }
+    append(path, line)
+
+
+def append(path: str, line: dict[str, Any]) -> None:
     # A single write to a file opened for appending: lines of several processes never mix.
     record = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:

@@ -33,6 +33,10 @@ class LedgerKeys(IndexKeys):
         """Beginning of the keys of marks; the delivery id follows."""
         return f"{self.space}.mark."
 
+    def record(self, name: str) -> str:
+        """The record of a key, for debounce, throttle or unique."""
+        return f"{self.space}.key.{name}"
+
 
 #: How long a mark outlives the due time of its delivery, in ms: a message may lie in its queue for
 #: that long before a worker asks about it.
@@ -118,4 +122,59 @@ SWEEP = (
 local members = redis.call('ZRANGE', KEYS[1], ARGV[1], ARGV[2], 'BYSCORE', 'LIMIT', 0, ARGV[3])
 """
     + THROW_AWAY
+)
+
+#: The mark of a delivery whose key does not know it yet: void, if a worker gets it before.
+UNKNOWN = "not known to its key"
+
+#: KEYS record, ids. Returns now in µs, the record or '', the members of the task that it names.
+READ_KEY = """
+local time = redis.call('TIME')
+local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
+local record = redis.call('GET', KEYS[1])
+if not record then return {now, '', {}} end
+local id = cjson.decode(record).id
+if not id then return {now, record, {}} end
+return {now, record, redis.call('ZRANGEBYLEX', KEYS[2], '[' .. id .. ':', '(' .. id .. ';')}
+"""
+
+#: Another record, and perhaps a delivery that counts in the place of others. KEYS due, messages,
+#: ids, record, mark of the new delivery. ARGV the record as it was read or '', the new one or '',
+#: its TTL in ms, then of the new delivery, or '' thrice: member, due µs, entry; what keys of marks
+#: begin with; the members that it takes the place of. Returns 0 if all is not as it was: then the
+#: new delivery is void, and nothing else was done.
+WRITE_KEY = (
+    _REMOVE
+    + f"""
+local is_new = ARGV[4] ~= ''
+local as_it_was = (redis.call('GET', KEYS[4]) or '') == ARGV[1]
+if is_new and redis.call('GET', KEYS[5]) ~= '{UNKNOWN}' then as_it_was = false end
+for at = 8, #ARGV do
+    if not redis.call('ZSCORE', KEYS[3], ARGV[at]) then as_it_was = false end
+end
+if not as_it_was then
+    if is_new then redis.call('SET', KEYS[5], '', 'XX', 'KEEPTTL') end
+    return 0
+end
+if ARGV[2] == '' then
+    redis.call('DEL', KEYS[4])
+else
+    redis.call('SET', KEYS[4], ARGV[2], 'PX', ARGV[3])
+end
+local time = redis.call('TIME')
+for at = 8, #ARGV do
+    local due = redis.call('ZSCORE', KEYS[1], ARGV[at]) or 0
+    local left = math.ceil(tonumber(due) / 1000) - tonumber(time[1]) * 1000
+    local mark = ARGV[7] .. string.match(ARGV[at], '[^:]*$')
+    redis.call('SET', mark, '', 'PX', math.max(left, 0) + {MARK_GRACE_MS})
+    remove(ARGV[at])
+end
+if is_new then
+    redis.call('HSET', KEYS[2], ARGV[4], ARGV[6])
+    redis.call('ZADD', KEYS[1], ARGV[5], ARGV[4])
+    redis.call('ZADD', KEYS[3], 0, ARGV[4])
+    redis.call('DEL', KEYS[5])
+end
+return 1
+"""
 )

@@ -1,0 +1,242 @@
+"""Debounce, throttle and unique, from the call to Celery's own publish and back.
+
+The call may look at its record first, to send nothing at all; what decides is the channel's look,
+with the message in its hands.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from datetime import datetime
+from functools import partial
+from typing import Any, Literal, TypeAlias, get_args
+
+from celery import Task, uuid
+from celery.canvas import Signature
+from celery.result import AsyncResult
+from celery.utils.log import get_logger
+
+from ..due_time import due_us
+from ..errors import CannotDelay, InvalidDueTime, UnsupportedBroker
+from ..keyed import rules
+from ..keyed.publishing import AnotherStands, KeyedPublish, publishing
+from ..keyed.record import HEADER, VERSION, name_of
+from ..keyed.records import KeyRecords
+from ..keyed.rules import Seen, Step
+from ..transports.aliases import delay_headers
+from ..transports.interface import WHERE_KEYS_ARE_KEPT
+from .asking import ask_on_a_connection
+from .installation import delaying_channel
+from .results import tell_revoked
+
+logger = get_logger(__name__)
+
+Edge: TypeAlias = Literal["leading", "trailing", "both"]
+Until: TypeAlias = Literal["start", "end"]
+
+#: A rule that lacks what was seen, and the id of the new task.
+_Call: TypeAlias = Callable[[Seen, str], Step]
+
+
+class Keyed:
+    """Calls under keys, of one app."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+        self._is_checked = False
+
+    def debounce(
+        self,
+        signature: Signature,
+        key: str,
+        seconds: float,
+        *,
+        max_wait_seconds: float | None,
+        announce: bool,
+    ) -> AsyncResult:
+        name = _name_of("debounce", signature, key)
+        quiet_us = _microseconds("seconds", seconds)
+        longest_us = None
+        if max_wait_seconds is not None:
+            longest_us = _microseconds("max_wait_seconds", max_wait_seconds)
+            if longest_us < quiet_us:
+                raise InvalidDueTime(
+                    f"expected max_wait_seconds of at least {seconds=}, got {max_wait_seconds!r}"
+                )
+        _refuse_times(signature)
+        call = partial(rules.debounce, quiet_us=quiet_us, longest_us=longest_us)
+        return self._publish(name, call, signature, announce=announce, countdown=seconds)
+
+    def throttle(
+        self, signature: Signature, key: str, seconds: float, *, edge: Edge, announce: bool
+    ) -> AsyncResult:
+        window_us = _microseconds("seconds", seconds)
+        _check_word("edge", edge, Edge)
+        _refuse_times(signature)
+        if edge == "trailing":
+            name = _name_of("throttle-trailing", signature, key)
+            call: _Call = partial(rules.debounce, quiet_us=window_us, longest_us=window_us)
+            return self._publish(name, call, signature, announce=announce, countdown=seconds)
+        name = _name_of("throttle", signature, key)
+        call = partial(rules.throttle, window_us=window_us, trails=edge == "both")
+        return self._unless_another_stands(name, call, signature, announce=announce)
+
+    def unique(
+        self,
+        signature: Signature,
+        key: str,
+        *,
+        countdown: float | None,
+        eta: datetime | str | None,
+        until: Until,
+    ) -> AsyncResult:
+        name = _name_of("unique", signature, key)
+        _check_word("until", until, Until)
+        options = dict(signature.options)
+        if countdown is None and eta is None:
+            countdown, eta = options.get("countdown"), options.get("eta")
+        time: dict[str, Any] = {}
+        if countdown is not None or eta is not None:
+            at_us = due_us(delay_headers(countdown=countdown, eta=eta)["eta"])  # or InvalidDueTime
+            time = {"countdown": countdown} if eta is None else {"eta": eta}
+        call: _Call = rules.unique
+        if eta is not None:
+            call = partial(rules.unique, at_us=at_us)
+        elif countdown is not None:
+            call = partial(rules.unique, wait_us=max(round(countdown * 1_000_000), 0))
+        mark = {HEADER: {"v": VERSION, "key": name, "until": until}}
+        time["headers"] = {**(options.get("headers") or {}), **mark}
+        return self._unless_another_stands(name, call, signature, **time)
+
+    def _unless_another_stands(
+        self, name: str, call: _Call, signature: Signature, **options: Any
+    ) -> AsyncResult:
+        """:meth:`_publish`, unless a look at the record shows that there is no need."""
+        if self._task(signature) is None or not self._app.conf.task_always_eager:
+            seen = self._ask(lambda records: records.read(name))
+            if stands := call(seen, "").stands:
+                return self._result(signature, stands)
+        return self._publish(name, call, signature, **options)
+
+    def _publish(
+        self,
+        name: str,
+        call: _Call,
+        signature: Signature,
+        *,
+        announce: bool = False,
+        **options: Any,
+    ) -> AsyncResult:
+        """Publish the task as *call* rules; the result of the task that stands then."""
+        task = self._task(signature)
+        send = partial(self._app.send_task, signature.task) if task is None else task.apply_async
+        options = {**signature.options, **options}
+        if task is not None and self._app.conf.task_always_eager:
+            return send(signature.args, signature.kwargs, **options)
+        self._check()
+        task_id = options.pop("task_id", None) or uuid()
+        keyed = KeyedPublish(name, lambda seen: call(seen, task_id), task_id)
+        try:
+            with publishing(keyed):
+                result = send(signature.args, signature.kwargs, task_id=task_id, **options)
+        except AnotherStands as exc:
+            return self._result(signature, exc.task_id)
+        if keyed.step is None:
+            raise CannotDelay(
+                f"{signature.task} was not sent under its key: expected its message to reach a "
+                f"queue of this app's broker; leave out the options connection and producer, and "
+                f"see that its exchange leads to a queue"
+            )
+        if announce and keyed.replaced is not None:
+            self._announce(keyed.replaced, signature, task_id)
+        return result
+
+    def _announce(self, replaced: str, signature: Signature, task_id: str) -> None:
+        """Tell the result backend; the call itself is done, whatever that says."""
+        try:
+            tell_revoked(self._app, replaced, signature.task, reason=f"replaced by {task_id}")
+        except Exception as exc:
+            logger.warning(
+                "native delay: %s is replaced by %s, its result will not say so: %s: %s",
+                replaced,
+                task_id,
+                type(exc).__name__,
+                exc,
+            )
+
+    def _check(self) -> None:
+        """Refuse, once for all, an app that has no place for records of keys."""
+        if self._is_checked:
+            return
+        if self._app.conf.task_protocol != 2:
+            raise CannotDelay(
+                "expected task_protocol = 2, in whose headers a task can be told from another: "
+                "debounce, throttle and unique need it"
+            )
+        self._ask(lambda records: None)
+        self._is_checked = True
+
+    def _ask(self, question: Callable[[KeyRecords], Any]) -> Any:
+        def ask(connection: Any) -> Any:
+            return question(key_records(self._app, connection))
+
+        return ask_on_a_connection(self._app, ask)
+
+    def _task(self, signature: Signature) -> Task | None:
+        found: Task | None = self._app.tasks.get(signature.task)
+        return found
+
+    def _result(self, signature: Signature, task_id: str) -> AsyncResult:
+        return (self._task(signature) or self._app).AsyncResult(task_id)
+
+
+def key_records(app: Any, connection: Any) -> KeyRecords:
+    """The records of keys on a *connection* of *app*; UnsupportedBroker where there are none."""
+    try:
+        channel, settings = delaying_channel(app, connection)
+    except UnsupportedBroker as exc:
+        raise UnsupportedBroker(f"{exc}; {WHERE_KEYS_ARE_KEPT}") from exc
+    records: KeyRecords = channel.key_records(settings)
+    return records
+
+
+def _name_of(kind: str, signature: Any, key: object) -> str:
+    """The name of the record; TypeError for what is no single task, or no key."""
+    if isinstance(signature, Task):
+        raise TypeError(
+            f"expected a signature, got the task itself: write {signature.__name__}.s()"
+        )
+    if not isinstance(signature, Signature):
+        raise TypeError(f"expected the signature of a task such as remind.s(7), got {signature!r}")
+    kinds = signature.get("subtask_type")
+    if kinds:
+        raise TypeError(
+            f"expected the signature of a single task, got a {kinds}: a key stands for one "
+            f"message; use that of a task which starts the {kinds}"
+        )
+    if not isinstance(key, str) or not key:
+        raise TypeError(f"expected key to be a text such as 'user:7', got {key!r}")
+    return name_of(kind, signature.task, key)
+
+
+def _microseconds(name: str, seconds: object) -> int:
+    is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if not (is_number and 0 < seconds < math.inf):  # type: ignore[operator]
+        raise InvalidDueTime(f"expected {name} to be a number above 0, got {seconds!r}")
+    return round(seconds * 1_000_000)  # type: ignore[operator]
+
+
+def _check_word(name: str, value: object, words: Any) -> None:
+    known = get_args(words)
+    if value not in known:
+        raise ValueError(f"expected {name} to be {' or '.join(map(repr, known))}, got {value!r}")
+
+
+def _refuse_times(signature: Signature) -> None:
+    given = [name for name in ("countdown", "eta") if signature.options.get(name) is not None]
+    if given:
+        raise TypeError(
+            f"expected a signature without {given[0]}, for its key says when it runs: leave it out "
+            f"of the signature's options"
+        )

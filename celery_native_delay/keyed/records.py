@@ -1,0 +1,48 @@
+"""The keeper of records: reads, has a rule decide, and writes if all is still as it was read."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+from ..errors import CannotDelay
+from .rules import Rule, Seen, Step
+
+#: Another caller was quicker so often, each time. Of any number, one always gets through.
+TRIES = 100
+
+
+class KeyRecords(ABC):
+    """The records of one namespace on one broker.
+
+    Every method may raise LedgerUnavailable or StoreUnavailable, and redis-py's own where the
+    broker is Redis.
+    """
+
+    #: False if they have a connection of their own, and do not need that of their channel.
+    needs_connection = False
+
+    @abstractmethod
+    def read(self, name: str) -> Seen:
+        """The record of *name* as it is now, and which of its messages wait."""
+
+    @abstractmethod
+    def write(self, name: str, seen: Seen, step: Step, put: Any) -> bool:
+        """Do *step*, if all is as it was *seen*: else False, and nothing has changed.
+
+        *put* makes the message that is put in, in terms of the broker.
+        """
+
+    def change(self, name: str, rule: Rule, put: Any = None) -> tuple[Seen, Step]:
+        """The state that *rule* saw, and the step that it decided on, which is done."""
+        for _ in range(TRIES):
+            seen = self.read(name)
+            step = rule(seen)
+            if step.due_us is None and step.record == seen.record:
+                return seen, step
+            if self.write(name, seen, step, put):
+                return seen, step
+        raise CannotDelay(
+            f"the record of {name} was changed by others {TRIES} times while this call looked at "
+            f"it: try again, or let fewer producers share a key"
+        )

@@ -1,0 +1,97 @@
+"""Records of keys in the Redis that keeps a ledger, for messages that wait in RabbitMQ.
+
+A message in a level cannot be taken back, and two servers know of no common transaction. So:
+
+1. the new delivery is marked, so that it is void if a worker gets it before its key knows it;
+2. it is published and confirmed;
+3. one script, if all is as it was read, writes the record, makes the new delivery count, and
+   declares those void that it takes the place of. If not, the new one stays void.
+
+A process that dies in between has changed nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from secrets import token_hex
+from typing import Any
+
+from ....errors import LedgerUnavailable
+from ....keyed.record import Record
+from ....keyed.records import KeyRecords
+from ....keyed.rules import Seen, Step
+from ....settings import DelaySettings
+from ....urls import without_password
+from ...per_process import PerProcess
+from .connection import redis_options
+from .scripts import MARK_GRACE_MS, READ_KEY, UNKNOWN, WRITE_KEY, LedgerKeys
+
+_TIMEOUT_SECONDS = 5.0
+
+#: Publishes a delivery, given when it is due and its id; returns member and entry for the ledger.
+Put = Callable[[int, str], tuple[str, bytes]]
+
+
+class LedgerKeyRecords(KeyRecords):
+    """Records of one namespace of one virtual host, for any thread; raises LedgerUnavailable."""
+
+    def __init__(self, url: str, namespace: str, vhost: str) -> None:
+        to, options = redis_options(url, timeout_seconds=_TIMEOUT_SECONDS)
+        import redis
+
+        self._where = without_password(url)
+        self._errors = redis.RedisError, OSError
+        self._keys = LedgerKeys(namespace, vhost)
+        self._client = redis.Redis.from_url(to, **options)
+        self._read = self._client.register_script(READ_KEY)
+        self._write = self._client.register_script(WRITE_KEY)
+
+    def read(self, name: str) -> Seen:
+        with self._explained():
+            now_us, text, members = self._read(keys=[self._keys.record(name), self._keys.ids])
+        if not text:
+            return Seen(now_us, None)
+        record = Record.decoded(text)
+        found = (member for member in members if member.decode().rpartition(":")[0] == record.id)
+        return Seen(now_us, record, tuple(found))
+
+    def write(self, name: str, seen: Seen, step: Step, put: Put | None) -> bool:
+        record = "" if step.record is None else step.record.encoded()
+        before = "" if seen.record is None else seen.record.encoded()
+        kept_ms = max(step.kept_us - seen.now_us, 0) // 1000 + 1
+        delivery_id = token_hex(16)
+        mark = self._keys.marks + delivery_id
+        message: tuple[Any, ...] = ("", "", "")
+        if step.due_us is not None:
+            assert put is not None
+            left_ms = max(step.due_us - seen.now_us, 0) // 1000
+            with self._explained():
+                self._client.set(mark, UNKNOWN, px=left_ms + MARK_GRACE_MS)
+            member, entry = put(step.due_us, delivery_id)
+            message = (member, step.due_us, entry)
+        gone = seen.waiting if step.replaces else ()
+        keys = [*self._keys.index, self._keys.record(name), mark]
+        arguments = [before, record, kept_ms, *message, self._keys.marks, *gone]
+        with self._explained():
+            return bool(self._write(keys=keys, args=arguments))
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except self._errors as exc:
+            raise LedgerUnavailable(
+                f"the ledger at {self._where}, which keeps the records of keys, does not answer: "
+                f"{str(exc).rstrip('.')}"
+            ) from exc
+
+
+_records: PerProcess[tuple[str, str, str], LedgerKeyRecords] = PerProcess()
+
+
+def ledger_key_records(settings: DelaySettings, vhost: str) -> LedgerKeyRecords:
+    """The process's records, on the Redis that *settings* name as a ledger."""
+    assert settings.ledger_url is not None
+    key = settings.ledger_url, settings.namespace, vhost
+    return _records.get(key, lambda: LedgerKeyRecords(*key))

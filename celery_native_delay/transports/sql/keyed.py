@@ -1,0 +1,178 @@
+"""Records of keys in a store, beside the messages that wait: one transaction changes both."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from threading import Lock
+from time import time_ns
+from typing import Any
+
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Connection,
+    MetaData,
+    String,
+    Table,
+    Text,
+    bindparam,
+    delete,
+    exc,
+    insert,
+    inspect,
+    select,
+    update,
+)
+
+from ...errors import StoreUnavailable
+from ...keyed.record import Record
+from ...keyed.records import TRIES, KeyRecords
+from ...keyed.rules import Rule, Seen, Step
+from ..per_process import PerProcess
+from ..virtual.ledger import waiting_of
+from .database import now_us
+from .delays import Put
+from .rows import Row, Rows
+from .schema import MESSAGES
+from .store import ADD, Store, is_about_a_row
+
+_METADATA = MetaData()
+
+#: A row for each key. Not among the tables of ``schema.py``: a user who may make none there has no
+#: need of it before a key is used. What stands here is frozen likewise, a record has its version.
+_KEYS = Table(
+    "native_delay_key",
+    _METADATA,
+    Column("namespace", String(64), primary_key=True),
+    Column("name", String(200), primary_key=True),
+    Column("record", Text, nullable=False),
+    # Microseconds since the epoch; then it says nothing any more.
+    Column("kept_us", BigInteger, nullable=False),
+)
+
+_KEY = _KEYS.c
+_THIS = (_KEY.namespace == bindparam("mine"), _KEY.name == bindparam("this"))
+_LOOK = select(_KEY.record, _KEY.kept_us).where(*_THIS)
+_LOCK = _LOOK.with_for_update()
+_ADD = insert(_KEYS)
+_CHANGE = update(_KEYS).where(*_THIS).values(record=bindparam("text"), kept_us=bindparam("kept"))
+_REMOVE = delete(_KEYS).where(*_THIS)
+_SWEEP = delete(_KEYS).where(_KEY.namespace == bindparam("mine"), _KEY.kept_us < bindparam("now"))
+_TAKE_OUT = delete(MESSAGES).where(MESSAGES.c.id.in_(bindparam("ids", expanding=True)))
+
+
+class StoreKeyRecords(KeyRecords):
+    """Records in one *store*, for any thread. Every method raises StoreUnavailable."""
+
+    def __init__(self, store: Store) -> None:
+        self._store = store
+        self._is_made = False
+        self._making = Lock()
+
+    def read(self, name: str) -> Seen:
+        self._make()
+        return self._store.look(lambda connection: self._seen(connection, name)[0])
+
+    def change(
+        self, name: str, rule: Rule, put: Callable[[int], Put] | None = None
+    ) -> tuple[Seen, Step]:
+        self._make()
+        for last_try in (*[False] * TRIES, True):
+            try:
+                with self._store.noticed():
+                    seen, step = self._store.change(
+                        lambda connection: self._change(connection, name, rule, put)
+                    )
+                break
+            except StoreUnavailable as error:
+                # Another was the first to write this record, at the same time.
+                if last_try or not isinstance(error.__cause__, exc.IntegrityError):
+                    self._is_made = is_about_a_row(error)
+                    raise
+        if step.due_us is not None:
+            self._store.on_add(step.due_us)
+        return seen, step
+
+    def write(self, name: str, seen: Seen, step: Step, put: Any) -> bool:
+        """Not by itself: :meth:`change` reads, decides and writes in one transaction."""
+        raise NotImplementedError
+
+    def sweep(self) -> int:
+        """Remove records that say nothing any more; their number."""
+        if not self._is_made:
+            return 0
+        values = {"mine": self._store.namespace, "now": time_ns() // 1000}
+        return self._store.change(lambda connection: connection.execute(_SWEEP, values).rowcount)
+
+    def _change(
+        self, connection: Connection, name: str, rule: Rule, put: Callable[[int], Put] | None
+    ) -> tuple[Seen, Step]:
+        seen, is_there = self._seen(connection, name, to_change=True)
+        step = rule(seen)
+        if step.due_us is None and step.record == seen.record:
+            return seen, step
+        this = {"mine": self._store.namespace, "this": name}
+        if step.record is None:
+            connection.execute(_REMOVE, this)
+        elif is_there:
+            changed = {"text": step.record.encoded(), "kept": step.kept_us}
+            connection.execute(_CHANGE, {**this, **changed})
+        else:
+            new = {"record": step.record.encoded(), "kept_us": step.kept_us}
+            connection.execute(_ADD, {"namespace": this["mine"], "name": name, **new})
+        if step.replaces:
+            connection.execute(_TAKE_OUT, {"ids": [row.id for row in seen.waiting]})
+        if step.due_us is not None:
+            assert put is not None
+            queue, due_us, task_id, envelope = put(step.due_us)
+            values = self._store.row(queue, envelope, due_us, task_id)
+            connection.execute(ADD, values)
+        return seen, step
+
+    def _seen(
+        self, connection: Connection, name: str, *, to_change: bool = False
+    ) -> tuple[Seen, bool]:
+        """The record of *name* and what waits for it, locked *to_change* them; is a row there?"""
+        this = {"mine": self._store.namespace, "this": name}
+        found = connection.execute(_LOCK if to_change else _LOOK, this).first()
+        at_us = now_us(connection)
+        if found is None or found.kept_us < at_us:
+            return Seen(at_us, None), found is not None
+        record = Record.decoded(found.record)
+        if record.id is None:
+            return Seen(at_us, record), True
+        rows = Rows(connection, self._store.namespace, to_change=to_change).of(record.id)
+        waiting = tuple(row for row in rows if not _is_cancelled(row, record))
+        return Seen(at_us, record, waiting), True
+
+    def _make(self) -> None:
+        if self._is_made:
+            return
+        self._store.prepare()
+        with self._making:
+            if not self._store.look(lambda connection: inspect(connection).has_table(_KEYS.name)):
+                try:
+                    self._store.change(_METADATA.create_all)
+                except StoreUnavailable:
+                    # Where another process creates it as well, "if it is not there" is no promise.
+                    if not self._store.look(lambda found: inspect(found).has_table(_KEYS.name)):
+                        raise
+            self._is_made = True
+
+
+def _is_cancelled(row: Row, record: Record) -> bool:
+    """True for a message that is on its way to be announced; looked at if its due time moved."""
+    if row.due_us == record.due_us:
+        return False
+    return waiting_of(row.envelope, queue=row.queue, due_us=row.due_us) is None
+
+
+_records: PerProcess[tuple[str, str], StoreKeyRecords] = PerProcess()
+
+
+def store_key_records(store: Store) -> StoreKeyRecords:
+    """The process's records in *store*."""
+    key = store.url, store.namespace
+    return _records.get(
+        key, lambda: StoreKeyRecords(store), is_good=lambda found: found._store is store
+    )

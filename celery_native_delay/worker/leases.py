@@ -1,0 +1,207 @@
+"""The leases of unique tasks in one process: begun, renewed for as long as they run, ended.
+
+The main process of a worker renews those of tasks that it has received and not handed out, or that
+its pool has; the process that runs a task renews that one's as well, and goes on if the first dies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import partial
+from secrets import token_hex
+from threading import Condition, RLock, Thread
+from time import monotonic
+from typing import Any
+
+from celery.utils.log import get_logger
+
+from ..app.keyed import key_records
+from ..keyed import rules
+from ..keyed.records import KeyRecords
+from ..keyed.rules import RENEWED_EVERY_SECONDS, Rule, Step
+from ..transports.per_process import PerProcess
+
+logger = get_logger(__name__)
+
+#: Until what could not be written is tried again.
+RETRY_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Held:
+    """A unique task in this process; *is_here* is false once it is not any more.
+
+    Without a *token* nothing needs to be renewed: others may run beside it.
+    """
+
+    name: str
+    task_id: str
+    is_here: Callable[[], bool]
+    token: str | None = None
+    runs: bool = False
+
+
+class Leases:
+    """Those of one app; for any thread of the process."""
+
+    def __init__(self, app: Any) -> None:
+        self._app = app
+        self._asking = RLock()
+        self._connection: Any = None
+        self._records: KeyRecords | None = None
+        self._changed = Condition()
+        self._held: list[Held] = []
+        #: What could not be written yet: names and rules.
+        self._owed: list[tuple[str, Rule]] = []
+        self._thread: Thread | None = None
+
+    # --- one task ------------------------------------------------------------------------
+
+    def begin(self, name: str, task_id: str, is_here: Callable[[], bool]) -> tuple[str, Step]:
+        """The token under which it has the key to itself; or the step says when it is free.
+
+        Raises whatever says that the records cannot be asked.
+        """
+        token = token_hex(8)
+        step = self._change(name, partial(rules.begin, task_id=task_id, token=token))
+        if step.free_us is None:
+            self.hold(Held(name, task_id, is_here, token))
+        return token, step
+
+    def hold(self, held: Held) -> None:
+        """Renew the lease of a task from now on, and know it if it is lost."""
+        with self._changed:
+            self._held.append(held)
+            self._work()
+
+    def settle(self, name: str, rule: Rule, *, token: str | None = None) -> None:
+        """Write the end of a task, later if it cannot be now; *token* is renewed no more."""
+        with self._changed:
+            self._held = [held for held in self._held if token is None or held.token != token]
+        try:
+            self._change(name, rule)
+        except Exception as exc:
+            logger.warning(
+                "native delay: the key %s stays taken until its record can be written: %s: %s",
+                name,
+                type(exc).__name__,
+                exc,
+            )
+            with self._changed:
+                self._owed.append((name, rule))
+                self._work()
+
+    def lost(self, task_id: str) -> None:
+        """The process that ran a task is gone: its key is free."""
+        with self._changed:
+            gone = [held for held in self._held if held.task_id == task_id]
+        for held in gone:
+            if held.token is not None:
+                self.settle(held.name, partial(rules.end, token=held.token), token=held.token)
+            else:
+                self.settle(held.name, partial(rules.release, task_id=task_id))
+
+    # --- the thread ----------------------------------------------------------------------
+
+    def _work(self) -> None:
+        if self._thread is None:
+            self._thread = Thread(target=self._run, name="native-delay-leases", daemon=True)
+            self._thread.start()
+        self._changed.notify()
+
+    def _run(self) -> None:
+        next_round = monotonic() + RENEWED_EVERY_SECONDS
+        while True:
+            with self._changed:
+                if not self._held and not self._owed and monotonic() >= next_round:
+                    self._thread = None
+                    break
+                pause_seconds = next_round - monotonic()
+                if self._owed:
+                    pause_seconds = min(pause_seconds, RETRY_SECONDS)
+                self._changed.wait(max(pause_seconds, 0))
+                owed, self._owed = self._owed, []
+            for name, rule in owed:
+                self.settle(name, rule)
+            if monotonic() >= next_round:
+                next_round = monotonic() + RENEWED_EVERY_SECONDS
+                self._renew_all()
+        self._disconnect()
+
+    def _renew_all(self) -> None:
+        with self._changed:
+            self._held = [held for held in self._held if held.is_here()]
+            tasks = [held for held in self._held if held.token is not None]
+        for held in tasks:
+            assert held.token is not None
+            try:
+                step = self._change(held.name, partial(rules.renew, token=held.token))
+            except Exception as exc:
+                logger.warning(
+                    "native delay: the lease of %s under the key %s is not renewed: %s: %s",
+                    held.task_id,
+                    held.name,
+                    type(exc).__name__,
+                    exc,
+                )
+                continue
+            run = None if step.record is None else step.record.run
+            if held.runs and (run is None or run.token != held.token):
+                self._tell_lapsed(held)
+
+    def _tell_lapsed(self, held: Held) -> None:
+        with self._changed:
+            if held not in self._held:
+                return  # it has just ended
+            self._held.remove(held)
+        logger.error(
+            "native delay: the lease of %s under the key %s has lapsed, another task may run "
+            "beside it: it could not be renewed for %d s, or its record is lost",
+            held.task_id,
+            held.name,
+            rules.LEASE_US // 1_000_000,
+        )
+
+    # --- the records ---------------------------------------------------------------------
+
+    def _change(self, name: str, rule: Rule) -> Step:
+        with self._asking:
+            for last_try in (False, True):
+                is_new = self._records is None
+                try:
+                    return self._connected().change(name, rule)[1]
+                except Exception:
+                    self._disconnect()
+                    if last_try or is_new:
+                        raise
+        raise AssertionError("unreachable")
+
+    def _connected(self) -> KeyRecords:
+        if self._records is None:
+            connection = self._app.connection_for_write()
+            try:
+                connection.ensure_connection(max_retries=1)
+                self._records = key_records(self._app, connection)
+                if self._records.needs_connection:
+                    self._connection, connection = connection, None
+            finally:
+                if connection is not None:
+                    connection.close()
+        return self._records
+
+    def _disconnect(self) -> None:
+        with self._asking:
+            connection, self._connection, self._records = self._connection, None, None
+            if connection is not None:
+                with suppress(Exception):  # it is gone, whatever it says to that
+                    connection.close()
+
+
+_leases: PerProcess[int, Leases] = PerProcess()
+
+
+def leases_of(app: Any) -> Leases:
+    """The leases of this process."""
+    return _leases.get(id(app), lambda: Leases(app), is_good=lambda found: found._app is app)

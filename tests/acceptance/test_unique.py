@@ -1,0 +1,196 @@
+"""Unique tasks under workers that are killed: never two at once, and no key stays taken."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections import defaultdict
+from collections.abc import Iterator
+from itertools import count, cycle, pairwise
+from pathlib import Path
+from random import Random
+from threading import Event
+from time import sleep, time
+from typing import Any
+
+import pytest
+
+from celery_native_delay import Delay
+from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, vhost_name
+from tests.acceptance.worker import FEW_LEVELS, Fleet, Worker, fleet_on
+from tests.brokers import in_ci
+from tests.conformance.brokers import options_of, running_broker, settings_of
+from tests.traffic import beside
+from tests.waiting import wait_until
+
+KEYS = ("a", "b", "c")
+
+#: Of the lease in these workers; in others it is a minute.
+LEASE_SECONDS = 3.0
+
+KILLS = 2
+
+
+@pytest.fixture
+def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
+    """On Redis, messages are delivered once more while their tasks still run."""
+    conf: dict[str, Any] = {"tests_lease_seconds": LEASE_SECONDS}
+    ledger: PrivateRedis = request.getfixturevalue("ledger_redis")
+    match getattr(request, "param", "redis"):
+        case "redis":
+            conf["broker_transport_options"] = {"visibility_timeout": 2}
+            with fleet_on(ledger.url, tmp_path, **conf) as fleet:
+                yield fleet
+        case "rabbitmq":
+            running = request.getfixturevalue("running_rabbitmq")
+            server: PrivateRabbitMQ = running("3.10")
+            url = server.new_vhost()
+            conf |= {"native_delay_levels": FEW_LEVELS, "native_delay_ledger": ledger.url}
+            with fleet_on(url, tmp_path, **conf) as fleet:
+                yield fleet
+            server.delete_vhost(vhost_name(url))
+        case name:
+            with running_broker(name, pytest.fail) as broker:
+                url = broker.new_space()
+                conf["broker_transport_options"] = options_of(url)
+                conf |= {f"native_delay_{name}": value for name, value in settings_of(url).items()}
+                with fleet_on(url, tmp_path, **conf) as fleet:
+                    yield fleet
+
+
+def phases(fleet: Fleet) -> list[dict[str, Any]]:
+    file = Path(f"{fleet.record.path}.phases")
+    if not file.exists():
+        return []
+    lines, _, _ = file.read_text().rpartition("\n")
+    return [json.loads(line) for line in lines.splitlines()]
+
+
+def spans(fleet: Fleet, killed: dict[int, float]) -> dict[str, list[tuple[float, float]]]:
+    """By key, when each run began and ended; one whose process was killed ended then."""
+    found: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    open_runs: dict[int, dict[str, Any]] = {}
+    for line in phases(fleet):
+        if line["phase"] == "begins":
+            assert line["pid"] not in open_runs
+            open_runs[line["pid"]] = line
+        else:
+            begun = open_runs.pop(line["pid"])
+            assert begun["id"] == line["id"]
+            found[line["key"]].append((begun["at"], line["at"]))
+    for pid, begun in open_runs.items():
+        found[begun["key"]].append((begun["at"], killed[pid]))
+    return {key: sorted(each) for key, each in found.items()}
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def children_of(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+@pytest.mark.parametrize("fleet", ["redis", in_ci("rabbitmq"), in_ci("filesystem")], indirect=True)
+def test_never_two_at_once_though_workers_die_and_messages_come_twice(fleet: Fleet) -> None:
+    """Half of the times the main process alone is killed, and its tasks go on without it."""
+    delay, random = Delay(fleet.app()), Random(7)
+    alone = fleet.app().signature("alone")
+    stopping, numbers = Event(), count()
+    killed: dict[int, float] = {}
+    orphans: set[int] = set()
+
+    def watch_orphans() -> None:
+        while orphans or not stopping.wait(0.02):
+            for pid in [pid for pid in orphans if not is_alive(pid)]:
+                killed[pid] = time()
+                orphans.discard(pid)
+
+    def produce() -> None:
+        for key in cycle(KEYS):
+            if stopping.is_set():
+                return
+            seconds = 5.0 if next(numbers) % 40 == 0 else random.uniform(0, 0.3)
+            delay.unique(alone.clone(args=(key, seconds)), key=key)
+            stopping.wait(0.02)
+
+    def new_worker(*, wait: bool) -> Worker:
+        return fleet.worker(wait=wait, concurrency=2)
+
+    def ended() -> int:
+        return sum(line["phase"] == "ends" for line in phases(fleet))
+
+    workers = [new_worker(wait=True), new_worker(wait=True)]
+    with beside(produce, stop=stopping.set), beside(watch_orphans, stop=stopping.set):
+        for number in range(KILLS):
+            done = ended()
+            wait_until(lambda done=done: ended() >= done + 5)
+            sleep(random.uniform(0, 1))
+            victim = workers.pop(0)
+            pool = children_of(victim.process.pid)
+            if number % 2:
+                os.kill(victim.process.pid, signal.SIGKILL)
+                victim.process.wait()
+                orphans.update(pool)
+            else:
+                victim.kill()
+                killed |= dict.fromkeys(pool, time())
+            workers.append(new_worker(wait=False))
+        done = {key: sum(line["key"] == key for line in phases(fleet)) for key in KEYS}
+        # Every key is free again, and goes on.
+        wait_until(
+            lambda: all(
+                sum(line["key"] == key for line in phases(fleet)) >= done[key] + 4 for key in KEYS
+            )
+        )
+    for worker in workers:
+        worker.stop()
+    found = spans(fleet, killed)
+    for key in KEYS:
+        for (_, end), (begin, _) in pairwise(found[key]):
+            assert begin >= end, f"{key}: one began {end - begin} s before the other had ended"
+
+
+def test_until_start_another_may_come_once_it_has_started(fleet: Fleet) -> None:
+    delay, app = Delay(fleet.app()), fleet.app()
+    fleet.worker(concurrency=2)
+    alone = app.signature("alone", args=("a", 3.0))
+    first = delay.unique(alone, key="a", until="start")
+    wait_until(lambda: phases(fleet))
+    second = wait_until(
+        lambda: next(
+            (
+                each.id
+                for each in [delay.unique(alone, key="a", until="start")]
+                if each.id != first.id
+            ),
+            None,
+        )
+    )
+    fleet.record.wait_for(1, task_id=second)
+
+
+def test_a_cancelled_one_an_expired_one_and_a_failed_one_free_their_key(fleet: Fleet) -> None:
+    delay, app = Delay(fleet.app()), fleet.app()
+    note = app.signature("note", args=(1,))
+    cancelled = delay.unique(note, key="a", countdown=30)
+    assert delay.cancel(cancelled)
+    expired = delay.unique(note.clone().set(expires=0.01), key="b")
+    failed = delay.unique(app.signature("hold", args=("not a number",)), key="c")
+    retried = delay.unique(app.signature("again", args=(1, 1.0)), key="d")
+    fleet.worker()
+
+    def frees(key: str, name: str, args: tuple[Any, ...], before: str) -> bool:
+        return bool(delay.unique(app.signature(name, args=args), key=key).id != before)
+
+    wait_until(lambda: frees("a", "note", (2,), cancelled.id))
+    wait_until(lambda: frees("b", "note", (2,), expired.id))
+    wait_until(lambda: frees("c", "hold", (0,), failed.id))
+    fleet.record.wait_for(1, task_id=retried.id)
+    assert delay.unique(app.signature("again", args=(0, 0)), key="d").id == retried.id
+    fleet.record.wait_for(2, task_id=retried.id)
+    wait_until(lambda: frees("d", "again", (0, 0), retried.id))

@@ -1,0 +1,571 @@
+"""The promises of debounce, throttle and unique, the same on every broker that can keep them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from itertools import count, pairwise
+from threading import Barrier
+from time import time
+from typing import Any
+from uuid import uuid4
+
+import pytest
+from celery import Celery, chain, chord, group
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    invariant,
+    rule,
+    run_state_machine_as_test,
+)
+from kombu import Connection, Queue
+
+from celery_native_delay import (
+    CannotDelay,
+    Delay,
+    DelayTooLong,
+    InvalidDueTime,
+    UnsupportedBroker,
+    install,
+)
+from celery_native_delay.app.keyed import key_records
+from celery_native_delay.keyed import rules
+from celery_native_delay.keyed.record import HEADER, name_of
+from celery_native_delay.keyed.records import KeyRecords
+from celery_native_delay.keyed.rules import Seen, Step
+from celery_native_delay.transports.interface import Answer
+from tests.brokers import in_ci
+from tests.conformance.brokers import Broker, options_of, settings_of
+from tests.conformance.traffic import SETTINGS, attended
+from tests.traffic import Inbox
+
+BROKERS = [
+    pytest.param("rabbitmq-3.10", marks=pytest.mark.rabbitmq310),
+    pytest.param("rabbitmq-4.3", marks=pytest.mark.rabbitmq43),
+    pytest.param("redis", marks=pytest.mark.redis),
+    in_ci("valkey"),
+    "filesystem",
+    in_ci("filesystem-postgresql"),
+    in_ci("sqla"),
+]
+
+TASK = "shop.reindex"
+
+#: Longer than any test takes, and than the levels of these tests are too short for.
+LONG = 100.0
+
+
+def reindexed(*args: Any) -> tuple[Any, ...]:
+    return args
+
+
+@pytest.fixture(scope="module")
+def app(
+    broker: Broker, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Celery]:
+    """Installed, with results, and with a ledger beside RabbitMQ; what is due is handed over."""
+    url = broker.new_space()
+    more: dict[str, Any] = settings_of(url)
+    if url.startswith("amqp"):
+        more["ledger"] = request.getfixturevalue("ledger_server").url
+    results = tmp_path_factory.mktemp("results")
+    app = Celery("shop", broker=url, backend=f"file://{results}", set_as_current=False)
+    app.conf.broker_transport_options = options_of(url)
+    app.conf.task_default_queue = "jobs"
+    app.task(name=TASK)(reindexed)
+    with attended(url):
+        yield install(app, **SETTINGS, **more)
+        app.close()
+    broker.remove_space(url)
+
+
+@pytest.fixture
+def key(app: Celery) -> Iterator[str]:
+    """A key of this test's own; nothing of it is left."""
+    yield uuid4().hex
+    app.conf.update(task_always_eager=False, task_protocol=2)
+    with app.connection_for_write() as connection:
+        channel = connection.default_channel
+        channel.admin_part(app._native_delay.settings()).purge()
+        Queue("jobs")(channel).declare()
+        channel.queue_purge("jobs")
+
+
+@pytest.fixture
+def delay(app: Celery) -> Delay:
+    return Delay(app)
+
+
+@pytest.fixture
+def reindex(app: Celery) -> Any:
+    return app.tasks[TASK]
+
+
+class Counting(Inbox):
+    """An inbox that leaves out what the ledger says must not run, as a worker does."""
+
+    def __init__(self, connection: Any, settings: Any) -> None:
+        super().__init__(connection)
+        self.receipts = connection.default_channel.worker_part(settings).receipts()
+
+    def receive(self, body: Any, message: Any) -> None:
+        wait = message.native_delay
+        asked = self.receipts if wait is not None else None
+        if asked is None or asked.may_run(message.headers, wait) is Answer.RUN:
+            super().receive(body, message)
+        else:
+            message.ack()
+
+    @property
+    def args(self) -> list[Any]:
+        return [arrival.body[0][0] for arrival in self.arrivals]
+
+
+@pytest.fixture
+def jobs(app: Celery) -> Iterator[Counting]:
+    """All that would run of what comes into the queue."""
+    with app.connection_for_read() as connection:
+        counting = Counting(connection, app._native_delay.settings())
+        with connection.Consumer([Queue("jobs")], callbacks=[counting.receive]):
+            yield counting
+        if counting.receipts is not None:
+            counting.receipts.close()
+
+
+def waiting_ids(delay: Delay, *ids: str) -> set[str]:
+    """Those of *ids* that wait."""
+    return {*delay.ids()} & {*ids}
+
+
+def at_once(call: Callable[[int], str], callers: int = 4) -> list[str]:
+    """The answers of as many *callers* that call at the same time, each with its number."""
+    barrier = Barrier(callers)
+
+    def calling(number: int) -> str:
+        barrier.wait()
+        return call(number)
+
+    with ThreadPoolExecutor(callers) as pool:
+        return list(pool.map(calling, range(callers)))
+
+
+def name_for(kind: str, key: str) -> str:
+    return name_of(kind, TASK, key)
+
+
+@contextmanager
+def records_of(app: Celery) -> Iterator[KeyRecords]:
+    with app.connection_for_write() as connection:
+        yield key_records(app, connection)
+
+
+# ---- debounce -----------------------------------------------------------------------------------
+
+
+def test_a_debounced_task_runs_once_it_has_been_quiet_with_the_last_arguments(
+    key: str, delay: Delay, reindex: Any, jobs: Counting
+) -> None:
+    ids = []
+    for number in range(10):
+        ids.append(delay.debounce(reindex.s(number), key=key, seconds=0.6).id)
+        other = delay.debounce(reindex.s(-1), key=f"{key}-other", seconds=0.6).id
+    called = time()
+    assert len(set(ids)) == 10
+    assert jobs.receive_until(lambda: len(jobs.args) >= 2)
+    assert sorted(jobs.args) == [-1, 9]
+    arrived = {arrival.message.headers["id"]: arrival for arrival in jobs.arrivals}
+    assert set(arrived) == {ids[-1], other}
+    assert arrived[ids[-1]].at >= called + 0.6 - 0.1  # the last call took its time
+    assert waiting_ids(delay, *ids) == set()
+
+
+def test_a_debounced_task_waits_no_longer_than_it_may(
+    key: str, delay: Delay, reindex: Any, jobs: Counting
+) -> None:
+    began, number = time(), count()
+    while not jobs.arrivals and time() < began + 60:
+        delay.debounce(reindex.s(next(number)), key=key, seconds=0.5, max_wait_seconds=1.5)
+        jobs.receive_until(lambda: True)
+    assert jobs.arrivals[0].at >= began + 1.4
+    assert jobs.args[0] > 0
+
+
+def test_what_is_replaced_is_forgotten_or_announced_with_the_reason(
+    key: str, app: Celery, delay: Delay, reindex: Any
+) -> None:
+    first, second, third = (
+        delay.debounce(reindex.s(number), key=key, seconds=LONG, announce=number == 2)
+        for number in range(3)
+    )
+    assert first.state == "PENDING"
+    assert second.state == "REVOKED"
+    assert str(second.result) == f"replaced by {third.id}"
+    assert waiting_ids(delay, first.id, second.id, third.id) == {third.id}
+
+
+def test_what_waits_for_a_key_can_be_seen_and_changed_as_ever(
+    key: str, delay: Delay, reindex: Any, jobs: Counting
+) -> None:
+    """And the next call knows: it takes out what was moved, and leaves what was cancelled."""
+    first = delay.debounce(reindex.s(1), key=key, seconds=LONG)
+    (task,) = delay.show(first)
+    assert (task.name, task.queue, task.args) == (TASK, "jobs", "(1,)")
+    assert delay.reschedule(first, countdown=LONG / 2)
+    second = delay.debounce(reindex.s(2), key=key, seconds=LONG)
+    assert waiting_ids(delay, first.id, second.id) == {second.id}
+    assert delay.cancel(second)
+    third = delay.debounce(reindex.s(3), key=key, seconds=LONG)
+    assert waiting_ids(delay, second.id, third.id) == {third.id}
+    assert delay.run_now(third)
+    assert jobs.receive_until(lambda: 3 in jobs.args)
+    fourth = delay.debounce(reindex.s(4), key=key, seconds=LONG)
+    assert waiting_ids(delay, third.id, fourth.id) == {fourth.id}
+    assert delay.run_now(fourth)
+    assert jobs.receive_until(lambda: 4 in jobs.args)
+    ran = [arrival for arrival in jobs.arrivals if not arrival.message.native_delay.cancelled]
+    assert [arrival.body[0][0] for arrival in ran] == [3, 4]
+
+
+def test_of_many_producers_one_is_the_last(key: str, delay: Delay, reindex: Any) -> None:
+    ids: list[str] = []
+    for _ in range(5):
+        ids += at_once(
+            lambda number: str(delay.debounce(reindex.s(number), key=key, seconds=LONG).id)
+        )
+        assert len(waiting_ids(delay, *ids)) == 1
+
+
+# ---- throttle -----------------------------------------------------------------------------------
+
+
+def test_the_first_of_a_window_runs_at_once_and_stands_for_the_others(
+    key: str, delay: Delay, reindex: Any, jobs: Counting
+) -> None:
+    ids = at_once(lambda number: str(delay.throttle(reindex.s(number), key=key, seconds=LONG).id))
+    assert len(set(ids)) == 1
+    assert jobs.receive_until(lambda: jobs.arrivals)
+    ids.append(delay.throttle(reindex.s(9), key=key, seconds=LONG).id)
+    assert {arrival.message.headers["id"] for arrival in jobs.wait_for(1)} == set(ids)
+
+
+def test_a_window_ends(key: str, delay: Delay, reindex: Any, jobs: Counting) -> None:
+    began, number = time(), count()
+    while len(jobs.arrivals) < 3 and time() < began + 60:
+        delay.throttle(reindex.s(next(number)), key=key, seconds=0.4)
+        jobs.receive_until(lambda: True)
+    headers = [arrival.message.headers["eta"] for arrival in jobs.arrivals]
+    starts = [datetime.fromisoformat(eta).timestamp() for eta in headers]
+    assert all(later - former >= 0.4 for former, later in pairwise(starts))
+
+
+def test_on_both_edges_the_first_and_the_last_run(
+    key: str, delay: Delay, reindex: Any, jobs: Counting
+) -> None:
+    ids = [
+        delay.throttle(reindex.s(number), key=key, seconds=0.8, edge="both").id
+        for number in range(5)
+    ]
+    assert jobs.receive_until(lambda: len(jobs.args) >= 2)
+    assert [arrival.message.headers["id"] for arrival in jobs.arrivals] == [ids[0], ids[-1]]
+    assert jobs.args == [0, 4]
+
+
+def test_on_the_trailing_edge_the_last_of_a_window_runs(
+    key: str, delay: Delay, reindex: Any
+) -> None:
+    before = time()
+    ids = [
+        delay.throttle(reindex.s(number), key=key, seconds=LONG, edge="trailing").id
+        for number in range(3)
+    ]
+    assert waiting_ids(delay, *ids) == {ids[-1]}
+    (task,) = delay.show(ids[-1])
+    assert before + LONG - 1 <= task.due_us / 1e6
+    assert delay.throttle(reindex.s(4), key=key, seconds=LONG).id not in ids  # another edge
+
+
+# ---- unique -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("until", ["start", "end"])
+def test_a_unique_task_stands_while_it_waits_and_while_it_is_in_its_queue(
+    key: str, delay: Delay, reindex: Any, jobs: Counting, until: Any
+) -> None:
+    def call(number: int) -> str:
+        return str(delay.unique(reindex.s(number), key=key, countdown=0.5, until=until).id)
+
+    ids = at_once(call)
+    assert len(set(ids)) == 1
+    assert waiting_ids(delay, *ids) == set(ids)
+    (arrival,) = jobs.wait_for(1)
+    mark = {"v": 1, "key": name_for("unique", key), "until": until}
+    assert arrival.message.headers[HEADER] == mark
+    assert call(9) == ids[0]
+    assert delay.unique(reindex.s(1), key=f"{key}-other", countdown=LONG).id not in ids
+
+
+def test_a_unique_task_without_a_countdown_comes_at_once(
+    key: str, delay: Delay, reindex: Any, jobs: Counting
+) -> None:
+    result = delay.unique(reindex.s(1), key=key)
+    (arrival,) = jobs.wait_for(1)
+    assert arrival.message.headers["id"] == result.id
+
+
+def test_a_call_that_dies_before_its_message_is_there_has_not_taken_the_key(
+    key: str, app: Celery, delay: Delay, reindex: Any
+) -> None:
+    """It is refused where the message is made: the record is written with it or not at all."""
+    with pytest.raises(DelayTooLong):
+        delay.unique(reindex.s(1), key=key, countdown=1e9)
+    with records_of(app) as records:
+        assert records.read(name_for("unique", key)).record is None
+    assert delay.show(delay.unique(reindex.s(1), key=key, countdown=LONG).id)
+
+
+def test_options_of_a_signature_are_kept(key: str, delay: Delay, reindex: Any) -> None:
+    signature = reindex.s(1).set(
+        queue="invoices", headers={"tenant": "acme"}, expires=3600, task_id="mine", countdown=LONG
+    )
+    assert delay.unique(signature, key=key).id == "mine"
+    (task,) = delay.show("mine")
+    assert task.queue == "invoices"
+    assert task.due_us / 1e6 >= time() + LONG - 10
+    eta = datetime.now(UTC) + timedelta(seconds=LONG)
+    other = delay.unique(reindex.s(1), key=f"{key}-other", eta=eta)
+    assert abs(delay.show(other)[0].due_us / 1e6 - eta.timestamp()) <= 1
+
+
+def test_a_name_that_no_producer_knows_can_be_sent_under_a_key(
+    key: str, app: Celery, delay: Delay
+) -> None:
+    signature = app.signature("elsewhere.task", args=(1,))
+    result = delay.debounce(signature, key=key, seconds=LONG)
+    assert delay.show(result)[0].name == "elsewhere.task"
+
+
+# ---- what is refused ----------------------------------------------------------------------------
+
+
+def test_what_cannot_stand_for_a_key_is_refused_in_plain_words(
+    key: str, app: Celery, delay: Delay, reindex: Any
+) -> None:
+    several = [
+        (group(reindex.s(1), reindex.s(2)), "a group"),
+        (chain(reindex.s(1), reindex.s(2)), "a chain"),
+        (chord([reindex.s(1)], reindex.s(2)), "a chord"),
+    ]
+    for signature, kind in several:
+        with pytest.raises(TypeError, match=f"a single task, got {kind}"):
+            delay.debounce(signature, key=key, seconds=1)
+    with pytest.raises(TypeError, match=r"write reindex.s\(\)|write .*\.s\(\)"):
+        delay.unique(reindex, key=key)
+    with pytest.raises(TypeError, match="key to be a text such as"):
+        delay.unique(reindex.s(), key=7)  # type: ignore[arg-type]
+    for seconds in (0, -1, float("nan"), "5", True):
+        with pytest.raises(InvalidDueTime, match="seconds to be a number above 0"):
+            delay.debounce(reindex.s(), key=key, seconds=seconds)  # type: ignore[arg-type]
+    with pytest.raises(InvalidDueTime, match="max_wait_seconds of at least seconds=5"):
+        delay.debounce(reindex.s(), key=key, seconds=5, max_wait_seconds=1)
+    with pytest.raises(ValueError, match="edge to be 'leading' or 'trailing' or 'both'"):
+        delay.throttle(reindex.s(), key=key, seconds=5, edge="up")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="until to be 'start' or 'end'"):
+        delay.unique(reindex.s(), key=key, until="now")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="a signature without countdown"):
+        delay.throttle(reindex.s().set(countdown=5), key=key, seconds=5)
+    with pytest.raises(InvalidDueTime, match="expected countdown or eta"):
+        delay.unique(reindex.s(), key=key, countdown=1, eta=datetime.now(UTC))
+    app.conf.task_protocol = 1
+    with pytest.raises(CannotDelay, match="task_protocol = 2"):
+        Delay(app).debounce(reindex.s(), key=key, seconds=5)
+
+
+@pytest.mark.parametrize("more", [{}, {"ledger": "stream"}])
+def test_without_a_place_for_records_the_way_out_is_told(
+    app: Celery, key: str, more: dict[str, Any]
+) -> None:
+    url = app.conf.broker_url
+    if not url.startswith("amqp"):
+        url = "memory://"
+    with install(Celery("shop", broker=url, set_as_current=False), **SETTINGS, **more) as other:
+        delay, signature = Delay(other), other.signature(TASK)
+        for call in (delay.debounce, delay.throttle, partial(delay.unique, countdown=1)):
+            times = {} if isinstance(call, partial) else {"seconds": 1}
+            with pytest.raises(UnsupportedBroker, match="use a Redis broker, RabbitMQ with nativ"):
+                call(signature, key=key, **times)  # type: ignore[arg-type]
+
+
+def test_a_message_that_never_reaches_this_broker_is_told(
+    key: str, app: Celery, delay: Delay, reindex: Any
+) -> None:
+    with Connection("memory://") as elsewhere:
+        signature = reindex.s(1).set(connection=elsewhere)
+        with pytest.raises(CannotDelay, match="leave out the options connection"):
+            delay.debounce(signature, key=key, seconds=1)
+
+
+def test_eagerly_it_runs_at_once(key: str, app: Celery, delay: Delay, reindex: Any) -> None:
+    app.conf.task_always_eager = True
+    assert delay.debounce(reindex.s(1), key=key, seconds=LONG).get() == (1,)
+    assert delay.throttle(reindex.s(2), key=key, seconds=LONG).get() == (2,)
+    assert delay.unique(reindex.s(3), key=key, countdown=LONG).get() == (3,)
+
+
+# ---- against a model ----------------------------------------------------------------------------
+
+
+class Model(RuleBasedStateMachine):
+    """Two keys under debounce, throttle and unique, and what should wait, run and stand for them.
+
+    Waits are so long that nothing is due while it runs, but for what is to come at once. Users
+    cancel and move what waits; workers begin, end and die.
+    """
+
+    app: Celery
+    delay: Delay
+    KEYS = st.sampled_from(["one", "two"])
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.space = uuid4().hex
+        self.task = self.app.tasks[TASK]
+        #: What must wait, by the kind of call and the key.
+        self.waits: dict[tuple[str, str], str] = {}
+        self.must_not_wait: set[str] = set()
+        self.openers: dict[str, str] = {}
+        #: The unique task of a key: what stands, and the token of what runs.
+        self.stands: dict[str, str] = {}
+        self.runs: dict[str, tuple[str, str]] = {}
+        self.numbers = count()
+
+    def key(self, key: str) -> str:
+        return f"{self.space}:{key}"
+
+    def call(self, kind: str, key: str, **more: Any) -> str:
+        signature = self.task.s(next(self.numbers))
+        return str(getattr(self.delay, kind)(signature, key=self.key(key), **more).id)
+
+    def now_waits(self, kind: str, key: str, task_id: str) -> None:
+        before = self.waits.get((kind, key))
+        if before is not None:
+            self.must_not_wait.add(before)
+        self.waits[kind, key] = task_id
+
+    @rule(key=KEYS, longest=st.sampled_from([None, LONG + 20]))
+    def debounce(self, key: str, longest: float | None) -> None:
+        found = self.call("debounce", key, seconds=LONG, max_wait_seconds=longest)
+        self.now_waits("debounce", key, found)
+
+    @rule(key=KEYS)
+    def debounce_at_once(self, key: str) -> None:
+        ids = at_once(lambda _: self.call("debounce", key, seconds=LONG), 3)
+        assert len(set(ids)) == 3
+        (last,) = waiting_ids(self.delay, *ids)
+        self.now_waits("debounce", key, last)
+        self.must_not_wait |= {*ids} - {last}
+
+    @rule(key=KEYS, edge=st.sampled_from(["leading", "both"]))
+    def throttle(self, key: str, edge: str) -> None:
+        found = self.call("throttle", key, seconds=LONG, edge=edge)
+        if key not in self.openers:
+            self.openers[key] = found
+        elif edge == "leading":
+            assert found == self.openers[key]
+        else:
+            assert found != self.openers[key]
+            self.now_waits("throttle", key, found)
+
+    @rule(key=KEYS)
+    def unique(self, key: str) -> None:
+        found = self.call("unique", key, countdown=LONG)
+        if key not in self.stands:
+            self.stands[key] = self.waits["unique", key] = found
+        assert found == self.stands[key]
+
+    @rule(key=KEYS)
+    def unique_at_once(self, key: str) -> None:
+        ids = at_once(lambda _: self.call("unique", key, countdown=LONG), 3)
+        assert {*ids} == {self.stands.get(key, ids[0])}
+        if key not in self.stands:
+            self.stands[key] = self.waits["unique", key] = ids[0]
+
+    @rule(key=KEYS, kind=st.sampled_from(["debounce", "throttle", "unique"]))
+    def a_user_moves_it(self, key: str, kind: str) -> None:
+        if (kind, key) in self.waits:
+            assert self.delay.reschedule(self.waits[kind, key], countdown=LONG - 10)
+
+    @rule(key=KEYS, kind=st.sampled_from(["debounce", "throttle"]))
+    def a_user_cancels_it(self, key: str, kind: str) -> None:
+        if (kind, key) in self.waits:
+            cancelled = self.waits.pop((kind, key))
+            assert self.delay.cancel(cancelled)
+            self.must_not_wait.add(cancelled)
+
+    def change(self, key: str, rule: Any) -> Step:
+        with records_of(self.app) as records:
+            return records.change(name_for("unique", self.key(key)), rule)[1]
+
+    @rule(key=KEYS)
+    def a_user_cancels_the_unique_one_and_a_worker_announces_it(self, key: str) -> None:
+        if ("unique", key) in self.waits:
+            cancelled = self.waits.pop(("unique", key))
+            assert self.delay.cancel(cancelled)
+            self.must_not_wait.add(cancelled)
+            self.change(key, partial(rules.release, task_id=cancelled))
+            del self.stands[key]
+
+    @rule(key=KEYS)
+    def a_worker_begins_it(self, key: str) -> None:
+        """`run_now` has handed it over; on RabbitMQ it is listed until a worker has it."""
+        if ("unique", key) in self.waits:
+            task_id, token = self.waits.pop(("unique", key)), uuid4().hex
+            assert self.delay.run_now(task_id)
+            assert (
+                self.change(key, partial(rules.begin, task_id=task_id, token=token)).free_us is None
+            )
+            self.runs[key] = task_id, token
+
+    @rule(key=KEYS)
+    def another_worker_gets_it_as_well(self, key: str) -> None:
+        if key in self.runs:
+            again = partial(rules.begin, task_id=self.runs[key][0], token=uuid4().hex)
+            assert self.change(key, again).free_us is not None
+
+    @rule(key=KEYS)
+    def it_ends(self, key: str) -> None:
+        if key in self.runs:
+            self.change(key, partial(rules.end, token=self.runs.pop(key)[1]))
+            del self.stands[key]
+
+    @rule(key=KEYS)
+    def its_worker_dies_and_its_lease_lapses(self, key: str) -> None:
+        if key not in self.runs:
+            return
+        del self.runs[key]
+
+        def lapse(seen: Seen) -> Step:
+            assert seen.record is not None
+            assert seen.record.run is not None
+            run = replace(seen.record.run, lease_us=seen.now_us - 1)
+            return Step(replace(seen.record, run=run), seen.now_us + rules.KEPT_US)
+
+        self.change(key, lapse)
+        del self.stands[key]
+
+    @invariant()
+    def what_waits_is_what_should(self) -> None:
+        wanted = {*self.waits.values()}
+        assert waiting_ids(self.delay, *wanted, *self.must_not_wait) == wanted
+
+
+def test_keys_behave_like_their_model(app: Celery, key: str) -> None:
+    machine = type("Machine", (Model,), {"app": app, "delay": Delay(app)})
+    run_state_machine_as_test(
+        machine, settings=settings(max_examples=5, stateful_step_count=15, deadline=None)
+    )

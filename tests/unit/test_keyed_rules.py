@@ -1,0 +1,282 @@
+"""Rules of keys, as pure functions: what one caller after the other is answered."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import accumulate, pairwise, zip_longest
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from celery_native_delay import TopologyMismatch
+from celery_native_delay.keyed import rules
+from celery_native_delay.keyed.record import Record, Run, name_of
+from celery_native_delay.keyed.rules import (
+    BELIEVED_US,
+    LEASE_US,
+    Rule,
+    Seen,
+    Step,
+    begin,
+    debounce,
+    end,
+    release,
+    renew,
+    throttle,
+    unique,
+)
+
+SECOND = 1_000_000
+
+
+@dataclass
+class Place:
+    """A broker of no substance: one record, and the messages that wait."""
+
+    now_us: int = 100 * SECOND
+    record: Record | None = None
+    waiting: dict[str, int] = field(default_factory=dict)
+    ran: dict[str, int] = field(default_factory=dict)
+
+    def at(self, seconds: float) -> Place:
+        """Time goes on until *seconds* after the beginning, and what is due is handed over."""
+        self.now_us = round((100 + seconds) * SECOND)
+        for task_id, due_us in list(self.waiting.items()):
+            if due_us <= self.now_us:
+                self.ran[task_id] = self.waiting.pop(task_id)
+        return self
+
+    def call(self, rule: Rule) -> Step:
+        stands = self.record.id if self.record else None
+        waiting = (stands,) if stands in self.waiting else ()
+        step = rule(Seen(self.now_us, self.record, waiting))
+        if step.replaces:
+            del self.waiting[str(stands)]
+        self.record = step.record
+        return step
+
+    def send(self, new_id: str, rule: Rule) -> str:
+        """The id of the task that stands, the new one's if its message was put in."""
+        step = self.call(rule)
+        if step.due_us is not None:
+            assert step.kept_us > step.due_us
+            self.waiting[new_id] = step.due_us
+        return step.stands or new_id
+
+    def debounce(self, new_id: str, quiet: float, longest: float | None = None) -> str:
+        quiet_us = round(quiet * SECOND)
+        longest_us = None if longest is None else round(longest * SECOND)
+        rule = partial(debounce, new_id=new_id, quiet_us=quiet_us, longest_us=longest_us)
+        return self.send(new_id, rule)
+
+    def throttle(self, new_id: str, window: float, *, trails: bool) -> str:
+        window_us = round(window * SECOND)
+        return self.send(
+            new_id, partial(throttle, new_id=new_id, window_us=window_us, trails=trails)
+        )
+
+    def unique(self, new_id: str, wait: float = 0) -> str:
+        return self.send(new_id, partial(unique, new_id=new_id, wait_us=round(wait * SECOND)))
+
+    @property
+    def started(self) -> list[tuple[str, float]]:
+        return [(name, round(at_us / SECOND - 100, 6)) for name, at_us in self.ran.items()]
+
+
+# ---- debounce -----------------------------------------------------------------------------------
+
+
+def test_debounce_runs_the_last_call_once_it_has_been_quiet() -> None:
+    place = Place()
+    for seconds, name in ((0, "a"), (3, "b"), (6, "c"), (20, "d")):
+        assert place.at(seconds).debounce(name, 5) == name
+    assert place.at(60).started == [("c", 11), ("d", 25)]
+
+
+def test_debounce_waits_no_longer_than_it_may() -> None:
+    place = Place()
+    for tenth in range(100):
+        place.at(tenth / 10).debounce(f"{tenth}", 1, longest=4)
+    # The call in the moment of the first end begins anew.
+    assert place.at(60).started == [("39", 4), ("79", 8), ("99", 10.9)]
+
+
+def test_debounce_leaves_a_task_alone_whose_time_has_come() -> None:
+    """No promoter runs: replaced again and again in its last moment, it would never run."""
+    place = Place()
+    place.at(0).debounce("a", 1)
+    place.now_us += 2 * SECOND
+    place.debounce("b", 1)
+    assert set(place.waiting) == {"a", "b"}
+
+
+def test_debounce_begins_anew_when_its_task_was_cancelled() -> None:
+    place = Place()
+    place.at(0).debounce("a", 5, longest=6)
+    place.waiting.clear()
+    place.at(4).debounce("b", 5, longest=6)
+    assert place.at(60).started == [("b", 9)]
+
+
+@given(
+    st.lists(st.integers(1, 9000), min_size=1, max_size=40),
+    st.integers(500, 5000),
+    st.none() | st.integers(5000, 20_000),
+)
+def test_debounce_runs_once_in_each_quiet_period(
+    pauses_ms: list[int], quiet_ms: int, longest_ms: int | None
+) -> None:
+    """Against the definition: a call is left out only if another one came within its wait."""
+    place, calls_ms = Place(), list(accumulate(pauses_ms))
+    for number, at_ms in enumerate(calls_ms):
+        longest = None if longest_ms is None else longest_ms / 1000
+        place.at(at_ms / 1000).debounce(str(number), quiet_ms / 1000, longest)
+    expected, first_ms = [], calls_ms[0]
+    for number, (at_ms, next_ms) in enumerate(zip_longest(calls_ms, calls_ms[1:])):
+        due_ms = min(at_ms + quiet_ms, first_ms + (longest_ms or 1 << 60))
+        if next_ms is None or next_ms >= due_ms:
+            expected.append((str(number), due_ms / 1000))
+            first_ms = next_ms
+    assert place.at(10_000).started == expected
+
+
+# ---- throttle -----------------------------------------------------------------------------------
+
+
+def test_throttle_runs_the_first_of_each_window() -> None:
+    place, answers = Place(), []
+    for seconds, name in ((0, "a"), (1, "b"), (9.9, "c"), (10, "d"), (11, "e")):
+        answers.append(place.at(seconds).throttle(name, 10, trails=False))
+    assert answers == ["a", "a", "a", "d", "d"]
+    assert place.at(60).started == [("a", 0), ("d", 10)]
+
+
+def test_throttle_on_both_edges_runs_the_last_at_the_end_whose_window_follows() -> None:
+    place, answers = Place(), []
+    for seconds, name in ((0, "a"), (1, "b"), (9, "c"), (12, "d"), (41, "e")):
+        answers.append(place.at(seconds).throttle(name, 10, trails=True))
+    assert answers == ["a", "b", "c", "d", "e"]
+    assert place.at(90).started == [("a", 0), ("c", 10), ("d", 20), ("e", 41)]
+
+
+@given(st.lists(st.floats(0.001, 9), min_size=1, max_size=60), st.booleans())
+def test_no_two_starts_of_a_throttled_key_are_closer_than_its_window(
+    pauses: list[float], trails: bool
+) -> None:
+    place, at = Place(), 0.0
+    for number, pause in enumerate(pauses):
+        at += pause
+        answer = place.at(at).throttle(str(number), 3, trails=trails)
+        assert answer in {*place.ran, *place.waiting}
+    starts = [each for _, each in place.at(at + 100).started]
+    assert all(later - former >= 3 - 1e-5 for former, later in pairwise(starts))
+    if trails:  # the last call is never left out
+        assert place.started[-1][0] == str(len(pauses) - 1)
+
+
+# ---- unique -------------------------------------------------------------------------------------
+
+
+def test_unique_answers_with_the_task_that_waits_or_runs() -> None:
+    place = Place()
+    assert place.at(0).unique("a", 60) == "a"
+    assert place.at(59).unique("b") == "a"
+    assert place.at(61).unique("b") == "a"  # in its queue
+    assert place.call(partial(begin, task_id="a", token="1")).free_us is None
+    assert place.unique("b") == "a"
+    place.call(partial(end, token="1"))
+    assert place.record is None
+    assert place.unique("b") == "b"
+
+
+def test_unique_until_start_is_free_from_then_on() -> None:
+    place = Place()
+    place.unique("a")
+    place.call(partial(release, task_id="another"))
+    assert place.unique("b") == "a"
+    place.call(partial(release, task_id="a"))
+    assert place.unique("b") == "b"
+
+
+def test_a_lease_that_is_renewed_holds_and_one_that_is_not_lapses() -> None:
+    place = Place()
+    place.at(0).unique("a")
+    place.call(partial(begin, task_id="a", token="1"))
+    for seconds in (50, 100):
+        place.at(seconds).call(partial(renew, token="1"))
+    assert place.at(159).unique("b") == "a"
+    assert place.at(161).unique("b") == "b"
+    step = place.call(partial(renew, token="1"))
+    assert step.record is not None
+    assert step.record.run is None
+
+
+def test_a_redelivery_takes_over_once_the_lease_has_lapsed_and_never_runs_beside_the_first() -> (
+    None
+):
+    place = Place()
+    place.at(0).unique("a")
+    place.call(partial(begin, task_id="a", token="1"))
+    assert place.at(10).call(partial(begin, task_id="a", token="2")).free_us == 112 * SECOND
+    assert place.at(60).call(partial(begin, task_id="a", token="2")).free_us is None
+    before = place.record
+    place.call(partial(end, token="1"))
+    assert place.record == before
+    place.call(partial(end, token="2"))
+    assert place.record is None
+
+
+def test_another_task_under_the_same_key_waits_for_the_end_of_the_lease() -> None:
+    place = Place(record=Record(run=Run("a", "1", 100 * SECOND + LEASE_US)))
+    assert place.call(partial(begin, task_id="b", token="2")).free_us == 100 * SECOND + LEASE_US
+
+
+def test_a_retry_keeps_the_key_while_it_waits() -> None:
+    place = Place()
+    place.at(0).unique("a")
+    place.call(partial(begin, task_id="a", token="1"))
+    place.call(partial(end, token="1", retry=("a", 3600 * SECOND)))
+    assert place.at(3700).unique("b") == "a"
+    assert place.call(partial(begin, task_id="a", token="2")).free_us is None
+
+
+def test_a_lost_message_frees_its_key_after_a_day_unless_it_waits_for_longer() -> None:
+    place = Place()
+    place.at(0).unique("a", 60)
+    place.waiting.clear()
+    assert place.at(59 + BELIEVED_US / SECOND).unique("b") == "a"
+    assert place.at(61 + BELIEVED_US / SECOND).unique("b") == "b"
+    place.waiting["b"] = place.now_us + 1000 * BELIEVED_US  # rescheduled
+    assert place.at(62 + 5 * BELIEVED_US / SECOND).unique("c") == "b"
+
+
+# ---- records ------------------------------------------------------------------------------------
+
+_IDS = st.none() | st.text(min_size=1)
+_TIMES = st.integers(0, 1 << 52)
+_RUNS = st.none() | st.builds(Run, st.text(), st.text(), _TIMES)
+
+
+@given(st.builds(Record, _IDS, _TIMES, _TIMES, _TIMES, _IDS, _RUNS))
+def test_a_record_is_read_as_it_was_written_and_written_as_it_was_read(record: Record) -> None:
+    text = record.encoded()
+    assert Record.decoded(text.encode()) == record
+    assert Record.decoded(text).encoded() == text
+
+
+def test_a_record_of_another_version_is_refused() -> None:
+    with pytest.raises(TopologyMismatch, match="version 1"):
+        Record.decoded('{"v":2,"id":"a"}')
+
+
+@given(st.text(max_size=400), st.text(max_size=400))
+def test_the_name_of_a_record_is_short_and_tells_keys_apart(one: str, other: str) -> None:
+    names = name_of("unique", "shop.sync", one), name_of("unique", "shop.sync", other)
+    assert (names[0] == names[1]) == (one == other)
+    assert all(len(name.encode()) <= 200 for name in names)
+
+
+def test_the_lease_outlives_two_rounds_of_renewing() -> None:
+    assert LEASE_US / SECOND >= 3 * rules.RENEWED_EVERY_SECONDS

@@ -1,0 +1,197 @@
+"""The gate for unique tasks, and how this process keeps their leases."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from celery import Celery, states
+from celery.exceptions import Reject, Retry
+from celery.worker import state as worker_state
+
+from celery_native_delay import LedgerUnavailable, install
+from celery_native_delay.keyed.record import HEADER, Record, Run
+from celery_native_delay.keyed.records import KeyRecords
+from celery_native_delay.keyed.rules import LEASE_US, Seen, Step
+from celery_native_delay.worker import leases as leases_module
+from celery_native_delay.worker import unique as module
+from celery_native_delay.worker.arrival import Arrival, AskAgain, WaitUntil
+from celery_native_delay.worker.leases import Leases
+from celery_native_delay.worker.unique import AWAY_US, PAUSE_SECONDS, Unique
+from tests.waiting import wait_until
+
+NOW_US = 1_795_176_000_000_000
+KEY = "unique:shop.sync:42"
+
+
+class Records(KeyRecords):
+    """One record, and a broker that may be away."""
+
+    def __init__(self) -> None:
+        self.record: Record | None = Record(id="1", due_us=NOW_US)
+        self.is_away = False
+
+    def read(self, name: str) -> Seen:
+        assert name == KEY
+        if self.is_away:
+            raise LedgerUnavailable("it does not answer")
+        return Seen(NOW_US, self.record)
+
+    def write(self, name: str, seen: Seen, step: Step, put: Any) -> bool:
+        self.record = step.record
+        return True
+
+
+@pytest.fixture
+def app() -> Iterator[Celery]:
+    with install(Celery("shop", broker="memory://", set_as_current=False)) as app:
+        app.task(name="shop.sync")(sync)
+        yield app
+
+
+def sync() -> None: ...
+
+
+@pytest.fixture
+def records(app: Celery, monkeypatch: pytest.MonkeyPatch) -> Records:
+    records = Records()
+    found = Leases(app)
+    monkeypatch.setattr(found, "_connected", lambda: records)
+    monkeypatch.setattr(module, "leases_of", lambda app: found)
+    monkeypatch.setattr(leases_module, "RETRY_SECONDS", 0.01)
+    return records
+
+
+@pytest.fixture
+def gate(app: Celery) -> Unique:
+    return Unique(app)
+
+
+def arrival(until: str = "end", **headers: Any) -> Arrival:
+    mark = {"v": 1, "key": KEY, "until": until}
+    message = SimpleNamespace(
+        headers={"id": "1", "task": "shop.sync", HEADER: mark, **headers},
+        acknowledged=False,
+        channel=SimpleNamespace(connection=object()),
+    )
+    return Arrival(message, message.headers, None, NOW_US)
+
+
+def context(app: Celery, headers: dict[str, Any]) -> Any:
+    """The task, with a request as the process that runs it has it."""
+    task = app.tasks["shop.sync"]
+    task.push_request(**headers)
+    return task
+
+
+def test_a_task_without_a_mark_passes(gate: Unique) -> None:
+    assert gate(arrival(**{HEADER: None})) is None
+    assert gate(arrival(**{HEADER: {"v": 2}})) is None
+
+
+def test_a_task_gets_its_key_and_frees_it_when_it_is_over(
+    app: Celery, gate: Unique, records: Records
+) -> None:
+    comes = arrival()
+    assert gate(comes) is None
+    token = comes.message.headers[HEADER]["token"]
+    assert records.record == Record(run=Run("1", token, NOW_US + LEASE_US))
+    task = context(app, comes.message.headers)
+    module.start(task)
+    module.end(task, state=states.SUCCESS)
+    assert records.record is None
+
+
+def test_a_second_one_waits_in_the_broker(gate: Unique, records: Records) -> None:
+    records.record = Record(run=Run("0", "another", NOW_US + 5))
+    assert gate(arrival()) == WaitUntil(NOW_US + 5, otherwise=AskAgain(PAUSE_SECONDS))
+
+
+@pytest.mark.parametrize(
+    ("state", "retval", "due_us"),
+    [
+        (states.RETRY, Retry(when=30), NOW_US + 30_000_000),
+        (states.REJECTED, Reject(requeue=True), NOW_US),
+    ],
+)
+def test_a_task_that_comes_again_keeps_its_key(
+    app: Celery, gate: Unique, records: Records, state: str, retval: Any, due_us: int
+) -> None:
+    comes = arrival()
+    gate(comes)
+    task = context(app, comes.message.headers)
+    module.start(task)
+    module.end(task, state=state, retval=retval)
+    assert records.record == Record(id="1", due_us=due_us)
+
+
+def test_until_start_the_key_is_free_when_the_task_starts(
+    app: Celery, gate: Unique, records: Records
+) -> None:
+    comes = arrival("start")
+    assert gate(comes) is None
+    assert records.record == Record(id="1", due_us=NOW_US)
+    task = context(app, comes.message.headers)
+    module.start(task)
+    assert records.record is None
+    module.end(task, state=states.SUCCESS)
+
+
+def test_what_is_revoked_is_left_to_celery_and_then_frees_its_key(
+    app: Celery, gate: Unique, records: Records
+) -> None:
+    worker_state.revoked.add("1")
+    try:
+        comes = arrival()
+        assert gate(comes) is None
+        assert "token" not in comes.message.headers[HEADER]
+    finally:
+        worker_state.revoked.discard("1")
+    task = context(app, comes.message.headers)
+    module.revoked(task, request=task.request)
+    assert records.record is None
+
+
+def test_without_its_record_it_waits_and_that_is_told_once(
+    gate: Unique, records: Records, caplog: pytest.LogCaptureFixture
+) -> None:
+    records.is_away = True
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            assert gate(arrival()) == WaitUntil(NOW_US + AWAY_US, otherwise=AskAgain(5.0))
+    (told,) = caplog.records
+    assert told.getMessage() == (
+        "native delay: unique tasks wait until the records of their keys can be read: "
+        "LedgerUnavailable: it does not answer"
+    )
+
+
+def test_a_key_that_cannot_be_freed_is_freed_later(
+    app: Celery, gate: Unique, records: Records
+) -> None:
+    comes = arrival()
+    gate(comes)
+    task = context(app, comes.message.headers)
+    records.is_away = True
+    module.end(task, state=states.SUCCESS)
+    assert records.record is not None
+    records.is_away = False
+    wait_until(lambda: records.record is None)
+
+
+def test_a_lease_is_renewed_while_its_task_is_here(
+    monkeypatch: pytest.MonkeyPatch, gate: Unique, records: Records
+) -> None:
+    monkeypatch.setattr(leases_module, "RENEWED_EVERY_SECONDS", 0.01)
+    comes = arrival()
+    gate(comes)
+    assert records.record is not None
+    assert records.record.run is not None
+    old = Run("1", records.record.run.token, 0)
+    records.record = Record(run=old)
+    wait_until(lambda: records.record != Record(run=old))
+    comes.message.acknowledged = True
+    wait_until(lambda: not module.leases_of(None)._held)
