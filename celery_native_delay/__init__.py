@@ -33,6 +33,8 @@ from .errors import (
     UnsupportedBroker,
 )
 from .ledger.model import Outcome, Query, Verdict, Waiting
+from .rates.lines import RateLine
+from .rates.rate import Rate
 from .settings import DelaySettings
 from .transports.aliases import delay_headers, flush_delayed, register_transports, transport_for
 from .worker.outage import store_outage
@@ -59,6 +61,8 @@ __all__ = (
     "Outcome",
     "PublishRefused",
     "Query",
+    "Rate",
+    "RateLine",
     "RefusedMessage",
     "SettingsError",
     "StoreUnavailable",

@@ -18,6 +18,7 @@ from ..due_time import due_us
 from ..errors import CannotDelay, InvalidQuery, LedgerUnavailable, NoLedger
 from ..ledger import model as ledger
 from ..ledger.model import Bar, Ledger, Outcome, Page, Query, Verdict, Waiting
+from ..rates.lines import RateLine
 from ..settings import DelaySettings
 from ..transports.aliases import delay_headers
 from .broker import name_broker
@@ -96,6 +97,20 @@ class Delay:
         """The time at which the next task is due, None if nothing waits."""
         span = self._ask(lambda found: found.span())
         return None if span is None else datetime.fromtimestamp(span[0] / 1_000_000, UTC)
+
+    def rates(self, *, limit: int = 50) -> list[RateLine]:
+        """The lines of rated tasks, those with most waiting first; at most *limit*.
+
+        Raises:
+            NoLedger: nothing beside this broker can keep lines.
+        """
+        _check_count("limit", limit, least=0)
+
+        def looked(channel: Any, settings: DelaySettings) -> list[RateLine]:
+            with closing(channel.lines(settings)) as lines:
+                return list(lines.look(limit))
+
+        return self._ask_broker(looked)
 
     # --- changing ------------------------------------------------------------------------
 
@@ -185,18 +200,22 @@ class Delay:
             raise LedgerUnavailable(f"{done} of {len(ids)} were changed, then {exc}") from exc
 
     def _ask(self, question: Callable[[Ledger], T]) -> T:
+        return self._ask_broker(lambda *where: self._ask_on(*where, question))
+
+    def _ask_broker(self, question: Callable[[Any, DelaySettings], T]) -> T:
+        """*question* on a delaying channel, given the settings; once more on a new connection."""
         try:
             return self._ask_on_a_connection(question)
         except OperationalError as exc:
             name_broker(exc, self._app)
             raise
 
-    def _ask_on_a_connection(self, question: Callable[[Ledger], T]) -> T:
+    def _ask_on_a_connection(self, question: Callable[[Any, DelaySettings], T]) -> T:
         with self._app.connection_or_acquire() as connection:
             for last_try in (False, True):
                 try:
                     connection.ensure_connection(max_retries=1)
-                    return self._ask_on(*delaying_channel(self._app, connection), question)
+                    return question(*delaying_channel(self._app, connection))
                 except connection.recoverable_connection_errors:
                     # A pooled connection whose broker was restarted knows when it is used.
                     if last_try:

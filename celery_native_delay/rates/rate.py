@@ -1,0 +1,160 @@
+"""``Rate``: how many tasks may start in a period, and for whom that is counted. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from inspect import Signature
+from typing import Any
+
+from ..errors import SettingsError
+
+#: Of the task's arguments, keyword arguments and headers.
+KeyFunction = Callable[[Sequence[Any], Mapping[str, Any], Mapping[str, Any]], object]
+
+#: How much further apart slots are than the rate asks for, in thousandths. Half of it may be
+#: caught up after a late start, the other half is for what passes between gate and task.
+MARGIN_PER_MILLE = 15
+
+_SECONDS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
+_RATE = re.compile(r"([1-9]\d{0,8})/([1-9]\d{0,5})?([smhd])")
+_EXPECTED = 'such as "100/m": so many per s, m, h or d, or per several of them, as in "50/10s"'
+
+#: Slots are counted in microseconds, and a worker cannot start more than that.
+MOST_PER_SECOND = 10_000
+MOST_BURST = 1_000_000
+
+_HEADER = "header:"
+
+#: Longer keys are cut short by whoever chooses them, with a hash if need be.
+LONGEST_KEY = 200
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A rate for a task, counted for each key on its own.
+
+    >>> Rate("100/m", key="tenant", burst=10)
+    Rate('100/m', key='tenant', burst=10)
+
+    Args:
+        limit: how many may start in a period: "10/s", "100/m", "5/h", "1000/d", "50/10s".
+        key: what the tasks of one line have in common: the name of an argument, ``header:NAME``,
+            or a callable of the task's args, kwargs and headers. None: one line for the task.
+        burst: so many may start at once after a pause. In no window of one period start more than
+            the limit and *burst* - 1.
+
+    Raises:
+        SettingsError: one of them is impossible.
+    """
+
+    limit: str
+    key: str | KeyFunction | None = None
+    burst: int = 1
+
+    def __post_init__(self) -> None:
+        found = _RATE.fullmatch(self.limit) if isinstance(self.limit, str) else None
+        if found is None:
+            raise SettingsError(f"expected a rate {_EXPECTED}, got {self.limit!r}")
+        if self.count > MOST_PER_SECOND * self.period_us // 1_000_000:
+            raise SettingsError(
+                f"expected a rate of at most {MOST_PER_SECOND}/s, got {self.limit!r}: leave it out"
+            )
+        is_name = isinstance(self.key, str) and self.key.removeprefix(_HEADER) != ""
+        if not (self.key is None or is_name or callable(self.key)):
+            raise SettingsError(
+                f"expected the key of a rate to be the name of an argument, {_HEADER}NAME, a "
+                f"callable of (args, kwargs, headers), or None, got {self.key!r}"
+            )
+        whole = isinstance(self.burst, int) and not isinstance(self.burst, bool)
+        if not (whole and 1 <= self.burst <= MOST_BURST):
+            raise SettingsError(
+                f"expected the burst of a rate to be a whole number from 1 to {MOST_BURST}, got "
+                f"{self.burst!r}"
+            )
+
+    def __repr__(self) -> str:
+        key = "" if self.key is None else f", key={self.key!r}"
+        burst = "" if self.burst == 1 else f", burst={self.burst}"
+        return f"Rate({self.limit!r}{key}{burst})"
+
+    @classmethod
+    def of(cls, value: Any) -> Rate:
+        """*value* itself, or a rate without a key of a text such as "100/m"."""
+        return value if isinstance(value, Rate) else cls(value)
+
+    # --- as numbers ----------------------------------------------------------------------
+
+    @cached_property
+    def count(self) -> int:
+        """Tasks that may start in a period."""
+        return int(self._parts[0])
+
+    @cached_property
+    def period_us(self) -> int:
+        return int(self._parts[1] or 1) * _SECONDS[self._parts[2]] * 1_000_000
+
+    @cached_property
+    def spacing_us(self) -> int:
+        """Microseconds from one slot to the next."""
+        return -(-self.period_us * (1000 + MARGIN_PER_MILLE) // (1000 * self.count))
+
+    @cached_property
+    def tolerance_us(self) -> int:
+        """Microseconds that a task may start before its slot, and so make up for a late one."""
+        return self.period_us * MARGIN_PER_MILLE // 2000
+
+    @cached_property
+    def ahead_us(self) -> int:
+        """Microseconds by which a slot may be used before the start that it counts as."""
+        return (self.burst - 1) * self.spacing_us + self.tolerance_us
+
+    @property
+    def _parts(self) -> tuple[str, str, str]:
+        found = _RATE.fullmatch(self.limit)
+        assert found is not None
+        return found[1], found[2], found[3]
+
+    # --- whose line ----------------------------------------------------------------------
+
+    def key_of(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        headers: Mapping[str, Any],
+        signature: Signature | None = None,
+    ) -> str | None:
+        """The key of a task; None if there is one line, or it has no such argument or header.
+
+        *signature* is that of the task's function, by which positional arguments have names.
+        """
+        key = self.key
+        if key is None:
+            return None
+        if not isinstance(key, str):
+            found = key(args, kwargs, headers)
+        elif key.startswith(_HEADER):
+            found = headers.get(key.removeprefix(_HEADER))
+        elif key in kwargs:
+            found = kwargs[key]
+        else:
+            found = _positional(key, args, signature)
+        return None if found is None else str(found)[:LONGEST_KEY]
+
+
+def _positional(name: str, args: Sequence[Any], signature: Signature | None) -> Any:
+    """The argument *name* of a call, or its default; None if there is none."""
+    if signature is None:
+        return None
+    for number, parameter in enumerate(signature.parameters.values()):
+        if parameter.name != name or parameter.kind in (
+            parameter.VAR_POSITIONAL,
+            parameter.VAR_KEYWORD,
+        ):
+            continue
+        if parameter.kind is not parameter.KEYWORD_ONLY and number < len(args):
+            return args[number]
+        return None if parameter.default is parameter.empty else parameter.default
+    return None
