@@ -35,6 +35,7 @@ from .errors import (
 from .ledger.model import Outcome, Query, Verdict, Waiting
 from .rates.lines import RateLine
 from .rates.rate import Rate
+from .rates.retry_after import RetryAfter
 from .settings import DelaySettings
 from .transports.aliases import delay_headers, flush_delayed, register_transports, transport_for
 from .worker.outage import store_outage
@@ -64,6 +65,7 @@ __all__ = (
     "Rate",
     "RateLine",
     "RefusedMessage",
+    "RetryAfter",
     "SettingsError",
     "StoreUnavailable",
     "TopologyMismatch",

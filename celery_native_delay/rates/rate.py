@@ -26,7 +26,8 @@ _EXPECTED = 'such as "100/m": so many per s, m, h or d, or per several of them, 
 MOST_PER_SECOND = 10_000
 MOST_BURST = 1_000_000
 
-_HEADER = "header:"
+#: In front of a header's name, as a key.
+HEADER_PREFIX = "header:"
 
 #: Longer keys are cut short by whoever chooses them, with a hash if need be.
 LONGEST_KEY = 200
@@ -62,10 +63,10 @@ class Rate:
             raise SettingsError(
                 f"expected a rate of at most {MOST_PER_SECOND}/s, got {self.limit!r}: leave it out"
             )
-        is_name = isinstance(self.key, str) and self.key.removeprefix(_HEADER) != ""
+        is_name = isinstance(self.key, str) and self.key.removeprefix(HEADER_PREFIX) != ""
         if not (self.key is None or is_name or callable(self.key)):
             raise SettingsError(
-                f"expected the key of a rate to be the name of an argument, {_HEADER}NAME, a "
+                f"expected the key of a rate to be the name of an argument, {HEADER_PREFIX}NAME, a "
                 f"callable of (args, kwargs, headers), or None, got {self.key!r}"
             )
         whole = isinstance(self.burst, int) and not isinstance(self.burst, bool)
@@ -135,8 +136,8 @@ class Rate:
             return None
         if not isinstance(key, str):
             found = key(args, kwargs, headers)
-        elif key.startswith(_HEADER):
-            found = headers.get(key.removeprefix(_HEADER))
+        elif key.startswith(HEADER_PREFIX):
+            found = headers.get(key.removeprefix(HEADER_PREFIX))
         elif key in kwargs:
             found = kwargs[key]
         else:

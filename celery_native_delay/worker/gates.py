@@ -20,9 +20,11 @@ AWAY_US = 5_000_000
 NOT_YET_SECONDS = 0.5
 
 
-def gates(settings: DelaySettings, moved: Moved, fence: Gate) -> tuple[Gate, ...]:
+def gates(
+    settings: DelaySettings, moved: Moved, fence: Gate, rated: Gate | None = None
+) -> tuple[Gate, ...]:
     """The gates of a worker, in the order in which a task passes them."""
-    ordered = (moved, cancelled, expired, early if settings.adopt else None, fence)
+    ordered = (moved, cancelled, expired, early if settings.adopt else None, fence, rated)
     return tuple(gate for gate in ordered if gate is not None)
 
 

@@ -15,6 +15,7 @@ from kombu.transport import pyamqp
 from ...errors import SettingsError
 from ...ledger.model import Ledger
 from ...message import Delayed, due_of
+from ...rates.lines import Lines
 from ...settings import DelaySettings
 from ..aliases import OPTION, asks_for_delays, settings_from_option
 from ..interface import AdminPart, WorkerPart
@@ -88,6 +89,16 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
         from .ledger.ledger import RabbitMQLedger
 
         return RabbitMQLedger(self.delays, settings)
+
+    def lines(self, settings: DelaySettings) -> Lines:
+        """The lines of rated tasks, which are kept where the ledger is.
+
+        NoLedger: it is in no Redis.
+        """
+        from .ledger.connection import lines_in
+
+        vhost = self.connection.virtual_host
+        return lines_in(settings.ledger_url, settings.namespace, vhost)
 
     def basic_publish(
         self,

@@ -12,6 +12,7 @@ from ...finding import WRONG, Finding
 from ..interface import Rescue, Wait, WorkerPart
 from .dispatcher import Dispatcher
 from .handover import handing_over
+from .lines import StoreLines
 from .store import Store
 from .whole_files import is_folder
 
@@ -48,8 +49,16 @@ class StoreWorkerPart(WorkerPart):
         way_out = "name the same folder twice in broker_transport_options"
         return [Finding("folders", WRONG, problem, way_out)]
 
+    comes_back_late_seconds = 0.3
+    """Dispatchers of other processes look that often."""
+
     def put_one_back(self, wait: Wait) -> None:
-        self._delays.put_back(wait.message._raw, wait.queue, due_us=wait.due_us)
+        self._delays.put_back(wait.on(wait.message._raw), wait.queue, due_us=wait.due_us)
+
+    def sweep(self) -> int:
+        if self.settings.rates:
+            StoreLines(self._delays.store).sweep()
+        return 0
 
     def rescue(self) -> Rescue:
         """Try every parked message once more; several processes may be at it."""
