@@ -124,7 +124,7 @@ class DelaySettings:
     """Fate of the tasks of a fenced run that was not sealed in time: workers "run" all of them,
     perhaps twice, or "drop" all of them."""
 
-    rates: Mapping[str, Rate | str] | tuple[tuple[str, Rate], ...] = ()
+    rates: Mapping[str, Rate | str | Mapping[str, Any]] | tuple[tuple[str, Rate], ...] = ()
     """How often tasks may start, by name: ``{"shop.call_api": Rate("100/m", key="tenant")}`` or
     ``{"shop.call_api": "100/m"}``. Workers let them wait in the broker until their turn. Defaults
     to none."""

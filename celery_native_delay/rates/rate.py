@@ -83,8 +83,16 @@ class Rate:
 
     @classmethod
     def of(cls, value: Any) -> Rate:
-        """*value* itself, or a rate without a key of a text such as "100/m"."""
-        return value if isinstance(value, Rate) else cls(value)
+        """*value* itself, or a rate of a text such as "100/m", or of a dict of its arguments."""
+        if isinstance(value, Rate):
+            return value
+        if not isinstance(value, Mapping):
+            return cls(value)
+        if not {"limit"} <= value.keys() <= {"limit", "key", "burst"}:
+            raise SettingsError(
+                f"expected a rate as a dict of limit, key and burst, got {dict(value)!r}"
+            )
+        return cls(**value)
 
     # --- as numbers ----------------------------------------------------------------------
 

@@ -71,7 +71,7 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         self._tallying = Tallying(c)
         self._rated: Rated | None = None
         if settings.rates:
-            self._rated = Rated(settings.rate_by_task, c.app.tasks)
+            self._rated = Rated(settings, c.app.tasks)
             teach_retry_after(c.app, settings.rate_by_task)
         passed = gates(settings, self._moved, self._fence, self._rated)
         c.strategies = GatedStrategies(c, passed, self._put_back, self._tallying)

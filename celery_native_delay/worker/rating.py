@@ -25,6 +25,7 @@ from ..errors import LedgerUnavailable, SettingsError
 from ..rates.lines import Lines
 from ..rates.rate import HEADER_PREFIX, Rate
 from ..rates.retry_after import RetryAfter
+from ..settings import DelaySettings
 from .arrival import SHORTEST_WAIT_US, Arrival, AskAgain, Ruling, WaitUntil
 
 logger = get_logger(__name__)
@@ -45,12 +46,14 @@ _AT_DOOR_US = 50_000
 class Rated:
     """The gate for tasks that have a rate; without *lines* they wait, as while these are away."""
 
-    def __init__(self, rates: Mapping[str, Rate], tasks: Mapping[str, Any]) -> None:
+    def __init__(self, settings: DelaySettings, tasks: Mapping[str, Any]) -> None:
         """*tasks* are the app's, by name."""
         self.lines: Lines | None = None
         self.come_back_late_us = SHORTEST_WAIT_US
-        self._rates = rates
-        self._signatures = signatures(rates, tasks)
+        self._rates = settings.rate_by_task
+        self._signatures = signatures(self._rates, tasks)
+        #: What waits for longer comes back in between, and keeps its place.
+        self._longest_us = round(settings.longest_delay_seconds * 900_000)
         #: A rated task is at the door, which only a free process is missing to.
         self._taken_until_us = 0
         self._told = False
@@ -93,7 +96,8 @@ class Rated:
             return again
         kept = {PLACE: _header(turn.place, key)}
         headers.update(kept)
-        return WaitUntil(arrival.now_us + turn.wait_us - ahead_us, None, again, kept)
+        wait_us = min(turn.wait_us - ahead_us, self._longest_us)
+        return WaitUntil(arrival.now_us + wait_us, None, again, kept)
 
     def _key(self, arrival: Arrival, rate: Rate) -> str | None:
         if rate.key is None:
