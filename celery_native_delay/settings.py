@@ -125,9 +125,9 @@ class DelaySettings:
     perhaps twice, or "drop" all of them."""
 
     rates: Mapping[str, Rate | str | Mapping[str, Any]] | tuple[tuple[str, Rate], ...] = ()
-    """How often tasks may start, by name: ``{"shop.call_api": Rate("100/m", key="tenant")}`` or
-    ``{"shop.call_api": "100/m"}``. Workers let them wait in the broker until their turn. Defaults
-    to none."""
+    """Rates by the names of tasks, ``{"shop.call_api": Rate("100/m", key="tenant")}`` or
+    ``{"shop.call_api": "100/m"}``: workers let these wait in the broker until it is their turn.
+    Defaults to none."""
 
     def __post_init__(self) -> None:
         for name in ("landing_exchanges", "rates"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from datetime import UTC, datetime
+from functools import partial
 from time import time_ns
 from typing import Any, TypeAlias, TypeVar
 
@@ -200,7 +201,7 @@ class Delay:
             raise LedgerUnavailable(f"{done} of {len(ids)} were changed, then {exc}") from exc
 
     def _ask(self, question: Callable[[Ledger], T]) -> T:
-        return self._ask_broker(lambda *where: self._ask_on(*where, question))
+        return self._ask_broker(partial(self._ask_ledger, question))
 
     def _ask_broker(self, question: Callable[[Any, DelaySettings], T]) -> T:
         """*question* on a delaying channel, given the settings; once more on a new connection."""
@@ -224,7 +225,7 @@ class Delay:
         raise AssertionError("unreachable")
 
     @staticmethod
-    def _ask_on(channel: Any, settings: DelaySettings, question: Callable[[Ledger], T]) -> T:
+    def _ask_ledger(question: Callable[[Ledger], T], channel: Any, settings: DelaySettings) -> T:
         found = channel.ledger(settings)
         if found is None:
             raise NoLedger(

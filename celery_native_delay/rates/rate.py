@@ -29,7 +29,7 @@ MOST_BURST = 1_000_000
 #: In front of a header's name, as a key.
 HEADER_PREFIX = "header:"
 
-#: Longer keys are cut short by whoever chooses them, with a hash if need be.
+#: Of a longer key only so many characters count.
 LONGEST_KEY = 200
 
 
