@@ -79,7 +79,7 @@ class WorkerPart(ABC):
         self._delays = channel.delays
 
     comes_back_late_seconds = 0.05
-    """How much after it is due a message may come back, where nothing is the matter."""
+    """Lateness of a message that comes back, at most, where nothing is the matter."""
 
     @abstractmethod
     def prepare(self, where: str) -> str:
