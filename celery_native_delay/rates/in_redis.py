@@ -24,32 +24,38 @@ PATIENCE_SECONDS = 1.0
 #: Seconds for which a server that failed is left alone: the first time, and at most.
 LEFT_ALONE_SECONDS = (0.5, 5.0)
 
-#: KEYS the line, names of lines. ARGV name, spacing, ahead, period, what its rate is written as,
+#: KEYS the line, names of lines, times of its starts. ARGV name, spacing, ahead, period, window,
+#: what is caught up, of which starts the times are kept, of how many, what the rate is written as,
 #: the present time or '' for the server's.
 _HEAD = f"""
 local spacing, ahead, period = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
-local now = tonumber(ARGV[6])
+local window, catch_up, each = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
+local noted, now = tonumber(ARGV[8]), tonumber(ARGV[10])
 if not now then
     local time = redis.call('TIME')
     now = tonumber(time[1]) * 1000000 + tonumber(time[2])
 end
-local last, shift, start_at, held, from, starts, before
+local last, shift, start_at, held, from, starts, before, total, front
 local text = redis.call('GET', KEYS[1])
 if text then
-    last, shift, start_at, held, from, starts, before = string.match(
-        text, '^{VERSION} (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) ')
+    last, shift, start_at, held, from, starts, before, total, front = string.match(
+        text, '^{VERSION} (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) ')
 end
 last, shift, start_at = tonumber(last or 0), tonumber(shift or 0), tonumber(start_at or 0)
 held, from = tonumber(held or 0), tonumber(from or 0)
-starts, before = tonumber(starts or 0), tonumber(before or 0)
+starts, before, total = tonumber(starts or 0), tonumber(before or 0), tonumber(total or 0)
 if not text then redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now) end
 
+front = tonumber(front or 0)
+
 local function keep()
-    local ends = math.max(last + shift, start_at, held) + period + {KEPT_US}
-    local record = string.format('{VERSION} %.0f %.0f %.0f %.0f %.0f %.0f %.0f %s',
-        last, shift, start_at, held, from, starts, before, ARGV[5])
-    redis.call('SET', KEYS[1], record, 'PX', string.format('%.0f', (ends - now) / 1000 + 1))
+    local ends = math.max(last + shift, start_at, held) + window + catch_up + {KEPT_US}
+    local record = string.format('{VERSION} %.0f %.0f %.0f %.0f %.0f %.0f %.0f %.0f %.0f %s',
+        last, shift, start_at, held, from, starts, before, total, front, ARGV[9])
+    local ttl = string.format('%.0f', (ends - now) / 1000 + 1)
+    redis.call('SET', KEYS[1], record, 'PX', ttl)
     redis.call('ZADD', KEYS[2], string.format('%.0f', ends), ARGV[1])
+    return ttl
 end
 """
 
@@ -58,26 +64,33 @@ end
 ASK = (
     _HEAD
     + """
-local place = tonumber(ARGV[7])
+local place = tonumber(ARGV[11])
+local room = 0
+local oldest = redis.call('LINDEX', KEYS[3], -noted)
+if oldest then room = tonumber(oldest) + window end
 local wait, starting = 0, false
 if place then
     last = math.max(last, place + spacing)
+    if front == 0 then front = place end
     local slot = place + shift - ahead
-    local due, allowed = math.max(slot, held), start_at - ahead
+    local due, paced = math.max(slot, held), start_at - ahead
     if due > now then
         wait = due - now
-    elseif allowed > now then
-        shift = shift + math.min(spacing, allowed - slot)
-        wait = allowed - now
+    elseif paced > now then
+        shift = shift + math.min(spacing, paced - slot)
+        wait = paced - now
+    elseif room > now then
+        wait = room - now
     else
-        local stood_still = now - math.max(allowed, slot)
-        if stood_still > spacing then shift = shift + stood_still end
+        local stood_still = now - math.max(paced, slot, room)
+        if stood_still > math.max(spacing, catch_up) then shift = shift + stood_still end
         starting = true
     end
 else
     place = math.max(last, now - shift)
-    local earliest = math.max(held, start_at - ahead)
+    local earliest = math.max(held, start_at - ahead, room)
     if earliest > now then place = math.max(place, earliest - shift + ahead) end
+    if last <= front then front = place end
     last = place + spacing
     wait = place + shift - ahead - now
     starting = wait <= 0
@@ -89,9 +102,14 @@ if starting then
     elseif elapsed >= period then
         from, starts, before = from + period, 0, starts
     end
-    starts = starts + 1
-    start_at = math.max(now, start_at) + spacing
-    wait, place = 0, -1
+    if total % each == 0 then
+        redis.call('RPUSH', KEYS[3], string.format('%.0f', now))
+        redis.call('LTRIM', KEYS[3], -noted, -1)
+    end
+    starts, total, front = starts + 1, total + 1, math.max(front, place + spacing)
+    start_at = math.max(now - catch_up, start_at) + spacing
+    redis.call('PEXPIRE', KEYS[3], keep())
+    return {0, -1}
 end
 keep()
 return {wait, place}
@@ -102,11 +120,12 @@ return {wait, place}
 HOLD = (
     _HEAD
     + """
-local until_ = math.max(held, now + tonumber(ARGV[7]))
+local until_ = math.max(held, now + tonumber(ARGV[11]))
 local next = math.max(now, held, start_at - ahead)
 shift = shift + math.max(until_ - next, 0) + spacing
 held = until_
 local place = held + ahead - shift
+if front == 0 or place < front then front = place end
 last = math.max(last, place + spacing)
 keep()
 return place
@@ -140,6 +159,7 @@ class RedisLines:
         self._make_connection = make_connection
         self._prefix = f"{space}.rate."
         self._names = f"{space}.rates"
+        self._starts = f"{space}.starts."
         self._where = where
         self._connection: Any = None
         self._retry_at = 0.0
@@ -185,13 +205,18 @@ class RedisLines:
 
     def _run(self, script: str, name: str, rate: Rate, now_us: int | None, last: int | str) -> Any:
         arguments = (
-            2,
+            3,
             self._prefix + name,
             self._names,
+            self._starts + name,
             name,
             rate.spacing_us,
             rate.ahead_us,
             rate.period_us,
+            rate.window_us,
+            rate.catch_up_us,
+            rate.noted_each,
+            rate.noted,
             f"{rate.limit} {rate.burst}",
             "" if now_us is None else now_us,
             last,

@@ -14,9 +14,15 @@ from ..errors import SettingsError
 #: Of the task's arguments, keyword arguments and headers.
 KeyFunction = Callable[[Sequence[Any], Mapping[str, Any], Mapping[str, Any]], object]
 
-#: How much further apart slots are than the rate asks for, in thousandths. Half of it may be
-#: caught up after a late start, the other half is for what passes between gate and task.
-MARGIN_PER_MILLE = 15
+#: How much further apart slots are than the rate asks for, in thousandths of a period: so much
+#: may pass between a gate and its task.
+MARGIN_PER_MILLE = 10
+
+#: A task that starts late by up to this is made up for, at most, and at most by a quarter period.
+_CATCH_UP_US = 1_000_000
+
+#: Starts whose times are kept of a line. Of more in a period, every second, third, …
+_KEPT_STARTS = 256
 
 _SECONDS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
 _RATE = re.compile(r"([1-9]\d{0,8})/([1-9]\d{0,5})?([smhd])")
@@ -111,14 +117,34 @@ class Rate:
         return -(-self.period_us * (1000 + MARGIN_PER_MILLE) // (1000 * self.count))
 
     @cached_property
-    def tolerance_us(self) -> int:
-        """Microseconds that a task may start before its slot, and so make up for a late one."""
-        return self.period_us * MARGIN_PER_MILLE // 2000
+    def window_us(self) -> int:
+        """Microseconds in which no more than *most* may start, by the gate."""
+        return self.period_us + self.period_us * MARGIN_PER_MILLE // 1000
+
+    @cached_property
+    def most(self) -> int:
+        """Tasks that may start in a window."""
+        return self.count + self.burst - 1
+
+    @cached_property
+    def catch_up_us(self) -> int:
+        """Microseconds that a start may be late, and the ones behind it are not."""
+        return min(self.period_us // 4, _CATCH_UP_US)
 
     @cached_property
     def ahead_us(self) -> int:
         """Microseconds by which a slot may be used before the start that it counts as."""
-        return (self.burst - 1) * self.spacing_us + self.tolerance_us
+        return (self.burst - 1) * self.spacing_us
+
+    @cached_property
+    def noted_each(self) -> int:
+        """The time of each so-manieth start is kept."""
+        return -(-self.most // _KEPT_STARTS)
+
+    @cached_property
+    def noted(self) -> int:
+        """Times of starts that are kept."""
+        return self.most // self.noted_each
 
     @property
     def _parts(self) -> tuple[str, str, str]:

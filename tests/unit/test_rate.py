@@ -33,7 +33,7 @@ def test_slots_are_a_little_further_apart_than_asked_for(
     rate = Rate(limit)
     assert (rate.count, rate.period_us) == (count, period_us)
     surplus_us = rate.spacing_us * count - period_us
-    assert 2 * rate.tolerance_us <= surplus_us <= 0.016 * period_us + count
+    assert 0.01 * period_us <= surplus_us <= 0.011 * period_us + count
 
 
 @pytest.mark.parametrize(

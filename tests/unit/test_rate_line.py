@@ -18,7 +18,7 @@ NOON_US = 1_795_176_000_000_000
 
 RATES = st.builds(
     Rate,
-    st.sampled_from(["1/s", "3/s", "10/s", "97/s", "100/m", "50/10s", "7/h"]),
+    st.sampled_from(["1/s", "3/s", "10/s", "97/s", "100/m", "50/10s", "7/h", "700/m"]),
     burst=st.sampled_from([1, 2, 10]),
 )
 
@@ -32,7 +32,7 @@ class World:
     rate: Rate
     random: Random
     late_us: int = 0
-    """A message comes back up to so much late."""
+    """One message in twenty comes back up to so much late, the others up to a hundredth."""
     start_us: int = 0
     """A task starts up to so much after its gate."""
     line: Line = field(default_factory=Line)
@@ -58,6 +58,8 @@ class World:
             self.order.append(message)
         else:
             late_us = self.random.randint(0, self.late_us)
+            if self.random.random() < 0.95:
+                late_us //= 100
             self.send(message, self.now_us + turn.wait_us + late_us, turn.place)
 
     def run(self) -> None:
@@ -78,8 +80,8 @@ class World:
 
     @property
     def utilisation(self) -> float:
-        """Starts over what the rate allows in the time from the first to the last."""
-        span_us = max(self.starts) - min(self.starts)
+        """Starts over what the rate allows from first to last, but for what is late at the end."""
+        span_us = max(self.starts) - min(self.starts) - self.rate.catch_up_us
         return (len(self.starts) - 1) * self.rate.period_us / (span_us * self.rate.count)
 
     def assert_promise(self) -> None:
@@ -97,7 +99,7 @@ def test_no_window_has_more_starts_than_the_rate_allows(
         rate,
         random,
         late_us=data.draw(st.sampled_from([0, 1_000, 300_000, 3 * rate.period_us])),
-        start_us=rate.period_us * 15 // 1000 - rate.tolerance_us,
+        start_us=rate.window_us - rate.period_us,
     )
     messages = count()
     for _ in range(data.draw(st.integers(1, 12))):
@@ -129,8 +131,8 @@ def test_no_window_has_more_starts_than_the_rate_allows(
 @given(rate=RATES, seed=st.integers(0, 2**32), outage=st.booleans())
 def test_a_backlog_uses_what_the_rate_allows(rate: Rate, seed: int, outage: bool) -> None:
     """98 % of it, although messages come late and their workers were away for a while."""
-    jitter_us = rate.tolerance_us
-    world = World(rate, Random(seed), late_us=jitter_us, start_us=jitter_us)
+    margin_us = rate.window_us - rate.period_us
+    world = World(rate, Random(seed), late_us=rate.catch_up_us // 2, start_us=margin_us)
     total = 3 * rate.count + 20 * rate.burst + 100
     for number in range(total):
         world.send(number, NOON_US + number)
@@ -142,7 +144,7 @@ def test_a_backlog_uses_what_the_rate_allows(rate: Rate, seed: int, outage: bool
     world.run()
     world.assert_promise()
     assert world.utilisation >= 0.98
-    assert world.asked <= 4 * total
+    assert world.asked <= 5 * total
 
 
 @given(rate=RATES, number=st.integers(2, 200))
@@ -187,11 +189,11 @@ def test_what_waited_for_an_outage_keeps_its_distances() -> None:
 
 
 @given(
-    line=st.builds(Line, *[st.integers(0, 2**52)] * 7),
+    line=st.builds(Line, *[st.integers(0, 2**52)] * 9),
     rate=RATES,
 )
 def test_a_record_is_read_as_it_was_written(line: Line, rate: Rate) -> None:
-    assert Line.decoded(line.encoded(rate)) == (line, rate)
+    assert Line.decoded(line.encoded(rate), " ".join(map(str, line.log))) == (line, rate)
 
 
 @pytest.mark.parametrize("text", [None, "", "2 1 2", "nonsense"])

@@ -45,6 +45,8 @@ LINES = Table(
     Column("digest", String(32), primary_key=True),
     Column("name", Text, nullable=False),
     Column("record", String(255), nullable=False),
+    # The times of its last starts.
+    Column("starts", Text, nullable=False),
     # Microseconds since the epoch; then nothing is lost with the row.
     Column("ends_us", BigInteger, nullable=False),
     Index("native_delay_rate_ends", "namespace", "ends_us"),
@@ -105,11 +107,14 @@ class StoreLines:
         this = and_(_LINE.namespace == self._store.namespace, _LINE.digest == digest)
 
         def change(connection: Connection) -> T:
-            found = connection.execute(select(_LINE.record).where(this).with_for_update()).scalar()
+            asked = select(_LINE.record, _LINE.starts).where(this).with_for_update()
+            found = connection.execute(asked).first()
+            before = Line() if found is None else Line.decoded(*found)[0]
             # Asked for after the lock: another may have held it for a while.
-            line, answer = decide(Line.decoded(found)[0], now_us(connection))
+            line, answer = decide(before, now_us(connection))
             values: dict[str, Any] = {
                 "record": line.encoded(rate),
+                "starts": " ".join(map(str, line.log)),
                 "ends_us": line.ends_us(rate),
             }
             if found is None:
