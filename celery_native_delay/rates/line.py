@@ -33,10 +33,10 @@ _SEPARATOR = "\n"
 class Line(NamedTuple):
     """The record of a line; an empty one of a line that nothing is known of.
 
-    *end* is the first place that is free, *front* the first that was not used yet. *start_at* is when the next start would be neither early
-    nor late, *held_until* the end of a hold. Since *counted_from* there were so many *starts*, and
-    *starts_before* in the period before that; in all there were *total*. *log* are the times of the
-    last ones, or of each so-manieth.
+    *end* is the first place that is free, *front* the first that was not used yet. *start_at* is
+    when the next start would be neither early nor late, *held_until* the end of a hold. Since
+    *counted_from* there were so many *starts*, and *starts_before* in the period before that; in
+    all there were *total*. *log* are the times of the last ones, or of each so-manieth.
     """
 
     end: int = 0
@@ -161,7 +161,8 @@ class Line(NamedTuple):
         words = (text or "").split(" ")
         if words[0] != str(VERSION):
             return cls(), None
-        line = cls(*map(int, words[1:-2]))._replace(log=tuple(map(int, log.split())))
+        numbers = zip(cls._fields, map(int, words[1:-2]), strict=False)
+        line = cls()._replace(**dict(numbers), log=tuple(map(int, log.split())))
         return line, Rate(words[-2], burst=int(words[-1]))
 
 

@@ -54,6 +54,9 @@ LINES = Table(
 
 _LINE = LINES.c
 
+#: Another may make the table, then the line, at the same time.
+_TRIES = 4
+
 
 class StoreLines:
     """The lines of one store; see :class:`~celery_native_delay.rates.lines.Lines`."""
@@ -127,9 +130,9 @@ class StoreLines:
         return self._change(change)
 
     def _change(self, change: Callable[[Connection], T]) -> T:
-        """*change* in a transaction; once more if another has made the line or lost the table."""
+        """*change* in a transaction; again if another has made the line or lost the table."""
         with self._explained():
-            for last_try in (False, True):
+            for tries_left in reversed(range(_TRIES)):
                 try:
                     if not self._is_ready:
                         with self._store.engine.begin() as connection:
@@ -139,7 +142,7 @@ class StoreLines:
                         return change(connection)
                 except (exc.IntegrityError, exc.OperationalError, exc.ProgrammingError):
                     self._is_ready = False
-                    if last_try:
+                    if not tries_left:
                         raise
         raise AssertionError("unreachable")
 
