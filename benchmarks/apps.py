@@ -11,11 +11,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import datetime
 from multiprocessing import get_context
@@ -42,6 +43,7 @@ LABELS = {
 
 QUEUE = "bench"
 TASK = "bench.record_start"
+OTHER_TASK = "bench.record_start_too"
 
 RECORD = Struct("<Id")
 """One start of a task: its index and the unix time."""
@@ -77,6 +79,7 @@ def make_app(method: str, url: str, *, confirm: bool = False, **settings: Any) -
     if method == "ours":
         install(app, **settings)
     app.task(record_start, name=TASK)
+    app.task(record_start, name=OTHER_TASK)
     return app
 
 
@@ -138,10 +141,12 @@ class Worker:
 
 
 @contextmanager
-def running_worker(method: str, url: str, folder: Path, *options: str) -> Iterator[Worker]:
+def running_worker(
+    method: str, url: str, folder: Path, *options: str, conf: Mapping[str, Any] | None = None
+) -> Iterator[Worker]:
     """A worker for :func:`make_app`; yields when it is ready, ends it with all its children.
 
-    *options* are those of ``celery worker``.
+    *options* are those of ``celery worker``, *conf* is what JSON can tell of its configuration.
     """
     record = folder / f"{method}-{monotonic():.6f}"
     record.touch()
@@ -152,6 +157,7 @@ def running_worker(method: str, url: str, folder: Path, *options: str) -> Iterat
         "BENCH_URL": url,
         "BENCH_RECORD": str(record),
         "BENCH_READY": str(ready),
+        "BENCH_CONF": json.dumps(dict(conf or {})),
     }
     with log.open("wb") as output:
         process = subprocess.Popen(

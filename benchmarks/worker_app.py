@@ -1,5 +1,6 @@
 """The app of a worker that ``apps.running_worker`` starts: ``celery -A benchmarks.worker_app``."""
 
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from celery.signals import worker_ready
 from benchmarks.apps import make_app
 
 app = make_app(os.environ["BENCH_METHOD"], os.environ["BENCH_URL"])
+app.conf.update(json.loads(os.environ["BENCH_CONF"]))
 
 
 @worker_ready.connect(weak=False)

@@ -33,6 +33,9 @@ from .errors import (
     UnsupportedBroker,
 )
 from .ledger.model import Outcome, Query, Verdict, Waiting
+from .rates.lines import RateLine
+from .rates.rate import Rate
+from .rates.retry_after import RetryAfter
 from .settings import DelaySettings
 from .transports.aliases import delay_headers, flush_delayed, register_transports, transport_for
 from .worker.outage import store_outage
@@ -59,7 +62,10 @@ __all__ = (
     "Outcome",
     "PublishRefused",
     "Query",
+    "Rate",
+    "RateLine",
     "RefusedMessage",
+    "RetryAfter",
     "SettingsError",
     "StoreUnavailable",
     "TopologyMismatch",

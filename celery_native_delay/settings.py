@@ -15,6 +15,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from .errors import SettingsError
+from .rates.rate import Rate
 from .urls import without_password
 
 #: RabbitMQ refuses a longer ``x-message-ttl``: rabbit_misc.erl, check_expiry/1.
@@ -123,8 +124,14 @@ class DelaySettings:
     """Fate of the tasks of a fenced run that was not sealed in time: workers "run" all of them,
     perhaps twice, or "drop" all of them."""
 
+    rates: Mapping[str, Rate | str | Mapping[str, Any]] | tuple[tuple[str, Rate], ...] = ()
+    """Rates by the names of tasks, ``{"shop.call_api": Rate("100/m", key="tenant")}`` or
+    ``{"shop.call_api": "100/m"}``: workers let these wait in the broker until it is their turn.
+    Defaults to none."""
+
     def __post_init__(self) -> None:
-        object.__setattr__(self, "landing_exchanges", _as_tuple(self.landing_exchanges))
+        for name in ("landing_exchanges", "rates"):
+            object.__setattr__(self, name, _normal(name, getattr(self, name)))
         for name in _names():
             _check(name, getattr(self, name))
         if not self._fits_ttl(self.levels):
@@ -141,6 +148,11 @@ class DelaySettings:
     def resolution_ms(self) -> int:
         """Milliseconds of level 0."""
         return round(self.resolution * 1000)
+
+    @property
+    def rate_by_task(self) -> dict[str, Rate]:
+        """The rates, by the names of their tasks."""
+        return {name: Rate.of(rate) for name, rate in dict(self.rates).items()}
 
     @property
     def streams_ledger(self) -> bool:
@@ -198,7 +210,7 @@ def check_settings(values: Mapping[str, Any]) -> None:
             close = get_close_matches(bare, _names(), n=1)
             hint = f"did you mean native_delay_{close[0]}?" if close else f"known: {_known()}"
             raise SettingsError(f"unknown setting native_delay_{bare}; {hint}")
-        _check(name, _as_tuple(value) if name == "landing_exchanges" else value)
+        _check(name, _normal(name, value))
 
 
 def is_store_url(url: str) -> bool:
@@ -212,6 +224,18 @@ def _names() -> list[str]:
 
 def _known() -> str:
     return ", ".join(f"native_delay_{name}" for name in _names())
+
+
+def _normal(name: str, value: Any) -> Any:
+    """*value* as it is kept: what is equal is equal, has one repr and can be hashed."""
+    if name == "landing_exchanges":
+        return _as_tuple(value)
+    if name == "rates" and isinstance(value, Mapping):
+        try:
+            return tuple((task, Rate.of(rate)) for task, rate in sorted(value.items(), key=str))
+        except SettingsError as exc:
+            raise SettingsError(f"native_delay_rates: {exc}") from exc
+    return value
 
 
 def _as_tuple(value: Any) -> Any:
@@ -281,6 +305,16 @@ def _expected(name: str, value: Any) -> str:
             return "" if fits else f"None or a URL that starts with {FENCE_URLS_TEXT}"
         case "fence_policy":
             return "" if value in ("run", "drop") else '"run" or "drop"'
+        case "rates":
+            fits = isinstance(value, tuple) and all(
+                isinstance(pair, tuple)
+                and len(pair) == 2
+                and isinstance(pair[0], str)
+                and pair[0]
+                and isinstance(pair[1], Rate)
+                for pair in value
+            )
+            return "" if fits else 'a dict of rates by task, such as {"shop.call_api": "100/m"}'
         case "management_url":
             fits = value is None or (isinstance(value, str) and value.startswith("http"))
             return "" if fits else "None or an http(s) URL"

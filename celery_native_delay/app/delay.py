@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from datetime import UTC, datetime
+from functools import partial
 from time import time_ns
 from typing import Any, TypeAlias, TypeVar
 
@@ -17,6 +18,7 @@ from ..due_time import due_us
 from ..errors import CannotDelay, InvalidQuery, LedgerUnavailable, NoLedger
 from ..ledger import model as ledger
 from ..ledger.model import Bar, Ledger, Outcome, Page, Query, Verdict, Waiting
+from ..rates.lines import RateLine
 from ..settings import DelaySettings
 from ..transports.aliases import delay_headers
 from .asking import ask_on_a_connection
@@ -95,6 +97,20 @@ class Delay:
         """The time at which the next task is due, None if nothing waits."""
         span = self._ask(lambda found: found.span())
         return None if span is None else datetime.fromtimestamp(span[0] / 1_000_000, UTC)
+
+    def rates(self, *, limit: int = 50) -> list[RateLine]:
+        """The lines of rated tasks, those with most waiting first; at most *limit*.
+
+        Raises:
+            NoLedger: nothing beside this broker can keep lines.
+        """
+        _check_count("limit", limit, least=0)
+
+        def looked(channel: Any, settings: DelaySettings) -> list[RateLine]:
+            with closing(channel.lines(settings)) as lines:
+                return list(lines.look(limit))
+
+        return self._ask_broker(looked)
 
     # --- changing ------------------------------------------------------------------------
 
@@ -253,13 +269,18 @@ class Delay:
             raise LedgerUnavailable(f"{done} of {len(ids)} were changed, then {exc}") from exc
 
     def _ask(self, question: Callable[[Ledger], T]) -> T:
+        return self._ask_broker(partial(self._ask_ledger, question))
+
+    def _ask_broker(self, question: Callable[[Any, DelaySettings], T]) -> T:
+        """*question* on a delaying channel, given the settings; once more on a new connection."""
+
         def ask(connection: Any) -> T:
-            return self._ask_on(*delaying_channel(self._app, connection), question)
+            return question(*delaying_channel(self._app, connection))
 
         return ask_on_a_connection(self._app, ask)
 
     @staticmethod
-    def _ask_on(channel: Any, settings: DelaySettings, question: Callable[[Ledger], T]) -> T:
+    def _ask_ledger(question: Callable[[Ledger], T], channel: Any, settings: DelaySettings) -> T:
         found = channel.ledger(settings)
         if found is None:
             raise NoLedger(

@@ -57,6 +57,10 @@ class Installation:
         """
         return DelaySettings.from_mapping(_configured(self.app) | self.keywords)
 
+    def has(self, name: str) -> bool:
+        """True if the setting *name* is given at all, right or wrong."""
+        return bool((_configured(self.app) | self.keywords).get(name))
+
     @property
     def enabled(self) -> bool:
         """True if delayed tasks wait in the broker.

@@ -221,6 +221,7 @@ _NOT_FOR_PUBLISHING = (
     "ledger_away",
     "store_outage_seconds",
     "strict",
+    "rates",
 )
 
 #: Settings whose URLs may hold a password, which the option must not show.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from enum import Enum
 from functools import cached_property
@@ -28,13 +28,20 @@ class Wait:
     """A *message*, as kombu received it, that is to wait in the broker and come back.
 
     It comes back to *queue* alone, which it was consumed from; *due_us* counts from the epoch.
-    *delivery_id* is the one that it keeps, None for a new one.
+    *delivery_id* is the one that it keeps, None for a new one; *headers* are put upon its own.
     """
 
     message: Any
     queue: str
     due_us: int
     delivery_id: str | None = None
+    headers: Mapping[str, Any] = field(default_factory=dict)
+
+    def on(self, message: dict[str, Any]) -> dict[str, Any]:
+        """A *message* of kombu's virtual transports, with these headers."""
+        if not self.headers:
+            return message
+        return {**message, "headers": {**(message.get("headers") or {}), **self.headers}}
 
     @cached_property
     def new_id(self) -> str:
@@ -70,6 +77,9 @@ class WorkerPart(ABC):
         self.settings = settings
         self._channel = channel
         self._delays = channel.delays
+
+    comes_back_late_seconds = 0.05
+    """Lateness of a message that comes back, at most, where nothing is the matter."""
 
     @abstractmethod
     def prepare(self, where: str) -> str:

@@ -115,10 +115,11 @@ class Drop:
 class AskAgain:
     """All gates are asked again in a moment, and look up anew what they must.
 
-    Meanwhile the message stays unacknowledged.
+    Meanwhile the message stays unacknowledged; *beside_prefetch* the worker may have another one.
     """
 
     after_seconds: float
+    beside_prefetch: bool = False
 
 
 @dataclass(frozen=True)
@@ -137,12 +138,13 @@ class WaitUntil:
     """The message waits in the broker until *due_us*, microseconds since the epoch.
 
     *delivery_id* is the one that it keeps, None for a new one. If it cannot wait there, *otherwise*
-    holds; None asks the next gate.
+    holds; None asks the next gate. *headers* are put upon its own.
     """
 
     due_us: int
     delivery_id: str | None = None
     otherwise: AskAgain | None = None
+    headers: Mapping[str, Any] = field(default_factory=dict)
 
 
 Ruling: TypeAlias = Announce | Drop | AskAgain | LookUp | WaitUntil

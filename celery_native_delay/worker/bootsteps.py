@@ -17,7 +17,7 @@ from celery.worker.consumer.tasks import Tasks
 
 from ..app import remote  # noqa: F401  registers its command
 from ..app.installation import Installation, installation_of, keep_celerys_own_off
-from ..errors import NativeDelayError, SettingsError
+from ..errors import NativeDelayError, NoLedger, SettingsError
 from ..settings import DelaySettings
 from ..transports.aliases import flush_delayed
 from ..transports.interface import (
@@ -32,6 +32,7 @@ from .attendant import Attendant
 from .fencing import Fence
 from .gates import Moved, gates
 from .outage import react
+from .rating import Rated, teach_retry_after
 from .strategies import GatedStrategies, Waker, forget_eta
 from .tallying import Tallying
 from .telemetry import Telemetry
@@ -68,8 +69,12 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         self._moved = Moved(settings)
         self._fence = Fence(settings, str(c.hostname))
         self._tallying = Tallying(c)
+        self._rated: Rated | None = None
+        if settings.rates:
+            self._rated = Rated(settings, c.app.tasks)
+            teach_retry_after(c.app, settings.rate_by_task)
         # Unique lets a task have its key, whose lease runs from then on: nothing waits behind it.
-        passed = gates(settings, self._moved, self._fence, Unique(c.app))
+        passed = gates(settings, self._moved, self._fence, self._rated, Unique(c.app))
         c.strategies = GatedStrategies(c, passed, self._put_back, self._tallying)
         if settings.telemetry is not None:
             self._telemetry = Telemetry(installation, c, settings.telemetry)
@@ -85,6 +90,7 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         """Prepare the consumer's broker; a failure is named and leaves immediate tasks alone."""
         self._tallying.start()
         channel = c.connection.default_channel
+        self._find_lines(channel)
         if not hasattr(channel, "worker_part"):
             return
         where = c.connection.as_uri()
@@ -93,6 +99,8 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
             part: WorkerPart = channel.worker_part(settings)
             if isinstance(part, ServesQueues):
                 part.serve([queue.name for queue in c.task_consumer.queues])
+            if self._rated is not None:
+                self._rated.come_back_late_us = round(part.comes_back_late_seconds * 1_000_000)
             prepared = part.prepare(where)
             if self._moved.receipts is None:
                 self._moved.receipts = part.receipts()
@@ -111,6 +119,19 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         if self._promoter is None:
             self._promoter = part.promoter(c.app.connection_for_write)
             self._promote(c, self._promoter)
+
+    def _find_lines(self, channel: Any) -> None:
+        """Find where rated tasks are counted: a worker that cannot tell must not run them."""
+        if self._installation.has("rates"):
+            settings = self._installation.settings()
+            if self._rated is not None:
+                self._rated.close()
+                if not hasattr(channel, "lines"):
+                    raise NoLedger(
+                        "nothing beside this broker can count the tasks of native_delay_rates: use "
+                        "Redis, a database, or RabbitMQ with native_delay_ledger as the broker"
+                    )
+                self._rated.lines = channel.lines(settings)
 
     def _promote(self, c: Any, promoter: Promoter | None) -> None:
         if promoter is None:
@@ -147,6 +168,8 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
     def shutdown(self, c: Any) -> None:
         """End every thread; what was not put back yet is redelivered by the broker."""
         self._fence.stop()
+        if self._rated is not None:
+            self._rated.close()
         self._tallying.shutdown()
         if self._telemetry is not None:
             self._telemetry.disconnect()

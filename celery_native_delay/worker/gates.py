@@ -20,7 +20,7 @@ AWAY_US = 5_000_000
 NOT_YET_SECONDS = 0.5
 
 
-def gates(settings: DelaySettings, moved: Moved, *more: Gate) -> tuple[Gate, ...]:
+def gates(settings: DelaySettings, moved: Moved, *more: Gate | None) -> tuple[Gate, ...]:
     """The gates of a worker, in the order in which a task passes them; *more* come last."""
     ordered = (moved, cancelled, expired, early if settings.adopt else None, *more)
     return tuple(gate for gate in ordered if gate is not None)

@@ -95,7 +95,10 @@ class GatedStrategies(dict[str, Any]):
                 arrived(arrival.id)
                 self._run(task)
             case AskAgain():
-                again = partial(self._soon, self._ask_again, task, {})
+                qos = self._consumer.qos if ruling.beside_prefetch else None
+                if qos is not None:
+                    qos.increment_eventually()
+                again = partial(self._soon, self._ask_again, task, {}, qos)
                 self._consumer.timer.call_after(ruling.after_seconds, again)
             case LookUp():
                 gate = self._gates[number]
@@ -106,7 +109,13 @@ class GatedStrategies(dict[str, Any]):
 
                 ruling.start(found)
             case WaitUntil():
-                wait = Wait(arrival.message, arrival.queue, ruling.due_us, ruling.delivery_id)
+                wait = Wait(
+                    arrival.message,
+                    arrival.queue,
+                    ruling.due_us,
+                    ruling.delivery_id,
+                    ruling.headers,
+                )
                 done = partial(self._ack_soon, arrival.message)
                 instead = partial(self._instead_of_waiting, ruling, task, number)
                 if not wait.queue or not self._put_back(wait, done, partial(self._soon, instead)):
@@ -148,7 +157,9 @@ class GatedStrategies(dict[str, Any]):
         ack(logger, consumer.connection_errors)
         self.wake()
 
-    def _ask_again(self, task: _Task, found: dict[Gate, Any]) -> None:
+    def _ask_again(self, task: _Task, found: dict[Gate, Any], qos: Any = None) -> None:
+        if qos is not None:
+            qos.decrement_eventually()
         arrival = replace(task.arrival, now_us=time_ns() // 1000, found=found)
         self._resume(replace(task, arrival=arrival), 0)
 

@@ -85,6 +85,8 @@ class Tallying:
         delayed: Delayed | None = getattr(request.message, "native_delay", None)
         if delayed is None or delayed.cancelled:
             return
+        if getattr(request.message, "waited_in_line", False):
+            return  # it came back before its turn, and was not late
         queue = self._count(request.message, "matured")
         # No signal says in this process that a task starts.
         request.on_accepted = partial(

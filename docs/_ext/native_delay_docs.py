@@ -1,4 +1,4 @@
-"""What the pages take from the code itself: settings, and pictures of the delay levels."""
+"""What the pages take from the code itself: settings, and pictures."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from sphinx.application import Sphinx
 from sphinx.pycode import ModuleAnalyzer
 from sphinx.util.docutils import SphinxDirective
 
-from celery_native_delay import DelaySettings
+from celery_native_delay import DelaySettings, Rate
 from celery_native_delay.transports.rabbitmq.topology import Binding, Queue, Topology
 
 from level_pictures import levels_svg, path_svg
+from line_pictures import line_svg
 
 
 class Settings(SphinxDirective):
@@ -60,6 +61,15 @@ class PathPicture(SphinxDirective):
         return [_picture(path_svg(topology, seconds), narrow=True)]
 
 
+class LinePicture(SphinxDirective):
+    """A line of one key that is being spread."""
+
+    required_arguments = 2
+
+    def run(self) -> list[nodes.Node]:
+        return [_picture(line_svg(Rate(self.arguments[0], burst=int(self.arguments[1]))))]
+
+
 def _shown(default: object) -> str:
     return f'"{default}"' if isinstance(default, str) else repr(default)
 
@@ -73,4 +83,5 @@ def setup(app: Sphinx) -> dict[str, Any]:
     app.add_directive("settings", Settings)
     app.add_directive("levels-picture", LevelsPicture)
     app.add_directive("path-picture", PathPicture)
+    app.add_directive("line-picture", LinePicture)
     return {"parallel_read_safe": True}

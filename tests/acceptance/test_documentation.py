@@ -24,7 +24,7 @@ from kombu import Connection
 
 import celery_native_delay
 from benchmarks.command import SCENARIOS
-from celery_native_delay import Delay, DelaySettings, install, store_outage
+from celery_native_delay import Delay, DelaySettings, Rate, RetryAfter, install, store_outage
 from celery_native_delay.app.install import installation_of
 from celery_native_delay.cli import delay
 from celery_native_delay.testing import (
@@ -130,6 +130,35 @@ def test_a_key_has_one_task_as_shown(ledger_redis: PrivateRedis) -> None:
         assert sorted(task.name for task in Delay(app).ls()) == sorted(
             f"shop.{name}" for name in names
         )
+
+
+def test_rates_are_given_used_and_seen_as_shown(
+    ledger_redis: PrivateRedis, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    turned_away = SimpleNamespace(status_code=429, headers={"Retry-After": "7"})
+    requests = SimpleNamespace(get=lambda url: turned_away)
+    monkeypatch.setitem(sys.modules, "requests", requests)
+    with Celery("shop", broker=ledger_redis.url, set_as_current=False) as app:
+        names: dict[str, Any] = {"app": app}
+        exec(only("rates").text, names)
+        exec(only("retry-after").text, names)
+        rates = installed_settings(app).rate_by_task
+        assert rates["shop.call_api"] == Rate("100/m", key="tenant", burst=10)
+        with pytest.raises(RetryAfter, match="7"):
+            names["call_api"]("ada", "orders")
+        with app.connection_for_write() as connection:
+            lines = connection.default_channel.lines(installed_settings(app))
+            for _ in range(12):
+                lines.ask("shop.call_api", "ada", rates["shop.call_api"], None)
+            lines.close()
+        exec(only("see-rates").text, names)
+    assert capsys.readouterr().out == "shop.call_api ada 100/m, burst 10 2 0.1\n"
+
+
+def installed_settings(app: Celery) -> DelaySettings:
+    installation = installation_of(app)
+    assert installation is not None
+    return installation.settings()
 
 
 def test_the_example_of_a_test_passes(

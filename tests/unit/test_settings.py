@@ -38,6 +38,7 @@ def test_defaults() -> None:
         "telemetry": None,
         "fence": None,
         "fence_policy": "run",
+        "rates": (),
     }
 
 

@@ -17,6 +17,7 @@ from ...keyed.publishing import keyed_publish, underway
 from ...keyed.records import KeyRecords
 from ...ledger.model import Ledger
 from ...message import Delayed, due_of
+from ...rates.lines import Lines
 from ...settings import DelaySettings
 from ..aliases import OPTION, asks_for_delays, settings_from_option
 from ..interface import AdminPart, WorkerPart, without_records
@@ -97,6 +98,16 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
         if settings.ledger_url is None:
             raise without_records(self)
         return ledger_key_records(settings, self.connection.virtual_host)
+
+    def lines(self, settings: DelaySettings) -> Lines:
+        """The lines of rated tasks, which are kept where the ledger is.
+
+        NoLedger: it is in no Redis.
+        """
+        from .ledger.connection import lines_in
+
+        vhost = self.connection.virtual_host
+        return lines_in(settings.ledger_url, settings.namespace, vhost)
 
     def basic_publish(
         self,

@@ -44,12 +44,21 @@ class RabbitMQWorkerPart(WorkerPart):
         api = management_of(self._delays.connection.client, self.settings)
         return overriding_policies(api, self._delays.topology)
 
+    @property
+    def comes_back_late_seconds(self) -> float:  # type: ignore[override]
+        """One that is due sooner may lie behind another for a unit."""
+        return self.settings.resolution + WorkerPart.comes_back_late_seconds
+
     def put_back(self, waits: Sequence[Wait]) -> list[NativeDelayError | None]:
         with self._delays.one_confirm():
             return super().put_back(waits)
 
     def put_one_back(self, wait: Wait) -> None:
-        message = amqp.Message(wait.message.raw_body, **wait.message.properties)
+        properties = dict(wait.message.properties)
+        if wait.headers:
+            headers = properties.get("application_headers") or {}
+            properties["application_headers"] = {**headers, **wait.headers}
+        message = amqp.Message(wait.message.raw_body, **properties)
         self._delays.put_back(message, _delayed(wait))
 
     def receipts(self) -> Receipts | None:

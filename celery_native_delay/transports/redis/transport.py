@@ -16,6 +16,7 @@ from ...errors import SettingsError, UnsupportedBroker
 from ...keyed.publishing import KeyedPublish
 from ...keyed.records import KeyRecords
 from ...ledger.model import Ledger
+from ...rates.lines import Lines
 from ...settings import DelaySettings
 from ..interface import AdminPart, WorkerPart
 from ..moving import MovingPart
@@ -51,6 +52,12 @@ class RedisDelayingChannel(DelayingChannel):
         from .ledger import RedisLedger
 
         return RedisLedger(self)
+
+    def lines(self: Any, settings: DelaySettings) -> Lines:
+        from ...rates.in_redis import RedisLines
+
+        where = self.connection.client.as_uri()
+        return RedisLines(self.pool.make_connection, self.delays.keys.space, where)
 
     def let_wait(self, queue: str, message: dict[str, Any], *, due_us: int, **kwargs: Any) -> None:
         self.delays.publish(

@@ -30,7 +30,7 @@ class RedisWorkerPart(WorkerPart):
         return [*self._delays.dangers(), *clocks(self._delays.clock_ahead_seconds())]
 
     def put_one_back(self, wait: Wait) -> None:
-        message = wait.message._raw
+        message = wait.on(wait.message._raw)
         destination = self._channel.destination(wait.queue, message)
         self._delays.put_back(message, destination, due_us=wait.due_us)
 

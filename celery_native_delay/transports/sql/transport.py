@@ -20,6 +20,7 @@ from ...errors import NativeDelayError, UnsupportedBroker
 from ...keyed.publishing import KeyedPublish, underway
 from ...keyed.records import KeyRecords
 from ...ledger.model import Ledger
+from ...rates.lines import Lines
 from ...settings import DelaySettings, is_store_url
 from ...urls import without_password
 from ..aliases import OPTION, originals
@@ -75,6 +76,12 @@ class StoreDelayingChannel(DelayingChannel):
         from .ledger import StoreLedger
 
         return StoreLedger(self)
+
+    def lines(self, settings: DelaySettings) -> Lines:
+        _require_sqlalchemy()
+        from .lines import StoreLines
+
+        return StoreLines(self.delays.store)
 
     def let_wait(self, queue: str, message: dict[str, Any], *, due_us: int, **kwargs: Any) -> None:
         self.delays.publish(message, queue, due_us=due_us)

@@ -13,6 +13,7 @@ from ..interface import Rescue, Wait, WorkerPart
 from .dispatcher import Dispatcher
 from .handover import handing_over
 from .keyed import store_key_records
+from .lines import StoreLines
 from .store import Store
 from .whole_files import is_folder
 
@@ -49,15 +50,20 @@ class StoreWorkerPart(WorkerPart):
         way_out = "name the same folder twice in broker_transport_options"
         return [Finding("folders", WRONG, problem, way_out)]
 
+    comes_back_late_seconds = 0.3
+    """Dispatchers of other processes look that often."""
+
     def put_one_back(self, wait: Wait) -> None:
-        self._delays.put_back(wait.message._raw, wait.queue, due_us=wait.due_us)
+        self._delays.put_back(wait.on(wait.message._raw), wait.queue, due_us=wait.due_us)
 
     def rescue(self) -> Rescue:
         """Try every parked message once more; several processes may be at it."""
         return rescue(self._channel, self._delays.store)
 
     def sweep(self) -> int:
-        """Remove records of keys that say nothing any more; their number."""
+        """Remove records of keys and lines that say nothing any more; number of the former."""
+        if self.settings.rates:
+            StoreLines(self._delays.store).sweep()
         return store_key_records(self._delays.store).sweep()
 
     def promoter(self, connect: Callable[..., Any]) -> Dispatcher:

@@ -11,6 +11,7 @@ from kombu.transport import SQS
 
 from ...errors import NoLedger
 from ...message import HEADER
+from ...rates.lines import Lines
 from ...settings import DelaySettings
 from ..interface import AdminPart, WorkerPart
 from ..virtual import channel as virtual
@@ -61,6 +62,12 @@ class Channel(virtual.DelayingChannel, SQS.Channel):  # type: ignore[misc]
             "SQS does not show what waits and gives nothing back before it is due: tasks cannot be "
             "listed, cancelled or moved there. What remains: `expires`, a check in the task itself "
             "when it runs, or Redis or RabbitMQ with native_delay_ledger as the broker"
+        )
+
+    def lines(self, settings: DelaySettings) -> Lines:
+        raise NoLedger(
+            "SQS keeps nothing that could be counted in: native_delay_rates needs Redis, a "
+            "database, or RabbitMQ with native_delay_ledger as the broker"
         )
 
 

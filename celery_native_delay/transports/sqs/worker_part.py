@@ -54,7 +54,7 @@ class SqsWorkerPart(WorkerPart):
         )
 
     def put_one_back(self, wait: Wait) -> None:
-        message, message_id = _as_sent(wait.message._raw)
+        message, message_id = _as_sent(wait.on(wait.message._raw))
         try:
             self._delays.publish(
                 wait.queue,

@@ -122,6 +122,18 @@ def define_tasks(app: Celery) -> None:
                 **options,
             )
 
+    @app.task(name="call_api", shared=False)
+    def call_api(tenant: str, number: int = 0) -> None:
+        """Call what takes so many calls of each tenant only."""
+
+    @app.task(name="turned_away", shared=False, bind=True)
+    def turned_away(self: Task, seconds: float, times: int = 1) -> None:
+        """Be turned away *times* times."""
+        from celery_native_delay import RetryAfter
+
+        if self.request.retries < times:
+            raise RetryAfter(seconds)
+
     @app.task(name="hold", shared=False)
     def hold(seconds: float) -> None:
         """Occupy a worker's process."""

@@ -17,7 +17,8 @@ from time import monotonic
 from typing import Any
 
 from ....backoff import Backoff
-from ....errors import UnsupportedBroker
+from ....errors import NoLedger, UnsupportedBroker
+from ....rates.lines import Lines
 from ....urls import redis_py_url, without_password
 from ...aliases import flushes
 from ...per_process import PerProcess
@@ -55,6 +56,23 @@ def redis_options(url: str, *, timeout_seconds: float) -> tuple[str, dict[str, A
         "socket_connect_timeout": timeout_seconds,
         "retry": Retry(NoBackoff(), 0),
     }
+
+
+def lines_in(url: str | None, namespace: str, vhost: str) -> Lines:
+    """The lines of rated tasks in the ledger at *url*; NoLedger if that is no Redis."""
+    if url is None:
+        raise NoLedger(
+            "native_delay_rates needs a Redis to count in beside RabbitMQ: set "
+            'native_delay_ledger = "redis://…" in workers and producers'
+        )
+    to, options = redis_options(url, timeout_seconds=PATIENCE_SECONDS)
+    from redis import ConnectionPool
+
+    from ....rates.in_redis import RedisLines
+
+    pool = ConnectionPool.from_url(to, **options)
+    space = LedgerKeys(namespace, vhost).space
+    return RedisLines(pool.make_connection, space, without_password(url))
 
 
 class LedgerConnection:

@@ -1,0 +1,256 @@
+"""Rates per key: what the gate costs, how much of a rate is used, and what it does to others."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from time import perf_counter_ns
+from typing import Any
+
+import redis
+from celery import Celery
+from matplotlib.figure import Figure
+
+from benchmarks.apps import OTHER_TASK, TASK, declare_for, make_app, running_worker
+from benchmarks.charts import bars
+from benchmarks.measuring import Bench, Result, Target, median, percentile
+from celery_native_delay import Delay, Rate
+from celery_native_delay.bulk import bulk
+from celery_native_delay.rates.in_redis import RedisLines
+from celery_native_delay.rates.lines import Lines
+from celery_native_delay.testing import PrivateRedis, private_redis
+from celery_native_delay.transports.sql.lines import StoreLines
+from celery_native_delay.transports.sql.store import Store
+
+ASKED = 2_000
+SPREAD = 300
+KEYS, TASKS_OF_A_KEY = 1_000, 10
+BESIDE = 10_000
+OTHERS = 4_000
+ROUNDS = 3
+
+LIMIT = "10/s"
+RATED = {"native_delay_rates": {TASK: {"limit": LIMIT}}}
+KEYED = {"native_delay_rates": {TASK: {"limit": "10/m", "key": "header:tenant"}}}
+CELERYS = {"task_annotations": {TASK: {"rate_limit": LIMIT}}}
+ONE_AT_A_TIME = {"worker_prefetch_multiplier": 1}
+
+
+def run(bench: Bench) -> Result:
+    result = Result(
+        "Rates per key",
+        f"A gate is asked {bench.count(ASKED, at_least=50):,} times about tasks that start, and as "
+        f"often about tasks that are to wait. {bench.count(SPREAD, at_least=15)} tasks are sent at "
+        f"once, at {LIMIT}: starts per second from the first to the last, and the most in any "
+        f"window of one second, of what the tasks noted. Other tasks run through a worker with two "
+        f"processes that may have one message each, alone and beside "
+        f"{bench.count(BESIDE, at_least=100):,} rated ones. Workers are prefork, the broker is "
+        f"Redis unless told.",
+    )
+    with private_redis(config="databases 100") as server:
+        gate(bench, server, result)
+        spread(bench, server, result)
+        fair(bench, server, result)
+        beside(bench, server, result)
+    return result
+
+
+def row(result: Result, what: str, way: str, figure: float, unit: str, more: str = "") -> None:
+    result.rows.append({"what": what, "way": way, "figure": figure, "unit": unit, "also": more})
+
+
+# ---- the gate --------------------------------------------------------------------------------
+
+
+def gate(bench: Bench, server: PrivateRedis, result: Result) -> None:
+    pool = redis.ConnectionPool.from_url(server.url)
+    store = Store(f"sqlite:///{bench.folder}/rates.db", "bench")
+    kept: dict[str, Lines] = {
+        "Redis": RedisLines(pool.make_connection, "bench", server.url),
+        "SQLite": StoreLines(store),
+    }
+    for where, lines in kept.items():
+        starting = asked_us(bench, lines, Rate("10000/s", burst=100_000), "starts")
+        waiting = asked_us(bench, lines, Rate("1/h"), "waits")
+        p99 = f"p99 {percentile(starting, 99):.0f} and {percentile(waiting, 99):.0f}"
+        row(result, "gate", f"{where}, starts", median(starting), "µs", p99)
+        row(result, "gate", f"{where}, waits", median(waiting), "µs")
+        if where == "Redis":
+            worst = max(median(starting), median(waiting))
+            result.targets.append(Target("gate on Redis", worst, "≤", 100, "µs"))
+        lines.close()
+    store.engine.dispose()
+
+
+def asked_us(bench: Bench, lines: Lines, rate: Rate, task: str) -> list[float]:
+    found = []
+    for _ in range(bench.count(ASKED, at_least=50)):
+        before = perf_counter_ns()
+        lines.ask(task, "ada", rate, None)
+        found.append((perf_counter_ns() - before) / 1000)
+    return found
+
+
+# ---- how it is spread ------------------------------------------------------------------------
+
+
+def spread(bench: Bench, server: PrivateRedis, result: Result) -> None:
+    count = bench.count(SPREAD, at_least=15)
+    ways: list[tuple[str, str, str, Mapping[str, Any], int]] = [
+        ("ours, one worker", "ours", database(server, 1), RATED, 1),
+        ("ours, two workers", "ours", database(server, 2), RATED, 2),
+        ("Celery's rate_limit, one worker", "held", database(server, 3), CELERYS, 1),
+        ("Celery's rate_limit, two workers", "held", database(server, 4), CELERYS, 2),
+    ]
+    with bench.vhost() as url:
+        kept = {"native_delay_ledger": database(server, 5)}
+        ways.insert(2, ("ours, RabbitMQ", "ours", url, RATED | kept, 1))
+        for label, method, broker, conf, workers in ways:
+            starts = started(bench, label, method, broker, conf, count, workers)
+            per_second = (len(starts) - 1) / (starts[-1] - starts[0])
+            most = most_in_a_second(starts)
+            row(result, "spread", label, per_second, "starts/s", f"at most {most} in a second")
+            result.series[label] = [per_second, most]
+            if label in ("ours, one worker", "ours, two workers"):
+                result.targets.append(Target(f"{label}: used of 10/s", per_second / 10, "≥", 0.98))
+                result.targets.append(Target(f"{label}: in any second", most, "≤", 10))
+
+
+def started(
+    bench: Bench,
+    label: str,
+    method: str,
+    url: str,
+    conf: Mapping[str, Any],
+    count: int,
+    workers: int,
+) -> list[float]:
+    with sending(method, url) as app, ExitStack() as stack:
+        send(app, TASK, count)
+        run = partial(running_worker, method, url, bench.folder, conf=conf)
+        running = [stack.enter_context(run()) for _ in range(workers)]
+
+        def start_count() -> int:
+            return sum(worker.start_count() for worker in running)
+
+        bench.wait_for(f"rates: {label}", start_count, count, timeout_seconds=count / 5 + 60)
+        return sorted(at for worker in running for _, at in worker.starts())
+
+
+def most_in_a_second(starts: list[float]) -> int:
+    return max(
+        sum(1 for other in starts[place : place + 1000] if other < first + 1)
+        for place, first in enumerate(starts)
+    )
+
+
+# ---- fair between keys -----------------------------------------------------------------------
+
+
+def fair(bench: Bench, server: PrivateRedis, result: Result) -> None:
+    keys = bench.count(KEYS, at_least=10)
+    each = TASKS_OF_A_KEY if bench.scale >= 0.5 else 2
+    with sending("ours", database(server, 6)) as app:
+        with bulk(app) as many:
+            for number in range(keys * each):
+                tenant = str(number % keys)
+                many.send(app.tasks[TASK], (number,), headers={"tenant": tenant})
+        url = database(server, 6)
+        with running_worker("ours", url, bench.folder, conf=KEYED) as worker:
+            bench.wait_for(
+                f"rates: {keys} keys", worker.start_count, keys * each, timeout_seconds=300
+            )
+            starts = worker.starts()
+    first = min(at for _, at in starts)
+    ends = [0.0] * keys
+    for number, at in starts:
+        ends[number % keys] = max(ends[number % keys], at - first)
+    apart = (max(ends) - min(ends)) / median(ends)
+    more = f"from {min(ends):.1f} to {max(ends):.1f} s"
+    row(result, "fair", f"ends of {keys:,} keys, {each} tasks each", apart, "of the median", more)
+    result.targets.append(Target("ends of all keys, apart", apart, "≤", 0.02))
+
+
+# ---- others beside it ------------------------------------------------------------------------
+
+
+def beside(bench: Bench, server: PrivateRedis, result: Result) -> None:
+    rounds = ROUNDS if bench.scale >= 0.5 else 1
+    rates: dict[str, list[float]] = {"alone": [], "beside": [], "celery": []}
+    for number in range(rounds):
+        rates["alone"].append(others_per_second(bench, server, "ours", 0, 10 + 3 * number))
+        full = bench.count(BESIDE, at_least=100)
+        rates["beside"].append(others_per_second(bench, server, "ours", full, 11 + 3 * number))
+        if number == 0:
+            rates["celery"].append(others_per_second(bench, server, "held", full, 12))
+    alone = median(rates["alone"])
+    row(result, "others", "alone", alone, "tasks/s")
+    for way, label in (("beside", "beside rated ones"), ("celery", "beside Celery's rate_limit")):
+        found = median(rates[way])
+        row(result, "others", label, found, "tasks/s", f"{found / alone:.2f} of alone")
+    ratio = median(rates["beside"]) / alone
+    result.targets.append(Target("others beside rated ones : alone", ratio, "≥", 0.95))
+
+
+def others_per_second(
+    bench: Bench, server: PrivateRedis, method: str, rated: int, number: int
+) -> float:
+    url = database(server, number)
+    count = bench.count(OTHERS, at_least=50)
+    conf = (RATED if method == "ours" else CELERYS) | ONE_AT_A_TIME
+    with sending(method, url) as app:
+        send(app, TASK, rated)
+        with running_worker(method, url, bench.folder, conf=conf) as worker:
+            if rated and method == "ours":
+                bench.wait_for(
+                    "rates: spread",
+                    lambda: rated - Delay(app).count() - worker.start_count() <= 4,
+                    True,
+                    timeout_seconds=120,
+                )
+            before = worker.start_count()
+            send(app, OTHER_TASK, count, first=1_000_000)
+
+            def others() -> int:
+                return sum(1 for index, _ in worker.starts()[before:] if index >= 1_000_000)
+
+            bench.wait_for(f"rates: others {number}", others, count, timeout_seconds=20)
+            starts = sorted(at for index, at in worker.starts() if index >= 1_000_000)
+    return (len(starts) - 1) / (starts[-1] - starts[0]) if len(starts) > 1 else 0.0
+
+
+# ---- apps ------------------------------------------------------------------------------------
+
+
+def database(server: PrivateRedis, number: int) -> str:
+    return f"redis://127.0.0.1:{server.port}/{number}"
+
+
+@contextmanager
+def sending(method: str, url: str) -> Iterator[Celery]:
+    app = make_app(method, url)
+    try:
+        if url.startswith("amqp"):
+            declare_for(method, app)
+        yield app
+    finally:
+        app.close()
+
+
+def send(app: Celery, task: str, count: int, *, first: int = 0) -> None:
+    with app.producer_or_acquire() as producer:
+        for index in range(first, first + count):
+            app.tasks[task].apply_async((index,), producer=producer)
+
+
+def draw(result: Result) -> Figure:
+    return bars(
+        f"Starts per second of tasks at {LIMIT}",
+        "starts per second; the line: the most in any one second",
+        [
+            (label, per_second, (per_second, most), label.startswith("ours"))
+            for label, (per_second, most) in result.series.items()
+        ],
+        limit=10,
+    )

@@ -1,0 +1,268 @@
+"""Lines in Redis: the arithmetic of ``line.py`` once more, in Lua: a turn is one round trip.
+
+Each line is a string with the TTL that it is of use for; a sorted set has their names by the time
+at which they end. Times are microseconds by the server's own clock.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import suppress
+from hashlib import sha1
+from time import monotonic
+from typing import Any
+
+from ..backoff import Backoff
+from ..errors import LedgerUnavailable
+from .line import KEPT_US, VERSION, Line, name_of
+from .lines import RateLine, Turn
+from .rate import Rate
+
+#: Seconds that the server may take to connect, and for an answer.
+PATIENCE_SECONDS = 1.0
+
+#: Seconds for which a server that failed is left alone: the first time, and at most.
+LEFT_ALONE_SECONDS = (0.5, 5.0)
+
+#: KEYS the line, names of lines, times of its starts. ARGV name, spacing, ahead, period, window,
+#: what is caught up, of which starts the times are kept, of how many, what the rate is written as,
+#: the present time or '' for the server's.
+_HEAD = f"""
+local spacing, ahead, period = tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
+local window, catch_up, each = tonumber(ARGV[5]), tonumber(ARGV[6]), tonumber(ARGV[7])
+local noted, now = tonumber(ARGV[8]), tonumber(ARGV[10])
+if not now then
+    local time = redis.call('TIME')
+    now = tonumber(time[1]) * 1000000 + tonumber(time[2])
+end
+local last, shift, start_at, held, from, starts, before, total, front
+local text = redis.call('GET', KEYS[1])
+if text then
+    last, shift, start_at, held, from, starts, before, total, front = string.match(
+        text, '^{VERSION} (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) (%d+) ')
+end
+last, shift, start_at = tonumber(last or 0), tonumber(shift or 0), tonumber(start_at or 0)
+held, from = tonumber(held or 0), tonumber(from or 0)
+starts, before, total = tonumber(starts or 0), tonumber(before or 0), tonumber(total or 0)
+if not text then redis.call('ZREMRANGEBYSCORE', KEYS[2], '-inf', now) end
+
+front = tonumber(front or 0)
+
+local function keep()
+    local ends = math.max(last + shift, start_at, held) + window + catch_up + {KEPT_US}
+    local record = string.format('{VERSION} %.0f %.0f %.0f %.0f %.0f %.0f %.0f %.0f %.0f %s',
+        last, shift, start_at, held, from, starts, before, total, front, ARGV[9])
+    local ttl = string.format('%.0f', (ends - now) / 1000 + 1)
+    redis.call('SET', KEYS[1], record, 'PX', ttl)
+    redis.call('ZADD', KEYS[2], string.format('%.0f', ends), ARGV[1])
+    return ttl
+end
+"""
+
+#: ARGV as above, then the place, '' for a newcomer. Returns how long to wait, and the place; -1 for
+#: one that starts.
+ASK = (
+    _HEAD
+    + """
+local place = tonumber(ARGV[11])
+local room = 0
+local oldest = redis.call('LINDEX', KEYS[3], -noted)
+if oldest then room = tonumber(oldest) + window end
+local wait, starting = 0, false
+if place then
+    last = math.max(last, place + spacing)
+    if front == 0 then front = place end
+    local slot = place + shift - ahead
+    local due, paced = math.max(slot, held), start_at - ahead
+    if due > now then
+        wait = due - now
+    elseif paced > now then
+        shift = shift + math.min(spacing, paced - slot)
+        wait = paced - now
+    elseif room > now then
+        wait = room - now
+    else
+        local stood_still = now - math.max(paced, slot, room)
+        if stood_still > math.max(spacing, catch_up) then shift = shift + stood_still end
+        starting = true
+    end
+else
+    place = math.max(last, now - shift)
+    local earliest = math.max(held, start_at - ahead, room)
+    if earliest > now then place = math.max(place, earliest - shift + ahead) end
+    if last <= front then front = place end
+    last = place + spacing
+    wait = place + shift - ahead - now
+    starting = wait <= 0
+end
+if starting then
+    local elapsed = now - from
+    if elapsed >= 2 * period then
+        from, starts, before = now, 0, 0
+    elseif elapsed >= period then
+        from, starts, before = from + period, 0, starts
+    end
+    if total % each == 0 then
+        redis.call('RPUSH', KEYS[3], string.format('%.0f', now))
+        redis.call('LTRIM', KEYS[3], -noted, -1)
+    end
+    starts, total, front = starts + 1, total + 1, math.max(front, place + spacing)
+    start_at = math.max(now - catch_up, start_at) + spacing
+    redis.call('PEXPIRE', KEYS[3], keep())
+    return {0, -1}
+end
+keep()
+return {wait, place}
+"""
+)
+
+#: ARGV as above, then for how long. Returns the place in front.
+HOLD = (
+    _HEAD
+    + """
+local until_ = math.max(held, now + tonumber(ARGV[11]))
+local next = math.max(now, held, start_at - ahead)
+shift = shift + math.max(until_ - next, 0) + spacing
+held = until_
+local place = held + ahead - shift
+if front == 0 or place < front then front = place end
+last = math.max(last, place + spacing)
+keep()
+return place
+"""
+)
+
+#: KEYS names of lines. ARGV limit, what keys of lines begin with. Returns the time, then of each
+#: its name and record.
+LOOK = """
+local time = redis.call('TIME')
+local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
+local found = {now}
+for _, name in ipairs(redis.call('ZREVRANGEBYSCORE', KEYS[1], '+inf', now, 'LIMIT', 0, ARGV[1])) do
+    found[#found + 1] = name
+    found[#found + 1] = redis.call('GET', ARGV[2] .. name) or ''
+end
+return found
+"""
+
+_SHAS = {script: sha1(script.encode(), usedforsecurity=False).hexdigest() for script in (ASK, HOLD)}
+
+
+class RedisLines:
+    """Lines under *space*, what all their keys begin with; see :class:`~.lines.Lines`.
+
+    On one connection of its own, past redis-py's client, which would take longer than the server.
+    """
+
+    def __init__(self, make_connection: Callable[[], Any], space: str, where: str) -> None:
+        """*make_connection* gives one of redis-py's, which connects when told; *where* is shown."""
+        self._make_connection = make_connection
+        self._prefix = f"{space}.rate."
+        self._names = f"{space}.rates"
+        self._starts = f"{space}.starts."
+        self._where = where
+        self._connection: Any = None
+        self._retry_at = 0.0
+        self._backoff = Backoff(*LEFT_ALONE_SECONDS)
+
+    def ask(
+        self,
+        task: str,
+        key: str | None,
+        rate: Rate,
+        place: int | None,
+        *,
+        now_us: int | None = None,
+    ) -> Turn:
+        """*now_us* is the server's time, unless given."""
+        asked = "" if place is None else place
+        wait_us, found = self._run(ASK, name_of(task, key), rate, now_us, asked)
+        return Turn() if found < 0 else Turn(wait_us, found)
+
+    def hold(
+        self, task: str, key: str | None, rate: Rate, seconds: float, *, now_us: int | None = None
+    ) -> int:
+        wait_us = round(seconds * 1_000_000)
+        return int(self._run(HOLD, name_of(task, key), rate, now_us, wait_us))
+
+    def look(self, limit: int) -> list[RateLine]:
+        if limit == 0:
+            return []
+        now_us, *found = self._call("EVAL", LOOK, 1, self._names, limit, self._prefix)
+        seen = []
+        for name, text in zip(found[::2], found[1::2], strict=True):
+            line, rate = Line.decoded(text.decode())
+            if rate is not None:
+                seen.append(line.seen(name.decode(), rate, now_us))
+        return sorted(seen, key=lambda line: -line.waiting)
+
+    def close(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            connection.disconnect()
+
+    # --- the connection ------------------------------------------------------------------
+
+    def _run(self, script: str, name: str, rate: Rate, now_us: int | None, last: int | str) -> Any:
+        arguments = (
+            3,
+            self._prefix + name,
+            self._names,
+            self._starts + name,
+            name,
+            rate.spacing_us,
+            rate.ahead_us,
+            rate.period_us,
+            rate.window_us,
+            rate.catch_up_us,
+            rate.noted_each,
+            rate.noted,
+            f"{rate.limit} {rate.burst}",
+            "" if now_us is None else now_us,
+            last,
+        )
+        return self._call("EVALSHA", _SHAS[script], *arguments, instead=("EVAL", script))
+
+    def _call(self, *command: Any, instead: tuple[str, str] | None = None) -> Any:
+        """The answer to *command*; to one with *instead* in front, if its script is not known."""
+        if self._connection is None and monotonic() < self._retry_at:
+            raise LedgerUnavailable(f"the lines of rated tasks at {self._where} are out of reach")
+        try:
+            if self._connection is None:
+                self._connect()
+            try:
+                answer = self._answer(command)
+            except Exception as exc:
+                if instead is None or "NOSCRIPT" not in f"{type(exc).__name__} {exc}".upper():
+                    raise
+                answer = self._answer((*instead, *command[2:]))
+        except Exception as exc:  # redis-py's, the resolver's, TLS'
+            self._lose()
+            raise LedgerUnavailable(
+                f"the lines of rated tasks at {self._where} are out of reach: "
+                f"{type(exc).__name__}: {exc}"
+            ) from exc
+        self._backoff.reset()
+        return answer
+
+    def _connect(self) -> None:
+        from redis.backoff import NoBackoff
+        from redis.retry import Retry
+
+        connection = self._make_connection()
+        connection.retry = Retry(NoBackoff(), 0)
+        for timeout in ("socket_timeout", "socket_connect_timeout"):
+            setattr(connection, timeout, PATIENCE_SECONDS)
+        connection.connect()
+        self._connection = connection
+
+    def _answer(self, command: tuple[Any, ...]) -> Any:
+        self._connection.send_command(*command)
+        return self._connection.read_response()
+
+    def _lose(self) -> None:
+        connection, self._connection = self._connection, None
+        if connection is not None:
+            with suppress(Exception):
+                connection.disconnect()
+        self._retry_at = monotonic() + self._backoff.failed()

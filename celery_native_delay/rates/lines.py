@@ -1,0 +1,58 @@
+"""Lines of rated tasks, as workers and people ask the state that keeps them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from .rate import Rate
+
+
+@dataclass(frozen=True)
+class RateLine:
+    """A line of tasks: those of one *task* with one *key*, which start at one *rate*.
+
+    *key* is None for the one line of a task. *waiting* are the places in it that are not used yet;
+    that of a task which was cancelled counts until its turn. *next_slot_us* is when the next task
+    may start, None if none waits, and *held_until_us* when a hold ends, None without one; in
+    microseconds since the epoch. *starts_last_period* is exact to the place in a period, and
+    *utilisation* that over what the rate allows.
+    """
+
+    task: str
+    key: str | None
+    rate: str
+    waiting: int
+    next_slot_us: int | None
+    starts_last_period: int
+    utilisation: float
+    held_until_us: int | None
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A line's answer to a task: it starts now, or waits *wait_us* in its *place*."""
+
+    wait_us: int = 0
+    place: int | None = None
+
+    @property
+    def starts(self) -> bool:
+        """True if the task is to start now, which is counted."""
+        return self.place is None
+
+
+class Lines(Protocol):
+    """The state of all lines. Every method raises LedgerUnavailable while it is away."""
+
+    def ask(self, task: str, key: str | None, rate: Rate, place: int | None) -> Turn:
+        """The turn of a task in its line; *place* is the one that it has, None for a newcomer."""
+
+    def hold(self, task: str, key: str | None, rate: Rate, seconds: float) -> int:
+        """Let nothing of a line start for *seconds*; the place in front of all others."""
+
+    def look(self, limit: int) -> Sequence[RateLine]:
+        """The *limit* lines that are the longest in time, those with most waiting first."""
+
+    def close(self) -> None: ...

@@ -1,0 +1,195 @@
+"""``Rate``: how many tasks may start in a period, and for whom that is counted. Pure."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from inspect import Signature
+from typing import Any
+
+from ..errors import SettingsError
+
+#: Of the task's arguments, keyword arguments and headers.
+KeyFunction = Callable[[Sequence[Any], Mapping[str, Any], Mapping[str, Any]], object]
+
+#: How much further apart slots are than the rate asks for, in thousandths of a period: so much
+#: may pass between a gate and its task.
+MARGIN_PER_MILLE = 10
+
+#: A task that starts late by up to this is made up for, at most, and at most by a quarter period.
+_CATCH_UP_US = 1_000_000
+
+#: Starts whose times are kept of a line. Of more in a period, every second, third, …
+_KEPT_STARTS = 256
+
+_SECONDS = {"s": 1, "m": 60, "h": 3_600, "d": 86_400}
+_RATE = re.compile(r"([1-9]\d{0,8})/([1-9]\d{0,5})?([smhd])")
+_EXPECTED = 'such as "100/m": so many per s, m, h or d, or per several of them, as in "50/10s"'
+
+#: Slots are counted in microseconds, and a worker cannot start more than that.
+MOST_PER_SECOND = 10_000
+MOST_BURST = 1_000_000
+
+#: In front of a header's name, as a key.
+HEADER_PREFIX = "header:"
+
+#: Of a longer key only so many characters count.
+LONGEST_KEY = 200
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A rate for a task, counted for each key on its own.
+
+    >>> Rate("100/m", key="tenant", burst=10)
+    Rate('100/m', key='tenant', burst=10)
+
+    Args:
+        limit: how many may start in a period: "10/s", "100/m", "5/h", "1000/d", "50/10s".
+        key: what the tasks of one line have in common: the name of an argument, ``header:NAME``,
+            or a callable of the task's args, kwargs and headers. None: one line for the task.
+        burst: so many may start at once after a pause. In no window of one period start more than
+            the limit and *burst* - 1.
+
+    Raises:
+        SettingsError: one of them is impossible.
+    """
+
+    limit: str
+    key: str | KeyFunction | None = None
+    burst: int = 1
+
+    def __post_init__(self) -> None:
+        found = _RATE.fullmatch(self.limit) if isinstance(self.limit, str) else None
+        if found is None:
+            raise SettingsError(f"expected a rate {_EXPECTED}, got {self.limit!r}")
+        if self.count > MOST_PER_SECOND * self.period_us // 1_000_000:
+            raise SettingsError(
+                f"expected a rate of at most {MOST_PER_SECOND}/s, got {self.limit!r}: leave it out"
+            )
+        is_name = isinstance(self.key, str) and self.key.removeprefix(HEADER_PREFIX) != ""
+        if not (self.key is None or is_name or callable(self.key)):
+            raise SettingsError(
+                f"expected the key of a rate to be the name of an argument, {HEADER_PREFIX}NAME, a "
+                f"callable of (args, kwargs, headers), or None, got {self.key!r}"
+            )
+        whole = isinstance(self.burst, int) and not isinstance(self.burst, bool)
+        if not (whole and 1 <= self.burst <= MOST_BURST):
+            raise SettingsError(
+                f"expected the burst of a rate to be a whole number from 1 to {MOST_BURST}, got "
+                f"{self.burst!r}"
+            )
+
+    def __repr__(self) -> str:
+        key = "" if self.key is None else f", key={self.key!r}"
+        burst = "" if self.burst == 1 else f", burst={self.burst}"
+        return f"Rate({self.limit!r}{key}{burst})"
+
+    @classmethod
+    def of(cls, value: Any) -> Rate:
+        """*value* itself, or a rate of a text such as "100/m", or of a dict of its arguments."""
+        if isinstance(value, Rate):
+            return value
+        if not isinstance(value, Mapping):
+            return cls(value)
+        if not {"limit"} <= value.keys() <= {"limit", "key", "burst"}:
+            raise SettingsError(
+                f"expected a rate as a dict of limit, key and burst, got {dict(value)!r}"
+            )
+        return cls(**value)
+
+    # --- as numbers ----------------------------------------------------------------------
+
+    @cached_property
+    def count(self) -> int:
+        """Tasks that may start in a period."""
+        return int(self._parts[0])
+
+    @cached_property
+    def period_us(self) -> int:
+        return int(self._parts[1] or 1) * _SECONDS[self._parts[2]] * 1_000_000
+
+    @cached_property
+    def spacing_us(self) -> int:
+        """Microseconds from one slot to the next."""
+        return -(-self.period_us * (1000 + MARGIN_PER_MILLE) // (1000 * self.count))
+
+    @cached_property
+    def window_us(self) -> int:
+        """Microseconds in which no more than *most* may start, by the gate."""
+        return self.period_us + self.period_us * MARGIN_PER_MILLE // 1000
+
+    @cached_property
+    def most(self) -> int:
+        """Tasks that may start in a window."""
+        return self.count + self.burst - 1
+
+    @cached_property
+    def catch_up_us(self) -> int:
+        """Microseconds that a start may be late, and the ones behind it are not."""
+        return min(self.period_us // 4, _CATCH_UP_US)
+
+    @cached_property
+    def ahead_us(self) -> int:
+        """Microseconds by which a slot may be used before the start that it counts as."""
+        return (self.burst - 1) * self.spacing_us
+
+    @cached_property
+    def noted_each(self) -> int:
+        """The time of each so-manieth start is kept."""
+        return -(-self.most // _KEPT_STARTS)
+
+    @cached_property
+    def noted(self) -> int:
+        """Times of starts that are kept."""
+        return self.most // self.noted_each
+
+    @property
+    def _parts(self) -> tuple[str, str, str]:
+        found = _RATE.fullmatch(self.limit)
+        assert found is not None
+        return found[1], found[2], found[3]
+
+    # --- whose line ----------------------------------------------------------------------
+
+    def key_of(
+        self,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        headers: Mapping[str, Any],
+        signature: Signature | None = None,
+    ) -> str | None:
+        """The key of a task; None if there is one line, or it has no such argument or header.
+
+        *signature* is that of the task's function, by which positional arguments have names.
+        """
+        key = self.key
+        if key is None:
+            return None
+        if not isinstance(key, str):
+            found = key(args, kwargs, headers)
+        elif key.startswith(HEADER_PREFIX):
+            found = headers.get(key.removeprefix(HEADER_PREFIX))
+        elif key in kwargs:
+            found = kwargs[key]
+        else:
+            found = _positional(key, args, signature)
+        return None if found is None else str(found)[:LONGEST_KEY]
+
+
+def _positional(name: str, args: Sequence[Any], signature: Signature | None) -> Any:
+    """The argument *name* of a call, or its default; None if there is none."""
+    if signature is None:
+        return None
+    for number, parameter in enumerate(signature.parameters.values()):
+        if parameter.name != name or parameter.kind in (
+            parameter.VAR_POSITIONAL,
+            parameter.VAR_KEYWORD,
+        ):
+            continue
+        if parameter.kind is not parameter.KEYWORD_ONLY and number < len(args):
+            return args[number]
+        return None if parameter.default is parameter.empty else parameter.default
+    return None

@@ -1,0 +1,227 @@
+"""The gate for tasks that have a rate: each starts, or waits in the broker for its turn.
+
+The line of a task is asked in the consumer's thread, in one round trip. A turn that is near is
+waited for here, beside the prefetch limit; what waits in the broker comes back a little sooner than
+its turn, for a broker is not as exact as a worker's timer.
+
+A rated task is handed to the pool only while that has a free process: else what passes between gate
+and start would be as long as the tasks before it. Others that come meanwhile stand behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import closing
+from datetime import UTC, datetime
+from functools import wraps
+from inspect import Parameter, Signature, signature
+from typing import Any
+
+from celery.utils.log import get_logger
+from celery.worker import state
+
+from ..app.installation import delaying_channel
+from ..errors import LedgerUnavailable, SettingsError
+from ..rates.lines import Lines
+from ..rates.rate import HEADER_PREFIX, Rate
+from ..rates.retry_after import RetryAfter
+from ..settings import DelaySettings
+from .arrival import SHORTEST_WAIT_US, Arrival, AskAgain, Ruling, WaitUntil
+
+logger = get_logger(__name__)
+
+#: The header in which a task keeps its place: ``<place> <key>``.
+PLACE = "native_delay_place"
+
+#: For so long a task waits again while its line is out of reach, in microseconds.
+AWAY_US = 5_000_000
+
+#: Until it is looked again whether a process is free.
+DOOR_SECONDS = 0.01
+
+#: For so long others stand behind one that has asked, unless it asks again.
+_AT_DOOR_US = 50_000
+
+
+class Rated:
+    """The gate for tasks that have a rate; without *lines* they wait, as while these are away."""
+
+    def __init__(self, settings: DelaySettings, tasks: Mapping[str, Any]) -> None:
+        """*tasks* are the app's, by name."""
+        self.lines: Lines | None = None
+        self.come_back_late_us = SHORTEST_WAIT_US
+        self._rates = settings.rate_by_task
+        self._signatures = signatures(self._rates, tasks)
+        #: What waits for longer comes back in between, and keeps its place.
+        self._longest_us = round(settings.longest_delay_seconds * 900_000)
+        #: A rated task is at the door, which only a free process is missing to.
+        self._taken_until_us = 0
+        self._told = False
+
+    def __call__(self, arrival: Arrival) -> Ruling | None:
+        rate = self._rates.get(arrival.name)
+        if rate is None:
+            return AskAgain(DOOR_SECONDS) if arrival.now_us < self._taken_until_us else None
+        if _has_free_process(arrival.consumer):
+            self._taken_until_us = 0
+            return self._turn(arrival, rate)
+        self._taken_until_us = arrival.now_us + _AT_DOOR_US
+        return AskAgain(DOOR_SECONDS)
+
+    def close(self) -> None:
+        """Give up the connection to the lines."""
+        if self.lines is not None:
+            self.lines.close()
+            self.lines = None
+
+    def _turn(self, arrival: Arrival, rate: Rate) -> Ruling | None:
+        headers = arrival.message.headers
+        key = self._key(arrival, rate)
+        try:
+            if self.lines is None:
+                raise LedgerUnavailable("native delay is off in this worker")
+            turn = self.lines.ask(arrival.name, key, rate, _place(headers, key))
+        except LedgerUnavailable as exc:
+            self._tell(exc)
+            return WaitUntil(arrival.now_us + AWAY_US, otherwise=AskAgain(AWAY_US / 1e6))
+        self._told = False
+        if turn.starts:
+            if headers.pop(PLACE, None) is not None:
+                arrival.message.waited_in_line = True
+            return None
+        again = AskAgain(turn.wait_us / 1e6, beside_prefetch=True)
+        ahead_us = self.come_back_late_us
+        if turn.wait_us <= ahead_us + SHORTEST_WAIT_US:
+            headers[PLACE] = _header(turn.place, key)
+            return again
+        kept = {PLACE: _header(turn.place, key)}
+        headers.update(kept)
+        wait_us = min(turn.wait_us - ahead_us, self._longest_us)
+        return WaitUntil(arrival.now_us + wait_us, None, again, kept)
+
+    def _key(self, arrival: Arrival, rate: Rate) -> str | None:
+        if rate.key is None:
+            return None
+        args, kwargs = _arguments(arrival)
+        try:
+            return rate.key_of(args, kwargs, arrival.fields, self._signatures.get(arrival.name))
+        except Exception as exc:  # a callable of the user's
+            logger.error(
+                "native delay: the key of %s[%s] cannot be told, it stands in the line of tasks "
+                "without one: %s: %s",
+                arrival.name,
+                arrival.id,
+                type(exc).__name__,
+                exc,
+            )
+            return None
+
+    def _tell(self, exc: LedgerUnavailable) -> None:
+        if not self._told:
+            self._told = True
+            logger.warning("native delay: tasks that have a rate wait until it answers: %s", exc)
+
+
+def _has_free_process(consumer: Any) -> bool:
+    return len(state.reserved_requests) < max(consumer.pool.num_processes or 1, 1)
+
+
+def _arguments(arrival: Arrival) -> tuple[list[Any], dict[str, Any]]:
+    if not arrival.has_headers:
+        return list(arrival.fields.get("args") or ()), dict(arrival.fields.get("kwargs") or {})
+    payload = arrival.message.payload
+    if isinstance(payload, dict):  # of another language, with headers as in protocol 2
+        return list(payload.get("args") or ()), dict(payload.get("kwargs") or {})
+    return payload[0], payload[1]
+
+
+def _header(place: int | None, key: str | None) -> str:
+    return str(place) if key is None else f"{place} {key}"
+
+
+def _place(headers: Mapping[str, Any], key: str | None) -> int | None:
+    """The place that a message has in the line of *key*; None for a newcomer."""
+    place, separator, kept = str(headers.get(PLACE) or "").partition(" ")
+    if not place.isdecimal() or (kept if separator else None) != key:
+        return None
+    return int(place)
+
+
+def signatures(rates: Mapping[str, Rate], tasks: Mapping[str, Any]) -> dict[str, Signature]:
+    """Signatures of the rated tasks' functions, by name.
+
+    SettingsError: a rate's key is no argument of its task.
+    """
+    found = {}
+    for name, rate in rates.items():
+        task = tasks.get(name)
+        if task is None:
+            logger.warning("native delay: native_delay_rates names %s, no task of this app", name)
+            continue
+        try:
+            found[name] = signature(task.run)
+        except (TypeError, ValueError):
+            continue
+        parameters = found[name].parameters
+        is_argument = isinstance(rate.key, str) and not rate.key.startswith(HEADER_PREFIX)
+        takes_any = any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values())
+        if is_argument and rate.key not in parameters and not takes_any:
+            raise SettingsError(
+                f"native_delay_rates: expected the key of {name} to be one of its arguments, "
+                f"{', '.join(parameters) or 'of which it has none'}; got {rate.key!r}"
+            )
+    return found
+
+
+# ---- RetryAfter --------------------------------------------------------------------------------
+
+
+def teach_retry_after(app: Any, rates: Mapping[str, Rate]) -> None:
+    """Let the rated tasks of *app* be retried with RetryAfter; before the pool forks."""
+    known = signatures(rates, app.tasks)
+    for name, rate in rates.items():
+        task = app.tasks.get(name)
+        if task is None:
+            continue
+        # Beneath Celery's autoretry, which would take it for any other error.
+        attribute = "_orig_run" if hasattr(task, "_orig_run") else "run"
+        run = getattr(task, attribute)
+        if not hasattr(run, "native_delay_original"):
+            setattr(task, attribute, _retrying(app, task, run, rate, known.get(name)))
+
+
+def _retrying(
+    app: Any, task: Any, run: Callable[..., Any], rate: Rate, known: Signature | None
+) -> Callable[..., Any]:
+    @wraps(run)
+    def until_turned_away(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return run(*args, **kwargs)
+        except RetryAfter as exc:
+            if task.request.called_directly:
+                raise
+            seconds = exc.seconds(datetime.now(UTC))
+            headers = dict(task.request.as_execution_options().get("headers") or {})
+            headers.pop(PLACE, None)
+            try:
+                key = rate.key_of(args, kwargs, headers, known)
+                headers[PLACE] = _header(_hold(app, task.name, key, rate, seconds), key)
+            except Exception as problem:  # it is retried all the same
+                logger.error(
+                    "native delay: the line of %s is not held: %s: %s",
+                    task.name,
+                    type(problem).__name__,
+                    problem,
+                )
+            raise task.retry(countdown=seconds, exc=exc, headers=headers) from exc
+
+    until_turned_away.native_delay_original = run  # type: ignore[attr-defined]
+    return until_turned_away
+
+
+def _hold(app: Any, task: str, key: str | None, rate: Rate, seconds: float) -> int:
+    with app.connection_or_acquire() as connection:
+        channel, settings = delaying_channel(app, connection)
+        with closing(channel.lines(settings)) as lines:
+            place: int = lines.hold(task, key, rate, seconds)
+    return place

@@ -1,0 +1,184 @@
+"""Rates per key, on every broker that has somewhere to count: what the tasks noted is judged."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing
+from itertools import count
+from pathlib import Path
+from time import time
+from typing import Any
+
+import pytest
+
+from celery_native_delay import Delay, DelaySettings, Rate
+from celery_native_delay.testing import PrivateRedis, private_redis
+from tests.acceptance.worker import FEW_LEVELS, Fleet, Run, fleet_on
+from tests.brokers import in_ci
+from tests.conformance.brokers import options_of, settings_of
+from tests.waiting import wait_until
+
+BROKERS = [
+    pytest.param("rabbitmq-3.10", marks=pytest.mark.rabbitmq310),
+    in_ci("rabbitmq-4.3"),
+    pytest.param("redis", marks=pytest.mark.redis),
+    "filesystem",
+    in_ci("filesystem-postgresql"),
+]
+
+RATE = Rate("40/4s", key="tenant")
+
+#: Windows of so much of a period are looked at: a machine that does much else may let more time
+#: pass between a gate and its task than the 30 ms that are reckoned with.
+LOOKED_AT = 0.95
+
+
+@pytest.fixture(scope="session")
+def ledger() -> Iterator[PrivateRedis]:
+    """The Redis beside RabbitMQ."""
+    with private_redis(config="databases 100") as server:
+        yield server
+
+
+_databases = count(1)
+
+
+def conf_of(url: str, request: pytest.FixtureRequest) -> dict[str, Any]:
+    """A configuration with which lines are kept there."""
+    conf = {f"native_delay_{name}": value for name, value in settings_of(url).items()}
+    conf |= {"broker_transport_options": options_of(url), "native_delay_levels": FEW_LEVELS}
+    if url.startswith("amqp"):
+        server: PrivateRedis = request.getfixturevalue("ledger")
+        conf["native_delay_ledger"] = f"redis://127.0.0.1:{server.port}/{next(_databases)}"
+    return conf
+
+
+@pytest.fixture
+def fleet(url: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Fleet]:
+    with fleet_on(url, tmp_path, **conf_of(url, request)) as fleet:
+        yield fleet
+
+
+def rated(limit: str, key: str | None = None, burst: int = 1) -> dict[str, Any]:
+    return {"limit": limit, "key": key, "burst": burst}
+
+
+def most_in_a_window(starts: list[float], seconds: float) -> int:
+    """The most starts in any window of so many *seconds*."""
+    ordered = sorted(starts)
+    return max(
+        sum(1 for other in ordered[place:] if other < first + seconds)
+        for place, first in enumerate(ordered)
+    )
+
+
+def by_tenant(runs: list[Run]) -> dict[str, list[float]]:
+    found = defaultdict(list)
+    for run in runs:
+        found[run.args[0] if run.args else "bob"].append(run.started)
+    return found
+
+
+def test_many_workers_count_in_one_line(fleet: Fleet) -> None:
+    """Those that ask at the same time, each with a connection of its own, with a burst."""
+    app, rate = fleet.app(), Rate("50/s", burst=5)
+    settings = DelaySettings.from_mapping(
+        {
+            name.removeprefix("native_delay_"): value
+            for name, value in app.conf.items()
+            if name.startswith("native_delay_") and value is not None
+        }
+    )
+    until = time() + 1.5
+
+    def ask(_: int) -> list[float]:
+        starts: list[float] = []
+        with app.connection_for_write() as connection, ExitStack() as stack:
+            lines = stack.enter_context(closing(connection.default_channel.lines(settings)))
+            places: list[int | None] = [None]
+            while time() < until:
+                turn = lines.ask("call_api", "ada", rate, places[0])
+                places[0] = turn.place
+                if turn.starts:
+                    starts.append(time())
+        return starts
+
+    with ThreadPoolExecutor(4) as threads:
+        starts = [at for each in threads.map(ask, range(4)) for at in each]
+    span = max(starts) - min(starts)
+    assert rate.burst < len(starts) <= 50 * span + rate.burst + 1
+    (seen,) = Delay(app).rates()
+    assert (seen.task, seen.key, seen.rate) == ("call_api", "ada", "50/s, burst 5")
+    assert 0 < seen.starts_last_period <= 50 + rate.burst
+
+
+def test_no_window_exceeds_its_rate_though_a_worker_is_killed(fleet: Fleet) -> None:
+    """And what the rate allows is used; another tenant does not wait for the first."""
+    rates = {"native_delay_rates": {"call_api": rated(RATE.limit, "tenant")}}
+    app = fleet.app(**rates)
+    workers = [fleet.worker(name=name, **rates) for name in ("one", "two")]
+    ids = [app.send_task("call_api", ("ada", number)).id for number in range(60)]
+    few = [app.send_task("call_api", (), {"tenant": "bob"}).id for _ in range(3)]
+    fleet.record.wait_for_ids(few)
+    fleet.record.wait_for(15, name="call_api")
+    workers[0].kill()
+    # What it had in its hands comes again when the broker has noticed, or on Redis in an hour.
+    fleet.record.wait_for(len(ids) + len(few) - 20, name="call_api")
+    starts = by_tenant(fleet.record.runs(name="call_api"))
+    assert most_in_a_window(starts["ada"], LOOKED_AT * RATE.period_us / 1_000_000) <= RATE.count
+    span = max(starts["ada"]) - min(starts["ada"])
+    assert span >= LOOKED_AT * (len(starts["ada"]) - 1) * RATE.spacing_us / 1_000_000
+
+
+def test_others_run_beside_thousands_that_wait_for_their_turn(fleet: Fleet) -> None:
+    """With one process that may have one message at a time."""
+    rates = {"native_delay_rates": {"call_api": "10/h"}, "worker_prefetch_multiplier": 1}
+    app = fleet.app(**rates)
+    for number in range(50):
+        app.send_task("call_api", ("ada", number))
+    ids = [app.send_task("note", (number,)).id for number in range(20)]
+    fleet.worker(concurrency=1, **rates)
+    runs = fleet.record.wait_for_ids(ids)
+    assert {len(runs[each]) for each in ids} == {1}
+    wait_until(lambda: Delay(app).count("name:call_api") == 49)
+    assert len(fleet.record.runs(name="call_api")) == 1
+    (line,) = Delay(app).rates()
+    assert (line.task, line.key, line.waiting, line.starts_last_period) == (
+        "call_api",
+        None,
+        49,
+        1,
+    )
+
+
+def test_a_task_that_was_turned_away_holds_its_line(fleet: Fleet) -> None:
+    """And is the first of it to come again."""
+    rates = {"native_delay_rates": {"turned_away": "20/s"}}
+    app = fleet.app(**rates)
+    fleet.worker(concurrency=1, **rates)
+    first = app.send_task("turned_away", (2.0,)).id
+    fleet.record.wait_for(1)
+    wait_until(lambda: [line for line in Delay(app).rates() if line.held_until_us])
+    others = [app.send_task("turned_away", (2.0, 0)).id for _ in range(5)]
+    fleet.record.wait_for(7)
+    runs = fleet.record.runs(name="turned_away")
+    if not fleet.broker_url.startswith("filesystem:"):  # consumers look there now and then
+        assert [run.id for run in runs[:2]] == [first, first]
+    assert runs[1].started - runs[0].started >= 2.0 * LOOKED_AT
+    assert sorted(run.id for run in runs) == sorted([first, first, *others])
+
+
+@pytest.mark.parametrize("pool", [in_ci("threads"), in_ci("solo"), in_ci("gevent")])
+def test_other_pools(fleet: Fleet, pool: Any) -> None:
+    if not fleet.broker_url.startswith("redis:"):
+        pytest.skip("a pool does not know its broker")
+    rates = {"native_delay_rates": {"call_api": rated(RATE.limit, "tenant", 3)}}
+    app = fleet.app(**rates)
+    fleet.worker(pool=pool, **rates)
+    ids = [app.send_task("call_api", ("ada", number), countdown=1).id for number in range(30)]
+    runs = fleet.record.wait_for_ids(ids)
+    assert {len(runs[each]) for each in ids} == {1}
+    starts = [run.started for run in fleet.record.runs(name="call_api")]
+    assert max(starts) - min(starts) >= LOOKED_AT * (30 - 3) * RATE.spacing_us / 1_000_000

@@ -1,0 +1,114 @@
+"""Lines in Redis: the Lua says what the arithmetic says, and the connection is bounded in time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import count
+
+import pytest
+import redis
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from celery_native_delay import LedgerUnavailable, Rate
+from celery_native_delay.rates.in_redis import RedisLines
+from celery_native_delay.rates.line import Line, name_of
+from celery_native_delay.testing import PrivateRedis, private_redis
+
+NOON_US = 1_795_176_000_000_000
+
+pytestmark = pytest.mark.redis
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[PrivateRedis]:
+    with private_redis() as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def lines(server: PrivateRedis) -> Iterator[RedisLines]:
+    lines = lines_on(server)
+    yield lines
+    lines.close()
+
+
+def lines_on(server: PrivateRedis) -> RedisLines:
+    pool = redis.ConnectionPool.from_url(server.url)
+    return RedisLines(pool.make_connection, "test", server.url)
+
+
+_numbers = count()
+
+
+@settings(max_examples=100)
+@given(
+    rate=st.builds(
+        Rate,
+        st.sampled_from(["1/s", "2/s", "7/s", "997/s", "100/m"]),
+        burst=st.sampled_from([1, 10]),
+    ),
+    steps=st.lists(
+        st.tuples(
+            st.sampled_from(["join", "join", "return", "hold"]),
+            st.sampled_from([0, 1, 3_333, 100_000, 1_000_000, 61_000_000]),
+            st.integers(0, 10),
+        ),
+        max_size=30,
+    ),
+)
+def test_the_script_decides_as_the_arithmetic_does(
+    server: PrivateRedis, lines: RedisLines, rate: Rate, steps: list[tuple[str, int, int]]
+) -> None:
+    task, now_us, line = f"shop.t{next(_numbers)}", NOON_US, Line()
+    places: list[int] = []
+    for kind, passed_us, number in steps:
+        now_us += passed_us
+        if kind == "hold":
+            seconds = number * rate.period_us / 4_000_000
+            line, place = line.hold(rate, now_us, round(seconds * 1_000_000))
+            assert lines.hold(task, "ada", rate, seconds, now_us=now_us) == place
+            places.append(place)
+        else:
+            asked = places[number % len(places)] if kind == "return" and places else None
+            line, turn = line.ask(rate, now_us, asked)
+            assert lines.ask(task, "ada", rate, asked, now_us=now_us) == turn
+            if turn.place is not None:
+                places.append(turn.place)
+        key = f"test.rate.{name_of(task, 'ada')}"
+        assert server.client.get(key).decode() == line.encoded(rate)
+        log = server.client.lrange(f"test.starts.{name_of(task, 'ada')}", 0, -1)
+        assert tuple(map(int, log)) == line.log
+
+
+def test_lines_are_seen_longest_first_and_go_by_themselves(server: PrivateRedis) -> None:
+    server.client.flushdb()
+    lines = lines_on(server)
+    rate = Rate("10/m")
+    for key, number in (("ada", 3), ("bob", 7), (None, 5)):
+        for _ in range(number):
+            lines.ask("shop.call_api", key, rate, None)
+    seen = lines.look(10)
+    assert [(line.task, line.key, line.waiting, line.starts_last_period) for line in seen] == [
+        ("shop.call_api", "bob", 6, 1),
+        ("shop.call_api", None, 4, 1),
+        ("shop.call_api", "ada", 2, 1),
+    ]
+    assert [line.key for line in lines.look(1)] == ["bob"]
+    assert lines.look(0) == []
+    for key in server.client.keys("test.rate.*"):
+        assert 60_000 < server.client.pttl(key) < 60_000 * 4
+    lines.close()
+
+
+def test_a_server_that_is_away_is_told_and_asked_again(server: PrivateRedis) -> None:
+    lines = lines_on(server)
+    assert lines.ask("shop.call_api", "new", Rate("1/h"), None).starts
+    server.stop()
+    for _ in range(2):
+        with pytest.raises(LedgerUnavailable, match="out of reach"):
+            lines.ask("shop.call_api", "new", Rate("1/h"), None)
+    server.start()
+    lines._retry_at = 0
+    assert lines.ask("shop.call_api", "newer", Rate("1/h"), None).starts
+    lines.close()

@@ -1,0 +1,114 @@
+"""Rates: what they mean, whose line a task stands in, and what is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import UTC, datetime
+from inspect import signature
+from typing import Any
+
+import pytest
+
+from celery_native_delay import DelaySettings, Rate, RetryAfter, SettingsError
+
+
+def call_api(tenant: str, number: int = 0, *, region: str = "eu", **more: Any) -> None:
+    """A task's function."""
+
+
+@pytest.mark.parametrize(
+    ("limit", "count", "period_us"),
+    [
+        ("10/s", 10, 1_000_000),
+        ("100/m", 100, 60_000_000),
+        ("7/h", 7, 3_600_000_000),
+        ("1/d", 1, 86_400_000_000),
+        ("50/10s", 50, 10_000_000),
+    ],
+)
+def test_slots_are_a_little_further_apart_than_asked_for(
+    limit: str, count: int, period_us: int
+) -> None:
+    """So that a start may be late, and the next one in time, and the promise still holds."""
+    rate = Rate(limit)
+    assert (rate.count, rate.period_us) == (count, period_us)
+    surplus_us = rate.spacing_us * count - period_us
+    assert 0.01 * period_us <= surplus_us <= 0.011 * period_us + count
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Rate("10"),
+        lambda: Rate("0/s"),
+        lambda: Rate("1.5/s"),
+        lambda: Rate("10/w"),
+        lambda: Rate(10),  # type: ignore[arg-type]
+        lambda: Rate("20000/s"),
+        lambda: Rate("1/s", burst=0),
+        lambda: Rate("1/s", burst=True),
+        lambda: Rate("1/s", key=""),
+        lambda: Rate("1/s", key="header:"),
+        lambda: Rate("1/s", key=3),  # type: ignore[arg-type]
+        lambda: DelaySettings(rates={"t": {"limit": "1/s", "tenant": "x"}}),
+        lambda: DelaySettings(rates={"t": "1/x"}),
+        lambda: DelaySettings(rates={"": "1/s"}),
+        lambda: DelaySettings(rates="1/s"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_no_rate_is_refused(make: Callable[[], object]) -> None:
+    with pytest.raises(SettingsError, match="expected"):
+        make()
+
+
+@pytest.mark.parametrize(
+    ("key", "args", "kwargs", "found"),
+    [
+        (None, ["ada"], {}, None),
+        ("tenant", ["ada"], {}, "ada"),
+        ("tenant", [], {"tenant": "ada"}, "ada"),
+        ("number", ["ada", 7], {}, "7"),
+        ("number", ["ada"], {}, "0"),
+        ("region", ["ada"], {}, "eu"),
+        ("region", ["ada", 1, "no"], {}, "eu"),
+        ("extra", ["ada"], {"extra": "x"}, "x"),
+        ("extra", ["ada"], {}, None),
+        ("header:tenant", [], {}, "bob"),
+        ("header:other", [], {}, None),
+        (lambda args, kwargs, headers: (args[0], headers["tenant"]), ["ada"], {}, "('ada', 'bob')"),
+        ("tenant", ["x" * 1000], {}, "x" * 200),
+    ],
+)
+def test_whose_line_a_task_stands_in(
+    key: Any, args: list[Any], kwargs: dict[str, Any], found: str | None
+) -> None:
+    rate = Rate("1/s", key=key)
+    assert rate.key_of(args, kwargs, {"tenant": "bob"}, signature(call_api)) == found
+
+
+def test_rates_of_the_settings() -> None:
+    """Equal ones are equal, however they were written, for connections are kept by them."""
+    settings = DelaySettings(rates={"b": "1/s", "a": {"limit": "100/m", "key": "tenant"}})
+    assert settings.rate_by_task == {"a": Rate("100/m", key="tenant"), "b": Rate("1/s")}
+    assert settings == DelaySettings(rates={"a": Rate("100/m", key="tenant"), "b": Rate("1/s")})
+    assert len({settings, settings}) == 1
+
+
+@pytest.mark.parametrize(
+    ("when", "seconds"),
+    [
+        (30, 30.0),
+        ("30", 30.0),
+        (1.5, 1.5),
+        (-3, 0.0),
+        ("Thu, 01 Jan 2026 00:01:30 GMT", 90.0),
+        ("Thu, 01 Jan 2026 00:01:30 -0000", 90.0),
+        ("Wed, 31 Dec 2025 00:01:30 GMT", 0.0),
+        ("soon", 60.0),
+        (float("nan"), 60.0),
+        (float("inf"), 30 * 86_400.0),
+        (None, 60.0),
+    ],
+)
+def test_when_a_task_that_was_turned_away_may_come_again(when: Any, seconds: float) -> None:
+    assert RetryAfter(when).seconds(datetime(2026, 1, 1, tzinfo=UTC)) == seconds

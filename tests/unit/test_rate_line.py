@@ -1,0 +1,218 @@
+"""A line by itself: its promise, its use and its order, in a world of messages and workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from celery_native_delay.rates.line import Line, name_of
+from celery_native_delay.rates.rate import Rate
+
+NOON_US = 1_795_176_000_000_000
+
+RATES = st.builds(
+    Rate,
+    st.sampled_from(["1/s", "3/s", "10/s", "97/s", "100/m", "50/10s", "7/h", "700/m"]),
+    burst=st.sampled_from([1, 2, 10]),
+)
+
+EVENTS = ["send", "send", "run", "redeliver", "forget", "hold", "outage", "lose"]
+
+
+@dataclass
+class World:
+    """Messages that ask a line whenever they are at a worker, until each has started."""
+
+    rate: Rate
+    random: Random
+    late_us: int = 0
+    """One message in twenty comes back up to so much late, the others up to a hundredth."""
+    start_us: int = 0
+    """A task starts up to so much after its gate."""
+    line: Line = field(default_factory=Line)
+    now_us: int = NOON_US
+    starts: list[int] = field(default_factory=list)
+    order: list[int] = field(default_factory=list)
+    asked: int = 0
+
+    def __post_init__(self) -> None:
+        self.coming: list[tuple[int, int, int, int | None]] = []
+        self._tie = count()
+
+    def send(self, message: int, at_us: int, place: int | None = None) -> None:
+        heappush(self.coming, (at_us, next(self._tie), message, place))
+
+    def step(self) -> None:
+        at_us, _, message, place = heappop(self.coming)
+        self.now_us = max(self.now_us, at_us)
+        self.asked += 1
+        self.line, turn = self.line.ask(self.rate, self.now_us, place)
+        if turn.starts:
+            self.starts.append(self.now_us + self.random.randint(0, self.start_us))
+            self.order.append(message)
+        else:
+            late_us = self.random.randint(0, self.late_us)
+            if self.random.random() < 0.95:
+                late_us //= 100
+            self.send(message, self.now_us + turn.wait_us + late_us, turn.place)
+
+    def run(self) -> None:
+        while self.coming:
+            self.step()
+
+    def hold(self, wait_us: int) -> int:
+        self.line, place = self.line.hold(self.rate, self.now_us, wait_us)
+        return place
+
+    def most_in_a_window(self) -> int:
+        starts, first, most = sorted(self.starts), 0, 0
+        for last, at_us in enumerate(starts):
+            while at_us - starts[first] >= self.rate.period_us:
+                first += 1
+            most = max(most, last - first + 1)
+        return most
+
+    @property
+    def utilisation(self) -> float:
+        """Starts over what the rate allows from first to last, but for what is late at the end."""
+        span_us = max(self.starts) - min(self.starts) - self.rate.catch_up_us
+        return (len(self.starts) - 1) * self.rate.period_us / (span_us * self.rate.count)
+
+    def assert_promise(self) -> None:
+        assert self.most_in_a_window() <= self.rate.count + self.rate.burst - 1
+
+
+@settings(max_examples=100, deadline=None)
+@given(rate=RATES, seed=st.integers(0, 2**32), data=st.data())
+def test_no_window_has_more_starts_than_the_rate_allows(
+    rate: Rate, seed: int, data: st.DataObject
+) -> None:
+    """Whatever is late, redelivered, out of order, lost or held, and for however long."""
+    random = Random(seed)
+    world = World(
+        rate,
+        random,
+        late_us=data.draw(st.sampled_from([0, 1_000, 300_000, 3 * rate.period_us])),
+        start_us=rate.window_us - rate.period_us,
+    )
+    messages = count()
+    for _ in range(data.draw(st.integers(1, 12))):
+        match data.draw(st.sampled_from(EVENTS)):
+            case "send":
+                spread_us = data.draw(st.sampled_from([0, rate.spacing_us, rate.period_us]))
+                for _ in range(data.draw(st.integers(1, 40))):
+                    world.send(next(messages), world.now_us + random.randint(0, spread_us))
+            case "run":
+                for _ in range(min(data.draw(st.integers(1, 60)), len(world.coming))):
+                    world.step()
+            case "redeliver":
+                for at_us, _, message, place in list(world.coming)[:5]:
+                    world.send(message, at_us, place)
+            case "forget":
+                world.coming = [(*each[:3], None) for each in world.coming]
+            case "hold":
+                wait_us = data.draw(st.integers(0, 3 * rate.period_us))
+                world.send(next(messages), world.now_us + wait_us, world.hold(wait_us))
+            case "outage":
+                world.now_us += data.draw(st.integers(0, 5 * rate.period_us))
+            case "lose":
+                del world.coming[::3]
+    world.run()
+    world.assert_promise()
+
+
+@settings(max_examples=30, deadline=None)
+@given(rate=RATES, seed=st.integers(0, 2**32), outage=st.booleans())
+def test_a_backlog_uses_what_the_rate_allows(rate: Rate, seed: int, outage: bool) -> None:
+    """98 % of it, although messages come late and their workers were away for a while."""
+    margin_us = rate.window_us - rate.period_us
+    world = World(rate, Random(seed), late_us=rate.catch_up_us // 2, start_us=margin_us)
+    total = 3 * rate.count + 20 * rate.burst + 100
+    for number in range(total):
+        world.send(number, NOON_US + number)
+    if outage:
+        for _ in range(total):
+            world.step()
+        world.now_us += 2 * rate.period_us
+        world.starts.clear()
+    world.run()
+    world.assert_promise()
+    assert world.utilisation >= 0.98
+    assert world.asked <= 5 * total
+
+
+@given(rate=RATES, number=st.integers(2, 200))
+def test_a_line_is_served_in_the_order_of_its_places(rate: Rate, number: int) -> None:
+    world = World(rate, Random(1))
+    for message in range(number):
+        world.send(message, NOON_US)
+    world.run()
+    assert world.order == sorted(world.order)
+    assert world.asked <= 2 * number, "each waits once"
+
+
+def test_a_hold_moves_all_that_wait_and_puts_its_task_in_front() -> None:
+    world = World(Rate("10/s"), Random(1))
+    for message in range(5):
+        world.send(message, NOON_US)
+    for _ in range(5):
+        world.step()
+    assert world.order == [0]
+    place = world.hold(30_000_000)
+    world.send(99, world.now_us + 30_000_000, place)
+    world.send(100, world.now_us)
+    world.run()
+    assert world.order == [0, 99, 1, 2, 3, 4, 100]
+    spaced = world.starts[1:]
+    assert spaced[0] == NOON_US + 30_000_000
+    assert spaced[-1] - spaced[0] <= 6 * world.rate.spacing_us
+
+
+def test_what_waited_for_an_outage_keeps_its_distances() -> None:
+    world = World(Rate("10/s"), Random(1))
+    for message in range(20):
+        world.send(message, NOON_US)
+    for _ in range(20):
+        world.step()
+    world.now_us += 600_000_000
+    asked = world.asked
+    world.run()
+    assert world.order == list(range(20))
+    assert world.asked - asked <= 2 * 20
+    assert world.starts[-1] - world.starts[1] <= 18 * world.rate.spacing_us
+
+
+@given(
+    line=st.builds(Line, *[st.integers(0, 2**52)] * 9),
+    rate=RATES,
+)
+def test_a_record_is_read_as_it_was_written(line: Line, rate: Rate) -> None:
+    assert Line.decoded(line.encoded(rate), " ".join(map(str, line.log))) == (line, rate)
+
+
+@pytest.mark.parametrize("text", [None, "", "2 1 2", "nonsense"])
+def test_no_record_is_an_empty_line(text: str | None) -> None:
+    assert Line.decoded(text) == (Line(), None)
+
+
+def test_what_people_see_of_a_line() -> None:
+    rate = Rate("10/s", burst=2)
+    line = Line()
+    for number in range(7):
+        line, _ = line.ask(rate, NOON_US + number, None)
+    seen = line.seen(name_of("shop.call_api", "ada"), rate, NOON_US + 7)
+    assert (seen.task, seen.key, seen.rate) == ("shop.call_api", "ada", "10/s, burst 2")
+    assert (seen.waiting, seen.starts_last_period, seen.held_until_us) == (5, 2, None)
+    assert seen.utilisation == 0.2
+    assert seen.next_slot_us is not None
+    assert NOON_US < seen.next_slot_us <= NOON_US + rate.spacing_us
+    held, _ = line.hold(rate, NOON_US + 7, 5_000_000)
+    shown = held.seen("shop.call_api", rate, NOON_US + 8)
+    assert (shown.key, shown.waiting) == (None, 6)
+    assert shown.held_until_us == shown.next_slot_us == NOON_US + 7 + 5_000_000

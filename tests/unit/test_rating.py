@@ -1,0 +1,198 @@
+"""The gate of rated tasks: what it rules, by what their line says."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery.exceptions import Retry
+from celery.worker import state
+
+from celery_native_delay import DelaySettings, LedgerUnavailable, Rate, RetryAfter, SettingsError
+from celery_native_delay.rates.lines import Turn
+from celery_native_delay.worker import rating
+from celery_native_delay.worker.arrival import Arrival, AskAgain, Ruling, WaitUntil
+from celery_native_delay.worker.rating import AWAY_US, DOOR_SECONDS, PLACE, Rated, teach_retry_after
+
+NOW_US = 1_795_176_000_000_000
+
+RATES = {"shop.call_api": Rate("10/s", key="tenant")}
+SETTINGS = DelaySettings(rates=RATES)
+
+
+def call_api(tenant: str, number: int = 0) -> None:
+    """A task's function."""
+
+
+TASKS = {"shop.call_api": SimpleNamespace(run=call_api)}
+
+
+class Lines:
+    """Lines that say *turn*, and remember what they were asked."""
+
+    def __init__(self, turn: Turn | Exception) -> None:
+        self.turn = turn
+        self.asked: list[tuple[Any, ...]] = []
+
+    def ask(self, task: str, key: str | None, rate: Rate, place: int | None) -> Turn:
+        self.asked.append((task, key, place))
+        if isinstance(self.turn, Exception):
+            raise self.turn
+        return self.turn
+
+    def hold(self, task: str, key: str | None, rate: Rate, seconds: float) -> int:
+        self.asked.append((task, key, seconds))
+        return 77
+
+    def look(self, limit: int) -> list[Any]:
+        return []
+
+    def close(self) -> None:
+        pass
+
+
+def arrival(task: str = "shop.call_api", *, processes: int = 2, **headers: Any) -> Arrival:
+    message = SimpleNamespace(
+        headers={"id": "1", "task": task, **headers}, payload=(["ada", 1], {}, {})
+    )
+    consumer = SimpleNamespace(pool=SimpleNamespace(num_processes=processes))
+    return Arrival(message, message.headers, consumer, NOW_US)
+
+
+def ruled(turn: Turn | Exception, task: Arrival) -> tuple[Ruling | None, Lines]:
+    gate = Rated(SETTINGS, TASKS)
+    gate.lines = lines = Lines(turn)
+    gate.come_back_late_us = 100_000
+    return gate(task), lines
+
+
+def test_it_starts_when_its_line_says_so() -> None:
+    task = arrival()
+    ruling, lines = ruled(Turn(), task)
+    assert ruling is None
+    assert lines.asked == [("shop.call_api", "ada", None)]
+
+
+def test_its_place_is_used_up_by_its_start() -> None:
+    """A retry is another attempt, and stands in line anew."""
+    task = arrival(**{PLACE: "123 ada"})
+    ruling, lines = ruled(Turn(), task)
+    assert ruling is None
+    assert lines.asked == [("shop.call_api", "ada", 123)]
+    assert PLACE not in task.message.headers
+
+
+@pytest.mark.parametrize("place", ["123 bob", "123", "x ada", ""])
+def test_a_place_in_another_line_counts_nothing(place: str) -> None:
+    assert ruled(Turn(), arrival(**{PLACE: place}))[1].asked == [("shop.call_api", "ada", None)]
+
+
+def test_a_turn_far_away_is_waited_for_in_the_broker() -> None:
+    """It comes back a little before."""
+    ruling, _ = ruled(Turn(5_000_000, 123), arrival())
+    again = AskAgain(5.0, beside_prefetch=True)
+    assert ruling == WaitUntil(NOW_US + 4_900_000, None, again, {PLACE: "123 ada"})
+
+
+def test_a_turn_beyond_the_longest_delay_is_waited_for_in_parts() -> None:
+    gate = Rated(DelaySettings(rates=RATES, levels=4), TASKS)
+    gate.lines = Lines(Turn(3_600_000_000, 123))
+    ruling = gate(arrival())
+    assert isinstance(ruling, WaitUntil)
+    assert 1_000_000 < ruling.due_us - NOW_US < 1_875_000
+
+
+def test_a_turn_that_is_near_is_waited_for_here() -> None:
+    task = arrival()
+    ruling, _ = ruled(Turn(150_000, 123), task)
+    assert ruling == AskAgain(0.15, beside_prefetch=True)
+    assert task.message.headers[PLACE] == "123 ada"
+
+
+@pytest.mark.parametrize("lines", [None, Lines(LedgerUnavailable("away"))])
+def test_it_never_runs_unlimited_while_its_line_is_away(lines: Lines | None) -> None:
+    gate = Rated(SETTINGS, TASKS)
+    gate.lines = lines
+    assert gate(arrival()) == WaitUntil(NOW_US + AWAY_US, otherwise=AskAgain(5.0))
+
+
+def test_others_are_not_asked_about() -> None:
+    assert ruled(Turn(), arrival("other"))[1].asked == []
+
+
+def test_without_a_free_process_it_waits_at_the_door_and_others_behind_it() -> None:
+    """Or its gate and its start would drift apart, or it would never have its turn."""
+    requests = [SimpleNamespaceWithHash() for _ in range(2)]
+    state.reserved_requests.update(requests)
+    try:
+        gate = Rated(SETTINGS, TASKS)
+        gate.lines = lines = Lines(Turn())
+        assert gate(arrival("other")) is None
+        assert gate(arrival()) == AskAgain(DOOR_SECONDS)
+        assert gate(arrival("other")) == AskAgain(DOOR_SECONDS)
+        assert lines.asked == []
+        state.reserved_requests.discard(requests[0])
+        assert gate(arrival()) is None
+        assert gate(arrival("other")) is None
+    finally:
+        state.reserved_requests.clear()
+
+
+class SimpleNamespaceWithHash:
+    """A request, as far as the set of reserved ones is concerned."""
+
+
+def test_a_key_that_is_no_argument_is_refused_at_boot() -> None:
+    with pytest.raises(SettingsError, match=r"one of its arguments, tenant, number; got 'tenat'"):
+        Rated(DelaySettings(rates={"shop.call_api": Rate("1/s", key="tenat")}), TASKS)
+
+
+def test_a_key_that_cannot_be_told_stands_in_the_line_without_one() -> None:
+    rate = Rate("1/s", key=lambda args, kwargs, headers: 1 / 0)
+    gate = Rated(DelaySettings(rates={"shop.call_api": rate}), TASKS)
+    gate.lines = lines = Lines(Turn())
+    assert gate(arrival()) is None
+    assert lines.asked == [("shop.call_api", None, None)]
+
+
+@pytest.mark.parametrize("retries_itself", [False, True])
+def test_a_task_that_was_turned_away_is_retried_in_front_of_its_line(
+    monkeypatch: pytest.MonkeyPatch, retries_itself: bool
+) -> None:
+    app = Celery("shop", broker="memory://", set_as_current=False)
+    options = {"autoretry_for": (Exception,)} if retries_itself else {}
+
+    @app.task(bind=True, name="shop.call_api", shared=False, **options)
+    def turned_away(self: Any, tenant: str) -> None:
+        raise RetryAfter(30)
+
+    held: list[tuple[Any, ...]] = []
+
+    def hold(app: Celery, task: str, key: str | None, rate: Rate, seconds: float) -> int:
+        held.append((task, key, seconds))
+        return 77
+
+    monkeypatch.setattr(rating, "_hold", hold)
+    sent: list[dict[str, Any]] = []
+
+    def apply_async(signature: Any, **more: Any) -> None:
+        sent.append(dict(signature.options) | more)
+
+    monkeypatch.setattr("celery.canvas.Signature.apply_async", apply_async)
+    teach_retry_after(app, RATES)
+    teach_retry_after(app, RATES)  # of a worker that starts in a process that had one
+    turned_away.push_request(
+        id="1", args=("ada",), kwargs={}, called_directly=False, headers={"mine": 1}, is_eager=False
+    )
+    try:
+        with pytest.raises(Retry) as raised:
+            turned_away.run("ada")
+    finally:
+        turned_away.pop_request()
+    assert raised.value.when == 30
+    assert held == [("shop.call_api", "ada", 30.0)]
+    assert [each["headers"] for each in sent] == [{"mine": 1, PLACE: "77 ada"}]
+    with pytest.raises(RetryAfter):
+        turned_away("ada")
