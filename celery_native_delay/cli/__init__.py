@@ -10,6 +10,7 @@ from . import (
     parked,
     plan,
     promote,
+    rates,
     waiting,
 )
 from .group import delay
@@ -25,5 +26,6 @@ __all__ = (
     "parked",
     "plan",
     "promote",
+    "rates",
     "waiting",
 )

@@ -45,7 +45,7 @@ def command(**options: Any) -> Callable[[Callable[..., None]], click.Command]:
     def decorate(function: Callable[..., None]) -> click.Command:
         @wraps(function)
         def explained(ctx: click.Context, *args: Any, **kwargs: Any) -> None:
-            with _errors_explained(ctx):
+            with errors_explained(ctx):
                 function(ctx, *args, **kwargs)
 
         group = options.pop("group", delay)
@@ -58,7 +58,8 @@ def command(**options: Any) -> Callable[[Callable[..., None]], click.Command]:
 
 
 @contextmanager
-def _errors_explained(ctx: click.Context) -> Iterator[None]:
+def errors_explained(ctx: click.Context) -> Iterator[None]:
+    """Raise what is expected to fail as one sentence."""
     from amqp.exceptions import AMQPError
     from kombu.exceptions import OperationalError
 

@@ -1,4 +1,4 @@
-"""Flower with what waits in the broker: a page *Delays*, its REST, DELAYED tasks in the list.
+"""Flower with what waits in the broker: pages *Delays* and *Rates*, REST, DELAYED in its list.
 
 For stock ``celery flower`` one line in ``flowerconfig.py``::
 
@@ -30,7 +30,7 @@ _OLDEST, _TOO_NEW = (2, 2), (3,)
 
 
 class UnsupportedFlower(NativeDelayError):
-    """The installed Flower is not of a release that the page was made for."""
+    """The installed Flower is not of a release that the pages were made for."""
 
 
 def install() -> None:

@@ -17,7 +17,7 @@ from ..durations import seconds_of
 from ..errors import InvalidDueTime, InvalidQuery
 from ..ledger.model import Outcome
 from ..transports.interface import AdminPart
-from .pages import Errors, Parked, listed, long_json
+from .pages import MOST_LINES, Errors, Parked, listed, long_json
 
 #: Changing takes a millisecond or two per task; this is patience for a busy broker.
 _CHANGE_SECONDS = 60.0
@@ -116,6 +116,21 @@ class ListDelays(ApiHandler):
             )
 
         await self.write_json(await self.asking.delay(found))
+
+
+class ListRates(ApiHandler):
+    @web.authenticated
+    async def get(self) -> None:
+        """``limit``; lines of rated tasks, those with most waiting first."""
+        limit = self.get_argument("limit", 50, type=int)
+        if not 1 <= limit <= 10_000:
+            raise InvalidQuery(f"expected limit from 1 to 10000, got {limit}")
+        lines = await self.asking.delay(lambda delay: delay.rates(limit=max(limit + 1, MOST_LINES)))
+        await self.write_json(
+            long_json(
+                {"more": len(lines) > limit}, "lines", (line.as_json() for line in lines[:limit])
+            )
+        )
 
 
 class ListParked(ApiHandler, Parked):

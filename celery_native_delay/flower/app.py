@@ -9,6 +9,7 @@ from typing import Any
 from flower.app import Flower, rewrite_handler
 from tornado.web import StaticFileHandler, url
 
+from ..app.installation import installed
 from ..errors import NativeDelayError
 from ..metrics import Exposed, expose
 from . import api, pages
@@ -22,8 +23,11 @@ HANDLERS = [
     url(r"/delays/datatable", pages.DataTable, name="delays-datatable"),
     url(r"/delays/parked", pages.Parked, name="delays-parked"),
     url(r"/delays/ids", pages.MatchingIds, name="delays-ids"),
+    url(r"/delays/rates", pages.RatesPage, name="delays-rates"),
+    url(r"/delays/rates/lines", pages.Lines, name="delays-lines"),
     url(r"/delays/static/(.*)", StaticFileHandler, {"path": str(STATIC)}, name="delays-static"),
     url(r"/api/delays", api.ListDelays),
+    url(r"/api/delays/rates", api.ListRates),
     url(r"/api/delays/parked", api.ListParked),
     url(r"/api/delays/parked/(requeue|purge)", api.ChangeParked, name="delays-parked-change"),
     url(r"/api/delays/(cancel|reschedule|run-now)", api.ChangeMany, name="delays-change"),
@@ -56,12 +60,15 @@ class DelayFlower(Flower):
         self.asking = Asking(self.capp)
         self.refreshing = Refreshing(self.asking, self.events)
         self._exposed: Exposed | None = None
+        #: True if tasks of the app have rates.
+        self.is_rated = False
 
     def start(self) -> None:
         """Serve until :meth:`stop`."""
         self.io_loop.add_callback(self.refreshing.run)
         # Flower's /metrics serves the default registry.
         with suppress(NativeDelayError):  # the page says why
+            self.is_rated = bool(installed(self.capp).settings().rates)
             self._exposed = expose(self.capp)
         set_aside()
         sys.setswitchinterval(_SWITCH_SECONDS)

@@ -1,4 +1,4 @@
-"""The page *Delays*, and its requests while it is open; as protected as Flower's own."""
+"""The pages *Delays* and *Rates*, and their requests while open; as protected as Flower's own."""
 
 from __future__ import annotations
 
@@ -20,12 +20,15 @@ from .asking import Asking
 from .patching import STATIC
 
 #: An answer that is no older serves every open page.
-_SUMMARY_SECONDS = 2.0
+_KEPT_SECONDS = 2.0
 
 _BARS = 40
 
 #: So many parked ones are shown.
 _PARKED = 50
+
+#: So many lines of rated tasks, the longest in time; the page sorts and searches them itself.
+MOST_LINES = 500
 
 #: Matches of a search are counted so far beyond its page: reading all would take seconds.
 _COUNTED = 1000
@@ -96,32 +99,79 @@ class Errors(BaseHandler):
         )
 
 
-class DelaysPage(Errors):
-    @web.authenticated
-    def get(self) -> None:
-        """Answer with the page; it asks for all that it shows."""
-        options = self.application.options
-        closed = not (options.basic_auth or options.auth or self.unauthenticated_api)
+class PageHandler(Errors):
+    """Base of our pages, each of which asks for all that it shows."""
+
+    def render_page(self, name: str, **values: Any) -> None:
+        """Answer with the template *name*, given *values* and what all of them need."""
         self.render(
-            "delays.html",
-            read_only=options.read_only,
-            api_closed=closed,
+            name,
             time_zone=str(self.capp.conf.timezone or ""),
             version=lambda path: web.StaticFileHandler.get_version(
                 {"static_path": str(STATIC)}, path
             ),
+            **values,
         )
 
 
-class Summary(Errors):
+class DelaysPage(PageHandler):
+    @web.authenticated
+    def get(self) -> None:
+        """Answer with the page of what waits."""
+        options = self.application.options
+        closed = not (options.basic_auth or options.auth or self.unauthenticated_api)
+        self.render_page("delays.html", read_only=options.read_only, api_closed=closed)
+
+
+class RatesPage(PageHandler):
+    @web.authenticated
+    def get(self) -> None:
+        """Answer with the page of the lines of rated tasks."""
+        self.render_page("rates.html", is_rated=self.application.is_rated)
+
+
+class Shared(Errors):
+    """Base of requests whose answer is asked for once, for all who look."""
+
+    kept_as: str
+    """The attribute of the application that keeps it; None there has it asked for anew."""
+    kept_seconds = _KEPT_SECONDS
+
+    async def answer(self) -> dict[str, Any]:
+        raise NotImplementedError
+
     @web.authenticated
     async def get(self) -> None:
-        """The figures of cards, levels and histogram, asked for once for all who look."""
-        kept = getattr(self.application, "delays_summary", None)
-        if kept is None or (kept[1].done() and monotonic() - kept[0] > _SUMMARY_SECONDS):
-            kept = (monotonic(), asyncio.ensure_future(summary(self.asking)))
-            self.application.delays_summary = kept
+        """Answer with figures that are recent."""
+        kept = getattr(self.application, self.kept_as, None)
+        if kept is None or (kept[1].done() and monotonic() - kept[0] > self.kept_seconds):
+            kept = (monotonic(), asyncio.ensure_future(self.answer()))
+            setattr(self.application, self.kept_as, kept)
         self.write(await kept[1])
+
+
+class Summary(Shared):
+    """Figures of cards, levels and histogram."""
+
+    kept_as = "delays_summary"
+
+    async def answer(self) -> dict[str, Any]:
+        return await summary(self.asking)
+
+
+class Lines(Shared):
+    """Lines of rated tasks, by which there are ``more``; and Flower's clock, which slots go by."""
+
+    kept_as = "delays_lines"
+    kept_seconds = 1.0
+
+    async def answer(self) -> dict[str, Any]:
+        lines = await self.asking.delay(lambda delay: delay.rates(limit=MOST_LINES + 1))
+        return {
+            "lines": [asdict(line) for line in lines[:MOST_LINES]],
+            "more": len(lines) > MOST_LINES,
+            "now_us": round(time() * 1e6),
+        }
 
 
 async def summary(asking: Asking) -> dict[str, Any]:

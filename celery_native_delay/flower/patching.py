@@ -24,7 +24,14 @@ _NAVBAR = """\\1
           <a class="nav-link{% if active_tab == 'delays' %} active{% end %}"
             href="{{ reverse_url('delays') }}"
             {% if active_tab == 'delays' %}aria-current="page"{% end %}>Delays</a>
-        </li>"""
+        </li>
+        {% if handler.application.is_rated or active_tab == 'rates' %}
+        <li class="nav-item">
+          <a class="nav-link{% if active_tab == 'rates' %} active{% end %}"
+            href="{{ reverse_url('delays-rates') }}"
+            {% if active_tab == 'rates' %}aria-current="page"{% end %}>Rates</a>
+        </li>
+        {% end %}"""
 
 _FILTER = """\\1
     <button class="task-state-filter" type="button" data-task-state="DELAYED"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from math import inf
 
@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from ..rates.lines import RateLine
 from ..worker.tally import BOUNDS
 from .counting import Counts
 from .listening import Listener
@@ -24,22 +25,27 @@ _COUNTERS = {
 
 
 class DelayCollector(Collector):
-    """Collector of the last reading of *poll*, and of *counts*; does no I/O.
+    """Collector of the last reading of *poll*, and of *counts*; does no I/O. *rated* are tasks.
 
     A number that is not known is left out, never 0: after a failure the state of the store,
     without a ledger due times.
     """
 
-    def __init__(self, poll: Poll, counts: Counts, listener: Listener | None) -> None:
+    def __init__(
+        self, poll: Poll, counts: Counts, listener: Listener | None, rated: Iterable[str] = ()
+    ) -> None:
         self._poll = poll
         self._counts = counts
         self._listener = listener
+        self._rated = tuple(rated)
 
     def describe(self) -> Iterable[Metric]:
         return self.collect()
 
     def collect(self) -> Iterable[Metric]:
-        yield from _waiting(self._poll.reading())
+        reading = self._poll.reading()
+        yield from _waiting(reading)
+        yield from _lines(None if reading is None else reading.lines, self._rated)
         yield _gauge(
             "events_up",
             "Whether the events of workers are heard. Absent where another receives them.",
@@ -66,7 +72,14 @@ class DelayCollector(Collector):
                 for bound, number in zip(BOUNDS, accumulate(tally.late), strict=True)
             ]
             lateness.add_metric([queue], buckets, tally.late_seconds)
-        yield from (*counters.values(), lateness)
+        starts = CounterMetricFamily(
+            "celery_delay_rate_starts",
+            "Rated tasks whose turn came, and that a worker started.",
+            labels=["task_name"],
+        )
+        for task, number in sorted(self._counts.starts().items()):
+            starts.add_metric([task], number)
+        yield from (*counters.values(), lateness, starts)
 
 
 def _waiting(reading: Reading | None) -> Iterator[Metric]:
@@ -124,6 +137,34 @@ def _waiting(reading: Reading | None) -> Iterator[Metric]:
         "RabbitMQ's ledger until a worker receives it. Absent on RabbitMQ without a ledger.",
         max(0, -(backlog.until_first_us or 0)) / 1_000_000 if backlog and knows_due else None,
     )
+
+
+def _lines(lines: Sequence[RateLine] | None, rated: Iterable[str]) -> Iterator[Metric]:
+    """Sums by task: keys are too many to be labels."""
+    by_task: dict[str, list[RateLine]] = {}
+    if lines is not None:
+        by_task = {task: [] for task in rated}
+        for line in lines:
+            by_task.setdefault(line.task, []).append(line)
+    labels = ["task_name"]
+    waiting = GaugeMetricFamily(
+        "celery_delay_rate_waiting",
+        "Rated tasks that wait in the broker for their turn. Absent where no task is rated.",
+        labels=labels,
+    )
+    count = GaugeMetricFamily(
+        "celery_delay_rate_lines", "Lines of rated tasks, one for each key.", labels=labels
+    )
+    held = GaugeMetricFamily(
+        "celery_delay_rate_lines_held",
+        "Lines in which nothing may start for a while, as a task has raised RetryAfter.",
+        labels=labels,
+    )
+    for task, its in sorted(by_task.items()):
+        waiting.add_metric([task], sum(line.waiting for line in its))
+        count.add_metric([task], len(its))
+        held.add_metric([task], sum(line.held_until_us is not None for line in its))
+    yield from (waiting, count, held)
 
 
 def _gauge(name: str, documentation: str, value: float | None) -> GaugeMetricFamily:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from copy import deepcopy
 from threading import Lock
@@ -9,17 +10,18 @@ from typing import Any
 
 from celery.utils.log import get_logger
 
-from ..worker.tally import Tally
+from ..worker.tally import Tally, count_of
 
 logger = get_logger(__name__)
 
 
 class Counts:
-    """Sums by queue, 0 for those that are *expected*."""
+    """Sums by queue, and of *rated* tasks by name; 0 for those that are expected."""
 
-    def __init__(self, expected: Iterable[str] = ()) -> None:
+    def __init__(self, queues: Iterable[str] = (), rated: Iterable[str] = ()) -> None:
         self._lock = Lock()
-        self._by_queue = {queue: Tally() for queue in expected}
+        self._by_queue = {queue: Tally() for queue in queues}
+        self._starts = Counter(dict.fromkeys(rated, 0))
         self._told = False
 
     def hear(self, event: Mapping[str, Any]) -> None:
@@ -27,6 +29,9 @@ class Counts:
         try:
             tallies = {
                 str(queue): Tally.of_fields(fields) for queue, fields in event["queues"].items()
+            }
+            starts = {
+                str(task): count_of(number) for task, number in event.get("rate_starts", {}).items()
             }
         except (AttributeError, KeyError, TypeError, ValueError) as exc:
             if not self._told:
@@ -41,7 +46,13 @@ class Counts:
         with self._lock:
             for queue, tally in tallies.items():
                 self._by_queue.setdefault(queue, Tally()).add(tally)
+            self._starts.update(starts)
 
     def so_far(self) -> dict[str, Tally]:
         with self._lock:
             return deepcopy(self._by_queue)
+
+    def starts(self) -> dict[str, int]:
+        """Rated tasks that were started, by name."""
+        with self._lock:
+            return dict(self._starts)

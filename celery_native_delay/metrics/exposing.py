@@ -20,12 +20,13 @@ class Exposed:
     def __init__(
         self, app: Celery, registry: CollectorRegistry, *, poll_seconds: float, listens: bool
     ) -> None:
-        self.counts = Counts(app.amqp.queues)
+        rated = installed(app).settings().rate_by_task
+        self.counts = Counts(app.amqp.queues, rated)
         self._registry = registry
         poll = Poll(app, every_seconds=poll_seconds)
         listener = Listener(app, self.counts) if listens else None
         self._threads = [thread for thread in (poll, listener) if thread is not None]
-        self._collector = DelayCollector(poll, self.counts, listener)
+        self._collector = DelayCollector(poll, self.counts, listener, rated)
         registry.register(self._collector)
         for thread in self._threads:
             thread.start()

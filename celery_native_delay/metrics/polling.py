@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from threading import Event, Thread
 from time import monotonic, time
@@ -11,7 +11,10 @@ from typing import Any
 from celery import Celery
 from celery.utils.log import get_logger
 
+from ..app.installation import delaying_channel
 from ..app.parts import TIMEOUT_SECONDS, admin_part, bounded_connection
+from ..errors import NativeDelayError
+from ..rates.lines import RateLine
 from ..transports.interface import Backlog
 
 logger = get_logger(__name__)
@@ -19,18 +22,23 @@ logger = get_logger(__name__)
 #: A reading that is older by so much than the next should be, in seconds, is not shown any more.
 PATIENCE_SECONDS = 2 * TIMEOUT_SECONDS
 
+#: So many lines of rated tasks are counted, those with most waiting.
+MOST_LINES = 10_000
+
 
 @dataclass(frozen=True)
 class Reading:
     """Result of one look at the broker; without a *backlog* if it failed.
 
-    *read_at* is when, by the monotonic clock; *first_due* is Unix time.
+    *read_at* is when, by the monotonic clock; *first_due* is Unix time. *lines* are those of rated
+    tasks, None where they are not known.
     """
 
     backlog: Backlog | None
     read_at: float
     duration_seconds: float
     first_due: float | None = None
+    lines: tuple[RateLine, ...] | None = None
 
 
 class Poll(Thread):
@@ -65,7 +73,7 @@ class Poll(Thread):
     def _look(self) -> Reading:
         begin = monotonic()
         try:
-            backlog = self._backlog()
+            backlog, lines = self._backlog(), self._lines()
         except Exception as exc:  # the thread must outlive whatever the broker does
             self._disconnect()
             if not self._told:
@@ -81,7 +89,7 @@ class Poll(Thread):
             logger.info("native delay: the broker says again what waits")
         first_us = backlog.until_first_us
         first_due = None if first_us is None else time() + first_us / 1_000_000
-        return Reading(backlog, monotonic(), monotonic() - begin, first_due)
+        return Reading(backlog, monotonic(), monotonic() - begin, first_due, lines)
 
     def _backlog(self) -> Backlog:
         if self._connection is None:
@@ -89,6 +97,14 @@ class Poll(Thread):
         self._connection.ensure_connection(max_retries=1, interval_start=0)
         backlog: Backlog = admin_part(self._app, self._connection).backlog()
         return backlog
+
+    def _lines(self) -> tuple[RateLine, ...] | None:
+        channel, settings = delaying_channel(self._app, self._connection)
+        if not settings.rates:
+            return None
+        with suppress(NativeDelayError), closing(channel.lines(settings)) as lines:
+            return tuple(lines.look(MOST_LINES))
+        return None
 
     def _disconnect(self) -> None:
         connection, self._connection = self._connection, None

@@ -15,6 +15,7 @@ lost, changes the order of a line, never its rate.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple, Self
 
 from .lines import RateLine, Turn
@@ -163,9 +164,15 @@ class Line(NamedTuple):
             return cls(), None
         numbers = zip(cls._fields, map(int, words[1:-2]), strict=False)
         line = cls()._replace(**dict(numbers), log=tuple(map(int, log.split())))
-        return line, Rate(words[-2], burst=int(words[-1]))
+        return line, _rate(words[-2], int(words[-1]))
 
 
 def name_of(task: str, key: str | None) -> str:
     """The name of a line; that of a task with one line is its own."""
     return task if key is None else f"{task}{_SEPARATOR}{key}"
+
+
+@lru_cache
+def _rate(limit: str, burst: int) -> Rate:
+    """One rate for all lines that have it, whose numbers are worked out once."""
+    return Rate(limit, burst=burst)

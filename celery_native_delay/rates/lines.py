@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from datetime import UTC, datetime
+from typing import Any, Protocol
 
 from .rate import Rate
 
@@ -28,6 +29,26 @@ class RateLine:
     starts_last_period: int
     utilisation: float
     held_until_us: int | None
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data for ``--json`` and for Flower's REST."""
+        return {
+            "task": self.task,
+            "key": self.key,
+            "rate": self.rate,
+            "waiting": self.waiting,
+            "next_slot": _iso(self.next_slot_us),
+            "starts_last_period": self.starts_last_period,
+            "utilisation": round(self.utilisation, 4),
+            "held_until": _iso(self.held_until_us),
+        }
+
+
+def _iso(moment_us: int | None) -> str | None:
+    if moment_us is None:
+        return None
+    moment = datetime.fromtimestamp(moment_us / 1_000_000, UTC)
+    return moment.isoformat(timespec="milliseconds")
 
 
 @dataclass(frozen=True)

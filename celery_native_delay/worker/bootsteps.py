@@ -68,7 +68,7 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         settings = _settings_of(installation)
         self._moved = Moved(settings)
         self._fence = Fence(settings, str(c.hostname))
-        self._tallying = Tallying(c)
+        self._tallying = Tallying(c, settings.rate_by_task)
         self._rated: Rated | None = None
         if settings.rates:
             self._rated = Rated(settings, c.app.tasks)

@@ -1,6 +1,7 @@
 """Numbers of what became of the delayed messages of one queue.
 
-Counted in workers, told by an event, added up by those who listen. Pure.
+Counted in workers, told by an event, added up by those who listen. Pure. The event also tells how
+many rated tasks were started, by task.
 """
 
 from __future__ import annotations
@@ -59,17 +60,18 @@ class Tally:
 
         TypeError, ValueError, AttributeError: these are no such fields.
         """
-        matured, cancelled, expired = (_count(fields.get(name, 0)) for name in _NAMES)
+        matured, cancelled, expired = (count_of(fields.get(name, 0)) for name in _NAMES)
         tally = cls(matured, cancelled, expired)
         for bound, number in fields.get("late", {}).items():
-            tally.late[bisect_left(BOUNDS, float(bound))] += _count(number)
+            tally.late[bisect_left(BOUNDS, float(bound))] += count_of(number)
         tally.late_seconds = float(fields.get("late_seconds", 0.0))
         if not 0 <= tally.late_seconds < inf:
             raise ValueError(f"expected seconds, got {tally.late_seconds}")
         return tally
 
 
-def _count(number: Any) -> int:
+def count_of(number: Any) -> int:
+    """A count from an event; or ValueError."""
     if not isinstance(number, int) or number < 0:
         raise ValueError(f"expected a number of messages, got {number!r}")
     return number

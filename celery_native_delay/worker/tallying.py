@@ -6,7 +6,8 @@ metrics listens, and no worker needs a port. However many tasks run, it is one e
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Container
 from functools import partial
 from threading import Lock
 from typing import Any
@@ -21,11 +22,13 @@ INTERVAL_SECONDS = 1.0
 
 
 class Tallying:
-    """Counters for one consumer, at work as long as events are on."""
+    """Counters for one consumer, at work as long as events are on; *rated* are names of tasks."""
 
-    def __init__(self, consumer: Any) -> None:
+    def __init__(self, consumer: Any, rated: Container[str] = ()) -> None:
         self._consumer = consumer
+        self._rated = rated
         self._tallies: dict[str, Tally] = {}
+        self._starts: Counter[str] = Counter()
         self._lock = Lock()  # pools of threads start tasks in their threads
         self._is_heard = False
         self._timer: Any = None
@@ -60,10 +63,12 @@ class Tallying:
         self._be_heard(dispatcher.enabled and (not groups or "task" in groups))
         with self._lock:
             tallies, self._tallies = self._tallies, {}
-        if tallies and self._is_heard:
+            starts, self._starts = self._starts, Counter()
+        if (tallies or starts) and self._is_heard:
             queues = {queue: tally.as_fields() for queue, tally in tallies.items()}
+            fields = {"queues": queues, "rate_starts": dict(starts)}
             # Not send(): it leaves out our group where `enable_events` has named Celery's.
-            dispatcher.publish(EVENT, {"queues": queues}, dispatcher.producer)
+            dispatcher.publish(EVENT, fields, dispatcher.producer)
 
     def _be_heard(self, heard: bool) -> None:
         if heard != self._is_heard:
@@ -82,6 +87,9 @@ class Tallying:
     def _on_received(self, sender: Any = None, request: Any = None, **_: Any) -> None:
         if sender is not self._consumer:
             return
+        if request.name in self._rated:
+            with self._lock:
+                self._starts[request.name] += 1
         delayed: Delayed | None = getattr(request.message, "native_delay", None)
         if delayed is None or delayed.cancelled:
             return

@@ -175,9 +175,13 @@ def browser(*, width: int = 1280, height: int = 1000, dark: bool = False) -> Ite
 class DelaysPage:
     """The page as somebody sees it, in words of what is on it."""
 
-    def __init__(self, chrome: Chrome, flower: FlowerProcess, asked: str = "") -> None:
+    path_of_page = "/delays"
+
+    def __init__(self, chrome: Chrome, flower: FlowerProcess, asked: str | None = "") -> None:
+        """Open it; with None it is open already."""
         self.chrome = chrome
-        chrome.get(flower.page(f"/delays{asked}"))
+        if asked is not None:
+            chrome.get(flower.page(self.path_of_page + asked))
 
     def find(self, css: str) -> WebElement:
         return self.chrome.find_element(By.CSS_SELECTOR, css)
@@ -231,7 +235,7 @@ class DelaysPage:
         try:
             self.wait(lambda: f" of {count:,} " in self.text(".dataTables_info"))
         except BaseException as exc:
-            for css in (".dataTables_info", "#delays-table_filter input", "#toast-container"):
+            for css in (".dataTables_info", ".dataTables_filter input", "#toast-container"):
                 exc.add_note(f"{css}: {self.text(css)!r} {self.find(css).get_attribute('value')!r}")
             raise
 

@@ -22,6 +22,7 @@ from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, private_r
 from tests.acceptance.exporter import Exporter, exporter_of
 from tests.acceptance.prometheus import program, prometheus_of
 from tests.acceptance.worker import Fleet, fleet_on
+from tests.lines import fill
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
 MONITORING = Path(__file__).parents[2] / "monitoring"
@@ -81,6 +82,33 @@ def test_what_waits_in_redis_is_told_and_what_came_of_it(
         exporter.wait_for("pending", 3)
 
 
+@pytest.mark.parametrize("server_name", ["redis"], indirect=True)
+def test_rated_tasks_are_told_by_name(own_redis: PrivateRedis, tmp_path: Path) -> None:
+    """How many wait in how many lines, and how many were started; none of it by key."""
+    rates = {"careful": "1/h", "hold": "1/d"}
+    with (
+        fleet_on(own_redis.url, tmp_path, native_delay_rates=rates) as fleet,
+        exporter_of(fleet) as exporter,
+    ):
+        exporter.wait_for("rate_waiting", 0, task_name="careful")
+        exporter.wait_for("events_up", 1)
+        fleet.worker(pool="threads", more=("-E",), wait=False)
+        app = fleet.app()
+        for number in range(5):
+            app.tasks["careful"].apply_async((number,))
+        exporter.wait_for("rate_starts_total", 1, task_name="careful")
+        exporter.wait_for("rate_waiting", 4, task_name="careful")
+        exporter.wait_for("pending", 4)
+        fill(app, "hold", "ada", "1/d", waiting=0, held_seconds=90_000)
+        exporter.wait_for("rate_lines_held", 1, task_name="hold")
+        assert exporter.value("rate_lines", task_name="careful") == 1
+        assert exporter.value("rate_lines_held", task_name="careful") == 0
+        assert exporter.value("rate_starts_total", task_name="hold") == 0
+        own_redis.kill()
+        exporter.wait_for("rate_waiting", None, task_name="careful")
+        assert exporter.value("rate_starts_total", task_name="careful") == 1
+
+
 @dataclass
 class Shop:
     """RabbitMQ with a ledger; a worker runs, three tasks wait for about ten minutes."""
@@ -94,10 +122,11 @@ class Shop:
 @pytest.fixture(scope="module")
 def shop(rabbitmq: PrivateRabbitMQ, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Shop]:
     url = rabbitmq.new_vhost()
+    conf = {"native_delay_rates": {"careful": "1/h"}}
     folder = tmp_path_factory.mktemp("shop")
     with (
         private_redis() as ledger,
-        fleet_on(url, folder, native_delay_ledger=ledger.url) as fleet,
+        fleet_on(url, folder, native_delay_ledger=ledger.url, **conf) as fleet,
         ExitStack() as started,
     ):
         worker = fleet.worker(more=("-E",), wait=False)

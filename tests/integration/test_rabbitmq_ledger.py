@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import struct
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import permutations
@@ -227,6 +228,20 @@ def timed(app: Celery, count: int, **options: Any) -> float:
     for _ in range(count):
         app.send_task("shop.remind", countdown=3600, queue=QUEUE, **options)  # noqa: F405
     return monotonic() - started
+
+
+def test_a_ledger_that_was_away_for_hours_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After more failures than a pool of redis-py's allows for connections."""
+    monkeypatch.setattr(sys.modules[LedgerConnection.__module__], "LEFT_ALONE_SECONDS", (0, 0))
+    with private_redis() as server:
+        line = LedgerConnection(server.url, "shop")
+        server.kill()
+        for number in range(200):
+            line.record(f"order-{number}", 1, b"")
+        assert line.missed == 200
+        server.start()
+        assert line.connect()
+        line.close()
 
 
 @pytest.mark.parametrize("how", ["down", "slow"])

@@ -48,6 +48,8 @@ def test_a_bound_of_another_release_counts_for_the_next_larger() -> None:
         {"queues": {"emails": {"late": {"x": 1}}}},
         {"queues": {"emails": {"late_seconds": float("nan")}}},
         {"queues": {"emails": {"late_seconds": -1}}},
+        {"queues": {}, "rate_starts": {"shop.call_api": "many"}},
+        {"queues": {}, "rate_starts": 3},
     ],
 )
 def test_what_cannot_be_counted_is_named_once_and_changes_nothing(
@@ -56,6 +58,6 @@ def test_what_cannot_be_counted_is_named_once_and_changes_nothing(
     counts = Counts()
     for _ in range(2):
         counts.hear(event | {"hostname": "worker@shop"})
-    assert counts.so_far() == {}
+    assert counts.so_far() == counts.starts() == {}
     assert [record.levelname for record in caplog.records] == ["WARNING"]
     assert "worker@shop" in caplog.text

@@ -1,27 +1,26 @@
 /* The page Delays. jQuery, DataTables, Bootstrap and moment are Flower's own. */
-/*global $, bootstrap, moment */
+/*global $, bootstrap, moment, delaysShared */
 
 (function () {
     "use strict";
 
     var page = document.getElementById("delays-page"),
         urls = page.dataset,
-        zone = moment.tz.zone(urls.timezone) ? urls.timezone : "UTC",   // as Flower's own pages
+        shared = delaysShared,
+        escapeHtml = shared.escapeHtml, isolated = shared.isolated, number = shared.number,
+        clock = shared.clock, iso = shared.iso, timeTag = shared.timeTag, duration = shared.duration,
+        inWords = shared.inWords, sayWhy = shared.sayWhy, zone = shared.zone,
         mayChange = urls.mayChange === "yes",
         REFRESH_MS = 5000,
         BATCH = 100,
         LISTED = 20,
         SIZES = [15, 30, 50, 100],
-        // What a terminal or a reader would obey instead of showing it: C0, C1, bidirectional, unseen.
-        OBEYED = /[\u0000-\u001f\u007f-\u009f\u061c\u200b\u200e\u200f\u2028-\u202e\u2060-\u2069\ufeff]/g,
         range = null,           // [from, until] in microseconds: the bar that filters
         selected = new Map(),   // of what is shown: id -> name
         allMatch = null,        // ids of everything that matches, if it was asked for
         matching = 0,
         counted = true,         // or there are more
         failed = "",            // why the last search was not answered
-        FOCUSABLE = "a, button, input",
-        held = null,            // row and place of the focus in the table, while it is drawn again
         bars = [], drawn = "",  // of the histogram, and what of it is on the page
         stop = 0,               // the bar that Tab leads to
         address = "",           // the query string that says what is shown
@@ -31,69 +30,8 @@
         return document.getElementById("delays-" + id);
     }
 
-    function visible(text) {
-        return String(text === null || text === undefined ? "" : text).replace(OBEYED, function (char) {
-            return "\\u" + ("000" + char.charCodeAt(0).toString(16)).slice(-4);
-        });
-    }
-
-    function escapeHtml(text) {
-        return $("<i>").text(visible(text)).html().replace(/"/g, "&quot;");
-    }
-
-    // By itself: what is written from right to left does not turn what stands beside it.
-    function isolated(text) {
-        return "<bdi>" + escapeHtml(text).replace(/\./g, ".<wbr>") + "</bdi>";
-    }
-
-    function number(value) {
-        return value === null || value === undefined ? "\u2014" : Number(value).toLocaleString("en");
-    }
-
     function plural(count) {
         return number(count) + (count === 1 ? " task" : " tasks");
-    }
-
-    function clock(us) {
-        return moment(us / 1000).tz(zone).format("YYYY-MM-DD HH:mm:ss z");
-    }
-
-    function iso(us) {
-        return new Date(us / 1000).toISOString();
-    }
-
-    function timeTag(us, before) {
-        return '<time datetime="' + iso(us) + '" title="' + iso(us) + '">' + (before || "") + clock(us) + "</time>";
-    }
-
-    function duration(seconds) {
-        var parts = [[86400, "d"], [3600, "h"], [60, "min"], [1, "s"]],
-            rest = Math.floor(seconds), words = [];
-        parts.forEach(function (part) {
-            var count = Math.floor(rest / part[0]);
-            rest -= count * part[0];
-            if (count && words.length < 2) {
-                words.push(count + " " + part[1]);
-            }
-        });
-        return words.join(" ") || Math.round(seconds * 1000) + " ms";
-    }
-
-    function inWords(us) {
-        var seconds = Math.round((us / 1000 - Date.now()) / 1000);
-        if (!seconds) {
-            return "now";
-        }
-        return seconds < 0 ? duration(-seconds) + " ago" : "in " + duration(seconds);
-    }
-
-    function sayWhy(xhr) {
-        var body = xhr.responseJSON;
-        if (body && body.error) {
-            return body.error;
-        }
-        return xhr.status ? "Flower answered " + xhr.status + ": " + (xhr.responseText || xhr.statusText)
-            .replace(/<[^>]*>/g, " ").trim().slice(0, 300) : "Flower does not answer";
     }
 
     function toast(message, kind) {
@@ -300,16 +238,11 @@
     function refresh() {
         return $.getJSON(urls.summary).done(function (found) {
             showNumbers(found);
-            live(true);
+            shared.live(true);
         }).fail(function (xhr) {
-            live(false);
+            shared.live(false);
             $(byId("error")).removeClass("d-none").text(sayWhy(xhr));
         });
-    }
-
-    function live(is) {
-        $(byId("dot")).toggleClass("status-dot-live", is).toggleClass("status-dot-error", !is);
-        byId("live").textContent = is ? "Live" : "No answer";
     }
 
     // ---- table and selection --------------------------------------------------------------
@@ -577,16 +510,9 @@
             infoCallback: function (settings, start, end, max, total, text) {
                 return counted ? text : text.replace(/ of ([\d,]+) tasks/, " of more than $1 tasks");
             },
-            preDrawCallback: function () {
-                var row = document.activeElement && document.activeElement.closest("#delays-table tbody tr");
-                held = row && [row.id, $(row).find(FOCUSABLE).index(document.activeElement)];
-            },
+            preDrawCallback: shared.noteFocus,
             drawCallback: function () {
-                var row = held && document.getElementById(held[0]),
-                    found = row && $(row).find(FOCUSABLE)[held[1]];
-                if (found) {
-                    found.focus({preventScroll: true});
-                }
+                shared.giveFocusBack();
                 if (failed) {
                     $("#delays-table .dataTables_empty").text(failed);
                 } else if (matching && !shown().length) {   // they have come to an end before this page

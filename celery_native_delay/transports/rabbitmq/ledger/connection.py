@@ -10,7 +10,9 @@ from __future__ import annotations
 import atexit
 import logging
 from collections import deque
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from hashlib import sha1
 from threading import Lock
 from time import monotonic
@@ -65,14 +67,22 @@ def lines_in(url: str | None, namespace: str, vhost: str) -> Lines:
             "native_delay_rates needs a Redis to count in beside RabbitMQ: set "
             'native_delay_ledger = "redis://…" in workers and producers'
         )
+    from ....rates.in_redis import RedisLines
+
+    space = LedgerKeys(namespace, vhost).space
+    return RedisLines(_maker(url), space, without_password(url))
+
+
+def _maker(url: str) -> Callable[[], Any]:
+    """A function that makes connections of redis-py's, which connect when told.
+
+    Not their pool's own, which allows for so many in all: those that failed or were closed count.
+    """
     to, options = redis_options(url, timeout_seconds=PATIENCE_SECONDS)
     from redis import ConnectionPool
 
-    from ....rates.in_redis import RedisLines
-
     pool = ConnectionPool.from_url(to, **options)
-    space = LedgerKeys(namespace, vhost).space
-    return RedisLines(pool.make_connection, space, without_password(url))
+    return partial(pool.connection_class, **pool.connection_kwargs)
 
 
 class LedgerConnection:
@@ -82,15 +92,14 @@ class LedgerConnection:
     """
 
     def __init__(self, url: str, namespace: str, vhost: str = "/") -> None:
-        to, options = redis_options(url, timeout_seconds=PATIENCE_SECONDS)
-        from redis import ConnectionPool, exceptions
+        self._make_connection = _maker(url)
+        from redis.exceptions import NoScriptError
 
-        self._no_script = exceptions.NoScriptError
+        self._no_script = NoScriptError
 
         self.keys = LedgerKeys(namespace, vhost)
         self.missed = 0
         self._where = without_password(url)
-        self._make_connection = ConnectionPool.from_url(to, **options).make_connection
         self._connection: Any = None
         self._lock = Lock()
         #: When each command that waits for its answer was sent.

@@ -1,0 +1,32 @@
+"""Lines of rated tasks, filled as by workers that ask for turns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+
+from celery import Celery
+
+from celery_native_delay import Rate
+from celery_native_delay.app.installation import delaying_channel
+from celery_native_delay.rates.lines import Lines
+
+
+@contextmanager
+def lines_of(app: Celery) -> Iterator[Lines]:
+    """The lines of *app*, on its broker or beside it."""
+    with app.connection_for_write() as connection:
+        channel, settings = delaying_channel(app, connection)
+        with closing(channel.lines(settings)) as lines:
+            yield lines
+
+
+def fill(
+    app: Celery, task: str, key: str | None, limit: str, *, waiting: int, held_seconds: float = 0
+) -> None:
+    """Let one task of a line start, and others wait."""
+    with lines_of(app) as lines:
+        for _ in range(1 + waiting):
+            lines.ask(task, key, Rate(limit), None)
+        if held_seconds:
+            lines.hold(task, key, Rate(limit), held_seconds)
