@@ -75,10 +75,7 @@
             return "<span>" + inWords(us === null ? held : us) + "</span> " +
                 '<span class="rates-held">' + shared.timeTag(held, "held until ") + "</span>";
         }
-        if (us === null) {
-            return "\u2014";
-        }
-        return "<span>" + inWords(us) + "</span> " + (us > nowUs() ? shared.timeTag(us) : "");
+        return us === null ? "\u2014" : "<span>" + inWords(us) + "</span> " + shared.timeTag(us);
     }
 
     function used(share, line) {
