@@ -248,16 +248,25 @@ class Delay:
     ) -> list[Outcome]:
         ids = _ids_of(task_ids)
         outcomes: list[Outcome] = []
+        begun: set[int] = set()
 
         def rest(found: Ledger) -> list[Outcome]:
             # Asked once more on another connection, those that are changed are not waiting.
-            for task_id in ids[len(outcomes) :]:
+            for position, task_id in list(enumerate(ids))[len(outcomes) :]:
+                is_again = position in begun
+                begun.add(position)
                 try:
-                    outcomes.append(change(found, task_id))
+                    outcome = change(found, task_id)
                 except CannotDelay as exc:
                     if len(ids) == 1:
                         raise
-                    outcomes.append(Outcome(task_id, Verdict.IMPOSSIBLE, late=str(exc)))
+                    outcome = Outcome(task_id, Verdict.IMPOSSIBLE, late=str(exc))
+                if is_again and not outcome:
+                    raise LedgerUnavailable(
+                        f"the connection broke while {task_id} was being changed, and it no longer "
+                        f"waits as it did: either it was changed, or it has run"
+                    )
+                outcomes.append(outcome)
             return outcomes
 
         try:

@@ -178,6 +178,8 @@ def _on_redis(sentinel: PrivateSentinel) -> Place:
             "visibility_timeout": 5,
             "unacked_restore_interval": 1,
             "unacked_restore_throttle": 1,
+            # One that is killed while it looks for that keeps all from it, for 300 s by default.
+            "unacked_mutex_expire": 5,
         }
     }
     faults: dict[FaultKind, Strike] = {

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from time import time
 from typing import Any
 
 import pytest
-from amqp.exceptions import AccessRefused, NotFound, RecoverableConnectionError
+from amqp.exceptions import AccessRefused, MessageNacked, NotFound, RecoverableConnectionError
 from kombu import Connection, Producer, Queue
+from kombu.exceptions import OperationalError
 from kombu.transport import pyamqp
 
 from celery_native_delay import (
@@ -153,6 +155,29 @@ def test_a_publish_that_kombu_repeats_keeps_its_delivery_id(
     assert sorted(bodies(came)) == ["another", "hello", "hello"]
     ids = {(a.body, a.message.native_delay.delivery_id) for a in came}
     assert len(ids) == 2
+
+
+def test_what_falls_due_while_kombu_repeats_it_is_confirmed_as_well(
+    connection: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It need not wait any more, and its sender counts on the confirm as before."""
+    declare_queue(connection, "full", **{"x-max-length": 1, "x-overflow": "reject-publish"})
+    publish(connection, "first", "full")
+    due, tried = time() + 0.5, []
+    wait_all = WindowChannel.wait_all
+
+    def lose_the_connection_until_it_is_due(self: Any, **options: Any) -> None:
+        if not tried:
+            tried.append(self)
+            wait_until(lambda: time() > due)
+            raise RecoverableConnectionError("connection lost")
+        wait_all(self, **options)
+
+    monkeypatch.setattr(WindowChannel, "wait_all", lose_the_connection_until_it_is_due)
+    policy = {"max_retries": 1, "interval_start": 0}
+    with pytest.raises(OperationalError) as raised:
+        publish(connection, "second", "full", delay=0.5, retry=True, retry_policy=policy)
+    assert isinstance(raised.value.__cause__, MessageNacked)
 
 
 def test_the_vhost_is_deleted_and_made_again_under_a_producer(

@@ -16,6 +16,7 @@ from celery_native_delay import (
     DelayTooLong,
     InvalidDueTime,
     InvalidQuery,
+    LedgerUnavailable,
     SettingsError,
     Verdict,
     delay_headers,
@@ -45,6 +46,29 @@ def sent(app: Celery) -> list[AsyncResult]:
 @pytest.fixture
 def delay(app: Celery, sent: list[AsyncResult]) -> Delay:
     return Delay(app)
+
+
+# ---- what is in doubt ---------------------------------------------------------------------
+
+
+def test_a_cancel_whose_answer_was_lost_is_not_said_to_have_failed(
+    app: Celery, delay: Delay, sent: list[AsyncResult], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Asked again on another connection, the ledger no longer has the task: it was cancelled."""
+    lost = iter(app.connection().recoverable_connection_errors[:1])
+    cancel = Delay._cancel
+
+    def lose_the_first_answer(*arguments: Any) -> Any:
+        outcome = cancel(*arguments)
+        for error in lost:
+            raise error("connection lost")
+        return outcome
+
+    monkeypatch.setattr(Delay, "_cancel", lose_the_first_answer)
+    with pytest.raises(LedgerUnavailable, match="either it was changed, or it has run"):
+        delay.cancel(sent[0])
+    assert delay.cancel(sent[1])
+    assert [task.id for task in delay.ls()] == [sent[2].id]
 
 
 # ---- what ls() gives ----------------------------------------------------------------------

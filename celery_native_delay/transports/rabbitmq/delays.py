@@ -23,7 +23,7 @@ from amqp.exceptions import (
 from ...due_time import check_reach, eta_of, units_until
 from ...errors import CannotDelay, NativeDelayError, TopologyMismatch
 from ...keyed.publishing import KeyedPublish
-from ...message import HEADER, Delayed
+from ...message import Delayed
 from ...settings import DelaySettings
 from ..moving import expires_ms_of
 from .address import landing_address, message_address
@@ -46,6 +46,12 @@ _failed = local()
 #: After these the broker has surely not got the message: refused, or impossible to write (a text
 #: of more than 255 bytes where AMQP has no room for it).
 _NOT_SENT = (MessageNacked, NotFound, FrameSyntaxError, NativeDelayError, struct_error)
+
+
+def _id_of_failed(headers: Any) -> str | None:
+    """The delivery id under which these very headers were sent before, without success."""
+    failed = getattr(_failed, "publish", None)
+    return failed[1] if failed is not None and failed[0] is headers else None
 
 
 class Delays:
@@ -122,7 +128,10 @@ class Delays:
         timeout_seconds: float | None = None,
         confirm_timeout_seconds: float | None = None,
     ) -> bool:
-        """Send a message into the delay levels; False if it is due already, and was not sent.
+        """Send a message into the delay levels; False if it was due already, and was not sent.
+
+        One that falls due meanwhile, or while the broker is away and kombu tries again, is sent
+        where it is to go, and confirmed like all that wait.
 
         Raises:
             DelayTooLong, CannotDelay, NotPermitted, NotDeclared, TopologyMismatch,
@@ -134,11 +143,18 @@ class Delays:
         mode = self.settings.confirm_publish
         if mode == "window":
             self._follow_outbox()
+        headers = message.properties.get("application_headers")
+        delivery_id = _id_of_failed(headers)
+        if delivery_id is None:
+            if not self.units(due_us, now_us=time_ns() // 1000):
+                return False
+            delivery_id = token_hex(16)
+        _failed.publish = (headers, delivery_id)
         publication = self.publication(message, exchange, routing_key, due_us=due_us)
         if publication is None:
-            return False
-        delivery_id: str = publication.message.properties["application_headers"][HEADER]["id"]
-        _failed.publish = (message.properties.get("application_headers"), delivery_id)
+            if mode == "off":
+                return False
+            publication = Publication(message, exchange, routing_key, mandatory=False)
         try:
             if mode == "window":
                 self.outbox.publish(
@@ -181,12 +197,7 @@ class Delays:
         units = self.units(due_us, now_us=now_us)
         if not units:
             return None
-        failed = getattr(_failed, "publish", None)
-        if failed is not None and headers is not None and failed[0] is headers:
-            delivery_id = failed[1]
-        else:
-            delivery_id = token_hex(16)
-        delayed = Delayed(delivery_id, due_us, exchange, routing_key)
+        delayed = Delayed(_id_of_failed(headers) or token_hex(16), due_us, exchange, routing_key)
         return self._entering(message, delayed, now_us=now_us, units=units, lands=lands)
 
     def _see_to(self, exchange: str, routing_key: str) -> None:
@@ -343,9 +354,11 @@ class Delays:
                 if not self._in_batch:
                     self._settle(channel, confirm_timeout_seconds or timeout_seconds)
                 return
-            except AccessRefused as exc:
-                raise not_permitted(exc, self.topology) from exc
-            except NotFound as exc:
+            except (AccessRefused, NotFound) as exc:
+                if not publication.mandatory:  # it goes to an exchange of the user's
+                    raise
+                if isinstance(exc, AccessRefused):
+                    raise not_permitted(exc, self.topology) from exc
                 if not self.settings.declare:
                     raise not_declared(exc.reply_text) from exc
                 if last_try:
