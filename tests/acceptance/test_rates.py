@@ -1,14 +1,17 @@
-"""Rates where they cannot be kept: such a worker says so, and runs nothing unlimited."""
+"""Rates where they cannot be kept: such a worker runs nothing unlimited; and in other pools."""
 
 from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from celery_native_delay import Delay, NoLedger, install
-from celery_native_delay.testing import private_redis
+from celery_native_delay.testing import PrivateRedis, private_redis
 from tests.acceptance.apps.tasks import new_app
-from tests.acceptance.worker import Fleet
-from tests.brokers import on_one_version
+from tests.acceptance.worker import Fleet, fleet_on
+from tests.brokers import in_ci, on_one_version
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
 RATES = {"native_delay_rates": {"call_api": "50/10s"}}
@@ -65,3 +68,18 @@ def test_rated_tasks_wait_while_their_lines_are_away(fleet: Fleet) -> None:
         assert {len(runs[each]) for each in ids} == {1}
         assert len(worker.log_lines("tasks that have a rate wait until it answers")) == 1
         wait_until(lambda: [line.waiting for line in Delay(app).rates()] == [0])
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("pool", [in_ci("threads"), in_ci("solo"), in_ci("gevent")])
+def test_other_pools(ledger_redis: PrivateRedis, tmp_path: Path, pool: Any) -> None:
+    """Delayed tasks, whose turn comes after their due time."""
+    rates = {"native_delay_rates": {"call_api": {"limit": "40/4s", "key": "tenant", "burst": 3}}}
+    with fleet_on(ledger_redis.url, tmp_path, **rates) as fleet:
+        app = fleet.app()
+        fleet.worker(pool=pool)
+        ids = [app.send_task("call_api", ("ada", number), countdown=1).id for number in range(30)]
+        runs = fleet.record.wait_for_ids(ids)
+    assert {len(runs[each]) for each in ids} == {1}
+    starts = [run[0].started for run in runs.values()]
+    assert max(starts) - min(starts) >= 0.95 * (30 - 3) * 0.1
