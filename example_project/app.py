@@ -6,10 +6,14 @@ from celery import Celery
 from celery.schedules import crontab
 from kombu import Exchange, Queue
 
-from celery_native_delay import install
+from celery_native_delay import Rate, install
 from example_project.folder_broker import settings_of
 
 BROKER_URL = os.environ.get("BROKER_URL", "amqp://guest:guest@localhost:5672//")
+
+URL = os.environ.get("CELERY_BROKER_URL", BROKER_URL)  # this name outranks every other setting
+
+LEDGER = os.environ.get("DELAY_LEDGER")  # this one and telemetry: none unless asked for
 
 app = Celery(
     "example_project",
@@ -51,11 +55,22 @@ app.conf.update(
             "options": {"countdown": 15 * 60},
         },
     },
-    **settings_of(os.environ.get("CELERY_BROKER_URL", BROKER_URL)),
+    **settings_of(URL),
 )
+
+
+def can_count(broker_url: str) -> bool:
+    """True if rates can be kept there: RabbitMQ needs a ledger beside it, on SQS they cannot."""
+    needs_ledger = broker_url.startswith(("amqp", "pyamqp"))
+    return not broker_url.startswith("sqs") and not (needs_ledger and not LEDGER)
+
 
 install(
     app,
-    ledger=os.environ.get("DELAY_LEDGER"),  # these two: none unless asked for
+    ledger=LEDGER,
     telemetry=os.environ.get("EXAMPLE_TELEMETRY"),
+    # Each courier takes two bookings a second, from all workers together.
+    rates={"example_project.tasks.book_courier": Rate("2/s", key="courier")}
+    if can_count(URL)
+    else {},
 )

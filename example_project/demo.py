@@ -28,10 +28,11 @@ from rich.table import Table
 
 from celery_native_delay import UnsupportedBroker
 from celery_native_delay.testing import BrokerFailed, BrokerMissing
-from example_project.app import app
+from example_project.app import app, can_count
 from example_project.demo_broker import REPOSITORY, DemoBroker, demo_broker
 from example_project.folder_broker import settings_of
 from example_project.tasks import (
+    book_courier,
     charge,
     charge_once,
     collect,
@@ -141,6 +142,13 @@ def send_mix(broker: DemoBroker) -> list[Run]:
         sent = time.time()
         result = [charge_once(9, wait_seconds=1) for _ in range(3)][-1]
         runs.append(Run("unique, 3 calls", result.id, 1, late_limit_ms, sent=sent))
+
+    if can_count(broker.url):
+        sent = time.time()
+        for number in range(3):  # two a second, whichever worker has them
+            result = book_courier.delay(number, courier="swift")
+            title = f"book_courier {number + 1} of 3"
+            runs.append(Run(title, result.id, number / 2, late_limit_ms, sent=sent))
 
     sent = time.time()
     escalated = collect(4, wait_seconds=1.5)

@@ -9,7 +9,7 @@ from celery import Task, chain
 from celery.result import AsyncResult
 from celery.utils.log import get_task_logger
 
-from celery_native_delay import Delay
+from celery_native_delay import Delay, RetryAfter
 from example_project.app import app
 
 DAY_SECONDS = 24 * 60 * 60
@@ -57,6 +57,14 @@ def charge(
     if self.request.retries < declined_attempts:
         raise self.retry(countdown=retry_seconds, exc=CardDeclined(order_id))
     log.info("order %s: charged", order_id)
+
+
+@app.task(bind=True, max_retries=10)
+def book_courier(self: Task, order_id: int, courier: str, busy_attempts: int = 0) -> None:
+    """Book a courier, who takes so many bookings a second (`rates` in `app`), or none for now."""
+    if self.request.retries < busy_attempts:
+        raise RetryAfter(60)  # all other bookings of this courier wait as long
+    log.info("order %s: goes with %s", order_id, courier)
 
 
 @app.task

@@ -122,6 +122,7 @@ HOLD = (
     + """
 local until_ = math.max(held, now + tonumber(ARGV[11]))
 local next = math.max(now, held, start_at - ahead)
+if last > front then next = math.max(next, front + shift - ahead) end
 shift = shift + math.max(until_ - next, 0) + spacing
 held = until_
 local place = held + ahead - shift

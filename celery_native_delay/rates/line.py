@@ -108,6 +108,8 @@ class Line(NamedTuple):
         """The line afterwards, which lets nothing start for *wait_us*; the place in its front."""
         held_until = max(self.held_until, now_us + wait_us)
         next_us = max(now_us, self.held_until, self.start_at - rate.ahead_us)
+        if self.end > self.front:
+            next_us = max(next_us, self.front + self.shift - rate.ahead_us)
         shift = self.shift + max(held_until - next_us, 0) + rate.spacing_us
         place = held_until + rate.ahead_us - shift
         end = max(self.end, place + rate.spacing_us)

@@ -21,6 +21,8 @@ from tests.acceptance.worker import LATE_SECONDS
 from tests.brokers import in_ci
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
+TOLD = "15 tasks in 19 runs: 19"
+
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
 
@@ -151,7 +153,9 @@ class TestDemo:
         demo = start_demo(mark, demo_on)
         output, _ = demo.communicate(timeout=2 * PATIENCE_SECONDS)
         assert demo.returncode == 0, output
-        assert output.splitlines()[-1].startswith("15 tasks in 19 runs: 19 on time, 0 early")
+        # Where something can be decided for a key: three calls with one, and three bookings.
+        told = "21 tasks in 25 runs: 25" if demo_on in ("embedded", "filesystem") else TOLD
+        assert output.splitlines()[-1].startswith(f"{told} on time, 0 early")
         assert processes_with(mark) == []
 
     def test_leaves_nothing_running_after_ctrl_c(self, demo_on: str) -> None:
@@ -159,7 +163,7 @@ class TestDemo:
         demo = start_demo(mark, demo_on)
         assert demo.stdout is not None
         for line in demo.stdout:
-            if " of 19 ran" in line:  # broker, worker and producer are at work
+            if " ran" in line and " of " in line:  # broker, worker and producer are at work
                 break
         demo.send_signal(signal.SIGINT)
         demo.communicate(timeout=PATIENCE_SECONDS)

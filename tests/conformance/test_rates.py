@@ -168,17 +168,3 @@ def test_a_task_that_was_turned_away_holds_its_line(fleet: Fleet) -> None:
         assert [run.id for run in runs[:2]] == [first, first]
     assert runs[1].started - runs[0].started >= 2.0 * LOOKED_AT
     assert sorted(run.id for run in runs) == sorted([first, first, *others])
-
-
-@pytest.mark.parametrize("pool", [in_ci("threads"), in_ci("solo"), in_ci("gevent")])
-def test_other_pools(fleet: Fleet, pool: Any) -> None:
-    if not fleet.broker_url.startswith("redis:"):
-        pytest.skip("a pool does not know its broker")
-    rates = {"native_delay_rates": {"call_api": rated(RATE.limit, "tenant", 3)}}
-    app = fleet.app(**rates)
-    fleet.worker(pool=pool, **rates)
-    ids = [app.send_task("call_api", ("ada", number), countdown=1).id for number in range(30)]
-    runs = fleet.record.wait_for_ids(ids)
-    assert {len(runs[each]) for each in ids} == {1}
-    starts = [run.started for run in fleet.record.runs(name="call_api")]
-    assert max(starts) - min(starts) >= LOOKED_AT * (30 - 3) * RATE.spacing_us / 1_000_000

@@ -1,0 +1,85 @@
+"""Rates where they cannot be kept: such a worker runs nothing unlimited; and in other pools."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from celery_native_delay import Delay, NoLedger, install
+from celery_native_delay.testing import PrivateRedis, private_redis
+from tests.acceptance.apps.tasks import new_app
+from tests.acceptance.worker import Fleet, fleet_on
+from tests.brokers import in_ci, on_one_version
+from tests.waiting import PATIENCE_SECONDS, wait_until
+
+RATES = {"native_delay_rates": {"call_api": "50/10s"}}
+
+
+@on_one_version
+def test_a_worker_that_cannot_count_does_not_start(fleet: Fleet) -> None:
+    app = fleet.app(**RATES)
+    app.send_task("call_api", ("ada",))
+    worker = fleet.worker(wait=False, **RATES)
+    assert worker.process.wait(PATIENCE_SECONDS) != 0
+    assert worker.log_lines("native_delay_rates needs a Redis", 'native_delay_ledger = "redis://')
+    assert fleet.record.runs() == []
+    with pytest.raises(NoLedger, match="set native_delay_ledger"):
+        Delay(app).rates()
+
+
+@pytest.mark.ci
+@on_one_version
+def test_a_worker_whose_rates_are_wrong_does_not_start(fleet: Fleet) -> None:
+    app = fleet.app()
+    app.send_task("call_api", ("ada",))
+    wrong = {"native_delay_rates": {"call_api": "50/fortnight"}}
+    worker = fleet.worker(wait=False, **wrong)
+    assert worker.process.wait(PATIENCE_SECONDS) != 0
+    assert worker.log_lines("expected a rate such as", "50/fortnight")
+    assert fleet.record.runs() == []
+
+
+def test_sqs_has_nothing_to_count_in() -> None:
+    app = install(new_app(broker_url="sqs://"), rates={"call_api": "1/s"})
+    connection = app.connection_for_write()
+    channel = connection.transport.delaying_channel
+    with pytest.raises(NoLedger, match="SQS keeps nothing that could be counted in"):
+        channel.lines(None, None)
+
+
+@on_one_version
+def test_rated_tasks_wait_while_their_lines_are_away(fleet: Fleet) -> None:
+    with private_redis() as ledger:
+        conf = RATES | {"native_delay_ledger": ledger.url}
+        app = fleet.app(**conf)
+        worker = fleet.worker(**conf)
+        first = app.send_task("call_api", ("ada",)).id
+        fleet.record.wait_for_ids([first])
+        ledger.stop()
+        ids = [app.send_task("call_api", ("ada", number)).id for number in range(3)]
+        other = app.send_task("note", (1,)).id
+        fleet.record.wait_for_ids([other])
+        worker.wait_for_log("tasks that have a rate wait until it answers")
+        assert {run.id for run in fleet.record.runs()} == {first, other}
+        ledger.start()
+        runs = fleet.record.wait_for_ids(ids)
+        assert {len(runs[each]) for each in ids} == {1}
+        assert len(worker.log_lines("tasks that have a rate wait until it answers")) == 1
+        wait_until(lambda: [line.waiting for line in Delay(app).rates()] == [0])
+
+
+@pytest.mark.redis
+@pytest.mark.parametrize("pool", [in_ci("threads"), in_ci("solo"), in_ci("gevent")])
+def test_other_pools(ledger_redis: PrivateRedis, tmp_path: Path, pool: Any) -> None:
+    """Delayed tasks, whose turn comes after their due time."""
+    rates = {"native_delay_rates": {"call_api": {"limit": "40/4s", "key": "tenant", "burst": 3}}}
+    with fleet_on(ledger_redis.url, tmp_path, **rates) as fleet:
+        app = fleet.app()
+        fleet.worker(pool=pool)
+        ids = [app.send_task("call_api", ("ada", number), countdown=1).id for number in range(30)]
+        runs = fleet.record.wait_for_ids(ids)
+    assert {len(runs[each]) for each in ids} == {1}
+    starts = [run[0].started for run in runs.values()]
+    assert max(starts) - min(starts) >= 0.95 * (30 - 3) * 0.1
