@@ -26,7 +26,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from celery_native_delay import UnsupportedBroker
+from celery_native_delay import UnsupportedBroker, install
 from celery_native_delay.testing import BrokerFailed, BrokerMissing
 from example_project.app import app
 from example_project.demo_broker import REPOSITORY, DemoBroker, demo_broker
@@ -312,6 +312,9 @@ def demonstrate(asked: str | None, folder: Path, console: Console) -> bool:
     with demo_broker(asked) as broker:
         # This name outranks every other setting of the broker, here and in the worker.
         os.environ |= {"CELERY_BROKER_URL": broker.url, "EXAMPLE_RECORD": str(record)}
+        if broker.ledger is not None:
+            os.environ["DELAY_LEDGER"] = broker.ledger
+            install(app, ledger=broker.ledger)
         app.conf.update(settings_of(broker.url))
         with app.connection_for_write() as connection:
             connection.ensure_connection(max_retries=1)
