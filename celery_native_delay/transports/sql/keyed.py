@@ -89,7 +89,7 @@ class StoreKeyRecords(KeyRecords):
         self._is_made = False
         self._making = Lock()
 
-    def read(self, name: str) -> Seen:
+    def read(self, name: str, *, to_send: bool = False) -> Seen:
         self._make()
         return self._store.look(lambda connection: self._seen(connection, name)[0])
 
