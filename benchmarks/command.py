@@ -17,6 +17,7 @@ from matplotlib.figure import Figure
 from benchmarks import (
     bulk,
     declare,
+    keys,
     lateness,
     ledger,
     pending,
@@ -65,6 +66,7 @@ SCENARIOS: dict[str, Scenario] = {
     "store": store,
     "ledger": ledger,
     "rates": rates,
+    "keys": keys,
     "spark": spark,
     "reconcile": reconcile,
     "scale": scale.MILLION,

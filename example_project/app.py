@@ -59,10 +59,11 @@ app.conf.update(
 )
 
 
-def can_count(broker_url: str) -> bool:
+def can_count(broker_url: str, ledger: str | None) -> bool:
     """True if rates can be kept there: RabbitMQ needs a ledger beside it, on SQS they cannot."""
-    needs_ledger = broker_url.startswith(("amqp", "pyamqp"))
-    return not broker_url.startswith("sqs") and not (needs_ledger and not LEDGER)
+    if broker_url.startswith(("amqp", "pyamqp")):
+        return bool(ledger)
+    return not broker_url.startswith("sqs")
 
 
 install(
@@ -71,6 +72,6 @@ install(
     telemetry=os.environ.get("EXAMPLE_TELEMETRY"),
     # Each courier takes two bookings a second, from all workers together.
     rates={"example_project.tasks.book_courier": Rate("2/s", key="courier")}
-    if can_count(URL)
+    if can_count(URL, LEDGER)
     else {},
 )

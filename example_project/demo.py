@@ -26,9 +26,9 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from celery_native_delay import UnsupportedBroker
+from celery_native_delay import UnsupportedBroker, install
 from celery_native_delay.testing import BrokerFailed, BrokerMissing
-from example_project.app import app, can_count
+from example_project.app import LEDGER, app, can_count
 from example_project.demo_broker import REPOSITORY, DemoBroker, demo_broker
 from example_project.folder_broker import settings_of
 from example_project.tasks import (
@@ -143,7 +143,7 @@ def send_mix(broker: DemoBroker) -> list[Run]:
         result = [charge_once(9, wait_seconds=1) for _ in range(3)][-1]
         runs.append(Run("unique, 3 calls", result.id, 1, late_limit_ms, sent=sent))
 
-    if can_count(broker.url):
+    if can_count(broker.url, broker.ledger or LEDGER):
         sent = time.time()
         for number in range(3):  # two a second, whichever worker has them
             result = book_courier.delay(number, courier="swift")
@@ -320,6 +320,9 @@ def demonstrate(asked: str | None, folder: Path, console: Console) -> bool:
     with demo_broker(asked) as broker:
         # This name outranks every other setting of the broker, here and in the worker.
         os.environ |= {"CELERY_BROKER_URL": broker.url, "EXAMPLE_RECORD": str(record)}
+        if broker.ledger is not None:
+            os.environ["DELAY_LEDGER"] = broker.ledger
+            install(app, ledger=broker.ledger)
         app.conf.update(settings_of(broker.url))
         with app.connection_for_write() as connection:
             connection.ensure_connection(max_retries=1)

@@ -26,6 +26,7 @@ from celery_native_delay.testing import (
     find_rabbitmq,
     find_redis,
     private_rabbitmq,
+    private_redis,
     private_sqs,
 )
 from celery_native_delay.transports.rabbitmq.topology import Topology
@@ -42,6 +43,8 @@ class DemoBroker:
 
     name: str
     url: str
+    ledger: str | None = None
+    """Beside RabbitMQ, a Redis in which records of keys can be."""
 
     @property
     def waits_in(self) -> str:
@@ -95,8 +98,8 @@ def demo_broker(asked: str | None) -> Iterator[DemoBroker]:
         with embedded_broker() as valkey:
             yield DemoBroker(f"an embedded {valkey.installation}", valkey.url)
     elif choice == "rabbitmq":
-        with private_rabbitmq(management=False) as rabbitmq:
-            yield DemoBroker(f"a private RabbitMQ {rabbitmq.version}", rabbitmq.url)
+        with private_rabbitmq(management=False) as rabbitmq, ledger() as url:
+            yield DemoBroker(f"a private RabbitMQ {rabbitmq.version}", rabbitmq.url, url)
     elif choice == "filesystem":
         with tempfile.TemporaryDirectory(prefix="native-delay-broker-") as folder:
             yield DemoBroker("a folder", f"{SCHEME}{folder}")
@@ -108,6 +111,16 @@ def demo_broker(asked: str | None) -> Iterator[DemoBroker]:
             yield DemoBroker("the RabbitMQ of docker compose", url)
     else:
         yield DemoBroker("your broker", choice)
+
+
+@contextmanager
+def ledger() -> Iterator[str | None]:
+    """The url of a private Redis or Valkey, None where there is none to start."""
+    try:
+        with private_redis() as server:
+            yield server.url
+    except BrokerMissing:
+        yield None
 
 
 def choose(asked: str | None, *, rabbitmq: bool, embedded: bool, docker: Callable[[], bool]) -> str:

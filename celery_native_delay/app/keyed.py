@@ -66,7 +66,7 @@ class Keyed:
                 )
         _refuse_times(signature)
         call = partial(rules.debounce, quiet_us=quiet_us, longest_us=longest_us)
-        return self._publish(name, call, signature, announce=announce, countdown=seconds)
+        return self._publish(name, call, signature, announce=announce)
 
     def throttle(
         self, signature: Signature, key: str, seconds: float, *, edge: Edge, announce: bool
@@ -77,7 +77,7 @@ class Keyed:
         if edge == "trailing":
             name = _name_of("throttle-trailing", signature, key)
             call: _Call = partial(rules.debounce, quiet_us=window_us, longest_us=window_us)
-            return self._publish(name, call, signature, announce=announce, countdown=seconds)
+            return self._publish(name, call, signature, announce=announce)
         name = _name_of("throttle", signature, key)
         call = partial(rules.throttle, window_us=window_us, trails=edge == "both")
         return self._unless_another_stands(name, call, signature, announce=announce)
@@ -93,21 +93,18 @@ class Keyed:
     ) -> AsyncResult:
         name = _name_of("unique", signature, key)
         _check_word("until", until, Until)
-        options = dict(signature.options)
+        options = signature.options
         if countdown is None and eta is None:
             countdown, eta = options.get("countdown"), options.get("eta")
-        time: dict[str, Any] = {}
+        call: _Call = rules.unique
         if countdown is not None or eta is not None:
             at_us = due_us(delay_headers(countdown=countdown, eta=eta)["eta"])  # or InvalidDueTime
-            time = {"countdown": countdown} if eta is None else {"eta": eta}
-        call: _Call = rules.unique
-        if eta is not None:
             call = partial(rules.unique, at_us=at_us)
-        elif countdown is not None:
-            call = partial(rules.unique, wait_us=max(round(countdown * 1_000_000), 0))
+            if countdown is not None:
+                call = partial(rules.unique, wait_us=max(round(countdown * 1_000_000), 0))
         mark = {HEADER: {"v": VERSION, "key": name, "until": until}}
-        time["headers"] = {**(options.get("headers") or {}), **mark}
-        return self._unless_another_stands(name, call, signature, **time)
+        headers = {**(options.get("headers") or {}), **mark}
+        return self._unless_another_stands(name, call, signature, headers=headers)
 
     def _unless_another_stands(
         self, name: str, call: _Call, signature: Signature, **options: Any
@@ -135,6 +132,8 @@ class Keyed:
         if task is not None and self._app.conf.task_always_eager:
             return send(signature.args, signature.kwargs, **options)
         self._check()
+        for each in ("countdown", "eta"):  # the channel knows when it is due
+            options.pop(each, None)
         task_id = options.pop("task_id", None) or uuid()
         keyed = KeyedPublish(name, lambda seen: call(seen, task_id), task_id)
         try:

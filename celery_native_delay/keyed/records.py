@@ -23,8 +23,11 @@ class KeyRecords(ABC):
     needs_connection = False
 
     @abstractmethod
-    def read(self, name: str) -> Seen:
-        """The record of *name* as it is now, and which of its messages wait."""
+    def read(self, name: str, *, to_send: bool = False) -> Seen:
+        """The record of *name* as it is now, and which of its messages wait.
+
+        *to_send*: a message may be put in next.
+        """
 
     @abstractmethod
     def write(self, name: str, seen: Seen, step: Step, put: Any) -> bool:
@@ -33,12 +36,16 @@ class KeyRecords(ABC):
         *put* makes the message that is put in, in terms of the broker.
         """
 
+    def leave(self, seen: Seen) -> None:  # noqa: B027  most prepare nothing
+        """Undo what was prepared when it was *seen*: nothing is sent."""
+
     def change(self, name: str, rule: Rule, put: Any = None) -> tuple[Seen, Step]:
         """The state that *rule* saw, and the step that it decided on, which is done."""
         for _ in range(TRIES):
-            seen = self.read(name)
+            seen = self.read(name, to_send=put is not None)
             step = rule(seen)
             if step.due_us is None and step.record == seen.record:
+                self.leave(seen)
                 return seen, step
             if self.write(name, seen, step, put):
                 return seen, step

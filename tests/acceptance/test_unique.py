@@ -182,7 +182,7 @@ def test_a_cancelled_one_an_expired_one_and_a_failed_one_free_their_key(fleet: F
     expired = delay.unique(note.clone().set(expires=0.01), key="b")
     failed = delay.unique(app.signature("hold", args=("not a number",)), key="c")
     retried = delay.unique(app.signature("again", args=(1, 1.0)), key="d")
-    fleet.worker()
+    fleet.worker(pool="threads")
 
     def frees(key: str, name: str, args: tuple[Any, ...], before: str) -> bool:
         return bool(delay.unique(app.signature(name, args=args), key=key).id != before)

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from celery_native_delay import Delay, LedgerUnavailable, NoLedger, install
+from celery_native_delay import Delay, DelayTooLong, LedgerUnavailable, NoLedger, install
 from celery_native_delay.bulk import bulk
 from celery_native_delay.testing import (
     PrivateRabbitMQ,
@@ -324,3 +324,15 @@ def test_a_sweep_removes_what_nobody_has_told_the_ledger_of(
         assert ledger.sweep() == 0
         ledger.close()
     assert ledger_redis.client.zrange(keys_of(app).due, 0, -1) == [b"task-1:d", b"task-0:d"]
+
+
+def test_calls_under_a_key_leave_no_mark_of_what_was_not_sent_or_counts(
+    app: Celery, ledger_redis: PrivateRedis
+) -> None:
+    """A mark makes void what a worker gets before its key knows it."""
+    delay, signature = Delay(app), app.signature("shop.reindex")
+    with pytest.raises(DelayTooLong):
+        delay.debounce(signature, key="k", seconds=1e9)
+    first = delay.throttle(signature, key="k", seconds=60)
+    assert delay.throttle(signature, key="k", seconds=60).id == first.id
+    assert ledger_redis.client.keys("*.mark.*") == []

@@ -34,7 +34,7 @@ class Records(KeyRecords):
         self.record: Record | None = Record(id="1", due_us=NOW_US)
         self.is_away = False
 
-    def read(self, name: str) -> Seen:
+    def read(self, name: str, *, to_send: bool = False) -> Seen:
         assert name == KEY
         if self.is_away:
             raise LedgerUnavailable("it does not answer")

@@ -29,7 +29,7 @@ class RedisKeyRecords(KeyRecords):
         self._read = store.client.register_script(READ_KEY)
         self._write = store.client.register_script(WRITE_KEY)
 
-    def read(self, name: str) -> Seen:
+    def read(self, name: str, *, to_send: bool = False) -> Seen:
         keys = [self._keys.record(name), self._keys.due, self._keys.messages, self._keys.ids]
         with refusals_explained(self._keys):
             now_us, text, *found = self._read(keys=keys)

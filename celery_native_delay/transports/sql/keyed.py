@@ -32,7 +32,6 @@ from ..per_process import PerProcess
 from ..virtual.ledger import waiting_of
 from .database import now_us
 from .delays import Put
-from .rows import Row, Rows
 from .schema import MESSAGES
 from .store import ADD, Store, is_about_a_row
 
@@ -58,7 +57,28 @@ _ADD = insert(_KEYS)
 _CHANGE = update(_KEYS).where(*_THIS).values(record=bindparam("text"), kept_us=bindparam("kept"))
 _REMOVE = delete(_KEYS).where(*_THIS)
 _SWEEP = delete(_KEYS).where(_KEY.namespace == bindparam("mine"), _KEY.kept_us < bindparam("now"))
-_TAKE_OUT = delete(MESSAGES).where(MESSAGES.c.id.in_(bindparam("ids", expanding=True)))
+
+_ROW = MESSAGES.c
+#: Messages of the task that stands. Their envelopes only where one has to look into them.
+_SEE = select(_ROW.id, _ROW.due_us).where(
+    _ROW.namespace == bindparam("mine"), _ROW.task_id == bindparam("task")
+)
+_SEE_LOCKED = _SEE.with_for_update()
+_ENVELOPE = select(_ROW.envelope).where(_ROW.id == bindparam("one"))
+_TAKE_OUT = delete(MESSAGES).where(_ROW.id.in_(bindparam("ids", expanding=True)))
+#: A new message in the place of another one; the row stays.
+_PUT_IN_PLACE = (
+    update(MESSAGES)
+    .where(_ROW.id == bindparam("one"))
+    .values(
+        queue=bindparam("queue_"),
+        envelope=bindparam("envelope_"),
+        due_us=bindparam("due"),
+        task_id=bindparam("task"),
+        attempts=0,
+        reason=None,
+    )
+)
 
 
 class StoreKeyRecords(KeyRecords):
@@ -69,7 +89,7 @@ class StoreKeyRecords(KeyRecords):
         self._is_made = False
         self._making = Lock()
 
-    def read(self, name: str) -> Seen:
+    def read(self, name: str, *, to_send: bool = False) -> Seen:
         self._make()
         return self._store.look(lambda connection: self._seen(connection, name)[0])
 
@@ -120,13 +140,18 @@ class StoreKeyRecords(KeyRecords):
         else:
             new = {"record": step.record.encoded(), "kept_us": step.kept_us}
             connection.execute(_ADD, {"namespace": this["mine"], "name": name, **new})
+        if step.due_us is None:
+            return seen, step
+        assert put is not None
+        queue, due_us, task_id, envelope = put(step.due_us)
+        row = self._store.row(queue, envelope, due_us, task_id)
+        if step.replaces and len(seen.waiting) == 1:
+            new = {"queue_": queue, "envelope_": envelope, "due": due_us, "task": row["task_id"]}
+            connection.execute(_PUT_IN_PLACE, {"one": seen.waiting[0], **new})
+            return seen, step
         if step.replaces:
-            connection.execute(_TAKE_OUT, {"ids": [row.id for row in seen.waiting]})
-        if step.due_us is not None:
-            assert put is not None
-            queue, due_us, task_id, envelope = put(step.due_us)
-            values = self._store.row(queue, envelope, due_us, task_id)
-            connection.execute(ADD, values)
+            connection.execute(_TAKE_OUT, {"ids": list(seen.waiting)})
+        connection.execute(ADD, row)
         return seen, step
 
     def _seen(
@@ -141,8 +166,13 @@ class StoreKeyRecords(KeyRecords):
         record = Record.decoded(found.record)
         if record.id is None:
             return Seen(at_us, record), True
-        rows = Rows(connection, self._store.namespace, to_change=to_change).of(record.id)
-        waiting = tuple(row for row in rows if not _is_cancelled(row, record))
+        mine = {"mine": self._store.namespace, "task": record.id[:255]}
+        rows = connection.execute(_SEE_LOCKED if to_change else _SEE, mine).all()
+        waiting = tuple(
+            row.id
+            for row in rows
+            if row.due_us == record.due_us or not _is_cancelled(connection, row.id)
+        )
         return Seen(at_us, record, waiting), True
 
     def _make(self) -> None:
@@ -160,11 +190,10 @@ class StoreKeyRecords(KeyRecords):
             self._is_made = True
 
 
-def _is_cancelled(row: Row, record: Record) -> bool:
-    """True for a message that is on its way to be announced; looked at if its due time moved."""
-    if row.due_us == record.due_us:
-        return False
-    return waiting_of(row.envelope, queue=row.queue, due_us=row.due_us) is None
+def _is_cancelled(connection: Connection, row_id: int) -> bool:
+    """True for a message, due at another time than its key says, that is to be announced."""
+    envelope = connection.execute(_ENVELOPE, {"one": row_id}).scalar_one()
+    return waiting_of(envelope, queue="", due_us=time_ns() // 1000) is None
 
 
 _records: PerProcess[tuple[str, str], StoreKeyRecords] = PerProcess()

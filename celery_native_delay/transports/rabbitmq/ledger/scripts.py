@@ -127,15 +127,17 @@ local members = redis.call('ZRANGE', KEYS[1], ARGV[1], ARGV[2], 'BYSCORE', 'LIMI
 #: The mark of a delivery whose key does not know it yet: void, if a worker gets it before.
 UNKNOWN = "not known to its key"
 
-#: KEYS record, ids. Returns now in µs, the record or '', the members of the task that it names.
-READ_KEY = """
+#: KEYS record, ids, mark of a delivery that may be sent next. ARGV the TTL of that mark in ms, ''
+#: for none. Returns now in µs, the record or '', the members of the task that it names.
+READ_KEY = f"""
+if ARGV[1] ~= '' then redis.call('SET', KEYS[3], '{UNKNOWN}', 'PX', ARGV[1]) end
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
 local record = redis.call('GET', KEYS[1])
-if not record then return {now, '', {}} end
+if not record then return {{now, '', {{}}}} end
 local id = cjson.decode(record).id
-if not id then return {now, record, {}} end
-return {now, record, redis.call('ZRANGEBYLEX', KEYS[2], '[' .. id .. ':', '(' .. id .. ';')}
+if not id then return {{now, record, {{}}}} end
+return {{now, record, redis.call('ZRANGEBYLEX', KEYS[2], '[' .. id .. ':', '(' .. id .. ';')}}
 """
 
 #: Another record, and perhaps a delivery that counts in the place of others. KEYS due, messages,
