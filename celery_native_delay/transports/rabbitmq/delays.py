@@ -48,12 +48,6 @@ _failed = local()
 _NOT_SENT = (MessageNacked, NotFound, FrameSyntaxError, NativeDelayError, struct_error)
 
 
-def _id_of_failed(headers: Any) -> str | None:
-    """The delivery id under which these very headers were sent before, without success."""
-    failed = getattr(_failed, "publish", None)
-    return failed[1] if failed is not None and failed[0] is headers else None
-
-
 class Delays:
     """Delayed delivery on one AMQP connection.
 
@@ -144,13 +138,15 @@ class Delays:
         if mode == "window":
             self._follow_outbox()
         headers = message.properties.get("application_headers")
-        delivery_id = _id_of_failed(headers)
-        if delivery_id is None:
+        failed_headers, delivery_id = getattr(_failed, "publish", None) or (None, "")
+        if failed_headers is not headers:
             if not self.units(due_us, now_us=time_ns() // 1000):
                 return False
             delivery_id = token_hex(16)
         _failed.publish = (headers, delivery_id)
-        publication = self.publication(message, exchange, routing_key, due_us=due_us)
+        publication = self.publication(
+            message, exchange, routing_key, due_us=due_us, delivery_id=delivery_id
+        )
         if publication is None:
             if mode == "off":
                 return False
@@ -175,15 +171,21 @@ class Delays:
         return True
 
     def publication(
-        self, message: amqp.Message, exchange: str, routing_key: str, *, due_us: int
+        self,
+        message: amqp.Message,
+        exchange: str,
+        routing_key: str,
+        *,
+        due_us: int,
+        delivery_id: str | None = None,
     ) -> Publication | None:
         """*message* as it enters the delay levels, which are there then; None if it is due.
 
+        With a *delivery_id* it is sent again under the one that it had; else under a new one.
         Raises as :meth:`publish`, and as py-amqp does for a body that cannot be encoded.
         """
         if not self.units(due_us, now_us=time_ns() // 1000):
             return None
-        headers = message.properties.get("application_headers")
         if isinstance(message.body, str):
             # As py-amqp would: a text that is sent again would get another encoding, or none.
             encoding = message.properties.setdefault("content_encoding", "utf-8")
@@ -197,7 +199,7 @@ class Delays:
         units = self.units(due_us, now_us=now_us)
         if not units:
             return None
-        delayed = Delayed(_id_of_failed(headers) or token_hex(16), due_us, exchange, routing_key)
+        delayed = Delayed(delivery_id or token_hex(16), due_us, exchange, routing_key)
         return self._entering(message, delayed, now_us=now_us, units=units, lands=lands)
 
     def _see_to(self, exchange: str, routing_key: str) -> None:
