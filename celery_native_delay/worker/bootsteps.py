@@ -101,9 +101,11 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
                 part.serve([queue.name for queue in c.task_consumer.queues])
             if self._rated is not None:
                 self._rated.come_back_late_us = round(part.comes_back_late_seconds * 1_000_000)
-            prepared = part.prepare(where)
-            if self._moved.receipts is None:
-                self._moved.receipts = part.receipts()
+            try:
+                prepared = part.prepare(where)
+            finally:  # what was cancelled must not run, whatever else is off
+                if self._moved.receipts is None:
+                    self._moved.receipts = part.receipts()
         except (NativeDelayError, *c.connection.channel_errors) as exc:
             logger.critical(
                 "native delay is OFF in this worker, immediate tasks run as ever: %s (%s)",
