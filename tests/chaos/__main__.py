@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
 import sys
 import tempfile
-from importlib.util import find_spec
 from pathlib import Path
 from random import randrange
 from typing import NoReturn
@@ -53,11 +51,6 @@ RESULTS = Path(__file__).resolve().parent / "results"
     "what a broker promises, such as vhost-wiped.",
 )
 @click.option(
-    "--spark",
-    is_flag=True,
-    help="Have Spark send, too: a FanOut of 500 tasks after the other. Needs pyspark and Java.",
-)
-@click.option(
     "--plain",
     is_flag=True,
     help="Celery without the package, and tasks that do not wait: tells what it loses by itself.",
@@ -75,7 +68,6 @@ def main(
     seed: int | None,
     rate: float,
     faults: tuple[str, ...],
-    spark: bool,
     plain: bool,
     output: Path,
 ) -> None:
@@ -84,15 +76,11 @@ def main(
     Exits with 1 if a task was lost, early, misrouted, or ran although it had been cancelled.
     """
     signal.signal(signal.SIGTERM, _stop)
-    if spark and plain:
-        raise click.UsageError("--spark sends tasks that wait, --plain has none")
-    if spark and not (find_spec("pyspark") and shutil.which("java")):
-        raise click.UsageError("--spark needs Java, and pip install 'celery_native_delay[spark]'")
     seed = randrange(10_000) if seed is None else seed
     outcomes: list[Outcome] = []
     for broker in brokers or BROKERS:
         click.echo(f"{broker}, {minutes:g} min, --seed {seed}", err=True)
-        plan = Plan(seed, minutes, rate, faults, spark, plain)
+        plan = Plan(seed, minutes, rate, faults, plain)
         with tempfile.TemporaryDirectory(prefix="native-delay-chaos-") as folder:
             try:
                 outcomes.append(_run(broker, plan, Path(folder)))

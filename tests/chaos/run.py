@@ -51,8 +51,6 @@ class Plan:
     """Tasks a second."""
     only: tuple[str, ...] = ()
     """Names of the kinds of faults; if empty, all that break no promise of the broker."""
-    spark: bool = False
-    """Have Spark send as well."""
     plain: bool = False
     """Celery alone, with tasks that do not wait: what is lost of them, it loses by itself."""
 
@@ -105,8 +103,6 @@ class Crew:
         """Let producers send until that Unix time."""
         self._until = until
         self._producers = [self._producer() for _ in range(PRODUCERS)]
-        if self._plan.spark:
-            self._producers.append(self._sender("tests.chaos.spark_load"))
 
     def tend(self) -> None:
         """Start again the workers that have ended, as a supervisor does."""
@@ -164,14 +160,12 @@ class Crew:
             "until": self._until,
             "notes": self.notes_path,
         }
-        # Spark starts Pythons of its own.
-        python = {"PYTHONPATH": str(REPOSITORY), "PYSPARK_PYTHON": sys.executable}
         with (self._folder / f"producer-{self._produced}.log").open("wb") as log:
             return subprocess.Popen(
                 [sys.executable, "-m", module, *more]
                 + [f"--{name}={value}" for name, value in options.items()],
                 cwd=REPOSITORY,
-                env=self.fleet.environment() | python,
+                env=self.fleet.environment(),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
