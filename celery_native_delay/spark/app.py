@@ -125,6 +125,7 @@ def describe(call: Call) -> AppFacts:
     queue = app.amqp.router.route(options, call.task).get("queue")
     route = getattr(queue, "name", queue) or ""
     settings = asdict(installation_of(app).settings())  # type: ignore[union-attr]
+    del settings["rates"]  # the workers' alone; a key may be a function, which is no JSON
     return AppFacts(settings, tuple(sorted({*queues, route} - {""})), route, driver == "amqp")
 
 

@@ -224,7 +224,7 @@ def test_a_plan_counts_what_sending_would_do(spark: Any, make_app: Callable[...,
     )  # fmt: skip
     fan_out = FanOut(
         df,
-        app=make_app("amqp://127.0.0.1:1", **settings),
+        app=make_app("amqp://127.0.0.1:1", **settings, rates={"shop.remind": "10/s"}),
         task="shop.remind",
         countdown="wait",
         kwargs=["number"],
