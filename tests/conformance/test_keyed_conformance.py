@@ -40,20 +40,11 @@ from celery_native_delay.keyed.record import HEADER, name_of
 from celery_native_delay.keyed.records import KeyRecords
 from celery_native_delay.keyed.rules import Seen, Step
 from celery_native_delay.transports.interface import Answer
-from tests.brokers import in_ci
-from tests.conformance.brokers import Broker, options_of, settings_of
+from tests.conformance.brokers import KEEPING_KEYS, Broker, options_of, settings_of
 from tests.conformance.traffic import SETTINGS, attended
 from tests.traffic import Inbox
 
-BROKERS = [
-    pytest.param("rabbitmq-3.10", marks=pytest.mark.rabbitmq310),
-    pytest.param("rabbitmq-4.3", marks=pytest.mark.rabbitmq43),
-    pytest.param("redis", marks=pytest.mark.redis),
-    in_ci("valkey"),
-    "filesystem",
-    in_ci("filesystem-postgresql"),
-    in_ci("sqla"),
-]
+BROKERS = KEEPING_KEYS
 
 TASK = "shop.reindex"
 
