@@ -70,6 +70,8 @@ class Run:
     """The run that sends this one; None if this process does."""
     sent: float | None = None
     """Unix time of sending; None until the run before this one has started."""
+    turn_seconds: float | None = None
+    """Between two turns of its line, which takes those that come together in any order."""
     starts: list[float] = field(default_factory=list)
     """Unix times at which a worker started it: exactly one, if all is well."""
 
@@ -148,8 +150,8 @@ def send_mix(broker: DemoBroker) -> list[Run]:
         for number in range(3):  # two a second, whichever worker has them
             result = book_courier.delay(number, courier="swift")
             title = f"book_courier {number + 1} of 3"
-            # Which of them is first is not promised; the last one's turn comes after a second.
-            runs.append(Run(title, result.id, 0, late_limit_ms + 1_500, sent=sent))
+            run = Run(title, result.id, number / 2, late_limit_ms, sent=sent, turn_seconds=0.5)
+            runs.append(run)
 
     sent = time.time()
     escalated = collect(4, wait_seconds=1.5)
@@ -182,6 +184,9 @@ def note_starts(runs: list[Run], record: Path) -> list[str]:
             run.sent = run.after.starts[0]
             if run.asked_seconds is None:  # Celery's back-off: whole seconds, and no ETA for 0
                 run.asked_seconds = round(start["due"] - run.sent) if start["due"] else 0
+    in_line = [run for run in runs if run.turn_seconds and run.starts]
+    for turn, run in enumerate(sorted(in_line, key=lambda run: run.starts[0])):
+        run.asked_seconds = turn * run.turn_seconds
     return unexpected
 
 

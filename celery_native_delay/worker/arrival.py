@@ -115,11 +115,13 @@ class Drop:
 class AskAgain:
     """All gates are asked again in a moment, and look up anew what they must.
 
-    Meanwhile the message stays unacknowledged; *beside_prefetch* the worker may have another one.
+    With *from_here* only this gate and those behind it. Meanwhile the message stays unacknowledged;
+    *beside_prefetch* the worker may have another one.
     """
 
     after_seconds: float
     beside_prefetch: bool = False
+    from_here: bool = False
 
 
 @dataclass(frozen=True)

@@ -90,6 +90,8 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         """Prepare the consumer's broker; a failure is named and leaves immediate tasks alone."""
         self._tallying.start()
         channel = c.connection.default_channel
+        if hasattr(c.connection.transport, "waker"):
+            c.strategies.wake = c.connection.transport.waker()
         self._find_lines(channel)
         if not hasattr(channel, "worker_part"):
             return
@@ -155,10 +157,8 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         """Wake a new connection's loop up from now on; the hub forgot the readers of the last."""
         if self._waker is not None:
             self._waker.close()
-            self._waker = None
-        if not hasattr(hub, "_waker"):
-            self._waker = Waker(hub)
-            c.strategies.wake = self._waker.wake
+        self._waker = Waker(hub)
+        c.strategies.wake = self._waker.wake
 
     def _put_back(self, wait: Wait, done: Callable[[], Any], instead: Callable[[], Any]) -> bool:
         """:meth:`Attendant.put_back`; False while there is no attendant."""

@@ -5,7 +5,8 @@ waited for here, beside the prefetch limit; what waits in the broker comes back 
 its turn, for a broker is not as exact as a worker's timer.
 
 A rated task is handed to the pool only while that has a free process: else what passes between gate
-and start would be as long as the tasks before it. Others that come meanwhile stand behind it.
+and start would be as long as the tasks before it. It waits at the door, and others that come
+meanwhile wait behind it.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from contextlib import closing
 from datetime import UTC, datetime
 from functools import wraps
 from inspect import Parameter, Signature, signature
+from itertools import islice
 from typing import Any
 
 from celery.utils.log import get_logger
@@ -39,8 +41,8 @@ AWAY_US = 5_000_000
 #: Until it is looked again whether a process is free.
 DOOR_SECONDS = 0.01
 
-#: For so long others stand behind one that has asked, unless it asks again.
-_AT_DOOR_US = 50_000
+#: For so long the first at the door keeps others behind it, unless it asks again.
+_AT_DOOR_US = 1_000_000
 
 
 class Rated:
@@ -54,25 +56,36 @@ class Rated:
         self._signatures = signatures(self._rates, tasks)
         #: What waits for longer comes back in between, and keeps its place.
         self._longest_us = round(settings.longest_delay_seconds * 900_000)
-        #: A rated task is at the door, which only a free process is missing to.
-        self._taken_until_us = 0
+        #: By delivery tag, when those at the door asked last, the first to come first.
+        self._at_door: dict[Any, int] = {}
         self._told = False
 
     def __call__(self, arrival: Arrival) -> Ruling | None:
         rate = self._rates.get(arrival.name)
-        if rate is None:
-            return AskAgain(DOOR_SECONDS) if arrival.now_us < self._taken_until_us else None
-        if _has_free_process(arrival.consumer):
-            self._taken_until_us = 0
-            return self._turn(arrival, rate)
-        self._taken_until_us = arrival.now_us + _AT_DOOR_US
-        return AskAgain(DOOR_SECONDS)
+        if rate is None and not self._at_door:
+            return None
+        # What has no rate needs no free process, only that those before it are in.
+        room = 1 if rate is None else _free_processes(arrival.consumer)
+        if not self._is_let_in(arrival, room):
+            return AskAgain(DOOR_SECONDS, from_here=True)
+        return None if rate is None else self._turn(arrival, rate)
 
     def close(self) -> None:
         """Give up the connection to the lines."""
         if self.lines is not None:
             self.lines.close()
             self.lines = None
+
+    def _is_let_in(self, arrival: Arrival, room: int) -> bool:
+        """True if it is among the first at the door, as many as there is *room* for."""
+        waiting, tag = self._at_door, arrival.message.delivery_tag
+        while waiting and next(iter(waiting.values())) < arrival.now_us - _AT_DOOR_US:
+            del waiting[next(iter(waiting))]  # its connection is gone
+        waiting[tag] = arrival.now_us
+        is_let_in = tag in islice(waiting, max(room, 0))
+        if is_let_in:
+            del waiting[tag]
+        return is_let_in
 
     def _turn(self, arrival: Arrival, rate: Rate) -> Ruling | None:
         headers = arrival.message.headers
@@ -89,7 +102,7 @@ class Rated:
             if headers.pop(PLACE, None) is not None:
                 arrival.message.waited_in_line = True
             return None
-        again = AskAgain(turn.wait_us / 1e6, beside_prefetch=True)
+        again = AskAgain(turn.wait_us / 1e6, beside_prefetch=True, from_here=True)
         ahead_us = self.come_back_late_us
         if turn.wait_us <= ahead_us + SHORTEST_WAIT_US:
             headers[PLACE] = _header(turn.place, key)
@@ -122,8 +135,8 @@ class Rated:
             logger.warning("native delay: tasks that have a rate wait until it answers: %s", exc)
 
 
-def _has_free_process(consumer: Any) -> bool:
-    return len(state.reserved_requests) < max(consumer.pool.num_processes or 1, 1)
+def _free_processes(consumer: Any) -> int:
+    return max(consumer.pool.num_processes or 1, 1) - len(state.reserved_requests)
 
 
 def _arguments(arrival: Arrival) -> tuple[list[Any], dict[str, Any]]:

@@ -5,12 +5,13 @@ This is the only place that acknowledges, puts back, asks again and hands to Cel
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
 from functools import partial
 from socket import socketpair
+from threading import Timer
 from time import time_ns
 from typing import Any
 
@@ -98,14 +99,15 @@ class GatedStrategies(dict[str, Any]):
                 qos = self._consumer.qos if ruling.beside_prefetch else None
                 if qos is not None:
                     qos.increment_eventually()
-                again = partial(self._soon, self._ask_again, task, {}, qos)
-                self._consumer.timer.call_after(ruling.after_seconds, again)
+                first = number if ruling.from_here else 0
+                known = arrival.found if ruling.from_here else {}
+                again = partial(self._soon, self._ask_again, task, known, first, qos)
+                self._after(ruling.after_seconds, again)
             case LookUp():
                 gate = self._gates[number]
 
                 def found(finding: Any) -> None:
-                    known = {**arrival.found, gate: finding}
-                    self._soon(self._ask_again, task, known)
+                    self._soon(self._ask_again, task, {**arrival.found, gate: finding})
 
                 ruling.start(found)
             case WaitUntil():
@@ -157,11 +159,13 @@ class GatedStrategies(dict[str, Any]):
         ack(logger, consumer.connection_errors)
         self.wake()
 
-    def _ask_again(self, task: _Task, found: dict[Gate, Any], qos: Any = None) -> None:
+    def _ask_again(
+        self, task: _Task, found: Mapping[Gate, Any], first: int = 0, qos: Any = None
+    ) -> None:
         if qos is not None:
             qos.decrement_eventually()
         arrival = replace(task.arrival, now_us=time_ns() // 1000, found=found)
-        self._resume(replace(task, arrival=arrival), 0)
+        self._resume(replace(task, arrival=arrival), first)
 
     def _instead_of_waiting(self, ruling: WaitUntil, task: _Task, number: int) -> None:
         if ruling.otherwise is None:
@@ -193,6 +197,19 @@ class GatedStrategies(dict[str, Any]):
         call_soon = getattr(consumer, "call_soon_ack", consumer.call_soon)
         self._call(call_soon, message.ack_log_error, logger, consumer.connection_errors)
 
+    def _after(self, seconds: float, call: Callable[[], Any]) -> None:
+        """*call* in so many *seconds*, in whichever thread.
+
+        Celery's timer without a hub is a thread that sleeps until the first of its calls: what is
+        added meanwhile and comes sooner would be up to a second late.
+        """
+        if self._consumer.hub is not None or self._is_green:
+            self._consumer.timer.call_after(seconds, call)
+            return
+        timer = Timer(seconds, call)
+        timer.daemon = True
+        timer.start()
+
     def _soon(self, call: Callable[..., Any], *args: Any) -> None:
         self._call(self._consumer.call_soon, call, *args)
 
@@ -214,10 +231,10 @@ class GatedStrategies(dict[str, Any]):
 
 
 class Waker:
-    """An interruption of an event loop's poll(), from another thread.
+    """An interruption of an event loop's poll(), from any thread and from the loop's own timers.
 
-    kombu's own does so since 5.7; before, a callback was seen up to a second later, with the
-    worker's prefetch full of tasks that wait to be acknowledged.
+    Without it a callback is seen up to a second later. kombu 5.7 interrupts itself, but not for
+    what a timer calls: its loop runs callbacks, then timers, then polls.
     """
 
     def __init__(self, hub: Any) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,12 +54,14 @@ class Lines:
         pass
 
 
-def arrival(task: str = "shop.call_api", *, processes: int = 2, **headers: Any) -> Arrival:
+def arrival(
+    task: str = "shop.call_api", *, tag: int = 1, now_us: int = NOW_US, **headers: Any
+) -> Arrival:
     message = SimpleNamespace(
-        headers={"id": "1", "task": task, **headers}, payload=(["ada", 1], {}, {})
+        headers={"id": "1", "task": task, **headers}, payload=(["ada", 1], {}, {}), delivery_tag=tag
     )
-    consumer = SimpleNamespace(pool=SimpleNamespace(num_processes=processes))
-    return Arrival(message, message.headers, consumer, NOW_US)
+    consumer = SimpleNamespace(pool=SimpleNamespace(num_processes=2))
+    return Arrival(message, message.headers, consumer, now_us)
 
 
 def ruled(turn: Turn | Exception, task: Arrival) -> tuple[Ruling | None, Lines]:
@@ -92,7 +95,7 @@ def test_a_place_in_another_line_counts_nothing(place: str) -> None:
 def test_a_turn_far_away_is_waited_for_in_the_broker() -> None:
     """It comes back a little before."""
     ruling, _ = ruled(Turn(5_000_000, 123), arrival())
-    again = AskAgain(5.0, beside_prefetch=True)
+    again = AskAgain(5.0, beside_prefetch=True, from_here=True)
     assert ruling == WaitUntil(NOW_US + 4_900_000, None, again, {PLACE: "123 ada"})
 
 
@@ -107,7 +110,7 @@ def test_a_turn_beyond_the_longest_delay_is_waited_for_in_parts() -> None:
 def test_a_turn_that_is_near_is_waited_for_here() -> None:
     task = arrival()
     ruling, _ = ruled(Turn(150_000, 123), task)
-    assert ruling == AskAgain(0.15, beside_prefetch=True)
+    assert ruling == AskAgain(0.15, beside_prefetch=True, from_here=True)
     assert task.message.headers[PLACE] == "123 ada"
 
 
@@ -122,22 +125,51 @@ def test_others_are_not_asked_about() -> None:
     assert ruled(Turn(), arrival("other"))[1].asked == []
 
 
-def test_without_a_free_process_it_waits_at_the_door_and_others_behind_it() -> None:
+AT_DOOR = AskAgain(DOOR_SECONDS, from_here=True)
+
+
+@pytest.fixture
+def requests() -> Iterator[list[Any]]:
+    """The two requests that the pool is busy with; one that is discarded frees a process."""
+    busy = [SimpleNamespaceWithHash() for _ in range(2)]
+    state.reserved_requests.update(busy)
+    yield busy
+    state.reserved_requests.clear()
+
+
+def test_without_a_free_process_it_waits_at_the_door_and_others_behind_it(
+    requests: list[Any],
+) -> None:
     """Or its gate and its start would drift apart, or it would never have its turn."""
-    requests = [SimpleNamespaceWithHash() for _ in range(2)]
-    state.reserved_requests.update(requests)
-    try:
-        gate = Rated(SETTINGS, TASKS)
-        gate.lines = lines = Lines(Turn())
-        assert gate(arrival("other")) is None
-        assert gate(arrival()) == AskAgain(DOOR_SECONDS)
-        assert gate(arrival("other")) == AskAgain(DOOR_SECONDS)
-        assert lines.asked == []
-        state.reserved_requests.discard(requests[0])
-        assert gate(arrival()) is None
-        assert gate(arrival("other")) is None
-    finally:
-        state.reserved_requests.clear()
+    gate = Rated(SETTINGS, TASKS)
+    gate.lines = lines = Lines(Turn())
+    assert gate(arrival("other", tag=1)) is None
+    assert gate(arrival(tag=2)) == AT_DOOR
+    assert gate(arrival("other", tag=3)) == AT_DOOR
+    assert lines.asked == []
+    state.reserved_requests.discard(requests[0])
+    assert gate(arrival(tag=2)) is None
+    assert gate(arrival("other", tag=3)) is None
+
+
+def test_those_at_the_door_enter_as_they_came(requests: list[Any]) -> None:
+    gate = Rated(SETTINGS, TASKS)
+    gate.lines = Lines(Turn())
+    assert [gate(arrival(tag=tag)) for tag in (1, 2, 3)] == [AT_DOOR] * 3
+    state.reserved_requests.discard(requests[0])
+    assert [gate(arrival(tag=tag)) for tag in (3, 2, 1)] == [AT_DOOR, AT_DOOR, None]
+    state.reserved_requests.discard(requests[1])
+    assert [gate(arrival(tag=tag)) for tag in (3, 2)] == [None, None]
+
+
+def test_one_that_asks_no_more_holds_the_door_against_none(requests: list[Any]) -> None:
+    """Its connection is gone, and the broker delivers it again."""
+    gate = Rated(SETTINGS, TASKS)
+    gate.lines = Lines(Turn())
+    assert [gate(arrival(tag=tag)) for tag in (1, 2)] == [AT_DOOR] * 2
+    state.reserved_requests.discard(requests[0])
+    assert gate(arrival(tag=2, now_us=NOW_US + 900_000)) == AT_DOOR
+    assert gate(arrival(tag=2, now_us=NOW_US + 1_800_000)) is None
 
 
 class SimpleNamespaceWithHash:

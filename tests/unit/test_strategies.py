@@ -6,12 +6,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from functools import partial
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from celery.exceptions import InvalidTaskError
 from celery.worker import state
+from kombu.asynchronous import Hub
+from kombu.asynchronous.timer import Timer as KombuTimer
 
 from celery_native_delay.due_time import due_us
 from celery_native_delay.fence.run import HEADER
@@ -29,7 +32,7 @@ from celery_native_delay.worker.arrival import (
     WaitUntil,
 )
 from celery_native_delay.worker.gates import Moved, gates
-from celery_native_delay.worker.strategies import GatedStrategies, forget_eta
+from celery_native_delay.worker.strategies import GatedStrategies, Waker, forget_eta
 from celery_native_delay.worker.tallying import Tallying
 
 NOON = datetime(2026, 11, 20, 12, 0, tzinfo=UTC)
@@ -541,3 +544,35 @@ def test_a_task_that_is_not_decided_on_is_asked_about_again(cancelled: bool) -> 
 
 def test_a_task_that_did_not_wait_is_nothing_to_the_ledger() -> None:
     assert Worker(answer=Answer.DROP).receives(Message({"id": "1"})) == "ran"
+
+
+def test_a_gate_is_asked_again_on_time_in_an_idle_worker() -> None:
+    """The loop would sleep a second on what a timer had called for, without a waker."""
+    hub = Hub(timer=KombuTimer())
+    waker = Waker(hub)
+    slept: list[Any] = []
+    asked: list[str] = []
+    poll = hub.poller.poll
+
+    def watched(timeout: float) -> Any:
+        slept.append(poll(min(timeout, 0.05)))
+        return slept[-1]
+
+    def gate(arrival: Arrival) -> Ruling | None:
+        asked.append(arrival.id)
+        return AskAgain(0.01) if len(asked) == 1 else None
+
+    consumer = Consumer(hub=hub, timer=hub.timer)
+    consumer.call_soon = hub.call_soon  # type: ignore[method-assign]
+    strategies = GatedStrategies(consumer, (gate,), lambda *_: False, Tallying(consumer))
+    strategies.wake = waker.wake
+    strategies["t"] = lambda *_args, **_options: asked.append("ran")
+    hub.poller.poll = watched
+    try:
+        strategies["t"](Message({"id": "1"}), None, None, "reject", [])
+        assert any("ran" in asked for _ in islice(hub.create_loop(), 100))
+        assert asked == ["1", "1", "ran"]
+        assert any(slept), "the loop slept until its time was up, nothing woke it"
+    finally:
+        waker.close()
+        hub.close()

@@ -6,7 +6,9 @@ A subclass of kombu's own is made when one is first asked for. Without
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -132,9 +134,29 @@ class StoreDelayingTransport(DelayingTransport):
 
     def __init__(self, client: Any, **kwargs: Any) -> None:
         super().__init__(client, **kwargs)  # type: ignore[call-arg]
+        self._woken: Event | None = None
         if self.delaying:
             with suppress(UnsupportedBroker):  # told to a producer that delays a message
                 _require_sqlalchemy()  # it takes a second, on a busy machine
+
+    def waker(self) -> Callable[[], None]:
+        """Ends the pause between two polls, from any thread, once a worker has asked for it.
+
+        Celery's loop for brokers without sockets does meanwhile nothing of what was left to it.
+        """
+        if self._woken is None:
+            self._woken = Event()
+        return self._woken.set
+
+    def drain_events(self: Any, connection: Any, timeout: float | None = None) -> Any:
+        if self._woken is None or not self.polling_interval or not timeout:
+            return super().drain_events(connection, timeout=timeout)  # type: ignore[misc]
+        try:
+            return super().drain_events(connection, timeout=0)  # type: ignore[misc]
+        except TimeoutError:
+            self._woken.wait(min(self.polling_interval, timeout))
+            self._woken.clear()
+            raise
 
     def waits_in(self: Any, settings: DelaySettings) -> str:
         return f"{settings.namespace} of {without_password(self._store_url(settings))}"
