@@ -10,7 +10,9 @@ TEST_PROCESSES ?= 5
 TESTS := $(wildcard tests/unit tests/conformance tests/integration tests/acceptance tests/spark)
 
 # At home every promise is tested once; CI, or any run with CI=true, adds what is marked.
-ifneq ($(CI),true)
+ifeq ($(CI),true)
+AND_ALONE := || scripts/test_alone.sh $$?
+else
 HOME_ONLY := -m 'not ci$(if $(NATIVE_DELAY_TEST_43),, and not rabbitmq43)'
 endif
 
@@ -52,7 +54,7 @@ ifeq ($(CI),true)
 else
 	@scripts/setup_brokers.sh || true
 endif
-	$(PYTHON) -m pytest --numprocesses=$(TEST_PROCESSES) $(HOME_ONLY) $(TESTS)
+	$(PYTHON) -m pytest --numprocesses=$(TEST_PROCESSES) $(HOME_ONLY) $(TESTS) $(AND_ALONE)
 
 test-fast: venv ## run the unit tests, and the conformance suite on a folder: no broker, under a minute
 	$(PYTHON) -m pytest --numprocesses=$(TEST_PROCESSES) \
