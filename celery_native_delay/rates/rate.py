@@ -18,7 +18,7 @@ KeyFunction = Callable[[Sequence[Any], Mapping[str, Any], Mapping[str, Any]], ob
 #: may pass between a gate and its task.
 MARGIN_PER_MILLE = 10
 
-#: A task that starts late by up to this is made up for, at most, and at most by a quarter period.
+#: A task that starts late by up to this is made up for, at most, and at most by half a period.
 _CATCH_UP_US = 1_000_000
 
 #: Starts whose times are kept of a line. Of more in a period, every second, third, …
@@ -129,7 +129,7 @@ class Rate:
     @cached_property
     def catch_up_us(self) -> int:
         """Microseconds that a start may be late, and the ones behind it are not."""
-        return min(self.period_us // 4, _CATCH_UP_US)
+        return min(self.period_us // 2, _CATCH_UP_US)
 
     @cached_property
     def ahead_us(self) -> int:

@@ -16,7 +16,7 @@ from contextlib import closing
 from datetime import UTC, datetime
 from functools import wraps
 from inspect import Parameter, Signature, signature
-from itertools import islice
+from itertools import islice, takewhile
 from typing import Any
 
 from celery.utils.log import get_logger
@@ -38,8 +38,10 @@ PLACE = "native_delay_place"
 #: For so long a task waits again while its line is out of reach, in microseconds.
 AWAY_US = 5_000_000
 
-#: Until it is looked again whether a process is free.
-DOOR_SECONDS = 0.01
+#: Until the first at the door looks again whether a process is free; the second twice as long, and
+#: so on to the last of so many, for a worker may have thousands.
+DOOR_SECONDS = 0.002
+_LOOKING_OFTEN = 25
 
 #: For so long the first at the door keeps others behind it, unless it asks again.
 _AT_DOOR_US = 1_000_000
@@ -66,8 +68,10 @@ class Rated:
             return None
         # What has no rate needs no free process, only that those before it are in.
         room = 1 if rate is None else _free_processes(arrival.consumer)
-        if not self._is_let_in(arrival, room):
-            return AskAgain(DOOR_SECONDS, from_here=True)
+        ahead = self._ahead_at_door(arrival)
+        if ahead >= room:
+            return AskAgain(DOOR_SECONDS * (ahead + 1), from_here=True)
+        del self._at_door[arrival.message.delivery_tag]
         return None if rate is None else self._turn(arrival, rate)
 
     def close(self) -> None:
@@ -76,16 +80,14 @@ class Rated:
             self.lines.close()
             self.lines = None
 
-    def _is_let_in(self, arrival: Arrival, room: int) -> bool:
-        """True if it is among the first at the door, as many as there is *room* for."""
+    def _ahead_at_door(self, arrival: Arrival) -> int:
+        """Number of those at the door before it, as far as they are counted."""
         waiting, tag = self._at_door, arrival.message.delivery_tag
         while waiting and next(iter(waiting.values())) < arrival.now_us - _AT_DOOR_US:
             del waiting[next(iter(waiting))]  # its connection is gone
         waiting[tag] = arrival.now_us
-        is_let_in = tag in islice(waiting, max(room, 0))
-        if is_let_in:
-            del waiting[tag]
-        return is_let_in
+        before = takewhile(lambda other: other != tag, islice(waiting, _LOOKING_OFTEN))
+        return sum(1 for _ in before)
 
     def _turn(self, arrival: Arrival, rate: Rate) -> Ruling | None:
         headers = arrival.message.headers

@@ -256,10 +256,10 @@ class DelaysPage:
         self.click("#delays-yes")
         self.wait(lambda: not self.dialog_is_open())
 
-    def dialog_is_open(self) -> bool:
+    def dialog_is_open(self, css: str = "#delays-dialog") -> bool:
         return bool(
             self.chrome.execute_script(
-                "return document.querySelector('#delays-dialog').classList.contains('show')"
+                "return document.querySelector(arguments[0]).classList.contains('show')", css
             )
         )
 

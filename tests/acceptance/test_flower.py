@@ -158,6 +158,7 @@ def test_the_page_finds_filters_and_changes_what_waits(
         ledger_redis.client.delete("elsewhere")
         page.click("#delays-requeue")
         page.told("1 parked message(s) delivered")
+        page.wait(lambda: not page.dialog_is_open("#delays-parked-dialog"))
         page.wait(lambda: page.text("#delays-parked") == "0")
         assert ledger_redis.client.llen("elsewhere") == 1
         ledger_redis.client.set("elsewhere", "no queue")

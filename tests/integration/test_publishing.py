@@ -532,7 +532,7 @@ def test_ten_times_delayed_with_the_headers_of_the_last_time(connection: Any) ->
     headers: dict[str, Any] = {"x-mine": 1}
     ids = set()
     for turn in range(10):
-        publish(connection, turn, "orders", delay=0.05, headers=headers)
+        publish(connection, turn, "orders", delay=0.5, headers=headers)
         arrival = letters.wait_for(turn + 1)[-1]
         assert_on_time(arrival)
         headers = dict(arrival.message.headers)

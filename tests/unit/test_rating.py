@@ -126,6 +126,8 @@ def test_others_are_not_asked_about() -> None:
 
 
 AT_DOOR = AskAgain(DOOR_SECONDS, from_here=True)
+SECOND = AskAgain(2 * DOOR_SECONDS, from_here=True)
+THIRD = AskAgain(3 * DOOR_SECONDS, from_here=True)
 
 
 @pytest.fixture
@@ -145,7 +147,7 @@ def test_without_a_free_process_it_waits_at_the_door_and_others_behind_it(
     gate.lines = lines = Lines(Turn())
     assert gate(arrival("other", tag=1)) is None
     assert gate(arrival(tag=2)) == AT_DOOR
-    assert gate(arrival("other", tag=3)) == AT_DOOR
+    assert gate(arrival("other", tag=3)) == SECOND
     assert lines.asked == []
     state.reserved_requests.discard(requests[0])
     assert gate(arrival(tag=2)) is None
@@ -155,9 +157,9 @@ def test_without_a_free_process_it_waits_at_the_door_and_others_behind_it(
 def test_those_at_the_door_enter_as_they_came(requests: list[Any]) -> None:
     gate = Rated(SETTINGS, TASKS)
     gate.lines = Lines(Turn())
-    assert [gate(arrival(tag=tag)) for tag in (1, 2, 3)] == [AT_DOOR] * 3
+    assert [gate(arrival(tag=tag)) for tag in (1, 2, 3)] == [AT_DOOR, SECOND, THIRD]
     state.reserved_requests.discard(requests[0])
-    assert [gate(arrival(tag=tag)) for tag in (3, 2, 1)] == [AT_DOOR, AT_DOOR, None]
+    assert [gate(arrival(tag=tag)) for tag in (3, 2, 1)] == [THIRD, SECOND, None]
     state.reserved_requests.discard(requests[1])
     assert [gate(arrival(tag=tag)) for tag in (3, 2)] == [None, None]
 
@@ -166,9 +168,9 @@ def test_one_that_asks_no_more_holds_the_door_against_none(requests: list[Any]) 
     """Its connection is gone, and the broker delivers it again."""
     gate = Rated(SETTINGS, TASKS)
     gate.lines = Lines(Turn())
-    assert [gate(arrival(tag=tag)) for tag in (1, 2)] == [AT_DOOR] * 2
+    assert [gate(arrival(tag=tag)) for tag in (1, 2)] == [AT_DOOR, SECOND]
     state.reserved_requests.discard(requests[0])
-    assert gate(arrival(tag=2, now_us=NOW_US + 900_000)) == AT_DOOR
+    assert gate(arrival(tag=2, now_us=NOW_US + 900_000)) == SECOND
     assert gate(arrival(tag=2, now_us=NOW_US + 1_800_000)) is None
 
 
