@@ -7,10 +7,9 @@ published to the end of the queue, then acknowledged. A crash in between doubles
 from __future__ import annotations
 
 import logging
-import socket
 from collections import deque
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from time import time_ns
 from typing import Any
@@ -234,10 +233,8 @@ def _exists(work: _Round, exchange: str) -> bool:
     """Publishing to an exchange that is gone would close the channel under the whole batch."""
     if exchange and exchange not in work.exchanges:
         work.exchanges[exchange] = True
-        channel = OwnChannel(work.delays.connection)
         try:
-            channel.exchange_declare(exchange, "direct", passive=True)
-            channel.close()
+            work.delays.declarer.channel.exchange_declare(exchange, "direct", passive=True)
         except NotFound:
             work.exchanges[exchange] = False
         except AccessRefused:
@@ -245,22 +242,22 @@ def _exists(work: _Round, exchange: str) -> bool:
     return work.exchanges.get(exchange, True)
 
 
-class _Arrivals:
-    """Messages of the parking queue, taken by a consumer and settled many at a time.
+class Arrivals:
+    """Messages of a queue, taken by a consumer and settled many at a time.
 
     A quorum queue's client keeps back acknowledgements beyond 32 (rabbit_fifo_client), and a
     channel that closes behind them loses those: the messages come again. One for all is safe.
     """
 
-    def __init__(self, connection: Any, queue: str) -> None:
+    def __init__(self, channel: OwnChannel, queue: str, *, prefetch: int) -> None:
         self._messages: deque[amqp.Message] = deque()
-        self._channel = OwnChannel(connection)
-        self._channel.basic_qos(0, BATCH, False)
-        self._tag = self._channel.basic_consume(queue, callback=self._messages.append)
+        self._channel = channel
+        channel.basic_qos(0, prefetch, False)
+        self._tag = channel.basic_consume(queue, callback=self._messages.append)
 
     def take(self, wanted: int) -> list[amqp.Message]:
         """The next *wanted* messages; fewer when no more come."""
-        with suppress(socket.timeout):
+        with suppress(TimeoutError):
             while len(self._messages) < wanted:
                 self._channel.connection.drain_events(timeout=ARRIVAL_SECONDS)
         return [self._messages.popleft() for _ in range(min(wanted, len(self._messages)))]
@@ -276,13 +273,9 @@ class _Arrivals:
             self._channel.close()
 
 
-@contextmanager
-def _arrivals(delays: Delays) -> Iterator[_Arrivals]:
-    arrivals = _Arrivals(delays.connection, delays.topology.parking_queue)
-    try:
-        yield arrivals
-    finally:
-        arrivals.close()
+def _arrivals(delays: Delays) -> closing[Arrivals]:
+    channel = OwnChannel(delays.connection)
+    return closing(Arrivals(channel, delays.topology.parking_queue, prefetch=BATCH))
 
 
 @contextmanager

@@ -8,8 +8,6 @@ order, and what was got one by one in any.
 from __future__ import annotations
 
 import re
-import socket
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -29,7 +27,7 @@ from .elsewhere import deliveries_of, read_ours
 from .ledger.connection import LedgerConnection
 from .ledger.entry import member_of
 from .ledger.ledger import RabbitMQLedger, Standing
-from .parking import ARRIVAL_SECONDS
+from .parking import Arrivals
 from .streams.receipts import StreamReceipts
 from .topology import Topology
 from .worker_part import LedgerReceipts
@@ -135,16 +133,11 @@ class IdleQueueSource(QueueSource):
         return count
 
     def _messages(self, channel: amqp.Channel, queue: str, count: int) -> Iterator[amqp.Message]:
-        arrived: deque[amqp.Message] = deque()
-        channel.basic_qos(0, count, False)
-        channel.basic_consume(queue, callback=arrived.append)
+        arrivals = Arrivals(channel, queue, prefetch=count)
         for _ in range(count):
-            with suppress(socket.timeout):
-                while not arrived:
-                    channel.connection.drain_events(timeout=ARRIVAL_SECONDS)
-            if not arrived:
+            if not (arrived := arrivals.take(1)):
                 return
-            yield arrived.popleft()
+            yield arrived[0]
 
 
 class SetSource(QueueSource):
