@@ -13,13 +13,7 @@ from typing import Any
 
 from kombu.transport.base import to_rabbitmq_queue_arguments
 
-from .mirror import (
-    BUILTIN_TYPES,
-    HASHING_TYPES,
-    MIRRORED_TYPES,
-    Mirror,
-    is_internal,
-)
+from .mirror import BUILTIN_TYPES, HASHING_TYPES, MIRRORED_TYPES, Mirror, is_internal
 from .topology import Binding, Declaration, Exchange, Queue, Topology, Unbinding
 
 
@@ -66,10 +60,7 @@ def blueprint(topology: Topology, queues: Sequence[Any]) -> Blueprint:
     landing |= set(topology.settings.landing_exchanges)
     # With a mark for all of them: who may not ask for the type of an exchange sees that.
     marks = mirror.marks(bindings, sorted(landing.union(landings)), consuming=True)
-    changes = chain(
-        chain.from_iterable(marks),
-        chain.from_iterable(map(mirror.declarations, bindings)),
-    )
+    changes = chain(*marks, *map(mirror.declarations, bindings))
     surroundings = [change for change in changes if not isinstance(change, Unbinding)]
     return Blueprint(topology, tuple(own), tuple(_once(surroundings)), tuple(left_out))
 

@@ -18,7 +18,6 @@ from ...errors import NativeDelayError
 from ...message import HEADER
 from ..difference import differing
 from ..random_ids import RandomIds
-from .address import message_address
 from .channels import NotConfirmedInTime, Publication
 from .ledger.entry import Entry
 from .outbox import Outbox, is_lasting
@@ -58,7 +57,7 @@ class Kind:
         self._recorder = recorder
         #: Until then the exchange is taken to lead where it did.
         self.valid_until_us = time_ns() // 1000 + round(ROUTE_SECONDS * 1_000_000)
-        self._address = topology.address_or_hash(message_address(*to), *to)
+        self._address = topology.address(*to)
         #: Entry exchange and routing key of a message that waits so many units; or DelayTooLong.
         #: Remembered for as many as there are due times close to each other.
         self.way = lru_cache(maxsize=4096)(self._way)

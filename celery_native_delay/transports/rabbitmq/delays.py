@@ -26,7 +26,7 @@ from ...keyed.publishing import KeyedPublish
 from ...message import Delayed
 from ...settings import DelaySettings
 from ..moving import expires_ms_of
-from .address import landing_address, message_address
+from .address import landing_address
 from .channels import OwnChannel, Publication, WindowChannel
 from .declaring import Declarer, broker_version, not_declared, not_permitted
 from .ledger.entry import Entry
@@ -325,10 +325,7 @@ class Delays:
             properties["application_headers"]["BCC"] = [ours]
             key = routing_key
         else:
-            address = message_address(exchange, routing_key)
-            key = topology.routing_key(
-                units, topology.address_or_hash(address, exchange, routing_key)
-            )
+            key = topology.routing_key(units, topology.address(exchange, routing_key))
         wrapped = amqp.Message(message.body, **properties)
         if recorded and self.recorder is not None:
             self.recorder.record(message, wrapped, delayed)

@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 from .address import (
     landing_address,
-    message_address,
     queue_address,
     topic_binding_address,
     topic_matches,
@@ -67,7 +66,7 @@ class Mirror:
         self.pending: dict[Mirrored, None] = {}
         self.pending_landings: dict[str, None] = {}
         #: Queues whose arguments were seen, and whether they reject what does not fit.
-        self._rejects: dict[str, bool] = {}
+        self.rejects: dict[str, bool] = {}
         self._landings: dict[str, None] = {}
 
     # --- what the user does --------------------------------------------------------------
@@ -102,21 +101,9 @@ class Mirror:
     ) -> None:
         """The user declared a queue; *short_lived* is exclusive or auto-delete, as replies are."""
         overflow = str((arguments or {}).get("x-overflow", ""))
-        self.arguments_seen(queue, rejects=overflow.startswith("reject-publish"))
+        self.rejects[queue] = overflow.startswith("reject-publish")
         if not short_lived:
             self.queue_bound(queue, "", queue)
-
-    def arguments_seen(self, queue: str, *, rejects: bool) -> None:
-        """The arguments of *queue* are known, by which it *rejects* what does not fit or not."""
-        self._rejects[queue] = rejects
-
-    def rejects(self, queue: str) -> bool:
-        """True if *queue* is known to refuse what does not fit."""
-        return self._rejects.get(queue, False)
-
-    def is_stranger(self, queue: str) -> bool:
-        """True if nothing is known yet about the arguments of *queue*."""
-        return queue not in self._rejects
 
     def queue_bound(self, queue: str, exchange: str, routing_key: str) -> None:
         """The user bound a queue; nothing is done about Celery's and kombu's own."""
@@ -141,7 +128,7 @@ class Mirror:
 
     def queue_deleted(self, queue: str) -> None:
         """The user deleted a queue, and all its bindings with it."""
-        self._rejects.pop(queue, None)
+        self.rejects.pop(queue, None)
         for mirrored in [m for m in self.known if m.queue == queue]:
             self.queue_unbound(mirrored.queue, mirrored.exchange, mirrored.routing_key)
 
@@ -157,11 +144,6 @@ class Mirror:
             for known in self.known
             if known.exchange == exchange
         )
-
-    @property
-    def known_count(self) -> int:
-        """Number of bindings that have been seen on this connection."""
-        return len(self.known)
 
     @property
     def is_pending(self) -> bool:
@@ -193,12 +175,15 @@ class Mirror:
         if binding is None:
             yield from must_land_declarations(self._topology, mirrored.exchange)
             return
-        if self.rejects(mirrored.queue):
-            yield from self._behind_landing(mirrored.queue)
+        topology, queue = self._topology, mirrored.queue
+        if self.rejects.get(queue):
+            yield topology.queue_landing(queue)
+            yield Binding(binding.source, queue, topology.delivery_pattern(queue_address(queue)))
         else:
             # It may have rejected before it was deleted by hand and declared anew.
-            stale = self._topology.queue_landing_queue(mirrored.queue)
-            yield Unbinding(binding.source, stale, binding.routing_key)
+            yield Unbinding(
+                binding.source, topology.queue_landing_queue(queue), binding.routing_key
+            )
         yield binding
 
     def marks(
@@ -220,31 +205,18 @@ class Mirror:
         None where there is none: another type of exchange, or a topic pattern that fits nowhere
         behind the bits.
         """
-        topology = self._topology
-        kind = self.types[mirrored.exchange]
+        topology, (queue, exchange, routing_key) = self._topology, mirrored
+        kind = self.types[exchange]
         if kind not in MIRRORED_TYPES:
             return None
-        address = self._binding_address(kind, mirrored)
-        if address is None:
-            return None
-        queue = mirrored.queue
-        destination = topology.queue_landing_queue(queue) if self.rejects(queue) else queue
-        pattern = topology.delivery_pattern(address)
-        return Binding(topology.delivery_exchange, destination, pattern)
-
-    def _binding_address(self, kind: str, mirrored: Mirrored) -> str | None:
-        exchange, routing_key = mirrored.exchange, mirrored.routing_key
         if kind == "topic":
             address = topic_binding_address(exchange, routing_key)
-            return address if self._topology.fits(address) else None
-        address = message_address(exchange, routing_key)
-        return self._topology.address_or_hash(address, exchange, routing_key)
-
-    def _behind_landing(self, queue: str) -> Iterator[Declaration]:
-        landing = self._topology.queue_landing(queue)
-        pattern = self._topology.delivery_pattern(queue_address(queue))
-        yield landing
-        yield Binding(self._topology.delivery_exchange, queue, pattern)
+            if not topology.fits(address):
+                return None
+        else:
+            address = topology.address(exchange, routing_key)
+        destination = topology.queue_landing_queue(queue) if self.rejects.get(queue) else queue
+        return Binding(topology.delivery_exchange, destination, topology.delivery_pattern(address))
 
     def _lands(self, exchange: str) -> None:
         self._landings[exchange] = self.pending_landings[exchange] = None

@@ -69,8 +69,7 @@ class Preparation:
         declared = False
         if redeclare or not self.is_ready:
             check_broker(self._declarer.connection)
-            is_there = self._is_there(self._topology.ready_exchange, redeclare=redeclare)
-            declared = not is_there
+            declared = not self._is_there(self._topology.ready_exchange, redeclare=redeclare)
             if declared:
                 with refusals_explained(self._topology):
                     self._declarer.apply(self._topology.levels_plan())
@@ -86,7 +85,7 @@ class Preparation:
 
     def prepare_to_consume(self, queue: str) -> None:
         """Mirror what was declared for a consumer; never fails, consuming must go on."""
-        if self._mirror.is_stranger(queue):
+        if queue not in self._mirror.rejects:
             # Declared elsewhere.
             self._mirror.queue_bound_once(queue)
         if not self._mirror.is_pending:
@@ -119,10 +118,10 @@ class Preparation:
         if not self._declares:
             return 0
         mirrored = [binding for binding in bindings if self._routes.exists(binding.exchange)]
-        for queue in {
-            binding.queue for binding in mirrored if self._mirror.is_stranger(binding.queue)
-        }:
-            self._mirror.arguments_seen(queue, rejects=self._routes.queue_lands(queue))
+        for queue in {binding.queue for binding in mirrored} - self._mirror.rejects.keys():
+            # It has a landing queue from a process that knows its arguments.
+            landing = self._topology.queue_landing_queue(queue)
+            self._mirror.rejects[queue] = self._declarer.has_queue(landing, if_refused=False)
         groups = self._mirror.marks(mirrored, landings, consuming=consuming)
         bound = [declaration for b in mirrored for declaration in self._mirror.declarations(b)]
         try:
@@ -163,8 +162,8 @@ class Preparation:
 
     def queue_deleted(self, queue: str) -> None:
         """The user deleted *queue*: leave nothing that takes copies for it."""
-        unknown = self._mirror.is_stranger(queue) and not is_internal(queue)
-        if self._declares and (unknown or self._mirror.rejects(queue)):
+        may_reject = self._mirror.rejects.get(queue, not is_internal(queue))
+        if self._declares and may_reject:
             landing = self._topology.queue_landing_queue(queue)
             # Quorum queues know no if-empty; nothing rests in this one for longer than an instant.
             with suppress(ChannelError):
@@ -177,10 +176,9 @@ class Preparation:
         gone = self._mirror.exchange_deleted(exchange)
         try:
             if self._declares and gone and self._is_complete():
-                bound = [
-                    (binding.source, binding.destination, binding.routing_key) for binding in gone
-                ]
-                self._declarer.apply([Unbinding(*binding) for binding in bound])
+                self._declarer.apply(
+                    Unbinding(each.source, each.destination, each.routing_key) for each in gone
+                )
         except ChannelError as exc:
             logger.debug("not unbound: %s: %s", exchange, exc)
 

@@ -12,13 +12,7 @@ from amqp.exceptions import AccessRefused, NotFound, PreconditionFailed
 from ...errors import CannotDelay
 from .address import message_address
 from .declaring import Declarer, not_declared, refusals_explained
-from .mirror import (
-    BUILTIN_TYPES,
-    HASHING_TYPES,
-    MIRRORED_TYPES,
-    Mirror,
-    landing_declarations,
-)
+from .mirror import BUILTIN_TYPES, HASHING_TYPES, MIRRORED_TYPES, Mirror, landing_declarations
 
 logger = logging.getLogger(__name__)
 
@@ -145,11 +139,6 @@ class Routes:
             message_address(exchange, routing_key)
         )
 
-    def queue_lands(self, queue: str) -> bool:
-        """True if *queue* has a landing queue, from a process that knows its arguments."""
-        landing = self._topology.queue_landing_queue(queue)
-        return self._declarer.has_queue(landing, if_refused=False)
-
     def _require_landing(self, exchange: str) -> None:
         """Make sure of the landing queue of *exchange*, without which it gets nothing."""
         if self._has_landing(exchange):
@@ -163,26 +152,25 @@ class Routes:
 
     def _has_landing(self, exchange: str) -> bool:
         """True if the landing queue is there, after trying to declare it where we may."""
-        if exchange not in self._landings:
-            if not self._topology.settings.declare:
-                landing = self._topology.landing_queue(exchange)
-                there = self._declarer.has_queue(landing, if_refused=True)
-                self._landings[exchange] = there
-                return there
+        if exchange in self._landings:
+            return self._landings[exchange]
+        landing = self._topology.landing_queue(exchange)
+        if not self._topology.settings.declare:
+            there = self._declarer.has_queue(landing, if_refused=True)
+        else:
             try:
                 self._declarer.apply(landing_declarations(self._topology, exchange))
-                self._landings[exchange] = True
+                there = True
             except AccessRefused:
-                landing = self._topology.landing_queue(exchange)
-                seen = self._declarer.has_queue(landing, if_refused=False)
-                self._landings[exchange] = seen
-                if not seen:
+                there = self._declarer.has_queue(landing, if_refused=False)
+                if not there:
                     logger.warning(
                         "native delay: no permission to declare the landing queue of exchange %r: "
                         "its delayed messages go by mirrored bindings, others park",
                         exchange,
                     )
-        return self._landings[exchange]
+        self._landings[exchange] = there
+        return there
 
     def _ask_type(self, exchange: str, *, likely: str = "") -> str:
         if not exchange.isascii() and len(exchange.encode()) > LONGEST_ASKED_BYTES:

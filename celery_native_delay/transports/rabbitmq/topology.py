@@ -25,7 +25,7 @@ from itertools import pairwise
 from typing import Any
 
 from ...settings import DelaySettings, lowest_bit
-from .address import SHORTSTR_BYTES, hashed_address, queue_address, short_word
+from .address import SHORTSTR_BYTES, hashed_address, message_address, queue_address, short_word
 from .stream_names import LedgerStreams
 
 VERSION = "v1"
@@ -233,8 +233,9 @@ class Topology:
         """True if *address* fits into a routing key behind the bits."""
         return 2 * self.bit_count + len(address.encode()) <= SHORTSTR_BYTES
 
-    def address_or_hash(self, address: str, exchange: str, routing_key: str) -> str:
-        """*address*, or its hash where it does not fit behind the bits."""
+    def address(self, exchange: str, routing_key: str) -> str:
+        """The address of a message to *exchange*, or its hash where it does not fit."""
+        address = message_address(exchange, routing_key)
         return address if self.fits(address) else hashed_address(exchange, routing_key)
 
     def delivery_pattern(self, address: str) -> str:
@@ -371,12 +372,8 @@ class Topology:
     def _pattern(self, level: Level, value: int, zeros: int) -> str:
         """*value* in the bits of *level*, *zeros* zeros before it, anything elsewhere."""
         above = self.bit_count - zeros - level.width - level.lowest
-        bits = _bits(value, level.width)
+        bits = f"{value:0{level.width}b}" if level.width else ""
         return ".".join(["*"] * above + ["0"] * zeros + [*bits] + ["*"] * level.lowest + ["#"])
-
-
-def _bits(number: int, width: int) -> str:
-    return f"{number:0{width}b}" if width else ""
 
 
 def _landing_arguments(dead_letter_exchange: str) -> dict[str, Any]:

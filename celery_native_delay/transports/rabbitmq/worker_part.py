@@ -30,7 +30,7 @@ class RabbitMQWorkerPart(WorkerPart):
         return (
             f"{settings.levels} {settings.queue_type} levels of {duration(settings.resolution)} on "
             f"{where}, {'declared' if prepared.declared else 'found declared'} in "
-            f"{prepared.seconds * 1000:.0f} ms; {self._delays.mirror.known_count} bindings; "
+            f"{prepared.seconds * 1000:.0f} ms; {len(self._delays.mirror.known)} bindings; "
             f"{self.terms}; ledger {_where_the_ledger_is(settings)}"
             + (
                 "; classic levels may lose what hops while the broker crashes"
