@@ -23,7 +23,7 @@ from celery_native_delay.bulk import bulk
 from celery_native_delay.due_time import due_us as due_us_of
 from celery_native_delay.testing import private_redis
 from celery_native_delay.transports.rabbitmq.bulk_publisher import BulkPublisher
-from celery_native_delay.transports.rabbitmq.channels import WindowChannel
+from celery_native_delay.transports.rabbitmq.channels import Publication, WindowChannel
 from example_project.folder_broker import SCHEME
 
 ROUNDS = 10
@@ -187,7 +187,7 @@ def _bare(app: Any, stack: ExitStack) -> Callable[[int], None]:
         **properties,
     )
     due_us = time_ns() // 1000 + COUNTDOWN_SECONDS * 1_000_000
-    publication = delays.publication(message, "", QUEUE, due_us=due_us)
+    publication = delays.into_levels(Publication(message, "", QUEUE), due_us=due_us)
 
     def send(count: int) -> None:
         channel = WindowChannel(connection.connection)

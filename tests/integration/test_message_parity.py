@@ -25,6 +25,7 @@ from celery_native_delay.due_time import due_us
 from celery_native_delay.message import HEADER
 from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis
 from celery_native_delay.transports.interface import Rescue, Wait
+from celery_native_delay.transports.rabbitmq.channels import Publication
 from celery_native_delay.transports.rabbitmq.parking import rescue
 from celery_native_delay.transports.rabbitmq.topology import is_delay_name
 from celery_native_delay.transports.rabbitmq.worker_part import RabbitMQWorkerPart
@@ -299,8 +300,9 @@ class Site:
         """A level's binding was gone; a worker puts it back into the levels."""
         eta = eta_in(5 * DELAY_SECONDS)
         delays = delays_of(self.producers["wait"])
-        publication = delays.publication(sent.message(eta), *WAYS[way], due_us=due_us(eta))
-        assert publication is not None
+        sooner = Publication(sent.message(eta), *WAYS[way])
+        publication = delays.into_levels(sooner, due_us=due_us(eta))
+        assert publication is not sooner
         self.plain.default_channel.basic_publish(
             publication.message, TOPOLOGY.parking_exchange, publication.routing_key
         )

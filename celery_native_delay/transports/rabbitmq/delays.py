@@ -114,9 +114,7 @@ class Delays:
 
     def publish(
         self,
-        message: amqp.Message,
-        exchange: str,
-        routing_key: str,
+        publication: Publication,
         *,
         due_us: int,
         timeout_seconds: float | None = None,
@@ -137,55 +135,46 @@ class Delays:
         mode = self.settings.confirm_publish
         if mode == "window":
             self._follow_outbox()
-        headers = message.properties.get("application_headers")
+        headers = publication.message.properties.get("application_headers")
         failed_headers, delivery_id = getattr(_failed, "publish", None) or (None, "")
         if failed_headers is not headers:
             if not self.units(due_us, now_us=time_ns() // 1000):
                 return False
             delivery_id = token_hex(16)
         _failed.publish = (headers, delivery_id)
-        publication = self.publication(
-            message, exchange, routing_key, due_us=due_us, delivery_id=delivery_id
-        )
-        if publication is None:
-            if mode == "off":
-                return False
-            publication = Publication(message, exchange, routing_key, mandatory=False)
+        sent = self.into_levels(publication, due_us=due_us, delivery_id=delivery_id)
+        if sent is publication and mode == "off":
+            return False
         try:
             if mode == "window":
                 self.outbox.publish(
-                    publication, timeout_seconds=confirm_timeout_seconds or timeout_seconds
+                    sent, timeout_seconds=confirm_timeout_seconds or timeout_seconds
                 )
             else:
                 self._send(
-                    publication,
+                    sent,
                     confirmed=mode == "wait",
                     timeout_seconds=timeout_seconds,
                     confirm_timeout_seconds=confirm_timeout_seconds,
                 )
         except _NOT_SENT:
             if self.recorder is not None:
-                self.recorder.forget(message, delivery_id)
+                self.recorder.forget(publication.message, delivery_id)
             raise
         _failed.publish = None
         return True
 
-    def publication(
-        self,
-        message: amqp.Message,
-        exchange: str,
-        routing_key: str,
-        *,
-        due_us: int,
-        delivery_id: str | None = None,
-    ) -> Publication | None:
-        """*message* as it enters the delay levels, which are there then; None if it is due.
+    def into_levels(
+        self, publication: Publication, *, due_us: int, delivery_id: str | None = None
+    ) -> Publication:
+        """*publication* as it enters the delay levels, which are there then; itself if it is due.
 
         With a *delivery_id* it is sent again under the one that it had; else under a new one.
         Raises as :meth:`publish`, and as py-amqp does for a body that cannot be encoded.
         """
         if not self.units(due_us, now_us=time_ns() // 1000):
-            return None
+            return publication
+        message, exchange, routing_key, _ = publication
         if isinstance(message.body, str):
             # As py-amqp would: a text that is sent again would get another encoding, or none.
             encoding = message.properties.setdefault("content_encoding", "utf-8")
@@ -198,7 +187,7 @@ class Delays:
         now_us = time_ns() // 1000
         units = self.units(due_us, now_us=now_us)
         if not units:
-            return None
+            return publication
         delayed = Delayed(delivery_id or token_hex(16), due_us, exchange, routing_key)
         return self._entering(message, delayed, now_us=now_us, units=units, lands=lands)
 

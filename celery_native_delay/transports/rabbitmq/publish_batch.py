@@ -28,7 +28,8 @@ class PublishBatch:
         self._max_size = max_size
         self._delays = channel.delays
         self._sender = Sender(channel.connection, self._delays.settings.confirm_window)
-        self._held: list[tuple[amqp.Message, str, str, bool, int | None]] = []
+        #: With the due time of each, None for one without.
+        self._held: list[tuple[Publication, int | None]] = []
 
     def publish(
         self,
@@ -44,7 +45,7 @@ class PublishBatch:
         waits = due_us is not None and self._delays.units(due_us, now_us=time_ns() // 1000)
         if waits and ("CC" in headers or "BCC" in headers):
             raise has_copies(exchange)
-        self._held.append((message, exchange, routing_key, mandatory, due_us))
+        self._held.append((Publication(message, exchange, routing_key, mandatory), due_us))
         if len(self._held) >= self._max_size:
             self.flush()
 
@@ -56,22 +57,17 @@ class PublishBatch:
         held, self._held = self._held, []
         sent = 0
         try:
-            for message, exchange, routing_key, mandatory, due_us in held:
-                publication = None
+            for publication, due_us in held:
                 if due_us is not None:
-                    publication = self._delays.publication(
-                        message, exchange, routing_key, due_us=due_us
-                    )
-                self._sender.send(
-                    publication or Publication(message, exchange, routing_key, mandatory)
-                )
+                    publication = self._delays.into_levels(publication, due_us=due_us)
+                self._sender.send(publication)
                 sent += 1
             self._sender.settle()
         except LOST as exc:
             refused = [
                 *self._sender.take_refused(),
                 *(message.refused(IN_DOUBT) for message in self._sender.take_in_doubt()),
-                *(Publication(*unsent[:4]).refused("not sent") for unsent in held[sent:]),
+                *(unsent.refused("not sent") for unsent, _ in held[sent:]),
             ]
             raise PublishRefused(
                 f"{type(exc).__name__}: {exc}; {len(refused)} message(s) of the batch refused, "

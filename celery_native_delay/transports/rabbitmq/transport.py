@@ -132,9 +132,7 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
         due_us = due_of(headers)
         if due_us is not None and connection is not None:
             waits = connection.delays.publish(
-                msg,
-                exchange,
-                routing_key,
+                Publication(msg, exchange, routing_key, mandatory=False),
                 due_us=due_us,
                 timeout_seconds=timeout,
                 confirm_timeout_seconds=confirm_timeout,
@@ -276,11 +274,10 @@ class BulkChannel(Channel):
         **__: Any,
     ) -> None:
         """Send *msg* through the outbox, into the delay levels if it is due later."""
+        publication = Publication(msg, exchange, routing_key, mandatory)
         due_us = due_of(msg.properties.get("application_headers"))
-        publication = None
         if due_us is not None:
-            publication = self.delays.publication(msg, exchange, routing_key, due_us=due_us)
-        publication = publication or Publication(msg, exchange, routing_key, mandatory)
+            publication = self.delays.into_levels(publication, due_us=due_us)
         self.published.append((publication, (exchange, routing_key)))
         self.outbox.send(publication)
 
