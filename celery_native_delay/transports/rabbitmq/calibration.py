@@ -19,10 +19,10 @@ import amqp
 
 from ...settings import DelaySettings
 from ..timings import Timings
-from .address import message_address
 from .channels import OwnChannel, Publication, WindowChannel
+from .declaring import apply
 from .own_connection import LOST, connection_like
-from .topology import Binding, Exchange, Hop, Queue, Topology
+from .topology import Binding, Declaration, Exchange, Hop, Queue, Topology
 
 #: TTLs are far longer than it takes: each message brings its own expiration.
 _LEVELS, _RESOLUTION_SECONDS = 15, 60.0
@@ -125,33 +125,14 @@ class _Levels:
         self._arrived = f"{topology.space}.arrived"
         self._to_all = f"{topology.space}.all"
         # No more waits ahead: whichever queue a message expires in, it is due.
-        self._key = topology.routing_key(0, message_address("", self._arrived))
+        self._key = topology.routing_key(0, topology.address("", self._arrived))
 
     def declare(self, connection: Any) -> None:
         """Declare everything; exchanges go when the last queue they are bound to has expired."""
         self._connection = connection
         self._window = WindowChannel(connection)
-        self._channel = channel = OwnChannel(connection)
-        for declaration in self._plan():
-            match declaration:
-                case Exchange(name, kind, arguments):
-                    channel.exchange_declare(
-                        name, kind, durable=True, auto_delete=True, arguments=arguments, nowait=True
-                    )
-                case Queue(name, arguments):
-                    channel.queue_declare(
-                        name,
-                        durable=True,
-                        exclusive=False,
-                        auto_delete=False,
-                        arguments=arguments | {"x-expires": _EXPIRES_MS},
-                        nowait=True,
-                    )
-                case Binding(source, destination, key, to_exchange=True):
-                    channel.exchange_bind(destination, source, key, nowait=True)
-                case Binding(source, destination, key):
-                    channel.queue_bind(destination, source, key, nowait=True)
-        channel.basic_qos(0, 0, False)  # by its reply all before it has been carried out
+        self._channel = OwnChannel(connection)
+        apply(self._channel, self._plan(), auto_delete_exchanges=True)
 
     def delete(self, connection: Any) -> None:
         """Delete everything that :meth:`declare` may have declared."""
@@ -162,17 +143,22 @@ class _Levels:
                     delete(declaration.name, nowait=True)
         channel.basic_qos(0, 0, False)
 
-    def _plan(self) -> Iterator[Any]:
+    def _plan(self) -> Iterator[Declaration]:
         topology = self._topology
+        expires = {"x-expires": _EXPIRES_MS}
         for declaration in topology.levels_plan():
-            # Nothing is ever bound to this one, so that it would not go by itself.
-            if getattr(declaration, "name", "") != topology.ready_exchange:
-                yield declaration
-        yield Queue(self._arrived, {"x-queue-type": topology.settings.queue_type})
-        address = message_address("", self._arrived)
-        pattern = topology.delivery_pattern(address)
+            match declaration:
+                case Queue(name, arguments):
+                    yield Queue(name, arguments | expires)
+                # Nothing is ever bound to this one, so that it would not go by itself.
+                case Exchange(topology.ready_exchange):
+                    continue
+                case _:
+                    yield declaration
+        yield Queue(self._arrived, {"x-queue-type": topology.settings.queue_type, **expires})
+        pattern = topology.delivery_pattern(topology.address("", self._arrived))
         yield Binding(topology.delivery_exchange, self._arrived, pattern)
-        yield Exchange(self._to_all, "fanout", {})
+        yield Exchange(self._to_all, "fanout")
         for hop in self._hops:
             yield Binding(self._to_all, hop.queue, "")
 

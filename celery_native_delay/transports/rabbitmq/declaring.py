@@ -84,25 +84,28 @@ class Declarer:
         channel.take_returned()
 
 
-def apply(channel: Any, declarations: Iterable[Change]) -> None:
+def apply(
+    channel: Any, declarations: Iterable[Change], *, auto_delete_exchanges: bool = False
+) -> None:
     """Declare everything without waiting for each reply, then wait once.
 
     Raises:
         amqp.exceptions.ChannelError: the broker refused one of them.
     """
     for declaration in declarations:
-        _declare(channel, declaration)
+        _declare(channel, declaration, auto_delete_exchanges=auto_delete_exchanges)
     # Any synchronous method will do: by its reply all before it has been carried out.
     channel.basic_qos(0, 0, False)
 
 
-def _declare(channel: Any, declaration: Change) -> None:
-    durable = {"durable": True, "auto_delete": False, "nowait": True}
+def _declare(channel: Any, declaration: Change, *, auto_delete_exchanges: bool) -> None:
+    lasting = {"durable": True, "auto_delete": False, "nowait": True}
     match declaration:
         case Exchange(name, kind, arguments):
-            channel.exchange_declare(name, kind, arguments=arguments, **durable)
+            lasting["auto_delete"] = auto_delete_exchanges
+            channel.exchange_declare(name, kind, arguments=arguments, **lasting)
         case Queue(name, arguments):
-            channel.queue_declare(name, exclusive=False, arguments=arguments, **durable)
+            channel.queue_declare(name, exclusive=False, arguments=arguments, **lasting)
         case Binding(source, destination, routing_key, to_exchange, arguments):
             bind = channel.exchange_bind if to_exchange else channel.queue_bind
             bind(destination, source, routing_key, nowait=True, arguments=arguments)
