@@ -50,7 +50,7 @@ def verify(delays: Delays, api: ManagementAPI, queues: Sequence[Any] = ()) -> li
         plan = list(blueprint(topology, queues).delays())
     try:
         found = [*_compare_by_api(topology, plan, api), *overriding_policies(api, topology)]
-        queues = api.queues(f"{topology.space}.")
+        queues = api.named("queues", f"{topology.space}.")
         replicated = any(len(queue.get("members") or ()) > 1 for queue in queues)
         return found + known_faults(broker_version(delays.connection), replicated=replicated)
     except ManagementUnavailable as exc:
@@ -107,8 +107,10 @@ def _compare_by_api(
     topology: Topology, plan: Sequence[Declaration], api: ManagementAPI
 ) -> Iterator[Finding]:
     way_out = _WAYS_OUT[topology.settings.declare]
-    exchanges = {exchange["name"]: exchange for exchange in api.exchanges(f"{topology.space}.")}
-    queues = {queue["name"]: queue for queue in api.queues(f"{topology.space}.")}
+    exchanges, queues = (
+        {item["name"]: item for item in api.named(kind, f"{topology.space}.")}
+        for kind in ("exchanges", "queues")
+    )
     bound: dict[str, set[tuple[str, str, str]]] = {}
     for declaration in plan:
         match declaration:

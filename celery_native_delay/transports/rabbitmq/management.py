@@ -66,19 +66,13 @@ class ManagementAPI:
         token = b64encode(f"{user}:{password}".encode()).decode()
         self._headers = {"Authorization": f"Basic {token}"}
 
-    def queues(self, prefix: str) -> list[dict[str, Any]]:
-        return self._named("queues", prefix)
+    def named(self, kind: str, prefix: str) -> list[dict[str, Any]]:
+        """The "queues" or "exchanges", as *kind* says, whose names begin so."""
+        return [item for item in self._containing(kind, prefix) if item["name"].startswith(prefix)]
 
-    def queues_containing(self, text: str) -> list[dict[str, Any]]:
-        """Queues in whose name *text* stands."""
-        return self._containing("queues", text)
-
-    def exchanges(self, prefix: str) -> list[dict[str, Any]]:
-        return self._named("exchanges", prefix)
-
-    def exchanges_containing(self, text: str) -> list[dict[str, Any]]:
-        """Exchanges in whose name *text* stands."""
-        return self._containing("exchanges", text)
+    def names(self, kind: str, *, containing: str) -> list[str]:
+        """Names of the "queues" or "exchanges", as *kind* says, in which that stands."""
+        return [item["name"] for item in self._containing(kind, containing)]
 
     def policies(self, kind: str) -> list[dict[str, Any]] | None:
         """The vhost's policies, of a key of POLICY_KINDS; None for a user who may not read them."""
@@ -98,9 +92,6 @@ class ManagementAPI:
     def cores(self) -> int:
         """Processors of all nodes that run."""
         return sum(node.get("processors", 0) for node in self._get("nodes"))
-
-    def _named(self, kind: str, prefix: str) -> list[dict[str, Any]]:
-        return [item for item in self._containing(kind, prefix) if item["name"].startswith(prefix)]
 
     def _containing(self, kind: str, text: str) -> list[dict[str, Any]]:
         items: list[dict[str, Any]] = []
@@ -213,6 +204,6 @@ def _described(
 ) -> dict[str, tuple[str, Mapping[str, Any]]]:
     return {
         queue["name"]: (queue[key], queue.get("effective_policy_definition") or {})
-        for queue in api.queues(f"{topology.space}.")
+        for queue in api.named("queues", f"{topology.space}.")
         if queue.get(key)
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from time import time_ns
 from typing import Any
 
@@ -109,8 +110,9 @@ class RabbitMQMovingPart:
     def _celerys(self, prefix: str, reaches: Sequence[Reach]) -> list[Source]:
         own = ways_of(reaches)
         found = [CelerysLevels(prefix)]
-        if not prefix and (names := self._names("celery_delayed_")) is not None:
-            found = celerys_levels(names)
+        if not prefix:
+            with suppress(ManagementUnavailable):
+                found = celerys_levels(self._api.names("queues", containing="celery_delayed_"))
         return [self._celerys_source(levels, own) for levels in found]
 
     def _celerys_source(self, levels: CelerysLevels, own: Sequence[Way]) -> Source:
@@ -146,12 +148,16 @@ class RabbitMQMovingPart:
         Those that are *here* are moved into this part's own, which is none of them then.
         """
         wanted = name or self._settings.namespace
-        names = self._names("level-")
-        if names is None:
+        try:
+            names = self._api.names("queues", containing="level-")
+        except ManagementUnavailable as exc:
             # What is named whole need not be looked for.
             names = [wanted] if here or name else [self.name]
             if not sets_of(names, self._settings):
-                raise self._not_listed(wanted)
+                raise ManagementUnavailable(
+                    f"earlier sets cannot be looked for: {exc}; or name one whole, such as "
+                    f"--from sets:{self.name}"
+                ) from exc
         found = [
             topology
             for topology in map(Topology, sets_of(names, self._settings))
@@ -164,16 +170,6 @@ class RabbitMQMovingPart:
             *([ForeignSource(self._delays, nservicebus)] if nservicebus else []),
         ]
 
-    def _not_listed(self, beginning: str) -> ManagementUnavailable:
-        try:
-            self._api.queues(beginning)
-        except ManagementUnavailable as exc:
-            return ManagementUnavailable(
-                f"earlier sets cannot be looked for: {exc}; or name one whole, such as "
-                f"--from sets:{self.name}"
-            )
-        raise AssertionError("it answers now")
-
     def _queue(self, name: str) -> Source:
         def read(message: amqp.Message, queue: str) -> Found:
             return read_queued(
@@ -185,13 +181,6 @@ class RabbitMQMovingPart:
             )
 
         return IdleQueueSource(self._delays, f"queue:{name}", [name], read)
-
-    def _names(self, containing: str) -> list[str] | None:
-        """Names of queues; None where the broker does not tell."""
-        try:
-            return [queue["name"] for queue in self._api.queues_containing(containing)]
-        except ManagementUnavailable:
-            return None
 
     @property
     def _api(self) -> ManagementAPI:

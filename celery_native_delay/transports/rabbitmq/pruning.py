@@ -7,6 +7,7 @@ found empty afterwards is deleted. A producer that still uses a set of ours decl
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from time import sleep
 
@@ -84,18 +85,16 @@ class Pruning:
 
     def _sets(self, namespaces: Sequence[str]) -> Iterator[_Place]:
         for namespace in (self._settings.namespace, *namespaces):
-            queues = self._named("queues", f"{namespace}.")
-            exchanges = self._named("exchanges", f"{namespace}.")
+            queues = self._api.names("queues", containing=f"{namespace}.")
+            exchanges = self._api.names("exchanges", containing=f"{namespace}.")
             for settings in sets_of([*queues, *exchanges], self._settings):
                 topology = Topology(settings)
                 if settings.namespace == namespace and topology.name != self._delays.topology.name:
                     yield _place_of_set(topology, queues, exchanges)
 
     def _celerys(self, reaches: Sequence[Reach]) -> Iterator[_Place]:
-        names = [queue["name"] for queue in self._api.queues_containing("celery_delayed_")]
-        exchanges = [
-            exchange["name"] for exchange in self._api.exchanges_containing("celery_delayed_")
-        ]
+        names = self._api.names("queues", containing="celery_delayed_")
+        exchanges = self._api.names("exchanges", containing="celery_delayed_")
         found = celerys_levels([*names, *exchanges])
         foreign = set(self._foreign(found, exchanges, reaches))
         for levels in found or ([CelerysLevels()] if foreign else []):
@@ -118,7 +117,7 @@ class Pruning:
             if levels.delivery_exchange in exchanges:
                 bound = self._api.bindings_from(levels.delivery_exchange)
                 behind |= {b["destination"] for b in bound if b["destination_type"] == "exchange"}
-        there = {each["name"] for each in self._api.exchanges_containing("")} & behind
+        there = behind.intersection(self._api.names("exchanges", containing=""))
         bound = [each for exchange in sorted(there) for each in self._api.bindings_from(exchange)]
         queues = [
             (each["source"], each["destination"], each["routing_key"])
@@ -127,15 +126,11 @@ class Pruning:
         ]
         yield from foreign_bindings(queues, reaches)
 
-    def _named(self, kind: str, prefix: str) -> list[str]:
-        found = self._api.queues(prefix) if kind == "queues" else self._api.exchanges(prefix)
-        return [each["name"] for each in found]
-
     def _holds(self, places: Iterable[_Place]) -> dict[str, int]:
         """Messages in each place, those included that were on their way out of one just now."""
         counted = {
             queue["name"]: queue.get("messages", 0) + queue.get("messages_dlx", 0)
-            for queue in self._api.queues_containing("")
+            for queue in self._api.named("queues", "")
         }
         return {
             place.name: sum(max(self._depth(name), counted.get(name, 0)) for name in place.queues)
@@ -149,20 +144,16 @@ class Pruning:
 
     def _delete(self, place: _Place) -> None:
         for source, queue, key in place.bindings:
-            try:
+            with suppress(NotFound):
                 self._delays.declarer.channel.queue_unbind(queue, source, key)
-            except NotFound:
-                continue
         for name in place.queues:
             self._delays.declarer.channel.queue_delete(name)
         self._delete_exchanges(place.exchanges)
 
     def _delete_exchanges(self, names: Iterable[str]) -> None:
         for name in names:
-            try:
+            with suppress(NotFound):
                 self._delays.declarer.channel.exchange_delete(name)
-            except NotFound:
-                continue
 
 
 def _place_of_set(topology: Topology, queues: list[str], exchanges: list[str]) -> _Place:

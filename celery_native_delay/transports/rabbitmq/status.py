@@ -198,7 +198,7 @@ def status(delays: Delays, api: ManagementAPI) -> Status:
     """Count what waits in the levels and in the parking queue."""
     topology = delays.topology
     try:
-        queues = {queue["name"]: queue for queue in api.queues(f"{topology.name}.")}
+        queues = {queue["name"]: queue for queue in api.named("queues", f"{topology.name}.")}
     except ManagementUnavailable:
         queues = {}
     levels = [
