@@ -24,13 +24,11 @@ from .channels import OwnChannel
 from .declaring import permissions_explained
 from .delays import Delays
 from .elsewhere import deliveries_of, read_ours
-from .ledger.connection import LedgerConnection
 from .ledger.entry import member_of
 from .ledger.ledger import RabbitMQLedger, Standing
 from .parking import Arrivals
-from .streams.receipts import StreamReceipts
 from .topology import Topology
-from .worker_part import LedgerReceipts
+from .worker_part import receipts_of
 
 #: A message that a quorum queue has had to take back so often is not taken from it again: RabbitMQ
 #: 4 throws it away at its 21st return.
@@ -175,14 +173,11 @@ class SetSource(QueueSource):
                 each.close()
 
     def _its_receipts(self) -> Receipts | None:
-        settings, connection = self._topology.settings, self._delays.connection
-        if settings.ledger_url is not None:
-            where = settings.ledger_url, settings.namespace, connection.virtual_host
-            return LedgerReceipts(LedgerConnection(*where))
+        settings, declarer = self._topology.settings, self._delays.declarer
         decisions = self._topology.ledger.of_decisions[0].name
-        if settings.streams_ledger and self._delays.declarer.has_queue(decisions, if_refused=True):
-            return StreamReceipts(connection.client, self._topology)
-        return None
+        if settings.streams_ledger and not declarer.has_queue(decisions, if_refused=True):
+            return None
+        return receipts_of(settings, self._topology, self._delays.connection)
 
     def _read_set(self, message: amqp.Message, queue: str) -> Found:
         found = read_ours(message.body, message.properties, message.delivery_info)

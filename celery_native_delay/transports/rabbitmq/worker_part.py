@@ -21,6 +21,7 @@ from .ledger.ledger import RabbitMQLedger
 from .management import management_of, overriding_policies
 from .parking import rescue
 from .streams.receipts import StreamReceipts
+from .topology import Topology
 
 
 class RabbitMQWorkerPart(WorkerPart):
@@ -62,12 +63,7 @@ class RabbitMQWorkerPart(WorkerPart):
         self._delays.put_back(message, _delayed(wait))
 
     def receipts(self) -> Receipts | None:
-        if self.settings.streams_ledger:
-            return StreamReceipts(self._delays.connection.client, self._delays.topology)
-        url, vhost = self.settings.ledger_url, self._delays.connection.virtual_host
-        if url is None:
-            return None
-        return LedgerReceipts(LedgerConnection(url, self.settings.namespace, vhost))
+        return receipts_of(self.settings, self._delays.topology, self._delays.connection)
 
     def sweep(self) -> int:
         if self.settings.ledger_url is None:
@@ -108,7 +104,17 @@ def _where_the_ledger_is(settings: DelaySettings) -> str:
     return "off" if settings.ledger is None else f"at {settings.ledger.rpartition('@')[2]}"
 
 
-class LedgerReceipts:
+def receipts_of(settings: DelaySettings, topology: Topology, connection: Any) -> Receipts | None:
+    """The receipts of the ledger that *settings* name, about what waits in *topology*."""
+    if settings.streams_ledger:
+        return StreamReceipts(connection.client, topology)
+    if settings.ledger_url is None:
+        return None
+    where = settings.ledger_url, settings.namespace, connection.virtual_host
+    return _LedgerReceipts(LedgerConnection(*where))
+
+
+class _LedgerReceipts:
     """Receipts from a ledger in Redis, which is asked each time."""
 
     def __init__(self, connection: LedgerConnection) -> None:
@@ -117,14 +123,8 @@ class LedgerReceipts:
 
     def may_run(self, headers: Mapping[str, Any], delayed: Delayed) -> Answer:
         member = member_of(headers, delayed.delivery_id)
-        if member is None:
-            return Answer.RUN
-        match self._connection.received(member):
-            case True:
-                return Answer.RUN
-            case False:
-                return Answer.DROP
-        return Answer.AWAY
+        may_run = True if member is None else self._connection.received(member)
+        return {True: Answer.RUN, False: Answer.DROP, None: Answer.AWAY}[may_run]
 
     def close(self) -> None:
         """Give up the connection."""

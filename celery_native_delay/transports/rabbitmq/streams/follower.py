@@ -123,7 +123,7 @@ class Follower(Thread):
     def current(self) -> Iterator[None]:
         """Hold the lock while everything has been read once; LedgerUnavailable if it cannot be."""
         with self.lock:
-            self._wait(lambda: self._is_current)
+            self.wait_until(lambda: self._is_current)
             yield
 
     def expect(self, token: str) -> None:
@@ -134,11 +134,7 @@ class Follower(Thread):
     def wait_for_mark(self, token: str) -> None:
         """Return when everything has been read that stands before a mark; raises likewise."""
         # A new connection has forgotten it, and read everything again.
-        self._wait(lambda: self._is_current and token not in self._marks)
-
-    def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Return when *condition* of what was read holds; raises likewise."""
-        self._wait(condition)
+        self.wait_until(lambda: self._is_current and token not in self._marks)
 
     def stop(self) -> None:
         """End the thread soon."""
@@ -152,7 +148,8 @@ class Follower(Thread):
             self._asked_at = monotonic()
             return not self._stopping
 
-    def _wait(self, condition: Callable[[], bool]) -> None:
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Return when *condition* of what was read holds; raises likewise."""
         with self.lock:
             begun = self._asked_at = monotonic()
             while not condition():

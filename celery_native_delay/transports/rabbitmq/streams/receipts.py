@@ -23,27 +23,13 @@ logger = logging.getLogger(__name__)
 _FALLEN_BEHIND_SECONDS = 0.3
 
 
-class _DecisionReader:
-    """A follower's reader that keeps decisions. Those that were read once stay."""
-
-    def __init__(self, decisions: Decisions) -> None:
-        self._decisions = decisions
-
-    def restart(self) -> None: ...
-
-    def read(self, rank: int, note: Note, message: Any) -> None:
-        if isinstance(note, Decision):
-            self._decisions.add(note, rank=rank, now_ms=time_ns() // 1_000_000)
-
-
 class StreamReceipts:
     """Receipts from a ledger in streams, answered from memory."""
 
     def __init__(self, client: Any, topology: Topology) -> None:
         """Begin when all decisions have been read, or none can be; *client* is not touched."""
         self._decisions = Decisions()
-        reader = _DecisionReader(self._decisions)
-        self._follower = Follower(client, topology, topology.ledger.of_decisions, reader)
+        self._follower = Follower(client, topology, topology.ledger.of_decisions, self)
         self._follower.start()
         started = monotonic()
         try:
@@ -56,6 +42,13 @@ class StreamReceipts:
         logger.info(
             "native delay: %d decisions of the ledger read in %.1f s", len(self._decisions), seconds
         )
+
+    def restart(self) -> None:
+        """Decisions that were read once stay."""
+
+    def read(self, rank: int, note: Note, message: Any) -> None:
+        if isinstance(note, Decision):
+            self._decisions.add(note, rank=rank, now_ms=time_ns() // 1_000_000)
 
     def may_run(self, headers: Mapping[str, Any], delayed: Delayed) -> Answer:
         if member_of(headers, delayed.delivery_id) is None:
