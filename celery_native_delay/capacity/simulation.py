@@ -15,9 +15,8 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass, field, replace
-from functools import partial
 from heapq import heappop, heappush
 from itertools import islice
 from math import ceil, inf
@@ -146,12 +145,8 @@ class _Message:
         self.due_ms, self.ahead, self.shorter_ms = due_ms, ahead, shorter_ms
 
 
-#: A piece of work: asked for its cost once a processor is free, then what to do with what.
-_Job = Callable[[], tuple[float, Callable[[Any], None], Any]]
-
-
-def _nothing(_: None) -> None:
-    """The end of a pause, from which nothing follows."""
+#: A piece of work: begun once a processor is free, it yields its cost, and then does the rest.
+_Job = Generator[float, None, None]
 
 
 class _Broker:
@@ -221,13 +216,12 @@ class _Broker:
             self._ready.append(job)
 
     def _begin(self, job: _Job) -> None:
-        cost_ms, then, what = job()
+        cost_ms = next(job)
         self._cpu_ms += cost_ms
-        self._at(self._now + cost_ms * self._slower, self._end, (then, what))
+        self._at(self._now + cost_ms * self._slower, self._end, job)
 
-    def _end(self, finished: tuple[Callable[[Any], None], Any]) -> None:
-        then, what = finished
-        then(what)
+    def _end(self, job: Iterator[float]) -> None:
+        next(job, None)
         if self._ready:
             self._begin(self._ready.popleft())
         else:
@@ -243,14 +237,14 @@ class _Broker:
         for _ in range(self._processors):
             if self._idle:
                 self._idle -= 1
-                self._at(self._now + self._service.pause_ms, self._end, (_nothing, None))
+                self._at(self._now + self._service.pause_ms, self._end, iter(()))
             else:
-                self._ready.appendleft(self._stand_still)
+                self._ready.appendleft(self._stand_still())
         self._pause_later(self._now)
 
-    def _stand_still(self) -> tuple[float, Callable[[Any], None], Any]:
+    def _stand_still(self) -> _Job:
         self._cpu_ms -= self._service.pause_ms / self._slower  # it is no work
-        return self._service.pause_ms / self._slower, _nothing, None
+        yield self._service.pause_ms / self._slower
 
     # --- taking in -----------------------------------------------------------------------
 
@@ -277,13 +271,11 @@ class _Broker:
         """As with one connection for each processor."""
         while self._sending and self._taking_in < self._processors:
             self._taking_in += 1
-            self._work(self._take_in)
+            self._work(self._take_in())
 
-    def _take_in(self) -> tuple[float, Callable[[Any], None], Any]:
+    def _take_in(self) -> _Job:
         batch = [self._sending.popleft() for _ in range(min(_TOGETHER, len(self._sending)))]
-        return len(batch) * self._service.message_ms / 2, self._taken_in, batch
-
-    def _taken_in(self, batch: list[_Message]) -> None:
+        yield len(batch) * self._service.message_ms / 2
         self._taking_in -= 1
         self._commit(batch)
         self._take_in_more()
@@ -336,24 +328,21 @@ class _Broker:
         expires_ms = queue.waiting[0][0]
         if expires_ms <= self._now:
             queue.in_turn = True
-            self._work(partial(self._turn, queue))
+            self._work(self._turn(queue))
         elif not self._now < queue.wakes_ms <= expires_ms:
             queue.wakes_ms = expires_ms
             self._at(expires_ms, self._look, queue)
 
-    def _turn(self, queue: _Queue) -> tuple[float, Callable[[Any], None], Any]:
+    def _turn(self, queue: _Queue) -> _Job:
         waiting, service = queue.waiting, self._service
         self._turns += 1
         queue.held_ms = max(queue.held_ms, self._now - waiting[0][0])
         batch: list[_Message] = []
         while waiting and len(batch) < service.prefetch and waiting[0][0] <= self._now:
             batch.append(waiting.popleft()[1])
-        return service.turn_ms + len(batch) * service.hop_ms, self._turned, (queue, batch)
-
-    def _turned(self, what: tuple[_Queue, list[_Message]]) -> None:
-        queue, batch = what
+        yield service.turn_ms + len(batch) * service.hop_ms
         self._commit(batch)
-        self._at(self._now + self._service.commit_ms, self._settled, queue)
+        self._at(self._now + service.commit_ms, self._settled, queue)
 
     def _settled(self, queue: _Queue) -> None:
         queue.in_turn = False
@@ -364,17 +353,15 @@ class _Broker:
     def _hand_out(self) -> None:
         if self._arrived and not self._handing_out:
             self._handing_out = True
-            self._work(self._hand_out_some)
+            self._work(self._hand_out_some())
 
-    def _hand_out_some(self) -> tuple[float, Callable[[Any], None], Any]:
+    def _hand_out_some(self) -> _Job:
         each_ms = self._service.message_ms / 2
         batch = [self._arrived.popleft() for _ in range(min(_TOGETHER, len(self._arrived)))]
         for number, message in enumerate(batch, 1):
             at_ms = self._now + number * each_ms * self._slower
             self._late.append((message.due_ms, at_ms - message.due_ms))
         self._on_their_way -= len(batch)
-        return len(batch) * each_ms, self._handed_out, None
-
-    def _handed_out(self, _: None) -> None:
+        yield len(batch) * each_ms
         self._handing_out = False
         self._hand_out()
