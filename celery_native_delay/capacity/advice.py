@@ -105,7 +105,7 @@ def advise(
             f"they are at {now.processors * cores / wanted * 100:.0f} %",
         )
     elif late_p99_ms > 40 and now.queue < FULL:
-        yield from _finer(settings, load, service, late_p99_ms)
+        yield from _finer(settings, load, service)
 
 
 def _to_spread(
@@ -165,9 +165,7 @@ def _worse(full: _Fullness) -> float:
     return max(full.queue, full.processors)
 
 
-def _finer(
-    settings: DelaySettings, load: Load, service: Service, late_p99_ms: float
-) -> Iterator[Advice]:
+def _finer(settings: DelaySettings, load: Load, service: Service) -> Iterator[Advice]:
     """Delays that are no multiple of the resolution wait for those before them."""
     unit_us = settings.resolution_ms * 1000
     if all(

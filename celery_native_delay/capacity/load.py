@@ -128,8 +128,9 @@ class Load:
     def __str__(self) -> str:
         shortest = min(one.first_us for one in self.spreads) / 1e6
         longest = self.longest_seconds
-        span = duration(shortest) if shortest == longest else f"{duration(shortest)} to "
-        delays = span if shortest == longest else f"{span}{duration(longest)}"
+        delays = duration(shortest)
+        if shortest != longest:
+            delays += f" to {duration(longest)}"
         what = "due" if self.fixed_dues else "with delays of"
         after = " after the first is sent" if self.fixed_dues else ""
         return f"{self.per_second:,.6g} task(s) a second, {what} {delays}{after}"
