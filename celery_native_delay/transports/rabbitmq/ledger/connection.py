@@ -10,8 +10,8 @@ from __future__ import annotations
 import atexit
 import logging
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from functools import partial
 from hashlib import sha1
 from threading import Lock
@@ -19,7 +19,7 @@ from time import monotonic
 from typing import Any
 
 from ....backoff import Backoff
-from ....errors import NoLedger, UnsupportedBroker
+from ....errors import LedgerUnavailable, NoLedger, UnsupportedBroker
 from ....rates.lines import Lines
 from ....urls import redis_py_url, without_password
 from ...aliases import flushes
@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 
 #: Seconds that the ledger may take to connect, and for an answer.
 PATIENCE_SECONDS = 0.3
+
+#: The same where people ask, who wait longer than publishers.
+_ANSWER_SECONDS = 5.0
 
 #: Seconds for which a ledger that failed is left alone: the first time, and at most.
 LEFT_ALONE_SECONDS = (1.0, 30.0)
@@ -58,6 +61,27 @@ def redis_options(url: str, *, timeout_seconds: float) -> tuple[str, dict[str, A
         "socket_connect_timeout": timeout_seconds,
         "retry": Retry(NoBackoff(), 0),
     }
+
+
+def ledger_client(url: str) -> Any:
+    """A client of redis-py's for all that people ask of a ledger."""
+    to, options = redis_options(url, timeout_seconds=_ANSWER_SECONDS)
+    import redis
+
+    return redis.Redis.from_url(to, **options)
+
+
+@contextmanager
+def explained(whose: str, meaning: str = "") -> Iterator[None]:
+    """Turn errors of redis-py into LedgerUnavailable, which says *whose*, and what it means."""
+    from redis import RedisError
+
+    try:
+        yield
+    except (RedisError, OSError) as exc:
+        raise LedgerUnavailable(
+            f"{whose} does not answer: {str(exc).rstrip('.')}{meaning}"
+        ) from exc
 
 
 def lines_in(url: str | None, namespace: str, vhost: str) -> Lines:

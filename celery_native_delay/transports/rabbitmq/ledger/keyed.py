@@ -13,8 +13,9 @@ A process that dies in between has changed nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
+from functools import partial
 from secrets import token_hex
 from typing import Any
 
@@ -25,10 +26,8 @@ from ....keyed.rules import Seen, Step
 from ....settings import DelaySettings
 from ....urls import without_password
 from ...per_process import PerProcess
-from .connection import redis_options
+from .connection import explained, ledger_client
 from .scripts import MARK_GRACE_MS, READ_KEY, WRITE_KEY, LedgerKeys
-
-_TIMEOUT_SECONDS = 5.0
 
 #: Publishes a delivery, given when it is due and its id; returns member and entry for the ledger.
 Put = Callable[[int, str], tuple[str, bytes]]
@@ -39,14 +38,11 @@ class LedgerKeyRecords(KeyRecords):
 
     def __init__(self, url: str, namespace: str, vhost: str, longest_seconds: float) -> None:
         """*longest_seconds* is the longest wait of a message."""
-        to, options = redis_options(url, timeout_seconds=_TIMEOUT_SECONDS)
-        import redis
-
-        self._where = without_password(url)
-        self._errors = redis.RedisError, OSError
+        self._client = ledger_client(url)
+        whose = f"the ledger at {without_password(url)}, which keeps the records of keys,"
+        self._explained = partial(explained, whose)
         self._keys = LedgerKeys(namespace, vhost)
         self._mark_ms = round(longest_seconds * 1000) + MARK_GRACE_MS
-        self._client = redis.Redis.from_url(to, **options)
         self._read = self._client.register_script(READ_KEY)
         self._write = self._client.register_script(WRITE_KEY)
 
@@ -77,7 +73,7 @@ class LedgerKeyRecords(KeyRecords):
             except Exception:
                 # It may be in a level all the same.
                 left_ms = max(step.due_us - seen.now_us, 0) // 1000 + MARK_GRACE_MS
-                with suppress(*self._errors):
+                with suppress(LedgerUnavailable), self._explained():
                     self._client.pexpire(f"{self._keys.marks}{seen.sends}", left_ms)
                 raise
             message = (member, step.due_us, entry)
@@ -92,16 +88,6 @@ class LedgerKeyRecords(KeyRecords):
         if seen.sends is not None:
             with self._explained():
                 self._client.delete(f"{self._keys.marks}{seen.sends}")
-
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except self._errors as exc:
-            raise LedgerUnavailable(
-                f"the ledger at {self._where}, which keeps the records of keys, does not answer: "
-                f"{str(exc).rstrip('.')}"
-            ) from exc
 
 
 _records: PerProcess[tuple[str, str, str, float], LedgerKeyRecords] = PerProcess()

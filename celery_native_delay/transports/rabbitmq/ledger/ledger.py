@@ -11,8 +11,7 @@ announces it. The order makes it once, even if a process dies in between:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from enum import Enum
 from secrets import token_hex
@@ -22,18 +21,14 @@ from typing import Any
 import amqp
 
 from ....due_time import eta_of
-from ....errors import LedgerUnavailable
 from ....finding import Finding
 from ....ledger.model import Waiting
 from ....ledger.redis_index import IndexedLedger
 from ....settings import DelaySettings
 from ....urls import without_password
-from .connection import redis_options
+from .connection import explained, ledger_client
 from .entry import Entry, waiting
 from .scripts import MARK_GRACE_MS, REPLACE, STALE_AFTER_US, SWEEP, LedgerKeys
-
-#: People wait longer than publishers.
-_TIMEOUT_SECONDS = 5.0
 
 _SWEPT_AT_ONCE = 1000
 
@@ -52,18 +47,11 @@ class RabbitMQLedger(IndexedLedger):
 
     def __init__(self, delays: Any, settings: DelaySettings) -> None:
         assert settings.ledger is not None
-        url, options = redis_options(settings.ledger, timeout_seconds=_TIMEOUT_SECONDS)
-        import redis
-
-        from .... import redis_server
-
-        self._ask_server = redis_server.findings
         self._delays = delays
         self._where = without_password(settings.ledger)
         self._meaning = settings.while_ledger_is_away
         self._keys = LedgerKeys(settings.namespace, delays.connection.virtual_host)
-        self._errors = redis.RedisError, OSError
-        super().__init__(redis.Redis.from_url(url, **options), self._keys, waiting)
+        super().__init__(ledger_client(settings.ledger), self._keys, waiting)
         self._replacing = self._client.register_script(REPLACE)
         self._sweep = self._client.register_script(SWEEP)
 
@@ -87,8 +75,10 @@ class RabbitMQLedger(IndexedLedger):
 
     def findings(self) -> list[Finding]:
         """Faults of the Redis that keeps it."""
+        from ....redis_server import findings
+
         return list(
-            self._ask_server(
+            findings(
                 self._client,
                 key=f"{self._keys.space}.trial",
                 check="ledger",
@@ -137,15 +127,8 @@ class RabbitMQLedger(IndexedLedger):
             counts = self._replacing(keys=keys, args=arguments)
         return (new_member, new_due_us) if counts else None
 
-    @contextmanager
-    def _explained(self) -> Iterator[None]:
-        try:
-            yield
-        except self._errors as exc:
-            raise LedgerUnavailable(
-                f"the ledger at {self._where} does not answer: {str(exc).rstrip('.')}; "
-                f"{self._meaning}"
-            ) from exc
+    def _explained(self) -> AbstractContextManager[None]:
+        return explained(f"the ledger at {self._where}", f"; {self._meaning}")
 
 
 def due_then(entry: Entry, due_us: int) -> Entry:
