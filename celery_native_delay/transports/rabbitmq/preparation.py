@@ -167,7 +167,7 @@ class Preparation:
             landing = self._topology.queue_landing_queue(queue)
             # Quorum queues know no if-empty; nothing rests in this one for longer than an instant.
             with suppress(ChannelError):
-                if not self._declarer.channel.queue_declare(landing, passive=True).message_count:
+                if self._declarer.depth(landing) == 0:
                     self._declarer.channel.queue_delete(landing)
         self._mirror.queue_deleted(queue)
 
