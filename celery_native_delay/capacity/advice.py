@@ -38,7 +38,6 @@ class Advice:
         return f"{self.change}: {self.effect}"
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data for ``--json``."""
         return asdict(self)
 
 

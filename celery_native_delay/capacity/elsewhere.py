@@ -41,7 +41,6 @@ class Elsewhere:
         return None if more is None else round(self.load.waiting * (MESSAGE_BYTES + more))
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data for ``--json``."""
         return {
             "load": self.load.as_json(),
             "transport": self.transport,
@@ -51,7 +50,6 @@ class Elsewhere:
         }
 
     def lines(self, table: Callable[..., str]) -> list[str]:
-        """The report for people."""
         lines = [f"{self.load}", f"{self.load.waiting:,.0f} wait at a time"]
         if self.memory_bytes is not None:
             lines[-1] += (

@@ -60,16 +60,13 @@ class Spread:
 
     @property
     def mean_us(self) -> float:
-        """The mean delay."""
         return self.first_us + self.step_us * (self.count - 1) / 2
 
     @property
     def last_us(self) -> int:
-        """The longest delay."""
         return self.first_us + self.step_us * (self.count - 1)
 
     def draw_us(self, chance: random.Random) -> int:
-        """One of the delays."""
         return self.first_us + self.step_us * chance.randrange(self.count)
 
 
@@ -102,12 +99,10 @@ class Load:
 
     @property
     def mean_seconds(self) -> float:
-        """The mean delay."""
         return sum(one.weight * one.mean_us for one in self.spreads) / self.weight / 1e6
 
     @property
     def longest_seconds(self) -> float:
-        """The longest delay."""
         return max(one.last_us for one in self.spreads) / 1e6
 
     @property
@@ -143,7 +138,6 @@ class Load:
                 yield spread.draw_us(chance)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data for ``--json``."""
         return {
             "per_second": self.per_second,
             "mean_delay_seconds": self.mean_seconds,

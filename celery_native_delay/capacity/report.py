@@ -70,7 +70,6 @@ class Capacity:
         return self.load.waiting * MEMORY_BYTES
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data for ``--json``."""
         what, per_second = self.saturates_first
         return {
             "load": self.load.as_json(),
@@ -103,7 +102,6 @@ class Capacity:
         }
 
     def lines(self, table: Callable[[tuple[str, ...], list[tuple[Any, ...]]], str]) -> list[str]:
-        """The report for people; *table* aligns columns under headings."""
         what, at = self.saturates_first
         late = self.outcome
         lines = [

@@ -58,7 +58,6 @@ class Outcome:
         return self.late_ms[min(int(len(self.late_ms) * percent / 100), len(self.late_ms) - 1)]
 
     def as_json(self) -> dict[str, Any]:
-        """Plain data for ``--json``."""
         return {
             "p50_ms": self.percentile_ms(50),
             "p95_ms": self.percentile_ms(95),
