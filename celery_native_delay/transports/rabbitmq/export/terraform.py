@@ -83,28 +83,25 @@ class _ByLevels:
 
     def __init__(self, topology: Topology) -> None:
         self._topology = topology
-        self._arrivals = {topology.level_exchange(level.lowest) for level in topology.levels[:-1]}
-        self._entries = {hop.entry for hop in topology.level_queues}
+        self._exchanges = {topology.level_exchange(level.lowest) for level in topology.levels[:-1]}
+        self._exchanges |= {hop.entry for hop in topology.level_queues}
         self._queues = {hop.queue for hop in topology.level_queues}
 
     def __call__(self, declaration: Exchange | Queue | Binding) -> bool:
         """True if it is one of them."""
         match declaration:
-            case Exchange(name):
-                return name in self._arrivals | self._entries
             case Queue(name):
                 return name in self._queues
-            case Binding(source):
-                return source in self._arrivals | self._entries
+            case Exchange(name) | Binding(name):
+                return name in self._exchanges
 
     def table(self) -> list[str]:
         """The lines of the table."""
         topology, lines, below = self._topology, [], "delivery"
-        queues = {hop.queue for hop in topology.level_queues}
         for level in topology.levels:
             exchange = topology.level_exchange(level.lowest)
             name = exchange.removeprefix(f"{topology.name}.")
-            fused = "false" if exchange in queues else "true"
+            fused = "false" if exchange in self._queues else "true"
             lines.append(
                 f'{{ name = "{name}", bit = {level.lowest}, width = {level.width}, '
                 f'fused = {fused}, next = "{below}" }},'
