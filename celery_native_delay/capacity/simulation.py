@@ -50,8 +50,6 @@ class Outcome:
     """Turns of level queues, of which several tasks may share one."""
     growing: bool
     """True if tasks were much later after a while than at first: the broker does not keep up."""
-    held_ms: dict[str, float] = field(repr=False)
-    """So long the first message of each level queue waited for its turn, at most."""
 
     def percentile_ms(self, percent: float) -> float:
         """The lateness below which *percent* of the tasks stayed."""
@@ -121,27 +119,25 @@ def simulate(
 # ---- private ---------------------------------------------------------------------------------
 
 
+@dataclass(eq=False, slots=True)
 class _Queue:
     """A level queue, and what waits in it."""
 
-    __slots__ = ("held_ms", "in_turn", "last_ms", "name", "ttl_ms", "waiting", "wakes_ms")
-
-    def __init__(self, name: str, ttl_ms: float) -> None:
-        self.name, self.ttl_ms = name, ttl_ms
-        self.waiting: deque[tuple[float, _Message]] = deque()
-        self.in_turn = False
-        self.last_ms = 0.0
-        self.wakes_ms = inf
-        self.held_ms = 0.0
+    name: str
+    ttl_ms: float
+    waiting: deque[tuple[float, _Message]] = field(default_factory=deque)
+    in_turn: bool = False
+    last_ms: float = 0.0
+    wakes_ms: float = inf
 
 
+@dataclass(eq=False, slots=True)
 class _Message:
     """A task on its way: the queues ahead, and what its first wait is shorter."""
 
-    __slots__ = ("ahead", "due_ms", "shorter_ms")
-
-    def __init__(self, due_ms: float, ahead: Iterator[_Queue], shorter_ms: float) -> None:
-        self.due_ms, self.ahead, self.shorter_ms = due_ms, ahead, shorter_ms
+    due_ms: float
+    ahead: Iterator[_Queue]
+    shorter_ms: float
 
 
 #: A piece of work: begun once a processor is free, it yields its cost, and then does the rest.
@@ -198,7 +194,6 @@ class _Broker:
             cpu_ms_per_task=self._cpu_ms / len(dues),
             turns_per_task=self._turns / len(dues),
             growing=after > 1.5 * before + _LATE_GROWS_MS,
-            held_ms={queue.name: queue.held_ms for queue in self._queues.values()},
         )
 
     def _at(self, when_ms: float, do: Callable[[Any], None], what: Any) -> None:
@@ -335,7 +330,6 @@ class _Broker:
     def _turn(self, queue: _Queue) -> _Job:
         waiting, service = queue.waiting, self._service
         self._turns += 1
-        queue.held_ms = max(queue.held_ms, self._now - waiting[0][0])
         batch: list[_Message] = []
         while waiting and len(batch) < service.prefetch and waiting[0][0] <= self._now:
             batch.append(waiting.popleft()[1])
