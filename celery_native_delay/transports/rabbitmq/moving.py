@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from time import time_ns
 from typing import Any
 
@@ -81,13 +81,10 @@ class RabbitMQMovingPart:
         ledger = None if member is None else self._channel.ledger(self._settings)
         if ledger is None:
             return False
-        try:
+        with closing(ledger), suppress(LedgerUnavailable):
             found = ledger.get(moving.headers["id"])
             return any(task.delivery_id == moving.delayed.delivery_id for task in found)
-        except LedgerUnavailable:
-            return False
-        finally:
-            ledger.close()
+        return False
 
     # --- out of anything -----------------------------------------------------------------
 
@@ -132,15 +129,13 @@ class RabbitMQMovingPart:
         return QueueSource(self._delays, levels.name, levels.queues, read)
 
     def _ways_behind(self, levels: CelerysLevels) -> list[Way]:
-        try:
-            bound = self._api.bindings_from(levels.delivery_exchange)
-        except ManagementUnavailable:
-            return []
-        return [
-            way_of_binding(each["destination"], each["routing_key"])
-            for each in bound
-            if each["destination_type"] == "exchange"
-        ]
+        with suppress(ManagementUnavailable):
+            return [
+                way_of_binding(each["destination"], each["routing_key"])
+                for each in self._api.bindings_from(levels.delivery_exchange)
+                if each["destination_type"] == "exchange"
+            ]
+        return []
 
     def _sets(self, name: str, *, here: bool) -> list[Source]:
         """Sets of a namespace, "" for this app's, or one that is named whole.
