@@ -55,10 +55,10 @@ def queue_of_address(routing_key: str) -> str | None:
     return unquote(word) if mark else None
 
 
-def short_word(name: str, *, max_bytes: int = 100) -> str:
-    """*name* as one escaped word, hashed when it is longer than *max_bytes*."""
+def short_word(name: str) -> str:
+    """*name* as one escaped word, hashed when it is longer than 100 bytes."""
     word = name.translate(_ESCAPES)
-    return word if len(word.encode()) <= max_bytes else "%h" + _digest(name)
+    return word if len(word.encode()) <= 100 else "%h" + _digest(name)
 
 
 def _join(exchange: str, words: list[str]) -> str:

@@ -118,8 +118,8 @@ class OwnChannel(amqp.Channel):  # type: ignore[misc]
             raise RecoverableConnectionError("connection already closed")
         return self.connection._transport
 
-    def is_readable(self, timeout_seconds: float | None) -> bool:
-        """True if the broker sends something before the time is over; None: wait for ever."""
+    def is_readable(self, timeout_seconds: float) -> bool:
+        """True if the broker sends something before the time is over."""
         transport = self._transport
         if transport.sock is None:
             raise RecoverableConnectionError("connection already closed")
@@ -285,7 +285,7 @@ class WindowChannel(OwnChannel):
             nacked = len(self.take_nacked())
             raise MessageNacked(f"the broker refused {nacked} delayed message(s)")
 
-    def is_readable(self, timeout_seconds: float | None) -> bool:
+    def is_readable(self, timeout_seconds: float) -> bool:
         self.write_now()
         return super().is_readable(timeout_seconds)
 
@@ -319,10 +319,10 @@ class WindowChannel(OwnChannel):
         self._returning[id_of(exchange, routing_key, message.properties, message.body)] += 1
 
 
-def _has_input(socket: Any, timeout_seconds: float | None) -> bool:
+def _has_input(socket: Any, timeout_seconds: float) -> bool:
     """True if *socket*, TLS or not, has something to read before the time is over."""
     if hasattr(socket, "pending") and socket.pending():
         return True
     poll = select.poll()
     poll.register(socket, select.POLLIN)
-    return bool(poll.poll(None if timeout_seconds is None else timeout_seconds * 1000))
+    return bool(poll.poll(timeout_seconds * 1000))
