@@ -11,7 +11,7 @@ from ..errors import SettingsError
 from ..settings import DelaySettings
 from ..transports.rabbitmq.topology import Topology
 from .levels import mean_hops, passages
-from .load import Load
+from .load import ANY_US, Load
 from .service import Service
 
 #: Fuller than this, queues and processors make tasks late.
@@ -114,7 +114,8 @@ def _to_spread(
     if load.fixed_dues or any(one.count > 1 for one in load.spreads):
         return
     for seconds in _SPREADS:
-        wider = tuple(replace(one, count=seconds * 1_000_000 + 1) for one in load.spreads)
+        count = seconds * 1_000_000 + 1
+        wider = tuple(replace(one, step_us=ANY_US, count=count) for one in load.spreads)
         then = _Fullness.of(settings, replace(load, spreads=wider), service)
         if then.queue < FULL and then.queue < now.queue * _HELPS:
             yield Advice(f"spread the delays: countdown=… + {seconds} * random()", str(then))

@@ -350,6 +350,14 @@ def test_tasks_with_one_delay_are_to_be_spread_or_given_more_places() -> None:
     assert any("dead_letter_worker_consumer_prefetch" in change for change in found)
 
 
+def test_a_spread_is_worked_out_in_any_fraction_of_seconds() -> None:
+    """Whatever the steps are, in which the delays are whole before."""
+    rate = 1.5 * SERVICE.ceiling_per_second
+    found = advised(DelaySettings(), loaded(rate, "8"))
+    assert any(change.startswith("spread the delays: countdown") for change in found)
+    assert advised(DelaySettings(), loaded(rate, "8", step_seconds=1)) == found
+
+
 def test_binary_levels_are_to_be_fused() -> None:
     settings = DelaySettings(fused_bits=0)
     load = loaded(0.8 * SERVICE.limit_per_second(3.3), "16..63", step_seconds=1)
