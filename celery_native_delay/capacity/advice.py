@@ -142,9 +142,9 @@ def _other_levels(
     settings: DelaySettings, load: Load, service: Service, now: _Fullness
 ) -> Iterator[Advice]:
     """The best other value of each setting that shapes the levels."""
-    for name, candidates in (
-        ("fused_bits", [_changed(settings, fused_bits=bits) for bits in _FUSED]),
-        ("resolution", [_with_resolution(settings, seconds) for seconds in _RESOLUTIONS]),
+    for candidates in (
+        [_changed(settings, fused_bits=bits) for bits in _FUSED],
+        [_with_resolution(settings, seconds) for seconds in _RESOLUTIONS],
     ):
         found = [
             (_Fullness.of(one, load, service), one)
@@ -155,10 +155,14 @@ def _other_levels(
             continue
         then, best = min(found, key=lambda one: (round(_worse(one[0]), 3), one[0].queues))
         if _worse(then) < _worse(now) * _HELPS:
-            value = getattr(best, name)
-            yield Advice(
-                f"native_delay_{name} = {value:g}", f"{then}, with {then.queues} level queues"
-            )
+            yield Advice(_said(settings, best), f"{then}, with {then.queues} level queues")
+
+
+def _said(before: DelaySettings, after: DelaySettings) -> str:
+    """The settings that differ, as one writes them."""
+    names = ("fused_bits", "resolution", "levels")
+    changed = [name for name in names if getattr(after, name) != getattr(before, name)]
+    return ", ".join(f"native_delay_{name} = {getattr(after, name):g}" for name in changed)
 
 
 def _worse(full: _Fullness) -> float:
@@ -180,7 +184,7 @@ def _finer(settings: DelaySettings, load: Load, service: Service) -> Iterator[Ad
     then = _Fullness.of(finer, load, service)
     if _worse(then) < FULL:
         yield Advice(
-            f"native_delay_resolution = {seconds:g}",
+            _said(settings, finer),
             f"delays that are no multiple of it are late by {seconds * 1000:g} ms more at most "
             f"instead of {settings.resolution_ms} ms; {then}",
         )

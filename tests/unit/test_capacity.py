@@ -26,6 +26,7 @@ from celery_native_delay.capacity.load import (
 from celery_native_delay.capacity.report import PROCESSORS, capacity
 from celery_native_delay.capacity.service import BENCHMARKED, Service, chosen
 from celery_native_delay.due_time import units_until
+from celery_native_delay.errors import SettingsError
 from celery_native_delay.transports.rabbitmq.topology import Topology
 from celery_native_delay.transports.timings import Timings
 
@@ -372,10 +373,21 @@ def test_more_processors_are_advised_where_they_are_what_is_full() -> None:
     assert int(change.split()[0]) > SERVICE.cores
 
 
+def test_a_coarser_resolution_is_advised_with_levels_that_it_allows() -> None:
+    """With as many as before, the longest would be longer than RabbitMQ's longest TTL."""
+    load = loaded(1.2 * SERVICE.limit_per_second(3), "40..80")
+    (change,) = [one for one in advised(DelaySettings(), load) if "resolution" in one]
+    names = [part.partition(" = ") for part in change.split(", ")]
+    said = {name.removeprefix("native_delay_"): float(value) for name, _, value in names}
+    assert DelaySettings(resolution=said["resolution"], levels=int(said["levels"]))
+    with pytest.raises(SettingsError, match="TTL"):
+        DelaySettings(resolution=said["resolution"])
+
+
 def test_delays_that_are_no_multiple_of_the_resolution_are_to_have_a_finer_one() -> None:
     any_fraction = loaded(20, "1..60")
     (found,) = advise(DelaySettings(), any_fraction, SERVICE, 3000, late_p99_ms=110)
-    assert found.change == "native_delay_resolution = 0.05"
+    assert found.change == "native_delay_resolution = 0.05, native_delay_levels = 32"
     whole = loaded(20, "1..60", step_seconds=1)
     assert list(advise(DelaySettings(), loaded(20, "60"), SERVICE, 3000, late_p99_ms=110)) == []
     assert list(advise(DelaySettings(), whole, SERVICE, 3000, late_p99_ms=110)) == []
