@@ -169,15 +169,7 @@ def capacity(
     limit = carried_per_second(topology, load, service, hops, seed=seed)
     found = advise(settings, load, service, limit, late_p99_ms=outcome.percentile_ms(99))
     return Capacity(
-        settings,
-        load,
-        service,
-        is_measured,
-        hops,
-        queues,
-        limit,
-        outcome,
-        tuple(found),
+        settings, load, service, is_measured, hops, queues, limit, outcome, tuple(found)
     )
 
 

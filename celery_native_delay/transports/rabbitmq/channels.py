@@ -16,12 +16,7 @@ from typing import Any, NamedTuple, Protocol
 
 import amqp
 from amqp import spec
-from amqp.exceptions import (
-    ChannelError,
-    MessageNacked,
-    RecoverableConnectionError,
-    error_for_code,
-)
+from amqp.exceptions import ChannelError, MessageNacked, RecoverableConnectionError, error_for_code
 
 from ...errors import RefusedMessage
 from ...message import HEADER

@@ -11,12 +11,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from .address import (
-    landing_address,
-    queue_address,
-    topic_binding_address,
-    topic_matches,
-)
+from .address import landing_address, queue_address, topic_binding_address, topic_matches
 from .topology import Binding, Change, Declaration, Exchange, Topology, Unbinding
 
 #: Exchanges that every RabbitMQ vhost has.
