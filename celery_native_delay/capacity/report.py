@@ -137,13 +137,12 @@ class Capacity:
 
     def _rows(self) -> list[tuple[Any, ...]]:
         per_second = self.load.busiest_per_second
-        rows: list[tuple[Any, ...]] = [
-            (PROCESSORS, *_bar(self.processors), per_second, self.limit_per_second)
+        rows = [(PROCESSORS, self.processors, per_second, self.limit_per_second)]
+        rows += [
+            (one.queue, one.utilisation, one.per_second, one.ceiling_per_second)
+            for one in self.queues[:_SHOWN]
         ]
-        for one in self.queues[:_SHOWN]:
-            row = (one.queue, *_bar(one.utilisation), one.per_second, one.ceiling_per_second)
-            rows.append(row)
-        return [(*cells, _number(come), _number(most)) for *cells, come, most in rows]
+        return [(it, *_bar(part), _number(come), _number(most)) for it, part, come, most in rows]
 
 
 def capacity(

@@ -153,17 +153,15 @@ class StreamLedger(Ledger):
         if monotonic() - begun > _DECIDE_SECONDS:
             return "the broker is too slow"
         decision = Decision(task.delivery_id, new_id, task.due_us // 1000, due_us // 1000)
-        left_seconds = decision.last_due_ms / 1000 - made_ms / 1000
-        stream = self._streams.for_decision(left_seconds)
+        stream = self._streams.for_decision((decision.last_due_ms - made_ms) / 1000)
         self._connection.write([(stream, decision)])
         followed = self._followed()
 
-        def decided() -> bool:
-            return followed.memory.decisions.successor(task.delivery_id) is not None
+        def winner() -> str | None:
+            return followed.memory.decisions.successor(task.delivery_id)
 
-        followed.follower.wait_until(decided)
-        winner = followed.memory.decisions.successor(task.delivery_id)
-        return "" if winner == new_id else "another change came first"
+        followed.follower.wait_until(lambda: winner() is not None)
+        return "" if winner() == new_id else "another change came first"
 
     def _fetch(self, place: Place, delivery_id: str) -> Entry:
         """A message as it was published, from where it stands."""
