@@ -186,14 +186,11 @@ class Preparation:
         """The user removed a binding: take back what mirrors it."""
         binding = self._mirror.queue_unbound(queue, exchange, routing_key)
         try:
-            if not self._declares or not (
-                self._is_complete() and self._routes.exists(binding.exchange)
-            ):
-                return
-            mirrored = self._mirror.binding_of(binding)
-            if mirrored is not None:
-                self._declarer.channel.queue_unbind(
-                    mirrored.destination, mirrored.source, mirrored.routing_key
-                )
+            if self._declares and self._is_complete() and self._routes.exists(exchange):
+                mirrored = self._mirror.binding_of(binding)
+                if mirrored is not None:
+                    self._declarer.channel.queue_unbind(
+                        mirrored.destination, mirrored.source, mirrored.routing_key
+                    )
         except ChannelError as exc:
             logger.debug("not unbound: %s: %s", binding, exc)
