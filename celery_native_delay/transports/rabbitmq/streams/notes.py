@@ -18,8 +18,6 @@ import amqp
 #: The header that says what a message in a stream is, and its version.
 _KIND = "native_delay_note"
 
-_ENTRY, _DECISION, _MARK, _PURGE = "entry.1", "decision.1", "mark.1", "purge.1"
-
 #: py-amqp sends a frame for an empty body, at which RabbitMQ closes the connection.
 _NO_BODY = b"-"
 
@@ -36,7 +34,7 @@ class Noted:
     replaces: str | None = None
 
     def headers(self) -> dict[str, Any]:
-        headers = {_KIND: _ENTRY, "id": self.delivery_id, "due": self.due_us}
+        headers = {_KIND: "entry.1", "id": self.delivery_id, "due": self.due_us}
         return headers if self.replaces is None else headers | {"replaces": self.replaces}
 
 
@@ -56,7 +54,7 @@ class Decision:
 
     def headers(self) -> dict[str, Any]:
         due = {"old_due": self.old_due_ms, "new_due": self.new_due_ms}
-        return {_KIND: _DECISION, "old": self.old, "new": self.new} | due
+        return {_KIND: "decision.1", "old": self.old, "new": self.new} | due
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +64,7 @@ class Mark:
     token: str
 
     def headers(self) -> dict[str, Any]:
-        return {_KIND: _MARK, "token": self.token}
+        return {_KIND: "mark.1", "token": self.token}
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +72,7 @@ class Purge:
     """Of what stands before, nothing waits any more."""
 
     def headers(self) -> dict[str, Any]:
-        return {_KIND: _PURGE}
+        return {_KIND: "purge.1"}
 
 
 Note = Noted | Decision | Mark | Purge
