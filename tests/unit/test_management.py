@@ -1,10 +1,40 @@
-"""Which policy is in force for a queue, as RabbitMQ decides it."""
+"""Which broker's management API is believed, and which policy is in force for a queue."""
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
-from celery_native_delay.transports.rabbitmq.management import applied_policy
+import pytest
+
+from celery_native_delay import ManagementUnavailable
+from celery_native_delay.transports.rabbitmq import management
+from celery_native_delay.transports.rabbitmq.management import ManagementAPI, applied_policy
+
+
+class Answer(io.BytesIO):
+    headers: dict[str, str] = {}  # noqa: RUF012 - as a response of urllib has them
+
+
+def test_an_api_that_was_away_is_asked_again_whose_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another broker may have its port."""
+    answers: list[OSError | Answer] = [
+        OSError("timed out"),
+        Answer(b'{"cluster_name": "rabbit@other"}'),
+    ]
+
+    def answer(*_: Any, **__: Any) -> Answer:
+        found = answers.pop(0)
+        if isinstance(found, OSError):
+            raise found
+        return found
+
+    monkeypatch.setattr(management, "urlopen", answer)
+    api = ManagementAPI("http://localhost:15672", "guest", "guest", "/", "rabbit@here")
+    with pytest.raises(ManagementUnavailable, match="timed out"):
+        api.cores()
+    with pytest.raises(ManagementUnavailable, match="belongs to the broker 'rabbit@other'"):
+        api.cores()
 
 
 def policy(name: str, pattern: str, **more: Any) -> dict[str, Any]:

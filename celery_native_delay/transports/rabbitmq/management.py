@@ -106,15 +106,14 @@ class ManagementAPI:
         return items
 
     def _get(self, path: str) -> Any:
-        if not self._checked:
-            self._checked = True
+        if not self._checked and path != "overview":
             found = self._get("overview").get("cluster_name")
             if found != self._cluster:
-                self._checked = False
                 raise ManagementUnavailable(
                     f"the management API at {self.url} belongs to the broker {found!r}, "
                     f"the AMQP connection to {self._cluster!r}: set native_delay_management_url"
                 )
+            self._checked = True
         request = Request(f"{self.url}/api/{path}", headers=self._headers)
         try:
             with urlopen(request, timeout=TIMEOUT_SECONDS) as response:
