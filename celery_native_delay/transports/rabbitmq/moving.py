@@ -98,7 +98,7 @@ class RabbitMQMovingPart:
             case "sets":
                 return self._sets(name, here=True)
             case "queue" if name:
-                return [self._queue(name)]
+                return [IdleQueueSource(self._delays, f"queue:{name}", [name], read_queued)]
         raise UnsupportedBroker(
             f"expected celery, celery:PREFIX, sets, sets:NAMESPACE, queue:NAME or the URL of "
             f"another broker, got {what!r}"
@@ -116,15 +116,8 @@ class RabbitMQMovingPart:
         numbers = {levels.level(number): number for number in range(len(levels.queues))}
         ways = [own, self._ways_behind(levels)]
 
-        def read(message: amqp.Message, queue: str) -> Found:
-            return read_celerys(
-                message.body,
-                message.properties,
-                message.delivery_info,
-                level=numbers[queue],
-                now_us=time_ns() // 1000,
-                ways=ways,
-            )
+        def read(*message: Any, queue: str, now_us: int) -> Found:
+            return read_celerys(*message, level=numbers[queue], now_us=now_us, ways=ways)
 
         return QueueSource(self._delays, levels.name, levels.queues, read)
 
@@ -164,18 +157,6 @@ class RabbitMQMovingPart:
             *(SetSource(self._delays, topology, self._settings, here=here) for topology in found),
             *([ForeignSource(self._delays, nservicebus)] if nservicebus else []),
         ]
-
-    def _queue(self, name: str) -> Source:
-        def read(message: amqp.Message, queue: str) -> Found:
-            return read_queued(
-                message.body,
-                message.properties,
-                message.delivery_info,
-                queue=queue,
-                now_us=time_ns() // 1000,
-            )
-
-        return IdleQueueSource(self._delays, f"queue:{name}", [name], read)
 
     @property
     def _api(self) -> ManagementAPI:

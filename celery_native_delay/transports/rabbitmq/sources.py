@@ -11,6 +11,8 @@ import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from time import time_ns
+from typing import Any
 
 import amqp
 from amqp.exceptions import AMQPError, NotFound
@@ -37,7 +39,8 @@ _MOST_DELIVERIES = 12
 #: AMQP has no room for a larger prefetch, and what stays counts as fetched until the end.
 _MOST_LOOKED_AT = 65_535
 
-Read = Callable[[amqp.Message, str], Found]
+#: Gets body, properties and delivery info of a message, the *queue* it is from, and *now_us*.
+Read = Callable[..., Found]
 
 
 class QueueSource(Source):
@@ -69,7 +72,9 @@ class QueueSource(Source):
                         f"times, and RabbitMQ 4 throws it away at its 21st return: find out who "
                         f"takes it and does not want it"
                     )
-                yield self._read(received(message), queue)
+                message = received(message)
+                own = message.body, message.properties, message.delivery_info
+                yield self._read(*own, queue=queue, now_us=time_ns() // 1000)
             self._give_back()
 
     def _messages(self, channel: amqp.Channel, queue: str, count: int) -> Iterator[amqp.Message]:
@@ -179,8 +184,8 @@ class SetSource(QueueSource):
             return None
         return receipts_of(settings, self._topology, self._delays.connection)
 
-    def _read_set(self, message: amqp.Message, queue: str) -> Found:
-        found = read_ours(message.body, message.properties, message.delivery_info)
+    def _read_set(self, *message: Any, **_: Any) -> Found:
+        found = read_ours(*message)
         if not isinstance(found, Moving) or found.delayed.cancelled:
             return found
         if self._ledger is not None:
@@ -223,7 +228,7 @@ class ForeignSource(QueueSource):
 
     def __init__(self, delays: Delays, queues: Sequence[str]) -> None:
         name = re.sub(r"\d\d$", "*", queues[0])
-        super().__init__(delays, name, queues, lambda message, queue: Stays(self._WHY))
+        super().__init__(delays, name, queues, lambda *_, **__: Stays(self._WHY))
 
     def found(self) -> Iterator[Found]:
         """One for each message there is; none is taken."""
