@@ -9,7 +9,6 @@ from uuid import uuid4
 import redis
 
 from ...due_time import milliseconds_up
-from ...errors import NativeDelayError
 from ...finding import Finding
 from ...keyed.publishing import KeyedPublish
 from ...redis_server import (
@@ -34,10 +33,8 @@ from .store import Store
 class Delays(delays.Delays):
     """Delayed delivery on one Redis channel."""
 
-    def __init__(
-        self, channel: Any, settings: DelaySettings, *, refusal: NativeDelayError | None = None
-    ) -> None:
-        super().__init__(settings, refusal=refusal)
+    def __init__(self, channel: Any, settings: DelaySettings) -> None:
+        super().__init__(settings)
         self.keys = Keys(channel.global_keyprefix or "", settings.namespace)
         self._channel = channel
         self._place = f"{self.keys.space} of {channel.connection.client.as_uri()}"

@@ -6,7 +6,6 @@ from typing import Any, NamedTuple, Self
 from uuid import uuid4
 
 from ...due_time import milliseconds_up
-from ...errors import NativeDelayError
 from ...keyed.publishing import KeyedPublish
 from ...keyed.records import KeyRecords
 from ...settings import DelaySettings
@@ -40,10 +39,8 @@ class Put(NamedTuple):
 class Delays(delays.Delays):
     """Delayed delivery on one channel."""
 
-    def __init__(
-        self, settings: DelaySettings, url: str, *, refusal: NativeDelayError | None = None
-    ) -> None:
-        super().__init__(settings, refusal=refusal)
+    def __init__(self, settings: DelaySettings, url: str) -> None:
+        super().__init__(settings)
         self._url = url
         self._place = f"{settings.namespace} of {without_password(url)}"
 

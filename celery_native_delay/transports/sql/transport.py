@@ -38,22 +38,23 @@ class StoreDelayingChannel(DelayingChannel):
     own_store: str | None = None
     """URL of the database that the broker itself is, if it is one."""
 
-    def make_delays(
-        self, settings: DelaySettings, *, refusal: NativeDelayError | None = None
-    ) -> Any:
+    def make_delays(self, settings: DelaySettings) -> Any:
         url = settings.store or self.own_store or ""
-        if refusal is None and not is_store_url(url):
-            refusal = UnsupportedBroker(
-                "expected native_delay_store to be the URL of a database, such as "
-                "sqlite:////var/lib/shop/delays.db: this broker cannot delay by itself"
-            )
+        delays: Any
         try:
             _require_sqlalchemy()
         except UnsupportedBroker as exc:
-            return _Refusing(refusal or exc)
-        from .delays import Delays
+            delays = _Refusing(exc)
+        else:
+            from .delays import Delays
 
-        return Delays(settings, url, refusal=refusal)
+            delays = Delays(settings, url)
+        if not is_store_url(url):
+            delays.refusal = UnsupportedBroker(
+                "expected native_delay_store to be the URL of a database, such as "
+                "sqlite:////var/lib/shop/delays.db: this broker cannot delay by itself"
+            )
+        return delays
 
     def worker_part(self, settings: DelaySettings) -> WorkerPart:
         _require_sqlalchemy()
@@ -123,10 +124,10 @@ class _Refusing:
     """Delays where nothing can be delayed; a producer is told why."""
 
     def __init__(self, refusal: NativeDelayError) -> None:
-        self._refusal = refusal
+        self.refusal = refusal
 
     def __getattr__(self, name: str) -> Any:
-        raise self._refusal
+        raise self.refusal
 
 
 class StoreDelayingTransport(DelayingTransport):

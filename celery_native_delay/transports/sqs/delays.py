@@ -11,7 +11,7 @@ from botocore.exceptions import ClientError
 
 from ...due_time import milliseconds_up
 from ...durations import duration
-from ...errors import CannotDelay, NativeDelayError, NotPermitted, TopologyMismatch
+from ...errors import CannotDelay, NotPermitted, TopologyMismatch
 from ...message import HEADER
 from ...settings import DelaySettings
 from ..virtual import delays
@@ -51,10 +51,8 @@ class Look(NamedTuple):
 class Delays(delays.Delays):
     """Delayed delivery on one SQS channel."""
 
-    def __init__(
-        self, channel: Any, settings: DelaySettings, *, refusal: NativeDelayError | None = None
-    ) -> None:
-        super().__init__(settings, refusal=refusal)
+    def __init__(self, channel: Any, settings: DelaySettings) -> None:
+        super().__init__(settings)
         self.queues = Queues(channel)
         self._channel = channel
         self._looks: dict[str, Look] = {}

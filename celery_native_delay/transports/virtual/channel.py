@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from amqp.exceptions import RecoverableConnectionError
 from kombu.transport import virtual
 
-from ...errors import CannotDelay, NativeDelayError, SettingsError
+from ...errors import CannotDelay, SettingsError
 from ...keyed.publishing import KeyedPublish, keyed_publish, underway
 from ...keyed.records import KeyRecords
 from ...message import Delayed, due_of
@@ -75,11 +75,9 @@ class DelayingChannel(PublishingChannel):
     delays_class: ClassVar[Callable[..., Any]]
     """The broker's own :class:`~.delays.Delays`, of a channel and its settings."""
 
-    def make_delays(
-        self, settings: DelaySettings, *, refusal: NativeDelayError | None = None
-    ) -> Any:
-        """Delayed delivery on this channel; with a *refusal*, a producer is told why."""
-        return type(self).delays_class(self, settings, refusal=refusal)
+    def make_delays(self, settings: DelaySettings) -> Any:
+        """Delayed delivery on this channel."""
+        return type(self).delays_class(self, settings)
 
     def let_wait(self, queue: str, message: dict[str, Any], *, due_us: int, **kwargs: Any) -> Any:
         """Keep kombu's *message* for *queue* until it is due; *kwargs* are kombu's own.
@@ -109,7 +107,9 @@ class DelayingChannel(PublishingChannel):
             return self.make_delays(settings_from_option(option))
         except SettingsError as exc:
             # Immediate messages are none of our business: only a delayed one is refused.
-            return self.make_delays(DelaySettings(), refusal=exc)
+            delays = self.make_delays(DelaySettings())
+            delays.refusal = exc
+            return delays
 
     def _put(self, queue: str, message: dict[str, Any], **kwargs: Any) -> Any:
         """Deliver to *queue*; a message whose ``eta`` header lies in the future waits first."""

@@ -10,19 +10,18 @@ from ...settings import DelaySettings
 
 
 class Delays:
-    """Delayed publishing on one channel; the ``delays.py`` of each broker adds how.
+    """Delayed publishing on one channel; the ``delays.py`` of each broker adds how."""
 
-    With a *refusal* nothing is delayed: a producer is told why.
-    """
+    refusal: NativeDelayError | None = None
+    """The reason why nothing is delayed; a producer is told."""
 
-    def __init__(self, settings: DelaySettings, *, refusal: NativeDelayError | None = None) -> None:
+    def __init__(self, settings: DelaySettings) -> None:
         self.settings = settings
-        self._refusal = refusal
 
     def check_settings(self) -> None:
         """Raise what is wrong with the settings."""
-        if self._refusal is not None:
-            raise self._refusal
+        if self.refusal is not None:
+            raise self.refusal
 
     def check_reach(self, due_us: int) -> None:
         """Raise DelayTooLong for what is further away than the longest delay."""
