@@ -42,7 +42,7 @@ class RedisAdminPart(AdminPart):
                 f"{key}: is a {kind}, expected a {expected[key]}",
                 f"delete it (DEL {key}), or choose another native_delay_namespace",
             )
-            for key, kind in self._store.kinds().items()
+            for key, kind in self._store.kinds(expected).items()
             if kind != expected[key]
         ]
         return [*wrong, *self._delays.dangers()]

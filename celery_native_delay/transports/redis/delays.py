@@ -39,8 +39,8 @@ class Delays(delays.Delays):
         self._channel = channel
         self._place = f"{self.keys.space} of {channel.connection.client.as_uri()}"
         self._store: Store | None = None
+        self._records: RedisKeyRecords | None = None
         self._server: Server | None = None
-        self._records: tuple[Store, RedisKeyRecords] | None = None
 
     @property
     def store(self) -> Store:
@@ -48,6 +48,7 @@ class Delays(delays.Delays):
         pool = self._channel.pool
         if self._store is None or self._store.client.connection_pool is not pool:
             self._store = Store(redis.Redis(connection_pool=pool), self.keys)
+            self._records = None
         return self._store
 
     @property
@@ -97,9 +98,9 @@ class Delays(delays.Delays):
     def records(self) -> RedisKeyRecords:
         """The records of keys beside what waits."""
         store = self.store
-        if self._records is None or self._records[0] is not store:
-            self._records = store, RedisKeyRecords(store)
-        return self._records[1]
+        if self._records is None:
+            self._records = RedisKeyRecords(store)
+        return self._records
 
     def publish_keyed(
         self, keyed: KeyedPublish, message: dict[str, Any], destination: Destination

@@ -7,19 +7,14 @@ commands and to the first key of a script, and to none of the others.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from hashlib import sha1
 from time import monotonic
 from typing import Any
 
-from redis.exceptions import (
-    NoPermissionError,
-    NoScriptError,
-    OutOfMemoryError,
-    ResponseError,
-)
+from redis.exceptions import NoPermissionError, NoScriptError, OutOfMemoryError, ResponseError
 
 from ...errors import BrokerFull, NotPermitted
 from ...redis_server import now_us
@@ -73,10 +68,6 @@ class Store:
         self.client = client
         self.keys = keys
         self._add = client.register_script(ADD)
-        self._scripts = {
-            flagged: client.register_script(_script_of(flagged=flagged))
-            for flagged in (True, False)
-        }
         self._census = client.register_script(CENSUS)
         self._discard = client.register_script(DISCARD)
         self._replace = client.register_script(REPLACE)
@@ -124,24 +115,22 @@ class Store:
 
     # --- many out ------------------------------------------------------------------------
 
-    def promote(self, *, version: tuple[int, ...], limit: int = BATCH) -> HandedOver:
-        """Promote what is due by the server's clock, at most *limit* messages."""
-        return self._hand_over(self.keys.due, "", version, limit)
+    def promote(self, *, version: tuple[int, ...]) -> HandedOver:
+        """Promote what is due by the server's clock, at most :data:`BATCH` messages."""
+        return self._hand_over(self.keys.due, "", version)
 
-    def rescue(self, *, version: tuple[int, ...], before_us: int, limit: int = BATCH) -> HandedOver:
-        """Try parked messages again, at most *limit* of those parked before *before_us*.
+    def rescue(self, *, version: tuple[int, ...], before_us: int) -> HandedOver:
+        """Try parked messages again, at most :data:`BATCH` of those parked before *before_us*.
 
         What is refused again is parked with the present time, so it is not met twice in a round.
         """
-        return self._hand_over(self.keys.parked, f"({before_us}", version, limit)
+        return self._hand_over(self.keys.parked, f"({before_us}", version)
 
-    def _hand_over(
-        self, source: str, highest: str, version: tuple[int, ...], limit: int
-    ) -> HandedOver:
-        script = self._scripts[version >= _FLAGS_SINCE]
+    def _hand_over(self, source: str, highest: str, version: tuple[int, ...]) -> HandedOver:
+        script = self.client.register_script(_hand_over_on(version))
         keys = [source, self.keys.messages, self.keys.parked, self.keys.ids]
         with refusals_explained(self.keys):
-            return _handed_over(script(keys=keys, args=[limit, highest]))
+            return _handed_over(script(keys=keys, args=[BATCH, highest]))
 
     # --- the sign of a promoter --------------------------------------------------------
 
@@ -172,10 +161,8 @@ class Store:
         entries = self.client.hmget(self.keys.messages, members) if members else []
         return [entry for entry in entries if entry is not None]
 
-    def kinds(self) -> dict[str, str]:
-        """Key → its Redis type, of those that exist."""
-        keys = self.keys
-        names = [keys.due, keys.messages, keys.wake, keys.parked, keys.ids, keys.promoting]
+    def kinds(self, names: Iterable[str]) -> dict[str, str]:
+        """Key → its Redis type, of those of *names* that exist."""
         kinds = {name: self.client.type(name).decode() for name in names}
         return {name: kind for name, kind in kinds.items() if kind != "none"}
 
@@ -209,7 +196,7 @@ class Rounds:
         """*connection* is one of redis-py's, *version* the server's."""
         self._connection = connection
         self._keys = keys
-        script = _script_of(flagged=version >= _FLAGS_SINCE)
+        script = _hand_over_on(version)
         words = (4, keys.due, keys.messages, keys.parked, keys.ids, BATCH, "")
         sha = sha1(script.encode(), usedforsecurity=False).hexdigest()
         self._evalsha = connection.pack_command("EVALSHA", sha, *words)
@@ -248,20 +235,14 @@ class Rounds:
         self._connection.disconnect()
 
 
-def _script_of(*, flagged: bool) -> str:
-    return (ALLOW_OOM if flagged else "") + HAND_OVER
+def _hand_over_on(version: tuple[int, ...]) -> str:
+    return (ALLOW_OOM if version >= _FLAGS_SINCE else "") + HAND_OVER
 
 
 def _handed_over(reply: Any) -> HandedOver:
     taken, delivered, parked, now_us, next_us, refusal = reply
-    return HandedOver(
-        taken,
-        delivered,
-        parked,
-        now_us,
-        None if next_us < 0 else next_us,
-        refusal.decode("utf-8", "replace"),
-    )
+    told = refusal.decode("utf-8", "replace")
+    return HandedOver(taken, delivered, parked, now_us, None if next_us < 0 else next_us, told)
 
 
 @contextmanager

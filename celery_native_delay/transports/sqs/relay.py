@@ -165,7 +165,7 @@ class QueueRelay:
         """Receive up to ten messages and send them on; what SQS does not take rests by itself."""
         url = self._url(self._source)
         try:
-            answer = self._client(self._source).receive_message(
+            answer = self._client().receive_message(
                 QueueUrl=url,
                 MaxNumberOfMessages=BATCH,
                 WaitTimeSeconds=LONG_POLL_SECONDS,
@@ -178,16 +178,10 @@ class QueueRelay:
             raise
         messages = answer.get("Messages") or []
         received = list(self._read(messages, now_ms=dated_ms(answer)))
-        onward: list[_Received] = []
-        home: list[_Received] = []
-        sent_before: list[_Received] = []
-        for each in received:
-            if each.message_id in self._sent:
-                sent_before.append(each)
-                continue
-            is_last = each.reception.is_last_hop(each.entry.left_ms)
-            (home if is_last else onward).append(each)
-        if sent_before:
+        new = [each for each in received if each.message_id not in self._sent]
+        home = [each for each in new if each.reception.is_last_hop(each.entry.left_ms)]
+        onward = [each for each in new if each not in home]
+        if sent_before := [each for each in received if each.message_id in self._sent]:
             self._delete(sent_before)
         # In this order: a repeated send is recognised by the message that it repeats, which may
         # be among those that go home.
@@ -236,7 +230,9 @@ class QueueRelay:
         batches = list(in_requests(received, lambda each: each.entry.size_bytes))
         for number, batch in enumerate(batches):
             try:
-                refused = self._send(queue, [arguments(each) for each in batch])
+                refused = self._queues.send_many(
+                    queue, [arguments(each) for each in batch], url=lambda: self._url(queue)
+                )
             except BaseException:
                 # Another relay may reach what this one does not.
                 unsent = [each for batch in batches[number:] for each in batch]
@@ -251,22 +247,17 @@ class QueueRelay:
                     queue,
                     len(refused),
                     len(batch),
-                    next(iter(refused.values())),
+                    next(iter(refused.values())).reason,
                 )
                 failed = [batch[at] for at in refused]
                 self._let_rest([(each.receipt, each.retry_seconds) for each in failed])
         return taken
 
-    def _send(self, queue: str, messages: Sequence[dict[str, Any]]) -> dict[int, str]:
-        """Positions of the *messages* that SQS did not take, and why."""
-        failed = self._queues.send_many(queue, messages, url=lambda: self._url(queue))
-        return {at: failure.reason for at, failure in failed.items()}
-
     def _delete(self, sent: Sequence[_Received]) -> None:
         if not sent:
             return
         self._sent.update(each.message_id for each in sent)
-        answer = self._client(self._source).delete_message_batch(
+        answer = self._client().delete_message_batch(
             QueueUrl=self._url(self._source),
             Entries=[
                 {"Id": str(at), "ReceiptHandle": each.receipt} for at, each in enumerate(sent)
@@ -294,7 +285,7 @@ class QueueRelay:
             for at, (receipt, seconds) in enumerate(receipts)
         ]
         with suppress(ClientError, BotoCoreError, OSError):
-            self._client(self._source).change_message_visibility_batch(
+            self._client().change_message_visibility_batch(
                 QueueUrl=self._url(self._source), Entries=entries
             )
 
@@ -307,9 +298,9 @@ class QueueRelay:
             raise _NoDelayQueue(f"expected {self._source!r} among predefined_queues")
         return url
 
-    def _client(self, queue: str) -> Any:
+    def _client(self) -> Any:
         """Asked for each time: the tokens of predefined queues expire."""
-        return self._queues.client(queue)
+        return self._queues.client(self._source)
 
 
 def _leave_room(connection: Any, threads: int) -> None:
