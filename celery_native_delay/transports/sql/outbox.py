@@ -65,14 +65,10 @@ class Outbox(CallingOutbox[Put | PlainPut]):
                 yield Batch([put])
 
     def _deliver(self, batch: Batch[Put | PlainPut]) -> None:
-        waiting = []
-        for put in batch.puts:
-            if isinstance(put, PlainPut):
-                self._put_plainly(put)
-            else:
-                waiting.append(put)
-        if not waiting:
+        if isinstance(plain := batch.puts[0], PlainPut):  # the only one
+            self._put_plainly(plain)
             return
+        waiting = [put for put in batch.puts if isinstance(put, Put)]
         assert self._batches is not None
         try:
             self._batches.store(self._number + 1, waiting)

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
 from time import monotonic, time_ns
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from botocore.exceptions import ClientError
 
@@ -27,12 +26,9 @@ from .delay_queue import (
     why_not_made,
 )
 from .entry import MOST_BYTES, Entry, Payload, Put, check_size
-from .hops import seconds_up
 from .queues import Queues, explained, is_gone
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 #: Seconds until a delay queue is looked at again: one request of each producer.
 LOOK_SECONDS = 600.0
@@ -81,10 +77,10 @@ class Delays(delays.Delays):
             put = put._replace(id=entry_id)
         now_us = time_ns() // 1000
         self.check_size(put, now_us=now_us)
-        if not self.is_far(put, now_us=now_us) or not self._send_into_delay_queue(
+        if not put.is_far(now_us=now_us) or not self._send_into_delay_queue(
             queue, put.entry(now_us=now_us)
         ):
-            self._send(queue, put.payload, self.seconds_here(put, now_us=now_us))
+            self._send(queue, put.payload, put.seconds_here(now_us=now_us))
 
     def put_of(
         self,
@@ -111,7 +107,7 @@ class Delays(delays.Delays):
 
     def check_size(self, put: Put, *, now_us: int) -> None:
         """Refuse what is too large for SQS, or for its destination if that is known."""
-        if not self.is_far(put, now_us=now_us):
+        if not put.is_far(now_us=now_us):
             check_size(put.payload.size_bytes, queue=put.queue)
             return
         check_size(put.entry(now_us=now_us).size_bytes, queue=put.queue)
@@ -119,23 +115,17 @@ class Delays(delays.Delays):
         most_bytes = self.usable(put.queue).most_bytes
         check_size(put.payload.size_bytes, queue=put.queue, most_bytes=most_bytes)
 
-    def is_far(self, put: Put, *, now_us: int) -> bool:
-        """True if it is due later than a single wait ends."""
-        return seconds_up(milliseconds_up(put.due_us - now_us)) > hops.HOP_SECONDS
-
-    def seconds_here(self, put: Put, *, now_us: int) -> int:
-        """Seconds that it is to wait in its own queue."""
-        return min(seconds_up(milliseconds_up(put.due_us - now_us)), hops.HOP_SECONDS)
-
     def _send(self, queue: str, payload: Payload, delay_seconds: int) -> None:
-        def send() -> None:
-            url = self.queues.url(queue)
-            with explained(self.queues.name(queue), "sqs:SendMessage"):
-                self.queues.client(queue).send_message(
-                    QueueUrl=url, DelaySeconds=delay_seconds, **payload.arguments()
-                )
-
-        self._anew_if_gone(queue, send)
+        """Send to *queue* itself; once more if it was deleted under us: kombu creates it then."""
+        arguments = {"DelaySeconds": delay_seconds, **payload.arguments()}
+        for is_last_try in (False, True):
+            try:
+                self._send_to(queue, self.queues.url(queue), arguments)
+                return
+            except ClientError as exc:
+                if is_last_try or not is_gone(exc):
+                    raise
+                self.queues.forget(queue)
 
     def _send_into_delay_queue(self, queue: str, entry: Entry) -> bool:
         """Send into the delay queue; False if there is none, or none any more."""
@@ -145,26 +135,18 @@ class Delays(delays.Delays):
             if url is None:
                 return False
             try:
-                with explained(self.queues.name(name), "sqs:SendMessage"):
-                    self.queues.client(name).send_message(QueueUrl=url, **entry.arguments())
+                self._send_to(name, url, entry.arguments())
+                return True
             except ClientError as exc:
                 if not is_gone(exc):
                     raise
                 self.queues.forget(name)
                 self._looks.pop(queue, None)
-            else:
-                return True
         return False
 
-    def _anew_if_gone(self, queue: str, send: Callable[[], T]) -> T:
-        """*send*; once more if the queue was deleted under us, which kombu then creates."""
-        try:
-            return send()
-        except ClientError as exc:
-            if not is_gone(exc):
-                raise
-            self.queues.forget(queue)
-            return send()
+    def _send_to(self, queue: str, url: str, arguments: dict[str, Any]) -> None:
+        with explained(self.queues.name(queue), "sqs:SendMessage"):
+            self.queues.client(queue).send_message(QueueUrl=url, **arguments)
 
     def usable(self, queue: str) -> Look:
         """A look at the delay queue of *queue*, which is renewed now and then.

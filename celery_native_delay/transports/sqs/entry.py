@@ -16,7 +16,7 @@ from kombu.utils.json import dumps, loads
 from ...due_time import milliseconds_up
 from ...errors import CannotDelay
 from ..virtual.wrapping import encoded
-from .hops import BATCH
+from . import hops
 
 T = TypeVar("T")
 
@@ -138,8 +138,19 @@ class Put(NamedTuple):
         payload = self.payload.holding(envelope, base64=self.base64)
         return self.__class__(self.queue, due_us, delivery_tag, payload, self.base64)
 
+    def wait_ms(self, *, now_us: int) -> int:
+        return milliseconds_up(self.due_us - now_us)
+
+    def is_far(self, *, now_us: int) -> bool:
+        """True if it is due later than a single wait ends."""
+        return hops.seconds_up(self.wait_ms(now_us=now_us)) > hops.HOP_SECONDS
+
+    def seconds_here(self, *, now_us: int) -> int:
+        """Seconds that it is to wait in its own queue."""
+        return min(hops.seconds_up(self.wait_ms(now_us=now_us)), hops.HOP_SECONDS)
+
     def entry(self, *, now_us: int) -> Entry:
-        wait_ms = milliseconds_up(self.due_us - now_us)
+        wait_ms = self.wait_ms(now_us=now_us)
         return Entry(self.id, wait_ms, milliseconds_up(self.due_us), self.payload)
 
 
@@ -171,7 +182,7 @@ def in_requests(items: Iterable[T], size_bytes: Callable[[T], int]) -> Iterator[
     batch_bytes = 0
     for each in items:
         its_bytes = size_bytes(each)
-        if batch and (len(batch) == BATCH or batch_bytes + its_bytes > MOST_BYTES):
+        if batch and (len(batch) == hops.BATCH or batch_bytes + its_bytes > MOST_BYTES):
             yield batch
             batch, batch_bytes = [], 0
         batch.append(each)

@@ -84,13 +84,13 @@ class Outbox(CallingOutbox[Put | PlainPut]):
 
     def _packed(self, puts: list[Put | PlainPut]) -> Iterable[Batch[Put | PlainPut]]:
         """Batches of those that go to the same queue."""
-        delays, now_us = self._delays, time_ns() // 1000
+        now_us = time_ns() // 1000
         ways: dict[tuple[str, bool], list[Put | PlainPut]] = {}
         for put in puts:
             if isinstance(put, PlainPut):
                 yield Batch([put])
             else:
-                way = put.queue, delays.is_far(put, now_us=now_us)
+                way = put.queue, put.is_far(now_us=now_us)
                 ways.setdefault(way, []).append(put)
         for together in ways.values():
             # By the size of an entry, which is some 200 bytes more than the message.
@@ -98,25 +98,22 @@ class Outbox(CallingOutbox[Put | PlainPut]):
 
     def _deliver(self, batch: Batch[Put | PlainPut]) -> None:
         waiting = [put for put in batch.puts if isinstance(put, Put)]
-        for put in batch.puts:
-            if isinstance(put, PlainPut):
-                self._put_plainly(put)
-        if not waiting:
+        if isinstance(plain := batch.puts[0], PlainPut):  # the only one
+            self._put_plainly(plain)
             return
         # Since it was packed, some may have become due sooner than a wait in the delay queue ends.
         delays, now_us = self._delays, time_ns() // 1000
         queue = waiting[0].queue
-        far = [put for put in waiting if delays.is_far(put, now_us=now_us)]
+        far = [put for put in waiting if put.is_far(now_us=now_us)]
         url = delays.usable(queue).url if far else None
-        if url is None:
-            far = []
+        far = far if url else []
         near = [put for put in waiting if put not in far]
         if far:
             entries = [put.entry(now_us=now_us).arguments() for put in far]
             self._send(batch, far, delay_queue_of(queue), entries, lambda: str(url))
         if near:
             messages = [
-                {**put.payload.arguments(), "DelaySeconds": delays.seconds_here(put, now_us=now_us)}
+                {**put.payload.arguments(), "DelaySeconds": put.seconds_here(now_us=now_us)}
                 for put in near
             ]
             self._send(batch, near, queue, messages, lambda: delays.queues.url(queue))
