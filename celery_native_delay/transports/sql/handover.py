@@ -125,42 +125,34 @@ class IntoTheSameDatabase:
         self._ids: dict[str, int] = {}
 
     def __call__(self, batch: Batch, *, park: bool) -> Exception | None:
+        if batch.messages and self._refusal(batch, batch.messages):
+            # One is refused, and the others must not wait for it.
+            for message in batch.messages:
+                if error := self._refusal(batch, [message]):
+                    refuse(batch, message, error, park=park)
+        return None
+
+    def _refusal(self, batch: Batch, messages: list[Stored]) -> exc.DBAPIError | None:
+        """Insert *messages*, all or none; the reason why none are."""
         self._ids.clear()  # a row that was made by a transaction that failed is not there
         try:
             with batch.connection.begin_nested():
-                self._insert(batch.connection, batch.messages)
-            batch.delivered += [message.id for message in batch.messages]
+                rows = [
+                    {
+                        "queue_id": self._id_of(batch.connection, message.queue),
+                        "payload": message.envelope,
+                        "visible": True,
+                        "version": 1,
+                    }
+                    for message in messages
+                ]
+                batch.connection.execute(insert(self._messages), rows)
         except exc.DBAPIError as error:
             if error.connection_invalidated:
                 raise
-            self._one_by_one(batch, park=park)
+            return error
+        batch.delivered += [message.id for message in messages]
         return None
-
-    def _one_by_one(self, batch: Batch, *, park: bool) -> None:
-        """Insert each by itself: one is refused, and the others must not wait for it."""
-        for message in batch.messages:
-            self._ids.clear()
-            try:
-                with batch.connection.begin_nested():
-                    self._insert(batch.connection, [message])
-                batch.delivered.append(message.id)
-            except exc.DBAPIError as error:
-                if error.connection_invalidated:
-                    raise
-                refuse(batch, message, error, park=park)
-
-    def _insert(self, connection: sqlalchemy.Connection, messages: list[Stored]) -> None:
-        rows = [
-            {
-                "queue_id": self._id_of(connection, message.queue),
-                "payload": message.envelope,
-                "visible": True,
-                "version": 1,
-            }
-            for message in messages
-        ]
-        if rows:
-            connection.execute(insert(self._messages), rows)
 
     def _id_of(self, connection: sqlalchemy.Connection, queue: str) -> int:
         """The id of kombu's row for *queue*, which is made if it is not there."""

@@ -16,16 +16,7 @@ from threading import Lock
 from time import monotonic, time_ns
 from typing import Any, TypeVar
 
-from sqlalchemy import (
-    Connection,
-    bindparam,
-    delete,
-    exc,
-    func,
-    insert,
-    inspect,
-    select,
-)
+from sqlalchemy import Connection, bindparam, delete, exc, func, insert, inspect, select
 
 from ...errors import StoreUnavailable, TopologyMismatch
 from ...urls import without_password
@@ -127,8 +118,7 @@ class Store:
         self.change(lambda connection: connection.execute(_CHANGE_NOTHING))
 
     def clock_ahead_seconds(self) -> float | None:
-        with self._explained(), self._reading() as connection:
-            return clock_ahead_seconds(connection)
+        return self.look(clock_ahead_seconds)
 
     def _has_tables(self) -> bool:
         with self._reading() as connection:
@@ -225,8 +215,8 @@ class Store:
 
     def next_due_us(self) -> int | None:
         """Due time of the first message, microseconds since the epoch; None if nothing waits."""
-        with self._explained(), self._reading() as connection:
-            due_us = connection.execute(_NEXT, {"mine": self.namespace}).scalar()
+        mine = {"mine": self.namespace}
+        due_us = self.look(lambda connection: connection.execute(_NEXT, mine).scalar())
         return None if due_us is None else int(due_us)
 
     def taking(self, *, until_us: int) -> AbstractContextManager[Batch]:
@@ -272,8 +262,7 @@ class Store:
     def look_for_dispatcher(self) -> Census:
         """A census without counting, which takes long where much waits: *overdue* is 1 or 0."""
         due_us = self.next_due_us()
-        with self._explained(), self._reading() as connection:
-            promoting = is_shown(connection, self.namespace)
+        promoting = self.look(lambda connection: is_shown(connection, self.namespace))
         until_us = None if due_us is None else due_us - time_ns() // 1000
         overdue = until_us is not None and until_us <= 0
         return Census(int(due_us is not None), 0, int(overdue), until_us, promoting)
@@ -288,8 +277,8 @@ class Store:
 
     def count_parked(self) -> int:
         statement = select(func.count()).select_from(MESSAGES).where(_MINE, _ROW.due_us.is_(None))
-        with self._explained(), self._reading() as connection:
-            return int(connection.execute(statement, {"mine": self.namespace}).scalar() or 0)
+        mine = {"mine": self.namespace}
+        return int(self.look(lambda connection: connection.execute(statement, mine).scalar()) or 0)
 
     def parked(self, *, limit: int) -> list[tuple[str, str]]:
         """Envelopes of the first *limit* parked messages, and why each was refused."""
@@ -299,8 +288,8 @@ class Store:
             .order_by(_ROW.id)
             .limit(limit)
         )
-        with self._explained(), self._reading() as connection:
-            rows = connection.execute(statement, {"mine": self.namespace}).all()
+        mine = {"mine": self.namespace}
+        rows = self.look(lambda connection: connection.execute(statement, mine).all())
         return [(envelope, reason or "") for envelope, reason in rows]
 
     def purge(self, *, parked: bool) -> int:
