@@ -70,33 +70,26 @@ ALIASES = {
     **{alias: f"{_SQL}:{alias}" for alias in _WITHOUT_DELAYS},
 }
 
-_FOR_REDIS = ("redis",), "celery_native_delay[redis]"
-_FOR_SQS = ("boto3", "botocore"), "celery_native_delay[sqs]"
-_FOR_SQLALCHEMY = ("sqlalchemy",), "celery_native_delay[sql]"
-_FOR_KAFKA = ("confluent_kafka",), "kombu[confluentkafka]"
-
 #: What kombu's transports import, by their aliases, and what to install for it.
 _PACKAGES: dict[str, tuple[tuple[str, ...], str]] = {
-    "redis": _FOR_REDIS,
-    "rediss": _FOR_REDIS,
-    "sentinel": _FOR_REDIS,
-    "sqs": _FOR_SQS,
-    "SQS": _FOR_SQS,
-    "sqlalchemy": _FOR_SQLALCHEMY,
-    "sqla": _FOR_SQLALCHEMY,
-    "pgmq": (("pgmq", "psycopg"), "kombu[pgmq]"),
-    "mongodb": (("pymongo",), "kombu[mongodb]"),
-    "zookeeper": (("kazoo",), "kombu[zookeeper]"),
-    "consul": (("consul",), "kombu[consul]"),
-    "etcd": (("etcd",), "python-etcd"),
-    "pyro": (("Pyro4",), "kombu[pyro]"),
-    "SLMQ": (("softlayer_messaging",), "kombu[slmq]"),
-    "slmq": (("softlayer_messaging",), "kombu[slmq]"),
-    "azurestoragequeues": (("azure.storage.queue",), "kombu[azurestoragequeues]"),
-    "azureservicebus": (("azure.servicebus",), "kombu[azureservicebus]"),
-    "confluentkafka": _FOR_KAFKA,
-    "kafka": _FOR_KAFKA,
-    "gcpubsub": (("google.cloud.pubsub_v1",), "kombu[gcpubsub]"),
+    alias: (modules, requirement)
+    for aliases, modules, requirement in (
+        ("redis rediss sentinel", ("redis",), "celery_native_delay[redis]"),
+        ("sqs SQS", ("boto3", "botocore"), "celery_native_delay[sqs]"),
+        ("sqlalchemy sqla", ("sqlalchemy",), "celery_native_delay[sql]"),
+        ("pgmq", ("pgmq", "psycopg"), "kombu[pgmq]"),
+        ("mongodb", ("pymongo",), "kombu[mongodb]"),
+        ("zookeeper", ("kazoo",), "kombu[zookeeper]"),
+        ("consul", ("consul",), "kombu[consul]"),
+        ("etcd", ("etcd",), "python-etcd"),
+        ("pyro", ("Pyro4",), "kombu[pyro]"),
+        ("slmq SLMQ", ("softlayer_messaging",), "kombu[slmq]"),
+        ("azurestoragequeues", ("azure.storage.queue",), "kombu[azurestoragequeues]"),
+        ("azureservicebus", ("azure.servicebus",), "kombu[azureservicebus]"),
+        ("confluentkafka kafka", ("confluent_kafka",), "kombu[confluentkafka]"),
+        ("gcpubsub", ("google.cloud.pubsub_v1",), "kombu[gcpubsub]"),
+    )
+    for alias in aliases.split()
 }
 
 #: What the aliases led to before.

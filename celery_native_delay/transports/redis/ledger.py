@@ -19,9 +19,6 @@ from ..virtual.ledger import changed, waiting_of
 from .entry import Destination, entry_of, opened_entry
 from .store import Store
 
-#: What kombu puts between the name of a queue and its priority.
-_SEPARATOR = "\x06\x16"
-
 
 class RedisLedger(IndexedLedger):
     """A :class:`~celery_native_delay.ledger.model.Ledger` on one channel."""
@@ -29,7 +26,8 @@ class RedisLedger(IndexedLedger):
     def __init__(self, channel: Any) -> None:
         self._delays = channel.delays
         self._delays.prepare()
-        self._separator: str = getattr(channel, "sep", _SEPARATOR)
+        #: What kombu puts between the name of a queue and its priority.
+        self._separator: str = channel.sep
         keys = self._delays.keys
         client = self._delays.store.client
         self._prefix: str = keys.prefix
@@ -49,21 +47,15 @@ class RedisLedger(IndexedLedger):
     def _replace(
         self, member: str, entry: bytes, task: Waiting, due_us: int | None, *, cancelled: bool
     ) -> tuple[str, int] | None:
-        with self._explained():
-            changed_us = self._replaced(member, entry, due_us, cancelled=cancelled)
-        return None if changed_us is None else (member, changed_us)
-
-    def _replaced(
-        self, member: str, entry: bytes, due_us: int | None, *, cancelled: bool
-    ) -> int | None:
-        """The new due time of the message; None if it was not there any more as it was."""
         store: Store = self._delays.store
         destination, envelope = opened_entry(entry)
         new_due_us = time_ns() // 1000 if due_us is None else due_us
         new = changed(envelope, new_due_us, cancelled=cancelled)
-        if new is None:
-            return 0 if store.remove(member, entry) else None
-        return store.replace(member, entry, due_us, entry_of(destination, new))
+        with self._explained():
+            if new is None:
+                return (member, 0) if store.remove(member, entry) else None
+            changed_us = store.replace(member, entry, due_us, entry_of(destination, new))
+        return None if changed_us is None else (member, changed_us)
 
     def _decode(self, member: str, entry: bytes, due_us: int) -> Waiting | None:
         destination, envelope = opened_entry(entry)

@@ -88,6 +88,3 @@ class RedisSource(Source):
         assert self._last is not None
         last, self._last = self._last, None
         return self._store.remove(*last)
-
-    def close(self) -> None:
-        """Nothing was taken that is not gone."""

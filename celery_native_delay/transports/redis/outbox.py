@@ -170,7 +170,7 @@ class Outbox(outbox.Outbox[Put, Parcel]):
             self._read_one()
 
     def _read_one(self) -> None:
-        reason = None
+        parcel = self._parcels[0]
         try:
             with refusals_explained(self._keys):
                 self._connection.read_response()
@@ -178,20 +178,15 @@ class Outbox(outbox.Outbox[Put, Parcel]):
             raise
         except exceptions.NoScriptError:
             # This answer comes after those that are on their way.
-            parcel = self._parcels.popleft()
-            self._written -= 1
-            self._parcels.insert(self._written, parcel)
+            self._parcels.insert(self._written - 1, self._parcels.popleft())
             command = parcel.packed(self._connection, whole=True)
             self._connection.send_packed_command(command, check_health=False)
-            self._written += 1
             return
         except (NativeDelayError, exceptions.ResponseError) as exc:
-            reason = str(exc)
-        parcel = self._parcels.popleft()
+            self._refuse(str(exc), parcel.puts)
+        self._parcels.popleft()
         self._written -= 1
         self._unanswered -= len(parcel.puts)
-        if reason is not None:
-            self._refuse(reason, parcel.puts)
 
     def _prepare(self, channel: Any) -> None:
         channel.delays.prepare()

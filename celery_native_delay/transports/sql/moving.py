@@ -76,6 +76,3 @@ class StoreSource(Source):
         assert self._last is not None
         with self._store.rows(to_change=True) as rows:
             return rows.remove_as_it_was(self._last)
-
-    def close(self) -> None:
-        """Nothing was taken that is not gone."""
