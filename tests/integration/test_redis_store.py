@@ -292,9 +292,9 @@ def test_purge_throws_away_what_waits_and_leaves_what_is_parked(store: Store) ->
     promote(store)
     for number in range(1500):
         add(store, f"{number}", in_ms=60_000)
-    assert store.purge() == 1500
+    assert store.purge(parked=False) == 1500
     assert store.census().entries == store.census().parked == 1
-    assert store.purge_parked() == 1
+    assert store.purge(parked=True) == 1
     assert store.census().entries == 0
 
 

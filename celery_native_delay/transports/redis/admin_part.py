@@ -55,12 +55,6 @@ class RedisAdminPart(AdminPart):
             *clocks(self._delays.clock_ahead_seconds()),
         ]
 
-    def _census(self) -> Census:
-        return self._store.census()
-
-    def purge(self) -> int:
-        return self._store.purge()
-
     def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]]:
         entries = self._store.peek_parked(limit=limit)
         return self._store.census().parked, [
@@ -69,9 +63,6 @@ class RedisAdminPart(AdminPart):
 
     def requeue(self) -> Rescue:
         return rescue(self._delays)
-
-    def purge_parked(self) -> int:
-        return self._store.purge_parked()
 
 
 def _compare(name: str, census: Census) -> list[Finding]:

@@ -168,13 +168,9 @@ class Store:
 
     # --- throwing away -------------------------------------------------------------------
 
-    def purge(self) -> int:
-        return self._discard_all(self.keys.due)
-
-    def purge_parked(self) -> int:
-        return self._discard_all(self.keys.parked)
-
-    def _discard_all(self, source: str) -> int:
+    def purge(self, *, parked: bool) -> int:
+        """Throw away all that waits, or all that is parked; how many."""
+        source = self.keys.parked if parked else self.keys.due
         keys = [source, self.keys.messages, self.keys.ids]
         thrown = 0
         while True:

@@ -10,7 +10,7 @@ from ...errors import StoreUnavailable, TopologyMismatch
 from ...finding import UNCHECKED, WRONG, Finding, clock_finding
 from ..interface import ParkedTask, Rescue, Told
 from ..virtual.admin_part import AdminPart, parked_task
-from ..virtual.status import Census, Status
+from ..virtual.status import Status
 from .schema import MESSAGES, VERSION
 from .store import Store
 from .worker_part import rescue
@@ -48,7 +48,6 @@ class StoreAdminPart(AdminPart):
     def examine(self) -> list[Finding]:
         with _told() as found:
             if self._store.is_made():
-                self._store.prepare()
                 found += Status.of(self.name, self._store.census()).findings()
                 found += self._clocks()
         return found
@@ -63,13 +62,6 @@ class StoreAdminPart(AdminPart):
         effect = "one of the two makes delayed tasks early or late"
         yield from clock_finding("the database's clock", ahead_seconds, effect)
 
-    def _census(self) -> Census:
-        self._store.prepare()
-        return self._store.census()
-
-    def purge(self) -> int:
-        return self._store.purge(parked=False)
-
     def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]]:
         self._store.prepare()
         found = self._store.parked(limit=limit)
@@ -78,9 +70,6 @@ class StoreAdminPart(AdminPart):
     def requeue(self) -> Rescue:
         self._store.prepare()
         return rescue(self._channel, self._store)
-
-    def purge_parked(self) -> int:
-        return self._store.purge(parked=True)
 
 
 @contextmanager

@@ -45,7 +45,6 @@ class StoreSource(Source):
         self.name = name
         self._store = store
         self._last: Row | None = None
-        store.prepare()
 
     def count(self) -> int:
         return self._store.census().waiting

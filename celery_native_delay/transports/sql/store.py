@@ -246,6 +246,7 @@ class Store:
     # --- looking -------------------------------------------------------------------------
 
     def census(self) -> Census:
+        self.prepare()
         now_us = time_ns() // 1000
         columns = (func.count(_ROW.due_us), func.count(_ROW.id), func.min(_ROW.due_us))
         with self._explained(), self._reading() as connection:

@@ -3,29 +3,33 @@
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
+from typing import Any
 
 from ..interface import Backlog, ParkedTask
-from .status import Census, Status
+from .status import Status
 from .wrapping import unwrapped
 
 
-class AdminPart(ABC):
-    """Counting for :class:`~celery_native_delay.transports.interface.AdminPart`."""
+class AdminPart:
+    """Numbers for :class:`~celery_native_delay.transports.interface.AdminPart`, by a *_store*."""
 
     name: str
-
-    @abstractmethod
-    def _census(self) -> Census: ...
+    _store: Any
 
     def status(self) -> Status:
-        return Status.of(self.name, self._census())
+        return Status.of(self.name, self._store.census())
 
     def backlog(self) -> Backlog:
         """The store itself is the ledger."""
-        census = self._census()
+        census = self._store.census()
         waiting = census.waiting
         return Backlog(waiting, census.parked, (), True, census.until_first_us, waiting)
+
+    def purge(self) -> int:
+        return int(self._store.purge(parked=False))
+
+    def purge_parked(self) -> int:
+        return int(self._store.purge(parked=True))
 
 
 def parked_task(envelope: str | bytes) -> ParkedTask:
