@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass
 from hashlib import sha1
 from typing import Any, NamedTuple, Self
 from uuid import uuid4
@@ -84,14 +83,14 @@ class RedisCollecting(Collecting):
         return Put(to, front, due_us, name, entry[len(front) :])
 
 
-@dataclass(frozen=True)
-class Parcel:
+class Batch(outbox.Batch[Put]):
     """One script with its messages: sent, answered for, and sent again as a whole."""
 
-    script: str
-    keys: tuple[str, ...]
-    arguments: list[Any]
-    puts: list[Put]
+    def __init__(
+        self, script: str, keys: tuple[str, ...], arguments: list[Any], puts: list[Put]
+    ) -> None:
+        super().__init__(puts)
+        self.script, self.keys, self.arguments = script, keys, arguments
 
     def packed(self, connection: Any, *, whole: bool = False) -> Any:
         """The command's bytes; *whole* with the script itself, for a server that forgot it."""
@@ -99,7 +98,7 @@ class Parcel:
         return connection.pack_command(*name, len(self.keys), *self.keys, *self.arguments)
 
 
-class Outbox(outbox.Outbox[Put, Parcel]):
+class Outbox(outbox.Outbox[Put, Batch]):
     """Many messages to Redis: a hundred in a script."""
 
     lost = (
@@ -117,14 +116,14 @@ class Outbox(outbox.Outbox[Put, Parcel]):
         self._name = uuid4().hex
         #: redis-py's; None while there is none.
         self._connection: Any = None
-        self._parcelled = 0
+        self._number = 0
 
     def take(self, put: Put) -> None:
         if put.due_us:
             super().take(put)
         else:
             to = put.destination
-            self._add(self._parcel(PUSH, to.keys, [to.ttl_ms, put.envelope], [put]))
+            self._add(self._batch(PUSH, to.keys, [to.ttl_ms, put.envelope], [put]))
 
     def is_lasting(self, error: BaseException) -> bool:
         no_database = isinstance(error, exceptions.ResponseError) and "DB index" in str(error)
@@ -135,34 +134,32 @@ class Outbox(outbox.Outbox[Put, Parcel]):
         keys: Keys = self.channel.delays.keys
         return keys
 
-    def _packed(self, puts: list[Put]) -> Iterable[Parcel]:
+    def _packed(self, puts: list[Put]) -> Iterable[Batch]:
         keys = self._keys
         names = (keys.due, keys.messages, keys.wake, keys.ids)
         arguments: list[Any] = []
         for put in puts:
             arguments += (put.member, put.due_us, put.front + put.envelope)
         self.channel.delays.watch()
-        return (self._parcel(ADD_MANY, names, arguments, puts),)
+        return (self._batch(ADD_MANY, names, arguments, puts),)
 
-    def _parcel(
+    def _batch(
         self, script: str, keys: tuple[str, ...], arguments: list[Any], puts: list[Put]
-    ) -> Parcel:
-        self._parcelled += 1
+    ) -> Batch:
+        self._number += 1
         taken = self._keys.taken(self._name)
-        return Parcel(script, (taken, *keys), [self._parcelled, *arguments], puts)
+        return Batch(script, (taken, *keys), [self._number, *arguments], puts)
 
     def _write(self) -> None:
         self._connect()
-        while self._written < len(self._parcels):
-            parcel = self._parcels[self._written]
-            self._connection.send_packed_command(
-                parcel.packed(self._connection), check_health=False
-            )
+        while self._written < len(self._batches):
+            batch = self._batches[self._written]
+            self._connection.send_packed_command(batch.packed(self._connection), check_health=False)
             self._written += 1
 
     def _read_down(self) -> None:
         self._write()
-        while self._unanswered > self._window - self._batch:
+        while self._unanswered > self._window - self._batch_size:
             self._read_one()
 
     def _read_ready(self, *, timeout_seconds: float = 0) -> None:
@@ -170,7 +167,7 @@ class Outbox(outbox.Outbox[Put, Parcel]):
             self._read_one()
 
     def _read_one(self) -> None:
-        parcel = self._parcels[0]
+        batch = self._batches[0]
         try:
             with refusals_explained(self._keys):
                 self._connection.read_response()
@@ -178,15 +175,15 @@ class Outbox(outbox.Outbox[Put, Parcel]):
             raise
         except exceptions.NoScriptError:
             # This answer comes after those that are on their way.
-            self._parcels.insert(self._written - 1, self._parcels.popleft())
-            command = parcel.packed(self._connection, whole=True)
+            self._batches.insert(self._written - 1, self._batches.popleft())
+            command = batch.packed(self._connection, whole=True)
             self._connection.send_packed_command(command, check_health=False)
             return
         except (NativeDelayError, exceptions.ResponseError) as exc:
-            self._refuse(str(exc), parcel.puts)
-        self._parcels.popleft()
+            self._refuse(str(exc), batch.puts)
+        self._batches.popleft()
         self._written -= 1
-        self._unanswered -= len(parcel.puts)
+        self._unanswered -= len(batch.puts)
 
     def _prepare(self, channel: Any) -> None:
         channel.delays.prepare()

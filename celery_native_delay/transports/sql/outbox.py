@@ -42,7 +42,7 @@ class Outbox(CallingOutbox[Put | PlainPut]):
     def __init__(self, client: Any, window: int) -> None:
         super().__init__(client, window)
         self.lost = (*self.lost, StoreUnavailable, *client.recoverable_connection_errors)
-        self._batches: NumberedBatches | None = None
+        self._numbered: NumberedBatches | None = None
         #: Of the last batch that is stored.
         self._number = 0
 
@@ -51,10 +51,10 @@ class Outbox(CallingOutbox[Put | PlainPut]):
 
     def _prepare(self, channel: Any) -> None:
         channel.delays.store.prepare()
-        if self._batches is None:
+        if self._numbered is None:
             batches = NumberedBatches(channel.delays.store)
             batches.open()
-            self._batches = batches
+            self._numbered = batches
 
     def _packed(self, puts: list[Put | PlainPut]) -> Iterable[Batch[Put | PlainPut]]:
         waiting = [put for put in puts if isinstance(put, Put)]
@@ -69,9 +69,9 @@ class Outbox(CallingOutbox[Put | PlainPut]):
             self._put_plainly(plain)
             return
         waiting = [put for put in batch.puts if isinstance(put, Put)]
-        assert self._batches is not None
+        assert self._numbered is not None
         try:
-            self._batches.store(self._number + 1, waiting)
+            self._numbered.store(self._number + 1, waiting)
         except StoreUnavailable as error:
             if is_about_a_row(error):
                 raise NotTaken(str(error)) from error
@@ -80,5 +80,5 @@ class Outbox(CallingOutbox[Put | PlainPut]):
         self.channel.delays.watch()
 
     def _forget(self) -> None:
-        if self._batches is not None:
-            self._batches.close()
+        if self._numbered is not None:
+            self._numbered.close()

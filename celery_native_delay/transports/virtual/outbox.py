@@ -14,7 +14,7 @@ from dataclasses import replace
 from functools import partial
 from threading import Event, RLock, Thread
 from time import monotonic, sleep
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 from amqp.exceptions import RecoverableConnectionError
 from kombu.exceptions import OperationalError
@@ -46,22 +46,22 @@ PAUSE_SECONDS = 0.2
 _BATCH_BYTES = 1_000_000
 
 
-class Parcel(Protocol):
-    """Messages that go out together."""
+class Batch(Generic[PutT]):
+    """Messages that go out together; those that the broker has taken are not in it any more."""
 
-    @property
-    def puts(self) -> Sequence[Put]: ...
-
-
-ParcelT = TypeVar("ParcelT", bound=Parcel)
+    def __init__(self, puts: Sequence[PutT]) -> None:
+        self.puts = list(puts)
 
 
-class Outbox(ABC, Generic[PutT, ParcelT]):
+BatchT = TypeVar("BatchT", bound=Batch[Any])
+
+
+class Outbox(ABC, Generic[PutT, BatchT]):
     """Messages kept until the broker has answered for them.
 
     For one thread; what it holds back, a second one sends in time.
 
-    *parcels* are all that the server has yet to answer for, and the first so many of them have
+    *batches* are all that the server has yet to answer for, and the first so many of them have
     been *written* to the connection of now.
     """
 
@@ -79,7 +79,7 @@ class Outbox(ABC, Generic[PutT, ParcelT]):
         options = {**(client.transport_options or {}), **self.connection_options}
         self._clone = partial(client.clone, transport_options=options)
         self._window = window
-        self._batch = min(BATCH, window)
+        self._batch_size = min(BATCH, window)
         #: Held by either thread while it does anything here.
         self.lock = RLock()
         #: On kombu's connection; None until there was one.
@@ -90,7 +90,7 @@ class Outbox(ABC, Generic[PutT, ParcelT]):
         self._held: list[PutT] = []
         self._held_bytes = 0
         self._held_since = 0.0
-        self._parcels: deque[ParcelT] = deque()
+        self._batches: deque[BatchT] = deque()
         self._written = 0
         self._unanswered = 0
         #: When the outage of now began, in seconds of the monotonic clock; None without one.
@@ -120,11 +120,11 @@ class Outbox(ABC, Generic[PutT, ParcelT]):
 
         Before a message is taken, so that one that cannot be sent is not held either.
         """
-        if len(self._held) >= self._batch or self._held_bytes >= _BATCH_BYTES:
+        if len(self._held) >= self._batch_size or self._held_bytes >= _BATCH_BYTES:
             self._close_batch()
-        if self._written < len(self._parcels):
+        if self._written < len(self._batches):
             self.patiently(lambda _: self._write())
-        if self._unanswered > self._window - self._batch:
+        if self._unanswered > self._window - self._batch_size:
             self.patiently(lambda _: self._read_down())
 
     def patiently(self, attempt: Callable[[Any], T]) -> T:
@@ -165,7 +165,7 @@ class Outbox(ABC, Generic[PutT, ParcelT]):
         deadline = None if timeout_seconds is None else monotonic() + timeout_seconds
         with self.lock:
             self._close_batch()
-            while self._parcels:
+            while self._batches:
                 if deadline is not None and monotonic() > deadline:
                     raise TimeoutError(f"{self._unanswered} message(s) not answered for in time")
                 try:
@@ -191,8 +191,8 @@ class Outbox(ABC, Generic[PutT, ParcelT]):
         """The messages that the server has yet to answer for; they are given up."""
         with self.lock:
             self._close_batch()
-            envelopes = [put.envelope for parcel in self._parcels for put in parcel.puts]
-            self._parcels.clear()
+            envelopes = [put.envelope for batch in self._batches for put in batch.puts]
+            self._batches.clear()
             self._written = self._unanswered = 0
             return self._named(IN_DOUBT, envelopes)
 
@@ -204,7 +204,7 @@ class Outbox(ABC, Generic[PutT, ParcelT]):
             if self._client is not None:
                 with suppress(*self.lost, NativeDelayError):
                     self._forget()
-            self._parcels.clear()
+            self._batches.clear()
             self._lose()
         if self._thread.ident is not None:
             self._thread.join()
@@ -215,12 +215,12 @@ class Outbox(ABC, Generic[PutT, ParcelT]):
         """Make a new *channel*, and whatever else it takes to write, ready."""
 
     @abstractmethod
-    def _packed(self, puts: list[PutT]) -> Iterable[ParcelT]:
-        """Parcels of the messages that are to go out."""
+    def _packed(self, puts: list[PutT]) -> Iterable[BatchT]:
+        """Batches of the messages that are to go out."""
 
     @abstractmethod
     def _write(self) -> None:
-        """Send all parcels that are not written yet, on a connection."""
+        """Send all batches that are not written yet, on a connection."""
 
     def _read_down(self) -> None:
         """Read answers until another batch fits into the window."""
@@ -236,12 +236,12 @@ class Outbox(ABC, Generic[PutT, ParcelT]):
     def _close_batch(self) -> None:
         if self._held:
             held, self._held, self._held_bytes = self._held, [], 0
-            for parcel in self._packed(held):
-                self._add(parcel)
+            for batch in self._packed(held):
+                self._add(batch)
 
-    def _add(self, parcel: ParcelT) -> None:
-        self._parcels.append(parcel)
-        self._unanswered += len(parcel.puts)
+    def _add(self, batch: BatchT) -> None:
+        self._batches.append(batch)
+        self._unanswered += len(batch.puts)
         self._want()
 
     def _refuse(self, reason: str, puts: Iterable[Put]) -> None:
@@ -314,25 +314,18 @@ class Outbox(ABC, Generic[PutT, ParcelT]):
                 try:
                     if self._held and monotonic() - self._held_since >= LINGER_SECONDS:
                         self._close_batch()
-                    if self._parcels:
+                    if self._batches:
                         self._write()
                         self._read_ready()
                 except expected:
                     self._lose()
                     pause_seconds = PAUSE_SECONDS
-                if not self._held and not self._parcels:
+                if not self._held and not self._batches:
                     self._wanted.clear()
 
 
 class NotTaken(Exception):
     """The broker does not take one of these messages, or all of them; it has taken none."""
-
-
-class Batch(Generic[PutT]):
-    """Messages that go out together; those that the broker has taken are not in it any more."""
-
-    def __init__(self, puts: Sequence[PutT]) -> None:
-        self.puts = list(puts)
 
 
 class CallingOutbox(Outbox[PutT, Batch[PutT]]):
@@ -355,14 +348,14 @@ class CallingOutbox(Outbox[PutT, Batch[PutT]]):
 
     def _write(self) -> None:
         self._connect()
-        while self._parcels:
-            batch = self._parcels[0]
+        while self._batches:
+            batch = self._batches[0]
             try:
                 self._deliver(batch)
             except NotTaken as exc:
-                self._parcels.popleft()
+                self._batches.popleft()
                 if len(batch.puts) > 1:  # not all of them for one
-                    self._parcels.extendleft(Batch([put]) for put in reversed(batch.puts))
+                    self._batches.extendleft(Batch([put]) for put in reversed(batch.puts))
                     continue
                 self._unanswered -= len(batch.puts)
                 self._refuse(str(exc), batch.puts)
@@ -370,10 +363,10 @@ class CallingOutbox(Outbox[PutT, Batch[PutT]]):
                 raise
             except NativeDelayError as exc:
                 self._settled(batch, batch.puts, reason=str(exc))
-                self._parcels.popleft()
+                self._batches.popleft()
             else:
                 self._settled(batch, batch.puts)
-                self._parcels.popleft()
+                self._batches.popleft()
 
     def _settled(self, batch: Batch[PutT], puts: Sequence[PutT], *, reason: str = "") -> None:
         """The broker has answered for *puts* of *batch*: refused them, if there is a *reason*."""
