@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any
 
 from sqlalchemy import Connection, bindparam, delete, select, update
 
@@ -57,11 +57,6 @@ class Batch:
     messages: list[Stored]
     delivered: list[int] = field(default_factory=list)
     put_off: list[dict[str, Any]] = field(default_factory=list)
-
-    @classmethod
-    def taken(cls, connection: Connection, which: Any, parameters: dict[str, Any]) -> Self:
-        """A batch of those that :data:`DUE` or :data:`PARKED` find."""
-        return cls(connection, [Stored(*row) for row in connection.execute(which, parameters)])
 
     def refused(self, message: Stored, reason: str, due_us: int | None) -> None:
         """Mark *message*, which was refused, to be tried again at *due_us*; None parks it."""

@@ -18,7 +18,7 @@ from ...ledger.looking import is_itself_in_json
 from ...ledger.model import ALL, Ledger, Outcome, Page, Query, Verdict, Waiting
 from ..virtual.ledger import changed, waiting_of
 from .handover import HandOver, handing_over
-from .rows import Row, Rows
+from .rows import Row
 from .store import Store
 
 
@@ -84,9 +84,14 @@ class StoreLedger(Ledger):
             with self._store.rows(to_change=True) as rows:
                 for row in rows.of(task_id):
                     task = _decoded(row)
-                    if task is not None:
-                        _replace(rows, row, new_due_us, cancelled=cancelled)
-                        done.append(task)
+                    if task is None:
+                        continue
+                    done.append(task)
+                    new = changed(row.envelope, new_due_us, cancelled=cancelled)
+                    if new is None:
+                        rows.remove(row)
+                    else:
+                        rows.replace(row, new, new_due_us)
             if not done:
                 verdict = Verdict.TOO_LATE if seen else Verdict.UNKNOWN
                 return Outcome(task_id, verdict, None, tuple(seen))
@@ -114,14 +119,6 @@ def _explained() -> Iterator[None]:
         yield
     except (StoreUnavailable, TopologyMismatch) as exc:
         raise LedgerUnavailable(f"the store does not say what waits: {exc}") from exc
-
-
-def _replace(rows: Rows, row: Row, due_us: int, *, cancelled: bool) -> None:
-    new = changed(row.envelope, due_us, cancelled=cancelled)
-    if new is None:
-        rows.remove(row)
-    else:
-        rows.replace(row, new, due_us)
 
 
 def _decoded(row: Row) -> Waiting | None:

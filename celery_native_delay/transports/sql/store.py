@@ -22,7 +22,7 @@ from ...errors import StoreUnavailable, TopologyMismatch
 from ...urls import without_password
 from ..per_process import PerProcess
 from ..virtual.status import Census
-from .batch import DUE, PARKED, Batch
+from .batch import DUE, PARKED, Batch, Stored
 from .breakers import Breakers
 from .database import READS, clock_ahead_seconds, engine_of
 from .rows import Rows
@@ -234,7 +234,8 @@ class Store:
     @contextmanager
     def _batch(self, which: Any, parameters: dict[str, Any]) -> Iterator[Batch]:
         with self._explained(), self.engine.begin() as connection:
-            batch = Batch.taken(connection, which, parameters)
+            found = [Stored(*row) for row in connection.execute(which, parameters)]
+            batch = Batch(connection, found)
             yield batch
             batch.settle()
         for one in batch.delivered:
