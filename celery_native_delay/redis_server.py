@@ -130,15 +130,19 @@ def _has_hash_tag(prefix: str) -> bool:
     return opening >= 0 and prefix.find("}", opening) > opening + 1
 
 
-def server_of(client: Any, *, configurable: bool | None = None) -> Server:
-    """The server as it describes itself now; little, where ``INFO`` is not allowed."""
+def server_of(client: Any, *, thoroughly: bool = False) -> Server:
+    """The server as it describes itself now; little, where ``INFO`` is not allowed.
+
+    *thoroughly*: also whether it can be configured.
+    """
+    configurable = _is_configurable(client) if thoroughly else None
     try:
         return Server.from_info(client.info(), configurable=configurable)
     except ResponseError:
         return Server(configurable=configurable)
 
 
-def is_configurable(client: Any) -> bool:
+def _is_configurable(client: Any) -> bool:
     """True if this user may look at the configuration: else it may not change it either."""
     try:
         client.config_get("appendonly")
@@ -186,7 +190,7 @@ def findings(client: Any, *, key: str, check: str, kept: str, where: str) -> Ite
             "left and a user who may",
         )
     try:
-        server = server_of(client, configurable=is_configurable(client))
+        server = server_of(client, thoroughly=True)
         yield from keeping(server, check=check, kept=kept, has_ttls=True)
         yield from clocks(clock_ahead_seconds(client), check=check)
     except (RedisError, OSError) as exc:

@@ -13,6 +13,7 @@ from celery_native_delay import UnsupportedBroker
 from celery_native_delay.finding import UNCHECKED
 from celery_native_delay.redis_server import Server
 from celery_native_delay.testing import PrivateRedis
+from celery_native_delay.transports.redis import delays
 from celery_native_delay.transports.redis.admin_part import RedisAdminPart
 from tests.integration.project import Project
 from tests.integration.redis_traffic import delaying, promote, store_of
@@ -102,11 +103,11 @@ def test_verify_says_what_it_could_not_look_at(
     connection: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     part = RedisAdminPart(connection.default_channel)
-    monkeypatch.setattr(type(connection.default_channel.delays), "look", lambda self, **_: Server())
+    monkeypatch.setattr(delays, "server_of", lambda client, **_: Server())
     (found,) = part.verify()
     assert found.level == UNCHECKED
     old = Server(version=(6, 0, 0))
-    monkeypatch.setattr(type(connection.default_channel.delays), "look", lambda self, **_: old)
+    monkeypatch.setattr(delays, "server_of", lambda client, **_: old)
     connection.default_channel.delays._server = None
     with pytest.raises(UnsupportedBroker):
         part.verify()

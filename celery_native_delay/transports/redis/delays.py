@@ -11,14 +11,7 @@ import redis
 from ...due_time import milliseconds_up
 from ...finding import Finding
 from ...keyed.publishing import KeyedPublish
-from ...redis_server import (
-    Server,
-    check_server,
-    clock_ahead_seconds,
-    is_configurable,
-    keeping,
-    server_of,
-)
+from ...redis_server import Server, check_server, clock_ahead_seconds, keeping, server_of
 from ...settings import DelaySettings
 from ..virtual import delays
 from ..virtual.status import Status
@@ -60,19 +53,15 @@ class Delays(delays.Delays):
         """The server, looked at once a channel; raises why it cannot hold delayed messages."""
         self.check_settings()
         if self._server is None:
-            server = self.look()
+            server = server_of(self.store.client)
             check_server(server, prefix=self.keys.prefix)
             self._server = server
         return self._server
 
-    def look(self, *, thoroughly: bool = False) -> Server:
-        """The server as it is now; *thoroughly*: also whether it can be configured."""
-        client = self.store.client
-        return server_of(client, configurable=is_configurable(client) if thoroughly else None)
-
     def dangers(self) -> list[Finding]:
         """Settings that may make the server lose messages that wait."""
-        return list(keeping(self.look(thoroughly=True), check="server", kept="delayed messages"))
+        server = server_of(self.store.client, thoroughly=True)
+        return list(keeping(server, check="server", kept="delayed messages"))
 
     def status(self) -> Status:
         """Numbers of what waits here, and whether anything promotes it."""
