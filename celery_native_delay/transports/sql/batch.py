@@ -12,9 +12,6 @@ from .schema import MESSAGES
 #: Messages that are taken at a time. More are no faster, and keep others waiting longer.
 BATCH = 100
 
-#: As far as they are counted: what is parked is tried for as long as it lies there.
-_MOST_ATTEMPTS = 30_000
-
 _ROW = MESSAGES.c
 
 _MINE = (
@@ -57,17 +54,7 @@ class Batch:
     messages: list[Stored]
     delivered: list[int] = field(default_factory=list)
     put_off: list[dict[str, Any]] = field(default_factory=list)
-
-    def refused(self, message: Stored, reason: str, due_us: int | None) -> None:
-        """Mark *message*, which was refused, to be tried again at *due_us*; None parks it."""
-        self.put_off.append(
-            {
-                "one": message.id,
-                "due": due_us,
-                "tries": min(message.attempts + 1, _MOST_ATTEMPTS),
-                "why": reason[:1000],
-            }
-        )
+    """Of each, the parameters that change it; without a due time it is parked."""
 
     def settle(self) -> None:
         """Write down what became of them, in this transaction."""

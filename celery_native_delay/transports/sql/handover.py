@@ -30,6 +30,9 @@ LONGEST_BATCH_SECONDS = 0.25
 #: it was refused so often: two minutes later.
 TRIES = 8
 
+#: As far as they are counted: what is parked is tried for as long as it lies there.
+_MOST_ATTEMPTS = 30_000
+
 
 class HandOver(Protocol):
     """A way to hand over one batch."""
@@ -169,6 +172,8 @@ class IntoTheSameDatabase:
 def refuse(batch: Batch, message: Stored, error: Exception, *, park: bool) -> None:
     """Put *message* off, or park it if that was so often enough."""
     tries = message.attempts + 1
-    wait_us = None if park or tries >= TRIES else 1_000_000 << (tries - 1)
-    due_us = None if wait_us is None else time_ns() // 1000 + wait_us
-    batch.refused(message, f"{type(error).__name__}: {reason_of(error)}", due_us)
+    parked = park or tries >= TRIES
+    due_us = None if parked else time_ns() // 1000 + (1_000_000 << (tries - 1))
+    why = f"{type(error).__name__}: {reason_of(error)}"[:1000]
+    tries = min(tries, _MOST_ATTEMPTS)
+    batch.put_off.append({"one": message.id, "due": due_us, "tries": tries, "why": why})
