@@ -50,6 +50,8 @@ class Dispatcher:
         """*connect* makes a kombu connection, given its ``transport_options``."""
         self.promoted = 0
         self.parked = 0
+        self.on_outage: Callable[[Outage], object] = not_told
+        """Called when the store or the broker has been away for too long, once each time."""
         self._store = store
         self._connect = connect
         self._connection: Any = None
@@ -60,18 +62,10 @@ class Dispatcher:
         self._sleeps_until_us = 0
         self._backoff = Backoff(*RETRY_SECONDS)
 
-    @property
-    def on_outage(self) -> Callable[[Outage], object]:
-        """Called when the store or the broker has been away for too long, once each time."""
-        return self._store.breakers.on_outage
-
-    @on_outage.setter
-    def on_outage(self, call: Callable[[Outage], object]) -> None:
-        self._store.breakers.on_outage = call
-
     def run(self) -> None:
         """Dispatch until :meth:`stop`; what is away is tried again, however long it takes."""
         self._store.on_add = self._note_added
+        self._store.breakers.on_outage = lambda outage: self.on_outage(outage)
         try:
             while not self._stopping.is_set():
                 self._step()
