@@ -110,6 +110,7 @@ class Outbox(outbox.Outbox[Put, Batch]):
     )
     connection_options = CONNECTION_OPTIONS
     collecting = RedisCollecting
+    _keys: Keys
 
     def __init__(self, client: Any, window: int) -> None:
         super().__init__(client, window)
@@ -129,18 +130,12 @@ class Outbox(outbox.Outbox[Put, Batch]):
         no_database = isinstance(error, exceptions.ResponseError) and "DB index" in str(error)
         return isinstance(error, _NOT_LET_IN) or no_database or super().is_lasting(error)
 
-    @property
-    def _keys(self) -> Keys:
-        keys: Keys = self.channel.delays.keys
-        return keys
-
     def _packed(self, puts: list[Put]) -> Iterable[Batch]:
         keys = self._keys
         names = (keys.due, keys.messages, keys.wake, keys.ids)
         arguments: list[Any] = []
         for put in puts:
             arguments += (put.member, put.due_us, put.front + put.envelope)
-        self.channel.delays.watch()
         return (self._batch(ADD_MANY, names, arguments, puts),)
 
     def _batch(
@@ -156,6 +151,8 @@ class Outbox(outbox.Outbox[Put, Batch]):
             batch = self._batches[self._written]
             self._connection.send_packed_command(batch.packed(self._connection), check_health=False)
             self._written += 1
+            if batch.script is ADD_MANY:
+                self.channel.delays.watch()
 
     def _read_down(self) -> None:
         self._write()
@@ -187,6 +184,7 @@ class Outbox(outbox.Outbox[Put, Batch]):
 
     def _prepare(self, channel: Any) -> None:
         channel.delays.prepare()
+        self._keys = channel.delays.keys
         connection = channel.pool.make_connection()
         connection.connect()
         self._connection = connection

@@ -216,7 +216,7 @@ class Outbox(ABC, Generic[PutT, BatchT]):
 
     @abstractmethod
     def _packed(self, puts: list[PutT]) -> Iterable[BatchT]:
-        """Batches of the messages that are to go out."""
+        """Batches of the messages that are to go out; there may be no connection now."""
 
     @abstractmethod
     def _write(self) -> None:
@@ -235,8 +235,9 @@ class Outbox(ABC, Generic[PutT, BatchT]):
 
     def _close_batch(self) -> None:
         if self._held:
-            held, self._held, self._held_bytes = self._held, [], 0
-            for batch in self._packed(held):
+            batches = list(self._packed(self._held))
+            self._held, self._held_bytes = [], 0
+            for batch in batches:
                 self._add(batch)
 
     def _add(self, batch: BatchT) -> None:
