@@ -124,18 +124,18 @@ class BulkPublisher:
         is gone. Raises as :meth:`publish`, and why it cannot wait; not sent.
         """
         now_us = time_ns() // 1000
-        channel = self.outbox.channel
         if due_us <= now_us or now_us > kind.valid_until_us:
             return False
-        if channel is None or channel.connection is None:  # the long way connects again
-            return False
-        channel.delays.check_reach(due_us)
         tag = self._ids.uuid()
         due_ms = milliseconds_up(due_us)
         fields = TaskFields(task_id, eta, argsrepr, kwargsrepr, body, due_ms, tag)
         envelope = kind.template.envelope(fields)
         put = kind.put.another(envelope, due_us=due_us, task_id=task_id, delivery_tag=tag)
-        with self.outbox.lock:
+        with self.outbox.lock:  # else the other thread may lose the connection in between
+            channel = self.outbox.channel
+            if channel is None or channel.connection is None:  # the long way connects again
+                return False
+            channel.delays.check_reach(due_us)
             self.outbox.make_room()
             self.outbox.take(put)
         return True
