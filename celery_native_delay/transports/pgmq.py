@@ -27,7 +27,9 @@ class Channel(PublishingChannel, pgmq.Channel):  # type: ignore[misc]
         due_us = self.due_of(message)
         if due_us is not None:
             wait_us = due_us - time_ns() // 1000
-            message["properties"]["DelaySeconds"] = max(-(-wait_us // 1_000_000), 1)
+            seconds = max(-(-wait_us // 1_000_000), 1)
+            # In a copy: what is sent again, maybe when it is due, must not be delayed by this.
+            message = {**message, "properties": {**message["properties"], "DelaySeconds": seconds}}
         found: dict[str, Any] = super()._pgmq_send_kwargs(message)
         return found
 

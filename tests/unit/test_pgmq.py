@@ -31,6 +31,14 @@ def test_what_is_due_or_not_delayed_is_sent_at_once() -> None:
     assert "delay" not in sent(task="shop.remind")
 
 
+def test_a_second_attempt_is_not_delayed_by_what_was_left_at_the_first() -> None:
+    channel = object.__new__(pgmq.Channel)
+    message = {"headers": {"eta": eta_in(60)}, "properties": {"priority": 0}}
+    assert channel._pgmq_send_kwargs(message)["delay"] == 60
+    message["headers"]["eta"] = eta_in(-1)  # as if the first had taken so long
+    assert "delay" not in channel._pgmq_send_kwargs(message)
+
+
 def test_a_connection_delays_if_it_is_asked_to() -> None:
     assert issubclass(pgmq.Transport.delaying_channel, pgmq.Transport.Channel)
     assert pgmq.Transport.Channel.__module__ == "kombu.transport.pgmq"
