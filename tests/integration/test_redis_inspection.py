@@ -13,7 +13,7 @@ from celery_native_delay import UnsupportedBroker
 from celery_native_delay.finding import UNCHECKED
 from celery_native_delay.redis_server import Server
 from celery_native_delay.testing import PrivateRedis
-from celery_native_delay.transports.redis import delays
+from celery_native_delay.transports.redis import delays, moving
 from celery_native_delay.transports.redis.admin_part import RedisAdminPart
 from tests.integration.project import Project
 from tests.integration.redis_traffic import delaying, promote, store_of
@@ -194,6 +194,20 @@ def test_purge_asks_first(shop: Project, connection: Any, empty_redis: PrivateRe
     assert shop.told("purge", "--force") == {"name": NAME, "purged": 1}
     census = store_of(connection).census()
     assert (census.waiting, census.parked) == (0, 1)
+
+
+def test_a_message_that_is_lost_keeps_no_other_from_being_moved(
+    connection: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(moving, "_CHUNK", 2)
+    for number in range(6):
+        publish(connection, number, "jobs", delay=60 + number)
+    store = store_of(connection)
+    first = store.client.zrange(store.keys.due, 0, 0)[0]
+    store.client.hdel(store.keys.messages, first)
+    source = moving.RedisSource(connection.default_channel)
+    assert [source.done() for _ in source.found()] == [True] * 5
+    assert store.census().waiting == 1
 
 
 def test_plan_needs_no_levels(shop: Project) -> None:

@@ -71,7 +71,8 @@ class RedisSource(Source):
                     pipeline.zscore(keys.due, member)
                     _, entry, due_us = pipeline.execute()
                 if entry is None or due_us is None:
-                    continue  # handed over meanwhile
+                    stay += due_us is not None  # its entry is lost; else it was handed over
+                    continue
                 if census.promoting and due_us < store.now_us() + moving.LEFT_US:
                     stay += 1
                     yield moving.LEFT
