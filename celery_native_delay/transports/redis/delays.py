@@ -63,10 +63,6 @@ class Delays(delays.Delays):
         server = server_of(self.store.client, thoroughly=True)
         return list(keeping(server, check="server", kept="delayed messages"))
 
-    def status(self) -> Status:
-        """Numbers of what waits here, and whether anything promotes it."""
-        return Status.of(self.keys.space, self.store.census())
-
     def publish(
         self, message: dict[str, Any], destination: Destination, *, due_us: int, batch: Any = None
     ) -> None:
@@ -103,7 +99,9 @@ class Delays(delays.Delays):
 
     def watch(self) -> None:
         """Look now and then, after publishing, whether anything promotes."""
-        warn_if_nothing_promotes(self._place, self.status)
+        warn_if_nothing_promotes(
+            self._place, lambda: Status.of(self.keys.space, self.store.census())
+        )
 
     def stored(
         self, message: dict[str, Any], destination: Destination, *, due_us: int

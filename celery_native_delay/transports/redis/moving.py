@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from ...settings import DelaySettings
 from ..moving import Found, Source
 from ..virtual import moving
 from .entry import opened_entry
@@ -24,8 +23,8 @@ _KNOWN_SECONDS = 30 * 86_400
 class RedisMovingPart(moving.MovingPart):
     """Redis' :class:`~celery_native_delay.transports.moving.MovingPart`."""
 
-    def __init__(self, channel: Any, settings: DelaySettings) -> None:
-        super().__init__(channel, settings)
+    def __init__(self, channel: Any) -> None:
+        super().__init__(channel)
         self.name = channel.delays.keys.space
 
     def prepare(self, queues: Any) -> None:

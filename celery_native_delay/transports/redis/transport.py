@@ -47,7 +47,7 @@ class RedisDelayingChannel(DelayingChannel):
     def moving_part(self, settings: DelaySettings) -> MovingPart:
         from .moving import RedisMovingPart
 
-        return RedisMovingPart(self, settings)
+        return RedisMovingPart(self)
 
     def ledger(self, settings: DelaySettings) -> Ledger:
         from .ledger import RedisLedger

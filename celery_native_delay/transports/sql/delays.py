@@ -73,10 +73,9 @@ class Delays(delays.Delays):
 
     def watch(self) -> None:
         """Look now and then, after publishing, whether anything dispatches."""
-        warn_if_nothing_promotes(self._place, self._status)
-
-    def _status(self) -> Status:
-        return Status.of(self._place, self.store.look_for_dispatcher())
+        warn_if_nothing_promotes(
+            self._place, lambda: Status.of(self._place, self.store.look_for_dispatcher())
+        )
 
     def stored(self, message: dict[str, Any], queue: str, *, due_us: int) -> Put:
         """kombu's *message* as it is stored; raises as :meth:`publish`."""

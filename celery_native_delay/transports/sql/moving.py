@@ -7,7 +7,6 @@ from dataclasses import replace
 from time import time_ns
 from typing import Any
 
-from ...settings import DelaySettings
 from ..moving import Found, Source
 from ..virtual import moving
 from ..virtual.wrapping import id_of
@@ -18,8 +17,8 @@ from .store import Store
 class StoreMovingPart(moving.MovingPart):
     """A store's :class:`~celery_native_delay.transports.moving.MovingPart`."""
 
-    def __init__(self, channel: Any, settings: DelaySettings) -> None:
-        super().__init__(channel, settings)
+    def __init__(self, channel: Any) -> None:
+        super().__init__(channel)
         self._store: Store = channel.delays.store
         self.name = f"{self._store.namespace} of {self._store.shown_url}"
 

@@ -72,7 +72,7 @@ class StoreDelayingChannel(DelayingChannel):
         _require_sqlalchemy()
         from .moving import StoreMovingPart
 
-        return StoreMovingPart(self, settings)
+        return StoreMovingPart(self)
 
     def ledger(self, settings: DelaySettings) -> Ledger:
         _require_sqlalchemy()

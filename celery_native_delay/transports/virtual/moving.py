@@ -15,7 +15,6 @@ from typing import Any
 from ...due_time import eta_of, milliseconds_up
 from ...errors import CannotDelay, UnsupportedBroker
 from ...message import Delayed, cancel, due_ms_of
-from ...settings import DelaySettings
 from ..moving import Moving, Reach, Source, Stays, derived_id, expires_ms_of
 from .wrapping import unwrapped
 
@@ -32,9 +31,8 @@ class MovingPart(ABC):
 
     name: str
 
-    def __init__(self, channel: Any, settings: DelaySettings) -> None:
+    def __init__(self, channel: Any) -> None:
         self._channel = channel
-        self._settings = settings
 
     def prepare(self, queues: Sequence[Any]) -> None:
         """Declare *queues*, so that exchanges are known to lead to them."""
