@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import closing
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -13,6 +15,7 @@ from kombu.exceptions import OperationalError
 from ..errors import (
     FenceUnavailable,
     NativeDelayError,
+    NoLedger,
     NotPermitted,
     SettingsError,
     UnsupportedBroker,
@@ -20,6 +23,7 @@ from ..errors import (
 from ..fence import fence_store
 from ..finding import UNCHECKED, WRONG, Finding
 from ..settings import DelaySettings
+from ..transports.interface import lines_of
 from ..urls import without_password
 from .installation import installed
 from .parts import TIMEOUT_SECONDS, admin_part, bounded_connection
@@ -38,6 +42,11 @@ _START_IT = (
     "and producers"
 )
 
+_START_THEM = (
+    "start what keeps the lines (the broker's Redis, native_delay_ledger or the store), or correct "
+    "its URL and the rights of its user, in workers and producers"
+)
+
 
 def examine(app: Any) -> list[Finding]:
     """Findings of what is wrong with *app* or could not be looked at; [] if all is well."""
@@ -46,33 +55,44 @@ def examine(app: Any) -> list[Finding]:
         settings = installation.settings()
     except SettingsError as exc:
         return [_failed("settings", exc)]
-    found = [*_of_broker(app), *_of_fence(settings), *_of_telemetry(settings)]
+    found = [
+        *_of_broker(app, settings),
+        *_of_rated_names(app, settings),
+        *_of_fence(settings),
+        *_of_telemetry(settings),
+    ]
     return list(dict.fromkeys(found))
 
 
-def _of_broker(app: Any) -> Iterator[Finding]:
+def _of_broker(app: Any, settings: DelaySettings) -> Iterator[Finding]:
     try:
         with bounded_connection(app) as connection:
-            yield from _looks(app, connection)
+            yield from _looks(app, connection, settings)
     except NativeDelayError as exc:
         yield _failed("broker", exc)
 
 
-def _looks(app: Any, connection: Any) -> Iterator[Finding]:
+def _looks(app: Any, connection: Any, settings: DelaySettings) -> Iterator[Finding]:
     away = OperationalError, OSError, *connection.connection_errors, *connection.channel_errors
     try:
         connection.ensure_connection(max_retries=1, interval_start=0)
         if _delays_by_itself(connection):
             problem = f"{connection.as_uri()} delays by itself, and has nothing to ask"
             yield Finding("broker", UNCHECKED, problem, "see to it with its own means")
+            yield from _of_lines(connection, settings)
             return
         part = admin_part(app, connection)
         looks: list[Callable[[], list[Finding]]] = [part.verify, part.examine]
+        has_store = True
         for look in looks:
             try:
-                yield from look()
+                found = look()
             except NativeDelayError as exc:
-                yield _failed("broker", exc)
+                found = [_failed("broker", exc)]
+            has_store &= ("store", WRONG) not in [(each.check, each.level) for each in found]
+            yield from found
+        if has_store:
+            yield from _of_lines(connection, settings)
     except away as exc:
         problem = f"the broker {connection.as_uri()} cannot be used: {type(exc).__name__}: {exc}"
         yield Finding("broker", WRONG, problem, _START_IT)
@@ -86,6 +106,48 @@ def _delays_by_itself(connection: Any) -> bool:
 def _failed(check: str, exc: NativeDelayError) -> Finding:
     fitting = (way_out for kind, way_out in _WAYS_OUT if isinstance(exc, kind))
     return Finding(check, WRONG, str(exc), next(fitting, "do what it says, and ask again"))
+
+
+def _of_lines(connection: Any, settings: DelaySettings) -> Iterator[Finding]:
+    """Findings about where rated tasks are counted; it is asked, as workers ask it."""
+    if not settings.rates:
+        return
+    try:
+        with closing(lines_of(connection.default_channel, settings)) as lines:
+            lines.look(1)
+    except NoLedger as exc:
+        yield Finding.of_sentence("rates", WRONG, f"no worker starts with these rates: {exc}")
+    except NativeDelayError as exc:
+        yield Finding("rates", WRONG, f"no rated task starts: {exc}", _START_THEM)
+
+
+def _of_rated_names(app: Any, settings: DelaySettings) -> Iterator[Finding]:
+    """Findings about the names and keys of rated tasks."""
+    if not settings.rates:
+        return
+    try:
+        app.loader.import_default_modules()
+        app.finalize()
+    except Exception as exc:  # whatever a module does when it is imported
+        problem = f"the app's tasks cannot be imported: {type(exc).__name__}: {exc}"
+        yield Finding("rates", WRONG, problem, "correct what it says; no worker starts before")
+        return
+    own = [name for name in app.tasks if not name.startswith("celery.")]
+    for name, rate in settings.rate_by_task.items():
+        if name in app.tasks:
+            try:
+                rate.signature_of(name, app.tasks[name].run)
+            except SettingsError as exc:
+                yield _failed("rates", exc)
+            continue
+        like = get_close_matches(name, own, 1)
+        meant = f", such as {like[0]}" if like else ""
+        yield Finding(
+            "rates",
+            WRONG,
+            f"native_delay_rates names {name}, no task that this app registers: it limits nothing",
+            f"write the name of a task{meant}, or leave it to the apps whose workers run it",
+        )
 
 
 def _of_fence(settings: DelaySettings) -> list[Finding]:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from inspect import Signature
+from inspect import Parameter, Signature, signature
 from typing import Any
 
 from ..errors import SettingsError
@@ -153,6 +153,25 @@ class Rate:
         return found[1], found[2], found[3]
 
     # --- whose line ----------------------------------------------------------------------
+
+    def signature_of(self, task: str, run: Callable[..., Any]) -> Signature | None:
+        """The signature of *run*, the function of *task*, for :meth:`key_of`; None if it has none.
+
+        SettingsError: the key is no argument of it.
+        """
+        try:
+            found = signature(run)
+        except (TypeError, ValueError):
+            return None
+        key, parameters = self.key, found.parameters
+        if not isinstance(key, str) or key.startswith(HEADER_PREFIX) or key in parameters:
+            return found
+        if any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values()):
+            return found
+        raise SettingsError(
+            f"native_delay_rates: expected the key of {task} to be one of its arguments, "
+            f"{', '.join(parameters) or 'of which it has none'}; got {key!r}"
+        )
 
     def key_of(
         self,

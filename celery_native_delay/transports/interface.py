@@ -17,9 +17,10 @@ from secrets import token_hex
 from typing import Any, Protocol, runtime_checkable
 
 from ..durations import duration
-from ..errors import NativeDelayError, UnsupportedBroker
+from ..errors import NativeDelayError, NoLedger, UnsupportedBroker
 from ..finding import Finding
 from ..message import Delayed
+from ..rates.lines import Lines
 from ..settings import DelaySettings
 
 
@@ -326,6 +327,17 @@ class CountsByLedger(Protocol):
 
         May take as long as a ledger has to answer.
         """
+
+
+def lines_of(channel: Any, settings: DelaySettings) -> Lines:
+    """The lines of rated tasks beside the broker of *channel*; NoLedger where nothing can count."""
+    if not hasattr(channel, "lines"):
+        raise NoLedger(
+            "nothing beside this broker can count the tasks of native_delay_rates: use Redis, a "
+            "database, or RabbitMQ with native_delay_ledger as the broker"
+        )
+    lines: Lines = channel.lines(settings)
+    return lines
 
 
 #: The way out where no records of keys can be kept.

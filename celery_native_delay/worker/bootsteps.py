@@ -17,7 +17,7 @@ from celery.worker.consumer.tasks import Tasks
 
 from ..app import remote  # noqa: F401  registers its command
 from ..app.installation import Installation, installation_of, keep_celerys_own_off
-from ..errors import NativeDelayError, NoLedger, SettingsError
+from ..errors import NativeDelayError, SettingsError
 from ..settings import DelaySettings
 from ..transports.aliases import flush_delayed
 from ..transports.interface import (
@@ -27,6 +27,7 @@ from ..transports.interface import (
     ServesQueues,
     Wait,
     WorkerPart,
+    lines_of,
 )
 from .attendant import Attendant
 from .fencing import Fence
@@ -130,12 +131,7 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
             settings = self._installation.settings()
             if self._rated is not None:
                 self._rated.close()
-                if not hasattr(channel, "lines"):
-                    raise NoLedger(
-                        "nothing beside this broker can count the tasks of native_delay_rates: use "
-                        "Redis, a database, or RabbitMQ with native_delay_ledger as the broker"
-                    )
-                self._rated.lines = channel.lines(settings)
+                self._rated.lines = lines_of(channel, settings)
 
     def _promote(self, c: Any, promoter: Promoter | None) -> None:
         if promoter is None:

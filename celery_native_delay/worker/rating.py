@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from datetime import UTC, datetime
 from functools import wraps
-from inspect import Parameter, Signature, signature
+from inspect import Signature
 from itertools import islice, takewhile
 from typing import Any
 
@@ -23,9 +23,9 @@ from celery.utils.log import get_logger
 from celery.worker import state
 
 from ..app.installation import delaying_channel
-from ..errors import LedgerUnavailable, SettingsError
+from ..errors import LedgerUnavailable
 from ..rates.lines import Lines
-from ..rates.rate import HEADER_PREFIX, Rate
+from ..rates.rate import Rate
 from ..rates.retry_after import RetryAfter
 from ..settings import DelaySettings
 from .arrival import SHORTEST_WAIT_US, Arrival, AskAgain, Ruling, WaitUntil
@@ -172,19 +172,8 @@ def signatures(rates: Mapping[str, Rate], tasks: Mapping[str, Any]) -> dict[str,
         task = tasks.get(name)
         if task is None:
             logger.warning("native delay: native_delay_rates names %s, no task of this app", name)
-            continue
-        try:
-            found[name] = signature(task.run)
-        except (TypeError, ValueError):
-            continue
-        parameters = found[name].parameters
-        is_argument = isinstance(rate.key, str) and not rate.key.startswith(HEADER_PREFIX)
-        takes_any = any(each.kind is Parameter.VAR_KEYWORD for each in parameters.values())
-        if is_argument and rate.key not in parameters and not takes_any:
-            raise SettingsError(
-                f"native_delay_rates: expected the key of {name} to be one of its arguments, "
-                f"{', '.join(parameters) or 'of which it has none'}; got {rate.key!r}"
-            )
+        elif (known := rate.signature_of(name, task.run)) is not None:
+            found[name] = known
     return found
 
 

@@ -590,3 +590,57 @@ def test_an_app_that_was_never_installed_or_is_misconfigured_is_told_so(project:
     (finding,) = told["findings"]
     assert finding["check"] == "settings"
     assert "native_delay_levels" in finding["problem"]
+
+
+# ---- rates -------------------------------------------------------------------------------------
+
+
+def rated(app: Celery) -> Celery:
+    @app.task(name="shop.call_api", shared=False)
+    def call_api(tenant: str) -> None: ...
+
+    return app
+
+
+def of_rates(app: Celery) -> list[Finding]:
+    return [each for each in examine(app) if each.check == "rates"]
+
+
+@redis_only
+def test_a_rate_that_limits_nothing_is_named(project: Project, empty_redis: PrivateRedis) -> None:
+    def on(rates: dict[str, Any]) -> Celery:
+        return rated(app_on(empty_redis.url, rates=rates))
+
+    assert of_rates(on({"shop.call_api": {"limit": "10/s", "key": "tenant"}})) == []
+    (found,) = of_rates(on({"shop.cal_api": "10/s"}))
+    assert found.level == WRONG
+    assert "names shop.cal_api, no task that this app registers" in found.problem
+    assert "such as shop.call_api" in found.remedy
+    (found,) = of_rates(on({"shop.call_api": {"limit": "10/s", "key": "tenent"}}))
+    assert "one of its arguments, tenant; got 'tenent'" in found.problem
+    project.write(APP, empty_redis.url, rates={"shop.call_api": "10/s"})
+    told = project.told("doctor", status=1)
+    assert "rates" in [each["check"] for each in told["findings"]]
+
+
+@pytest.mark.rabbitmq310
+@pytest.mark.parametrize("rabbitmq_version", ["3.10"], indirect=True)
+def test_rates_that_cannot_be_counted_are_named(vhost_url: str) -> None:
+    def on(**ledger: str) -> Celery:
+        return rated(app_on(vhost_url, rates={"shop.call_api": "10/s"}, **ledger, **SETTINGS))
+
+    (found,) = of_rates(on())
+    assert found.problem.startswith("no worker starts with these rates")
+    assert 'set native_delay_ledger = "redis://' in found.remedy
+    with private_redis(server="redis") as ledger:
+        assert of_rates(on(ledger=ledger.url)) == []
+        ledger.stop()
+        (found,) = of_rates(on(ledger=ledger.url))
+    assert "no rated task starts: the lines of rated tasks at redis://" in found.problem
+    assert "native_delay_ledger" in found.remedy
+
+
+def test_a_store_that_is_not_there_is_not_made_for_rates(folder_url: str) -> None:
+    app = rated(app_on_store(folder_url, rates={"shop.call_api": "10/s"}))
+    assert {each.check for each in of_level(app, WRONG)} == {"store"}
+    assert not file_of(folder_url).exists()
