@@ -11,6 +11,19 @@ from celery_native_delay import Rate
 from celery_native_delay.app.installation import delaying_channel
 from celery_native_delay.rates.lines import Lines
 
+#: Windows of so much of a period are looked at: a machine that does much else may let more time
+#: pass between a gate and its task than the hundredth that is reckoned with.
+LOOKED_AT = 0.95
+
+
+def most_in_a_window(starts: list[float], seconds: float) -> int:
+    """The most starts in any window of so many *seconds*."""
+    ordered = sorted(starts)
+    return max(
+        sum(1 for other in ordered[place:] if other < first + seconds)
+        for place, first in enumerate(ordered)
+    )
+
 
 @contextmanager
 def lines_of(app: Celery) -> Iterator[Lines]:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
+from time import time
 from typing import Any
 
 import pytest
 
-from celery_native_delay import Delay, NoLedger, install
-from celery_native_delay.testing import PrivateRedis, private_redis
+from celery_native_delay import Delay, NoLedger, Rate, install
+from celery_native_delay.testing import PrivateRedis, private_redis, private_sentinel
 from tests.acceptance.apps.tasks import new_app
 from tests.acceptance.worker import Fleet, fleet_on
 from tests.brokers import in_ci, on_one_version
+from tests.lines import LOOKED_AT, most_in_a_window
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
 RATES = {"native_delay_rates": {"call_api": "50/10s"}}
@@ -83,3 +85,51 @@ def test_other_pools(ledger_redis: PrivateRedis, tmp_path: Path, pool: Any) -> N
     assert {len(runs[each]) for each in ids} == {1}
     starts = [run[0].started for run in runs.values()]
     assert max(starts) - min(starts) >= 0.95 * (30 - 3) * 0.1
+
+
+#: What a dead worker or a lost connection had in hand comes back soon, not in an hour.
+SOON_BACK = {
+    "visibility_timeout": 5,
+    "unacked_restore_interval": 1,
+    "unacked_restore_throttle": 1,
+    "unacked_mutex_expire": 5,
+}
+
+#: Of the starts in so many seconds before it was promoted, a replica may not have heard.
+UNHEARD_SECONDS = 1.0
+
+
+@pytest.mark.ci
+@pytest.mark.redis
+def test_a_failover_loses_no_task_and_a_window_exceeds_its_rate_by_what_was_not_replicated(
+    tmp_path: Path,
+) -> None:
+    """The master and a worker are killed together, while tasks wait for their turns.
+
+    A line that began anew would let a burst start again.
+    """
+    rate = Rate("40/12s", key="tenant", burst=15)
+    given = {"limit": rate.limit, "key": rate.key, "burst": rate.burst}
+    conf: dict[str, Any] = {"native_delay_rates": {"call_api": given}}
+    with private_sentinel() as sentinel:
+        options = {"master_name": sentinel.master_name, **SOON_BACK}
+        with fleet_on(sentinel.url, tmp_path, broker_transport_options=options, **conf) as fleet:
+            app = fleet.app()
+            workers = [fleet.worker(name=name) for name in ("one", "two")]
+            ids = [app.send_task("call_api", ("ada", number)).id for number in range(60)]
+            fleet.record.wait_for(rate.burst + 3)
+            with app.connection_for_write() as connection:  # what waits by now is on the replica
+                client = connection.default_channel.client
+                client.set("the last write", 1)
+                assert client.wait(1, 30_000) == 1
+            # Just after one has started: no other is on its way from the broker, where kombu
+            # takes a message out before it notes who has it.
+            fleet.record.wait_for(rate.burst + 12)
+            workers[0].kill()
+            killed = time()
+            sentinel.failover()
+            runs = fleet.record.wait_for_ids(ids)
+    starts = [run.started for each in runs.values() for run in each]
+    unheard = sum(1 for at in starts if killed - UNHEARD_SECONDS <= at <= killed)
+    most = most_in_a_window(starts, LOOKED_AT * rate.period_us / 1_000_000)
+    assert most <= rate.most + unheard

@@ -18,6 +18,7 @@ from celery_native_delay.testing import PrivateRedis, private_redis
 from tests.acceptance.worker import FEW_LEVELS, Fleet, Run, fleet_on
 from tests.brokers import in_ci
 from tests.conformance.brokers import options_of, settings_of
+from tests.lines import LOOKED_AT, most_in_a_window
 from tests.waiting import wait_until
 
 BROKERS = [
@@ -29,10 +30,6 @@ BROKERS = [
 ]
 
 RATE = Rate("40/4s", key="tenant")
-
-#: Windows of so much of a period are looked at: a machine that does much else may let more time
-#: pass between a gate and its task than the 30 ms that are reckoned with.
-LOOKED_AT = 0.95
 
 
 @pytest.fixture(scope="session")
@@ -63,15 +60,6 @@ def fleet(url: str, tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[
 
 def rated(limit: str, key: str | None = None, burst: int = 1) -> dict[str, Any]:
     return {"limit": limit, "key": key, "burst": burst}
-
-
-def most_in_a_window(starts: list[float], seconds: float) -> int:
-    """The most starts in any window of so many *seconds*."""
-    ordered = sorted(starts)
-    return max(
-        sum(1 for other in ordered[place:] if other < first + seconds)
-        for place, first in enumerate(ordered)
-    )
 
 
 def by_tenant(runs: list[Run]) -> dict[str, list[float]]:
