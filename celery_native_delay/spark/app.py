@@ -18,8 +18,10 @@ from kombu.utils.imports import symbol_by_name
 from ..app.installation import installation_of
 from ..bulk.batch import check_broker
 from ..errors import InvalidFanOut, UnsupportedBroker
+from ..rates.rate import Rate
 from ..settings import DelaySettings
 from .options import FanOutOptions
+from .spreading import Spread, spread_of
 
 
 @dataclass(frozen=True)
@@ -31,12 +33,15 @@ class Call:
     args_count: int
     kwargs_names: tuple[str, ...]
     check_task: bool
+    rate: Rate | bool | None = None
 
     @classmethod
     def of(cls, options: FanOutOptions) -> Call:
         """The call that *options* ask for."""
-        keywords = tuple(options.keywords)
-        return cls(options.app, options.task, len(options.args), keywords, options.check_task)
+        args_count, keywords = len(options.args), tuple(options.keywords)
+        rate = options.rate
+        assert not isinstance(rate, str)
+        return cls(options.app, options.task, args_count, keywords, options.check_task, rate)
 
 
 @dataclass(frozen=True)
@@ -44,13 +49,15 @@ class AppFacts:
     """Facts about an app that a fan-out needs: settings, queues, where its task goes.
 
     *queues* are those that the configuration names, *route* is where the task goes if the row does
-    not say ("" for an exchange of its own), *has_levels* is true if its broker has delay levels.
+    not say ("" for an exchange of its own), *has_levels* is true if its broker has delay levels;
+    *spread* is how due times are spread, None if they are not.
     """
 
     settings: dict[str, Any]
     queues: tuple[str, ...]
     route: str
     has_levels: bool
+    spread: Spread | None = None
 
     @property
     def delay_settings(self) -> DelaySettings:
@@ -65,7 +72,8 @@ class AppFacts:
     def from_json(cls, text: str) -> AppFacts:
         """The facts that :meth:`to_json` made *text* of."""
         facts = json.loads(text)
-        return cls(**facts | {"queues": tuple(facts["queues"])})
+        spread = facts["spread"] and Spread(**facts["spread"])
+        return cls(**facts | {"queues": tuple(facts["queues"]), "spread": spread})
 
 
 def load_app(path: str) -> Celery:
@@ -124,9 +132,28 @@ def describe(call: Call) -> AppFacts:
     queues = {*app.amqp.queues, app.conf.task_default_queue, *_routed_queues(app.amqp.routes)}
     queue = app.amqp.router.route(options, call.task).get("queue")
     route = getattr(queue, "name", queue) or ""
-    settings = asdict(installation_of(app).settings())  # type: ignore[union-attr]
-    del settings["rates"]  # the workers' alone; a key may be a function, which is no JSON
-    return AppFacts(settings, tuple(sorted({*queues, route} - {""})), route, driver == "amqp")
+    chosen: DelaySettings = installation_of(app).settings()  # type: ignore[union-attr]
+    settings = asdict(chosen)
+    del settings["rates"]  # a key may be a function, which is no JSON
+    names = tuple(sorted({*queues, route} - {""}))
+    return AppFacts(settings, names, route, driver == "amqp", _spread(call, task, chosen))
+
+
+def _spread(call: Call, task: Any, settings: DelaySettings) -> Spread | None:
+    rate = call.rate
+    if not rate:
+        return None
+    if rate is True:
+        rates = settings.rate_by_task
+        if call.task not in rates:
+            raise InvalidFanOut(
+                f"expected {call.app!r} to have a rate for {call.task!r} with rate=True, "
+                f"native_delay_rates has {', '.join(sorted(rates)) or 'none'}: add it there, for "
+                'workers, which count, or say rate="100/m"'
+            )
+        rate = rates[call.task]
+    run = getattr(task, "run", None)
+    return spread_of(rate, call.task, run, call.args_count, call.kwargs_names)
 
 
 def _check_arguments(task: Any, call: Call) -> None:

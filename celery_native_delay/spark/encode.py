@@ -19,6 +19,7 @@ from .ids import NAMESPACE
 from .options import FanOutOptions
 from .reasons import Reasons
 from .slots import Slot, check_type, column_text, slots
+from .spreading import Spread
 
 #: Columns that the rest of a fan-out reads; *error* is null where a row can be sent.
 COLUMNS = ("task_id", "due_us", "eta", "body", "queue", "priority", "expires", "error")
@@ -49,13 +50,16 @@ def inputs(df: Any, options: FanOutOptions) -> tuple[Any, dict[str, t.DataType]]
     return frame, types
 
 
-def encoded(df: Any, options: FanOutOptions, *, longest_seconds: float) -> Any:
+def encoded(
+    df: Any, options: FanOutOptions, *, longest_seconds: float, spread: Spread | None = None
+) -> Any:
     """*df* as ``row`` beside :data:`COLUMNS`.
 
     Args:
         df: a DataFrame.
         options: what to make of it.
         longest_seconds: the longest delay that the app's levels hold.
+        spread: how due times are spread, if they are.
     """
     frame, types = inputs(df, options)
     reasons = Reasons(options, longest_seconds)
@@ -89,6 +93,9 @@ def encoded(df: Any, options: FanOutOptions, *, longest_seconds: float) -> Any:
         _rest_error(options, reasons, types),
     )
     frame = frame.withColumn("error", error)
+    if spread is not None:
+        frame = spread.over(frame, options.now_us)
+        frame = frame.withColumn("error", f.coalesce("error", _spread_error(reasons, types)))
     fine = f.col("error").isNull()
     return frame.select(
         "row",
@@ -249,6 +256,13 @@ def _has_floats(kind: Any) -> bool:
         case t.StructType():
             return any(_has_floats(one.dataType) for one in kind.fields)
     return isinstance(kind, t.FloatType | t.DoubleType)
+
+
+def _spread_error(reasons: Reasons, types: dict[str, t.DataType]) -> Any:
+    errors = f.when(f.col("due_us") > reasons.latest_us, reasons.too_far)
+    if "expires" in types:
+        errors = errors.when(f.col("expires") <= f.col("due_us"), reasons.expired)
+    return errors
 
 
 def _rest_error(options: FanOutOptions, reasons: Reasons, types: dict[str, t.DataType]) -> Any:

@@ -179,8 +179,13 @@ class FanOut:
     @property
     def encoded(self) -> Any:
         """The rows as they are going to be sent, or why not: the DataFrame behind all others."""
-        longest_seconds = self.facts.delay_settings.longest_delay_seconds
-        return encode.encoded(self._df, self.options, longest_seconds=longest_seconds)
+        facts = self.facts
+        return encode.encoded(
+            self._df,
+            self.options,
+            longest_seconds=facts.delay_settings.longest_delay_seconds,
+            spread=facts.spread,
+        )
 
     def plan(self) -> Plan:
         """Count what sending would do, and what falls due before it can end; no broker is asked.

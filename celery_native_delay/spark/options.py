@@ -11,7 +11,8 @@ from typing import Any
 from uuid import uuid4
 from zoneinfo import ZoneInfo
 
-from ..errors import InvalidFanOut
+from ..errors import InvalidFanOut, SettingsError
+from ..rates.rate import Rate
 from ..settings import FENCE_URLS_TEXT, is_fence_url
 
 #: The name of a column, or a ``pyspark.sql.Column``.
@@ -60,6 +61,9 @@ class FanOutOptions:
     smear: float = 0.0
     """Seconds over which tasks are spread behind their due times; a task's place follows from
     its id."""
+    rate: Rate | str | bool | None = None
+    """Tasks of a key fall due at this rate, from their due times on: a Rate, "100/m", or True for
+    the task's own in ``native_delay_rates``, by which workers count."""
     max_rate: float | None = None
     """Tasks per second, all connections together; None: no limit."""
     connections: int = 4
@@ -85,12 +89,15 @@ class FanOutOptions:
         for name in ("args", "id_cols"):
             object.__setattr__(self, name, _column_list(name, getattr(self, name)))
         object.__setattr__(self, "kwargs", _keyword_columns(self.kwargs))
+        object.__setattr__(self, "rate", _rate(self.rate))
         for name, expected, fits in self._rules():
             if not fits:
                 raise InvalidFanOut(f"expected {name} to be {expected}, got {_value(self, name)}")
         if (self.eta is None) == (self.countdown is None):
             both = "both" if self.eta is not None else "neither"
             raise InvalidFanOut(f"expected either eta= or countdown= with a column, got {both}")
+        if self.rate and self.smear:
+            raise InvalidFanOut("expected either rate= or smear=, got both: each spreads by itself")
         if self.eta_zone is not None and self.eta is None:
             raise InvalidFanOut("expected eta_zone only with eta: a countdown has no zone")
         if isinstance(self.eta_zone, str):
@@ -157,6 +164,15 @@ def check_zone(name: str) -> None:
             f"expected eta_zone to be a time zone such as 'Europe/Berlin', got {name!r}; "
             f"zones of a column are given as a Column: col({name!r})"
         ) from exc
+
+
+def _rate(rate: Any) -> Rate | bool | None:
+    if rate is None or isinstance(rate, bool | Rate):
+        return rate or None
+    try:
+        return Rate.of(rate)
+    except SettingsError as exc:
+        raise InvalidFanOut(f"rate: {exc}; or True for that of native_delay_rates") from exc
 
 
 def _column_list(name: str, columns: Any) -> tuple[Columnar, ...]:

@@ -42,7 +42,10 @@ class Sent(WriterCommitMessage):
 
 @dataclass(frozen=True)
 class SinkOptions:
-    """The options of ``format("celery")``; everything that :class:`FanOutOptions` has, as text."""
+    """The options of ``format("celery")``; those of :class:`FanOutOptions` as text.
+
+    But for the rate, which is a matter of all rows together.
+    """
 
     fan_out: FanOutOptions
     on_reject: str
@@ -56,6 +59,11 @@ class SinkOptions:
             InvalidFanOut: a name is unknown, or a value cannot be what it should.
         """
         given = {name.lower(): text for name, text in texts.items() if name.lower() not in also}
+        if "rate" in given:
+            raise InvalidFanOut(
+                "format('celery') is handed row by row and cannot spread them at a rate: use "
+                "FanOut(df, rate=…), in a stream within foreachBatch"
+            )
         if unknown := sorted(given.keys() - _PARSERS.keys()):
             raise InvalidFanOut(
                 f"unknown option {unknown[0]!r} of format('celery'); known: {', '.join(_PARSERS)}"

@@ -103,6 +103,7 @@ def test_a_data_frame_is_written(
     ("options", "message"),
     [
         ({"tsak": "x"}, "unknown option 'tsak'"),
+        ({"rate": "1/s"}, "use FanOut.df, rate="),
         ({"app": "nowhere:app"}, "No module named 'nowhere'"),
         ({"task": "shop.remynd"}, "got 'shop.remynd'"),
         ({"kwargs_cols": '{"nombre": "number"}'}, "nombre"),
