@@ -20,6 +20,9 @@ HEADER = "native_delay_unique"
 #: A longer name of a record is its beginning and a digest.
 _LONGEST_NAME = 200
 
+#: json.dumps() with separators makes an encoder for each call.
+_as_json = json.JSONEncoder(separators=(",", ":")).encode
+
 
 @dataclass(frozen=True)
 class Run:
@@ -57,7 +60,7 @@ class Record:
                 fields[name] = value
         if self.run is not None:
             fields["run"] = [self.run.id, self.run.token, self.run.lease_us]
-        return json.dumps(fields, separators=(",", ":"))
+        return _as_json(fields)
 
     @classmethod
     def decoded(cls, text: str | bytes) -> Record:

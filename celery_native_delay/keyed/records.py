@@ -1,4 +1,4 @@
-"""The keeper of records: reads, has a rule decide, and writes if all is still as it was read."""
+"""The keeper of records: has a rule decide on what is there now, and does what it decides."""
 
 from __future__ import annotations
 
@@ -23,26 +23,34 @@ class KeyRecords(ABC):
     needs_connection = False
 
     @abstractmethod
-    def read(self, name: str, *, to_send: bool = False) -> Seen:
-        """The record of *name* as it is now, and which of its messages wait.
+    def read(self, name: str) -> Seen:
+        """The record of *name* as it is now, and which of its messages wait."""
 
-        *to_send*: a message may be put in next.
+    @abstractmethod
+    def change(self, name: str, rule: Rule, put: Any = None) -> tuple[Seen, Step]:
+        """The state that *rule* saw, and the step that it decided on, which is done in one.
+
+        *put* makes the message that is put in, in terms of the broker; None: there is none.
         """
+
+
+class ComparedRecords(KeyRecords):
+    """Records that are read, and written if all is still as it was: else from the beginning."""
 
     @abstractmethod
     def write(self, name: str, seen: Seen, step: Step, put: Any) -> bool:
-        """Do *step*, if all is as it was *seen*: else False, and nothing has changed.
+        """Do *step*, if all is as it was *seen*: else False, and nothing has changed."""
 
-        *put* makes the message that is put in, in terms of the broker.
-        """
+    def read_to_send(self, name: str) -> Seen:
+        """The record as :meth:`read` has it; a message may be put in next."""
+        return self.read(name)
 
-    def leave(self, seen: Seen) -> None:  # noqa: B027  most prepare nothing
+    def leave(self, seen: Seen) -> None:
         """Undo what was prepared when it was *seen*: nothing is sent."""
 
     def change(self, name: str, rule: Rule, put: Any = None) -> tuple[Seen, Step]:
-        """The state that *rule* saw, and the step that it decided on, which is done."""
         for _ in range(TRIES):
-            seen = self.read(name, to_send=put is not None)
+            seen = self.read(name) if put is None else self.read_to_send(name)
             step = rule(seen)
             if step.due_us is None and step.record == seen.record:
                 self.leave(seen)

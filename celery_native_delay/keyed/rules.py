@@ -30,14 +30,15 @@ _OWN_US = 2_000_000
 class Seen:
     """A *record* as it was read at *now_us*, and its messages that still *wait*: their places.
 
-    One that was cancelled does not wait any more. *sends* is the id of the delivery that was
-    prepared, where a broker needs that.
+    One that was cancelled does not wait any more. *text* is the record as it was written, to be
+    compared; *sends* the id of the delivery that was prepared, where a broker needs that.
     """
 
     now_us: int
     record: Record | None
     waiting: tuple[Any, ...] = ()
     sends: str | None = None
+    text: bytes = b""
 
 
 @dataclass(frozen=True)

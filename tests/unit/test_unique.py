@@ -14,7 +14,7 @@ from celery.worker import state as worker_state
 
 from celery_native_delay import LedgerUnavailable, install
 from celery_native_delay.keyed.record import HEADER, Record, Run
-from celery_native_delay.keyed.records import KeyRecords
+from celery_native_delay.keyed.records import ComparedRecords
 from celery_native_delay.keyed.rules import LEASE_US, Seen, Step
 from celery_native_delay.worker import leases as leases_module
 from celery_native_delay.worker import unique as module
@@ -27,14 +27,14 @@ NOW_US = 1_795_176_000_000_000
 KEY = "unique:shop.sync:42"
 
 
-class Records(KeyRecords):
+class Records(ComparedRecords):
     """One record, and a broker that may be away."""
 
     def __init__(self) -> None:
         self.record: Record | None = Record(id="1", due_us=NOW_US)
         self.is_away = False
 
-    def read(self, name: str, *, to_send: bool = False) -> Seen:
+    def read(self, name: str) -> Seen:
         assert name == KEY
         if self.is_away:
             raise LedgerUnavailable("it does not answer")

@@ -7,7 +7,7 @@ from time import time_ns
 from typing import Any
 
 from ...keyed.record import Record
-from ...keyed.records import KeyRecords
+from ...keyed.records import ComparedRecords
 from ...keyed.rules import Seen, Step
 from ..virtual.ledger import waiting_of
 from .entry import opened_entry
@@ -18,7 +18,7 @@ from .store import Store, refusals_explained
 Put = Callable[[int], tuple[str, bytes]]
 
 
-class RedisKeyRecords(KeyRecords):
+class RedisKeyRecords(ComparedRecords):
     """Records in one *store*; raises redis-py's errors, BrokerFull and NotPermitted."""
 
     needs_connection = True
@@ -29,7 +29,7 @@ class RedisKeyRecords(KeyRecords):
         self._read = store.client.register_script(READ_KEY)
         self._write = store.client.register_script(WRITE_KEY)
 
-    def read(self, name: str, *, to_send: bool = False) -> Seen:
+    def read(self, name: str) -> Seen:
         keys = [self._keys.record(name), self._keys.due, self._keys.messages, self._keys.ids]
         with refusals_explained(self._keys):
             now_us, text, *found = self._read(keys=keys)
@@ -41,12 +41,11 @@ class RedisKeyRecords(KeyRecords):
             is_its = member.decode().rpartition(":")[0] == record.id
             if is_its and not (entry and _is_cancelled(entry)):
                 waiting.append(member)
-        return Seen(now_us, record, tuple(waiting))
+        return Seen(now_us, record, tuple(waiting), text=text)
 
     def write(self, name: str, seen: Seen, step: Step, put: Put | None) -> bool:
         keys = self._keys
         record = "" if step.record is None else step.record.encoded()
-        before = "" if seen.record is None else seen.record.encoded()
         kept_ms = max(step.kept_us - seen.now_us, 0) // 1000 + 1
         message: tuple[Any, ...] = ("", "", "")
         if step.due_us is not None:
@@ -56,7 +55,7 @@ class RedisKeyRecords(KeyRecords):
         gone = seen.waiting if step.replaces else ()
         names = [keys.record(name), keys.due, keys.messages, keys.wake, keys.ids, keys.parked]
         with refusals_explained(keys):
-            return bool(self._write(keys=names, args=[before, record, kept_ms, *message, *gone]))
+            return bool(self._write(keys=names, args=[seen.text, record, kept_ms, *message, *gone]))
 
 
 def _is_cancelled(entry: bytes) -> bool:

@@ -6,10 +6,21 @@ from pathlib import Path
 from time import time, time_ns
 from typing import Any
 
-from sqlalchemy import URL, Connection, Engine, create_engine, event, exc, make_url, text
+from sqlalchemy import (
+    URL,
+    Connection,
+    Dialect,
+    Engine,
+    create_engine,
+    event,
+    exc,
+    make_url,
+    text,
+)
 
 from ...errors import SettingsError
 from ...urls import without_password
+from .driver import Say, saying
 
 #: An option of our own in the URL of a SQLite store; in lower case the first is the default.
 SYNCHRONOUS = ("normal", "full")
@@ -110,18 +121,23 @@ def _sqlite(place: URL) -> Engine:
 
 #: How servers tell the time, in seconds since the epoch.
 _TIMES = {
-    "postgresql": "SELECT extract(epoch FROM clock_timestamp())",
-    "mysql": "SELECT unix_timestamp(now(6))",
-    "mariadb": "SELECT unix_timestamp(now(6))",
+    "postgresql": text("SELECT extract(epoch FROM clock_timestamp())"),
+    "mysql": text("SELECT unix_timestamp(now(6))"),
+    "mariadb": text("SELECT unix_timestamp(now(6))"),
 }
 
 
 def now_us(connection: Connection) -> int:
     """The time in microseconds since the epoch, by the database's clock where it can be asked."""
-    statement = _TIMES.get(connection.dialect.name)
+    return told_us(saying(connection), connection.dialect)
+
+
+def told_us(say: Say, dialect: Dialect) -> int:
+    """The time as :func:`now_us` has it, asked for in the middle of a transaction."""
+    statement = _TIMES.get(dialect.name)
     if statement is None:  # SQLite has ours
         return time_ns() // 1000
-    return int(connection.execute(text(statement)).scalar_one() * 1_000_000)
+    return int(say(statement, {})[0][0] * 1_000_000)
 
 
 def clock_ahead_seconds(connection: Connection) -> float | None:
@@ -132,7 +148,7 @@ def clock_ahead_seconds(connection: Connection) -> float | None:
     if statement is None:
         return None
     before = time()
-    told = float(connection.execute(text(statement)).scalar_one())
+    told = float(connection.execute(statement).scalar_one())
     return told - (before + time()) / 2
 
 

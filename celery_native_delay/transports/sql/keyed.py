@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from threading import Lock
 from time import time_ns
-from typing import Any
 
 from sqlalchemy import (
     BigInteger,
@@ -30,18 +29,20 @@ from ...keyed.records import TRIES, KeyRecords
 from ...keyed.rules import Rule, Seen, Step
 from ..per_process import PerProcess
 from ..virtual.ledger import waiting_of
-from .database import now_us
+from .database import now_us, told_us
 from .delays import Put
+from .driver import Say, saying
 from .schema import MESSAGES
 from .store import ADD, Store, is_about_a_row
 
-_METADATA = MetaData()
+METADATA = MetaData()
 
 #: A row for each key. Not among the tables of ``schema.py``: a user who may make none there has no
-#: need of it before a key is used. What stands here is frozen likewise, a record has its version.
+#: need of it before a key is used. What stands here is frozen likewise: a change needs another
+#: table. Of a record in it the version stands there.
 _KEYS = Table(
     "native_delay_key",
-    _METADATA,
+    METADATA,
     Column("namespace", String(64), primary_key=True),
     Column("name", String(200), primary_key=True),
     Column("record", Text, nullable=False),
@@ -65,7 +66,7 @@ _SEE = select(_ROW.id, _ROW.due_us).where(
 )
 _SEE_LOCKED = _SEE.with_for_update()
 _ENVELOPE = select(_ROW.envelope).where(_ROW.id == bindparam("one"))
-_TAKE_OUT = delete(MESSAGES).where(_ROW.id.in_(bindparam("ids", expanding=True)))
+_TAKE_OUT = delete(MESSAGES).where(_ROW.id == bindparam("one"))
 #: A new message in the place of another one; the row stays.
 _PUT_IN_PLACE = (
     update(MESSAGES)
@@ -89,9 +90,9 @@ class StoreKeyRecords(KeyRecords):
         self._is_made = False
         self._making = Lock()
 
-    def read(self, name: str, *, to_send: bool = False) -> Seen:
+    def read(self, name: str) -> Seen:
         self._make()
-        return self._store.look(lambda connection: self._seen(connection, name)[0])
+        return self._store.look(lambda connection: self._seen(saying(connection), name)[0])
 
     def change(
         self, name: str, rule: Rule, put: Callable[[int], Put] | None = None
@@ -100,9 +101,7 @@ class StoreKeyRecords(KeyRecords):
         for last_try in (*[False] * TRIES, True):
             try:
                 with self._store.noticed():
-                    seen, step = self._store.change(
-                        lambda connection: self._change(connection, name, rule, put)
-                    )
+                    seen, step = self._store.do(lambda say: self._change(say, name, rule, put))
                 break
             except StoreUnavailable as error:
                 # Another was the first to write this record, at the same time.
@@ -113,33 +112,33 @@ class StoreKeyRecords(KeyRecords):
             self._store.on_add(step.due_us)
         return seen, step
 
-    def write(self, name: str, seen: Seen, step: Step, put: Any) -> bool:
-        """Not by itself: :meth:`change` reads, decides and writes in one transaction."""
-        raise NotImplementedError
-
     def sweep(self) -> int:
         """Remove records that say nothing any more; their number."""
         if not self._is_made:
             return 0
-        values = {"mine": self._store.namespace, "now": time_ns() // 1000}
-        return self._store.change(lambda connection: connection.execute(_SWEEP, values).rowcount)
+
+        def swept(connection: Connection) -> int:
+            values = {"mine": self._store.namespace, "now": now_us(connection)}
+            return connection.execute(_SWEEP, values).rowcount
+
+        return self._store.change(swept)
 
     def _change(
-        self, connection: Connection, name: str, rule: Rule, put: Callable[[int], Put] | None
+        self, say: Say, name: str, rule: Rule, put: Callable[[int], Put] | None
     ) -> tuple[Seen, Step]:
-        seen, is_there = self._seen(connection, name, to_change=True)
+        seen, is_there = self._seen(say, name, to_change=True)
         step = rule(seen)
         if step.due_us is None and step.record == seen.record:
             return seen, step
         this = {"mine": self._store.namespace, "this": name}
         if step.record is None:
-            connection.execute(_REMOVE, this)
+            say(_REMOVE, this)
         elif is_there:
             changed = {"text": step.record.encoded(), "kept": step.kept_us}
-            connection.execute(_CHANGE, {**this, **changed})
+            say(_CHANGE, {**this, **changed})
         else:
             new = {"record": step.record.encoded(), "kept_us": step.kept_us}
-            connection.execute(_ADD, {"namespace": this["mine"], "name": name, **new})
+            say(_ADD, {"namespace": this["mine"], "name": name, **new})
         if step.due_us is None:
             return seen, step
         assert put is not None
@@ -147,31 +146,34 @@ class StoreKeyRecords(KeyRecords):
         row = self._store.row(queue, envelope, due_us, task_id)
         if step.replaces and len(seen.waiting) == 1:
             new = {"queue_": queue, "envelope_": envelope, "due": due_us, "task": row["task_id"]}
-            connection.execute(_PUT_IN_PLACE, {"one": seen.waiting[0], **new})
+            say(_PUT_IN_PLACE, {"one": seen.waiting[0], **new})
             return seen, step
         if step.replaces:
-            connection.execute(_TAKE_OUT, {"ids": list(seen.waiting)})
-        connection.execute(ADD, row)
+            for each in seen.waiting:
+                say(_TAKE_OUT, {"one": each})
+        say(ADD, row)
         return seen, step
 
-    def _seen(
-        self, connection: Connection, name: str, *, to_change: bool = False
-    ) -> tuple[Seen, bool]:
+    def _seen(self, say: Say, name: str, *, to_change: bool = False) -> tuple[Seen, bool]:
         """The record of *name* and what waits for it, locked *to_change* them; is a row there?"""
         this = {"mine": self._store.namespace, "this": name}
-        found = connection.execute(_LOCK if to_change else _LOOK, this).first()
-        at_us = now_us(connection)
-        if found is None or found.kept_us < at_us:
-            return Seen(at_us, None), found is not None
-        record = Record.decoded(found.record)
+        found = say(_LOCK if to_change else _LOOK, this)
+        # Asked for after the lock: another may have held it for a while.
+        at_us = told_us(say, self._store.engine.dialect)
+        if not found:
+            return Seen(at_us, None), False
+        text, kept_us = found[0]
+        if kept_us < at_us:
+            return Seen(at_us, None), True
+        record = Record.decoded(text)
         if record.id is None:
             return Seen(at_us, record), True
         mine = {"mine": self._store.namespace, "task": record.id[:255]}
-        rows = connection.execute(_SEE_LOCKED if to_change else _SEE, mine).all()
+        rows = say(_SEE_LOCKED if to_change else _SEE, mine)
         waiting = tuple(
-            row.id
-            for row in rows
-            if row.due_us == record.due_us or not _is_cancelled(connection, row.id)
+            row_id
+            for row_id, due_us in rows
+            if due_us == record.due_us or not _is_cancelled(say, row_id)
         )
         return Seen(at_us, record, waiting), True
 
@@ -182,7 +184,7 @@ class StoreKeyRecords(KeyRecords):
         with self._making:
             if not self._store.look(lambda connection: inspect(connection).has_table(_KEYS.name)):
                 try:
-                    self._store.change(_METADATA.create_all)
+                    self._store.change(METADATA.create_all)
                 except StoreUnavailable:
                     # Where another process creates it as well, "if it is not there" is no promise.
                     if not self._store.look(lambda found: inspect(found).has_table(_KEYS.name)):
@@ -190,9 +192,9 @@ class StoreKeyRecords(KeyRecords):
             self._is_made = True
 
 
-def _is_cancelled(connection: Connection, row_id: int) -> bool:
+def _is_cancelled(say: Say, row_id: int) -> bool:
     """True for a message, due at another time than its key says, that is to be announced."""
-    envelope = connection.execute(_ENVELOPE, {"one": row_id}).scalar_one()
+    ((envelope,),) = say(_ENVELOPE, {"one": row_id})
     return waiting_of(envelope, queue="", due_us=time_ns() // 1000) is None
 
 

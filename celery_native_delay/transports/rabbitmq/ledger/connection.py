@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 PATIENCE_SECONDS = 0.3
 
 #: The same where people ask, who wait longer than publishers.
-_ANSWER_SECONDS = 5.0
+ANSWER_SECONDS = 5.0
 
 #: Seconds for which a ledger that failed is left alone: the first time, and at most.
 LEFT_ALONE_SECONDS = (1.0, 30.0)
@@ -65,7 +65,7 @@ def redis_options(url: str, *, timeout_seconds: float) -> tuple[str, dict[str, A
 
 def ledger_client(url: str) -> Any:
     """A client of redis-py's for all that people ask of a ledger."""
-    to, options = redis_options(url, timeout_seconds=_ANSWER_SECONDS)
+    to, options = redis_options(url, timeout_seconds=ANSWER_SECONDS)
     import redis
 
     return redis.Redis.from_url(to, **options)
@@ -94,15 +94,15 @@ def lines_in(url: str | None, namespace: str, vhost: str) -> Lines:
     from ....rates.in_redis import RedisLines
 
     space = LedgerKeys(namespace, vhost).space
-    return RedisLines(_maker(url), space, without_password(url))
+    return RedisLines(connection_maker(url), space, without_password(url))
 
 
-def _maker(url: str) -> Callable[[], Any]:
+def connection_maker(url: str, *, timeout_seconds: float = PATIENCE_SECONDS) -> Callable[[], Any]:
     """A function that makes connections of redis-py's, which connect when told.
 
     Not their pool's own, which allows for so many in all: those that failed or were closed count.
     """
-    to, options = redis_options(url, timeout_seconds=PATIENCE_SECONDS)
+    to, options = redis_options(url, timeout_seconds=timeout_seconds)
     from redis import ConnectionPool
 
     pool = ConnectionPool.from_url(to, **options)
@@ -116,7 +116,7 @@ class LedgerConnection:
     """
 
     def __init__(self, url: str, namespace: str, vhost: str = "/") -> None:
-        self._make_connection = _maker(url)
+        self._make_connection = connection_maker(url)
         from redis.exceptions import NoScriptError
 
         self._no_script = NoScriptError
