@@ -39,9 +39,7 @@ def scope_of(nodeid: str) -> str:
     if version := re.search(r"[\[-](3\.10|4\.3)[\]-]", nodeid):
         file = nodeid.partition("::")[0].rpartition("/")[2].removesuffix(".py")
         return f"RabbitMQ {version[1]}: {'mortal' if _MORTAL.search(nodeid) else file}"
-    if broker := re.search(
-        r"conformance\.py.*[\[-](redis|valkey|filesystem(?:-postgresql)?|sqla|sqs)[\]-]", nodeid
-    ):
+    if broker := _CONFORMING.search(nodeid):
         return f"conformance of {broker[1]}"
     if part := re.search(r"(?:integration|acceptance)/test_sqs_(\w+)", nodeid):
         return f"SQS: {part[1]}"
