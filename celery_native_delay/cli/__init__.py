@@ -1,6 +1,6 @@
 """``celery -A proj delay …``"""
 
-from . import (
+from . import (  # noqa: F401  each registers its commands
     broker,
     capacity,
     export,
@@ -15,17 +15,4 @@ from . import (
 )
 from .group import delay
 
-__all__ = (
-    "broker",
-    "capacity",
-    "delay",
-    "export",
-    "exporter",
-    "flower",
-    "migrate",
-    "parked",
-    "plan",
-    "promote",
-    "rates",
-    "waiting",
-)
+__all__ = ("delay",)
