@@ -9,7 +9,7 @@ import signal
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from itertools import count
 from pathlib import Path
 
@@ -117,8 +117,6 @@ class PrivatePostgreSQL:
 def private_postgresql() -> Iterator[PrivatePostgreSQL]:
     """Run a PostgreSQL of our own until the block ends."""
     server = PrivatePostgreSQL(find_postgresql())
-    try:
+    with closing(server):
         server.start()
         yield server
-    finally:
-        server.close()

@@ -6,7 +6,6 @@ import os
 import secrets
 import shutil
 import subprocess
-from types import TracebackType
 
 from .errors import BrokerFailed, BrokerMissing
 
@@ -62,12 +61,7 @@ class PrivateNetwork:
     def __enter__(self) -> PrivateNetwork:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        where: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def enter(self, host: str) -> list[str]:

@@ -20,7 +20,7 @@ import urllib.error
 import urllib.request
 from base64 import b64encode
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote, unquote, urlsplit
@@ -94,11 +94,9 @@ def private_rabbitmq(
         advanced_config=advanced_config,
         erlang_arguments=erlang_arguments,
     )
-    try:
+    with closing(rabbitmq):
         rabbitmq.start()
         yield rabbitmq
-    finally:
-        rabbitmq.close()
 
 
 class PrivateRabbitMQ:

@@ -14,7 +14,7 @@ import os
 import signal
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -87,11 +87,9 @@ def private_redis(
         replica_of=replica_of,
         config=config,
     )
-    try:
+    with closing(redis):
         redis.start()
         yield redis
-    finally:
-        redis.close()
 
 
 @contextmanager
@@ -104,11 +102,9 @@ def embedded_broker(folder: Path | str | None = None) -> Iterator[PrivateRedis]:
     Raises BrokerMissing without the extra, BrokerFailed when another one runs in *folder*.
     """
     redis = PrivateRedis(require_redis("valkey", embedded=True), folder=folder, tcp=False)
-    try:
+    with closing(redis):
         redis.start()
         yield redis
-    finally:
-        redis.close()
 
 
 class PrivateRedis:

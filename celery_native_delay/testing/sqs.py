@@ -15,7 +15,7 @@ import signal
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from functools import cached_property
 from importlib.util import find_spec
 from pathlib import Path
@@ -47,11 +47,9 @@ def private_sqs() -> Iterator[PrivateSqs]:
     """
     require_sqs()
     sqs = PrivateSqs()
-    try:
+    with closing(sqs):
         sqs.start()
         yield sqs
-    finally:
-        sqs.close()
 
 
 class PrivateSqs:
