@@ -18,10 +18,9 @@ from time import monotonic, sleep
 from urllib.parse import quote
 
 from .errors import BrokerFailed
-from .membership import Membership
 from .networks import PrivateNetwork
 from .ports import claim_ports, port_of
-from .rabbitmq import PrivateRabbitMQ, vhost_name
+from .rabbitmq import Membership, PrivateRabbitMQ, vhost_name
 from .rabbitmq_installation import require_rabbitmq
 
 _PATIENCE_SECONDS = 90

@@ -19,14 +19,14 @@ import tempfile
 import urllib.error
 import urllib.request
 from base64 import b64encode
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote, unquote, urlsplit
 
 from .errors import BrokerFailed
-from .membership import Membership
 from .ports import claim_ports, port_of
 from .processes import KeptServer
 from .rabbitmq_installation import RabbitMQInstallation, require_rabbitmq
@@ -97,6 +97,25 @@ def private_rabbitmq(
     with closing(rabbitmq):
         rabbitmq.start()
         yield rabbitmq
+
+
+@dataclass(frozen=True, kw_only=True)
+class Membership:
+    """A node's place in a cluster, and what it shares with the other members."""
+
+    name: str
+    """Name of the node, such as "node1@localhost"."""
+    ip: str
+    """Address that it listens on."""
+    hosts: Mapping[str, str]
+    """Address of every host that a node's name may have after the @."""
+    cookie: str
+    """Secret by which members know each other."""
+    epmd_port: int
+    runs_epmd: bool
+    """True for one member of each host: it runs the daemon that tells the others' ports."""
+    enter: Sequence[str] = ()
+    """Command that runs another one where the node has its network."""
 
 
 class PrivateRabbitMQ:
