@@ -23,7 +23,6 @@ from urllib.parse import quote, urlencode
 from .errors import BrokerFailed
 from .ports import claim_ports, port_of
 from .processes import KeptServer
-from .redis_client import answers, client_of
 from .redis_installation import RedisInstallation, ServerName, require_redis
 
 _BOOT_SECONDS = 60
@@ -241,6 +240,28 @@ def quoted(text: str) -> str:
     """The *text* as one word of redis.conf."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'
+
+
+def client_of(**server: Any) -> Any:
+    """A client of redis-py, which the extra `redis` brings, by these keywords of `redis.Redis`.
+
+    It fails at once without an answer; by default redis-py tries again for some seconds.
+    """
+    from redis import Redis
+    from redis.backoff import NoBackoff
+    from redis.retry import Retry
+
+    return Redis(**server, retry=Retry(NoBackoff(), 0))
+
+
+def answers(client: Any) -> bool:
+    """True if the server is up and serves; while it loads its data it refuses."""
+    from redis.exceptions import RedisError
+
+    try:
+        return bool(client.ping())
+    except RedisError:
+        return False
 
 
 def _lock(folder: Path) -> int:

@@ -21,8 +21,7 @@ from urllib.parse import quote
 from .errors import BrokerFailed
 from .ports import claim_ports, port_of
 from .processes import KeptServer
-from .redis import PrivateRedis, private_redis, quoted
-from .redis_client import answers, client_of
+from .redis import PrivateRedis, answers, client_of, private_redis, quoted
 from .redis_installation import RedisInstallation, ServerName, require_redis
 
 _MASTER_NAME = "native-delay"

@@ -26,7 +26,7 @@ from celery_native_delay.testing import (
     private_sentinel,
     vhost_name,
 )
-from celery_native_delay.testing.redis_client import client_of
+from celery_native_delay.testing.redis import client_of
 from tests.brokers import MORTAL
 from tests.chaos.schedule import FaultKind
 from tests.postgresql import PrivatePostgreSQL, private_postgresql
