@@ -30,6 +30,9 @@ logger = get_logger(__name__)
 
 T = TypeVar("T")
 
+#: Matches of a search are counted so far beyond those listed: reading all would take seconds.
+_COUNTED = 1000
+
 #: What names a task.
 TaskId: TypeAlias = str | AsyncResult | Waiting
 
@@ -318,6 +321,18 @@ class Delay:
                     type(exc).__name__,
                     exc,
                 )
+
+
+def listed(delay: Delay, query: Query, offset: int, limit: int) -> tuple[Page, bool]:
+    """A page of what matches, and whether its total is all of them; else there are more."""
+    searched = not query.is_by_time_only
+    page = delay.ls(query, limit=limit + (_COUNTED if searched else 0), offset=offset)
+    total = page.total
+    if total is None:  # behind the last one it is not known where that is
+        behind = offset and not page.tasks
+        total = delay.count(query) if behind else offset + len(page.tasks)
+    counted = not searched or len(page.tasks) < limit + _COUNTED
+    return Page(page.tasks[:limit], total), counted
 
 
 def _some_of(ids: Iterable[str], limit: int | None) -> list[str]:

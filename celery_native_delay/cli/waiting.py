@@ -30,9 +30,6 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 _BAR_WIDTH = 40
 _LONGEST_TEXT = 40
 
-#: Matches of a search are counted so far beyond those listed: reading all would take seconds.
-_COUNTED = 1000
-
 #: So many rows tell people what a change would be about.
 _SHOWN = 50
 
@@ -102,6 +99,7 @@ def ls(
         raise click.UsageError(
             "--histogram shows all that waits: leave out --search, --from and --until"
         )
+    from ..app.delay import listed
     from ..ledger.model import ALL
 
     delay = _delay(ctx)
@@ -109,22 +107,16 @@ def ls(
         _show_histogram(delay, as_json)
         return
     query = _query(search, from_, until)
-    searched = not query.is_by_time_only
-    page = delay.ls(query, limit=limit + (_COUNTED if searched else 0), offset=offset)
-    tasks, counted = page.tasks[:limit], offset + len(page.tasks)
-    total = page.total
-    if total is None and not page.tasks and offset:
-        total = delay.count(query)
-    elif total is None and len(page.tasks) < limit + _COUNTED:
-        total = counted
+    page, counted = listed(delay, query, offset, limit)
     if as_json:
-        listed = [task.as_json() for task in tasks]
-        print_json({"total": total, "offset": offset, "tasks": listed})
+        tasks = [task.as_json() for task in page]
+        total = page.total if counted else None
+        print_json({"total": total, "offset": offset, "tasks": tasks})
         return
-    if tasks:
-        click.echo(_table(tasks))
-    many = f"at least {counted:,}" if total is None else f"{total:,}"
-    click.echo(f"{len(tasks):,} of {many} {'waiting' if query == ALL else 'that match'}")
+    if page:
+        click.echo(_table(page))
+    many = f"{'' if counted else 'at least '}{page.total:,}"
+    click.echo(f"{len(page):,} of {many} {'waiting' if query == ALL else 'that match'}")
 
 
 @command(name="show")

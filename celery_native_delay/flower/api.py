@@ -12,12 +12,12 @@ from typing import Any
 from flower.api import BaseApiHandler
 from tornado import web
 
-from ..app.delay import Delay
+from ..app.delay import Delay, listed
 from ..durations import seconds_of
 from ..errors import InvalidDueTime, InvalidQuery
 from ..ledger.model import Outcome
 from ..transports.interface import AdminPart
-from .pages import MOST_LINES, Errors, Parked, listed, long_json
+from .pages import MOST_LINES, Errors, Parked, long_json
 
 #: Changing takes a millisecond or two per task; this is patience for a busy broker.
 _CHANGE_SECONDS = 60.0
@@ -107,13 +107,10 @@ class ListDelays(ApiHandler):
         query = self.query(self.get_argument("search", "", escape=False))
 
         def found(delay: Delay) -> bytes:
-            page, in_all, counted = listed(delay, query, offset, limit)
+            page, counted = listed(delay, query, offset, limit)
             total = page.total if counted else None
-            return long_json(
-                {"total": total, "waiting": in_all, "offset": offset},
-                "tasks",
-                (task.as_json() for task in page.tasks),
-            )
+            answer = {"total": total, "waiting": delay.count(), "offset": offset}
+            return long_json(answer, "tasks", (task.as_json() for task in page))
 
         await self.write_json(await self.asking.delay(found))
 

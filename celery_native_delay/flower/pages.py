@@ -13,9 +13,9 @@ from flower.views import BaseHandler
 from tornado import web
 from tornado.iostream import StreamClosedError
 
-from ..app.delay import Delay
+from ..app.delay import Delay, listed
 from ..errors import InvalidQuery, LedgerUnavailable, NativeDelayError, NoLedger
-from ..ledger.model import Page, Query
+from ..ledger.model import Query
 from .asking import Asking
 from .patching import STATIC
 
@@ -29,9 +29,6 @@ _PARKED = 50
 
 #: So many lines of rated tasks, the longest in time; the page sorts and searches them itself.
 MOST_LINES = 500
-
-#: Matches of a search are counted so far beyond its page: reading all would take seconds.
-_COUNTED = 1000
 
 #: So many can be changed in one go.
 MOST_IDS = 100_000
@@ -232,8 +229,8 @@ class DataTable(Errors):
         answer = {"draw": draw, "data": [], "recordsTotal": 0, "recordsFiltered": 0}
         try:
             query = self.query(self.get_argument("search[value]", "", escape=False))
-            page, in_all, counted = await self.asking.delay(
-                lambda delay: listed(delay, query, offset, limit)
+            (page, counted), in_all = await self.asking.delay(
+                lambda delay: (listed(delay, query, offset, limit), delay.count())
             )
         except InvalidQuery as exc:
             self.write(answer | {"searchError": str(exc)})
@@ -241,7 +238,7 @@ class DataTable(Errors):
         except LedgerUnavailable as exc:
             self.write(answer | {"unavailable": str(exc)})
             return
-        answer["data"] = [task.as_json() | {"due_us": task.due_us} for task in page.tasks]
+        answer["data"] = [task.as_json() | {"due_us": task.due_us} for task in page]
         answer |= {"recordsTotal": in_all, "recordsFiltered": page.total, "counted": counted}
         self.write(answer)
 
@@ -250,17 +247,6 @@ def long_json(answer: dict[str, Any], name: str, items: Iterable[Any]) -> bytes:
     """JSON of *answer* with *items* under *name*; in a thread, so that the IO loop has its turn."""
     text = f'{json.dumps(answer)[:-1]}, "{name}": [{", ".join(map(json.dumps, items))}]}}'
     return text.encode()
-
-
-def listed(delay: Delay, query: Query, offset: int, limit: int) -> tuple[Page, int, bool]:
-    """A page of what matches, how many wait in all, and whether the page's total is all of them."""
-    searched = not query.is_by_time_only
-    page = delay.ls(query, limit=limit + (_COUNTED if searched else 0), offset=offset)
-    total = page.total
-    if total is None:  # behind the last one it is not known where that is
-        total = offset + len(page.tasks) if page.tasks else delay.count(query)
-    counted = not searched or len(page.tasks) < limit + _COUNTED
-    return Page(page.tasks[:limit], total), delay.count(), counted
 
 
 class MatchingIds(Errors):
