@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from difflib import get_close_matches
 from pathlib import Path
+from tempfile import TemporaryFile
 from typing import Any
-from uuid import uuid4
 
 from kombu.exceptions import OperationalError
 
@@ -82,9 +82,8 @@ def _looks(app: Any, connection: Any, settings: DelaySettings) -> Iterator[Findi
             yield from _of_lines(connection, settings)
             return
         part = admin_part(app, connection)
-        looks: list[Callable[[], list[Finding]]] = [part.verify, part.examine]
         has_store = True
-        for look in looks:
+        for look in (part.verify, part.examine):
             try:
                 found = look()
             except NativeDelayError as exc:
@@ -166,7 +165,6 @@ def _of_telemetry(settings: DelaySettings) -> Iterator[Finding]:
     if settings.telemetry is None:
         return
     folder = Path(settings.telemetry).absolute()
-    file = folder / f".trial-{uuid4().hex}"
     try:
         if not folder.is_dir():
             yield Finding(
@@ -177,13 +175,10 @@ def _of_telemetry(settings: DelaySettings) -> Iterator[Finding]:
                 "with workers",
             )
             return
-        try:
-            with file.open("wb") as trial:
-                trial.write(bytes(_TRIED_BYTES))
-                trial.flush()
-                os.fsync(trial.fileno())
-        finally:
-            file.unlink(missing_ok=True)
+        with TemporaryFile(dir=folder, prefix=".trial-") as trial:
+            trial.write(bytes(_TRIED_BYTES))
+            trial.flush()
+            os.fsync(trial.fileno())
     except OSError as exc:
         problem = f"{folder} takes nothing on this machine: {exc.strerror or exc}"
         way_out = "make room there, and let the user write whose workers run here"
