@@ -184,16 +184,11 @@ def moving(
         for name in dict.fromkeys(names):
             if "://" in name:
                 other = stack.enter_context(_other_part(name, theirs, connection))
-                sources += other.sources(None, reaches)
+                found = other.sources(None, reaches)
             else:
-                sources += part.sources(name, reaches)
-        stack.callback(_close_all, sources)
+                found = part.sources(name, reaches)
+            sources += [stack.enter_context(closing(source)) for source in found]
         yield part, sources
-
-
-def _close_all(sources: Sequence[Source]) -> None:
-    for source in sources:
-        source.close()
 
 
 @contextmanager
