@@ -127,11 +127,12 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
 
     def _find_lines(self, channel: Any) -> None:
         """Find where rated tasks are counted: a worker that cannot tell must not run them."""
-        if self._installation.has("rates"):
-            settings = self._installation.settings()
-            if self._rated is not None:
-                self._rated.close()
-                self._rated.lines = lines_of(channel, settings)
+        if not self._installation.has("rates"):
+            return
+        settings = self._installation.settings()
+        if self._rated is not None:
+            self._rated.close()
+            self._rated.lines = lines_of(channel, settings)
 
     def _promote(self, c: Any, promoter: Promoter | None) -> None:
         if promoter is None:
