@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterable
 from dataclasses import asdict
+from functools import partial
 from time import monotonic, time
 from typing import Any
 
@@ -100,13 +101,14 @@ class PageHandler(Errors):
     """Base of our pages, each of which asks for all that it shows."""
 
     def render_page(self, name: str, **values: Any) -> None:
-        """Answer with the template *name*, given *values* and what all of them need."""
+        """Answer with the page *name*, given *values* and what all of them need."""
+        prefix = self.reverse_url("delays-static", "")
+        ours = {"static_path": str(STATIC), "static_url_prefix": prefix}
         self.render(
-            name,
+            f"{name}.html",
+            name=name,
             time_zone=str(self.capp.conf.timezone or ""),
-            version=lambda path: web.StaticFileHandler.get_version(
-                {"static_path": str(STATIC)}, path
-            ),
+            static=partial(web.StaticFileHandler.make_static_url, ours),
             **values,
         )
 
@@ -117,14 +119,14 @@ class DelaysPage(PageHandler):
         """Answer with the page of what waits."""
         options = self.application.options
         closed = not (options.basic_auth or options.auth or self.unauthenticated_api)
-        self.render_page("delays.html", read_only=options.read_only, api_closed=closed)
+        self.render_page("delays", read_only=options.read_only, api_closed=closed)
 
 
 class RatesPage(PageHandler):
     @web.authenticated
     def get(self) -> None:
         """Answer with the page of the lines of rated tasks."""
-        self.render_page("rates.html", is_rated=self.application.is_rated)
+        self.render_page("rates", is_rated=self.application.is_rated)
 
 
 class Shared(Errors):
