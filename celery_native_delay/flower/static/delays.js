@@ -47,6 +47,11 @@
         new bootstrap.Toast(element[0], {delay: kind === "danger" ? 10000 : 5000}).show();
     }
 
+    function post(verb, body) {
+        return $.ajax({type: "POST", url: page.getAttribute("data-" + verb),
+            contentType: "application/json", data: JSON.stringify(body)});
+    }
+
     // ---- cards, histogram, levels ---------------------------------------------------------
 
     function showNumbers(found) {
@@ -139,9 +144,7 @@
 
     function changeParked(verb, body, done) {
         var buttons = $("#delays-parked-dialog .modal-footer button").prop("disabled", true);
-        $.ajax({
-            type: "POST", url: urls[verb], contentType: "application/json", data: JSON.stringify(body)
-        }).done(function (answer) {
+        post(verb, body).done(function (answer) {
             toast(done(answer), "success");
         }).fail(function (xhr) {
             toast(sayWhy(xhr), "danger");
@@ -257,7 +260,7 @@
             render: function (id, type, task) {
                 return '<input type="checkbox" class="form-check-input delays-box" aria-label="Select ' +
                     escapeHtml(task.name + " " + id) + '"' +
-                    (selected.has(id) || (allMatch && allMatch.has(id)) ? " checked" : "") + ">";
+                    (isSelected(task) ? " checked" : "") + ">";
             }
         }, {
             data: "due_us", className: "delays-due",
@@ -316,12 +319,14 @@
         return table.rows().data().toArray();
     }
 
+    function isSelected(task) {
+        return (allMatch || selected).has(task.id);
+    }
+
     function showSelection() {
-        var count = allMatch ? allMatch.size : selected.size,
+        var count = (allMatch || selected).size,
             rows = shown(),
-            whole = rows.length > 0 && rows.every(function (task) {
-                return selected.has(task.id) || (allMatch && allMatch.has(task.id));
-            });
+            whole = rows.length > 0 && rows.every(isSelected);
         if (!mayChange) {
             return;
         }
@@ -357,18 +362,15 @@
 
     var VERBS = {
         "cancel": {
-            question: function (what) { return "Cancel " + what + "?"; },
             consequence: ["It will never run; its result becomes REVOKED. This cannot be undone.",
                 "They will never run; their results become REVOKED. This cannot be undone."],
             yes: function (what) { return "Cancel " + what; }, done: "cancelled", kind: "btn-danger"
         },
         "reschedule": {
-            question: function (what) { return "Reschedule " + what + "?"; },
             consequence: ["It becomes due at this time.", "All of them become due at the same time."],
             yes: function (what) { return "Reschedule " + what; }, done: "rescheduled", kind: "btn-primary"
         },
         "run-now": {
-            question: function (what) { return "Run " + what + " now?"; },
             consequence: ["It goes to its queue at once.", "They go to their queues at once."],
             yes: function (what) { return "Run " + what + " now"; }, done: "due now", kind: "btn-primary"
         }
@@ -377,7 +379,7 @@
     function ask(verb, tasks) {
         var what = plural(tasks.size), words = VERBS[verb];
         wanted = {verb: verb, tasks: tasks};
-        byId("question").textContent = words.question(what);
+        byId("question").textContent = words.yes(what) + "?";
         byId("consequence").textContent = words.consequence[tasks.size === 1 ? 0 : 1];
         byId("when-error").textContent = "";
         $(byId("when")).toggleClass("d-none", verb !== "reschedule");
@@ -408,11 +410,7 @@
             if (start >= ids.length) {
                 return $.Deferred().resolve(done, refused);
             }
-            return $.ajax({
-                type: "POST", url: urls[verb === "run-now" ? "runNow" : verb],
-                contentType: "application/json",
-                data: JSON.stringify($.extend({ids: ids.slice(start, start + BATCH)}, when))
-            }).then(function (answer) {
+            return post(verb, $.extend({ids: ids.slice(start, start + BATCH)}, when)).then(function (answer) {
                 done += answer.done;
                 refused += answer.outcomes.length - answer.done;
                 start += BATCH;
