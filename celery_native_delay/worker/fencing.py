@@ -8,8 +8,7 @@ of a run that is not sealed, and all that cannot be looked up, wait in the broke
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -19,6 +18,7 @@ from time import monotonic, time
 from typing import Any
 
 from celery.utils.log import get_logger
+from kombu.utils.functional import LRUCache
 
 from ..errors import FenceUnavailable
 from ..fence import FenceStore, fence_store
@@ -56,7 +56,7 @@ class Fence:
         """*worker* is its name, by which it seals runs."""
         self._settings = settings
         self._worker = worker
-        self._sealed: OrderedDict[str, Record] = OrderedDict()
+        self._sealed: MutableMapping[str, Record] = LRUCache(limit=MOST_RUNS)
         self._lookup: Lookup | None = None
         self._told: set[str] = set()
 
@@ -68,13 +68,15 @@ class Fence:
         if stamp is None:
             del headers[fence.HEADER]
             return None
-        record = arrival.found.get(self) or self._remembered(stamp.run)
+        record = self._sealed.get(stamp.run)
         if record is None:
             if self not in arrival.found:
                 return LookUp(partial(self._look_up, stamp.run))
-            return self._hold(arrival, None)
-        if record.is_final:
-            self._remember(stamp.run, record)
+            record = arrival.found[self]
+            if record is None:
+                return self._hold(arrival, None)
+            if record.is_final:
+                self._sealed[stamp.run] = record
         match fence.fate(record, stamp):
             case Fate.RUN:
                 # The attempt that won is a task like others: its retries are not asked for again.
@@ -110,17 +112,6 @@ class Fence:
         if text not in self._told:
             self._told.add(text)
             logger.warning(text, *args)
-
-    def _remembered(self, run: str) -> Record | None:
-        record = self._sealed.get(run)
-        if record is not None:
-            self._sealed.move_to_end(run)
-        return record
-
-    def _remember(self, run: str, record: Record) -> None:
-        self._sealed[run] = record
-        if len(self._sealed) > MOST_RUNS:
-            self._sealed.popitem(last=False)
 
     def _look_up(self, run: str, found: Callable[[Record | None], None]) -> None:
         if self._lookup is None:
