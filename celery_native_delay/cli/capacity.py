@@ -7,13 +7,20 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .group import as_json_option, command, installed_settings, print_json, settings, show
+from .group import (
+    as_json_option,
+    command,
+    fitting_connection,
+    installed_settings,
+    print_json,
+    settings,
+    show,
+)
 from .times import Duration
 
 if TYPE_CHECKING:
     from ..capacity.load import Load
     from ..capacity.service import Service
-    from ..settings import DelaySettings
 
 _file = click.Path(path_type=Path)
 
@@ -83,6 +90,8 @@ def capacity(
     Needs no broker, but for --calibrate and --from-ledger. --calibrate alone prints the broker's
     speed, which --service takes. Exit status 1 if the broker would not keep up.
     """
+    from ..transports.aliases import transport_of
+
     chosen = settings(ctx)
     ways = [bool(delays), histogram is not None, from_ledger]
     if sum(ways) > 1:
@@ -93,7 +102,8 @@ def capacity(
             "say which load: --rate with --delay or --histogram, or --from-ledger; or only "
             "--calibrate"
         )
-    transport = _transport(ctx, chosen)
+    connection = fitting_connection(ctx, chosen)
+    transport = transport_of(connection.transport_cls, store=chosen.store) or ""
     if transport != "rabbitmq":
         _show_elsewhere(transport, load, calibrate, picture, as_json)
         return
@@ -159,15 +169,6 @@ def _load_of_waiting(ctx: click.Context, step: float) -> Load:
 
 
 # ---- the broker ------------------------------------------------------------------------------
-
-
-def _transport(ctx: click.Context, chosen: DelaySettings) -> str:
-    from ..app.broker import check_fits
-    from ..transports.aliases import transport_of
-
-    connection = ctx.obj.app.connection_for_write()
-    check_fits(connection, chosen)
-    return transport_of(connection.transport_cls, store=chosen.store) or ""
 
 
 def _service(

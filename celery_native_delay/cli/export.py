@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .group import as_json_option, command, installed_settings, print_json
+from .group import as_json_option, command, fitting_connection, installed_settings, print_json
 
 if TYPE_CHECKING:
     from ..settings import DelaySettings
@@ -56,7 +56,7 @@ def export(
     With the app's queues, which delays are bound to. Together with native_delay_declare = False
     neither producers nor workers need the permission configure.
     """
-    from ..app.broker import check_fits, shown_broker
+    from ..app.broker import shown_broker
     from ..errors import UnsupportedBroker
     from ..transports.exports import ExportAs, Exports
 
@@ -64,9 +64,7 @@ def export(
         raise click.BadParameter(f"expected NAME or NAMESPACE/NAME, got {cluster!r}")
     app = ctx.obj.app
     chosen = installed_settings(ctx)
-    connection = app.connection_for_write()
-    check_fits(connection, chosen)
-    transport: Any = connection.transport
+    transport = fitting_connection(ctx, chosen).transport
     if not isinstance(transport, Exports):
         raise UnsupportedBroker(
             f"expected RabbitMQ, got {shown_broker(app)}: {_why_nothing(transport, chosen)}"

@@ -126,6 +126,15 @@ def reachable(ctx: click.Context) -> Iterator[Any]:
             raise OperationalError(str(exc)) from exc
 
 
+def fitting_connection(ctx: click.Context, chosen: DelaySettings) -> Any:
+    """The connection of the app to its broker, not made yet; tasks must be able to wait there."""
+    from ..app.broker import check_fits
+
+    connection = ctx.obj.app.connection_for_write()
+    check_fits(connection, chosen)
+    return connection
+
+
 def installed_settings(ctx: click.Context, *, insists: bool = True) -> DelaySettings:
     """The app's settings; it must have delayed delivery.
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
-from .group import as_json_option, command, print_json, settings, table
+from .group import as_json_option, command, fitting_connection, print_json, settings, table
 from .times import Duration
-
-if TYPE_CHECKING:
-    from ..settings import DelaySettings
 
 #: Of the way through SQS so many sends are shown at most.
 _SHOWN = 10
@@ -51,7 +48,7 @@ def plan(
 
     chosen = settings(ctx)
     check_countdown(seconds, longest_delay_seconds=chosen.longest_delay_seconds)
-    apps: Any = None if transport else _transport(ctx, chosen)
+    apps: Any = None if transport else fitting_connection(ctx, chosen).transport
     if transport == "sqs" or getattr(apps, "driver_type", "") == "sqs":
         _plan_hops(seconds, queue, price_per_million, as_json)
         return
@@ -87,15 +84,6 @@ def _waits(seconds: float, waits_seconds: float, where: str, queue: str) -> str:
 
     asked, kept = duration(seconds, exact=True), duration(waits_seconds, exact=True)
     return f"{asked} waits {kept} {where}, then goes to {queue!r}"
-
-
-def _transport(ctx: click.Context, chosen: DelaySettings) -> Any:
-    """Transport of the app's broker, if anything can wait on it."""
-    from ..app.broker import check_fits
-
-    connection = ctx.obj.app.connection_for_write()
-    check_fits(connection, chosen)
-    return connection.transport
 
 
 def _plan_without_levels(key: str, seconds: float, queue: str, as_json: bool) -> None:

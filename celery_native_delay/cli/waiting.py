@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from functools import reduce
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -129,7 +130,7 @@ def show_tasks(ctx: click.Context, ids: tuple[str, ...], as_json: bool) -> None:
     Where several messages wait under one ID, the object is the first due, with the `others`.
     """
     delay = _delay(ctx)
-    found = {task_id: sorted(delay.show(task_id), key=_due_us) for task_id in ids}
+    found = {task_id: sorted(delay.show(task_id), key=attrgetter("due_us")) for task_id in ids}
     if as_json:
         objects = [_as_object(found[task_id]) for task_id in ids]
         print_json(objects[0] if len(ids) == 1 else objects)
@@ -298,10 +299,6 @@ def _table(tasks: Sequence[Waiting]) -> str:
     now = datetime.now(UTC)
     headings = ("due", "in", "task", "id", "queue", "args", "kwargs")
     return table(headings, [_row(task, now) for task in tasks])
-
-
-def _due_us(task: Waiting) -> int:
-    return task.due_us
 
 
 def _row(task: Waiting, now: datetime) -> tuple[str, ...]:
