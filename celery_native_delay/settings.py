@@ -208,7 +208,8 @@ def check_settings(values: Mapping[str, Any]) -> None:
             )
         if name not in _names():
             close = get_close_matches(bare, _names(), n=1)
-            hint = f"did you mean native_delay_{close[0]}?" if close else f"known: {_known()}"
+            known = ", ".join(f"{_PREFIX}{name}" for name in _names())
+            hint = f"did you mean native_delay_{close[0]}?" if close else f"known: {known}"
             raise SettingsError(f"unknown setting native_delay_{bare}; {hint}")
         _check(name, _normal(name, value))
 
@@ -222,27 +223,16 @@ def _names() -> list[str]:
     return [field.name for field in fields(DelaySettings)]
 
 
-def _known() -> str:
-    return ", ".join(f"native_delay_{name}" for name in _names())
-
-
 def _normal(name: str, value: Any) -> Any:
     """*value* as it is kept: what is equal is equal, has one repr and can be hashed."""
-    if name == "landing_exchanges":
-        return _as_tuple(value)
+    if name == "landing_exchanges" and isinstance(value, list | set | frozenset):
+        return tuple(value if isinstance(value, list) else sorted(value, key=str))
     if name == "rates" and isinstance(value, Mapping):
         try:
             return tuple((task, Rate.of(rate)) for task, rate in sorted(value.items(), key=str))
         except SettingsError as exc:
             raise SettingsError(f"native_delay_rates: {exc}") from exc
     return value
-
-
-def _as_tuple(value: Any) -> Any:
-    """A list or set as a tuple; equal sets in the same order, as a repr must be."""
-    if isinstance(value, set | frozenset):
-        return tuple(sorted(value, key=str))
-    return tuple(value) if isinstance(value, list) else value
 
 
 def _check(name: str, value: Any) -> None:
