@@ -34,8 +34,6 @@ from ..transports.random_ids import RandomIds
 from .kinds import Kinds, Made, Sample
 from .plain_publishing import PlainPublishing
 
-__all__ = ("Bulk", "BulkResult", "bulk")
-
 #: Options that are the same for all tasks of a kind and leave their trace in the template.
 _TEMPLATE_OPTIONS = frozenset(
     ("queue", "exchange", "routing_key", "priority", "ignore_result", "shadow", "time_limit",
