@@ -151,7 +151,8 @@ class PrivateRabbitMQ:
             port_of, self._claims
         )
         self._root = installation.root or Path("/")
-        self._home = Path(tempfile.mkdtemp(prefix="private-rabbitmq-", dir=self._temporary_folder))
+        temporary = installation.root and installation.root / "tmp"
+        self._home = Path(tempfile.mkdtemp(prefix="private-rabbitmq-", dir=temporary))
         (self._home / "rabbitmq.conf").write_text(
             _CONFIG.format(ip=self.ip, management_port=self._management_port, extra=config)
         )
@@ -328,10 +329,6 @@ class PrivateRabbitMQ:
         return done.stdout
 
     # ---- inside ----------------------------------------------------------------------------
-
-    @property
-    def _temporary_folder(self) -> Path | None:
-        return None if self.installation.root is None else self.installation.root / "tmp"
 
     @property
     def _interface(self) -> str:

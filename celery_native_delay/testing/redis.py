@@ -15,7 +15,7 @@ import signal
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlencode
@@ -194,7 +194,7 @@ class PrivateRedis:
 
         Raises BrokerFailed with the end of its log when it does not within *within_seconds*.
         """
-        self._server.start(self._serves, within_seconds=within_seconds)
+        self._server.start(partial(answers, self.client), within_seconds=within_seconds)
 
     def stop(self) -> None:
         """Stop the server in good order; data and port stay."""
@@ -231,9 +231,6 @@ class PrivateRedis:
     @property
     def _credentials(self) -> str:
         return "" if self.password is None else f":{quote(self.password, safe='')}@"
-
-    def _serves(self) -> bool:
-        return answers(self.client)
 
 
 def quoted(text: str) -> str:

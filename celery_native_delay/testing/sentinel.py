@@ -175,7 +175,7 @@ class _Sentinel:
         )
 
     def start(self) -> None:
-        self._server.start(self._serves, within_seconds=_PATIENCE_SECONDS)
+        self._server.start(partial(answers, self.client), within_seconds=_PATIENCE_SECONDS)
         from redis.exceptions import ResponseError
 
         with suppress(ResponseError):
@@ -206,9 +206,6 @@ class _Sentinel:
         ]
         sentinels = self.client.sentinel_sentinels(_MASTER_NAME)
         return len(met) == replicas and len(sentinels) == others
-
-    def _serves(self) -> bool:
-        return answers(self.client)
 
 
 def _is_linked(replica: PrivateRedis) -> bool:
