@@ -13,7 +13,7 @@ from .group import (
     command,
     confirm,
     installed_settings,
-    print_json,
+    say,
     show,
     yes_option,
 )
@@ -82,7 +82,5 @@ def purge(ctx: click.Context, force: bool, as_json: bool) -> None:
         if not force:
             confirm(f"Throw away all that waits in {part.name}?")
         purged = part.purge()
-        if as_json:
-            print_json({"name": part.name, "purged": purged})
-        else:
-            click.echo(f"{purged} delayed message(s) thrown away")
+        text = f"{purged} delayed message(s) thrown away"
+        say(as_json, {"name": part.name, "purged": purged}, text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from .group import as_json_option, command, installed_settings, loglevel_option, print_json
+from .group import as_json_option, command, installed_settings, loglevel_option, say
 from .times import Duration
 
 
@@ -65,10 +65,7 @@ def exporter(
         exposed.close()
         raise click.ClickException(f"cannot serve on {address}:{port}: {exc}") from exc
     url = f"http://{address}:{server.server_port}/metrics"
-    if as_json:
-        print_json({"url": url})
-    else:
-        click.echo(f"serving {url}")
+    say(as_json, {"url": url}, f"serving {url}")
     stopping.wait()
     server.shutdown()
     serving.join()

@@ -180,6 +180,11 @@ def print_json(value: Any) -> None:
     click.echo(json.dumps(value, indent=2))
 
 
+def say(as_json: bool, value: Any, text: str) -> None:
+    """Print *text* for people, or *value* for scripts."""
+    print_json(value) if as_json else click.echo(text)
+
+
 def confirm(question: str) -> None:
     """Ask on standard error: standard output is for what scripts read. Aborts unless it is yes.
 

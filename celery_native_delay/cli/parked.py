@@ -6,7 +6,7 @@ from dataclasses import asdict, astuple
 
 import click
 
-from .group import as_json_option, broker, command, confirm, delay, print_json, table, yes_option
+from .group import as_json_option, broker, command, confirm, delay, say, table, yes_option
 
 
 @delay.group(name="parked")
@@ -31,13 +31,12 @@ def list_parked(ctx: click.Context, limit: int, as_json: bool) -> None:
     if found is None:
         raise click.ClickException("a worker is rescuing right now; try again")
     total, tasks = found
-    if as_json:
-        print_json({"parked": total, "messages": [asdict(task) for task in tasks]})
-        return
+    lines = [f"{total} parked message(s)"]
     if tasks:
         headings = ("task", "id", "exchange", "routing key", "due")
-        click.echo(table(headings, [astuple(task) for task in tasks]))
-    click.echo(f"{total} parked message(s)")
+        lines.insert(0, table(headings, [astuple(task) for task in tasks]))
+    value = {"parked": total, "messages": [asdict(task) for task in tasks]}
+    say(as_json, value, "\n".join(lines))
 
 
 @command(group=parked, name="requeue")
@@ -48,10 +47,7 @@ def requeue(ctx: click.Context, as_json: bool) -> None:
         outcome = part.requeue()
     if outcome is None:
         raise click.ClickException("a worker is rescuing right now; try again")
-    if as_json:
-        print_json(asdict(outcome))
-    else:
-        click.echo(str(outcome))
+    say(as_json, asdict(outcome), str(outcome))
 
 
 @command(group=parked, name="purge")
@@ -63,7 +59,4 @@ def purge_parked(ctx: click.Context, force: bool, as_json: bool) -> None:
         if not force:
             confirm(f"Throw away all messages in {part.parking}?")
         purged = part.purge_parked()
-    if as_json:
-        print_json({"purged": purged})
-    else:
-        click.echo(f"{purged} parked message(s) thrown away")
+    say(as_json, {"purged": purged}, f"{purged} parked message(s) thrown away")

@@ -9,7 +9,7 @@ from .group import (
     command,
     installed_settings,
     loglevel_option,
-    print_json,
+    say,
     worker_part,
 )
 
@@ -74,9 +74,7 @@ def _run(ctx: click.Context, loglevel: str, queues: str, as_json: bool, *, done:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: promoter.stop())
     promoter.run()
-    if as_json:
-        print_json({done: promoter.promoted, "parked": promoter.parked})
-    else:
-        click.echo(f"{promoter.promoted} message(s) {done}, {promoter.parked} parked")
+    text = f"{promoter.promoted} message(s) {done}, {promoter.parked} parked"
+    say(as_json, {done: promoter.promoted, "parked": promoter.parked}, text)
     if outages:
         raise click.ClickException(str(outages[0]))
