@@ -109,11 +109,10 @@ def _pairs(kwargs: str) -> set[tuple[str, str]]:
     """Keyword arguments and their values, as Flower reads them from a repr."""
     try:
         found = ast.literal_eval(kwargs)
-    except (ValueError, SyntaxError, MemoryError, RecursionError):
+        pairs = found.items() if isinstance(found, dict) else ()
+        return {(_text(key), _text(value)) for key, value in pairs}
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return set()
-    if not isinstance(found, dict):
-        return set()
-    return {(_text(key), _text(value)) for key, value in found.items()}
 
 
 def _text(value: object) -> str:

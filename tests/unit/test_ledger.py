@@ -80,6 +80,12 @@ def test_a_search_finds_what_has_all_its_words(search: str, found: bool) -> None
     assert Query.parse(search).matches(task()) is found
 
 
+@pytest.mark.parametrize("kwargs", ["{'a': {[1]}}", "{'a': 0x" + "f" * 4000 + "}", "{", "7"])
+def test_arguments_whose_text_is_no_literal_match_no_pair(kwargs: str) -> None:
+    """Such as a set of what can be hashed and looks like a list."""
+    assert not Query.parse("kwargs:a=1").matches(task(kwargs=kwargs))
+
+
 @pytest.mark.parametrize(
     "search",
     [
