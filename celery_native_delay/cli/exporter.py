@@ -35,7 +35,7 @@ from .times import Duration
 @loglevel_option
 @as_json_option
 def exporter(
-    ctx: click.Context, port: int, address: str, interval: float, loglevel: str, as_json: bool
+    ctx: click.Context, port: int, address: str, interval: float, loglevel: int, as_json: bool
 ) -> None:
     """Serve metrics to Prometheus, until Ctrl-C.
 
@@ -54,7 +54,7 @@ def exporter(
 
     app = ctx.obj.app
     installed_settings(ctx, insists=False)  # events come from any broker
-    app.log.setup_logging_subsystem(loglevel=loglevel.upper())
+    app.log.setup_logging_subsystem(loglevel=loglevel)
     stopping = Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stopping.set())

@@ -13,7 +13,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import click
-from celery.bin.base import CeleryCommand, handle_preload_options
+from celery.bin.base import LOG_LEVEL, CeleryCommand, handle_preload_options
 
 if TYPE_CHECKING:
     from ..settings import DelaySettings
@@ -26,6 +26,7 @@ yes_option = click.option(
 loglevel_option = click.option(
     "-l",
     "--loglevel",
+    type=LOG_LEVEL,
     default="WARNING",
     show_default=True,
     help="How much to log on standard error.",

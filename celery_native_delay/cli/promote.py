@@ -17,7 +17,7 @@ from .group import (
 @command(name="promote")
 @loglevel_option
 @as_json_option
-def promote(ctx: click.Context, loglevel: str, as_json: bool) -> None:
+def promote(ctx: click.Context, loglevel: int, as_json: bool) -> None:
     """Hand over tasks that are due, from Redis or from a store, until Ctrl-C.
 
     Installed workers do it by themselves; run this where all workers are plain ones, or stopped at
@@ -35,7 +35,7 @@ def promote(ctx: click.Context, loglevel: str, as_json: bool) -> None:
     help="Relay for these, separated by commas; by default for all of the app's.",
 )
 @as_json_option
-def relay(ctx: click.Context, loglevel: str, queues: str, as_json: bool) -> None:
+def relay(ctx: click.Context, loglevel: int, queues: str, as_json: bool) -> None:
     """Send on what comes out of SQS' delay queues, to wait on or to its queue, until Ctrl-C.
 
     For delays of more than 15 minutes. Installed workers do it by themselves for the queues they
@@ -44,7 +44,7 @@ def relay(ctx: click.Context, loglevel: str, queues: str, as_json: bool) -> None
     _run(ctx, loglevel, queues, as_json, done="relayed")
 
 
-def _run(ctx: click.Context, loglevel: str, queues: str, as_json: bool, *, done: str) -> None:
+def _run(ctx: click.Context, loglevel: int, queues: str, as_json: bool, *, done: str) -> None:
     import signal
 
     from ..transports.interface import GivesUp, Outage, ServesQueues
@@ -52,7 +52,7 @@ def _run(ctx: click.Context, loglevel: str, queues: str, as_json: bool, *, done:
 
     app = ctx.obj.app
     installed_settings(ctx)
-    app.log.setup_logging_subsystem(loglevel=loglevel.upper())
+    app.log.setup_logging_subsystem(loglevel=loglevel)
     chosen = [name for name in queues.split(",") if name]
     with worker_part(ctx, chosen) as (part, where):
         if chosen and not isinstance(part, ServesQueues):

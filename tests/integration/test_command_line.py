@@ -181,6 +181,11 @@ def test_times_are_given_as_people_write_them(shop: Project, app: Celery, delay:
         assert (done.returncode, "expected " in done.stderr) == (2, True), arguments
 
 
+def test_a_log_level_that_there_is_not_is_refused(shop: Project) -> None:
+    done = shop.delay("promote", "--loglevel", "loud")
+    assert (done.returncode, "'LOUD' is not one of 'DEBUG', " in done.stderr) == (2, True)
+
+
 def test_promote_and_relay_say_what_each_does(shop: Project) -> None:
     promote, relay = (shop.delay(name, "--help").stdout for name in ("promote", "relay"))
     assert "Redis" in promote
