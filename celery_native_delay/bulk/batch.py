@@ -116,6 +116,7 @@ class Bulk:
         self._second = -1
         self._iso_parts = ("", "")
         self._started = 0.0
+        self._is_open = False
 
     def __enter__(self) -> Self:
         with self._app.connection_for_write() as connection:
@@ -129,10 +130,12 @@ class Bulk:
         self._repr_sizes = amqp.argsrepr_maxsize, amqp.kwargsrepr_maxsize
         self._repr_levels = getattr(self._app.conf, "task_repr_maxlevels", 3)
         self._started = monotonic()
+        self._is_open = True
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         result = self.result
+        self._is_open = False
         try:
             self._publisher.outbox.settle(timeout_seconds=self._timeout_seconds)
         except TimeoutError:
@@ -172,10 +175,13 @@ class Bulk:
         Raises:
             NativeDelayError: it cannot wait; the others are not affected.
             PublishRefused: the broker has refused :data:`MOST_REFUSED` tasks.
+            RuntimeError: the block has not begun, or is over; this task was not sent.
             OSError, amqp.exceptions.AMQPError: there has been no connection for a minute, or
                 there will be none, such as with a wrong password; this task was not sent. An
                 outage is waited out once, however many tasks are sent while it lasts.
         """
+        if not self._is_open:
+            raise RuntimeError("expected send() within the block `with bulk(app) as batch:`")
         result = self.result
         task_id = task_id or self._ids.uuid()
         if isinstance(task, str):

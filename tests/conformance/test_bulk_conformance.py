@@ -287,6 +287,17 @@ def test_progress_is_told(app: Celery) -> None:
     assert told == [10, 20, 25]
 
 
+def test_outside_its_block_a_batch_sends_nothing_and_says_so(shared_app: Celery) -> None:
+    batch = bulk(shared_app)
+    with pytest.raises(RuntimeError, match="within the block"):
+        batch.send("shop.remind", countdown=1)
+    with batch:
+        pass
+    with pytest.raises(RuntimeError, match="within the block"):
+        batch.send("shop.remind", countdown=1)
+    assert batch.result.sent == 0
+
+
 def test_an_app_that_is_not_installed_is_refused(url: str) -> None:
     with pytest.raises(UnsupportedBroker, match="install"):
         bulk(Celery("plain", broker=url, set_as_current=False))
