@@ -11,12 +11,7 @@ from kombu import Exchange as KombuExchange
 from kombu import Queue as KombuQueue
 from kombu import binding
 
-from celery_native_delay.transports.rabbitmq.topology import (
-    Binding,
-    Declaration,
-    Exchange,
-    Queue,
-)
+from celery_native_delay.transports.rabbitmq.topology import Binding, Declaration, Exchange, Queue
 from tests.terraform import Resource, resources
 
 Item: TypeAlias = dict[str, Any]
@@ -68,11 +63,7 @@ def of_terraform(text: str, *, vhost: str) -> list[Declaration]:
     return [_declaration(item_of_resource(resource)) for resource in found]
 
 
-READERS = {
-    "definitions": of_definitions,
-    "kubernetes": of_kubernetes,
-    "terraform": of_terraform,
-}
+READERS = {"definitions": of_definitions, "kubernetes": of_kubernetes, "terraform": of_terraform}
 """By the name of a format that tools read."""
 
 

@@ -6,12 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from celery_native_delay.transports.rabbitmq.address import topic_matches
-from celery_native_delay.transports.rabbitmq.topology import (
-    Binding,
-    Declaration,
-    Exchange,
-    Queue,
-)
+from celery_native_delay.transports.rabbitmq.topology import Binding, Declaration, Exchange, Queue
 
 
 @dataclass(frozen=True)

@@ -53,13 +53,7 @@ class Delay:
 
     # --- seeing --------------------------------------------------------------------------
 
-    def ls(
-        self,
-        search: str | Query = "",
-        *,
-        limit: int = 50,
-        offset: int = 0,
-    ) -> Page:
+    def ls(self, search: str | Query = "", *, limit: int = 50, offset: int = 0) -> Page:
         """The tasks that wait, earliest first, as a sequence; its *total* is how many match in all.
 
         Args:
@@ -131,11 +125,7 @@ class Delay:
         return self._change(task_ids, self._cancel)
 
     def reschedule(
-        self,
-        task_id: TaskId,
-        *,
-        countdown: float | None = None,
-        eta: datetime | str | None = None,
+        self, task_id: TaskId, *, countdown: float | None = None, eta: datetime | str | None = None
     ) -> Outcome:
         """Give a task another due time, as its ``eta`` then says.
 

@@ -12,13 +12,7 @@ from celery.utils.imports import symbol_by_name
 
 from ..settings import check_settings
 from ..transports.aliases import register_transports
-from .installation import (
-    PREFIX,
-    Installation,
-    checked_app,
-    installation_of,
-    keep_celerys_own_off,
-)
+from .installation import PREFIX, Installation, checked_app, installation_of, keep_celerys_own_off
 
 App = TypeVar("App", bound=Celery)
 

@@ -17,9 +17,7 @@ _SHOWN = 10
 @click.argument("seconds", type=Duration(), metavar="DURATION")
 @click.option("--queue", default="celery", show_default=True, help="The destination queue.")
 @click.option(
-    "--transport",
-    type=click.Choice(["rabbitmq", "sqs"]),
-    help="Another broker than the app's.",
+    "--transport", type=click.Choice(["rabbitmq", "sqs"]), help="Another broker than the app's."
 )
 @click.option(
     "--price-per-million",

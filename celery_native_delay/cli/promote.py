@@ -4,14 +4,7 @@ from __future__ import annotations
 
 import click
 
-from .group import (
-    as_json_option,
-    command,
-    installed_settings,
-    loglevel_option,
-    say,
-    worker_part,
-)
+from .group import as_json_option, command, installed_settings, loglevel_option, say, worker_part
 
 
 @command(name="promote")

@@ -10,14 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .group import (
-    as_json_option,
-    command,
-    errors_explained,
-    installed_settings,
-    print_json,
-    table,
-)
+from .group import as_json_option, command, errors_explained, installed_settings, print_json, table
 from .times import Duration
 
 if TYPE_CHECKING:

@@ -159,11 +159,7 @@ class _Sentinel:
         folder = Path(tempfile.mkdtemp(prefix="private-sentinel-"))
         configuration = folder / "sentinel.conf"
         lines = _CONFIG.format(
-            folder=folder,
-            port=self.port,
-            name=_MASTER_NAME,
-            master_port=master.port,
-            quorum=quorum,
+            folder=folder, port=self.port, name=_MASTER_NAME, master_port=master.port, quorum=quorum
         )
         if master.password is not None:
             lines += f"sentinel auth-pass {_MASTER_NAME} {quoted(master.password)}\n"
