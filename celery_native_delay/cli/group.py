@@ -84,10 +84,10 @@ def errors_explained(ctx: click.Context) -> Iterator[None]:
 @contextmanager
 def broker(ctx: click.Context) -> Iterator[AdminPart]:
     """The admin part of the app's transport, on a fresh connection."""
-    from ..app.parts import serving
+    from ..app.parts import admin_part
 
-    with _channel(ctx) as (channel, chosen):
-        yield serving(channel.admin_part(chosen), ctx.obj.app)
+    with reachable(ctx) as connection:
+        yield admin_part(ctx.obj.app, connection)
 
 
 @contextmanager
@@ -98,19 +98,13 @@ def worker_part(
 
     For *queues*, where that matters; None for all of the app's.
     """
+    from ..app.installation import delaying_channel
     from ..app.parts import serving
 
-    with _channel(ctx) as (channel, chosen):
+    with reachable(ctx) as connection:
+        channel, chosen = delaying_channel(ctx.obj.app, connection)
         part = serving(channel.worker_part(chosen), ctx.obj.app, queues)
         yield part, ctx.obj.app.connection_for_write().as_uri()
-
-
-@contextmanager
-def _channel(ctx: click.Context) -> Iterator[tuple[Any, DelaySettings]]:
-    from ..app.installation import delaying_channel
-
-    with reachable(ctx) as connection:
-        yield delaying_channel(ctx.obj.app, connection)
 
 
 @contextmanager
