@@ -1,8 +1,7 @@
 """All settings: one frozen object, validated whole.
 
-In a Celery configuration every name carries the prefix ``native_delay_``; as
-keywords of ``install()`` and as ``transport_options["native_delay"]`` they stand
-without it.
+In a Celery configuration every name carries the prefix ``native_delay_``; as keywords of
+``install()`` and as ``transport_options["native_delay"]`` they stand without it.
 """
 
 from __future__ import annotations
@@ -58,8 +57,8 @@ class DelaySettings:
     """Settings of delayed delivery; equal ones mean the same delay levels.
 
     Raises:
-        SettingsError: for an unknown name or an impossible value; the text says what
-            was expected, what came and the way out.
+        SettingsError: for an unknown name or an impossible value; the text says what was expected,
+            what came and the way out.
     """
 
     enabled: bool = True

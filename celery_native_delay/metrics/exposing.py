@@ -62,5 +62,4 @@ def expose(
         SettingsError: the app is not installed, or its settings are wrong.
         ValueError: it is exposed in this registry already.
     """
-    installed(app).settings()
     return Exposed(app, registry, poll_seconds=poll_seconds, listens=listens)
