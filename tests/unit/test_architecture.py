@@ -17,47 +17,6 @@ ROOT = Path(__file__).parents[2]
 MODULES = sorted(path.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*.py"))
 
 
-def test_the_public_names() -> None:
-    assert sorted(celery_native_delay.__all__) == [
-        "BrokerFull",
-        "CannotDelay",
-        "Delay",
-        "DelaySettings",
-        "DelayTooLong",
-        "FanOutFailed",
-        "FenceUnavailable",
-        "InvalidDueTime",
-        "InvalidFanOut",
-        "InvalidQuery",
-        "LedgerUnavailable",
-        "ManagementUnavailable",
-        "NativeDelayError",
-        "NoLedger",
-        "NotDeclared",
-        "NotPermitted",
-        "Outcome",
-        "PublishRefused",
-        "Query",
-        "Rate",
-        "RateLine",
-        "RefusedMessage",
-        "RetryAfter",
-        "SettingsError",
-        "StoreUnavailable",
-        "TopologyMismatch",
-        "UnsupportedBroker",
-        "Verdict",
-        "Waiting",
-        "delay_headers",
-        "flush_delayed",
-        "install",
-        "store_outage",
-        "transport_for",
-    ]
-    for name in celery_native_delay.__all__:
-        assert hasattr(celery_native_delay, name)
-
-
 @pytest.mark.parametrize("module", MODULES)
 def test_a_module_says_what_it_is_for(module: str) -> None:
     first_line = (PACKAGE / module).read_text().splitlines()[0]

@@ -26,29 +26,6 @@ def test_every_error_belongs_to_the_tree_and_can_be_imported(kind: type) -> None
     assert getattr(celery_native_delay, kind.__name__) is kind
 
 
-@pytest.mark.parametrize(
-    ("kind", "parent"),
-    [
-        (errors.SettingsError, errors.NativeDelayError),
-        (errors.InvalidDueTime, errors.NativeDelayError),
-        (errors.DelayTooLong, errors.InvalidDueTime),
-        (errors.CannotDelay, errors.NativeDelayError),
-        (errors.PublishRefused, errors.NativeDelayError),
-        (errors.TopologyMismatch, errors.NativeDelayError),
-        (errors.NotPermitted, errors.NativeDelayError),
-        (errors.NotDeclared, errors.NativeDelayError),
-        (errors.UnsupportedBroker, errors.NativeDelayError),
-        (errors.BrokerFull, errors.NativeDelayError),
-        (errors.InvalidFanOut, errors.NativeDelayError),
-        (errors.FanOutFailed, errors.NativeDelayError),
-        (errors.FenceUnavailable, errors.NativeDelayError),
-        (errors.ManagementUnavailable, errors.NativeDelayError),
-    ],
-)
-def test_the_tree(kind: type, parent: type) -> None:
-    assert kind.__bases__[0] is parent
-
-
 def test_the_tree_in_the_docstring_is_the_tree() -> None:
     drawn = re.findall(r"─ (\w+)", errors.__doc__ or "")
     assert ["NativeDelayError", *drawn] == [kind.__name__ for kind in ALL]
