@@ -16,32 +16,6 @@ STORE = 'None or a SQLAlchemy URL of a database that outlives the process, such 
 FENCE = "None or a URL that starts with redis://, rediss:// or redis+socket://"
 
 
-def test_defaults() -> None:
-    assert asdict(DelaySettings()) == {
-        "enabled": True,
-        "namespace": "celery_delay",
-        "levels": 31,
-        "resolution": 0.125,
-        "fused_bits": 15,
-        "queue_type": "quorum",
-        "confirm_publish": "wait",
-        "confirm_window": 1000,
-        "declare": True,
-        "landing_exchanges": (),
-        "adopt": True,
-        "management_url": None,
-        "ledger": None,
-        "ledger_away": "run",
-        "store": None,
-        "store_outage_seconds": 120.0,
-        "strict": False,
-        "telemetry": None,
-        "fence": None,
-        "fence_policy": "run",
-        "rates": (),
-    }
-
-
 @pytest.mark.parametrize(
     "url",
     ["sqlite:///delays.db", "sqlite:////var/delays.db?synchronous=full", "mysql+mysqldb://u:p@h/d"],
