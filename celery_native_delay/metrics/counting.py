@@ -33,7 +33,7 @@ class Counts:
             starts = {
                 str(task): count_of(number) for task, number in event.get("rate_starts", {}).items()
             }
-        except (AttributeError, KeyError, TypeError, ValueError) as exc:
+        except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as exc:
             if not self._told:
                 self._told = True
                 logger.warning(

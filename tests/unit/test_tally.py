@@ -48,6 +48,7 @@ def test_a_bound_of_another_release_counts_for_the_next_larger() -> None:
         {"queues": {"emails": {"late": {"x": 1}}}},
         {"queues": {"emails": {"late_seconds": float("nan")}}},
         {"queues": {"emails": {"late_seconds": -1}}},
+        {"queues": {"emails": {"late_seconds": 10**400}}},
         {"queues": {}, "rate_starts": {"shop.call_api": "many"}},
         {"queues": {}, "rate_starts": 3},
     ],
