@@ -351,7 +351,7 @@ def test_a_server_that_cannot_hold_messages_is_refused_on_every_publish(
     empty_redis: PrivateRedis, monkeypatch: pytest.MonkeyPatch, server: Server
 ) -> None:
     with delaying(empty_redis.url) as connection:
-        monkeypatch.setattr(type(delays_of(connection)), "look", lambda self: server)
+        monkeypatch.setattr(module, "server_of", lambda client: server)
         for _ in range(2):
             with pytest.raises(UnsupportedBroker):
                 publish(connection, "hello", "jobs", delay=60)
