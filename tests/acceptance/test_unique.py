@@ -16,7 +16,6 @@ from time import sleep, time
 from typing import Any
 
 import pytest
-from celery_native_delay.testing.redis_client import client_of
 from kombu.exceptions import OperationalError
 
 from celery_native_delay import Delay
@@ -28,6 +27,7 @@ from celery_native_delay.testing import (
     require_redis,
     vhost_name,
 )
+from celery_native_delay.testing.redis import client_of
 from pytest_celery_native_delay import installed
 from tests.acceptance.worker import FEW_LEVELS, Fleet, Worker, fleet_on
 from tests.brokers import in_ci

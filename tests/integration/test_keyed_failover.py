@@ -15,12 +15,12 @@ from typing import Any, NamedTuple
 
 import pytest
 from celery import Celery
-from celery_native_delay.testing.redis_client import client_of
 from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
 from celery_native_delay import Delay, install
 from celery_native_delay.testing import PrivateSentinel, private_sentinel, require_redis
+from celery_native_delay.testing.redis import client_of
 from pytest_celery_native_delay import installed
 from tests.integration.redis_traffic import connector, promoting
 from tests.traffic import beside
