@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from celery import _state
 from hypothesis import HealthCheck, settings
 from kombu import Connection
 
@@ -83,6 +84,14 @@ def pytest_runtest_makereport(
             if tells := telling.of(value):
                 report.sections.append((f"what {name} held when it failed", tells))
     return report
+
+
+@pytest.fixture(autouse=True)
+def unshare_tasks() -> Iterator[None]:
+    """Tasks of an app that a test makes are not registered in the apps of later tests."""
+    shared = set(_state._on_app_finalizers)
+    yield
+    _state._on_app_finalizers.intersection_update(shared)
 
 
 @pytest.hookimpl(wrapper=True)
