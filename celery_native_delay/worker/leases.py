@@ -126,14 +126,16 @@ class Leases:
             for name, rule in owed:
                 self.settle(name, rule)
             if monotonic() >= next_round:
-                next_round = monotonic() + RENEWED_EVERY_SECONDS
-                self._renew_all()
+                pause_seconds = RENEWED_EVERY_SECONDS if self._renew_all() else RETRY_SECONDS
+                next_round = monotonic() + pause_seconds
         self._disconnect()
 
-    def _renew_all(self) -> None:
+    def _renew_all(self) -> bool:
+        """True if no renewal has failed."""
         with self._changed:
             self._held = [held for held in self._held if held.is_here()]
             tasks = [held for held in self._held if held.token is not None]
+        renewed = True
         for held in tasks:
             assert held.token is not None
             try:
@@ -146,10 +148,12 @@ class Leases:
                     type(exc).__name__,
                     exc,
                 )
+                renewed = False
                 continue
             run = None if step.record is None else step.record.run
             if held.runs and (run is None or run.token != held.token):
                 self._tell_lapsed(held)
+        return renewed
 
     def _tell_lapsed(self, held: Held) -> None:
         with self._changed:

@@ -195,3 +195,25 @@ def test_a_lease_is_renewed_while_its_task_is_here(
     wait_until(lambda: records.record != Record(run=old))
     comes.message.acknowledged = True
     wait_until(lambda: not module.leases_of(None)._held)
+
+
+def test_a_renewal_that_failed_is_tried_again_soon(
+    monkeypatch: pytest.MonkeyPatch,
+    gate: Unique,
+    records: Records,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A lease of a minute must not be lost to a Redis that was away for a moment."""
+    monkeypatch.setattr(leases_module, "RENEWED_EVERY_SECONDS", 0.01)
+    gate(arrival())
+    assert records.record is not None
+    assert records.record.run is not None
+    old = Record(run=Run("1", records.record.run.token, 0))
+    records.is_away = True
+    wait_until(lambda: "is not renewed" in caplog.text)
+    monkeypatch.setattr(leases_module, "RENEWED_EVERY_SECONDS", 3600)
+    told = len(caplog.records)
+    wait_until(lambda: len(caplog.records) >= told + 3)
+    records.record = old
+    records.is_away = False
+    wait_until(lambda: records.record != old)
