@@ -184,7 +184,7 @@ def flow(bench: Bench, app: Any, url: str, what: str) -> tuple[list[float], int]
 def conclude(bench: Bench, measured: list[Measured]) -> Result:
     count = bench.count(FLOW, at_least=50)
     result = Result(
-        "Brokers full of waiting tasks",
+        f"Brokers in which {max((one.pending for one in measured), default=0):,} tasks wait",
         f"Each broker alone, the tasks sent by one process with bulk(app), due at random within "
         f"{timedelta(seconds=LATEST_SECONDS).days} days. Memory: what the broker's resident "
         f"memory grew by; disk: its data folder. Start: from starting the broker anew, stopped in "
