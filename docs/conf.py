@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import zlib
 from pathlib import Path
-from tempfile import mkdtemp
+from tempfile import TemporaryDirectory
 
 import celery_native_delay
 
@@ -71,6 +71,10 @@ FALLBACKS = {
 }
 
 
+#: Gone with Sphinx' process.
+_inventories = TemporaryDirectory(prefix="native-delay-docs-")
+
+
 def _inventory(project: str, names: dict[str, str]) -> str:
     """A file with *names*, as Sphinx writes them for other projects to link to."""
     head = (
@@ -83,7 +87,7 @@ def _inventory(project: str, names: dict[str, str]) -> str:
         f"{name} py:{kind} 1 {page} -\n"
         for (kind, name), page in ((key.split(), page) for key, page in names.items())
     ]
-    path = Path(mkdtemp(prefix="native-delay-docs-")) / f"{project}.inv"
+    path = Path(_inventories.name) / f"{project}.inv"
     path.write_bytes(head.encode() + zlib.compress("".join(lines).encode()))
     return str(path)
 
