@@ -9,11 +9,13 @@ TEST_PROCESSES ?= 5
 
 TESTS := $(wildcard tests/unit tests/conformance tests/integration tests/acceptance tests/spark)
 
-# At home every promise is tested once; CI, or any run with CI=true, adds what is marked.
+# At home every promise is tested once, Spark's by a target of their own; CI, or any run with
+# CI=true, adds what is marked.
 ifeq ($(CI),true)
 AND_ALONE := || scripts/test_alone.sh $$?
 else
-HOME_ONLY := -m 'not ci$(if $(NATIVE_DELAY_TEST_43),, and not rabbitmq43)'
+NOT_AT_HOME := ci$(if $(NATIVE_DELAY_TEST_43),, or rabbitmq43)
+HOME_ONLY := -m 'not ($(NOT_AT_HOME) or spark)'
 endif
 
 # What the demo needs, which is a tenth of the development set.
@@ -21,7 +23,7 @@ DEMO_SET := '.[embedded,sql]' rich
 DEMO_SET_sqs := '.[sqs]' rich moto flask flask-cors
 
 .DEFAULT_GOAL := help
-.PHONY: help venv brokers test test-fast check docs bench chaos demo demo-broker demo-spark public-suites clean
+.PHONY: help venv brokers test test-spark test-fast check docs bench chaos demo demo-broker demo-spark public-suites clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "%-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -55,6 +57,11 @@ else
 	@scripts/setup_brokers.sh || true
 endif
 	$(PYTHON) -m pytest --numprocesses=$(TEST_PROCESSES) $(HOME_ONLY) $(TESTS) $(AND_ALONE)
+
+test-spark: venv ## run the promises of Spark, on a local one
+	@scripts/setup_spark.sh
+	@scripts/setup_brokers.sh || true
+	$(PYTHON) -m pytest $(if $(NOT_AT_HOME),-m 'not ($(NOT_AT_HOME))') tests/spark
 
 test-fast: venv ## run the unit tests, and the conformance suite on a folder: no broker, under a minute
 	$(PYTHON) -m pytest --numprocesses=$(TEST_PROCESSES) \

@@ -35,9 +35,13 @@ on_one_version = pytest.mark.parametrize(
 """For a test of our own side alone: what the versions may differ in is tested elsewhere."""
 
 
-def in_ci(value: str) -> Any:
-    """A parameter of which CI runs the tests, and ``make test`` at home does not."""
-    return pytest.param(value, marks=pytest.mark.ci)
+CI = pytest.mark.ci
+"""For what ``make test`` at home does not run."""
+
+
+def in_ci(*values: object) -> Any:
+    """A parameter, or several, of which CI runs the tests, and ``make test`` at home does not."""
+    return pytest.param(*values, marks=CI)
 
 
 TEST_43 = IN_CI or os.environ.get("NATIVE_DELAY_TEST_43") == "1"

@@ -40,6 +40,7 @@ def test_a_thousand_of_ten_thousand_are_cancelled_and_exactly_those_do_not_run(
     cancel_a_thousand_of_ten_thousand(fleet)  # noqa: F405
 
 
+@pytest.mark.ci
 def test_while_the_ledger_is_away_tasks_wait_if_they_are_to(vhost_url: str, tmp_path: Path) -> None:
     """Nothing that was cancelled runs; what was not, runs when the ledger is back."""
     with private_redis() as ledger:

@@ -67,6 +67,7 @@ def levels(rabbitmq: PrivateRabbitMQ, vhost: str, namespace: str = OUR_NAMES) ->
 # ---- several apps ---------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 def test_two_apps_in_one_process(fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost: str) -> None:
     """One is installed, the other still delays Celery's own way: in its workers."""
     installed, plain = fleet.app(), fleet.app(installed=False)
@@ -79,6 +80,7 @@ def test_two_apps_in_one_process(fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost:
     wait_until(one_each)
 
 
+@pytest.mark.ci
 def test_the_other_app_keeps_celerys_own_delayed_delivery(fleet: Fleet) -> None:
     installed = fleet.app(queue_type="quorum")
     plain = fleet.app(queue_type="quorum", installed=False)
@@ -134,6 +136,7 @@ def test_any_settings_on_the_producers_side(fleet: Fleet) -> None:
 # ---- connections ----------------------------------------------------------------------------
 
 
+@pytest.mark.ci
 def test_one_url_to_read_and_one_to_write(
     fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost: str
 ) -> None:
@@ -172,6 +175,7 @@ def test_a_failover_to_another_broker(
             send_and_wait(fleet, app, queue="side")
 
 
+@pytest.mark.ci
 def test_confirmed_publishing(fleet: Fleet) -> None:
     """py-amqp replaces basic_publish on the instance for it."""
     fleet.conf["broker_transport_options"] = {"confirm_publish": True}
@@ -244,6 +248,7 @@ APPS: list[Callable[[Fleet], Celery]] = [
 ]
 
 
+@pytest.mark.ci
 def test_an_app_whenever_it_was_installed(
     fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost: str
 ) -> None:

@@ -100,6 +100,7 @@ def test_the_celery_example_is_an_app_whose_delayed_tasks_wait(
     assert message.headers["task"] == "shop.remind"
 
 
+@pytest.mark.ci
 @shown("kombu")
 def test_the_kombu_example_publishes_a_message_that_waits(example: Example, vhost_url: str) -> None:
     declare_levels(vhost_url)
@@ -161,6 +162,7 @@ def installed_settings(app: Celery) -> DelaySettings:
     return installation.settings()
 
 
+@pytest.mark.ci
 def test_the_example_of_a_test_passes(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -171,6 +173,7 @@ def test_the_example_of_a_test_passes(
     pytester.runpytest_subprocess("-Werror").assert_outcomes(passed=1)
 
 
+@pytest.mark.ci
 def test_the_private_brokers_are_as_shown(
     short_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -101,6 +101,7 @@ def test_a_reminder_runs_two_days_before_the_delivery(shop: Shop) -> None:
     assert start["delivery_info"]["routing_key"] == "reminders.order"
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("queue", "call"),
     [
@@ -159,6 +160,7 @@ class TestDemo:
         assert output.splitlines()[-1].startswith(told)
         assert processes_with(mark) == []
 
+    @pytest.mark.ci
     def test_leaves_nothing_running_after_ctrl_c(self, demo_on: str) -> None:
         mark = uuid4().hex
         demo = start_demo(mark, demo_on)

@@ -72,6 +72,7 @@ def test_the_broker_is_killed_with_tasks_in_the_levels(
     assert worker.process.poll() is None
 
 
+@pytest.mark.ci
 def test_a_worker_is_killed_while_tasks_wait(fleet: Fleet) -> None:
     """The tasks do not notice: they are with the broker."""
     first = fleet.worker(name="first")
@@ -272,6 +273,7 @@ def test_a_reconnect_to_a_wiped_broker_declares_anew(
     run.assert_on_time(run.due)
 
 
+@pytest.mark.ci
 def test_the_producer_survives_a_restart_between_two_sends(
     mortal_rabbitmq: PrivateRabbitMQ, own_fleet: Fleet
 ) -> None:
@@ -288,6 +290,7 @@ def test_the_producer_survives_a_restart_between_two_sends(
         assert run.early(due) <= 0.001
 
 
+@pytest.mark.ci
 def test_the_broker_is_down(mortal_rabbitmq: PrivateRabbitMQ, own_fleet: Fleet) -> None:
     """A delayed task fails as an immediate one does; nothing is swallowed."""
     app = own_fleet.app(broker_connection_timeout=1)

@@ -28,6 +28,7 @@ TASKS = 20
 """Of every run."""
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("rabbitmq_version", ["3.10"], indirect=True)
 def test_what_runs_of_a_fenced_run_on_rabbitmq(
     vhost_url: str, native_delay_redis_url: str, tmp_path: Path
@@ -136,6 +137,7 @@ def check_what_runs(broker_url: str, store_url: str, folder: Path, *, pool: Any)
         assert worker.log_lines("Traceback") == strict.log_lines("Traceback") == []
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("server_name", ["redis"], indirect=True)
 def test_while_the_store_is_away_fenced_tasks_wait_and_others_run(
     empty_redis: PrivateRedis, tmp_path: Path

@@ -62,6 +62,7 @@ def send(app: Celery, count: int = TASKS) -> list[str]:
     return [f"task-{number}" for number in range(count)]
 
 
+@pytest.mark.ci
 def test_the_page_finds_filters_and_changes_what_waits(
     fleet: Fleet, flowers: Flowers, ledger_redis: PrivateRedis
 ) -> None:
@@ -348,6 +349,7 @@ def test_on_rabbitmq_the_levels_are_shown_and_the_ledger_is_asked(
             flowers.close()
 
 
+@pytest.mark.ci
 @on_one_version
 @pytest.mark.parametrize(
     ("away", "meaning"),

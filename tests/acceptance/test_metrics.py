@@ -39,6 +39,7 @@ def come_to_every_end(fleet: Fleet, exporter: Exporter) -> None:
         exporter.wait_for(name, 1, queue_name="side")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("server_name", ["redis"], indirect=True)
 def test_what_waits_in_redis_is_told_and_what_came_of_it(
     own_redis: PrivateRedis, tmp_path: Path
@@ -177,6 +178,7 @@ def test_without_a_ledger_nothing_is_said_about_due_times(shop: Shop) -> None:
             assert exporter.value(name) is None
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("rabbitmq_version", ["3.10"], indirect=True)
 def test_no_panel_of_the_dashboard_is_dead_and_no_alert_broken(shop: Shop, tmp_path: Path) -> None:
     """Prometheus answers every expression with something; the reference names what is served."""

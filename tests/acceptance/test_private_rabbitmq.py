@@ -50,6 +50,7 @@ def test_a_policy_reaches_the_queues(rabbitmq: PrivateRabbitMQ, vhost_url: str, 
     assert rabbitmq.api("GET", f"/policies/{vhost}") == []
 
 
+@pytest.mark.ci
 def test_a_durable_message_survives_kill_and_stop(rabbitmq_version: str) -> None:
     with private_rabbitmq(version=rabbitmq_version) as broker:
         url = broker.new_vhost()
@@ -68,6 +69,7 @@ def test_a_durable_message_survives_kill_and_stop(rabbitmq_version: str) -> None
                 message.requeue()
 
 
+@pytest.mark.ci
 def test_nothing_is_left_after_the_block(rabbitmq_version: str) -> None:
     with private_rabbitmq(version=rabbitmq_version, management=False) as broker:
         folder = broker.data_dir.parent
@@ -83,6 +85,7 @@ def test_nothing_is_left_when_the_process_is_killed(rabbitmq_version: str) -> No
     assert_nothing_left_when_killed(broker, "broker.data_dir.parent")
 
 
+@pytest.mark.ci
 def test_configuration_is_passed_on(rabbitmq_version: str) -> None:
     with private_rabbitmq(
         version=rabbitmq_version,

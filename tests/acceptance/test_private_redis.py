@@ -81,6 +81,7 @@ def test_what_it_holds_survives_kill_and_stop(server_name: ServerName) -> None:
         assert receive(redis.url) == "kept"
 
 
+@pytest.mark.ci
 def test_tls_needs_the_certificate(tmp_path: Path) -> None:
     installed(require_redis, "redis")
     with private_redis(server="redis", tls=self_signed_certificate(tmp_path)) as redis:

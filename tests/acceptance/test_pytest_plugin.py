@@ -60,6 +60,7 @@ def test_it_shows_its_fixtures(project: pytest.Pytester) -> None:
     )
 
 
+@pytest.mark.ci
 def test_a_delayed_task_waits_in_the_private_rabbitmq(project: pytest.Pytester) -> None:
     """Tests share the node; each has a virtual host of its own; asserts are explained."""
     installed(require_rabbitmq)
@@ -111,6 +112,7 @@ def test_every_test_finds_the_private_redis_empty(project: pytest.Pytester) -> N
     project.runpytest_subprocess(*STRICT).assert_outcomes(passed=2)
 
 
+@pytest.mark.ci
 def test_a_server_that_a_test_killed_is_up_for_the_next(project: pytest.Pytester) -> None:
     """Whether or not that test asked for a url of its own."""
     installed(require_redis)

@@ -12,6 +12,8 @@ from celery_native_delay.testing import PrivateRedis
 from tests.acceptance.cancelling import *  # noqa: F403
 from tests.acceptance.worker import Fleet, fleet_on
 
+pytestmark = [*pytestmark, pytest.mark.ci]  # noqa: F405  at home with RabbitMQ
+
 
 @pytest.fixture
 def margin_seconds() -> float:
@@ -26,7 +28,6 @@ def fleet(ledger_redis: PrivateRedis, tmp_path: Path) -> Iterator[Fleet]:
     gc.collect()  # results unsubscribe
 
 
-@pytest.mark.ci
 def test_a_thousand_of_ten_thousand_are_cancelled_and_exactly_those_do_not_run(
     fleet: Fleet,
 ) -> None:

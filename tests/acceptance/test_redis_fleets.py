@@ -18,6 +18,7 @@ from celery_native_delay.testing import private_redis, require_redis
 from celery_native_delay.testing.ports import claim_ports, port_of
 from pytest_celery_native_delay import installed
 from tests.acceptance.worker import REPOSITORY, Fleet, fleet_on
+from tests.brokers import in_ci
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
 
@@ -76,6 +77,7 @@ def test_a_worker_that_is_killed_changes_nothing_for_those_that_wait(fleet: Flee
         run.assert_on_time(before + 4, time())
 
 
+@pytest.mark.ci
 def test_a_redis_that_was_stopped_runs_all_after_its_start(tmp_path: Path) -> None:
     installed(require_redis, "redis")
     with private_redis(server="redis") as server, fleet_on(server.url, tmp_path) as fleet:
@@ -118,6 +120,7 @@ def promote(fleet: Fleet) -> Iterator[subprocess.Popen[str]]:
     process.stdout.close()
 
 
+@pytest.mark.ci
 def test_a_plain_worker_runs_what_was_promoted_outside(
     fleet: Fleet, promote: subprocess.Popen[str]
 ) -> None:
@@ -155,7 +158,7 @@ def test_an_installed_worker_puts_back_what_a_plain_producer_sent(fleet: Fleet) 
     assert worker.log.count("unacked") == 0
 
 
-@pytest.mark.parametrize("installed", [False, True])
+@pytest.mark.parametrize("installed", [False, in_ci(True)])
 def test_task_protocol_1(fleet: Fleet, installed: bool) -> None:
     fleet.worker()
     code = (
@@ -201,6 +204,7 @@ def test_a_worker_on_a_cluster_says_that_delays_are_off(tmp_path: Path) -> None:
         worker.wait_for_log("native delay:", "runs in cluster mode, which kombu does not support")
 
 
+@pytest.mark.ci
 def test_any_pool(fleet: Fleet) -> None:
     note = fleet.app().tasks["note"]
     for pool in ("threads", "solo", "gevent"):

@@ -10,6 +10,7 @@ import pytest
 
 from celery_native_delay.testing import PrivateRabbitMQ
 from tests.acceptance.worker import Fleet
+from tests.brokers import in_ci
 from tests.waiting import wait_until
 
 EARLY_TASKS = 1_000
@@ -99,6 +100,7 @@ def test_an_installed_worker_puts_early_tasks_back_into_the_broker(
     assert worker.log_lines("ERROR") == []
 
 
+@pytest.mark.ci
 def test_an_early_task_comes_back_to_the_queue_it_was_in(fleet: Fleet) -> None:
     """Also where its exchange has other queues, which had their copy already."""
     workers = [
@@ -127,7 +129,7 @@ def test_an_early_task_comes_back_to_the_queue_it_was_in(fleet: Fleet) -> None:
         assert run.delivery_info == as_ever.delivery_info
 
 
-@pytest.mark.parametrize("installed", [True, False], ids=["installed", "plain"])
+@pytest.mark.parametrize("installed", [True, in_ci(False)], ids=["installed", "plain"])
 def test_task_protocol_1(
     fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost: str, installed: bool
 ) -> None:
@@ -212,6 +214,7 @@ def test_adoption_can_be_switched_off(fleet: Fleet) -> None:
     run.assert_on_time(run.due)
 
 
+@pytest.mark.ci
 def test_tasks_that_wait_in_celerys_own_levels_survive_the_upgrade(fleet: Fleet) -> None:
     """With quorum queues Celery has a delayed delivery itself; what it holds runs, and retries."""
     fleet.conf["queue_type"] = "quorum"

@@ -105,6 +105,7 @@ def handed_over(url: str) -> int:
     return count
 
 
+@pytest.mark.ci
 def test_a_worker_goes_on_after_a_short_outage_and_stops_warmly_after_a_long_one(
     folder_fleet: Fleet,
 ) -> None:

@@ -30,7 +30,7 @@ from celery_native_delay.testing import (
 )
 from celery_native_delay.testing.redis_installation import ServerName
 from pytest_celery_native_delay import installed
-from tests.brokers import MORTAL, in_ci, installed_rabbitmq
+from tests.brokers import CI, MORTAL, in_ci, installed_rabbitmq
 from tests.postgresql import PrivatePostgreSQL, find_postgresql, private_postgresql
 
 #: Those that have room for records of keys.
@@ -45,6 +45,15 @@ KEEPING_KEYS = [
 ]
 
 BROKERS = [*KEEPING_KEYS, in_ci("sqs")]
+
+
+def at_home_on(*names: str) -> list[Any]:
+    """All of them, of which ``make test`` at home takes those of *names* alone."""
+    brokers = []
+    for broker in BROKERS:
+        (name,), marks = getattr(broker, "values", (broker,)), getattr(broker, "marks", ())
+        brokers.append(broker if name in names else pytest.param(name, marks=[*marks, CI]))
+    return brokers
 
 
 class Broker(Protocol):

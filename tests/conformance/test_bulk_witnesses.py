@@ -25,10 +25,13 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from celery_native_delay import install
 from celery_native_delay.bulk import bulk
-from tests.conformance.brokers import Broker, options_of, settings_of
+from tests.conformance.brokers import Broker, at_home_on, options_of, settings_of
 from tests.conformance.test_bulk_conformance import PLAIN, inbox, ready_app
 from tests.conformance.traffic import SETTINGS
 from tests.integration.traffic import Arrival
+
+#: What sees a message is Celery's, whatever the broker.
+BROKERS = at_home_on("rabbitmq-3.10")
 
 TRACE = "trace"
 SAID = "sending as apply_async does, not by template: "

@@ -56,6 +56,7 @@ def with_user(url: str, user: str) -> str:
     return url.replace("//guest:guest@", f"//{user}:{user}@")
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("broken", "said"),
     [

@@ -46,6 +46,7 @@ def test_a_load_is_told_to_scripts_and_no_broker_is_asked(project: Project) -> N
     assert told == project.told("capacity", "--rate", "2000", "--delay", "60", "--cores", "8")
 
 
+@pytest.mark.ci
 def test_a_load_is_told_to_people_with_bars_and_a_picture(project: Project) -> None:
     file = project.folder / "shop.png"
     done = project.delay(
@@ -74,6 +75,7 @@ def test_a_load_that_the_broker_cannot_carry_exits_with_1_and_says_what_to_chang
     assert "dead_letter_worker_consumer_prefetch" in changes
 
 
+@pytest.mark.ci
 def test_delays_come_from_a_histogram(project: Project) -> None:
     (project.folder / "delays.csv").write_text("delay,count\n1m,3\n1h,1\n")
     told = project.told("capacity", "--rate", "10", "--histogram", "delays.csv")
@@ -138,6 +140,7 @@ def test_rate_and_delays_come_from_what_waits(project: Project, empty_redis: Pri
     assert told["load"]["longest_delay_seconds"] == pytest.approx(310 * 60, rel=0.1)
 
 
+@pytest.mark.ci
 @pytest.mark.timeout(300)
 def test_a_broker_is_measured_and_nothing_is_left_of_it(
     tmp_path: Path, vhost_url: str, rabbitmq: PrivateRabbitMQ, vhost: str
@@ -157,7 +160,7 @@ def test_a_broker_is_measured_and_nothing_is_left_of_it(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("number", [signal.SIGTERM, in_ci(signal.SIGINT)])
+@pytest.mark.parametrize("number", [in_ci(signal.SIGTERM), in_ci(signal.SIGINT)])
 def test_nothing_is_left_of_a_measurement_that_is_interrupted(
     tmp_path: Path, vhost_url: str, rabbitmq: PrivateRabbitMQ, vhost: str, number: signal.Signals
 ) -> None:

@@ -55,6 +55,7 @@ def send(app: Celery, number: int, countdown: float) -> None:
     app.send_task("shop.remind", ("ada",), {"odd": bool(number % 2)}, **options)
 
 
+@pytest.mark.ci
 def test_one_id_is_shown_as_one_object_and_several_as_a_list(shop: Project, app: Celery) -> None:
     for number, countdown in ((1, 4230), (2, 1000), (2, 900)):
         send(app, number, countdown)
@@ -97,6 +98,7 @@ def test_a_dry_run_shows_what_ls_does_and_ends_as_the_change_would(
     assert delay.count() == 6
 
 
+@pytest.mark.ci
 def test_a_dry_run_of_many_shows_the_first_and_counts_all(shop: Project, app: Celery) -> None:
     for number in range(53):
         send(app, number, 40_000 + number)
@@ -156,6 +158,7 @@ def test_a_task_is_not_moved_into_the_past_unasked(
     assert delay.count() == 0
 
 
+@pytest.mark.ci
 def test_options_that_exclude_each_other_are_told_from_those_that_lack(shop: Project) -> None:
     for arguments, said in (
         (("reschedule", "a"), "say when: --countdown or --eta"),
@@ -167,6 +170,7 @@ def test_options_that_exclude_each_other_are_told_from_those_that_lack(shop: Pro
         assert (done.returncode, said in done.stderr) == (2, True), arguments
 
 
+@pytest.mark.ci
 def test_times_are_given_as_people_write_them(shop: Project, app: Celery, delay: Delay) -> None:
     send(app, 1, 1000)
     for text, seconds in (("1h 30min", 5400), ("2d", 172_800)):
@@ -186,6 +190,7 @@ def test_a_log_level_that_there_is_not_is_refused(shop: Project) -> None:
     assert (done.returncode, "'LOUD' is not one of 'DEBUG', " in done.stderr) == (2, True)
 
 
+@pytest.mark.ci
 def test_promote_and_relay_say_what_each_does(shop: Project) -> None:
     promote, relay = (shop.delay(name, "--help").stdout for name in ("promote", "relay"))
     assert "Redis" in promote

@@ -240,6 +240,7 @@ def produce(project: Project) -> str:
     return done.stderr
 
 
+@pytest.mark.ci
 @redis_only
 def test_a_worker_that_promotes_shows_it_although_memory_is_short(
     own_redis: PrivateRedis, project: Project
@@ -273,6 +274,7 @@ def no_redis() -> Iterator[int]:
         thread.join()
 
 
+@pytest.mark.ci
 @pytest.mark.rabbitmq310
 @pytest.mark.parametrize("rabbitmq_version", ["3.10"], indirect=True)
 def test_a_ledger_that_is_down_or_wrong_is_named(
@@ -321,6 +323,7 @@ def test_a_ledger_that_is_down_or_wrong_is_named(
         ledger.start()
 
 
+@pytest.mark.ci
 def test_what_lies_parked_on_rabbitmq_and_policies_are_named(
     rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str, project: Project
 ) -> None:

@@ -19,7 +19,7 @@ from celery_native_delay.testing import PrivateRabbitMQ, vhost_name
 from celery_native_delay.transports.exports import ExportAs
 from celery_native_delay.transports.rabbitmq.export import export
 from celery_native_delay.transports.rabbitmq.topology import Topology
-from tests.brokers import on_one_version
+from tests.brokers import in_ci, on_one_version
 from tests.exporting import QUEUES, item_of_manifest, item_of_resource
 from tests.integration.project import Project
 from tests.integration.traffic import (
@@ -143,7 +143,7 @@ def held(rabbitmq: PrivateRabbitMQ, vhost: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("form", WAYS)
+@pytest.mark.parametrize("form", ["definitions", in_ci("terraform"), in_ci("kubernetes")])
 def test_what_is_exported_and_imported_is_verified(
     shop: Project, rabbitmq: PrivateRabbitMQ, form: str
 ) -> None:
@@ -171,6 +171,7 @@ def test_the_management_api_takes_definitions_for_their_host_or_its_own(
     assert {"orders", Topology(settings).ready_exchange} <= names
 
 
+@pytest.mark.ci
 def test_all_that_declaring_makes_is_in_the_export_of_the_default_levels(
     tmp_path: Path, rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str
 ) -> None:

@@ -12,6 +12,7 @@ from celery_native_delay import DelaySettings
 from celery_native_delay.testing import PrivateRabbitMQ, vhost_name
 from celery_native_delay.transports.rabbitmq.parking import rescue
 from celery_native_delay.transports.rabbitmq.topology import Topology
+from tests.brokers import in_ci
 from tests.integration.traffic import (
     SETTINGS,
     TOPOLOGY,
@@ -95,7 +96,7 @@ def assert_each_once(letters: Inbox) -> None:
 # ---- whoever cannot be delivered to ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", ["fanout", "headers"])
+@pytest.mark.parametrize("kind", [in_ci("fanout"), "headers"])
 def test_an_exchange_that_routes_nowhere_holds_up_only_itself_and_heals(
     mortal_rabbitmq: PrivateRabbitMQ, mortal_url: str, kind: str
 ) -> None:
@@ -120,7 +121,7 @@ def test_an_exchange_that_routes_nowhere_holds_up_only_itself_and_heals(
         assert_each_once(letters)
 
 
-@pytest.mark.parametrize(("queue_type", "exchange"), [("classic", ""), ("quorum", "shop")])
+@pytest.mark.parametrize(("queue_type", "exchange"), [in_ci("classic", ""), ("quorum", "shop")])
 def test_a_full_queue_that_rejects_holds_up_only_itself_and_drains(
     mortal_rabbitmq: PrivateRabbitMQ, mortal_url: str, queue_type: str, exchange: str
 ) -> None:

@@ -30,6 +30,7 @@ from celery_native_delay.transports.rabbitmq.parking import rescue
 from celery_native_delay.transports.rabbitmq.topology import is_delay_name
 from celery_native_delay.transports.rabbitmq.worker_part import RabbitMQWorkerPart
 from celery_native_delay.transports.rabbitmq.wrapping import DEATH_HEADERS
+from tests.brokers import in_ci
 from tests.integration.test_parity import MORE_EXAMPLES, PAST
 from tests.integration.traffic import (
     SETTINGS,
@@ -374,8 +375,8 @@ def site_of(
 
 
 @pytest.mark.timeout(600 if not MORE_EXAMPLES else 0)
-@pytest.mark.parametrize("queue_type", ["quorum", pytest.param("classic", marks=pytest.mark.ci)])
-@pytest.mark.parametrize("consumer", ["installed", "plain"])
+@pytest.mark.parametrize("queue_type", ["quorum", in_ci("classic")])
+@pytest.mark.parametrize("consumer", ["installed", in_ci("plain")])
 def test_whatever_way_it_took_it_is_seen_as_without_its_delay(
     rabbitmq: PrivateRabbitMQ,
     vhost_url: str,

@@ -30,7 +30,7 @@ from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, vhost_nam
 from celery_native_delay.transports.moving import Moving
 from celery_native_delay.transports.rabbitmq.topology import Topology
 from celery_native_delay.transports.rabbitmq.wrapping import COUNTED_BY_THE_QUEUE
-from tests.brokers import on_one_version
+from tests.brokers import in_ci, on_one_version
 from tests.integration.project import Project
 from tests.integration.traffic import depth
 from tests.traffic import Arrival, eta_in, inbox
@@ -156,7 +156,7 @@ def celerys_levels(
         yield app
 
 
-@pytest.mark.parametrize("queue_type", ["quorum", "classic"])
+@pytest.mark.parametrize("queue_type", ["quorum", in_ci("classic")])
 def test_tasks_of_celerys_own_levels_are_due_when_they_were_and_where_they_were(
     app: Celery, vhost_url: str, queue_type: str
 ) -> None:
@@ -227,7 +227,7 @@ def test_what_leads_nowhere_stays_in_its_level_and_is_told(app: Celery, vhost_ur
 
 @pytest.mark.parametrize(
     "earlier",
-    [EARLIER, EARLIER | {"queue_type": "classic"}, {"namespace": "old_delay"}],
+    [EARLIER, in_ci(EARLIER | {"queue_type": "classic"}), in_ci({"namespace": "old_delay"})],
     ids=["levels", "classic", "namespace"],
 )
 def test_messages_of_an_earlier_set_keep_all_that_they_were(
@@ -468,6 +468,7 @@ install(app, **{settings!r})
 """
 
 
+@pytest.mark.ci
 @on_one_version
 def test_ctrl_c_ends_it_after_the_present_message(
     vhost_url: str, settings: dict[str, Any], tmp_path: Path
@@ -657,6 +658,7 @@ def names_of(rabbitmq: PrivateRabbitMQ, vhost: str, beginning: str) -> list[str]
     ]
 
 
+@pytest.mark.ci
 @on_one_version
 def test_a_set_that_gets_a_message_while_it_is_pruned_is_left(
     app: Celery, vhost_url: str, settings: dict[str, Any], monkeypatch: pytest.MonkeyPatch

@@ -460,6 +460,7 @@ def levels_are_empty(graph: Graph) -> bool:
     return all(depth(graph.connections[STRANGER], hop.queue) == 0 for hop in TOPOLOGY.level_queues)
 
 
+@pytest.mark.ci
 @pytest.mark.timeout(600 if not MORE_EXAMPLES else 0)
 def test_a_message_goes_where_it_would_go_when_it_is_due(
     mortal_rabbitmq: PrivateRabbitMQ, mortal_url: str

@@ -135,6 +135,7 @@ def test_due_ones_go_where_they_would_have_gone_undelayed(connection: Any, vhost
     assert arrival.waited
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("consumer", ["plain", "installed"])
 def test_a_cancelled_one_stays_cancelled(connection: Any, vhost_url: str, consumer: str) -> None:
     """A worker that knows nothing of us must not run it: to such it has expired long ago."""

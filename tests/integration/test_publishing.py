@@ -180,6 +180,7 @@ def test_what_falls_due_while_kombu_repeats_it_is_confirmed_as_well(
     assert isinstance(raised.value.__cause__, MessageNacked)
 
 
+@pytest.mark.ci
 def test_the_vhost_is_deleted_and_made_again_under_a_producer(
     rabbitmq: PrivateRabbitMQ,
 ) -> None:
@@ -234,6 +235,7 @@ def test_the_levels_are_deleted_by_hand_under_a_producer(
         assert_on_time(arrival)
 
 
+@pytest.mark.ci
 @on_one_version
 def test_the_connection_fails_over_to_another_broker(rabbitmq_version: str, vhost_url: str) -> None:
     """Neither has anything yet; the first one is killed in mid-life."""

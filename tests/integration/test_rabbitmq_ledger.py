@@ -80,6 +80,7 @@ def test_without_a_ledger_the_way_out_is_told(vhost_url: str) -> None:
         app.control.revoke("order-1")  # as ever
 
 
+@pytest.mark.ci
 def test_virtual_hosts_may_share_a_redis(
     app: Celery, rabbitmq: PrivateRabbitMQ, ledger_redis: PrivateRedis
 ) -> None:

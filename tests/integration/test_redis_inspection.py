@@ -230,6 +230,7 @@ def test_plan_names_the_key_behind_the_prefix(shop: Project) -> None:
     assert shop.told("plan", "1")["key"] == "shop:celery_delay.v2.due"
 
 
+@pytest.mark.ci
 def test_a_broker_that_is_not_there_is_one_sentence(
     tmp_path: Path, own_redis: PrivateRedis
 ) -> None:

@@ -146,6 +146,7 @@ def test_the_command_line_lists_cancels_and_moves(
     assert shop.delay("cancel").returncode == 2
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("server_name", ["redis"], indirect=True)
 def test_what_users_wrote_stays_in_its_cell_and_a_closed_pipe_is_no_broker_that_is_away(
     app: Celery, tmp_path: Path
@@ -168,6 +169,7 @@ def test_what_users_wrote_stays_in_its_cell_and_a_closed_pipe_is_no_broker_that_
         assert reader.wait(timeout=PATIENCE_SECONDS) == 1
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("server_name", ["redis"], indirect=True)
 def test_the_command_line_shows_control_characters_and_never_writes_them(
     app: Celery, delay: Delay, tmp_path: Path

@@ -388,6 +388,7 @@ def test_a_broker_that_stays_away_is_an_outage_too(folder_url: str) -> None:
     assert "No such file or directory" in str(outage)
 
 
+@pytest.mark.ci
 def test_a_store_that_can_only_be_read_is_an_outage_too(folder_url: str) -> None:
     outages: list[Outage] = []
     with delaying(folder_url) as connection:
@@ -405,6 +406,7 @@ def test_a_store_that_can_only_be_read_is_an_outage_too(folder_url: str) -> None
     assert "database is locked" in outages[0].reason
 
 
+@pytest.mark.ci
 def test_the_command_line_declares_looks_and_gives_up(folder_url: str, tmp_path: Path) -> None:
     settings = {**settings_of(folder_url), "namespace": "tests", "store_outage_seconds": 0.5}
     shop = Project(tmp_path, settings=settings).write(

@@ -1,4 +1,4 @@
-"""What waits in RabbitMQ, kept by RabbitMQ itself: the same promises, and those of its own."""
+"""What waits in RabbitMQ, kept by RabbitMQ itself: the promises of its own."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from celery_native_delay.transports.rabbitmq.streams.ledger import (
     StreamLedger,
 )
 from celery_native_delay.transports.rabbitmq.streams.receipts import StreamReceipts
-from tests.integration.ledger_promises import *  # noqa: F403
+from tests.integration.ledger_promises import QUEUE, close_results, send
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
 
@@ -42,14 +42,13 @@ def app(rabbitmq: PrivateRabbitMQ, vhost_url: str, ledger_redis: PrivateRedis) -
     app = Celery("shop", broker=vhost_url, set_as_current=False)
     app.conf.result_backend = ledger_redis.url.replace("/0", "/1")
     yield install(app, ledger="stream", management_url=rabbitmq.management_url)
-    close_results(app)  # noqa: F405
+    close_results(app)
     app.close()
 
 
 @pytest.fixture
-def plain_app(vhost_url: str) -> Iterator[Celery]:
-    with Celery("shop", broker=vhost_url, set_as_current=False) as app:
-        yield app
+def delay(app: Celery) -> Delay:
+    return Delay(app)
 
 
 def test_what_is_due_in_a_moment_can_no_longer_be_changed(
@@ -57,9 +56,9 @@ def test_what_is_due_in_a_moment_can_no_longer_be_changed(
 ) -> None:
     """A worker might not have read of it in time; whoever asks is told when it is due."""
     monkeypatch.setattr(stream_ledger, "MARGIN_SECONDS", 60)
-    send(app, 0, countdown=3600)  # noqa: F405  # declares
+    send(app, 0, countdown=3600)  # declares
     assert delay.count() == 1
-    send(app, 1, countdown=59)  # noqa: F405
+    send(app, 1, countdown=59)
     for outcome in (delay.cancel("order-1"), delay.run_now("order-1")):
         assert outcome.verdict is Verdict.TOO_LATE
         assert re.search(r"it is due in [1-5]\d s", str(outcome))
@@ -70,7 +69,7 @@ def test_who_follows_reads_what_others_send_and_writes_nothing(
     app: Celery, delay: Delay, vhost_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A monitor that asks every second would fill the streams; and is not read anew each time."""
-    send(app, 1, countdown=3600)  # noqa: F405
+    send(app, 1, countdown=3600)
     assert delay.count() == 1
     monkeypatch.setattr(StreamConnection, "write", None)
     monkeypatch.setattr(Follower, "start", None)
@@ -88,18 +87,19 @@ with install(Celery("shop", broker={vhost_url!r}), ledger="stream") as app:
     wait_until(both)
 
 
+@pytest.mark.ci
 def test_the_plan_is_on_the_broker_and_a_purge_empties_ledger_and_levels(
     app: Celery, delay: Delay, rabbitmq: PrivateRabbitMQ, vhost_url: str
 ) -> None:
     for number in range(3):
-        send(app, number, countdown=3600 * 40**number)  # noqa: F405
+        send(app, number, countdown=3600 * 40**number)
     with app.connection_for_write() as connection:
         admin = connection.default_channel.admin_part(app._native_delay.settings())
         assert [each for each in admin.verify() if each.level == WRONG] == []
         assert admin.backlog().ledger_answers
         assert admin.purge() == 3
         assert admin.backlog().until_first_us is None
-    send(app, 7, countdown=3600)  # noqa: F405
+    send(app, 7, countdown=3600)
     assert [task.id for task in delay.ls().tasks] == ["order-7"]
     with app.connection_for_write() as connection:
         admin = connection.default_channel.admin_part(app._native_delay.settings())
@@ -108,9 +108,10 @@ def test_the_plan_is_on_the_broker_and_a_purge_empties_ledger_and_levels(
         assert "sets max-age" in str(admin.verify())
 
 
+@pytest.mark.ci
 def test_a_stream_that_was_deleted_is_declared_again(app: Celery, delay: Delay) -> None:
     """Tasks wait meanwhile as ever; those sent after that are in the ledger."""
-    send(app, 1, countdown=3600)  # noqa: F405
+    send(app, 1, countdown=3600)
     assert delay.count() == 1
     with app.connection_for_write() as connection:
         channel = connection.channel()
@@ -121,7 +122,7 @@ def test_a_stream_that_was_deleted_is_declared_again(app: Celery, delay: Delay) 
     def listed_again() -> bool:
         nonlocal sent
         sent += 1
-        send(app, sent, countdown=3600)  # noqa: F405
+        send(app, sent, countdown=3600)
         return delay.count() > 0
 
     wait_until(listed_again)
@@ -131,12 +132,13 @@ def test_a_stream_that_was_deleted_is_declared_again(app: Celery, delay: Delay) 
         assert admin.backlog().waiting == sent + 1
 
 
+@pytest.mark.ci
 def test_nobody_is_answered_from_streams_that_are_being_read_anew(
     app: Celery, delay: Delay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The connection is lost between the look whether all was read, and the question."""
     for number in range(50):
-        send(app, number, countdown=3600)  # noqa: F405
+        send(app, number, countdown=3600)
     assert delay.count() == 50
     restarted = Event()
     restart, up_to_date = Followed.restart, StreamLedger._up_to_date
@@ -156,26 +158,28 @@ def test_nobody_is_answered_from_streams_that_are_being_read_anew(
     assert delay.count() == 50
 
 
+@pytest.mark.ci
 def test_what_is_sent_while_the_ledgers_connection_is_lost_is_listed(
     app: Celery, delay: Delay, vhost_url: str
 ) -> None:
     """As when a node of a cluster dies: publishing goes on at once, the ledger a second later."""
-    send(app, 0, countdown=3600)  # noqa: F405
+    send(app, 0, countdown=3600)
     assert delay.count() == 1
     line = list(stream_connection._connections.values())[-1]
     line._backoff.seconds = 4.0  # long enough for a busy machine to send a hundred
     line._client.connection.sock.shutdown(socket.SHUT_RDWR)
     for number in range(1, 101):
-        send(app, number, countdown=3600)  # noqa: F405
+        send(app, number, countdown=3600)
     assert line._channel is None, "it was not lost, or is back already"
     assert delay.count() == 101
 
 
+@pytest.mark.ci
 def test_who_may_declare_nothing_uses_what_is_there(
     app: Celery, rabbitmq: PrivateRabbitMQ, vhost_url: str
 ) -> None:
     """Also on a connection after one that was lost."""
-    send(app, 1, countdown=3600)  # noqa: F405
+    send(app, 1, countdown=3600)
     vhost = vhost_name(vhost_url)
     url = rabbitmq.add_user(f"limited-{vhost}", "secret", configure="^$", vhost=vhost)
     with Celery("shop", broker=url, set_as_current=False) as limited:
@@ -193,11 +197,12 @@ def test_who_may_declare_nothing_uses_what_is_there(
         wait_until(cancelled)
 
 
+@pytest.mark.ci
 def test_a_node_that_cannot_read_the_streams_is_left_for_the_next(
     app: Celery, delay: Delay, rabbitmq: PrivateRabbitMQ, vhost_url: str
 ) -> None:
     """As one that joined the cluster later; here it is another user who is refused."""
-    send(app, 1, countdown=3600)  # noqa: F405
+    send(app, 1, countdown=3600)
     (task,) = delay.show("order-1")
     vhost = vhost_name(vhost_url)
     refusing = rabbitmq.add_user(f"blind-{vhost}", "secret", read="^$", vhost=vhost)
@@ -214,6 +219,7 @@ def test_a_node_that_cannot_read_the_streams_is_left_for_the_next(
         wait_until(shown)
 
 
+@pytest.mark.ci
 def test_a_worker_knows_when_it_cannot_tell_and_never_forgets(
     mortal_streams: PrivateRabbitMQ, mortal_url: str
 ) -> None:
@@ -223,7 +229,7 @@ def test_a_worker_knows_when_it_cannot_tell_and_never_forgets(
     delay = Delay(app)
     ids = {}
     for name in ("before", "after", "kept"):
-        send(app, 1, task_id=name, countdown=3600)  # noqa: F405
+        send(app, 1, task_id=name, countdown=3600)
         ids[name] = delay.show(name)[0].delivery_id
     assert delay.cancel("before")
     with app.connection_for_write() as connection:
@@ -231,7 +237,7 @@ def test_a_worker_knows_when_it_cannot_tell_and_never_forgets(
         receipts = StreamReceipts(connection, topology)
 
     def answer(name: str) -> Answer:
-        delayed = Delayed(ids[name], round(time() * 1_000_000), "", QUEUE)  # noqa: F405
+        delayed = Delayed(ids[name], round(time() * 1_000_000), "", QUEUE)
         return receipts.may_run({"task": "shop.remind", "id": name}, delayed)
 
     assert [answer(name) for name in ids] == [Answer.DROP, Answer.RUN, Answer.RUN]
@@ -263,14 +269,15 @@ def is_away(delay: Delay) -> bool:
     return False
 
 
+@pytest.mark.ci
 def test_a_worker_that_has_fallen_behind_heeds_what_it_reads_while_it_waits(
     app: Celery, delay: Delay
 ) -> None:
-    send(app, 1, countdown=3600)  # noqa: F405
+    send(app, 1, countdown=3600)
     (task,) = delay.show("order-1")
     with app.connection_for_write() as connection:
         receipts = StreamReceipts(connection, connection.default_channel.delays.topology)
-    delayed = Delayed(task.delivery_id, round(time() * 1_000_000), "", QUEUE)  # noqa: F405
+    delayed = Delayed(task.delivery_id, round(time() * 1_000_000), "", QUEUE)
     reading = receipts._follower
     wait_until(lambda: reading.is_fresh)
     with ThreadPoolExecutor(1) as executor:
@@ -283,6 +290,7 @@ def test_a_worker_that_has_fallen_behind_heeds_what_it_reads_while_it_waits(
     receipts.close()
 
 
+@pytest.mark.ci
 def test_a_broker_that_hangs_is_taken_for_lost_and_read_again(
     mortal_streams: PrivateRabbitMQ, mortal_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -290,7 +298,7 @@ def test_a_broker_that_hangs_is_taken_for_lost_and_read_again(
     monkeypatch.setattr(follower, "_UNANSWERED_SECONDS", 1)
     app = Celery("shop", broker=mortal_url, set_as_current=False)
     delay = Delay(install(app, ledger="stream"))
-    send(app, 1, countdown=3600)  # noqa: F405
+    send(app, 1, countdown=3600)
     assert delay.count() == 1
     assert mortal_streams.pid is not None
     os.kill(mortal_streams.pid, signal.SIGSTOP)
@@ -314,11 +322,11 @@ def test_a_workers_question_is_answered_from_memory(
     app: Celery, delay: Delay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Microseconds, without a word to the broker: what it costs that nothing was cancelled."""
-    send(app, 1, countdown=3600)  # noqa: F405
+    send(app, 1, countdown=3600)
     with app.connection_for_write() as connection:
         topology = connection.default_channel.delays.topology
         receipts = StreamReceipts(connection, topology)
-    delayed = Delayed("id", 0, "", QUEUE)  # noqa: F405
+    delayed = Delayed("id", 0, "", QUEUE)
     headers = {"task": "shop.remind", "id": "1"}
     mine = get_ident()
 

@@ -159,6 +159,7 @@ def everything_in(url: str, queue: str, count: int) -> list[tuple[Any, str]]:
         return [(a.body, a.message.native_delay.delivery_id) for a in letters.arrivals]
 
 
+@pytest.mark.ci
 def test_a_dead_connection_is_replaced_without_any_further_publish(
     connection: Any, vhost_url: str
 ) -> None:
@@ -307,6 +308,7 @@ def test_a_forked_child_sends_its_own_and_leaves_the_parents_alone(
         assert set(bodies(came)) == {*range(500), "child", "parent"}
 
 
+@pytest.mark.ci
 @pytest.mark.timeout(300)
 def test_a_process_ends_while_the_broker_is_away(
     mortal_rabbitmq: PrivateRabbitMQ, mortal_url: str, tmp_path: Path
