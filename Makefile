@@ -22,6 +22,9 @@ endif
 DEMO_SET := '.[embedded,sql]' rich
 DEMO_SET_sqs := '.[sqs]' rich moto flask flask-cors
 
+# Else each of some five hundred processes that the tests start compiles all modules for itself.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help venv brokers test test-spark test-fast check docs bench chaos demo demo-broker demo-spark public-suites clean
 

@@ -168,6 +168,7 @@ def test_to_a_queue_nobody_has_declared(fleet: Fleet) -> None:
     assert len(fleet.record.wait_for(task_id=task_id)) == 1
 
 
+@pytest.mark.ci
 def test_to_an_exchange_that_routes_nowhere_yet(own_fleet: Fleet) -> None:
     """It waits for the binding; an immediate task would be lost."""
     fleet = own_fleet

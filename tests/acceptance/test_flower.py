@@ -354,11 +354,7 @@ def test_on_rabbitmq_the_levels_are_shown_and_the_ledger_is_asked(
 @pytest.mark.parametrize(
     ("away", "meaning"),
     [
-        pytest.param(
-            "run",
-            "tasks wait and run as ever, those that were cancelled or moved as well",
-            marks=pytest.mark.ci,
-        ),
+        ("run", "tasks wait and run as ever, those that were cancelled or moved as well"),
         ("wait", "tasks that are due wait in the broker"),
     ],
 )

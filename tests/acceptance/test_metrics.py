@@ -165,6 +165,7 @@ def test_what_waits_in_rabbitmq_is_told_and_what_came_of_it(shop: Shop) -> None:
     exporter.wait_for("ledger_up", 1)
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("rabbitmq_version", ["3.10"], indirect=True)
 def test_without_a_ledger_nothing_is_said_about_due_times(shop: Shop) -> None:
     with exporter_of(shop.fleet, native_delay_ledger=None) as exporter:

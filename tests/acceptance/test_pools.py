@@ -10,7 +10,6 @@ import pytest
 
 from celery_native_delay.testing import PrivateRabbitMQ
 from tests.acceptance.worker import Fleet
-from tests.brokers import in_ci
 from tests.waiting import wait_until
 
 EARLY_TASKS = 100
@@ -26,7 +25,8 @@ print(json.dumps([
 """
 
 
-@pytest.mark.parametrize("pool", ["prefork", *map(in_ci, ("threads", "solo", "gevent"))])
+@pytest.mark.ci
+@pytest.mark.parametrize("pool", ["prefork", "threads", "solo", "gevent"])
 def test_a_pool(
     fleet: Fleet,
     rabbitmq: PrivateRabbitMQ,

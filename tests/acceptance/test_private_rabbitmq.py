@@ -80,6 +80,7 @@ def test_nothing_is_left_after_the_block(rabbitmq_version: str) -> None:
     wait_until(lambda: processes_of(folder.name) == [])
 
 
+@pytest.mark.ci
 def test_nothing_is_left_when_the_process_is_killed(rabbitmq_version: str) -> None:
     broker = f"private_rabbitmq(version={rabbitmq_version!r}, management=False)"
     assert_nothing_left_when_killed(broker, "broker.data_dir.parent")

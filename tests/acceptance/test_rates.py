@@ -19,6 +19,7 @@ from tests.waiting import PATIENCE_SECONDS, wait_until
 RATES = {"native_delay_rates": {"call_api": "50/10s"}}
 
 
+@pytest.mark.ci
 @on_one_version
 def test_a_worker_that_cannot_count_does_not_start(fleet: Fleet) -> None:
     app = fleet.app(**RATES)

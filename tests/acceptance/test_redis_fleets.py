@@ -135,6 +135,7 @@ def test_a_plain_worker_runs_what_was_promoted_outside(
     assert promote.stdout.read().splitlines()[-1] == "1 message(s) promoted, 0 parked"
 
 
+@pytest.mark.ci
 def test_an_installed_worker_puts_back_what_a_plain_producer_sent(fleet: Fleet) -> None:
     worker = fleet.worker(concurrency=1)
     inspect = fleet.app().control.inspect(destination=[worker.name], timeout=10)

@@ -48,6 +48,7 @@ def everything(fleet: Fleet, workers: list[Worker]) -> Everything:
     return Everything(fleet, fleet.app())
 
 
+@pytest.mark.ci
 def test_the_worker_holds_nothing_while_tasks_wait(
     everything: Everything, workers: list[Worker]
 ) -> None:

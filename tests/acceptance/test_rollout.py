@@ -157,6 +157,7 @@ def test_task_protocol_1(
     assert [run.id for run in fleet.record.runs()] == [task_id]
 
 
+@pytest.mark.ci
 def test_a_task_of_protocol_1_is_retried_through_the_levels(fleet: Fleet) -> None:
     fleet.worker(task_protocol=1)
     result = fleet.app(task_protocol=1).tasks["again"].apply_async((3, 0.3), countdown=0.5)
@@ -197,6 +198,7 @@ def test_expired_and_revoked_early_tasks_are_celerys(fleet: Fleet, tmp_path_fact
     assert [run.id for run in fleet.record.runs()] == [good_id]
 
 
+@pytest.mark.ci
 def test_adoption_can_be_switched_off(fleet: Fleet) -> None:
     """Then the worker holds early tasks in its memory, as Celery does."""
     worker = fleet.worker(native_delay_adopt=False)

@@ -148,6 +148,7 @@ def test_what_was_sent_after_it_was_due_is_told_from_what_waited(
     assert waited_of(fleet, tmp_path / "telemetry") == [True, False, None]
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("server_name", ["redis"], indirect=True)
 def test_on_redis_too(empty_redis: PrivateRedis, tmp_path: Path) -> None:
     with fleet_on(empty_redis.url, tmp_path) as fleet:

@@ -76,6 +76,7 @@ def test_rabbitmq_that_does_not_let_us_in_is_asked_once(
     assert seconds < PATIENCE_SECONDS / 2
 
 
+@pytest.mark.ci
 @on_one_version
 def test_a_broker_without_tls_is_asked_once(vhost_url: str) -> None:
     text, seconds = answer_of(make_app(vhost_url, use_ssl={"cert_reqs": ssl.CERT_NONE}))

@@ -16,7 +16,6 @@ from celery import Celery
 from celery_native_delay import Delay, install
 from celery_native_delay.capacity.service import Service
 from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis
-from tests.brokers import in_ci
 from tests.integration.project import Project
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
@@ -160,7 +159,8 @@ def test_a_broker_is_measured_and_nothing_is_left_of_it(
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("number", [in_ci(signal.SIGTERM), in_ci(signal.SIGINT)])
+@pytest.mark.ci
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_nothing_is_left_of_a_measurement_that_is_interrupted(
     tmp_path: Path, vhost_url: str, rabbitmq: PrivateRabbitMQ, vhost: str, number: signal.Signals
 ) -> None:

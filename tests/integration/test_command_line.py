@@ -75,6 +75,7 @@ def test_one_id_is_shown_as_one_object_and_several_as_a_list(shop: Project, app:
     assert done.stdout.endswith("\n\nnobody: nothing waits under this id\n")
 
 
+@pytest.mark.ci
 def test_a_dry_run_shows_what_ls_does_and_ends_as_the_change_would(
     shop: Project, app: Celery, delay: Delay
 ) -> None:
@@ -108,6 +109,7 @@ def test_a_dry_run_of_many_shows_the_first_and_counts_all(shop: Project, app: Ce
     assert len(shop.told("cancel", "--search", "ada", "--dry-run")["ids"]) == 53
 
 
+@pytest.mark.ci
 def test_what_a_search_finds_is_counted(shop: Project, app: Celery) -> None:
     """Beyond what is listed, and not by the offset alone."""
     for number in range(6):

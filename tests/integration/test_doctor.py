@@ -426,6 +426,7 @@ def test_a_store_that_is_not_there_is_named_and_not_made(
     assert [each.check for each in of_level(store_app, WRONG)] == ["promoting"]
 
 
+@pytest.mark.ci
 def test_a_store_that_somebody_locks_is_named(folder_url: str, store_app: Celery) -> None:
     store_app.send_task("shop.remind", countdown=600)
     with sqlite3.connect(file_of(folder_url), isolation_level=None) as connection:
@@ -626,6 +627,7 @@ def test_a_rate_that_limits_nothing_is_named(project: Project, empty_redis: Priv
     assert "rates" in [each["check"] for each in told["findings"]]
 
 
+@pytest.mark.ci
 @pytest.mark.rabbitmq310
 @pytest.mark.parametrize("rabbitmq_version", ["3.10"], indirect=True)
 def test_rates_that_cannot_be_counted_are_named(vhost_url: str) -> None:

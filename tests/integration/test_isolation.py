@@ -244,6 +244,7 @@ def test_two_namespaces_on_one_vhost_never_meet(
     assert len(by_side[0]) == len(by_side[1]) == len(TOPOLOGY.level_queues) + 1
 
 
+@pytest.mark.ci
 def test_two_settings_of_one_namespace_deliver_side_by_side(
     rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str
 ) -> None:

@@ -527,6 +527,7 @@ def test_other_peoples_death_records_stay(connection: Any) -> None:
     assert headers == died.headers
 
 
+@pytest.mark.ci
 def test_ten_times_delayed_with_the_headers_of_the_last_time(connection: Any) -> None:
     """As `retry` and `headers=self.request.headers` do."""
     declare_queue(connection, "orders")

@@ -245,6 +245,7 @@ def test_a_ledger_that_was_away_for_hours_is_used_again(monkeypatch: pytest.Monk
         line.close()
 
 
+@pytest.mark.ci
 @pytest.mark.parametrize("how", ["down", "slow"])
 def test_publishing_goes_on_while_the_ledger_is_away(
     vhost_url: str, caplog: pytest.LogCaptureFixture, how: str

@@ -318,6 +318,7 @@ def test_a_broker_that_hangs_is_taken_for_lost_and_read_again(
     app.close()
 
 
+@pytest.mark.ci
 def test_a_workers_question_is_answered_from_memory(
     app: Celery, delay: Delay, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -62,6 +62,7 @@ def test_a_format_says_what_the_plan_says(form: str) -> None:
     assert in_order(found) == in_order(plan.declarations())
 
 
+@pytest.mark.ci
 @settings(deadline=None, max_examples=25)
 @given(delay_settings(max_levels=14))
 def test_the_expressions_of_terraform_are_the_plan_whatever_the_settings(
