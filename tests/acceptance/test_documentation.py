@@ -260,6 +260,7 @@ def test_the_store_example_is_an_app_whose_delayed_tasks_wait(
     store_outage.disconnect(names["go_on_and_call_somebody"])
 
 
+@pytest.mark.ci
 def test_the_bulk_example_sends_tasks_that_wait(
     vhost_url: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

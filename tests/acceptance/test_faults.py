@@ -235,6 +235,7 @@ def test_a_level_queue_deleted_before_the_task_is_sent(fleet: Fleet) -> None:
     run.assert_on_time(due)
 
 
+@pytest.mark.ci
 def test_a_level_queue_deleted_while_the_task_waits(fleet: Fleet) -> None:
     """It parks when it comes there, and waits again for the rest once a worker looks."""
     app = fleet.app()

@@ -259,6 +259,7 @@ def test_without_a_password_and_read_only_nothing_can_be_changed(flowers: Flower
     assert [each["verdict"] for each in done["outcomes"]] == ["done", "done", "unknown"]
 
 
+@pytest.mark.ci
 def test_the_list_of_tasks_is_complete_after_every_start(fleet: Fleet, flowers: Flowers) -> None:
     """Stock `celery flower` and one line of configuration. No event of the sending is needed."""
     app = fleet.app()

@@ -165,6 +165,7 @@ def test_a_task_of_protocol_1_is_retried_through_the_levels(fleet: Fleet) -> Non
     assert [run.retries for run in runs] == [0, 1, 2, 3]
 
 
+@pytest.mark.ci
 def test_expired_and_revoked_early_tasks_are_celerys(fleet: Fleet, tmp_path_factory: Any) -> None:
     """Celery tells the result backend; a task that is not to run need not wait either."""
     results = tmp_path_factory.mktemp("results")

@@ -121,7 +121,8 @@ def test_an_exchange_that_routes_nowhere_holds_up_only_itself_and_heals(
         assert_each_once(letters)
 
 
-@pytest.mark.parametrize(("queue_type", "exchange"), [in_ci("classic", ""), ("quorum", "shop")])
+@pytest.mark.ci
+@pytest.mark.parametrize(("queue_type", "exchange"), [("classic", ""), ("quorum", "shop")])
 def test_a_full_queue_that_rejects_holds_up_only_itself_and_drains(
     mortal_rabbitmq: PrivateRabbitMQ, mortal_url: str, queue_type: str, exchange: str
 ) -> None:

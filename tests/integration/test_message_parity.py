@@ -30,7 +30,6 @@ from celery_native_delay.transports.rabbitmq.parking import rescue
 from celery_native_delay.transports.rabbitmq.topology import is_delay_name
 from celery_native_delay.transports.rabbitmq.worker_part import RabbitMQWorkerPart
 from celery_native_delay.transports.rabbitmq.wrapping import DEATH_HEADERS
-from tests.brokers import in_ci
 from tests.integration.test_parity import MORE_EXAMPLES, PAST
 from tests.integration.traffic import (
     SETTINGS,
@@ -374,9 +373,10 @@ def site_of(
         yield site
 
 
+@pytest.mark.ci
 @pytest.mark.timeout(600 if not MORE_EXAMPLES else 0)
-@pytest.mark.parametrize("queue_type", ["quorum", in_ci("classic")])
-@pytest.mark.parametrize("consumer", ["installed", in_ci("plain")])
+@pytest.mark.parametrize("queue_type", ["quorum", "classic"])
+@pytest.mark.parametrize("consumer", ["installed", "plain"])
 def test_whatever_way_it_took_it_is_seen_as_without_its_delay(
     rabbitmq: PrivateRabbitMQ,
     vhost_url: str,

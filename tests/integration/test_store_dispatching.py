@@ -134,6 +134,7 @@ def test_in_memory_a_broadcast_reaches_whoever_listens_when_it_is_due(tmp_path: 
 # ---- destinations that refuse -------------------------------------------------------------------
 
 
+@pytest.mark.ci
 def test_a_message_that_its_destination_refuses_is_parked_and_in_nobodys_way(
     folder_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

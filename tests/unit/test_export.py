@@ -74,7 +74,7 @@ def test_the_expressions_of_terraform_are_the_plan_whatever_the_settings(
     assert in_order(found) == in_order(plan.declarations())
 
 
-@pytest.mark.parametrize("fused_bits", [0, 15, 31])
+@pytest.mark.parametrize("fused_bits", [pytest.param(0, marks=pytest.mark.ci), 15, 31])
 def test_the_expressions_of_terraform_are_the_plan_of_all_levels(fused_bits: int) -> None:
     chosen = DelaySettings(fused_bits=fused_bits)
     text = export(chosen, [], ExportAs("terraform", "/")).text
