@@ -9,8 +9,8 @@ TEST_PROCESSES ?= 5
 
 TESTS := $(wildcard tests/unit tests/conformance tests/integration tests/acceptance tests/spark)
 
-# At home every promise is tested once, Spark's by a target of their own; CI, or any run with
-# CI=true, adds what is marked.
+# At home what users rely on every day is tested, Spark's part by a target of its own; CI, or any
+# run with CI=true, adds what is marked.
 ifeq ($(CI),true)
 AND_ALONE := || scripts/test_alone.sh $$?
 else
@@ -50,7 +50,7 @@ brokers: ## install RabbitMQ, Redis and PostgreSQL for the tests; for 4.3, too: 
 	scripts/setup_brokers.sh --all
 
 # At home a broker (or a Java, a Chromium) that cannot be installed is a reason to skip its tests, in CI to fail.
-test: venv ## run every promise once, on private brokers; all of it with CI=true, as CI does
+test: venv ## run what users rely on every day, on private brokers; all of it with CI=true, as CI does
 ifeq ($(CI),true)
 	@scripts/setup_brokers.sh --all
 	@scripts/setup_spark.sh
