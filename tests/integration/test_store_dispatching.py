@@ -318,17 +318,24 @@ def space_of(url: str) -> Path:
 @contextmanager
 def away(store: Path) -> Iterator[None]:
     """The database's file cannot be opened, nor made."""
-    hidden = [
+    hidden, nothing = (store.with_name(f"{name}-{store.name}") for name in ("hidden", "nothing"))
+    nothing.mkdir()
+    hidden.hardlink_to(store)
+    # In one: who opens it between its end and another's beginning would make it anew.
+    symlink = store.with_name("symlink")
+    symlink.symlink_to(nothing)
+    symlink.replace(store)
+    logs = [
         file.rename(file.with_name(f"hidden-{file.name}"))
-        for file in store.parent.glob(f"{store.name}*")
+        for file in store.parent.glob(f"{store.name}-*")
     ]
-    store.mkdir()
     try:
         yield
     finally:
-        store.rmdir()
-        for file in hidden:
+        for file in logs:
             file.rename(file.with_name(file.name.removeprefix("hidden-")))
+        hidden.replace(store)
+        nothing.rmdir()
 
 
 def test_a_delayed_publish_says_that_the_store_is_away_and_works_again(folder_url: str) -> None:
