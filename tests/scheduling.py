@@ -8,7 +8,7 @@ import re
 _MORTAL = re.compile(r"conformance/|test_(window|isolation|faults)|integration/test_bulk")
 
 _CONFORMING = re.compile(
-    r"conformance\.py.*[\[-](redis|valkey|filesystem(?:-postgresql)?|sqla|sqs)[\]-]"
+    r"/test_(\w*conformance)\.py.*[\[-](redis|valkey|filesystem(?:-postgresql)?|sqla|sqs)[\]-]"
 )
 
 #: What takes longest, as the name of a group or of a test begins; the unit tests fill the gaps.
@@ -31,8 +31,8 @@ _ORDER = [
 def scope_of(nodeid: str) -> str:
     """Name of the group that this test belongs to; its own id if it may run anywhere.
 
-    The tests of a file for one version of RabbitMQ, and those that share a worker on another
-    broker. All tests of Spark share a session, which takes ten seconds to start.
+    The tests of a file for one version of RabbitMQ, and those of a file that share a worker on
+    another broker. All tests of Spark share a session, which takes ten seconds to start.
     """
     if nodeid.startswith("tests/spark/"):
         return "Spark"
@@ -40,7 +40,7 @@ def scope_of(nodeid: str) -> str:
         file = nodeid.partition("::")[0].rpartition("/")[2].removesuffix(".py")
         return f"RabbitMQ {version[1]}: {'mortal' if _MORTAL.search(nodeid) else file}"
     if broker := _CONFORMING.search(nodeid):
-        return f"conformance of {broker[1]}"
+        return f"{broker[1]} on {broker[2]}"
     if part := re.search(r"(?:integration|acceptance)/test_sqs_(\w+)", nodeid):
         return f"SQS: {part[1]}"
     if "test_redis_tasks.py" in nodeid:
