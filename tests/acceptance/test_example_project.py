@@ -109,7 +109,6 @@ def test_a_reminder_runs_two_days_before_the_delivery(shop: Shop) -> None:
             "emails",
             "send_email.delay('ann@example.com', 'Thank you', busy_attempts=2)",
             id="autoretry with back-off and jitter",
-            marks=pytest.mark.ci,
         ),
         pytest.param(
             "default",

@@ -21,6 +21,7 @@ from celery_native_delay.transports.exports import ExportAs
 from celery_native_delay.transports.rabbitmq.blueprint import blueprint
 from celery_native_delay.transports.rabbitmq.export import FORMATS, export
 from celery_native_delay.transports.rabbitmq.topology import Binding, Exchange, Queue, Topology
+from tests.brokers import in_ci
 from tests.exporting import QUEUES, READERS, in_order
 from tests.terraform import defaults, resources
 from tests.unit.test_topology import delay_settings
@@ -74,7 +75,7 @@ def test_the_expressions_of_terraform_are_the_plan_whatever_the_settings(
     assert in_order(found) == in_order(plan.declarations())
 
 
-@pytest.mark.parametrize("fused_bits", [pytest.param(0, marks=pytest.mark.ci), 15, 31])
+@pytest.mark.parametrize("fused_bits", [in_ci(0), 15, 31])
 def test_the_expressions_of_terraform_are_the_plan_of_all_levels(fused_bits: int) -> None:
     chosen = DelaySettings(fused_bits=fused_bits)
     text = export(chosen, [], ExportAs("terraform", "/")).text
