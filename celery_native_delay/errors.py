@@ -123,6 +123,9 @@ class LedgerUnavailable(NativeDelayError):
     """The ledger is away: what waits cannot be seen or changed."""
 
 
+RecordsUnavailable = LedgerUnavailable
+
+
 class NoLedger(LedgerUnavailable):
     """This app has no ledger: what waits in its broker cannot be seen."""
 

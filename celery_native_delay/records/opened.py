@@ -1,0 +1,36 @@
+"""The records that a URL names. Nothing is asked of them before they are used."""
+
+from __future__ import annotations
+
+import atexit
+from typing import Any
+
+from ..transports.per_process import PerProcess
+
+_records: PerProcess[tuple[str, str], Any] = PerProcess()
+
+
+def records_at(url: str, owner: str) -> Any:
+    """New records of *owner* at *url*, a Redis' or one of SQLAlchemy's."""
+    if is_redis(url):
+        from .redis import RedisRecords
+
+        return RedisRecords(url, owner)
+    from .sql import SqlRecords
+
+    return SqlRecords(url, owner)
+
+
+def is_redis(url: str) -> bool:
+    return url.startswith(("redis://", "rediss://", "redis+socket://"))
+
+
+def records_of_process(url: str, owner: str) -> Any:
+    """The records of *owner* at *url*, which this process shares."""
+    return _records.get((url, owner), lambda: records_at(url, owner))
+
+
+@atexit.register
+def _flush() -> None:
+    for found in _records.values():
+        found.flush()

@@ -1,0 +1,347 @@
+"""Records and index in a Redis or Valkey. Scripts make each step atomic, by the server's own clock.
+
+A change in what the keys hold is a new VERSION.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from time import time_ns
+from typing import Any
+
+from ..errors import CannotDelay, RecordsUnavailable
+from ..finding import Finding
+from ..ledger.redis_index import THROW_AWAY, IndexKeys
+from ..urls import without_password
+from .interface import (
+    ANSWER_SECONDS,
+    MARK_GRACE_MS,
+    PATIENCE_SECONDS,
+    STALE_AFTER_US,
+    UNDECIDED,
+    VOID,
+    Change,
+    CompareAndSet,
+    Index,
+    Listed,
+    Looked,
+    RecordName,
+    Records,
+    Standing,
+    T,
+)
+from .redis_link import RedisLink, connection_maker
+
+VERSION = 1
+
+#: Another caller was quicker so often, each time. Of any number, one always gets through.
+TRIES = 100
+
+#: Kinds whose records can be listed: a sorted set has their names by the end of their TTL.
+LISTED_KINDS = ("rate", "schedule")
+
+_SWEPT_AT_ONCE = 1000
+
+_NOW = """
+local time = redis.call('TIME')
+local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
+"""
+
+#: KEYS due, messages, ids. ARGV member, due µs, entry.
+_NOTE = """
+redis.call('HSET', KEYS[2], ARGV[1], ARGV[3])
+redis.call('ZADD', KEYS[1], ARGV[2], ARGV[1])
+redis.call('ZADD', KEYS[3], 0, ARGV[1])
+"""
+
+_REMOVE = """
+local function remove(member)
+    redis.call('ZREM', KEYS[1], member)
+    redis.call('HDEL', KEYS[2], member)
+    redis.call('ZREM', KEYS[3], member)
+end
+"""
+
+#: KEYS due, messages, ids. ARGV member.
+_FORGET = _REMOVE + "remove(ARGV[1])"
+
+#: A worker has got a message. KEYS due, messages, ids, its mark. ARGV member. Returns 1 if it must
+#: not be run.
+_RECEIVED = (
+    _REMOVE
+    + f"""
+local mark = redis.call('GET', KEYS[4])
+if mark == '{UNDECIDED}' then redis.call('SET', KEYS[4], '{VOID}', 'KEEPTTL') end
+remove(ARGV[1])
+return mark and 1 or 0
+"""
+)
+
+#: KEYS record, ids, mark. ARGV TTL of the mark in ms, '' for none. Returns now in µs, the record or
+#: '', the members of the task that it names.
+_LOOK = (
+    _NOW
+    + f"""
+if ARGV[1] ~= '' then redis.call('SET', KEYS[3], '{UNDECIDED}', 'PX', ARGV[1]) end
+local record = redis.call('GET', KEYS[1])
+if not record then return {{now, '', {{}}}} end
+if string.sub(record, 1, 1) ~= '{{' then return {{now, record, {{}}}} end
+local id = cjson.decode(record).id
+if not id then return {{now, record, {{}}}} end
+return {{now, record, redis.call('ZRANGEBYLEX', KEYS[2], '[' .. id .. ':', '(' .. id .. ';')}}
+"""
+)
+
+#: KEYS due, messages, ids, record, names of records of its kind, mark of the new message. ARGV ''
+#: for no record, its name if its kind is listed, else '-'; the record as it was read, the new one,
+#: its TTL in ms; of the new message, or '' thrice: member, due µs, entry; what keys of marks begin
+#: with; the members that become void. Returns 0 if all is not as it was: then the new message is
+#: void, and nothing else was done.
+_COMPARE_AND_SET = (
+    _REMOVE
+    + _NOW
+    + f"""
+local has_record, is_new = ARGV[1] ~= '', ARGV[5] ~= ''
+local as_it_was = not has_record or (redis.call('GET', KEYS[4]) or '') == ARGV[2]
+if is_new and redis.call('GET', KEYS[6]) ~= '{UNDECIDED}' then as_it_was = false end
+for at = 9, #ARGV do
+    if not redis.call('ZSCORE', KEYS[3], ARGV[at]) then as_it_was = false end
+end
+if not as_it_was then
+    if is_new then redis.call('SET', KEYS[6], '{VOID}', 'XX', 'KEEPTTL') end
+    return 0
+end
+if has_record and ARGV[3] == '' then
+    redis.call('DEL', KEYS[4])
+    redis.call('ZREM', KEYS[5], ARGV[1])
+elseif has_record then
+    redis.call('SET', KEYS[4], ARGV[3], 'PX', ARGV[4])
+    if ARGV[1] ~= '-' then
+        if ARGV[2] == '' then redis.call('ZREMRANGEBYSCORE', KEYS[5], '-inf', now) end
+        redis.call('ZADD', KEYS[5], string.format('%.0f', now + ARGV[4] * 1000), ARGV[1])
+    end
+end
+for at = 9, #ARGV do
+    local due = redis.call('ZSCORE', KEYS[1], ARGV[at]) or 0
+    local left = math.max(math.ceil((tonumber(due) - now) / 1000), 0)
+    local mark = ARGV[8] .. string.match(ARGV[at], '[^:]*$')
+    redis.call('SET', mark, '{VOID}', 'PX', left + {MARK_GRACE_MS})
+    remove(ARGV[at])
+end
+if is_new then
+    if ARGV[7] ~= '' then
+        redis.call('HSET', KEYS[2], ARGV[5], ARGV[7])
+        redis.call('ZADD', KEYS[1], ARGV[6], ARGV[5])
+        redis.call('ZADD', KEYS[3], 0, ARGV[5])
+    end
+    redis.call('DEL', KEYS[6])
+end
+return 1
+"""
+)
+
+#: KEYS names. ARGV limit, what keys of records begin with. Returns the time, then of each its name
+#: and its record.
+_LATEST = (
+    _NOW
+    + """
+local found = {now}
+for _, name in ipairs(redis.call('ZREVRANGEBYSCORE', KEYS[1], '+inf', now, 'LIMIT', 0, ARGV[1])) do
+    found[#found + 1] = name
+    found[#found + 1] = redis.call('GET', ARGV[2] .. name) or ''
+end
+return found
+"""
+)
+
+#: KEYS due, messages, ids. ARGV from µs, until µs, limit. Returns how many entries it removed.
+_SWEEP = (
+    """
+local members = redis.call('ZRANGE', KEYS[1], ARGV[1], ARGV[2], 'BYSCORE', 'LIMIT', 0, ARGV[3])
+"""
+    + THROW_AWAY
+)
+
+
+@dataclass(frozen=True)
+class RecordKeys(IndexKeys):
+    """The keys of one *owner*: a namespace of a broker. Several owners may share a Redis."""
+
+    owner: str
+
+    @property
+    def space(self) -> str:
+        """The beginning of all keys, without the last dot."""
+        return f"{self.owner}.records.v{VERSION}"
+
+    @property
+    def marks(self) -> str:
+        """The beginning of the keys of marks; the delivery id follows."""
+        return f"{self.space}.mark."
+
+    def record(self, name: RecordName) -> str:
+        return f"{self.space}.{name.kind}.{name.name}"
+
+    def names(self, kind: str) -> str:
+        """Sorted set: names of a kind's records by the time in µs until which they are kept."""
+        return f"{self.space}.{kind}s"
+
+
+class RedisRecords(Records, Index):
+    """Records and index under the keys of one *owner*."""
+
+    def __init__(self, url: str, owner: str) -> None:
+        self.url = url
+        self.where = without_password(url)
+        self.keys = RecordKeys(owner)
+        self.missed = 0
+        #: Publishing and receiving have less patience than people.
+        self._quick = RedisLink(connection_maker(url, timeout_seconds=PATIENCE_SECONDS), self.where)
+        self._patient = RedisLink(connection_maker(url, timeout_seconds=ANSWER_SECONDS), self.where)
+
+    # --- records -------------------------------------------------------------------------
+
+    def change(self, name: RecordName, decide: Callable[[str | None, int], Change[T]]) -> T:
+        for _ in range(TRIES):
+            seen = self.look(name, None, 0)
+            change = decide(seen.text, seen.now_us)
+            if change.text is None and seen.text is None:
+                return change.answer
+            kept_ms = max(change.kept_us - seen.now_us, 0) // 1000 + 1
+            if self.compare_and_set(CompareAndSet(name, seen.text, change.text, kept_ms)):
+                return change.answer
+        raise too_often(name)
+
+    def load(self, names: Sequence[RecordName]) -> list[str | None]:
+        if not names:
+            return []
+        found = self._patient.ask("MGET", *map(self.keys.record, names))
+        return [None if text is None else text.decode() for text in found]
+
+    def latest(self, kind: str, limit: int) -> tuple[int, list[tuple[str, str]]]:
+        prefix = self.keys.record(RecordName(kind, ""))
+        now_us, *found = self._patient.run(_LATEST, [self.keys.names(kind)], limit, prefix)
+        texts = [text.decode() for text in found]
+        return now_us, [pair for pair in zip(texts[::2], texts[1::2], strict=True) if pair[1]]
+
+    def close(self) -> None:
+        self._quick.close()
+        self._patient.close()
+
+    # --- publishing and receiving ----------------------------------------------------------
+
+    def note(self, listed: Listed) -> None:
+        if not self._quick.post(_NOTE, self.keys.index, *_message(listed)):
+            self.missed += 1
+
+    def forget(self, member: str) -> None:
+        if not self._quick.post(_FORGET, self.keys.index, member):
+            self.missed += 1
+
+    def flush(self, timeout_seconds: float | None = None) -> None:
+        self._quick.flush(timeout_seconds)
+
+    def connect(self) -> bool:
+        return self._quick.connect()
+
+    def received(self, member: str) -> bool | None:
+        try:
+            keys = [*self.keys.index, self.keys.marks + _delivery_of(member)]
+            return not self._quick.run(_RECEIVED, keys, member)
+        except RecordsUnavailable:
+            self.missed += 1
+            return None
+
+    # --- replacing -----------------------------------------------------------------------
+
+    def look(self, name: RecordName | None, undecided: str | None, mark_ms: int) -> Looked:
+        record = self.keys.space if name is None else self.keys.record(name)
+        keys = [record, self.keys.ids, f"{self.keys.marks}{undecided or ''}"]
+        now_us, text, members = self._patient.run(_LOOK, keys, mark_ms if undecided else "")
+        return Looked(now_us, text.decode() or None, tuple(member.decode() for member in members))
+
+    def unmark(self, delivery_id: str, left_ms: int = 0) -> None:
+        mark = self.keys.marks + delivery_id
+        self._patient.ask("PEXPIRE", mark, left_ms) if left_ms else self._patient.ask("DEL", mark)
+
+    def compare_and_set(self, step: CompareAndSet) -> bool:
+        keys, name, new = self.keys, step.name, step.new
+        is_listed = name is not None and name.kind in LISTED_KINDS
+        touched = [
+            *keys.index,
+            keys.space if name is None else keys.record(name),
+            keys.space if name is None else keys.names(name.kind),
+            keys.marks + ("" if new is None else _delivery_of(new.member)),
+        ]
+        done = self._patient.run(
+            _COMPARE_AND_SET,
+            touched,
+            "" if name is None else (name.name if is_listed else "-"),
+            step.before or "",
+            step.after or "",
+            step.kept_ms,
+            *(("", "", "") if new is None else _message(new)),
+            keys.marks,
+            *step.gone,
+        )
+        return bool(done)
+
+    def standing(self, member: str) -> Standing:
+        mark = self._patient.ask("GET", self.keys.marks + _delivery_of(member))
+        if mark == VOID.encode():
+            return Standing.VOID
+        # One with a mark is about to take the place of another.
+        is_known = mark or self._patient.ask("HEXISTS", self.keys.messages, member)
+        return Standing.KNOWN if is_known else Standing.UNKNOWN
+
+    # --- upkeep --------------------------------------------------------------------------
+
+    def sweep(self) -> int:
+        return self._throw_away("-inf", time_ns() // 1000 - STALE_AFTER_US)
+
+    def purge(self) -> None:
+        self._throw_away(time_ns() // 1000, "+inf")
+
+    def findings(self) -> Iterator[Finding]:
+        """Faults of the Redis."""
+        import redis
+
+        from ..redis_server import findings
+        from .redis_link import redis_options
+
+        to, options = redis_options(self.url, timeout_seconds=ANSWER_SECONDS)
+        with redis.Redis.from_url(to, **options) as client:
+            yield from findings(
+                client,
+                key=f"{self.keys.space}.trial",
+                check="records",
+                kept="what is known about waiting tasks",
+                where=f"native_delay_records at {self.where}",
+            )
+
+    def _throw_away(self, from_us: int | str, until_us: int | str) -> int:
+        swept = 0
+        while True:
+            taken: int = self._patient.run(
+                _SWEEP, self.keys.index, from_us, until_us, _SWEPT_AT_ONCE
+            )
+            swept += taken
+            if taken < _SWEPT_AT_ONCE:
+                return swept
+
+
+def too_often(name: RecordName) -> CannotDelay:
+    """The error of a caller that others have overtaken :data:`TRIES` times."""
+    return CannotDelay(
+        f"the record of {name.name} was changed by others {TRIES} times while this call looked at "
+        f"it: try again, or let fewer producers share a key"
+    )
+
+
+def _message(listed: Listed) -> tuple[Any, ...]:
+    return listed.member, listed.due_us, listed.entry
+
+
+def _delivery_of(member: str) -> str:
+    return member.rpartition(":")[2]

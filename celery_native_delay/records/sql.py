@@ -1,0 +1,442 @@
+"""Records and index in a database, by SQLAlchemy. Each step is one transaction.
+
+What publishing and receiving ask goes through one thread with a connection of its own, so that no
+database can keep them waiting for longer than :data:`~.interface.PATIENCE_SECONDS`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from hashlib import blake2b
+from time import time_ns
+from typing import Any
+
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Connection,
+    MetaData,
+    String,
+    Table,
+    Text,
+    delete,
+    exc,
+    insert,
+    select,
+    update,
+)
+from sqlalchemy import (
+    Index as TableIndex,
+)
+from sqlalchemy.dialects import postgresql
+from sqlalchemy.dialects.mysql import LONGTEXT
+
+from ..errors import RecordsUnavailable
+from ..finding import WRONG, Finding, clock_finding
+from ..transports.sql.database import READS, clock_ahead_seconds, engine_of, now_us
+from ..urls import without_password
+from .interface import (
+    MARK_GRACE_MS,
+    STALE_AFTER_US,
+    UNDECIDED,
+    VOID,
+    Change,
+    CompareAndSet,
+    Index,
+    Listed,
+    Looked,
+    RecordName,
+    Records,
+    Standing,
+    T,
+)
+from .sql_thread import SqlThread
+
+METADATA = MetaData()
+
+_LONG = Text().with_variant(LONGTEXT(), "mysql", "mariadb")  # MySQL's TEXT ends at 64 kB
+
+#: What stands here is frozen: a change needs another table. A record's text has a version itself.
+RECORDS = Table(
+    "native_delay_record",
+    METADATA,
+    Column("owner", String(64), primary_key=True),
+    Column("kind", String(16), primary_key=True),
+    # Of the name, which may be longer than a key of MySQL's.
+    Column("digest", String(32), primary_key=True),
+    Column("name", Text, nullable=False),
+    Column("text", _LONG, nullable=False),
+    # Microseconds since the epoch; then it says nothing any more.
+    Column("kept_us", BigInteger, nullable=False),
+    TableIndex("native_delay_record_kept", "owner", "kind", "kept_us"),
+)
+
+#: A message that waits on a broker which cannot be looked into.
+WAITING = Table(
+    "native_delay_waiting",
+    METADATA,
+    Column("owner", String(64), primary_key=True),
+    Column("delivery_id", String(64), primary_key=True),
+    Column("due_us", BigInteger, nullable=False),
+    Column("task_id", String(255), nullable=False),
+    Column("entry", _LONG, nullable=False),
+    TableIndex("native_delay_waiting_due", "owner", "due_us"),
+    TableIndex("native_delay_waiting_task", "owner", "task_id"),
+)
+
+#: A delivery that must not be run, or is not decided yet.
+MARKS = Table(
+    "native_delay_mark",
+    METADATA,
+    Column("owner", String(64), primary_key=True),
+    Column("delivery_id", String(64), primary_key=True),
+    Column("mark", String(16), nullable=False),
+    Column("kept_us", BigInteger, nullable=False),
+    TableIndex("native_delay_mark_kept", "owner", "kept_us"),
+)
+
+_RECORD, _WAITING, _MARK = RECORDS.c, WAITING.c, MARKS.c
+
+#: Another may make the tables, or write the same row, at the same time.
+_TRIES = 6
+
+
+class SqlRecords(Records, Index):
+    """Records and index of one *owner* in the database at *url*."""
+
+    def __init__(self, url: str, owner: str) -> None:
+        self.url = url
+        self.where = without_password(url)
+        self.owner = owner if len(owner) <= 64 else _digest(owner)
+        self.engine = engine_of(url)
+        self._is_ready = False
+        self._thread = SqlThread(self.engine, self.where, self._make_tables, _note_all)
+
+    @property
+    def missed(self) -> int:  # type: ignore[override]
+        return self._thread.missed
+
+    # --- records -------------------------------------------------------------------------
+
+    def change(self, name: RecordName, decide: Callable[[str | None, int], Change[T]]) -> T:
+        def changed(connection: Connection) -> T:
+            before = self._locked(connection, name)
+            # Asked for after the lock: another may have held it for a while.
+            at_us = now_us(connection)
+            text = None if before is None or before[1] < at_us else before[0]
+            change = decide(text, at_us)
+            self._write(connection, name, change.text, change.kept_us, before is not None)
+            return change.answer
+
+        return self.do(changed)
+
+    def load(self, names: Sequence[RecordName]) -> list[str | None]:
+        def loaded(connection: Connection) -> list[str | None]:
+            at_us = now_us(connection)
+            rows = (self._read(connection, name) for name in names)
+            return [None if row is None or row[1] < at_us else row[0] for row in rows]
+
+        return self.look_up(loaded)
+
+    def latest(self, kind: str, limit: int) -> tuple[int, list[tuple[str, str]]]:
+        def found(connection: Connection) -> tuple[int, list[tuple[str, str]]]:
+            at_us = now_us(connection)
+            asked = (
+                select(_RECORD.name, _RECORD.text)
+                .where(_RECORD.owner == self.owner, _RECORD.kind == kind, _RECORD.kept_us > at_us)
+                .order_by(_RECORD.kept_us.desc())
+                .limit(limit)
+            )
+            return at_us, [(name, text) for name, text in connection.execute(asked)]
+
+        return self.look_up(found)
+
+    def close(self) -> None:
+        self._thread.close()
+        self.engine.dispose()
+
+    # --- publishing and receiving ----------------------------------------------------------
+
+    def note(self, listed: Listed) -> None:
+        self._thread.note(self._row(listed))
+
+    def forget(self, member: str) -> None:
+        self._thread.post(lambda connection: connection.execute(self._strike(member)))
+
+    def flush(self, timeout_seconds: float | None = None) -> None:
+        self._thread.flush(timeout_seconds)
+
+    def connect(self) -> bool:
+        return self._thread.ask(lambda connection: True) is not None
+
+    def received(self, member: str) -> bool | None:
+        return self._thread.ask(lambda connection: self._received(connection, member))
+
+    def _received(self, connection: Connection, member: str) -> bool:
+        delivery = _delivery_of(member)
+        mark = select(_MARK.mark).where(*self._marked(delivery))
+        # In the usual case this is all, in one round trip.
+        struck = self._strike(member).where(~mark.exists())
+        if connection.execute(struck).rowcount:
+            return True
+        void = update(MARKS).where(*self._marked(delivery), _MARK.mark == UNDECIDED)
+        connection.execute(void.values(mark=VOID))
+        connection.execute(self._strike(member))
+        return connection.execute(mark).first() is None
+
+    # --- replacing -----------------------------------------------------------------------
+
+    def look(self, name: RecordName | None, undecided: str | None, mark_ms: int) -> Looked:
+        def looked(connection: Connection) -> Looked:
+            at_us = now_us(connection)
+            if undecided:
+                self._set_mark(connection, undecided, UNDECIDED, at_us + mark_ms * 1000)
+            row = None if name is None else self._read(connection, name)
+            if row is None or row[1] < at_us:
+                return Looked(at_us, None)
+            task_id = id_of(row[0])
+            members = () if task_id is None else tuple(self._members(connection, task_id))
+            return Looked(at_us, row[0], members)
+
+        return self.do(looked) if undecided else self.look_up(looked)
+
+    def unmark(self, delivery_id: str, left_ms: int = 0) -> None:
+        def unmarked(connection: Connection) -> None:
+            this = self._marked(delivery_id)
+            if left_ms:
+                until_us = now_us(connection) + left_ms * 1000
+                connection.execute(update(MARKS).where(*this).values(kept_us=until_us))
+            else:
+                connection.execute(delete(MARKS).where(*this))
+
+        self.do(unmarked)
+
+    def compare_and_set(self, step: CompareAndSet) -> bool:
+        def done(connection: Connection) -> bool:
+            before = None if step.name is None else self._locked(connection, step.name)
+            gone = [_delivery_of(member) for member in step.gone]
+            due_us = self._locked_due_us(connection, gone) if gone else {}
+            new = None if step.new is None else _delivery_of(step.new.member)
+            mark = None if new is None else self._mark(connection, new)
+            at_us = now_us(connection)
+            text = None if before is None or before[1] < at_us else before[0]
+            if (
+                (step.name is not None and text != step.before)
+                or len(due_us) < len(gone)
+                or (new is not None and mark != UNDECIDED)
+            ):
+                if mark is not None:
+                    voided = update(MARKS).where(*self._marked(str(new))).values(mark=VOID)
+                    connection.execute(voided)
+                return False
+            if step.name is not None:
+                kept_us = at_us + step.kept_ms * 1000
+                self._write(connection, step.name, step.after, kept_us, before is not None)
+            for delivery in gone:
+                kept_us = max(due_us[delivery], at_us) + MARK_GRACE_MS * 1000
+                self._set_mark(connection, delivery, VOID, kept_us)
+                connection.execute(delete(WAITING).where(*self._listed(delivery)))
+            if step.new is not None:
+                connection.execute(delete(MARKS).where(*self._marked(str(new))))
+                if step.new.entry:
+                    connection.execute(insert(WAITING).values(self._row(step.new)))
+            return True
+
+        return self.do(done)
+
+    def standing(self, member: str) -> Standing:
+        def looked(connection: Connection) -> Standing:
+            mark = self._mark(connection, _delivery_of(member))
+            if mark == VOID:
+                return Standing.VOID
+            # One that is not decided is about to take the place of another.
+            listed = select(_WAITING.due_us).where(*self._listed(_delivery_of(member)))
+            is_known = mark or connection.execute(listed).first()
+            return Standing.KNOWN if is_known else Standing.UNKNOWN
+
+        return self.look_up(looked)
+
+    # --- upkeep --------------------------------------------------------------------------
+
+    def sweep(self) -> int:
+        def swept(connection: Connection) -> int:
+            at_us = now_us(connection)
+            for table in (RECORDS, MARKS):
+                connection.execute(
+                    delete(table).where(table.c.owner == self.owner, table.c.kept_us < at_us)
+                )
+            lost = delete(WAITING).where(_WAITING.owner == self.owner)
+            return connection.execute(lost.where(_WAITING.due_us < at_us - STALE_AFTER_US)).rowcount
+
+        return self.do(swept)
+
+    def purge(self) -> None:
+        mine = delete(WAITING).where(_WAITING.owner == self.owner)
+        self.do(lambda found: found.execute(mine.where(_WAITING.due_us >= time_ns() // 1000)))
+
+    def findings(self) -> Iterator[Finding]:
+        """Faults of the database."""
+        where = f"native_delay_records at {self.where}"
+        try:
+            self.do(lambda connection: connection.execute(delete(MARKS).where(_MARK.owner == "")))
+            ahead_seconds = self.look_up(clock_ahead_seconds)
+        except RecordsUnavailable as exc:
+            yield Finding(
+                "records",
+                WRONG,
+                f"{where} does not serve: {exc}",
+                "start it, or correct host, user, password and database of its URL, in workers and "
+                "producers; its user must be able to write to it",
+            )
+            return
+        if ahead_seconds is not None:
+            yield from clock_finding(
+                "the clock of the records' database",
+                ahead_seconds,
+                "debounced and rate-limited tasks are early or late by that",
+                check="records",
+            )
+
+    # --- transactions --------------------------------------------------------------------
+
+    def do(self, work: Callable[[Connection], T]) -> T:
+        """*work* in a transaction; again if another has made the tables or the row meanwhile."""
+        return self._asked(self.engine.begin, work)
+
+    def look_up(self, work: Callable[[Connection], T]) -> T:
+        """*work* in a transaction that only reads."""
+        return self._asked(lambda: self.engine.connect().execution_options(**{READS: True}), work)
+
+    def _asked(
+        self, connect: Callable[[], AbstractContextManager[Connection]], work: Callable[[Any], T]
+    ) -> T:
+        self._thread.flush()
+        for tries_left in reversed(range(_TRIES)):
+            try:
+                if not self._is_ready:
+                    self._make_tables()
+                with connect() as connection:
+                    return work(connection)
+            except (exc.IntegrityError, exc.OperationalError, exc.ProgrammingError) as error:
+                self._is_ready = False
+                if not tries_left or _is_away(error):
+                    raise self._unavailable(error) from error
+            # A transaction of SQLite's is begun by the driver itself.
+            except (exc.SQLAlchemyError, self.engine.dialect.loaded_dbapi.Error) as error:
+                raise self._unavailable(error) from error
+        raise AssertionError("unreachable")
+
+    def _make_tables(self) -> None:
+        with self.engine.begin() as connection:
+            METADATA.create_all(connection)
+        self._is_ready = True
+
+    def _unavailable(self, error: Exception) -> RecordsUnavailable:
+        said = str(getattr(error, "orig", None) or error).strip().partition("\n")[0]
+        return RecordsUnavailable(f"the records at {self.where} are out of reach: {said}")
+
+    # --- rows ----------------------------------------------------------------------------
+
+    def _this(self, name: RecordName) -> tuple[Any, ...]:
+        digest = _digest(name.name)
+        return (_RECORD.owner == self.owner, _RECORD.kind == name.kind, _RECORD.digest == digest)
+
+    def _read(self, connection: Connection, name: RecordName) -> tuple[str, int] | None:
+        asked = select(_RECORD.text, _RECORD.kept_us).where(*self._this(name))
+        return connection.execute(asked).first()
+
+    def _locked(self, connection: Connection, name: RecordName) -> tuple[str, int] | None:
+        asked = select(_RECORD.text, _RECORD.kept_us).where(*self._this(name)).with_for_update()
+        return connection.execute(asked).first()
+
+    def _write(
+        self,
+        connection: Connection,
+        name: RecordName,
+        text: str | None,
+        kept_us: int,
+        is_there: bool,
+    ) -> None:
+        this = self._this(name)
+        if text is None:
+            connection.execute(delete(RECORDS).where(*this))
+        elif is_there:
+            connection.execute(update(RECORDS).where(*this).values(text=text, kept_us=kept_us))
+        else:
+            row: dict[str, Any] = {
+                "owner": self.owner,
+                "kind": name.kind,
+                "digest": _digest(name.name),
+            }
+            row |= {"name": name.name, "text": text, "kept_us": kept_us}
+            connection.execute(insert(RECORDS).values(row))
+
+    def _members(self, connection: Connection, task_id: str) -> list[str]:
+        asked = select(_WAITING.delivery_id).where(
+            _WAITING.owner == self.owner, _WAITING.task_id == task_id[:255]
+        )
+        return [f"{task_id}:{delivery_id}" for (delivery_id,) in connection.execute(asked)]
+
+    def _locked_due_us(self, connection: Connection, deliveries: Sequence[str]) -> dict[str, int]:
+        asked = select(_WAITING.delivery_id, _WAITING.due_us).where(
+            _WAITING.owner == self.owner, _WAITING.delivery_id.in_(deliveries)
+        )
+        return dict(connection.execute(asked.with_for_update()).all())
+
+    def _listed(self, delivery_id: str) -> tuple[Any, ...]:
+        return (_WAITING.owner == self.owner, _WAITING.delivery_id == delivery_id)
+
+    def _marked(self, delivery_id: str) -> tuple[Any, ...]:
+        return (_MARK.owner == self.owner, _MARK.delivery_id == delivery_id)
+
+    def _mark(self, connection: Connection, delivery_id: str) -> str | None:
+        asked = select(_MARK.mark).where(*self._marked(delivery_id)).with_for_update()
+        mark: str | None = connection.execute(asked).scalar()
+        return mark
+
+    def _set_mark(self, connection: Connection, delivery_id: str, mark: str, kept_us: int) -> None:
+        connection.execute(delete(MARKS).where(*self._marked(delivery_id)))
+        row = {"owner": self.owner, "delivery_id": delivery_id, "mark": mark, "kept_us": kept_us}
+        connection.execute(insert(MARKS).values(row))
+
+    def _row(self, listed: Listed) -> dict[str, Any]:
+        task_id, _, delivery_id = listed.member.rpartition(":")
+        return {
+            "owner": self.owner,
+            "delivery_id": delivery_id,
+            "due_us": listed.due_us,
+            "task_id": task_id[:255],
+            "entry": listed.entry,
+        }
+
+    def _strike(self, member: str) -> Any:
+        return delete(WAITING).where(*self._listed(_delivery_of(member)))
+
+
+def _note_all(connection: Connection, rows: list[Mapping[str, Any]]) -> None:
+    """Write notes; one that is there already, of a publish that was tried again, stays."""
+    if connection.dialect.name == "postgresql":
+        statement: Any = postgresql.insert(WAITING).on_conflict_do_nothing()
+    else:
+        ignoring = insert(WAITING).prefix_with("OR IGNORE", dialect="sqlite")
+        statement = ignoring.prefix_with("IGNORE", dialect="mysql")
+    connection.execute(statement, rows)
+
+
+def id_of(text: str) -> str | None:
+    """The task that a record in JSON names; None for a record of another form."""
+    return json.loads(text).get("id") if text.startswith("{") else None
+
+
+def _is_away(error: exc.DBAPIError) -> bool:
+    return error.connection_invalidated
+
+
+def _digest(name: str) -> str:
+    return blake2b(name.encode(errors="surrogatepass"), digest_size=16).hexdigest()
+
+
+def _delivery_of(member: str) -> str:
+    return member.rpartition(":")[2]
