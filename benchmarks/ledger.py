@@ -22,12 +22,10 @@ from matplotlib.figure import Figure
 from benchmarks.apps import REPOSITORY, TASK, declare_for, make_app
 from benchmarks.charts import bars
 from benchmarks.measuring import REDIS_CONFIG, Bench, Result, Target, median, percentile
-from celery_native_delay import Delay, flush_delayed
+from celery_native_delay import Delay
 from celery_native_delay.bulk import bulk
-from celery_native_delay.message import Delayed
 from celery_native_delay.testing import private_redis
 from celery_native_delay.transports.rabbitmq.ledger.connection import LedgerConnection
-from celery_native_delay.transports.rabbitmq.streams.receipts import StreamReceipts
 
 ROUNDS = 40
 BLOCK = 50
@@ -35,7 +33,6 @@ BLOCK = 50
 CHECKS = 10_000
 ENTRY_BYTES = 900
 FEW, MANY = 100_000, 1_000_000
-STREAMED = 100_000
 LOOKS = 20
 PAGE = 50
 SEED_SECONDS = 120
@@ -43,16 +40,13 @@ SETTLE_SECONDS = 2
 
 
 def run(bench: Bench) -> Result:
-    on, in_streams, off = publishes(bench)
+    on, off = publishes(bench)
     checks = worker_checks(bench)
     rows = [
         row("RabbitMQ: apply_async, no ledger", off[0]),
         row("RabbitMQ: apply_async, with a ledger", on[0]),
-        row("RabbitMQ: apply_async, with one in streams", in_streams[0]),
         row("RabbitMQ: a worker asks about a task", checks),
     ]
-    streamed = bench.count(STREAMED, at_least=500)
-    rows += [row(label, seconds) for label, seconds in stream_looks(bench, streamed).items()]
     few, all_of_few, seeding_ms, asked_ms = looks_at_few(bench, bench.count(FEW, at_least=500))
     many, grown_bytes = looks_at_many(bench, bench.count(MANY, at_least=1_000))
     rows += [row(label, seconds) for label, seconds in (few | all_of_few | many).items()]
@@ -72,12 +66,6 @@ def run(bench: Bench) -> Result:
         [
             Target("publish, ledger : none (medians)", median(on[0]) / median(off[0]), "≤", 1.25),
             Target("the same, CPU of the client", median(on[1]) / median(off[1]), "≤", 1.25),
-            Target(
-                "publish, ledger in streams : none",
-                median(in_streams[0]) / median(off[0]),
-                "≤",
-                1.25,
-            ),
             Target("a worker asks, p50", median(checks) * 1e6, "≤", 50, "µs"),
             *(
                 Target(f"{label}, p50", median(seconds) * 1e3, "≤", limit_ms, "ms")
@@ -111,13 +99,13 @@ Measured = tuple[list[float], list[float]]
 """Seconds of each publish, and CPU seconds of each round per publish."""
 
 
-def publishes(bench: Bench) -> tuple[Measured, Measured, Measured]:
-    """With a ledger in Redis, with one in streams, and without."""
+def publishes(bench: Bench) -> tuple[Measured, Measured]:
+    """With a ledger, and without."""
     rounds = bench.count(ROUNDS, at_least=3)
     with ExitStack() as stack:
         ledger = stack.enter_context(private_redis(config=REDIS_CONFIG))
         ways: dict[str, tuple[Callable[..., object], Measured]] = {}
-        variants = {"on": {"ledger": ledger.url}, "streams": {"ledger": "stream"}, "off": {}}
+        variants = {"on": {"ledger": ledger.url}, "off": {}}
         for name, settings in variants.items():
             app = make_app("ours", stack.enter_context(bench.vhost()), **settings)
             stack.callback(app.close)
@@ -137,43 +125,7 @@ def publishes(bench: Bench) -> tuple[Measured, Measured, Measured]:
                         seconds.append(perf_counter() - started)
                     cpu_seconds.append((process_time() - cpu) / BLOCK)
                 done(number + 1)
-    return ways["on"][1], ways["streams"][1], ways["off"][1]
-
-
-def stream_looks(bench: Bench, count: int) -> dict[str, list[float]]:
-    """Seconds of the first look, which reads everything, and of others; and of a worker's check."""
-    with bench.vhost() as url:
-        app = make_app("ours", url, ledger="stream")
-        what = f"ledger in streams: {count:,} waiting"
-        with bench.progress(what, count) as done, bulk(app) as batch:
-            for index in range(count):
-                batch.send(TASK, (index,), countdown=3600 + index * 0.1)
-                done(index)
-        delay = Delay(app)
-        flush_delayed(timeout_seconds=None)
-        first = timed(delay.count)
-        assert delay.count() == count
-        with app.connection_for_write() as connection:
-            topology = connection.default_channel.delays.topology
-            receipts = StreamReceipts(connection, topology)
-        delayed = Delayed("id", 0, "", "celery")
-        headers = {"task": TASK, "id": "id"}
-        ids = delay.ids(limit=LOOKS)
-        found = {
-            "ledger in streams: a worker asks about a task": [
-                timed(lambda: receipts.may_run(headers, delayed)) for _ in range(CHECKS)
-            ],
-            f"ledger in streams, {count:,} waiting: first look": [first],
-            f"ledger in streams, {count:,} waiting: first {PAGE}, later": [
-                timed(lambda: delay.ls(limit=PAGE)) for _ in range(LOOKS)
-            ],
-            "ledger in streams: cancel": [
-                timed(lambda: delay.cancel(ids.pop())) for _ in range(LOOKS)
-            ],
-        }
-        receipts.close()
-        app.close()
-        return found
+    return ways["on"][1], ways["off"][1]
 
 
 def worker_checks(bench: Bench) -> list[float]:

@@ -20,21 +20,13 @@ VERSION = 1
 _REQUIRED = {"id", "due", "exchange", "rk"}
 
 
-class Replaces(NamedTuple):
-    """The delivery that a copy is to take the place of, and when it was made, in ms since 1970."""
-
-    delivery_id: str
-    made_ms: int
-
-
 class Delayed(NamedTuple):
     """The wait of one message, as its header tells of it.
 
     *delivery_id* is equal only for copies of one delivery. *exchange* and *routing_key* are what it
     was published with, and is seen with again; *queue* is the only one it is for, None for all that
     these lead to. *due_us* and *expires_ms*, the end of its own ``expiration``, count from the
-    epoch. One that was *cancelled* comes to be announced, not to run. One that *replaces* another
-    counts only if a ledger in streams says so.
+    epoch. One that was *cancelled* comes to be announced, not to run.
     """
 
     delivery_id: str
@@ -44,7 +36,6 @@ class Delayed(NamedTuple):
     queue: str | None = None
     expires_ms: int | None = None
     cancelled: bool = False
-    replaces: Replaces | None = None
 
     def header(self, kept: Mapping[str, Any]) -> dict[str, Any]:
         """Our header for it; *kept* is what is taken from the message until it has waited."""
@@ -57,10 +48,7 @@ class Delayed(NamedTuple):
         }
         if self.queue is not None:
             header["queue"] = self.queue
-        header |= kept
-        if self.replaces is not None:
-            header["replaces"] = list(self.replaces)
-        return header
+        return {**header, **kept}
 
     @classmethod
     def of(cls, header: Any) -> Delayed | None:
@@ -77,7 +65,6 @@ class Delayed(NamedTuple):
             header.get("queue"),
             header.get("expires"),
             bool(header.get(CANCELLED)),
-            Replaces(*header["replaces"]) if "replaces" in header else None,
         )
 
 

@@ -48,9 +48,6 @@ _EXPECTED_STORE = (
 _FENCE_SCHEMES = ("redis", "rediss", "redis+socket")
 FENCE_URLS_TEXT = "redis://, rediss:// or redis+socket://"
 
-#: The value of ``native_delay_ledger`` that has RabbitMQ keep the ledger itself.
-STREAM = "stream"
-
 
 @dataclass(frozen=True, kw_only=True)
 class DelaySettings:
@@ -97,9 +94,8 @@ class DelaySettings:
     read it."""
 
     ledger: str | None = None
-    """A copy of what waits in RabbitMQ is kept there: the URL of a Redis, or "stream" for streams
-    of RabbitMQ's own. Needed there to list, cancel and move tasks; on a Redis broker the store
-    itself is the ledger. Defaults to None: off."""
+    """URL of the Redis that keeps a copy of what waits in RabbitMQ. Needed there to list, cancel
+    and move tasks; on a Redis broker the store itself is the ledger. Defaults to None: off."""
     ledger_away: str = "run"
     """While the ledger does not answer, a task that is due may "run", although it may have been
     cancelled or moved; or it is to "wait" in the broker until the ledger does."""
@@ -152,16 +148,6 @@ class DelaySettings:
     def rate_by_task(self) -> dict[str, Rate]:
         """The rates, by the names of their tasks."""
         return {name: Rate.of(rate) for name, rate in dict(self.rates).items()}
-
-    @property
-    def streams_ledger(self) -> bool:
-        """True if RabbitMQ keeps the ledger itself."""
-        return self.ledger == STREAM
-
-    @property
-    def ledger_url(self) -> str | None:
-        """The Redis that keeps the ledger, None without one."""
-        return None if self.streams_ledger else self.ledger
 
     @property
     def while_ledger_is_away(self) -> str:
@@ -275,9 +261,9 @@ def _expected(name: str, value: Any) -> str:
             fits = isinstance(value, tuple) and all(isinstance(v, str) and v for v in value)
             return "" if fits else "a list of exchange names"
         case "ledger":
-            fits = value in (None, STREAM) or _is_ledger_url(value)
+            fits = value is None or _is_ledger_url(value)
             urls = " or ".join(_LEDGER_URLS)
-            return "" if fits else f'None, "{STREAM}" or a URL that starts with {urls}'
+            return "" if fits else f"None or a URL that starts with {urls}"
         case "ledger_away":
             return "" if value in ("run", "wait") else '"run" or "wait"'
         case "store":

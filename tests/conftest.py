@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import tempfile
 import warnings
 from collections.abc import Callable, Generator, Iterator
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 from celery import _state
 from hypothesis import HealthCheck, settings
-from kombu import Connection
 
 from celery_native_delay.testing import (
     PrivateRabbitMQ,
@@ -30,7 +28,7 @@ from pytest_celery_native_delay import installed
 from tests import sockets
 from tests.brokers import MORTAL, in_ci, installed_rabbitmq
 from tests.scheduling import broker_of, rank_of, scope_of
-from tests.waiting import PATIENCE_SECONDS, SLOWNESS
+from tests.waiting import SLOWNESS
 
 sockets.watch_sockets()
 
@@ -38,7 +36,6 @@ sockets.watch_sockets()
 settings.register_profile("tests", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("tests")
 
-STREAM = {"x-queue-type": "stream"}
 
 # A failed assertion tells its values there as well, not in test modules alone.
 pytest.register_assert_rewrite(
@@ -163,23 +160,6 @@ def mortal_rabbitmq(
     return running_rabbitmq(rabbitmq_version, **MORTAL)
 
 
-@pytest.fixture(scope="session")
-def mortal_streams(mortal_rabbitmq: PrivateRabbitMQ) -> PrivateRabbitMQ:
-    """The same broker, for tests that kill it while streams are there.
-
-    A node that is killed soon after its very first stream loses all of them (docs, Limits); a
-    good shutdown keeps them.
-    """
-    mortal_rabbitmq.start()
-    url = mortal_rabbitmq.new_vhost()
-    with Connection(url) as connection, connection.channel() as channel:
-        channel.queue_declare("first", durable=True, auto_delete=False, arguments=STREAM)
-    mortal_rabbitmq.stop()
-    mortal_rabbitmq.start()
-    mortal_rabbitmq.delete_vhost(vhost_name(url))
-    return mortal_rabbitmq
-
-
 @pytest.fixture
 def vhost_url(rabbitmq: PrivateRabbitMQ) -> Iterator[str]:
     """The url of an empty virtual host that belongs to this test."""
@@ -251,16 +231,3 @@ def ledger_redis(ledger_server: PrivateRedis) -> PrivateRedis:
     """The same, emptied for this test."""
     ledger_server.client.flushall()
     return ledger_server
-
-
-@pytest.fixture(autouse=True)
-def nobody_follows_streams() -> Iterator[None]:
-    """Whoever asked a ledger in streams follows them for a minute; not into the next test."""
-    yield
-    module = sys.modules.get("celery_native_delay.transports.rabbitmq.streams.follower")
-    followers = list(module._followers) if module else []
-    for follower in followers:
-        follower.stop()
-    for follower in followers:
-        if follower.is_alive():
-            follower.join(PATIENCE_SECONDS)

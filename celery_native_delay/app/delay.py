@@ -287,7 +287,7 @@ class Delay:
         if found is None:
             raise NoLedger(
                 "RabbitMQ's delay levels cannot be looked into: set native_delay_ledger = "
-                '"redis://…" or "stream" in workers and producers'
+                '"redis://…" in workers and producers'
             )
         with closing(found):
             return question(found)

@@ -1,7 +1,6 @@
 """``celery inspect delayed``: what waits, in the shape of ``inspect scheduled``.
 
-Every worker gives the same answer, so ask one (``--destination``), or ``celery -A PROJ delay ls``:
-with a ledger in streams, each one that is asked reads all of it, and follows it for a minute.
+Every worker gives the same answer, so ask one (``--destination``), or ``celery -A PROJ delay ls``.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _PRIORITY = 6
 #: inspect`` waits no longer by itself.
 PATIENCE_SECONDS = 1.0
 
-_WAY_OUT = "ask again, the first look takes longest, or `celery -A PROJ delay ls`"
+_WAY_OUT = "ask again, or `celery -A PROJ delay ls`"
 
 _asking = ThreadPoolExecutor(1, thread_name_prefix="native-delay-inspect")
 

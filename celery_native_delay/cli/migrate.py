@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 )
 @click.option(
     "--ledger",
-    metavar="URL|stream",
+    metavar="URL",
     help="The ledger of another broker, where it is not native_delay_ledger.",
 )
 @click.option("--dry-run", is_flag=True, help="Only count, source by source; nothing is touched.")

@@ -84,7 +84,7 @@ class Asking:
 
     def _where(self, executor: ThreadPoolExecutor) -> str:
         """The server that this executor asks, in words without passwords."""
-        url = installed(self.app).settings().ledger_url if executor is self._ledger else None
+        url = installed(self.app).settings().ledger if executor is self._ledger else None
         if url is not None:
             return f"the ledger at {without_password(url)}"
         return f"the broker at {self.app.connection_for_write().as_uri()}"

@@ -184,8 +184,6 @@ class Answer(Enum):
     RUN = "run"
     DROP = "drop"
     """Its task was cancelled or moved; another message has taken its place."""
-    NOT_YET = "not yet"
-    """The message is about to take the place of another: ask again in a moment."""
     AWAY = "away"
     """The ledger cannot be asked right now."""
 

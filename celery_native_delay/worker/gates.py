@@ -16,9 +16,6 @@ from .arrival import Announce, Arrival, AskAgain, Drop, Gate, Ruling, WaitUntil
 #: For so long a task waits again while the ledger cannot say whether it may run, in microseconds.
 AWAY_US = 5_000_000
 
-#: Until the ledger is asked again about a message that is not decided on yet.
-NOT_YET_SECONDS = 0.5
-
 
 def gates(settings: DelaySettings, moved: Moved, *more: Gate | None) -> tuple[Gate, ...]:
     """The gates of a worker, in the order in which a task passes them; *more* come last."""
@@ -45,8 +42,6 @@ class Moved:
         match self.receipts.may_run(arrival.fields, delayed):
             case Answer.DROP:
                 return Drop("it was moved")
-            case Answer.NOT_YET:
-                return AskAgain(NOT_YET_SECONDS)
             case Answer.AWAY if self._waits and not delayed.cancelled:
                 until_us = arrival.now_us + AWAY_US
                 return WaitUntil(until_us, delayed.delivery_id, AskAgain(AWAY_US / 1e6))

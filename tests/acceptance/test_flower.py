@@ -20,7 +20,7 @@ from selenium.webdriver.common.by import By
 from celery_native_delay import Delay, LedgerUnavailable, install
 from celery_native_delay.bulk import bulk
 from celery_native_delay.flower.asking import Asking
-from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, private_redis, vhost_name
+from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, private_redis
 from tests.acceptance.flower import DelaysPage, FlowerProcess, Flowers, browser, flowers_on
 from tests.acceptance.worker import Fleet, fleet_on
 from tests.brokers import on_one_version
@@ -387,35 +387,6 @@ def test_without_its_ledger_the_page_shows_what_the_broker_knows(
                 assert not page.find("#delays-error").is_displayed()
 
 
-@pytest.mark.ci
-@on_one_version
-def test_without_its_streams_the_page_shows_what_the_broker_knows(
-    rabbitmq: PrivateRabbitMQ, vhost_url: str, tmp_path: Path
-) -> None:
-    """A user that may not read them stands for streams that are away while their broker is not."""
-    vhost = vhost_name(vhost_url)
-    own = f"monitor-{vhost}"
-    all_but_streams = r"^(?!.*\.(ledger|decisions)\b)"
-    conf = {
-        "native_delay_ledger": "stream",
-        "native_delay_management_url": rabbitmq.management_url,
-    }
-    with fleet_on(vhost_url, tmp_path, **conf) as fleet, flowers_on(fleet) as flowers:
-        fill_and_park(fleet.app())
-        url = rabbitmq.add_user(own, "hush", vhost=vhost, read=all_but_streams)
-        flower = flowers.start(user=USER, conf={"broker_url": url})
-        with browser() as chrome:
-            page = DelaysPage(chrome, flower)
-            where = f"ledger in the streams of {url.replace('hush', '**')} does not answer"
-            shows_the_brokers_own(page, where, "those that were cancelled or moved as well")
-            assert "ACCESS_REFUSED" in page.text("#delays-error")
-            assert "hush" not in chrome.page_source
-            rabbitmq.add_user(own, "hush", vhost=vhost)
-            page.lists(38)
-            page.wait(lambda: page.text("#delays-waiting") == "38")
-            assert not page.find("#delays-error").is_displayed()
-
-
 def fill_and_park(app: Celery) -> None:
     """Forty tasks in the levels, two of them cancelled, and a plain message that is parked."""
     send(app, 40)
@@ -447,13 +418,13 @@ def shows_the_brokers_own(page: DelaysPage, *sentences: str) -> None:
 
 @pytest.mark.ci
 @on_one_version
-def test_flower_follows_a_ledger_in_streams_through_a_restart_of_the_broker(
-    mortal_streams: PrivateRabbitMQ, mortal_url: str, tmp_path: Path
+def test_flower_follows_what_waits_through_a_restart_of_rabbitmq(
+    mortal_rabbitmq: PrivateRabbitMQ, mortal_url: str, ledger_redis: PrivateRedis, tmp_path: Path
 ) -> None:
     """It lists, finds and changes what waits, and answers promptly meanwhile; so does the next."""
     conf = {
-        "native_delay_ledger": "stream",
-        "native_delay_management_url": mortal_streams.management_url,
+        "native_delay_ledger": ledger_redis.url,
+        "native_delay_management_url": mortal_rabbitmq.management_url,
     }
     with fleet_on(mortal_url, tmp_path, **conf) as fleet, flowers_on(fleet) as flowers:
         ids = send(fleet.app())
@@ -477,11 +448,11 @@ def test_flower_follows_a_ledger_in_streams_through_a_restart_of_the_broker(
             kept = set(ids) - set(gone)
             wait_until(lambda: delayed_in(flower) == kept)
 
-            mortal_streams.kill()
+            mortal_rabbitmq.kill()
             wait_until(lambda: flower.ask("/api/delays")[0] == 503)
             so_far = len(answered)  # its loop waits for no broker
             wait_until(lambda: len(answered) > so_far + 20)
-            mortal_streams.start()
+            mortal_rabbitmq.start()
             wait_until(lambda: flower.ask("/api/delays")[0] == 200)
             assert total() == len(kept)
             flower.json("/api/delay/reschedule/task-1?countdown=90000", {})

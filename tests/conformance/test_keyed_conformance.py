@@ -377,14 +377,11 @@ def test_what_cannot_stand_for_a_key_is_refused_in_plain_words(
         Delay(app).debounce(reindex.s(), key=key, seconds=5)
 
 
-@pytest.mark.parametrize("more", [{}, {"ledger": "stream"}])
-def test_without_a_place_for_records_the_way_out_is_told(
-    app: Celery, key: str, more: dict[str, Any]
-) -> None:
+def test_without_a_place_for_records_the_way_out_is_told(app: Celery, key: str) -> None:
     url = app.conf.broker_url
     if not url.startswith("amqp"):
         url = "memory://"
-    with install(Celery("shop", broker=url, set_as_current=False), **SETTINGS, **more) as other:
+    with install(Celery("shop", broker=url, set_as_current=False), **SETTINGS) as other:
         delay, signature = Delay(other), other.signature(TASK)
         for call in (delay.debounce, delay.throttle, partial(delay.unique, countdown=1)):
             times = {} if isinstance(call, partial) else {"seconds": 1}

@@ -53,7 +53,7 @@ app.conf.task_queues = [
 install(app, **{settings!r})
 """
 
-SMALL = {"levels": 6, "fused_bits": 3, "ledger": "stream", "declare": False}
+SMALL = {"levels": 6, "fused_bits": 3, "declare": False}
 
 REMEDY = "import what `celery -A PROJ delay export` writes, or set native_delay_declare = True"
 

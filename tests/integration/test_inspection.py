@@ -628,9 +628,9 @@ def test_status_shows_what_waits(shop: Project, rabbitmq: PrivateRabbitMQ, vhost
     assert shop.told("status")["stuck"] is None
 
 
-def four_tasks(app: Celery, *, overdue_in: float) -> None:
+def four_tasks(app: Celery) -> None:
     """One is cancelled, one moved, one overdue, and one waits as it was sent."""
-    for number, countdown in enumerate((7000, 7000, overdue_in, 7000)):
+    for number, countdown in enumerate((7000, 7000, 0.3, 7000)):
         app.send_task("shop.remind", task_id=f"task-{number}", countdown=countdown, queue="orders")
     delay = Delay(app)
     assert delay.cancel("task-0")
@@ -653,7 +653,7 @@ def test_status_tells_tasks_by_the_ledger_and_explains_the_copies_in_the_levels(
     with private_redis() as ledger:
         shop = Project(tmp_path).write(INSTALLED, vhost_url, ledger=ledger.url, **settings)
         with Celery("shop", broker=vhost_url, set_as_current=False) as app:
-            four_tasks(install(app, ledger=ledger.url, **settings), overdue_in=0.3)
+            four_tasks(install(app, ledger=ledger.url, **settings))
         told = shop.told("status")
         assert told["waiting"] == shop.told("ls")["total"] == 3
         assert (told["in_levels"], told["not_in_ledger"], told["overdue"]) == (4, 2, 1)
@@ -682,26 +682,6 @@ def test_status_tells_tasks_by_the_ledger_and_explains_the_copies_in_the_levels(
         told = shop.told("status")
         assert (told["waiting"], told["in_levels"], told["overdue"]) == (4, 4, None)
         assert "does not answer" in told["ledger"]["error"]
-
-
-@pytest.mark.ci
-@on_one_version
-def test_status_tells_tasks_by_a_ledger_in_streams(
-    tmp_path: Path, rabbitmq: PrivateRabbitMQ, vhost_url: str
-) -> None:
-    """It forgets what is due: overdue is unknown, not 0."""
-    settings = {"management_url": rabbitmq.management_url, "levels": 20, "ledger": "stream"}
-    shop = Project(tmp_path).write(INSTALLED, vhost_url, **settings)
-    with Celery("shop", broker=vhost_url, set_as_current=False) as app:
-        four_tasks(install(app, **settings), overdue_in=3)
-    told = shop.told("status")
-    assert told["waiting"] == shop.told("ls")["total"] == 2
-    assert (told["in_levels"], told["not_in_ledger"], told["overdue"]) == (4, 2, None)
-    assert told["next_due_within_seconds"] == pytest.approx(4230, abs=120)
-    lines = shop.lines("status")
-    assert "overdue unknown (a ledger in streams forgets what is due)" in lines
-    assert any(line.startswith("in levels 4 = 2 that the ledger has") for line in lines)
-    assert lines[-1] == "ledger streams"
 
 
 @on_one_version

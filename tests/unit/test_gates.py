@@ -14,7 +14,6 @@ from celery_native_delay.transports.interface import Answer
 from celery_native_delay.worker.arrival import Announce, Arrival, AskAgain, Drop, Ruling, WaitUntil
 from celery_native_delay.worker.gates import (
     AWAY_US,
-    NOT_YET_SECONDS,
     Moved,
     cancelled,
     early,
@@ -50,7 +49,6 @@ class Ledger:
     [
         (Answer.RUN, "wait", None),
         (Answer.DROP, "wait", Drop("it was moved")),
-        (Answer.NOT_YET, "wait", AskAgain(NOT_YET_SECONDS)),
         (Answer.AWAY, "wait", WaitUntil(NOW_US + AWAY_US, "d-1", AskAgain(5.0))),
         (Answer.AWAY, "run", None),
     ],

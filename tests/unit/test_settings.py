@@ -96,9 +96,7 @@ def test_values_that_are_accepted(name: str, value: Any) -> None:
 NAMESPACE = "1 to 64 letters, digits, _, - or inner dots"
 LEVELS = "a whole number from 1 to 60"
 CONFIRM = '"wait", "window" or "off"'
-LEDGER = (
-    'None, "stream" or a URL that starts with redis:// or rediss:// or redis+socket:// or unix://'
-)
+LEDGER = "None or a URL that starts with redis:// or rediss:// or redis+socket:// or unix://"
 RESOLUTION = "seconds from 0.001 to 3600, a whole number of milliseconds"
 
 
@@ -154,6 +152,7 @@ RESOLUTION = "seconds from 0.001 to 3600, a whole number of milliseconds"
         ("declare", "no", "True or False"),
         ("management_url", "rabbit:15672", "None or an http(s) URL"),
         ("management_url", 15672, "None or an http(s) URL"),
+        ("ledger", "stream", LEDGER),
         ("ledger", "amqp://", LEDGER),
         ("ledger", "redis://store:many", LEDGER),
         ("ledger_away", True, '"run" or "wait"'),

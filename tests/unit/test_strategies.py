@@ -523,16 +523,16 @@ def test_a_task_that_waited_does_what_the_ledger_says(
     assert [task.wait.delivery_id for task in worker.adopted] == ["id-1"] * (outcome == "adopted")
 
 
-@pytest.mark.parametrize("cancelled", [False, True])
-def test_a_task_that_is_not_decided_on_is_asked_about_again(cancelled: bool) -> None:
+def test_a_task_that_is_not_decided_on_is_asked_about_again() -> None:
     """Unacknowledged, and not in vain if its connection is gone meanwhile."""
-    worker = Worker(answer=Answer.NOT_YET)
-    message = Message({"id": "1", "task": "t"}, delayed()._replace(cancelled=cancelled))
+    rulings: list[Ruling | None] = [AskAgain(0.5)]
+    worker = Worker(fence=lambda arrival: rulings[-1])
+    message = Message({"id": "1", "task": "t"}, delayed())
     strategies = worker.strategies()
     strategies["t"](message, None, worker._ack, "reject", ["callback"])
     assert (worker.ran, worker.adopted, worker.acked) == ([], [], [])
     [call] = worker.consumer.timer.calls
-    worker.answer = Answer.RUN
+    rulings.append(None)
     call()
     worker.consumer.soon.pop()()
     assert len(worker.ran) == 1

@@ -109,7 +109,6 @@ FROZEN: dict[str, dict[str, Any]] = {
     "f15": {"fused_bits": 15},
     "f31": {"fused_bits": 31},
     "f15_classic": {"queue_type": "classic"},
-    "f15_stream_ledger": {"ledger": "stream"},
 }
 
 

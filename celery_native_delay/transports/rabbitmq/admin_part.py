@@ -54,8 +54,6 @@ class RabbitMQAdminPart:
             for queue in queues:
                 queue(self._channel).declare()
             prepared = self._delays.prepare(redeclare=True, consuming=True)
-            if self._settings.streams_ledger:
-                self._delays.preparation.prepare_ledger(redeclare=True)
         milliseconds = prepared.seconds * 1000
         sentence = f"{self.name} and {prepared.mirrored} binding(s) in {milliseconds:.0f} ms"
         return Told({"name": self.name} | asdict(prepared), [f"declared {sentence}"])
@@ -128,9 +126,9 @@ class RabbitMQAdminPart:
             return rescue(self._delays)
 
     def purge_parked(self) -> int:
-        """Empty the parking queue; a ledger in Redis forgets what was there."""
+        """Empty the parking queue; the ledger forgets what was there."""
         with permissions_explained(self._topology):
-            if self._settings.ledger_url is not None:
+            if self._settings.ledger is not None:
                 return purge(self._delays)
             return self._purged(self.parking)
 
@@ -155,12 +153,10 @@ class RabbitMQAdminPart:
         return Pruning(self._delays, self._api(), self._settings)
 
     def _ledger_status(self) -> LedgerStatus:
-        in_streams = self._settings.streams_ledger
-        where = "streams" if in_streams else without_password(str(self._settings.ledger))
+        where = without_password(str(self._settings.ledger))
         try:
             with closing(self._channel.ledger(self._settings)) as ledger:
-                now_us = time_ns() // 1000
-                return LedgerStatus.of(ledger, where, now_us=now_us, keeps_overdue=not in_streams)
+                return LedgerStatus.of(ledger, where, now_us=time_ns() // 1000)
         except NativeDelayError as exc:
             return LedgerStatus(where, error=str(exc))
 

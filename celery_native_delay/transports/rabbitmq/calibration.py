@@ -146,7 +146,7 @@ class _Levels:
     def _plan(self) -> Iterator[Declaration]:
         topology = self._topology
         expires = {"x-expires": _EXPIRES_MS}
-        for declaration in topology.levels_plan():
+        for declaration in topology.plan():
             match declaration:
                 case Queue(name, arguments):
                     yield Queue(name, arguments | expires)

@@ -67,7 +67,11 @@ class Delays:
         self.routes = Routes(self.mirror, self.declarer)
         self.preparation = Preparation(self.mirror, self.routes, self.declarer, refusal=refusal)
         #: None where no ledger is kept.
-        self.recorder = None if settings.ledger is None else Recorder(connection, self.topology)
+        self.recorder = (
+            None
+            if settings.ledger is None
+            else Recorder(connection, settings.ledger, settings.namespace)
+        )
         #: Ours for publishing, by whether they are in confirm mode.
         self._channels: dict[bool, OwnChannel] = {}
         self._in_batch = False

@@ -26,7 +26,6 @@ OVERRIDING_KEYS = (
     "max-length",
     "max-length-bytes",
     "max-in-memory-length",
-    "max-age",  # of the streams of a ledger
     "overflow",
     "expires",
     "dead-letter-exchange",
@@ -153,8 +152,6 @@ def overriding_policies(api: ManagementAPI, topology: Topology) -> list[Finding]
     levels = f"{topology.settings.queue_type}_queues"
     queues = {hop.queue: levels for hop in topology.level_queues}
     queues[topology.parking_queue] = "quorum_queues"
-    if topology.settings.streams_ledger:
-        queues |= {stream.name: "streams" for stream in topology.ledger.streams}
     touched: dict[tuple[str, str, str], list[str]] = {}
     for kind, key in POLICY_KINDS.items():
         policies = api.policies(kind)

@@ -50,8 +50,6 @@ class RabbitMQMovingPart:
             for queue in queues:
                 queue(self._channel).declare()
             self._delays.prepare(consuming=True)
-            if self._settings.streams_ledger:
-                self._delays.preparation.prepare_ledger()
 
     def take_in(self, moving: Moving) -> bool:
         """Put a message into the levels, confirmed; then tell the ledger, as a sign that it is."""

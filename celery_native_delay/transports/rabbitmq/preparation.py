@@ -69,19 +69,13 @@ class Preparation:
         declared = False
         if redeclare or not self.is_ready:
             check_broker(self._declarer.connection)
-            declared = not self._is_there(self._topology.ready_exchange, redeclare=redeclare)
+            declared = not self._is_there(redeclare=redeclare)
             if declared:
                 with refusals_explained(self._topology):
-                    self._declarer.apply(self._topology.levels_plan())
+                    self._declarer.apply(self._topology.plan())
             self.is_ready = True
         mirrored = self._mirror_pending(consuming) if self._mirror.is_pending else 0
         return Prepared(declared, mirrored, monotonic() - started)
-
-    def prepare_ledger(self, *, redeclare: bool = False) -> None:
-        """Make sure of the ledger's streams; raises as :meth:`prepare`."""
-        if not self._is_there(self._topology.ledger.ready_exchange, redeclare=redeclare):
-            with refusals_explained(self._topology):
-                self._declarer.apply(self._topology.ledger_plan())
 
     def prepare_to_consume(self, queue: str) -> None:
         """Mirror what was declared for a consumer; never fails, consuming must go on."""
@@ -97,15 +91,16 @@ class Preparation:
             self._told = True
             logger.log(level, "native delay: delayed messages may park, nothing is bound: %s", exc)
 
-    def _is_there(self, mark: str, *, redeclare: bool) -> bool:
-        """True if all is declared of which *mark* is the last; with *redeclare* never.
+    def _is_there(self, *, redeclare: bool) -> bool:
+        """True if all is declared; with *redeclare* never.
 
         Raises:
             NotDeclared: it is not, and may not be declared.
         """
         if self._declares:
-            return not redeclare and self._declarer.has_exchange(mark, if_refused=True)
-        if not self._declarer.has_exchange(mark, if_refused=True):
+            return not redeclare and self._is_complete()
+        if not self._is_complete():
+            mark = self._topology.ready_exchange
             raise not_declared(f"exchange {mark} is missing, which says that all is declared")
         return True
 

@@ -158,7 +158,7 @@ class SetSource(QueueSource):
         #: The one ledger of both sets, in which what is moved stays as it is.
         self._shares_ledger = (
             here
-            and settings.ledger_url is not None
+            and settings.ledger is not None
             and topology.settings.namespace == settings.namespace
         )
         self._ledger: RabbitMQLedger | None = None
@@ -168,7 +168,7 @@ class SetSource(QueueSource):
         if self._shares_ledger:
             self._ledger = RabbitMQLedger(self._delays, self._settings)
         else:
-            self._receipts = self._its_receipts()
+            self._receipts = receipts_of(self._topology.settings, self._delays.connection)
         yield from super().found()
 
     def close(self) -> None:
@@ -176,13 +176,6 @@ class SetSource(QueueSource):
         for each in (self._ledger, self._receipts):
             if each is not None:
                 each.close()
-
-    def _its_receipts(self) -> Receipts | None:
-        settings, declarer = self._topology.settings, self._delays.declarer
-        decisions = self._topology.ledger.of_decisions[0].name
-        if settings.streams_ledger and not declarer.has_queue(decisions, if_refused=True):
-            return None
-        return receipts_of(settings, self._topology, self._delays.connection)
 
     def _read_set(self, *message: Any, **_: Any) -> Found:
         found = read_ours(*message)
@@ -206,12 +199,9 @@ class SetSource(QueueSource):
     def _by_receipts(self, receipts: Receipts, found: Moving) -> Found:
         match receipts.may_run(found.headers, found.delayed):
             case Answer.RUN:
-                # Elsewhere no decision says that it counts.
-                return replace(found, delayed=found.delayed._replace(replaces=None))
+                return found
             case Answer.DROP:
                 return Void()
-            case Answer.NOT_YET:
-                return Stays("it is being rescheduled")
         raise LedgerUnavailable(
             f"the ledger of {self.name} does not say which of its tasks were cancelled or moved; "
             f"run this again when it does"

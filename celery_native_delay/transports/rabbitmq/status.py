@@ -38,24 +38,22 @@ class LedgerStatus:
     """The ledger's account of what waits; none of it is known while *error* says why it is away.
 
     *ahead* tasks are due later than now, the first in *next_due_seconds*. *overdue* ones are due,
-    and no installed worker has received them; None from a ledger in streams, which cannot tell.
+    and no installed worker has received them, the first for *overdue_seconds*.
     """
 
     where: str
     error: str | None = None
     ahead: int = 0
     next_due_seconds: float | None = None
-    overdue: int | None = None
-    overdue_seconds: float | None = None
+    overdue: int = 0
+    overdue_seconds: float = 0.0
 
     @classmethod
-    def of(cls, ledger: Ledger, where: str, *, now_us: int, keeps_overdue: bool) -> LedgerStatus:
+    def of(cls, ledger: Ledger, where: str, *, now_us: int) -> LedgerStatus:
         """The account that *ledger* gives; LedgerUnavailable if it does not answer."""
         ahead = Query(from_us=now_us)
         page, count = ledger.page(ahead, limit=1), ledger.count(ahead)
         next_due_seconds = (page.tasks[0].due_us - now_us) / 1e6 if page.tasks else None
-        if not keeps_overdue:
-            return cls(where, None, count, next_due_seconds)
         span = ledger.span()
         first_us = now_us if span is None else min(span[0], now_us)
         overdue = ledger.count(Query(until_us=now_us))
@@ -82,7 +80,7 @@ class Status:
     def waiting(self) -> int:
         """Tasks that wait, overdue ones too, where a ledger says so; or else all messages."""
         known = self._known
-        return self.in_levels if known is None else known.ahead + (known.overdue or 0)
+        return self.in_levels if known is None else known.ahead + known.overdue
 
     @property
     def not_in_ledger(self) -> int | None:
@@ -167,10 +165,8 @@ class Status:
         if overdue:
             until = "overdue" if due is None else f"overdue, then {until}"
         lines = [f"waiting   {self.waiting}", f"next due  {until}"]
-        if overdue is None:
-            lines.append("overdue   unknown (a ledger in streams forgets what is due)")
-        elif overdue:
-            since = duration(known.overdue_seconds or 0.0)
+        if overdue:
+            since = duration(known.overdue_seconds)
             them = "it" if overdue == 1 else "them"
             parked = "; parked ones are among them" if self.parked else ""
             lines.append(f"overdue   {overdue}, the first for {since}: {late} {them}{parked}")

@@ -26,7 +26,6 @@ from typing import Any
 
 from ...settings import DelaySettings, lowest_bit
 from .address import SHORTSTR_BYTES, hashed_address, message_address, queue_address, short_word
-from .stream_names import LedgerStreams
 
 VERSION = "v1"
 
@@ -133,7 +132,6 @@ class Topology:
         self.rescue_lock_queue = f"{self.space}.rescue-lock"
         self.delivery_exchange = f"{self.name}.delivery"
         self.ready_exchange = f"{self.name}.ready"
-        self.ledger = LedgerStreams(self.name, settings)
 
     # --- names ---------------------------------------------------------------------------
 
@@ -263,20 +261,6 @@ class Topology:
 
     def plan(self) -> Iterator[Declaration]:
         """Every declaration of the set, in an order the broker accepts."""
-        yield from self.levels_plan()
-        if self.settings.streams_ledger:
-            yield from self.ledger_plan()
-
-    def ledger_plan(self) -> Iterator[Declaration]:
-        """The streams of a ledger: by themselves, as messages wait without them, too."""
-        yield Exchange(self.ledger.exchange, "direct")
-        for stream in self.ledger.streams:
-            yield Queue(stream.name, stream.arguments)
-            yield Binding(self.ledger.exchange, stream.name, stream.name)
-        yield Exchange(self.ledger.ready_exchange, "fanout")
-
-    def levels_plan(self) -> Iterator[Declaration]:
-        """All that messages need to wait."""
         yield Exchange(self.parking_exchange, "fanout")
         yield Queue(
             self.parking_queue,

@@ -85,29 +85,21 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
         """The ledger that the settings name, of what waits on this broker; None without one."""
         if settings.ledger is None:
             return None
-        if settings.streams_ledger:
-            from .streams.ledger import StreamLedger
-
-            return StreamLedger(self.delays)
         from .ledger.ledger import RabbitMQLedger
 
         return RabbitMQLedger(self.delays, settings)
 
     def key_records(self, settings: DelaySettings) -> KeyRecords:
-        """The records of keys; UnsupportedBroker without a ledger in a Redis."""
-        if settings.ledger_url is None:
+        """The records of keys; UnsupportedBroker without a ledger."""
+        if settings.ledger is None:
             raise without_records(self)
         return ledger_key_records(settings, self.connection.virtual_host)
 
     def lines(self, settings: DelaySettings) -> Lines:
-        """The lines of rated tasks, which are kept where the ledger is.
-
-        NoLedger: it is in no Redis.
-        """
+        """The lines of rated tasks, which are kept where the ledger is; NoLedger without one."""
         from .ledger.connection import lines_in
 
-        vhost = self.connection.virtual_host
-        return lines_in(settings.ledger_url, settings.namespace, vhost)
+        return lines_in(settings.ledger, settings.namespace, self.connection.virtual_host)
 
     def basic_publish(
         self,

@@ -20,8 +20,6 @@ from .ledger.entry import member_of
 from .ledger.ledger import RabbitMQLedger
 from .management import management_of, overriding_policies
 from .parking import rescue
-from .streams.receipts import StreamReceipts
-from .topology import Topology
 
 
 class RabbitMQWorkerPart(WorkerPart):
@@ -63,10 +61,10 @@ class RabbitMQWorkerPart(WorkerPart):
         self._delays.put_back(message, _delayed(wait))
 
     def receipts(self) -> Receipts | None:
-        return receipts_of(self.settings, self._delays.topology, self._delays.connection)
+        return receipts_of(self.settings, self._delays.connection)
 
     def sweep(self) -> int:
-        if self.settings.ledger_url is None:
+        if self.settings.ledger is None:
             return 0
         with closing(RabbitMQLedger(self._delays, self.settings)) as ledger:
             return ledger.sweep()
@@ -86,7 +84,6 @@ def _delayed(wait: Wait) -> Delayed:
     """The next wait of a message; of an earlier one it keeps when its ``expiration`` ends."""
     info = wait.message.delivery_info
     earlier: Delayed | None = getattr(wait.message, "native_delay", None)
-    is_same = earlier is not None and earlier.delivery_id == wait.delivery_id
     return Delayed(
         wait.delivery_id or wait.new_id,
         wait.due_us,
@@ -94,28 +91,23 @@ def _delayed(wait: Wait) -> Delayed:
         info["routing_key"],
         wait.queue,
         expires_ms=None if earlier is None else earlier.expires_ms,
-        replaces=earlier.replaces if earlier is not None and is_same else None,
     )
 
 
 def _where_the_ledger_is(settings: DelaySettings) -> str:
-    if settings.streams_ledger:
-        return "in streams"
     return "off" if settings.ledger is None else f"at {settings.ledger.rpartition('@')[2]}"
 
 
-def receipts_of(settings: DelaySettings, topology: Topology, connection: Any) -> Receipts | None:
-    """The receipts of the ledger that *settings* name, about what waits in *topology*."""
-    if settings.streams_ledger:
-        return StreamReceipts(connection.client, topology)
-    if settings.ledger_url is None:
+def receipts_of(settings: DelaySettings, connection: Any) -> Receipts | None:
+    """The receipts of the ledger that *settings* name; None without one."""
+    if settings.ledger is None:
         return None
-    where = settings.ledger_url, settings.namespace, connection.virtual_host
+    where = settings.ledger, settings.namespace, connection.virtual_host
     return _LedgerReceipts(LedgerConnection(*where))
 
 
 class _LedgerReceipts:
-    """Receipts from a ledger in Redis, which is asked each time."""
+    """Receipts from the ledger, which is asked each time."""
 
     def __init__(self, connection: LedgerConnection) -> None:
         self._connection = connection

@@ -74,7 +74,6 @@ locals {
     {
       "${local.space}.parked"          = { type = "fanout", arguments = {} }
       "${local.set}.delivery"          = { type = "topic", arguments = { "alternate-exchange" = "${local.space}.parked" } }
-      "${local.set}.ledger"            = { type = "direct", arguments = {} }
       "${local.set}.lands.billing"     = { type = "fanout", arguments = {} }
       "${local.set}.lands.matching"    = { type = "fanout", arguments = {} }
       "${local.set}.lands.news"        = { type = "fanout", arguments = {} }
@@ -102,18 +101,6 @@ locals {
         "x-queue-type"           = "quorum"
         "x-queue-leader-locator" = "balanced"
         "x-delivery-limit"       = 1000000
-      }
-      "${local.set}.decisions.years" = {
-        "x-queue-type"                    = "stream"
-        "x-queue-leader-locator"          = "balanced"
-        "x-max-age"                       = "2595608s"
-        "x-stream-max-segment-size-bytes" = 50000000
-      }
-      "${local.set}.ledger.years" = {
-        "x-queue-type"                    = "stream"
-        "x-queue-leader-locator"          = "balanced"
-        "x-max-age"                       = "3608s"
-        "x-stream-max-segment-size-bytes" = 50000000
       }
       "${local.set}.landing-exchange.billing" = {
         "x-queue-type"           = "quorum"
@@ -196,18 +183,6 @@ locals {
         destination = "${local.space}.parked"
         type        = "queue"
         routing_key = ""
-      },
-      {
-        source      = "${local.set}.ledger"
-        destination = "${local.set}.decisions.years"
-        type        = "queue"
-        routing_key = "${local.set}.decisions.years"
-      },
-      {
-        source      = "${local.set}.ledger"
-        destination = "${local.set}.ledger.years"
-        type        = "queue"
-        routing_key = "${local.set}.ledger.years"
       },
       {
         source      = "${local.set}.delivery"
@@ -345,7 +320,7 @@ resource "rabbitmq_binding" "delay" {
 
 # Last, because by these producers and workers know that all the rest is there.
 resource "rabbitmq_exchange" "ready" {
-  for_each = toset(["${local.set}.ready", "${local.set}.ledger.ready"])
+  for_each = toset(["${local.set}.ready"])
 
   name  = each.key
   vhost = var.vhost

@@ -127,10 +127,6 @@ def _picture(plan: Blueprint, vhost: str) -> _Picture:
         picture.arrow(start, end)
     picture.box(topology.parking_queue, "queue", "parked")
     picture.arrow(delivery, topology.parking_queue, "no queue is bound")
-    if topology.settings.streams_ledger:
-        streams = len(topology.ledger.streams)
-        picture.box(topology.ledger.exchange, "queue", "ledger", f"{streams} streams")
-        picture.arrow("", topology.ledger.exchange, "a copy")
     _deliveries(plan, picture)
     return picture
 

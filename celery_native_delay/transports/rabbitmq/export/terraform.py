@@ -32,7 +32,7 @@ def terraform(plan: Blueprint, vhost: str) -> str:
     others = [declaration for declaration in plan.delays() if not by_levels(declaration)]
     exchanges = [each for each in others if isinstance(each, Exchange)]
     # Made last, as a producer that sees them relies on the rest.
-    marks = (topology.ready_exchange, topology.ledger.ready_exchange)
+    mark = topology.ready_exchange
     module = _filled(
         "delays.tf",
         {
@@ -44,11 +44,11 @@ def terraform(plan: Blueprint, vhost: str) -> str:
             "bits": str(topology.bit_count),
             "levels": by_levels.table(),
             "level_arguments": by_levels.arguments(names),
-            "exchanges": _exchanges(names, [e for e in exchanges if e.name not in marks]),
+            "exchanges": _exchanges(names, [e for e in exchanges if e.name != mark]),
             "queues": _queues(names, others),
             "bindings": _bindings(names, others),
             "bound": ", ".join(_BOUND + (_OWN_BOUND if plan.own else [])),
-            "ready": names.value([each.name for each in exchanges if each.name in marks]),
+            "ready": names.value([mark]),
         },
     )
     return f"{module}\n{_own(names, plan)}" if plan.own else module

@@ -85,7 +85,7 @@ def explained(whose: str, meaning: str = "") -> Iterator[None]:
 
 
 def lines_in(url: str | None, namespace: str, vhost: str) -> Lines:
-    """The lines of rated tasks in the ledger at *url*; NoLedger if that is no Redis."""
+    """The lines of rated tasks in the ledger at *url*; NoLedger if that is None."""
     if url is None:
         raise NoLedger(
             "native_delay_rates needs a Redis to count in beside RabbitMQ: set "

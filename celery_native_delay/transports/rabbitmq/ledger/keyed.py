@@ -157,6 +157,6 @@ _records: PerProcess[tuple[str, str, str, float], LedgerKeyRecords] = PerProcess
 
 def ledger_key_records(settings: DelaySettings, vhost: str) -> LedgerKeyRecords:
     """The process's records, on the Redis that *settings* name as a ledger."""
-    assert settings.ledger_url is not None
-    key = settings.ledger_url, settings.namespace, vhost, settings.longest_delay_seconds
+    assert settings.ledger is not None
+    key = settings.ledger, settings.namespace, vhost, settings.longest_delay_seconds
     return _records.get(key, lambda: LedgerKeyRecords(*key))
