@@ -76,7 +76,7 @@ def places(bench: Bench) -> Iterator[dict[str, Celery]]:
         vhost = stack.enter_context(bench.vhost())
         apps = {
             "Redis": make_app("ours", redis.url),
-            "RabbitMQ": make_app("ours", vhost, ledger=ledger.url),
+            "RabbitMQ": make_app("ours", vhost, records=ledger.url),
             "SQLite": make_app("ours", f"{SCHEME}{bench.folder}/keys"),
         }
         for place, app in apps.items():

@@ -17,6 +17,7 @@ from typing import Any
 from urllib.request import urlopen
 from uuid import uuid4
 
+from celery_native_delay.transports.rabbitmq.ledger.connection import LedgerConnection
 from matplotlib.figure import Figure
 
 from benchmarks.apps import REPOSITORY, TASK, declare_for, make_app
@@ -25,7 +26,6 @@ from benchmarks.measuring import REDIS_CONFIG, Bench, Result, Target, median, pe
 from celery_native_delay import Delay
 from celery_native_delay.bulk import bulk
 from celery_native_delay.testing import private_redis
-from celery_native_delay.transports.rabbitmq.ledger.connection import LedgerConnection
 
 ROUNDS = 40
 BLOCK = 50
@@ -57,7 +57,7 @@ def run(bench: Bench) -> Result:
     rows += [row(label, [late / 1e3 for late in late_ms]) for label, late_ms in loop.items()]
     result = Result(
         "See, cancel and move what waits",
-        f"apply_async() with confirm_publish wait, with native_delay_ledger on a Redis of its own "
+        f"apply_async() with confirm_publish wait, with native_delay_records on a Redis of its own "
         f"and without, {BLOCK} in a row, in turn, {len(on[1])} rounds. The worker's question: "
         f"{len(checks):,} tasks that the ledger knows. Looks: Delay(app) on Redis, with "
         f"{bench.count(FEW):,} and {bench.count(MANY):,} tasks waiting, each {LOOKS} times; "

@@ -118,7 +118,7 @@ def spread(bench: Bench, server: PrivateRedis, result: Result) -> None:
         ("Celery's rate_limit, two workers", "held", database(server, 4), CELERYS, 2),
     ]
     with bench.vhost() as url:
-        kept = {"native_delay_ledger": database(server, 5)}
+        kept = {"native_delay_records": database(server, 5)}
         ways.insert(2, ("ours, RabbitMQ", "ours", url, RATED | kept, 1))
         for label, method, broker, conf, workers in ways:
             starts = started(bench, label, method, broker, conf, count, workers)

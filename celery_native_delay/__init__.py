@@ -19,23 +19,23 @@ from .errors import (
     InvalidDueTime,
     InvalidFanOut,
     InvalidQuery,
-    LedgerUnavailable,
     ManagementUnavailable,
     NativeDelayError,
-    NoLedger,
+    NoRecords,
     NotDeclared,
     NotPermitted,
     PublishRefused,
+    RecordsUnavailable,
     RefusedMessage,
     SettingsError,
     StoreUnavailable,
     TopologyMismatch,
     UnsupportedBroker,
 )
-from .ledger.model import Outcome, Query, Verdict, Waiting
 from .rates.lines import RateLine
 from .rates.rate import Rate
 from .rates.retry_after import RetryAfter
+from .records.waiting import Outcome, Query, Verdict, Waiting
 from .settings import DelaySettings
 from .transports.aliases import delay_headers, flush_delayed, register_transports, transport_for
 from .worker.outage import store_outage
@@ -53,10 +53,9 @@ __all__ = (
     "InvalidDueTime",
     "InvalidFanOut",
     "InvalidQuery",
-    "LedgerUnavailable",
     "ManagementUnavailable",
     "NativeDelayError",
-    "NoLedger",
+    "NoRecords",
     "NotDeclared",
     "NotPermitted",
     "Outcome",
@@ -64,6 +63,7 @@ __all__ = (
     "Query",
     "Rate",
     "RateLine",
+    "RecordsUnavailable",
     "RefusedMessage",
     "RetryAfter",
     "SettingsError",

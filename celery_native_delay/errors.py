@@ -15,8 +15,8 @@
     ├── BrokerFull               the broker takes no more messages that wait
     ├── StoreUnavailable         the database of a timeout store is away, or cannot be used
     ├── InvalidQuery             a search for waiting tasks that cannot be understood
-    ├── LedgerUnavailable        the ledger is away: what waits cannot be seen or changed
-    │   └── NoLedger             there is none
+    ├── RecordsUnavailable       the records are away: waiting tasks cannot be seen or changed
+    │   └── NoRecords            the app has none
     ├── InvalidFanOut            an option or column of a Spark fan-out is impossible
     ├── FanOutFailed             rows of a Spark fan-out are not confirmed
     ├── FenceUnavailable         the store of a fence cannot be reached or used
@@ -119,15 +119,12 @@ class InvalidQuery(NativeDelayError, ValueError):
     """A search for waiting tasks that cannot be understood."""
 
 
-class LedgerUnavailable(NativeDelayError):
-    """The ledger is away: what waits cannot be seen or changed."""
+class RecordsUnavailable(NativeDelayError):
+    """The records are away: waiting tasks cannot be seen or changed."""
 
 
-RecordsUnavailable = LedgerUnavailable
-
-
-class NoLedger(LedgerUnavailable):
-    """This app has no ledger: what waits in its broker cannot be seen."""
+class NoRecords(RecordsUnavailable):
+    """This app has no records beside a broker that cannot be looked into."""
 
 
 class InvalidFanOut(NativeDelayError, ValueError):

@@ -34,7 +34,7 @@ _PREFIX = "native_delay_"
 _NAMESPACE = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 _NAMESPACE_BYTES = 64
 
-_LEDGER_URLS = ("redis://", "rediss://", "redis+socket://", "unix://")
+_REDIS_URLS = ("redis://", "rediss://", "redis+socket://")
 
 # Not SQLite in memory: no other process would see it, and it ends with its own.
 _STORE_URL = re.compile(
@@ -43,6 +43,11 @@ _STORE_URL = re.compile(
 _EXPECTED_STORE = (
     "None or a SQLAlchemy URL of a database that outlives the process, such as "
     '"sqlite:////var/lib/shop/delays.db"'
+)
+
+_EXPECTED_RECORDS = (
+    "None, the URL of a Redis that starts with redis://, rediss:// or redis+socket://, or a "
+    'SQLAlchemy URL of a database that outlives the process, such as "postgresql+psycopg://host/shop"'
 )
 
 _FENCE_SCHEMES = ("redis", "rediss", "redis+socket")
@@ -93,12 +98,14 @@ class DelaySettings:
     and credentials, port 15672. Only ``doctor``, ``verify``, ``status`` and the policy check
     read it."""
 
-    ledger: str | None = None
-    """URL of the Redis that keeps a copy of what waits in RabbitMQ. Needed there to list, cancel
-    and move tasks; on a Redis broker the store itself is the ledger. Defaults to None: off."""
-    ledger_away: str = "run"
-    """While the ledger does not answer, a task that is due may "run", although it may have been
-    cancelled or moved; or it is to "wait" in the broker until the ledger does."""
+    records: str | None = None
+    """URL of a Redis, or SQLAlchemy URL of a database, that keeps what is known about waiting
+    tasks, such as ``postgresql+psycopg://host/shop``. RabbitMQ needs it to list, cancel and move
+    tasks, for keys and for rates. A Redis broker and ``native_delay_store`` keep records
+    themselves. Defaults to None."""
+    records_away: str = "run"
+    """While the records are unreachable, due tasks "run", even if one was cancelled or moved; or
+    they "wait" in the broker."""
 
     store: str | None = None
     """SQLAlchemy URL of the database in which messages wait whose broker can delay nothing, such
@@ -148,16 +155,6 @@ class DelaySettings:
     def rate_by_task(self) -> dict[str, Rate]:
         """The rates, by the names of their tasks."""
         return {name: Rate.of(rate) for name, rate in dict(self.rates).items()}
-
-    @property
-    def while_ledger_is_away(self) -> str:
-        """The consequences of a ledger that does not answer, for an error to tell."""
-        due = (
-            "tasks wait and run as ever, those that were cancelled or moved as well"
-            if self.ledger_away == "run"
-            else "tasks that are due wait in the broker"
-        )
-        return f"until it does {due}, and none can be listed, cancelled or moved"
 
     @property
     def longest_delay_seconds(self) -> float:
@@ -223,7 +220,7 @@ def _normal(name: str, value: Any) -> Any:
 def _check(name: str, value: Any) -> None:
     expected = _expected(name, value)
     if expected:
-        if name in ("fence", "store") and isinstance(value, str):
+        if name in ("fence", "records", "store") and isinstance(value, str):
             value = value.partition("://")[0]  # the rest may hold a password
         elif isinstance(value, str):
             value = without_password(value)
@@ -260,11 +257,10 @@ def _expected(name: str, value: Any) -> str:
         case "landing_exchanges":
             fits = isinstance(value, tuple) and all(isinstance(v, str) and v for v in value)
             return "" if fits else "a list of exchange names"
-        case "ledger":
-            fits = value is None or _is_ledger_url(value)
-            urls = " or ".join(_LEDGER_URLS)
-            return "" if fits else f"None or a URL that starts with {urls}"
-        case "ledger_away":
+        case "records":
+            fits = value is None or _is_records_url(value)
+            return "" if fits else _EXPECTED_RECORDS
+        case "records_away":
             return "" if value in ("run", "wait") else '"run" or "wait"'
         case "store":
             fits = value is None or (isinstance(value, str) and is_store_url(value))
@@ -309,14 +305,19 @@ def is_fence_url(value: object) -> bool:
     return isinstance(value, str) and "://" in value and urlsplit(value).scheme in _FENCE_SCHEMES
 
 
-def _is_ledger_url(value: Any) -> bool:
-    if not (isinstance(value, str) and value.startswith(_LEDGER_URLS)):
+def is_redis_url(value: object) -> bool:
+    """True if *value* is the URL of a Redis."""
+    return isinstance(value, str) and value.startswith(_REDIS_URLS)
+
+
+def _is_records_url(value: Any) -> bool:
+    if not isinstance(value, str) or value.startswith(("http:", "https:", "amqp")):
         return False
     try:
         urlsplit(value).port  # noqa: B018  raises for one that is no number
     except ValueError:
         return False
-    return True
+    return is_redis_url(value) or is_store_url(value)
 
 
 def _is_int(value: Any) -> bool:

@@ -68,7 +68,7 @@ def can_count(broker_url: str, ledger: str | None) -> bool:
 
 install(
     app,
-    ledger=LEDGER,
+    records=LEDGER,
     telemetry=os.environ.get("EXAMPLE_TELEMETRY"),
     # Each courier takes two bookings a second, from all workers together.
     rates={"example_project.tasks.book_courier": Rate("2/s", key="courier")}

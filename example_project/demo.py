@@ -328,7 +328,7 @@ def demonstrate(asked: str | None, folder: Path, console: Console) -> bool:
         os.environ |= {"CELERY_BROKER_URL": broker.url, "EXAMPLE_RECORD": str(record)}
         if broker.ledger is not None:
             os.environ["DELAY_LEDGER"] = broker.ledger
-            install(app, ledger=broker.ledger)
+            install(app, records=broker.ledger)
         app.conf.update(settings_of(broker.url))
         with app.connection_for_write() as connection:
             connection.ensure_connection(max_retries=1)

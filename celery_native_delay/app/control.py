@@ -13,7 +13,7 @@ from amqp.exceptions import AMQPError
 from celery.utils.log import get_logger
 from kombu.exceptions import KombuError
 
-from ..errors import NativeDelayError, NoLedger, UnsupportedBroker
+from ..errors import NativeDelayError, NoRecords, UnsupportedBroker
 from .delay import Delay
 from .installation import installation_of
 
@@ -46,7 +46,7 @@ class RevokesWaiting:
             return
         try:
             Delay(self.app).cancel_all(ids)
-        except (NoLedger, UnsupportedBroker):
+        except (NoRecords, UnsupportedBroker):
             return  # stock Celery, which forgets what it revokes
         except (NativeDelayError, KombuError, AMQPError, OSError) as exc:
             logger.warning(

@@ -15,10 +15,10 @@ from celery.result import AsyncResult
 from celery.utils.log import get_logger
 
 from ..due_time import due_us
-from ..errors import CannotDelay, InvalidQuery, LedgerUnavailable, NoLedger
-from ..ledger import model as ledger
-from ..ledger.model import Bar, Ledger, Outcome, Page, Query, Verdict, Waiting
+from ..errors import CannotDelay, InvalidQuery, NoRecords, RecordsUnavailable
 from ..rates.lines import RateLine
+from ..records import waiting
+from ..records.waiting import Bar, Outcome, Page, Query, Verdict, Waiting, WaitingTasks
 from ..settings import DelaySettings
 from ..transports.aliases import delay_headers
 from .asking import ask_on_a_connection
@@ -40,8 +40,8 @@ TaskId: TypeAlias = str | AsyncResult | Waiting
 class Delay:
     """The waiting tasks of one app, to be seen, cancelled and moved.
 
-    On Redis it is the broker itself that is asked, on RabbitMQ ``native_delay_ledger``, elsewhere
-    ``native_delay_store``. Every method raises :class:`~celery_native_delay.LedgerUnavailable` if
+    On Redis it is the broker itself that is asked, on RabbitMQ ``native_delay_records``, elsewhere
+    ``native_delay_store``. Every method raises :class:`~celery_native_delay.RecordsUnavailable` if
     that is not there, and errors of kombu if the broker is not. What changes something answers
     with an :class:`~celery_native_delay.Outcome`, true if it was done.
     """
@@ -88,7 +88,7 @@ class Delay:
     def histogram(self, *, bars: int = 40) -> list[Bar]:
         """The spread of the due times, in *bars* bars at most."""
         _check_count("bars", bars, least=1)
-        return self._ask(lambda found: ledger.histogram(found, bars=bars))
+        return self._ask(lambda found: waiting.histogram(found, bars=bars))
 
     def next_due(self) -> datetime | None:
         """The time at which the next task is due, None if nothing waits."""
@@ -99,7 +99,7 @@ class Delay:
         """The lines of rated tasks, those with most waiting first; at most *limit*.
 
         Raises:
-            NoLedger: nothing beside this broker can keep lines.
+            NoRecords: nothing beside this broker can keep lines.
         """
         _check_count("limit", limit, least=0)
 
@@ -230,20 +230,20 @@ class Delay:
         """
         return self._keyed.unique(signature, key, countdown=countdown, eta=eta, until=until)
 
-    def _cancel(self, found: Ledger, task_id: str) -> Outcome:
+    def _cancel(self, found: WaitingTasks, task_id: str) -> Outcome:
         outcome = found.cancel(task_id)
         if outcome:
             self._revoke_result(outcome)
         return outcome
 
     def _change(
-        self, task_ids: Iterable[TaskId], change: Callable[[Ledger, str], Outcome]
+        self, task_ids: Iterable[TaskId], change: Callable[[WaitingTasks, str], Outcome]
     ) -> list[Outcome]:
         ids = _ids_of(task_ids)
         outcomes: list[Outcome] = []
         begun: set[int] = set()
 
-        def rest(found: Ledger) -> list[Outcome]:
+        def rest(found: WaitingTasks) -> list[Outcome]:
             # Asked once more on another connection, those that are changed are not waiting.
             for position, task_id in list(enumerate(ids))[len(outcomes) :]:
                 is_again = position in begun
@@ -255,7 +255,7 @@ class Delay:
                         raise
                     outcome = Outcome(task_id, Verdict.IMPOSSIBLE, late=str(exc))
                 if is_again and not outcome:
-                    raise LedgerUnavailable(
+                    raise RecordsUnavailable(
                         f"the connection broke while {task_id} was being changed, and it no longer "
                         f"waits as it did: either it was changed, or it has run"
                     )
@@ -264,14 +264,14 @@ class Delay:
 
         try:
             return self._ask(rest)
-        except LedgerUnavailable as exc:
+        except RecordsUnavailable as exc:
             if not outcomes:
                 raise
             done = sum(map(bool, outcomes))
-            raise LedgerUnavailable(f"{done} of {len(ids)} were changed, then {exc}") from exc
+            raise RecordsUnavailable(f"{done} of {len(ids)} were changed, then {exc}") from exc
 
-    def _ask(self, question: Callable[[Ledger], T]) -> T:
-        return self._ask_broker(partial(self._ask_ledger, question))
+    def _ask(self, question: Callable[[WaitingTasks], T]) -> T:
+        return self._ask_broker(partial(self._ask_tasks, question))
 
     def _ask_broker(self, question: Callable[[Any, DelaySettings], T]) -> T:
         """*question* on a delaying channel, given the settings; once more on a new connection."""
@@ -282,11 +282,13 @@ class Delay:
         return ask_on_a_connection(self._app, ask)
 
     @staticmethod
-    def _ask_ledger(question: Callable[[Ledger], T], channel: Any, settings: DelaySettings) -> T:
-        found = channel.ledger(settings)
+    def _ask_tasks(
+        question: Callable[[WaitingTasks], T], channel: Any, settings: DelaySettings
+    ) -> T:
+        found = channel.waiting_tasks(settings)
         if found is None:
-            raise NoLedger(
-                "RabbitMQ's delay levels cannot be looked into: set native_delay_ledger = "
+            raise NoRecords(
+                "RabbitMQ's delay levels cannot be looked into: set native_delay_records = "
                 '"redis://…" in workers and producers'
             )
         with closing(found):

@@ -15,7 +15,7 @@ from kombu.exceptions import OperationalError
 from ..errors import (
     FenceUnavailable,
     NativeDelayError,
-    NoLedger,
+    NoRecords,
     NotPermitted,
     SettingsError,
     UnsupportedBroker,
@@ -43,8 +43,8 @@ _START_IT = (
 )
 
 _START_THEM = (
-    "start what keeps the lines (the broker's Redis, native_delay_ledger or the store), or correct "
-    "its URL and the rights of its user, in workers and producers"
+    "start what keeps the lines (the broker's Redis, native_delay_records or the store), or "
+    "correct its URL and the rights of its user, in workers and producers"
 )
 
 
@@ -114,7 +114,7 @@ def _of_lines(connection: Any, settings: DelaySettings) -> Iterator[Finding]:
     try:
         with closing(lines_of(connection.default_channel, settings)) as lines:
             lines.look(1)
-    except NoLedger as exc:
+    except NoRecords as exc:
         yield Finding.of_sentence("rates", WRONG, f"no worker starts with these rates: {exc}")
     except NativeDelayError as exc:
         yield Finding("rates", WRONG, f"no rated task starts: {exc}", _START_THEM)

@@ -165,12 +165,12 @@ def reaches_of(app: Any) -> list[Reach]:
 
 @contextmanager
 def moving(
-    app: Any, connection: Any, names: Sequence[str], *, ledger: str | None
+    app: Any, connection: Any, names: Sequence[str], *, records: str | None
 ) -> Iterator[tuple[MovingPart, list[Source]]]:
     """The part to move into, on *connection*, and the places that *names* stand for.
 
     Args:
-        ledger: what is kept of the messages of another broker; None for the app's own.
+        records: URL of another broker's records; None for the app's own.
 
     Raises:
         UnsupportedBroker: nothing can be moved into this broker, or there is no such place.
@@ -178,7 +178,7 @@ def moving(
     channel, settings = delaying_channel(app, connection)
     part = _part_of(channel, settings, connection.as_uri())
     reaches = reaches_of(app)
-    theirs = replace(settings, store=None, ledger=ledger or settings.ledger)
+    theirs = replace(settings, store=None, records=records or settings.records)
     with ExitStack() as stack:
         sources = []
         for name in dict.fromkeys(names):

@@ -12,13 +12,13 @@ from celery.worker.control import inspect_command
 
 from ..durations import duration
 from ..errors import NativeDelayError
-from ..ledger.model import Waiting
+from ..records.waiting import Waiting
 from .delay import Delay
 
 #: What Celery gives the tasks of its own timer.
 _PRIORITY = 6
 
-#: So long a worker waits for the ledger, in seconds: it does nothing else meanwhile, and ``celery
+#: So long a worker waits for the records, in seconds: it does nothing else meanwhile, and ``celery
 #: inspect`` waits no longer by itself.
 PATIENCE_SECONDS = 1.0
 
@@ -36,7 +36,7 @@ def delayed(state: Any, limit: int = 50, **_: Any) -> Any:
     except TimeoutError:
         asked.cancel()
         return {
-            "error": f"no answer from the ledger within {duration(PATIENCE_SECONDS)}: {_WAY_OUT}"
+            "error": f"no answer from the records within {duration(PATIENCE_SECONDS)}: {_WAY_OUT}"
         }
     except NativeDelayError as exc:
         return {"error": str(exc)}

@@ -45,7 +45,7 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
     """Say that delays work or, finding by finding, what to do; exit 1 unless they do.
 
     Asks for all that `delay verify` compares, and for what moves: who hands over, what is overdue,
-    parked or held up, ledger, rates, fence, telemetry and clocks.
+    parked or held up, records, rates, fence, telemetry and clocks.
     """
     from ..app.doctor import examine
     from ..errors import SettingsError
@@ -60,13 +60,13 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
 def status(ctx: click.Context, as_json: bool) -> None:
     """Show what waits, when the next is due, what is overdue, parked and stuck.
 
-    On RabbitMQ with a ledger tasks are counted as `ls` lists them; levels hold more: what was
+    On RabbitMQ with records tasks are counted as `ls` lists them; levels hold more: what was
     cancelled or moved stays there until it was due.
     """
-    from ..transports.interface import CountsByLedger
+    from ..transports.interface import CountsByRecords
 
     with broker(ctx) as part:
-        found = part.status_with_ledger() if isinstance(part, CountsByLedger) else part.status()
+        found = part.status_with_records() if isinstance(part, CountsByRecords) else part.status()
     show(found, as_json)
 
 

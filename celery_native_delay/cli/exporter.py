@@ -30,7 +30,7 @@ from .times import Duration
     type=Duration(at_least=0.1),
     default=5.0,
     show_default=True,
-    help="Between looks at broker and ledger: seconds, or such as 1min.",
+    help="Between looks at broker and records: seconds, or such as 1min.",
 )
 @loglevel_option
 @as_json_option

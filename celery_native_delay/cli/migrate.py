@@ -44,9 +44,9 @@ if TYPE_CHECKING:
     "--rate", type=click.FloatRange(min=0, min_open=True), help="Move so many in a second at most."
 )
 @click.option(
-    "--ledger",
+    "--records",
     metavar="URL",
-    help="The ledger of another broker, where it is not native_delay_ledger.",
+    help="The records of another broker, if they are not in native_delay_records.",
 )
 @click.option("--dry-run", is_flag=True, help="Only count, source by source; nothing is touched.")
 @yes_option
@@ -55,7 +55,7 @@ def migrate(
     ctx: click.Context,
     names: tuple[str, ...],
     rate: float | None,
-    ledger: str | None,
+    records: str | None,
     dry_run: bool,
     force: bool,
     as_json: bool,
@@ -73,7 +73,7 @@ def migrate(
     installed_settings(ctx)
     with ExitStack() as stack:
         connection = stack.enter_context(reachable(ctx))
-        opened = moving(ctx.obj.app, connection, names, ledger=ledger)
+        opened = moving(ctx.obj.app, connection, names, records=records)
         part, sources = stack.enter_context(opened)
         tallies = [Tally(source.name, source.count()) for source in sources]
         total = sum(tally.count for tally in tallies)

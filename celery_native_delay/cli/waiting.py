@@ -24,7 +24,7 @@ from .times import Duration, Moment
 
 if TYPE_CHECKING:
     from ..app.delay import Delay
-    from ..ledger.model import Outcome, Query, Waiting
+    from ..records.waiting import Outcome, Query, Waiting
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
@@ -101,7 +101,7 @@ def ls(
             "--histogram shows all that waits: leave out --search, --from and --until"
         )
     from ..app.delay import listed
-    from ..ledger.model import ALL
+    from ..records.waiting import ALL
 
     delay = _delay(ctx)
     if histogram:
@@ -194,7 +194,7 @@ def _delay(ctx: click.Context) -> Delay:
 
 def _query(search: str, from_: datetime | None, until: datetime | None) -> Query:
     from ..due_time import due_us
-    from ..ledger.model import Query
+    from ..records.waiting import Query
 
     edges = [None if at is None else due_us(at) for at in (from_, until)]
     return Query.parse(search).due_within(*edges)
@@ -241,7 +241,7 @@ def _change(
 
 def _say_dry(delay: Delay, ids: list[str], query: Query | None, verb: str, as_json: bool) -> int:
     """Tell what would be changed, of *ids* or by *query*; return the exit status of doing so."""
-    from ..ledger.model import Outcome, Verdict
+    from ..records.waiting import Outcome, Verdict
 
     if query is None:
         tasks = [task for task_id in ids for task in delay.show(task_id)]

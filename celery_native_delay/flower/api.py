@@ -15,7 +15,7 @@ from tornado import web
 from ..app.delay import Delay, listed
 from ..durations import seconds_of
 from ..errors import InvalidDueTime, InvalidQuery
-from ..ledger.model import Outcome
+from ..records.waiting import Outcome
 from ..transports.interface import AdminPart
 from .pages import MOST_LINES, Errors, Parked, long_json
 

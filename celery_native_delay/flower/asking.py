@@ -1,4 +1,4 @@
-"""Questions to broker and ledger, in threads of our own and bounded in time."""
+"""Questions to broker and records, in threads of our own and bounded in time."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..app.delay import Delay
 from ..app.installation import installed
 from ..app.parts import admin_part
 from ..durations import duration
-from ..errors import LedgerUnavailable
+from ..errors import RecordsUnavailable
 from ..transports.interface import AdminPart
 from ..urls import without_password
 
@@ -33,9 +33,9 @@ class Asking:
 
     def __init__(self, app: Celery) -> None:
         self.app = app
-        # A ledger that hangs does not keep the broker from being asked.
+        # Records that hang do not keep the broker from being asked.
         self._broker = ThreadPoolExecutor(_THREADS, thread_name_prefix="native-delay")
-        self._ledger = ThreadPoolExecutor(_THREADS, thread_name_prefix="native-delay-ledger")
+        self._records = ThreadPoolExecutor(_THREADS, thread_name_prefix="native-delay-records")
 
     async def delay(
         self, question: Callable[[Delay], T], *, within_seconds: float = ANSWER_SECONDS
@@ -43,10 +43,10 @@ class Asking:
         """The answer to *question*, which blocks.
 
         Raises:
-            LedgerUnavailable: it is away, or so is the broker, or it took longer.
+            RecordsUnavailable: it is away, or so is the broker, or it took longer.
             NativeDelayError: as *question* does.
         """
-        return await self._ask(self._ledger, lambda: question(Delay(self.app)), within_seconds)
+        return await self._ask(self._records, lambda: question(Delay(self.app)), within_seconds)
 
     async def admin(
         self, question: Callable[[AdminPart], T], *, within_seconds: float = ANSWER_SECONDS
@@ -54,7 +54,7 @@ class Asking:
         """The answer to *question* about the broker, as ``celery delay`` asks it.
 
         Raises:
-            LedgerUnavailable: the broker is away, or slow.
+            RecordsUnavailable: the broker is away, or slow.
             SettingsError, UnsupportedBroker: see :func:`admin_part`.
         """
         return await self._ask(
@@ -63,7 +63,7 @@ class Asking:
 
     def stop(self) -> None:
         """Drop the questions that no thread has begun with."""
-        for executor in (self._broker, self._ledger):
+        for executor in (self._broker, self._records):
             executor.shutdown(wait=False, cancel_futures=True)
 
     # --- private -------------------------------------------------------------------------
@@ -75,18 +75,18 @@ class Asking:
         try:
             return await asyncio.wait_for(asked, within_seconds)
         except TimeoutError as exc:
-            raise LedgerUnavailable(
+            raise RecordsUnavailable(
                 f"{self._where(executor)} gave no answer within {duration(within_seconds)}; "
                 f"what was asked may yet be done"
             ) from exc
         except self._broker_errors as exc:
-            raise LedgerUnavailable(f"{self._where(self._broker)} cannot be used: {exc}") from exc
+            raise RecordsUnavailable(f"{self._where(self._broker)} cannot be used: {exc}") from exc
 
     def _where(self, executor: ThreadPoolExecutor) -> str:
         """The server that this executor asks, in words without passwords."""
-        url = installed(self.app).settings().ledger if executor is self._ledger else None
+        url = installed(self.app).settings().records if executor is self._records else None
         if url is not None:
-            return f"the ledger at {without_password(url)}"
+            return f"the records at {without_password(url)}"
         return f"the broker at {self.app.connection_for_write().as_uri()}"
 
     def _with_admin_part(self, question: Callable[[AdminPart], T]) -> T:

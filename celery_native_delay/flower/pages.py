@@ -15,8 +15,8 @@ from tornado import web
 from tornado.iostream import StreamClosedError
 
 from ..app.delay import Delay, listed
-from ..errors import InvalidQuery, LedgerUnavailable, NativeDelayError, NoLedger
-from ..ledger.model import Query
+from ..errors import InvalidQuery, NativeDelayError, NoRecords, RecordsUnavailable
+from ..records.waiting import Query
 from .asking import Asking
 from .patching import STATIC
 
@@ -41,7 +41,7 @@ _WRITTEN_AT_ONCE = 1 << 18
 _ALL_IDS_SECONDS = 60.0
 
 
-#: Beside the reason why a ledger is away.
+#: Beside the reason why records are away.
 _BROKERS_OWN = (
     "What is shown here is what the broker itself knows: what was cancelled or moved counts until "
     "it was due."
@@ -66,7 +66,7 @@ class Errors(BaseHandler):
         error = (kwargs.get("exc_info") or (None, None))[1]
         if isinstance(error, NativeDelayError) and not self._finished:
             self.clear()
-            self.set_status(503 if isinstance(error, LedgerUnavailable) else 400)
+            self.set_status(503 if isinstance(error, RecordsUnavailable) else 400)
             self.finish({"error": str(error)})
         else:
             super().send_error(status_code, **kwargs)
@@ -192,9 +192,9 @@ async def summary(asking: Asking) -> dict[str, Any]:
     }
     try:
         return found | await asking.delay(_numbers)
-    except NoLedger as exc:
+    except NoRecords as exc:
         return found | {"error": str(exc)}
-    except LedgerUnavailable as exc:
+    except RecordsUnavailable as exc:
         return found | {"error": f"{exc}. {_BROKERS_OWN}"}
 
 
@@ -237,7 +237,7 @@ class DataTable(Errors):
         except InvalidQuery as exc:
             self.write(answer | {"searchError": str(exc)})
             return
-        except LedgerUnavailable as exc:
+        except RecordsUnavailable as exc:
             self.write(answer | {"unavailable": str(exc)})
             return
         answer["data"] = [task.as_json() | {"due_us": task.due_us} for task in page]

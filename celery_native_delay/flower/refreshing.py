@@ -1,4 +1,4 @@
-"""Flower's list of tasks, kept in step with the ledger from its start on.
+"""Flower's list of tasks, kept in step with the records from its start on.
 
 A full run of Python's garbage collector over a hundred thousand tasks and their index stops the IO
 loop for a quarter of a second, and it runs again and again while they come. They need none of it:
@@ -16,7 +16,7 @@ from typing import Any
 
 from celery.utils.log import get_logger
 
-from ..errors import NativeDelayError, NoLedger
+from ..errors import NativeDelayError, NoRecords
 from .asking import Asking
 from .state import WaitingState
 
@@ -67,7 +67,7 @@ class Refreshing:
             try:
                 await self._round()
                 self._told = ""
-            except NoLedger:
+            except NoRecords:
                 async for some in _in_turns(self._state.delayed):
                     self._do_not_wait(self._state.due(some))
             except NativeDelayError as exc:

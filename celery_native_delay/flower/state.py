@@ -1,7 +1,7 @@
 """Flower's picture of the cluster, in which a task that waits in the broker is DELAYED.
 
 Monitors learn of a task when it is sent, if its app says so at all, and forget it on their restart.
-Here the ledger tells; events say what happens to the task afterwards, as ever. No event of our own
+Here the records tell; events say what happens to the task afterwards, as ever. No event of our own
 is sent: Celery would rank its state above REVOKED, and take its sender for a worker.
 """
 
@@ -20,7 +20,7 @@ from flower.events import EventsState
 
 from ..due_time import due_us
 from ..errors import InvalidDueTime
-from ..ledger.model import Outcome, Waiting
+from ..records.waiting import Outcome, Waiting
 
 DELAYED = "DELAYED"
 

@@ -15,7 +15,7 @@ TRIES = 100
 class KeyRecords(ABC):
     """The records of one namespace on one broker.
 
-    Every method may raise LedgerUnavailable or StoreUnavailable, and redis-py's own where the
+    Every method may raise RecordsUnavailable or StoreUnavailable, and redis-py's own where the
     broker is Redis.
     """
 

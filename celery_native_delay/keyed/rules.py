@@ -38,7 +38,7 @@ class Seen:
     record: Record | None
     waiting: tuple[Any, ...] = ()
     sends: str | None = None
-    text: bytes = b""
+    text: Any = None
 
 
 @dataclass(frozen=True)

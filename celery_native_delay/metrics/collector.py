@@ -28,7 +28,7 @@ class DelayCollector(Collector):
     """Collector of the last reading of *poll*, and of *counts*; does no I/O. *rated* are tasks.
 
     A number that is not known is left out, never 0: after a failure the state of the store,
-    without a ledger due times.
+    without records due times.
     """
 
     def __init__(
@@ -91,15 +91,15 @@ def _waiting(reading: Reading | None) -> Iterator[Metric]:
     )
     yield _gauge(
         "poll_duration_seconds",
-        "How long the last look at broker and ledger took.",
+        "How long the last look at broker and records took.",
         None if reading is None else reading.duration_seconds,
     )
-    knows_due = backlog is not None and bool(backlog.ledger_answers)
+    knows_due = backlog is not None and bool(backlog.records_answer)
     first_due = None if reading is None else reading.first_due
     yield _gauge(
-        "ledger_up",
-        "Whether the ledger answered; on Redis the broker is its own. Absent where none is kept.",
-        None if backlog is None or backlog.ledger_answers is None else float(knows_due),
+        "records_up",
+        "Whether the records answered; Redis keeps its own. Absent where none are kept.",
+        None if backlog is None or backlog.records_answer is None else float(knows_due),
     )
     yield _gauge(
         "pending",
@@ -108,10 +108,10 @@ def _waiting(reading: Reading | None) -> Iterator[Metric]:
         None if backlog is None else backlog.waiting,
     )
     yield _gauge(
-        "ledger_messages",
-        "Messages that wait as the ledger has them: without those that were cancelled or moved and "
-        "stay in RabbitMQ's levels until they were due. Absent without a ledger.",
-        None if backlog is None else backlog.in_ledger,
+        "records_messages",
+        "Messages that wait by the records: without those that were cancelled or moved and "
+        "stay in RabbitMQ's levels until they were due. Absent without records.",
+        None if backlog is None else backlog.in_records,
     )
     levels = GaugeMetricFamily(
         "celery_delay_messages",
@@ -128,13 +128,13 @@ def _waiting(reading: Reading | None) -> Iterator[Metric]:
     )
     yield _gauge(
         "next_due_timestamp_seconds",
-        "When the first message is due. Absent if none waits, and on RabbitMQ without a ledger.",
+        "When the first message is due. Absent if none waits, and on RabbitMQ without records.",
         first_due if knows_due else None,
     )
     yield _gauge(
         "overdue_seconds",
         "How long the first message has been due; 0 if none is. On Redis until it is promoted, by "
-        "RabbitMQ's ledger until a worker receives it. Absent on RabbitMQ without a ledger.",
+        "RabbitMQ's records until a worker receives it. Absent on RabbitMQ without records.",
         max(0, -(backlog.until_first_us or 0)) / 1_000_000 if backlog and knows_due else None,
     )
 

@@ -49,12 +49,12 @@ def expose(
 ) -> Exposed:
     """Put into *registry* what waits for *app*, and what workers with events on say came of it.
 
-    Broker and ledger are read by a thread, so that collecting does no I/O; while they are away it
+    Broker and records are read by a thread, so that collecting does no I/O; while they are away it
     says so, and goes on when they are back.
 
     Args:
         app: an installed app.
-        poll_seconds: how often broker and ledger are read.
+        poll_seconds: how often broker and records are read.
         listens: False where the caller receives events anyway, and hands those of the type
             ``delay-tally`` to ``.counts.hear(event)``.
 

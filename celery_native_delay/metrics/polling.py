@@ -1,4 +1,4 @@
-"""A thread that reads broker and ledger now and then, so that no scrape has to wait for them."""
+"""A thread that reads broker and records now and then, so that no scrape has to wait for them."""
 
 from __future__ import annotations
 

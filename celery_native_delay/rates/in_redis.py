@@ -13,7 +13,7 @@ from time import monotonic
 from typing import Any
 
 from ..backoff import Backoff
-from ..errors import LedgerUnavailable
+from ..errors import RecordsUnavailable
 from .line import KEPT_US, VERSION, Line, name_of
 from .lines import RateLine, Turn
 from .rate import Rate
@@ -227,7 +227,7 @@ class RedisLines:
     def _call(self, *command: Any, instead: tuple[str, str] | None = None) -> Any:
         """The answer to *command*; to one with *instead* in front, if its script is not known."""
         if self._connection is None and monotonic() < self._retry_at:
-            raise LedgerUnavailable(f"the lines of rated tasks at {self._where} are out of reach")
+            raise RecordsUnavailable(f"the lines of rated tasks at {self._where} are out of reach")
         try:
             if self._connection is None:
                 self._connect()
@@ -239,7 +239,7 @@ class RedisLines:
                 answer = self._answer((*instead, *command[2:]))
         except Exception as exc:  # redis-py's, the resolver's, TLS'
             self._lose()
-            raise LedgerUnavailable(
+            raise RecordsUnavailable(
                 f"the lines of rated tasks at {self._where} are out of reach: "
                 f"{type(exc).__name__}: {exc}"
             ) from exc

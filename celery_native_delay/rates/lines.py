@@ -65,7 +65,7 @@ class Turn:
 
 
 class Lines(Protocol):
-    """The state of all lines. Every method raises LedgerUnavailable while it is away."""
+    """The state of all lines. Every method raises RecordsUnavailable while it is away."""
 
     def ask(self, task: str, key: str | None, rate: Rate, place: int | None) -> Turn:
         """The turn of a task in its line; *place* is the one that it has, None for a newcomer."""

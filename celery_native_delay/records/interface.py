@@ -11,7 +11,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
+
+from .waiting import WaitingTasks
 
 T = TypeVar("T")
 
@@ -173,6 +175,10 @@ class Index(ABC):
     @abstractmethod
     def standing(self, member: str) -> Standing:
         """The standing of a message; asking changes nothing."""
+
+    @abstractmethod
+    def tasks(self, republishes: Any) -> WaitingTasks:
+        """The tasks that are listed, whose messages *republishes*, a transport's part, can read."""
 
     @abstractmethod
     def sweep(self) -> int:

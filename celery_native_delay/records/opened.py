@@ -5,7 +5,7 @@ from __future__ import annotations
 import atexit
 from typing import Any
 
-from ..transports.per_process import PerProcess
+from ..per_process import PerProcess
 
 _records: PerProcess[tuple[str, str], Any] = PerProcess()
 

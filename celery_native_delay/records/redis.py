@@ -6,13 +6,13 @@ A change in what the keys hold is a new VERSION.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from time import time_ns
 from typing import Any
 
 from ..errors import CannotDelay, RecordsUnavailable
 from ..finding import Finding
-from ..ledger.redis_index import THROW_AWAY, IndexKeys
 from ..urls import without_password
 from .interface import (
     ANSWER_SECONDS,
@@ -31,7 +31,10 @@ from .interface import (
     Standing,
     T,
 )
-from .redis_link import RedisLink, connection_maker
+from .redis_link import RedisLink, connection_maker, redis_options
+from .redis_listing import THROW_AWAY, IndexKeys, RedisListing
+from .tasks import RecordedTasks, Republishes
+from .waiting import Waiting, WaitingTasks
 
 VERSION = 1
 
@@ -295,6 +298,9 @@ class RedisRecords(Records, Index):
         is_known = mark or self._patient.ask("HEXISTS", self.keys.messages, member)
         return Standing.KNOWN if is_known else Standing.UNKNOWN
 
+    def tasks(self, republishes: Republishes) -> WaitingTasks:
+        return RedisTasks(self, republishes)
+
     # --- upkeep --------------------------------------------------------------------------
 
     def sweep(self) -> int:
@@ -305,13 +311,9 @@ class RedisRecords(Records, Index):
 
     def findings(self) -> Iterator[Finding]:
         """Faults of the Redis."""
-        import redis
-
         from ..redis_server import findings
-        from .redis_link import redis_options
 
-        to, options = redis_options(self.url, timeout_seconds=ANSWER_SECONDS)
-        with redis.Redis.from_url(to, **options) as client:
+        with redis_client(self.url) as client:
             yield from findings(
                 client,
                 key=f"{self.keys.space}.trial",
@@ -329,6 +331,41 @@ class RedisRecords(Records, Index):
             swept += taken
             if taken < _SWEPT_AT_ONCE:
                 return swept
+
+
+class RedisTasks(RecordedTasks, RedisListing):
+    """Waiting tasks that the index in a Redis lists, on a client of their own."""
+
+    def __init__(self, index: RedisRecords, republishes: Republishes) -> None:
+        def decode(member: str, entry: bytes, due_us: int) -> Waiting | None:
+            return republishes.waiting(member, entry.decode(), due_us)
+
+        RedisListing.__init__(self, redis_client(index.url), index.keys, decode)
+        self.index = index
+        self._where = index.where
+        self._delays = republishes
+
+    def close(self) -> None:
+        self._client.close()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        from redis.exceptions import RedisError
+
+        self.index.flush()
+        try:
+            yield
+        except (RedisError, OSError) as exc:
+            where = f"the records at {self._where} are out of reach"
+            raise RecordsUnavailable(f"{where}: {str(exc).rstrip('.')}") from exc
+
+
+def redis_client(url: str) -> Any:
+    """A client of redis-py's for all that people ask."""
+    to, options = redis_options(url, timeout_seconds=ANSWER_SECONDS)
+    import redis
+
+    return redis.Redis.from_url(to, **options)
 
 
 def too_often(name: RecordName) -> CannotDelay:

@@ -35,8 +35,8 @@ from sqlalchemy.dialects.mysql import LONGTEXT
 
 from ..errors import RecordsUnavailable
 from ..finding import WRONG, Finding, clock_finding
-from ..transports.sql.database import READS, clock_ahead_seconds, engine_of, now_us
 from ..urls import without_password
+from .database import READS, clock_ahead_seconds, engine_of, now_us
 from .interface import (
     MARK_GRACE_MS,
     STALE_AFTER_US,
@@ -52,7 +52,10 @@ from .interface import (
     Standing,
     T,
 )
+from .sql_listing import DueRows, SqlTasks
 from .sql_thread import SqlThread
+from .tasks import Republishes
+from .waiting import WaitingTasks
 
 METADATA = MetaData()
 
@@ -110,7 +113,7 @@ class SqlRecords(Records, Index):
         self.url = url
         self.where = without_password(url)
         self.owner = owner if len(owner) <= 64 else _digest(owner)
-        self.engine = engine_of(url)
+        self.engine = engine_of(url, setting="native_delay_records")
         self._is_ready = False
         self._thread = SqlThread(self.engine, self.where, self._make_tables, _note_all)
 
@@ -257,6 +260,28 @@ class SqlRecords(Records, Index):
             return Standing.KNOWN if is_known else Standing.UNKNOWN
 
         return self.look_up(looked)
+
+    def tasks(self, republishes: Republishes) -> WaitingTasks:
+        shown = (_WAITING.task_id, _WAITING.delivery_id, _WAITING.entry, _WAITING.due_us)
+        rows = DueRows(
+            WAITING,
+            _WAITING.owner == self.owner,
+            _WAITING.due_us,
+            _WAITING.delivery_id,
+            _WAITING.entry,
+            shown,
+        )
+        return SqlTasks(self, rows, republishes)
+
+    def entries(self, task_id: str) -> list[tuple[str, str, int]]:
+        """Members, entries and due times of the messages under *task_id*."""
+        asked = (
+            select(_WAITING.delivery_id, _WAITING.entry, _WAITING.due_us)
+            .where(_WAITING.owner == self.owner, _WAITING.task_id == task_id[:255])
+            .order_by(_WAITING.due_us)
+        )
+        rows = self.look_up(lambda connection: connection.execute(asked).all())
+        return [(f"{task_id}:{delivery_id}", entry, due_us) for delivery_id, entry, due_us in rows]
 
     # --- upkeep --------------------------------------------------------------------------
 

@@ -211,14 +211,14 @@ _NOT_FOR_PUBLISHING = (
     "telemetry",
     "fence",
     "fence_policy",
-    "ledger_away",
+    "records_away",
     "store_outage_seconds",
     "strict",
     "rates",
 )
 
 #: Settings whose URLs may hold a password, which the option must not show.
-_URLS = ("ledger", "store")
+_URLS = ("records", "store")
 
 
 def option_of(settings: DelaySettings | SettingsError) -> dict[str, Any] | bool:
@@ -246,7 +246,7 @@ def option_of(settings: DelaySettings | SettingsError) -> dict[str, Any] | bool:
     return changed or True
 
 
-#: Of ledgers and stores, by the same without its password.
+#: URLs of records and stores, by the same without its password.
 _whole_urls: dict[str, str] = {}
 
 

@@ -17,7 +17,7 @@ from secrets import token_hex
 from typing import Any, Protocol, runtime_checkable
 
 from ..durations import duration
-from ..errors import NativeDelayError, NoLedger, UnsupportedBroker
+from ..errors import NativeDelayError, NoRecords, UnsupportedBroker
 from ..finding import Finding
 from ..message import Delayed
 from ..rates.lines import Lines
@@ -127,11 +127,11 @@ class WorkerPart(ABC):
         return None
 
     def receipts(self) -> Receipts | None:
-        """The receipts to ask about every message that waited; None if no ledger is kept."""
+        """The receipts to ask about every message that waited; None if no records are kept."""
         return None
 
     def sweep(self) -> int:
-        """Remove what a ledger holds of messages that are long gone; their number."""
+        """Remove what the records hold of messages that were lost long ago; their number."""
         return 0
 
 
@@ -179,17 +179,17 @@ class GivesUp(Protocol):
 
 
 class Answer(Enum):
-    """The ledger's word on a message that waited."""
+    """The records' word on a message that waited."""
 
     RUN = "run"
     DROP = "drop"
     """Its task was cancelled or moved; another message has taken its place."""
     AWAY = "away"
-    """The ledger cannot be asked right now."""
+    """The records cannot be asked right now."""
 
 
 class Receipts(Protocol):
-    """The ledger, as a worker asks it about every message that waited, before anything else."""
+    """The records, which a worker asks about every message that waited, before anything else."""
 
     def may_run(self, headers: Mapping[str, Any], delayed: Delayed) -> Answer:
         """The answer for a message, by its *headers* and its wait."""
@@ -256,17 +256,17 @@ class Level:
 class Backlog:
     """Numbers of messages that wait on a broker.
 
-    *ledger_answers* says whether the ledger does, None where none is kept. Only if it does, it is
+    *records_answer* says whether the records do, None where none are kept. Only if so, it is
     known when the first message is due: *until_first_us* in microseconds, below 0 since it was;
-    None if nothing waits. *in_ledger* is how many it says wait, None where it does not.
+    None if nothing waits. *in_records* is how many it says wait, None where it does not.
     """
 
     waiting: int
     parked: int
     levels: tuple[Level, ...] = ()
-    ledger_answers: bool | None = None
+    records_answer: bool | None = None
     until_first_us: int | None = None
-    in_ledger: int | None = None
+    in_records: int | None = None
 
 
 class AdminPart(Protocol):
@@ -287,7 +287,7 @@ class AdminPart(Protocol):
         """
 
     def examine(self) -> list[Finding]:
-        """Look at what moves: what is overdue, parked, held up; who hands over; ledger, clocks."""
+        """Look at what moves: what is overdue, parked, held up; who hands over; records, clocks."""
 
     def status(self) -> Report:
         """Count what waits and what is parked, by the broker alone."""
@@ -317,22 +317,22 @@ class ExpectsQueues(Protocol):
 
 
 @runtime_checkable
-class CountsByLedger(Protocol):
-    """An admin part on a broker that cannot be looked into, whose ledger knows what waits in it."""
+class CountsByRecords(Protocol):
+    """An admin part on a broker that cannot be looked into, whose records know what waits in it."""
 
-    def status_with_ledger(self) -> Report:
-        """:meth:`AdminPart.status` and what the ledger says; one that is away is told, not raised.
+    def status_with_records(self) -> Report:
+        """:meth:`AdminPart.status` and what the records say, or why they are away.
 
-        May take as long as a ledger has to answer.
+        May take as long as records have to answer.
         """
 
 
 def lines_of(channel: Any, settings: DelaySettings) -> Lines:
-    """The lines of rated tasks beside the broker of *channel*; NoLedger where nothing can count."""
+    """The lines of rated tasks beside the broker of *channel*; or NoRecords."""
     if not hasattr(channel, "lines"):
-        raise NoLedger(
+        raise NoRecords(
             "nothing beside this broker can count the tasks of native_delay_rates: use Redis, a "
-            "database, or RabbitMQ with native_delay_ledger as the broker"
+            "database, or RabbitMQ with native_delay_records as the broker"
         )
     lines: Lines = channel.lines(settings)
     return lines
@@ -341,7 +341,7 @@ def lines_of(channel: Any, settings: DelaySettings) -> Lines:
 #: The way out where no records of keys can be kept.
 WHERE_KEYS_ARE_KEPT = (
     "debounce, throttle and unique need the records of their keys in one place with what waits: "
-    'use a Redis broker, RabbitMQ with native_delay_ledger = "redis://…", a sqla+… broker, or one '
+    'use a Redis broker, RabbitMQ with native_delay_records = "redis://…", a sqla+… broker, or one '
     "whose messages wait in native_delay_store"
 )
 

@@ -21,7 +21,7 @@ class Moving:
 
     *properties* are AMQP's, with the headers under ``application_headers``. It may come later than
     it was due by *late_seconds*, where that had to be computed. With *again* the other place may
-    have it already: a run was interrupted. One that is *known* stands in the ledger as it is.
+    have it already: a run was interrupted. One that is *known* stands in the records as it is.
     """
 
     body: bytes

@@ -19,7 +19,7 @@ from typing import Any
 from amqp.exceptions import AMQPError
 from celery.utils.log import get_logger
 
-from ..errors import LedgerUnavailable, ManagementUnavailable, NativeDelayError, NotPermitted
+from ..errors import ManagementUnavailable, NativeDelayError, NotPermitted, RecordsUnavailable
 from ..finding import WRONG
 from ..settings import DelaySettings
 from ..transports.interface import Wait, WorkerPart
@@ -158,7 +158,7 @@ class Attendant(Thread):
         else:
             self._look_seconds = LONGEST_LOOK_SECONDS
         self._next_look = monotonic() + self._look_seconds
-        with suppress(LedgerUnavailable):  # the gate that asks it says so
+        with suppress(RecordsUnavailable):  # the gate that asks it says so
             self._part().sweep()
 
     def _name_dangers(self) -> None:

@@ -13,7 +13,7 @@ from ..settings import DelaySettings
 from ..transports.interface import Answer, Receipts
 from .arrival import Announce, Arrival, AskAgain, Drop, Gate, Ruling, WaitUntil
 
-#: For so long a task waits again while the ledger cannot say whether it may run, in microseconds.
+#: For so long a task waits again while the records cannot say whether it may run, in microseconds.
 AWAY_US = 5_000_000
 
 
@@ -24,16 +24,16 @@ def gates(settings: DelaySettings, moved: Moved, *more: Gate | None) -> tuple[Ga
 
 
 class Moved:
-    """The gate for what the ledger says was moved: another message has taken its place.
+    """The gate for tasks that the records say were moved: another message has taken its place.
 
-    Without *receipts*, as without a ledger, everything passes. While the ledger is away, a task
-    runs unasked or waits, as ``native_delay_ledger_away`` says; one that was cancelled does not
+    Without *receipts*, as without records, everything passes. While the records are away, a task
+    runs unasked or waits, as ``native_delay_records_away`` says; one that was cancelled does not
     wait, for it would lose the mark of that.
     """
 
     def __init__(self, settings: DelaySettings) -> None:
         self.receipts: Receipts | None = None
-        self._waits = settings.ledger_away != "run"
+        self._waits = settings.records_away != "run"
 
     def __call__(self, arrival: Arrival) -> Ruling | None:
         delayed = arrival.delayed

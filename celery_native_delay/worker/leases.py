@@ -21,7 +21,7 @@ from ..app.keyed import key_records
 from ..keyed import rules
 from ..keyed.records import KeyRecords
 from ..keyed.rules import RENEWED_EVERY_SECONDS, Rule, Step
-from ..transports.per_process import PerProcess
+from ..per_process import PerProcess
 
 logger = get_logger(__name__)
 

@@ -23,7 +23,7 @@ from celery.utils.log import get_logger
 from celery.worker import state
 
 from ..app.installation import delaying_channel
-from ..errors import LedgerUnavailable
+from ..errors import RecordsUnavailable
 from ..rates.lines import Lines
 from ..rates.rate import Rate
 from ..rates.retry_after import RetryAfter
@@ -94,9 +94,9 @@ class Rated:
         key = self._key(arrival, rate)
         try:
             if self.lines is None:
-                raise LedgerUnavailable("native delay is off in this worker")
+                raise RecordsUnavailable("native delay is off in this worker")
             turn = self.lines.ask(arrival.name, key, rate, _place(headers, key))
-        except LedgerUnavailable as exc:
+        except RecordsUnavailable as exc:
             self._tell(exc)
             return WaitUntil(arrival.now_us + AWAY_US, otherwise=AskAgain(AWAY_US / 1e6))
         self._told = False
@@ -131,7 +131,7 @@ class Rated:
             )
             return None
 
-    def _tell(self, exc: LedgerUnavailable) -> None:
+    def _tell(self, exc: RecordsUnavailable) -> None:
         if not self._told:
             self._told = True
             logger.warning("native delay: tasks that have a rate wait until it answers: %s", exc)

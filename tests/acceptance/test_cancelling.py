@@ -26,7 +26,7 @@ def margin_seconds() -> float:
 
 @pytest.fixture
 def fleet(vhost_url: str, ledger_redis: PrivateRedis, tmp_path: Path) -> Iterator[Fleet]:
-    conf = {"native_delay_ledger": ledger_redis.url} | results_in(ledger_redis)  # noqa: F405
+    conf = {"native_delay_records": ledger_redis.url} | results_in(ledger_redis)  # noqa: F405
     with fleet_on(vhost_url, tmp_path, **conf) as fleet:
         yield fleet
     gc.collect()  # results unsubscribe
@@ -44,7 +44,7 @@ def test_a_thousand_of_ten_thousand_are_cancelled_and_exactly_those_do_not_run(
 def test_while_the_ledger_is_away_tasks_wait_if_they_are_to(vhost_url: str, tmp_path: Path) -> None:
     """Nothing that was cancelled runs; what was not, runs when the ledger is back."""
     with private_redis() as ledger:
-        conf = {"native_delay_ledger": ledger.url, "native_delay_ledger_away": "wait"}
+        conf = {"native_delay_records": ledger.url, "native_delay_records_away": "wait"}
         with fleet_on(vhost_url, tmp_path, **conf) as fleet:
             app = fleet.app()
             worker = fleet.worker(pool="solo")

@@ -17,7 +17,7 @@ from selenium.common.exceptions import WebDriverException
 from selenium.webdriver import Keys
 from selenium.webdriver.common.by import By
 
-from celery_native_delay import Delay, LedgerUnavailable, install
+from celery_native_delay import Delay, RecordsUnavailable, install
 from celery_native_delay.bulk import bulk
 from celery_native_delay.flower.asking import Asking
 from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, private_redis
@@ -313,9 +313,9 @@ def test_the_list_of_tasks_is_complete_after_every_start(fleet: Fleet, flowers: 
 
 def test_a_broker_that_is_away_is_said_to_be() -> None:
     asking = Asking(install(Celery("away", broker="redis://127.0.0.1:1/0", set_as_current=False)))
-    with pytest.raises(LedgerUnavailable, match="cannot be used"):
+    with pytest.raises(RecordsUnavailable, match="cannot be used"):
         asyncio.run(asking.admin(lambda part: part.status()))
-    with pytest.raises(LedgerUnavailable, match="cannot be used"):
+    with pytest.raises(RecordsUnavailable, match="cannot be used"):
         asyncio.run(asking.delay(lambda delay: delay.count()))
     asking.stop()
 
@@ -325,19 +325,19 @@ def test_on_rabbitmq_the_levels_are_shown_and_the_ledger_is_asked(
     vhost_url: str, ledger_redis: PrivateRedis, tmp_path: Path
 ) -> None:
     """Without a ledger the page still tells how many wait, and what it takes to see them."""
-    ledger = {"native_delay_ledger": ledger_redis.url}
+    ledger = {"native_delay_records": ledger_redis.url}
     with fleet_on(vhost_url, tmp_path, **ledger) as fleet:
         flowers = Flowers(fleet)
         try:
             app = fleet.app()
             send(app, 40)
             flower = flowers.start(user=USER, wait=False)
-            blind = flowers.start(wait=False, user=USER, conf={"native_delay_ledger": None})
+            blind = flowers.start(wait=False, user=USER, conf={"native_delay_records": None})
             flower.ready()
             flower.json("/api/delays/cancel", {"ids": ["task-7", "task-8"]})
             assert Delay(app).count() == 38
             assert blind.json("/delays/summary")["waiting"] >= 38
-            assert "native_delay_ledger" in blind.json("/delays/summary")["error"]
+            assert "native_delay_records" in blind.json("/delays/summary")["error"]
             assert blind.ask("/api/delays")[0] == 503
             with browser() as chrome:
                 page = DelaysPage(chrome, flower)
@@ -364,7 +364,7 @@ def test_without_its_ledger_the_page_shows_what_the_broker_knows(
 ) -> None:
     """It says where the ledger is, why it is away, and what that means; and shows all again."""
     with private_redis(password="hush") as ledger:
-        conf = {"native_delay_ledger": ledger.url, "native_delay_ledger_away": away}
+        conf = {"native_delay_records": ledger.url, "native_delay_records_away": away}
         with fleet_on(vhost_url, tmp_path, **conf) as fleet, flowers_on(fleet) as flowers:
             fill_and_park(fleet.app())
             flower = flowers.start(user=USER)
@@ -423,7 +423,7 @@ def test_flower_follows_what_waits_through_a_restart_of_rabbitmq(
 ) -> None:
     """It lists, finds and changes what waits, and answers promptly meanwhile; so does the next."""
     conf = {
-        "native_delay_ledger": ledger_redis.url,
+        "native_delay_records": ledger_redis.url,
         "native_delay_management_url": mortal_rabbitmq.management_url,
     }
     with fleet_on(mortal_url, tmp_path, **conf) as fleet, flowers_on(fleet) as flowers:

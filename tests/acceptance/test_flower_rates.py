@@ -185,4 +185,4 @@ def test_without_rates_there_is_no_link_and_the_page_says_what_it_takes(
         assert "see native_delay_rates" in flower.ask("/delays/rates")[1]
         status, said = flower.ask("/delays/rates/lines")
         assert status == 503
-        assert "native_delay_ledger" in said
+        assert "native_delay_records" in said

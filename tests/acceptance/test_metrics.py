@@ -56,7 +56,7 @@ def test_what_waits_in_redis_is_told_and_what_came_of_it(
         for number in range(3):
             note.apply_async((number,), countdown=600 + number)
         exporter.wait_for("pending", 3)
-        assert exporter.value("ledger_messages") == 3
+        assert exporter.value("records_messages") == 3
         next_due = exporter.value("next_due_timestamp_seconds")
         assert next_due is not None
         assert due <= next_due <= time() + 600
@@ -127,7 +127,7 @@ def shop(rabbitmq: PrivateRabbitMQ, tmp_path_factory: pytest.TempPathFactory) ->
     folder = tmp_path_factory.mktemp("shop")
     with (
         private_redis() as ledger,
-        fleet_on(url, folder, native_delay_ledger=ledger.url, **conf) as fleet,
+        fleet_on(url, folder, native_delay_records=ledger.url, **conf) as fleet,
         ExitStack() as started,
     ):
         worker = fleet.worker(more=("-E",), wait=False)
@@ -147,7 +147,7 @@ def test_what_waits_in_rabbitmq_is_told_and_what_came_of_it(shop: Shop) -> None:
     exporter = shop.exporter
     exporter.wait_for("messages", 3, level="level-12", ttl_seconds="512")
     exporter.wait_for("pending", 4)  # what is cancelled stays in its level
-    exporter.wait_for("ledger_messages", 3)
+    exporter.wait_for("records_messages", 3)
     assert exporter.value("messages", level="level-00", ttl_seconds="0.125") == 0
     assert exporter.value("overdue_seconds") == 0
     next_due = exporter.value("next_due_timestamp_seconds")
@@ -158,21 +158,21 @@ def test_what_waits_in_rabbitmq_is_told_and_what_came_of_it(shop: Shop) -> None:
     assert late_seconds > 0
 
     shop.ledger.kill()
-    exporter.wait_for("ledger_up", 0)
-    assert exporter.value("overdue_seconds") is exporter.value("ledger_messages") is None
+    exporter.wait_for("records_up", 0)
+    assert exporter.value("overdue_seconds") is exporter.value("records_messages") is None
     assert exporter.value("pending") == 4
     shop.ledger.start()
-    exporter.wait_for("ledger_up", 1)
+    exporter.wait_for("records_up", 1)
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize("rabbitmq_version", ["3.10"], indirect=True)
 def test_without_a_ledger_nothing_is_said_about_due_times(shop: Shop) -> None:
-    with exporter_of(shop.fleet, native_delay_ledger=None) as exporter:
+    with exporter_of(shop.fleet, native_delay_records=None) as exporter:
         exporter.wait_for("pending", 4)
         for name in (
-            "ledger_up",
-            "ledger_messages",
+            "records_up",
+            "records_messages",
             "next_due_timestamp_seconds",
             "overdue_seconds",
         ):

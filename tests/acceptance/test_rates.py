@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from celery_native_delay import Delay, NoLedger, Rate, install
+from celery_native_delay import Delay, NoRecords, Rate, install
 from celery_native_delay.testing import PrivateRedis, private_redis, private_sentinel
 from tests.acceptance.apps.tasks import new_app
 from tests.acceptance.worker import Fleet, fleet_on
@@ -26,9 +26,9 @@ def test_a_worker_that_cannot_count_does_not_start(fleet: Fleet) -> None:
     app.send_task("call_api", ("ada",))
     worker = fleet.worker(wait=False, **RATES)
     assert worker.process.wait(PATIENCE_SECONDS) != 0
-    assert worker.log_lines("native_delay_rates needs a Redis", 'native_delay_ledger = "redis://')
+    assert worker.log_lines("native_delay_rates needs a Redis", 'native_delay_records = "redis://')
     assert fleet.record.runs() == []
-    with pytest.raises(NoLedger, match="set native_delay_ledger"):
+    with pytest.raises(NoRecords, match="set native_delay_records"):
         Delay(app).rates()
 
 
@@ -48,14 +48,14 @@ def test_sqs_has_nothing_to_count_in() -> None:
     app = install(new_app(broker_url="sqs://"), rates={"call_api": "1/s"})
     connection = app.connection_for_write()
     channel = connection.transport.delaying_channel
-    with pytest.raises(NoLedger, match="SQS keeps nothing that could be counted in"):
+    with pytest.raises(NoRecords, match="SQS keeps nothing that could be counted in"):
         channel.lines(None, None)
 
 
 @on_one_version
 def test_rated_tasks_wait_while_their_lines_are_away(fleet: Fleet) -> None:
     with private_redis() as ledger:
-        conf = RATES | {"native_delay_ledger": ledger.url}
+        conf = RATES | {"native_delay_records": ledger.url}
         app = fleet.app(**conf)
         worker = fleet.worker(**conf)
         first = app.send_task("call_api", ("ada",)).id

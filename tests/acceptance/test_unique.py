@@ -57,7 +57,7 @@ def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
             running = request.getfixturevalue("running_rabbitmq")
             server: PrivateRabbitMQ = running("3.10")
             url = server.new_vhost()
-            conf |= {"native_delay_levels": FEW_LEVELS, "native_delay_ledger": ledger.url}
+            conf |= {"native_delay_levels": FEW_LEVELS, "native_delay_records": ledger.url}
             with fleet_on(url, tmp_path, **conf) as fleet:
                 yield fleet
             server.delete_vhost(vhost_name(url))

@@ -100,8 +100,8 @@ def _on_rabbitmq(
     url = cluster.new_vhost()
     conf = {
         "queue_type": "quorum",
-        "native_delay_ledger": ledger.url,
-        "native_delay_ledger_away": "wait",
+        "native_delay_records": ledger.url,
+        "native_delay_records_away": "wait",
         "native_delay_levels": 13,
     }
     nodes = len(cluster.nodes)

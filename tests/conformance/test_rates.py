@@ -48,7 +48,7 @@ def conf_of(url: str, request: pytest.FixtureRequest) -> dict[str, Any]:
     conf |= {"broker_transport_options": options_of(url), "native_delay_levels": FEW_LEVELS}
     if url.startswith("amqp"):
         server: PrivateRedis = request.getfixturevalue("ledger")
-        conf["native_delay_ledger"] = f"redis://127.0.0.1:{server.port}/{next(_databases)}"
+        conf["native_delay_records"] = f"redis://127.0.0.1:{server.port}/{next(_databases)}"
     return conf
 
 

@@ -1,4 +1,4 @@
-"""The promises of the records, held by both backends: Redis, and a database (SQLite, PostgreSQL)."""
+"""The promises of the records, held by both backends: Redis, and a database."""
 
 from __future__ import annotations
 
@@ -264,7 +264,7 @@ def test_records_that_are_away_hold_nobody_up(url: str) -> None:
     for number in range(100):
         records.note(listed(number))
     assert records.received(listed(1).member) is None
-    with pytest.raises(RecordsUnavailable, match="records at .* out of reach"):
+    with pytest.raises(RecordsUnavailable, match=r"records at .* out of reach"):
         records.load([NAME])
     (finding,) = records.findings()
     assert "does not serve" in finding.problem

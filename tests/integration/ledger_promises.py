@@ -110,7 +110,7 @@ def test_ids_are_read_a_few_at_a_time_and_all_of_them(
     app: Celery, delay: Delay, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also of more tasks that are due together than are read at a time."""
-    monkeypatch.setattr("celery_native_delay.ledger.model.IDS_AT_ONCE", 3)
+    monkeypatch.setattr("celery_native_delay.records.waiting.IDS_AT_ONCE", 3)
     eta = datetime.now(UTC) + timedelta(hours=1)
     for number in range(12):
         later = timedelta(seconds=max(0, number - 8))

@@ -283,10 +283,10 @@ def test_a_ledger_that_is_down_or_wrong_is_named(
     management = {"management_url": rabbitmq.management_url}
 
     def on(ledger: str) -> Celery:
-        return app_on(vhost_url, ledger=ledger, **management, **SETTINGS)
+        return app_on(vhost_url, records=ledger, **management, **SETTINGS)
 
     with private_redis(server="redis") as ledger:
-        project.write(APP, vhost_url, ledger=ledger.url, **management, **SETTINGS)
+        project.write(APP, vhost_url, records=ledger.url, **management, **SETTINGS)
         assert project.delay("declare").returncode == 0
         assert of_level(on(ledger.url), WRONG) == []
         assert project.told("doctor")["healthy"] is True
@@ -318,7 +318,7 @@ def test_a_ledger_that_is_down_or_wrong_is_named(
         ledger.stop()
         down = project.delay("doctor")
         assert down.returncode == 1
-        assert "native_delay_ledger at redis://127.0.0.1" in down.stdout
+        assert "native_delay_records at redis://127.0.0.1" in down.stdout
         assert "start it, or correct" in down.stdout
         ledger.start()
 
@@ -636,13 +636,13 @@ def test_rates_that_cannot_be_counted_are_named(vhost_url: str) -> None:
 
     (found,) = of_rates(on())
     assert found.problem.startswith("no worker starts with these rates")
-    assert 'set native_delay_ledger = "redis://' in found.remedy
+    assert 'set native_delay_records = "redis://' in found.remedy
     with private_redis(server="redis") as ledger:
-        assert of_rates(on(ledger=ledger.url)) == []
+        assert of_rates(on(records=ledger.url)) == []
         ledger.stop()
-        (found,) = of_rates(on(ledger=ledger.url))
+        (found,) = of_rates(on(records=ledger.url))
     assert "no rated task starts: the lines of rated tasks at redis://" in found.problem
-    assert "native_delay_ledger" in found.remedy
+    assert "native_delay_records" in found.remedy
 
 
 def test_a_store_that_is_not_there_is_not_made_for_rates(folder_url: str) -> None:

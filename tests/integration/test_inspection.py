@@ -607,7 +607,7 @@ def test_status_shows_what_waits(shop: Project, rabbitmq: PrivateRabbitMQ, vhost
         f"{SLOW_TOPOLOGY.level_queue(128)} 2 min 8 s 2 0",
         "waiting 3",
         "next due within 2 min 8 s",
-        "overdue unknown (native_delay_ledger is not set)",
+        "overdue unknown (native_delay_records is not set)",
         "parked 1",
         "stuck 0",
     ]
@@ -615,7 +615,7 @@ def test_status_shows_what_waits(shop: Project, rabbitmq: PrivateRabbitMQ, vhost
     assert told["name"] == SLOW_TOPOLOGY.name
     assert (told["waiting"], told["parked"], told["stuck"]) == (3, 1, 0)
     assert told["next_due_within_seconds"] == 128
-    assert (told["ledger"], told["overdue"], told["not_in_ledger"]) == (None, None, None)
+    assert (told["ledger"], told["overdue"], told["not_in_records"]) == (None, None, None)
     assert told["in_levels"] == 3
     assert told["levels"][-1] == {
         "queue": SLOW_TOPOLOGY.level_queue(128),
@@ -651,12 +651,12 @@ def test_status_tells_tasks_by_the_ledger_and_explains_the_copies_in_the_levels(
     """As `ls` lists them. While the ledger is away, it says so, and what the broker knows."""
     settings = {"management_url": rabbitmq.management_url, "levels": 20}
     with private_redis() as ledger:
-        shop = Project(tmp_path).write(INSTALLED, vhost_url, ledger=ledger.url, **settings)
+        shop = Project(tmp_path).write(INSTALLED, vhost_url, records=ledger.url, **settings)
         with Celery("shop", broker=vhost_url, set_as_current=False) as app:
-            four_tasks(install(app, ledger=ledger.url, **settings))
+            four_tasks(install(app, records=ledger.url, **settings))
         told = shop.told("status")
         assert told["waiting"] == shop.told("ls")["total"] == 3
-        assert (told["in_levels"], told["not_in_ledger"], told["overdue"]) == (4, 2, 1)
+        assert (told["in_levels"], told["not_in_records"], told["overdue"]) == (4, 2, 1)
         assert 0 < told["overdue_seconds"] < PATIENCE_SECONDS + 60
         assert told["next_due_within_seconds"] == 0
         assert told["ledger"] == {"where": ledger.url, "error": None}

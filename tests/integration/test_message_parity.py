@@ -365,9 +365,9 @@ def site_of(
 
         plain = stack.enter_context(Connection(url, transport_options={"confirm_publish": True}))
         producers = {mode: connection(confirm_publish=mode) for mode in ("wait", "window", "off")}
-        producers["ledger"] = connection(ledger=ledger)
+        producers["ledger"] = connection(records=ledger)
         receiver = connection() if consumer == "installed" else stack.enter_context(Connection(url))
-        worker = connection(worker_url, ledger=ledger)
+        worker = connection(worker_url, records=ledger)
         site = Site(plain, producers, worker, receiver)
         site.declare()
         yield site

@@ -505,7 +505,7 @@ def killed_in_the_middle(app: Celery, *names: str) -> None:
     """Move one message, and end before its original is gone."""
     with ExitStack() as stack:
         connection = stack.enter_context(app.connection_for_write())
-        part, sources = stack.enter_context(moving(app, connection, names, ledger=None))
+        part, sources = stack.enter_context(moving(app, connection, names, records=None))
         part.prepare(list(app.amqp.queues.values()))
 
         def done() -> bool:

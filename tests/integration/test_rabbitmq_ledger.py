@@ -13,15 +13,6 @@ from typing import Any
 
 import pytest
 from celery import Celery
-
-from celery_native_delay import Delay, DelayTooLong, LedgerUnavailable, NoLedger, install
-from celery_native_delay.bulk import bulk
-from celery_native_delay.testing import (
-    PrivateRabbitMQ,
-    PrivateRedis,
-    private_redis,
-    vhost_name,
-)
 from celery_native_delay.transports.rabbitmq.ledger.connection import (
     PATIENCE_SECONDS as LEDGER_PATIENCE_SECONDS,
 )
@@ -36,6 +27,15 @@ from celery_native_delay.transports.rabbitmq.ledger.scripts import (
     STALE_AFTER_US,
     LedgerKeys,
 )
+
+from celery_native_delay import Delay, DelayTooLong, NoRecords, RecordsUnavailable, install
+from celery_native_delay.bulk import bulk
+from celery_native_delay.testing import (
+    PrivateRabbitMQ,
+    PrivateRedis,
+    private_redis,
+    vhost_name,
+)
 from tests.integration.ledger_promises import *  # noqa: F403
 from tests.waiting import wait_until
 
@@ -47,7 +47,7 @@ def keys_of(app: Celery) -> LedgerKeys:
 
 
 def line_for(app: Celery) -> LedgerConnection:
-    return ledger_connection(app.conf.native_delay_ledger, "celery_delay", keys_of(app).vhost)
+    return ledger_connection(app.conf.native_delay_records, "celery_delay", keys_of(app).vhost)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +62,7 @@ def vhost_url(rabbitmq: PrivateRabbitMQ) -> Iterator[str]:
 def app(vhost_url: str, ledger_redis: PrivateRedis) -> Iterator[Celery]:
     app = Celery("shop", broker=vhost_url, set_as_current=False)
     app.conf.result_backend = ledger_redis.url.replace("/0", "/1")
-    yield install(app, ledger=ledger_redis.url)
+    yield install(app, records=ledger_redis.url)
     close_results(app)  # noqa: F405
     app.close()
 
@@ -75,7 +75,7 @@ def plain_app(vhost_url: str) -> Iterator[Celery]:
 
 def test_without_a_ledger_the_way_out_is_told(vhost_url: str) -> None:
     with install(Celery("shop", broker=vhost_url, set_as_current=False)) as app:
-        with pytest.raises(NoLedger, match="set native_delay_ledger"):
+        with pytest.raises(NoRecords, match="set native_delay_records"):
             Delay(app).ls()
         app.control.revoke("order-1")  # as ever
 
@@ -88,7 +88,7 @@ def test_virtual_hosts_may_share_a_redis(
     ledger_redis.client.flushall()
     url = rabbitmq.new_vhost()
     with install(
-        Celery("bills", broker=url, set_as_current=False), ledger=ledger_redis.url
+        Celery("bills", broker=url, set_as_current=False), records=ledger_redis.url
     ) as other:
         send(app, 1, countdown=3600)  # noqa: F405
         send(other, 2, countdown=3600)  # noqa: F405
@@ -101,7 +101,7 @@ def test_virtual_hosts_may_share_a_redis(
 def test_the_ledgers_password_is_not_shown() -> None:
     app = install(
         Celery("shop", broker="amqp://", set_as_current=False),
-        ledger="redis://:secret@localhost/3",
+        records="redis://:secret@localhost/3",
     )
     assert "secret" not in repr(app.connection_for_write().transport_options)
     app.close()
@@ -253,7 +253,7 @@ def test_publishing_goes_on_while_the_ledger_is_away(
     """With one warning; and the ledger is used again when it is back."""
     with private_redis() as server:
         app = Celery("shop", broker=vhost_url, set_as_current=False)
-        install(app, ledger=server.url)
+        install(app, records=server.url)
         delay = Delay(app)
         timed(app, 1)
         usual_seconds = timed(app, 100)
@@ -272,7 +272,7 @@ def test_publishing_goes_on_while_the_ledger_is_away(
 
         wait_until(lambda: told() or None)
         if how == "down":
-            with pytest.raises(LedgerUnavailable):
+            with pytest.raises(RecordsUnavailable):
                 delay.count()
             server.start()
 
@@ -296,7 +296,7 @@ def test_a_change_of_many_goes_on_over_a_new_connection_and_says_how_far_it_came
 ) -> None:
     with private_redis() as server:
         app = Celery("shop", broker=vhost_url, set_as_current=False)
-        install(app, ledger=server.url)
+        install(app, records=server.url)
         ids = [send(app, number, countdown=3600) for number in range(5)]  # noqa: F405
         happens = {ids[1]: reset, ids[4]: server.kill}
 
@@ -306,7 +306,7 @@ def test_a_change_of_many_goes_on_over_a_new_connection_and_says_how_far_it_came
 
         delay = Delay(app)
         assert all(delay._change(ids[:3], cancel))
-        with pytest.raises(LedgerUnavailable, match="1 of 2 were changed, then the ledger"):
+        with pytest.raises(RecordsUnavailable, match="1 of 2 were changed, then the ledger"):
             delay._change(ids[3:], cancel)
         app.close()
 

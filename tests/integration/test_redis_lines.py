@@ -10,7 +10,7 @@ import redis
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from celery_native_delay import LedgerUnavailable, Rate
+from celery_native_delay import Rate, RecordsUnavailable
 from celery_native_delay.rates.in_redis import RedisLines
 from celery_native_delay.rates.line import Line, name_of
 from celery_native_delay.testing import PrivateRedis, private_redis
@@ -106,7 +106,7 @@ def test_a_server_that_is_away_is_told_and_asked_again(server: PrivateRedis) -> 
     assert lines.ask("shop.call_api", "new", Rate("1/h"), None).starts
     server.stop()
     for _ in range(2):
-        with pytest.raises(LedgerUnavailable, match="out of reach"):
+        with pytest.raises(RecordsUnavailable, match="out of reach"):
             lines.ask("shop.call_api", "new", Rate("1/h"), None)
     server.start()
     lines._retry_at = 0

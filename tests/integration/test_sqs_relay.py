@@ -20,7 +20,7 @@ from kombu import Connection
 
 from celery_native_delay import (
     CannotDelay,
-    NoLedger,
+    NoRecords,
     TopologyMismatch,
     UnsupportedBroker,
     register_transports,
@@ -531,7 +531,7 @@ def test_a_producer_goes_on_after_its_delay_queue_was_deleted(
 
 def test_nobody_can_look_into_sqs_and_that_is_said(sqs: PrivateSqs) -> None:
     with delaying(sqs.url) as connection:
-        with pytest.raises(NoLedger, match="SQS does not show what waits"):
+        with pytest.raises(NoRecords, match="SQS does not show what waits"):
             connection.default_channel.ledger(None)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from celery import Celery
 
-from celery_native_delay import Delay, LedgerUnavailable, Verdict, install
+from celery_native_delay import Delay, RecordsUnavailable, Verdict, install
 from celery_native_delay.transports.sql.store import Store
 from tests.conformance.brokers import Broker, options_of, settings_of
 from tests.integration.ledger_promises import *  # noqa: F403
@@ -78,9 +78,9 @@ def test_a_store_that_is_away_is_said_to_be(app: Celery, delay: Delay, broker: B
     store = store_of(app)
     present, store.engine = store.engine, Store("sqlite:////nowhere/delays.db", "x").engine
     try:
-        with pytest.raises(LedgerUnavailable, match="unable to open database file"):
+        with pytest.raises(RecordsUnavailable, match="unable to open database file"):
             delay.count()
-        with pytest.raises(LedgerUnavailable):
+        with pytest.raises(RecordsUnavailable):
             delay.cancel("order-1")
     finally:
         store.engine = present

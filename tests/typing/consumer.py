@@ -40,7 +40,7 @@ class Shop(Celery):  # type: ignore[misc]  # Celery has no types
 
 
 def installing() -> Shop:
-    app = install(Shop("shop", broker="amqp://"), levels=28, ledger="redis://")
+    app = install(Shop("shop", broker="amqp://"), levels=28, records="redis://")
     assert_type(app, Shop)
     return app
 

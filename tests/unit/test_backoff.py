@@ -7,7 +7,7 @@ import os
 import pytest
 
 from celery_native_delay.backoff import Backoff
-from celery_native_delay.transports.per_process import PerProcess
+from celery_native_delay.per_process import PerProcess
 
 
 def test_each_pause_is_twice_as_long_up_to_the_longest() -> None:

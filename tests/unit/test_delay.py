@@ -16,7 +16,7 @@ from celery_native_delay import (
     DelayTooLong,
     InvalidDueTime,
     InvalidQuery,
-    LedgerUnavailable,
+    RecordsUnavailable,
     SettingsError,
     Verdict,
     delay_headers,
@@ -65,7 +65,7 @@ def test_a_cancel_whose_answer_was_lost_is_not_said_to_have_failed(
         return outcome
 
     monkeypatch.setattr(Delay, "_cancel", lose_the_first_answer)
-    with pytest.raises(LedgerUnavailable, match="either it was changed, or it has run"):
+    with pytest.raises(RecordsUnavailable, match="either it was changed, or it has run"):
         delay.cancel(sent[0])
     assert delay.cancel(sent[1])
     assert [task.id for task in delay.ls()] == [sent[2].id]
@@ -239,8 +239,8 @@ def test_a_keyword_with_the_prefix_is_told_to_leave_it_out() -> None:
     assert str(refused.value) == (
         "expected settings without their prefix here, got native_delay_levels: write levels=31"
     )
-    with pytest.raises(SettingsError, match=r"write ledger=…$"):
-        install(app, native_delay_ledger="redis://:secret@localhost")
+    with pytest.raises(SettingsError, match=r"write records=…$"):
+        install(app, native_delay_records="redis://:secret@localhost")
     with pytest.raises(SettingsError, match="unknown setting native_delay_levles; did you mean"):
         install(app, native_delay_levles=31)
     with pytest.raises(SettingsError, match="got native_delay_fused_bits: write fused_bits=4"):

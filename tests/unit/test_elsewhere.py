@@ -185,11 +185,11 @@ def test_an_eta_that_is_no_date_is_left() -> None:
 
 
 def test_settings_are_read_from_the_names_of_a_set() -> None:
-    like = DelaySettings(ledger="redis://")
+    like = DelaySettings(records="redis://")
     wanted = [
-        DelaySettings(ledger="redis://", namespace="shop.eu", levels=28, resolution=1.0),
-        DelaySettings(ledger="redis://", levels=20, resolution=0.02, fused_bits=0),
-        DelaySettings(ledger="redis://", queue_type="classic"),
+        DelaySettings(records="redis://", namespace="shop.eu", levels=28, resolution=1.0),
+        DelaySettings(records="redis://", levels=20, resolution=0.02, fused_bits=0),
+        DelaySettings(records="redis://", queue_type="classic"),
     ]
     names = [hop.queue for each in wanted for hop in Topology(each).level_queues]
     found = sets_of([*names, "celery_delay.v1.parked", "celery_delayed_3", "x.v1.99x1ms"], like)

@@ -16,11 +16,11 @@ import pytest
 from celery import Celery
 from celery.events.state import Task
 
-from celery_native_delay import LedgerUnavailable, SettingsError, install
+from celery_native_delay import RecordsUnavailable, SettingsError, install
 from celery_native_delay.flower.asking import Asking
 from celery_native_delay.flower.patching import PATCHES, PatchedTemplates, patched
 from celery_native_delay.flower.state import DELAYED, WaitingState
-from celery_native_delay.ledger.model import Outcome, Verdict, Waiting
+from celery_native_delay.records.waiting import Outcome, Verdict, Waiting
 
 TEMPLATES = Path(stock.__file__).parent / "templates"
 
@@ -120,7 +120,7 @@ def test_a_question_that_hangs_is_given_up() -> None:
     asking = Asking(install(Celery("slow", broker="redis://", set_as_current=False)))
     ends = Event()
     try:
-        with pytest.raises(LedgerUnavailable, match=r"within 0\.05 s"):
+        with pytest.raises(RecordsUnavailable, match=r"within 0\.05 s"):
             asyncio.run(asking.delay(lambda _: ends.wait(20), within_seconds=0.05))
     finally:
         ends.set()

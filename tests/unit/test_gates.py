@@ -31,7 +31,7 @@ def arrival(delayed: Delayed | None = None, **headers: Any) -> Arrival:
     return Arrival(message, message.headers, None, NOW_US)
 
 
-class Ledger:
+class WaitingTasks:
     """Receipts that say *answer*, whatever they are asked."""
 
     def __init__(self, answer: Answer) -> None:
@@ -45,7 +45,7 @@ class Ledger:
 
 
 @pytest.mark.parametrize(
-    ("answer", "ledger_away", "ruling"),
+    ("answer", "records_away", "ruling"),
     [
         (Answer.RUN, "wait", None),
         (Answer.DROP, "wait", Drop("it was moved")),
@@ -53,9 +53,9 @@ class Ledger:
         (Answer.AWAY, "run", None),
     ],
 )
-def test_what_was_moved(answer: Answer, ledger_away: str, ruling: Ruling | None) -> None:
-    moved = Moved(DelaySettings(ledger_away=ledger_away))
-    moved.receipts = Ledger(answer)
+def test_what_was_moved(answer: Answer, records_away: str, ruling: Ruling | None) -> None:
+    moved = Moved(DelaySettings(records_away=records_away))
+    moved.receipts = WaitingTasks(answer)
     assert moved(arrival(WAITED)) == ruling
     assert moved(arrival()) is None, "it did not wait"
     moved.receipts = None
@@ -64,8 +64,8 @@ def test_what_was_moved(answer: Answer, ledger_away: str, ruling: Ruling | None)
 
 def test_what_was_cancelled_does_not_wait_for_the_ledger() -> None:
     """It would lose the mark of that."""
-    moved = Moved(DelaySettings(ledger_away="wait"))
-    moved.receipts = Ledger(Answer.AWAY)
+    moved = Moved(DelaySettings(records_away="wait"))
+    moved.receipts = WaitingTasks(Answer.AWAY)
     assert moved(arrival(WAITED._replace(cancelled=True))) is None
 
 

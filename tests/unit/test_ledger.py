@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 from celery.events.state import Task
+from celery_native_delay.transports.rabbitmq.ledger.entry import Entry, waiting
 from flower.utils.search import QuerySyntaxError, TaskSearchEngine
 from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_native_delay import InvalidQuery, Outcome, Query, Verdict, Waiting
-from celery_native_delay.ledger.looking import to_find
-from celery_native_delay.ledger.model import edges
-from celery_native_delay.transports.rabbitmq.ledger.entry import Entry, waiting
+from celery_native_delay.records.looking import to_find
+from celery_native_delay.records.waiting import edges
 
 SECOND_US = 1_000_000
 

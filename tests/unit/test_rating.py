@@ -11,7 +11,7 @@ from celery import Celery
 from celery.exceptions import Retry
 from celery.worker import state
 
-from celery_native_delay import DelaySettings, LedgerUnavailable, Rate, RetryAfter, SettingsError
+from celery_native_delay import DelaySettings, Rate, RecordsUnavailable, RetryAfter, SettingsError
 from celery_native_delay.rates.lines import Turn
 from celery_native_delay.worker import rating
 from celery_native_delay.worker.arrival import Arrival, AskAgain, Ruling, WaitUntil
@@ -114,7 +114,7 @@ def test_a_turn_that_is_near_is_waited_for_here() -> None:
     assert task.message.headers[PLACE] == "123 ada"
 
 
-@pytest.mark.parametrize("lines", [None, Lines(LedgerUnavailable("away"))])
+@pytest.mark.parametrize("lines", [None, Lines(RecordsUnavailable("away"))])
 def test_it_never_runs_unlimited_while_its_line_is_away(lines: Lines | None) -> None:
     gate = Rated(SETTINGS, TASKS)
     gate.lines = lines

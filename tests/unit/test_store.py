@@ -17,10 +17,10 @@ from sqlalchemy.dialects import mysql, postgresql, sqlite
 from sqlalchemy.schema import CreateIndex, CreateTable
 
 from celery_native_delay import SettingsError, store_outage
+from celery_native_delay.records.database import engine_of, same_database
 from celery_native_delay.transports.interface import Outage
 from celery_native_delay.transports.sql import keyed, lines
 from celery_native_delay.transports.sql.breakers import Breaker, Breakers
-from celery_native_delay.transports.sql.database import engine_of, same_database
 from celery_native_delay.transports.sql.schema import METADATA, VERSION
 from celery_native_delay.transports.sql.store import Store
 from celery_native_delay.urls import without_password

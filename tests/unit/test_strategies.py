@@ -159,7 +159,7 @@ class Worker:
 
     def strategies(self) -> GatedStrategies:
         away = "run" if self.runs_unasked else "wait"
-        settings = DelaySettings(ledger_away=away, adopt=self.adopts)
+        settings = DelaySettings(records_away=away, adopt=self.adopts)
         moved = Moved(settings)
         moved.receipts = self
         passed = gates(settings, moved, self.fence)

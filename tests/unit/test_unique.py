@@ -12,7 +12,7 @@ from celery import Celery, states
 from celery.exceptions import Reject, Retry
 from celery.worker import state as worker_state
 
-from celery_native_delay import LedgerUnavailable, install
+from celery_native_delay import RecordsUnavailable, install
 from celery_native_delay.keyed.record import HEADER, Record, Run
 from celery_native_delay.keyed.records import ComparedRecords
 from celery_native_delay.keyed.rules import LEASE_US, Seen, Step
@@ -37,7 +37,7 @@ class Records(ComparedRecords):
     def read(self, name: str) -> Seen:
         assert name == KEY
         if self.is_away:
-            raise LedgerUnavailable("it does not answer")
+            raise RecordsUnavailable("it does not answer")
         return Seen(NOW_US, self.record)
 
     def write(self, name: str, seen: Seen, step: Step, put: Any) -> bool:
@@ -165,7 +165,7 @@ def test_without_its_record_it_waits_and_that_is_told_once(
     (told,) = caplog.records
     assert told.getMessage() == (
         "native delay: unique tasks wait until the records of their keys can be read: "
-        "LedgerUnavailable: it does not answer"
+        "RecordsUnavailable: it does not answer"
     )
 
 

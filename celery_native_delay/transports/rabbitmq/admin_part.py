@@ -11,15 +11,13 @@ from typing import Any
 from amqp.exceptions import NotFound, ResourceLocked
 
 from ...errors import (
-    LedgerUnavailable,
     ManagementUnavailable,
     NativeDelayError,
     NotDeclared,
-    UnsupportedBroker,
+    RecordsUnavailable,
 )
-from ...finding import WRONG, Finding
+from ...finding import Finding
 from ...settings import DelaySettings
-from ...urls import without_password
 from ..interface import Backlog, ParkedTask, Rescue, Told
 from ..timings import Timings
 from .calibration import calibrate
@@ -28,7 +26,7 @@ from .inspection import examine, verify
 from .management import ManagementAPI, management_of
 from .parking import count, peek, purge, rescue
 from .pruning import Pruning
-from .status import LedgerStatus, Status, levels, status
+from .status import RecordsStatus, Status, levels, status
 
 
 class RabbitMQAdminPart:
@@ -38,6 +36,7 @@ class RabbitMQAdminPart:
         self._channel = channel
         self._delays = channel.delays
         self._settings = settings
+        self._records = self._delays.records
         self._topology = self._delays.topology
         self.name: str = self._topology.name
         self.parking: str = self._topology.parking_queue
@@ -64,52 +63,38 @@ class RabbitMQAdminPart:
 
     def examine(self) -> list[Finding]:
         with permissions_explained(self._topology):
-            return [*examine(self._delays, self._api()), *self._ledger()]
-
-    def _ledger(self) -> list[Finding]:
-        try:
-            ledger = self._channel.ledger(self._settings)
-            if ledger is None:
-                return []
-            with closing(ledger):
-                return ledger.findings()  # type: ignore[no-any-return]
-        except (LedgerUnavailable, UnsupportedBroker) as exc:
-            way_out = "have it answer, or unset native_delay_ledger in workers and producers"
-            return [Finding("ledger", WRONG, str(exc), way_out)]
+            found = examine(self._delays, self._api())
+            return [*found, *(self._records.findings() if self._records else ())]
 
     def status(self) -> Status:
         with permissions_explained(self._topology):
             return status(self._delays, self._api())
 
-    def status_with_ledger(self) -> Status:
+    def status_with_records(self) -> Status:
         found = self.status()
-        if self._settings.ledger is None:
-            return found
-        return replace(found, ledger=self._ledger_status())
+        return replace(found, records=self._records_status()) if self._records else found
 
     def backlog(self) -> Backlog:
-        """Numbers over AMQP alone; due times from the ledger."""
+        """Numbers over AMQP alone; due times from the records."""
         with permissions_explained(self._topology):
             found, parked = tuple(levels(self._delays)), count(self._delays)
         waiting = sum(level.waiting for level in found)
-        ledger = self._channel.ledger(self._settings)
-        if ledger is None:
+        tasks = self._channel.waiting_tasks(self._settings)
+        if tasks is None:
             return Backlog(waiting, parked, found)
-        with closing(ledger):
+        with closing(tasks):
             try:
-                span, known = ledger.span(), ledger.count()
-            except LedgerUnavailable:
-                return Backlog(waiting, parked, found, ledger_answers=False)
+                span, known = tasks.span(), tasks.count()
+            except RecordsUnavailable:
+                return Backlog(waiting, parked, found, records_answer=False)
         first_us = None if span is None else span[0] - time_ns() // 1000
         return Backlog(waiting, parked, found, True, first_us, known)
 
     def purge(self) -> int:
         """Empty every level queue; what landing queues hold stays."""
         with permissions_explained(self._topology):
-            ledger = self._channel.ledger(self._settings)
-            if ledger is not None:
-                with closing(ledger):
-                    ledger.purge()
+            if self._records is not None:
+                self._records.purge()
             return sum(self._purged(hop.queue) for hop in self._topology.level_queues)
 
     def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]] | None:
@@ -126,9 +111,9 @@ class RabbitMQAdminPart:
             return rescue(self._delays)
 
     def purge_parked(self) -> int:
-        """Empty the parking queue; the ledger forgets what was there."""
+        """Empty the parking queue; the records forget what was there."""
         with permissions_explained(self._topology):
-            if self._settings.ledger is not None:
+            if self._records is not None:
                 return purge(self._delays)
             return self._purged(self.parking)
 
@@ -152,13 +137,13 @@ class RabbitMQAdminPart:
     def pruning(self) -> Pruning:
         return Pruning(self._delays, self._api(), self._settings)
 
-    def _ledger_status(self) -> LedgerStatus:
-        where = without_password(str(self._settings.ledger))
+    def _records_status(self) -> RecordsStatus:
+        where = self._records.where
         try:
-            with closing(self._channel.ledger(self._settings)) as ledger:
-                return LedgerStatus.of(ledger, where, now_us=time_ns() // 1000)
+            with closing(self._channel.waiting_tasks(self._settings)) as tasks:
+                return RecordsStatus.of(tasks, where, now_us=time_ns() // 1000)
         except NativeDelayError as exc:
-            return LedgerStatus(where, error=str(exc))
+            return RecordsStatus(where, error=str(exc))
 
     def _purged(self, queue: str) -> int:
         try:

@@ -19,7 +19,7 @@ from ...message import HEADER
 from ..difference import differing
 from ..random_ids import RandomIds
 from .channels import NotConfirmedInTime, Publication
-from .ledger.entry import Entry
+from .entry import Entry
 from .outbox import Outbox, is_lasting
 from .own_connection import LOST
 from .recording import Recorder
@@ -63,7 +63,7 @@ class Kind:
         self.way = lru_cache(maxsize=4096)(self._way)
 
     def record(self, fields: TaskFields, due_us: int) -> None:
-        """Note down in the ledger, if there is one, what is about to be sent."""
+        """Note in the records, if any are kept, what is about to be sent."""
         if self._recorder is None:
             return
         headers = self.template.headers(fields)

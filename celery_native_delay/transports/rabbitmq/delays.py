@@ -24,13 +24,14 @@ from ...due_time import check_reach, eta_of, units_until
 from ...errors import CannotDelay, NativeDelayError, TopologyMismatch
 from ...keyed.publishing import KeyedPublish
 from ...message import Delayed
+from ...records.interface import Listed
 from ...settings import DelaySettings
 from ..moving import expires_ms_of
+from ..recorded import key_records_beside, records_beside
 from .address import landing_address
 from .channels import OwnChannel, Publication, WindowChannel
 from .declaring import Declarer, broker_version, not_declared, not_permitted
-from .ledger.entry import Entry
-from .ledger.keyed import ledger_key_records
+from .entry import Entry
 from .mirror import Mirror
 from .outbox import Outbox, outbox_key, outbox_of
 from .preparation import Preparation, Prepared
@@ -66,12 +67,6 @@ class Delays:
         self.declarer = Declarer(connection, self.topology)
         self.routes = Routes(self.mirror, self.declarer)
         self.preparation = Preparation(self.mirror, self.routes, self.declarer, refusal=refusal)
-        #: None where no ledger is kept.
-        self.recorder = (
-            None
-            if settings.ledger is None
-            else Recorder(connection, settings.ledger, settings.namespace)
-        )
         #: Ours for publishing, by whether they are in confirm mode.
         self._channels: dict[bool, OwnChannel] = {}
         self._in_batch = False
@@ -95,6 +90,16 @@ class Delays:
     @cached_property
     def _outbox_key(self) -> Any:
         return outbox_key(self.connection.client, self.settings)
+
+    @cached_property
+    def records(self) -> Any:
+        """The records beside this virtual host; None where none are kept."""
+        return records_beside(self.settings, self.connection.virtual_host)
+
+    @cached_property
+    def recorder(self) -> Recorder | None:
+        """None where no records are kept."""
+        return None if self.records is None else Recorder(self.records)
 
     @cached_property
     def _limits_priority(self) -> bool:
@@ -209,23 +214,24 @@ class Delays:
     ) -> None:
         """Send a message as its key has it, always confirmed; raises as :meth:`publish`.
 
-        LedgerUnavailable, AnotherStands: what was sent, if anything, is void.
+        RecordsUnavailable, AnotherStands: what was sent, if anything, is void.
         """
         properties, body = message.properties, message.body
         if isinstance(body, str):
             body = body.encode(properties.setdefault("content_encoding", "utf-8"))
         headers = properties.get("application_headers") or {}
 
-        def put(due_us: int, delivery_id: str) -> tuple[str, bytes]:
+        def put(due_us: int, delivery_id: str) -> Listed:
             self.check_reach(due_us)
             own = {**properties, "application_headers": {**headers, "eta": eta_of(due_us)}}
             expires_ms = expires_ms_of(own, now_us=time_ns() // 1000)
             where = exchange, routing_key, None, expires_ms
             delayed = Delayed(delivery_id, due_us, *where)
             self.put_back(amqp.Message(body, **own), delayed, recorded=False)
-            return f"{keyed.task_id}:{delivery_id}", Entry(own, body, *where).encoded()
+            member = f"{keyed.task_id}:{delivery_id}"
+            return Listed(member, due_us, Entry(own, body, *where).encoded())
 
-        keyed.settle(ledger_key_records(self.settings, self.connection.virtual_host), put)
+        keyed.settle(key_records_beside(self.records, self.settings), put)
 
     def _follow_outbox(self) -> None:
         """Look again for what this connection relies on, if the outbox had to connect again."""
@@ -238,7 +244,7 @@ class Delays:
     def put_back(self, message: amqp.Message, delayed: Delayed, *, recorded: bool = True) -> None:
         """Let a message that was received wait (again), as *delayed* says, then deliver it.
 
-        Its body is in the bytes that came. *recorded*: the ledger is told of it.
+        Its body is in the bytes that came. *recorded*: the records are told of it.
         """
         exchange, routing_key, queue = delayed.exchange, delayed.routing_key, delayed.queue
         if queue is not None or not exchange:
@@ -289,7 +295,7 @@ class Delays:
         user: str | None = None,
         recorded: bool = True,
     ) -> Publication:
-        """*message* as it enters the levels, wrapped, and told to the ledger if it is *recorded*.
+        """*message* as it enters the levels, wrapped, and noted in the records if it is *recorded*.
 
         One that *lands* keeps its own routing key, beside which ours travels as BCC.
         """

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import closing, suppress
+from contextlib import suppress
 from time import time_ns
 from typing import Any
 
 import amqp
 from amqp.exceptions import MessageNacked, NotFound
 
-from ...errors import CannotDelay, LedgerUnavailable, ManagementUnavailable, UnsupportedBroker
+from ...errors import CannotDelay, ManagementUnavailable, RecordsUnavailable, UnsupportedBroker
+from ...records.interface import Standing
 from ...settings import DelaySettings
 from ..moving import Found, Moving, Reach, Source
+from ..recorded import member_of
 from .declaring import permissions_explained
 from .delays import Delays
 from .elsewhere import (
@@ -26,7 +28,7 @@ from .elsewhere import (
     way_of_binding,
     ways_of,
 )
-from .ledger.entry import Entry, member_of
+from .entry import Entry
 from .management import ManagementAPI, management_of
 from .sources import ForeignSource, IdleQueueSource, QueueSource, SetSource
 from .topology import Topology
@@ -52,9 +54,9 @@ class RabbitMQMovingPart:
             self._delays.prepare(consuming=True)
 
     def take_in(self, moving: Moving) -> bool:
-        """Put a message into the levels, confirmed; then tell the ledger, as a sign that it is."""
+        """Put a message into the levels, confirmed; then note it, as a sign that it is there."""
         member = member_of(moving.headers, moving.delayed.delivery_id)
-        if moving.again and not moving.known and self._is_in_ledger(moving, member):
+        if moving.again and not moving.known and self._is_in_records(moving, member):
             return True
         message = amqp.Message(moving.body, **moving.properties)
         try:
@@ -75,13 +77,12 @@ class RabbitMQMovingPart:
         entry = Entry(moving.properties, moving.body, *where, delayed.expires_ms)
         recorder.note(member, delayed.due_us, entry)
 
-    def _is_in_ledger(self, moving: Moving, member: str | None) -> bool:
-        ledger = None if member is None else self._channel.ledger(self._settings)
-        if ledger is None:
+    def _is_in_records(self, moving: Moving, member: str | None) -> bool:
+        records = self._delays.records
+        if records is None or member is None:
             return False
-        with closing(ledger), suppress(LedgerUnavailable):
-            found = ledger.get(moving.headers["id"])
-            return any(task.delivery_id == moving.delayed.delivery_id for task in found)
+        with suppress(RecordsUnavailable):
+            return bool(records.standing(member) is Standing.KNOWN)
         return False
 
     # --- out of anything -----------------------------------------------------------------

@@ -21,10 +21,10 @@ from amqp.exceptions import AccessRefused, NotAllowed
 from ...backoff import Backoff
 from ...durations import duration
 from ...errors import NativeDelayError, PublishRefused, RefusedMessage
+from ...per_process import PerProcess
 from ...settings import DelaySettings
 from ..aliases import flushes
 from ..lasting import is_lasting_tls
-from ..per_process import PerProcess
 from .channels import NotConfirmedInTime, Publication, Sendable
 from .own_connection import LOST, connection_like, hang_up, leave_to_parent
 from .sending import Sender

@@ -120,7 +120,7 @@ def peek(delays: Delays, *, limit: int) -> list[Parked]:
 
 
 def purge(delays: Delays) -> int:
-    """Throw away what is parked now, and have the ledger forget it; how many."""
+    """Throw away what is parked now, and have the records forget it; how many."""
     left = total = count(delays)
     if not total:
         return 0

@@ -157,14 +157,12 @@ class Pruning:
 
 
 def _place_of_set(topology: Topology, queues: list[str], exchanges: list[str]) -> _Place:
-    """A set without its ledger: workers may ask that about what lies in a queue."""
     prefix = f"{topology.name}."
-    ledger = f"{prefix}ledger", f"{prefix}decisions."
-    own = [name for name in exchanges if name.startswith(prefix) and not name.startswith(ledger)]
+    own = [name for name in exchanges if name.startswith(prefix)]
     entrances = {topology.ready_exchange, *(hop.entry for hop in topology.level_queues)}
     return _Place(
         topology.name,
-        tuple(name for name in queues if name.startswith(prefix) and not name.startswith(ledger)),
+        tuple(name for name in queues if name.startswith(prefix)),
         tuple(name for name in own if name in entrances),
         tuple(name for name in own if name not in entrances),
     )

@@ -1,28 +1,23 @@
-"""Noting down in the ledger what is about to wait."""
+"""Noting down in the records what is about to wait."""
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import Any
 
 import amqp
 
 from ...message import HEADER, Delayed
-from .ledger.connection import LedgerConnection, ledger_connection
-from .ledger.entry import Entry, member_of
+from ...records.interface import Index, Listed
+from ...records.waiting import Waiting
+from ..recorded import member_of
+from .entry import Entry, due_then, waiting
 
 
 class Recorder:
-    """The ledger's informant about what one connection sends. Never fails, hardly waits."""
+    """Tells the records what one connection sends. Never fails, hardly ever waits."""
 
-    def __init__(self, connection: Any, url: str, namespace: str) -> None:
-        self._connection = connection
-        self._url = url
-        self._namespace = namespace
-
-    @cached_property
-    def _ledger(self) -> LedgerConnection:
-        return ledger_connection(self._url, self._namespace, self._connection.virtual_host)
+    def __init__(self, index: Index) -> None:
+        self._index = index
 
     def record(self, message: amqp.Message, wrapped: amqp.Message, delayed: Delayed) -> None:
         """Note down what is about to be sent: a worker may have it soon."""
@@ -44,11 +39,33 @@ class Recorder:
 
     def note(self, member: str, due_us: int, entry: Entry) -> None:
         """Note down an entry."""
-        self._ledger.record(member, due_us, entry.encoded())
+        self._index.note(Listed(member, due_us, entry.encoded()))
 
     def forget(self, message: amqp.Message, delivery_id: str) -> None:
         """Strike what the broker did not take."""
         headers = message.properties.get("application_headers") or {}
         member = member_of(headers, delivery_id)
         if member is not None:
-            self._ledger.forget(member)
+            self._index.forget(member)
+
+
+class Republisher:
+    """Reads entries of the records, and publishes their messages again, on one connection."""
+
+    def __init__(self, delays: Any) -> None:
+        self._delays = delays
+
+    def waiting(self, member: str, entry: str, due_us: int) -> Waiting:
+        return waiting(member, entry, due_us)
+
+    def publish_again(self, entry: str, due_us: int, delivery_id: str, *, cancelled: bool) -> str:
+        moved = due_then(Entry.decoded(entry), due_us)
+        self._delays.put_back(
+            amqp.Message(moved.body, **moved.properties),
+            moved.wait(delivery_id, due_us, cancelled=cancelled),
+            recorded=False,
+        )
+        return moved.encoded()
+
+    def check_reach(self, due_us: int) -> None:
+        self._delays.check_reach(due_us)

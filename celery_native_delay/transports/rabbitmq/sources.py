@@ -17,20 +17,18 @@ from typing import Any
 import amqp
 from amqp.exceptions import AMQPError, NotFound
 
-from ...errors import CannotDelay, LedgerUnavailable
+from ...errors import CannotDelay, RecordsUnavailable
+from ...records.interface import Standing
 from ...settings import DelaySettings
-from ..interface import Answer, Receipts
 from ..moving import Found, Moving, Source, Stays, Void
+from ..recorded import member_of, records_beside
 from .body import received
 from .channels import OwnChannel
 from .declaring import permissions_explained
 from .delays import Delays
 from .elsewhere import deliveries_of, read_ours
-from .ledger.entry import member_of
-from .ledger.ledger import RabbitMQLedger, Standing
 from .parking import Arrivals
 from .topology import Topology
-from .worker_part import receipts_of
 
 #: A message that a quorum queue has had to take back so often is not taken from it again: RabbitMQ
 #: 4 throws it away at its 21st return.
@@ -144,7 +142,7 @@ class IdleQueueSource(QueueSource):
 
 
 class SetSource(QueueSource):
-    """The levels of one of our own sets; what its ledger says of each message holds."""
+    """The levels of one of our own sets; what the records say of each message holds."""
 
     def __init__(
         self, delays: Delays, topology: Topology, settings: DelaySettings, *, here: bool
@@ -155,57 +153,40 @@ class SetSource(QueueSource):
         super().__init__(delays, topology.name, queues, self._read_set)
         self._topology = topology
         self._settings = settings
-        #: The one ledger of both sets, in which what is moved stays as it is.
-        self._shares_ledger = (
-            here
-            and settings.ledger is not None
-            and topology.settings.namespace == settings.namespace
-        )
-        self._ledger: RabbitMQLedger | None = None
-        self._receipts: Receipts | None = None
+        #: Both sets have the same records, in which moved messages stay as they are.
+        self._shares_records = here and topology.settings.namespace == settings.namespace
+        self._records: Any = None
 
     def found(self) -> Iterator[Found]:
-        if self._shares_ledger:
-            self._ledger = RabbitMQLedger(self._delays, self._settings)
-        else:
-            self._receipts = receipts_of(self._topology.settings, self._delays.connection)
+        vhost = self._delays.connection.virtual_host
+        self._records = records_beside(self._topology.settings, vhost)
         yield from super().found()
-
-    def close(self) -> None:
-        super().close()
-        for each in (self._ledger, self._receipts):
-            if each is not None:
-                each.close()
 
     def _read_set(self, *message: Any, **_: Any) -> Found:
         found = read_ours(*message)
         if not isinstance(found, Moving) or found.delayed.cancelled:
             return found
-        if self._ledger is not None:
-            return self._by_ledger(self._ledger, found)
-        if self._receipts is not None:
-            return self._by_receipts(self._receipts, found)
-        return found
-
-    def _by_ledger(self, ledger: RabbitMQLedger, found: Moving) -> Found:
         member = member_of(found.headers, found.delayed.delivery_id)
-        match None if member is None else ledger.standing(member):
+        if self._records is None or member is None:
+            return found
+        if not self._shares_records:
+            return self._received(member, found)
+        match self._records.standing(member):
             case Standing.VOID:
                 return Void()
             case Standing.KNOWN:
                 return replace(found, known=True)
         return found
 
-    def _by_receipts(self, receipts: Receipts, found: Moving) -> Found:
-        match receipts.may_run(found.headers, found.delayed):
-            case Answer.RUN:
-                return found
-            case Answer.DROP:
-                return Void()
-        raise LedgerUnavailable(
-            f"the ledger of {self.name} does not say which of its tasks were cancelled or moved; "
-            f"run this again when it does"
-        )
+    def _received(self, member: str, found: Moving) -> Found:
+        """*found*, which the records do not list any more; Void if it must not run."""
+        may_run = self._records.received(member)
+        if may_run is None:
+            raise RecordsUnavailable(
+                f"the records of {self.name} do not say which of its tasks were cancelled or "
+                f"moved; run this again when they do"
+            )
+        return found if may_run else Void()
 
 
 class ForeignSource(QueueSource):

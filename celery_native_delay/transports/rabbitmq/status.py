@@ -1,4 +1,4 @@
-"""Counting what waits in RabbitMQ: level by level, by the ledger, and what is parked or held up."""
+"""Counting what waits in RabbitMQ: by level, by the records, and what is parked or held up."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from ...durations import duration
 from ...errors import ManagementUnavailable
-from ...ledger.model import Ledger, Query
+from ...records.waiting import Query, WaitingTasks
 from ..interface import Level
 from .delays import Delays
 from .management import ManagementAPI
@@ -34,8 +34,8 @@ class LandingStatus:
 
 
 @dataclass(frozen=True)
-class LedgerStatus:
-    """The ledger's account of what waits; none of it is known while *error* says why it is away.
+class RecordsStatus:
+    """The records' account of what waits; *error* says why they are away, if they are.
 
     *ahead* tasks are due later than now, the first in *next_due_seconds*. *overdue* ones are due,
     and no installed worker has received them, the first for *overdue_seconds*.
@@ -49,27 +49,27 @@ class LedgerStatus:
     overdue_seconds: float = 0.0
 
     @classmethod
-    def of(cls, ledger: Ledger, where: str, *, now_us: int) -> LedgerStatus:
-        """The account that *ledger* gives; LedgerUnavailable if it does not answer."""
+    def of(cls, tasks: WaitingTasks, where: str, *, now_us: int) -> RecordsStatus:
+        """The account of *tasks*; RecordsUnavailable if there is no answer."""
         ahead = Query(from_us=now_us)
-        page, count = ledger.page(ahead, limit=1), ledger.count(ahead)
+        page, count = tasks.page(ahead, limit=1), tasks.count(ahead)
         next_due_seconds = (page.tasks[0].due_us - now_us) / 1e6 if page.tasks else None
-        span = ledger.span()
+        span = tasks.span()
         first_us = now_us if span is None else min(span[0], now_us)
-        overdue = ledger.count(Query(until_us=now_us))
+        overdue = tasks.count(Query(until_us=now_us))
         return cls(where, None, count, next_due_seconds, overdue, (now_us - first_us) / 1e6)
 
 
 @dataclass(frozen=True)
 class Status:
-    """Numbers of messages in one set of delay levels, and those that a *ledger* knows."""
+    """Numbers of messages in one set of delay levels, and those that the *records* list."""
 
     name: str
     levels: list[LevelStatus]
     landings: list[LandingStatus]
     parked: int
     next_due_within_seconds: float | None
-    ledger: LedgerStatus | None = None
+    records: RecordsStatus | None = None
 
     @property
     def in_levels(self) -> int:
@@ -78,18 +78,18 @@ class Status:
 
     @property
     def waiting(self) -> int:
-        """Tasks that wait, overdue ones too, where a ledger says so; or else all messages."""
+        """Tasks that wait, overdue ones too, where records say so; or else all messages."""
         known = self._known
         return self.in_levels if known is None else known.ahead + known.overdue
 
     @property
-    def not_in_ledger(self) -> int | None:
-        """Messages in the levels beyond the tasks that the ledger lists there; None without it."""
+    def not_in_records(self) -> int | None:
+        """Messages in the levels that the records do not list; None without records."""
         return None if self._known is None else self.in_levels - self._known.ahead
 
     @property
-    def _known(self) -> LedgerStatus | None:
-        return self.ledger if self.ledger and self.ledger.error is None else None
+    def _known(self) -> RecordsStatus | None:
+        return self.records if self.records and self.records.error is None else None
 
     @property
     def stuck(self) -> int | None:
@@ -102,11 +102,11 @@ class Status:
         told = asdict(self) | {
             "waiting": self.waiting,
             "in_levels": self.in_levels,
-            "not_in_ledger": self.not_in_ledger,
+            "not_in_records": self.not_in_records,
             "overdue": known and known.overdue,
             "overdue_seconds": known and known.overdue_seconds,
             "stuck": self.stuck,
-            "ledger": self.ledger and {"where": self.ledger.where, "error": self.ledger.error},
+            "records": self.records and {"where": self.records.where, "error": self.records.error},
         }
         if known is not None:
             told["next_due_within_seconds"] = 0 if known.overdue else known.next_due_seconds
@@ -141,16 +141,16 @@ class Status:
             f"stuck     {stuck}",
             *(
                 []
-                if self.ledger is None
-                else [f"ledger    {self.ledger.error or self.ledger.where}"]
+                if self.records is None
+                else [f"records   {self.records.error or self.records.where}"]
             ),
         ]
 
     def _counted(self) -> list[str]:
         due = self.next_due_within_seconds
-        why = "native_delay_ledger is not set" if self.ledger is None else "the ledger is away"
+        why = "native_delay_records is not set" if self.records is None else "the records are away"
         most = (
-            "" if self.ledger is None else ", or fewer: what was cancelled or moved is among them"
+            "" if self.records is None else ", or fewer: what was cancelled or moved is among them"
         )
         return [
             f"waiting   {self.waiting}{most if self.waiting else ''}",
@@ -158,7 +158,7 @@ class Status:
             f"overdue   unknown ({why})",
         ]
 
-    def _listed(self, known: LedgerStatus) -> list[str]:
+    def _listed(self, known: RecordsStatus) -> list[str]:
         due, overdue = known.next_due_seconds, known.overdue
         late = "no installed worker has received"
         until = "-" if due is None else f"in {duration(due)}"
@@ -174,18 +174,17 @@ class Status:
             lines.append("overdue   0")
         return [*lines, f"in levels {self.in_levels}{self._explained(known)}"]
 
-    def _explained(self, known: LedgerStatus) -> str:
+    def _explained(self, known: RecordsStatus) -> str:
         more = self.in_levels - known.ahead
         if more > 0:
             return (
-                f" = {known.ahead} that the ledger has ahead + {more} that it does not list: what "
-                f"was cancelled or moved stays there until it was due, and so does what is no "
-                f"task, or was sent without the ledger"
+                f", {known.ahead} of them listed in the records; the others are cancelled or moved "
+                f"tasks, which stay until they were due, and messages sent without records"
             )
         if more < 0:
             return (
-                f": {-more} of the {known.ahead} that the ledger has ahead are elsewhere: between "
-                f"two levels, in levels of other settings, or lost"
+                f"; {-more} of the {known.ahead} listed in the records are elsewhere: between two "
+                f"levels, in levels of other settings, or lost"
             )
         return ""
 

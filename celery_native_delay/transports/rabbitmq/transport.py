@@ -15,20 +15,21 @@ from kombu.transport import pyamqp
 from ...errors import SettingsError
 from ...keyed.publishing import keyed_publish, underway
 from ...keyed.records import KeyRecords
-from ...ledger.model import Ledger
 from ...message import Delayed, due_of
 from ...rates.lines import Lines
+from ...records.waiting import WaitingTasks
 from ...settings import DelaySettings
 from ..aliases import OPTION, asks_for_delays, settings_from_option
 from ..interface import AdminPart, WorkerPart, without_records
 from ..moving import MovingPart
+from ..recorded import key_records_beside, lines_beside, records_beside
 from .body import as_it_came, keep_bytes
 from .channels import Publication
 from .delays import Delays
-from .ledger.keyed import ledger_key_records
 from .mirror import is_internal
 from .outbox import Outbox
 from .publish_batch import PublishBatch
+from .recording import Republisher
 from .wrapping import unwrap
 
 if TYPE_CHECKING:
@@ -81,25 +82,25 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
 
         return RabbitMQMovingPart(self, settings)
 
-    def ledger(self, settings: DelaySettings) -> Ledger | None:
-        """The ledger that the settings name, of what waits on this broker; None without one."""
-        if settings.ledger is None:
-            return None
-        from .ledger.ledger import RabbitMQLedger
-
-        return RabbitMQLedger(self.delays, settings)
+    def waiting_tasks(self, settings: DelaySettings) -> WaitingTasks | None:
+        """The tasks that wait on this broker, by the records; None without any."""
+        records = self._records(settings)
+        tasks: WaitingTasks | None = records and records.tasks(Republisher(self.delays))
+        return tasks
 
     def key_records(self, settings: DelaySettings) -> KeyRecords:
-        """The records of keys; UnsupportedBroker without a ledger."""
-        if settings.ledger is None:
+        """The records of keys; UnsupportedBroker without any."""
+        records = self._records(settings)
+        if records is None:
             raise without_records(self)
-        return ledger_key_records(settings, self.connection.virtual_host)
+        return key_records_beside(records, settings)
 
     def lines(self, settings: DelaySettings) -> Lines:
-        """The lines of rated tasks, which are kept where the ledger is; NoLedger without one."""
-        from .ledger.connection import lines_in
+        """The lines of rated tasks, which are kept in the records; NoRecords without any."""
+        return lines_beside(self._records(settings))
 
-        return lines_in(settings.ledger, settings.namespace, self.connection.virtual_host)
+    def _records(self, settings: DelaySettings) -> Any:
+        return records_beside(settings, self.connection.virtual_host)
 
     def basic_publish(
         self,

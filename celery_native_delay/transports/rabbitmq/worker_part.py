@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import closing
-from typing import Any
+from collections.abc import Sequence
 
 import amqp
 from amqp.exceptions import AccessRefused
@@ -13,11 +11,8 @@ from ...durations import duration
 from ...errors import NativeDelayError, NotPermitted
 from ...finding import Finding
 from ...message import Delayed
-from ...settings import DelaySettings
-from ..interface import Answer, Receipts, Rescue, Wait, WorkerPart
-from .ledger.connection import LedgerConnection
-from .ledger.entry import member_of
-from .ledger.ledger import RabbitMQLedger
+from ..interface import Receipts, Rescue, Wait, WorkerPart
+from ..recorded import IndexReceipts
 from .management import management_of, overriding_policies
 from .parking import rescue
 
@@ -30,7 +25,7 @@ class RabbitMQWorkerPart(WorkerPart):
             f"{settings.levels} {settings.queue_type} levels of {duration(settings.resolution)} on "
             f"{where}, {'declared' if prepared.declared else 'found declared'} in "
             f"{prepared.seconds * 1000:.0f} ms; {len(self._delays.mirror.known)} bindings; "
-            f"{self.terms}; ledger {_where_the_ledger_is(settings)}"
+            f"{self.terms}; {self._where_records_are}"
             + (
                 "; classic levels may lose what hops while the broker crashes"
                 if settings.queue_type == "classic"
@@ -60,14 +55,18 @@ class RabbitMQWorkerPart(WorkerPart):
         message = amqp.Message(wait.message.raw_body, **properties)
         self._delays.put_back(message, _delayed(wait))
 
+    @property
+    def _where_records_are(self) -> str:
+        records = self._delays.records
+        return "no records" if records is None else f"records at {records.where}"
+
     def receipts(self) -> Receipts | None:
-        return receipts_of(self.settings, self._delays.connection)
+        records = self._delays.records
+        return None if records is None else IndexReceipts(records)
 
     def sweep(self) -> int:
-        if self.settings.ledger is None:
-            return 0
-        with closing(RabbitMQLedger(self._delays, self.settings)) as ledger:
-            return ledger.sweep()
+        records = self._delays.records
+        return 0 if records is None else records.sweep()
 
     def rescue(self) -> Rescue | None:
         try:
@@ -92,32 +91,3 @@ def _delayed(wait: Wait) -> Delayed:
         wait.queue,
         expires_ms=None if earlier is None else earlier.expires_ms,
     )
-
-
-def _where_the_ledger_is(settings: DelaySettings) -> str:
-    return "off" if settings.ledger is None else f"at {settings.ledger.rpartition('@')[2]}"
-
-
-def receipts_of(settings: DelaySettings, connection: Any) -> Receipts | None:
-    """The receipts of the ledger that *settings* name; None without one."""
-    if settings.ledger is None:
-        return None
-    where = settings.ledger, settings.namespace, connection.virtual_host
-    return _LedgerReceipts(LedgerConnection(*where))
-
-
-class _LedgerReceipts:
-    """Receipts from the ledger, which is asked each time."""
-
-    def __init__(self, connection: LedgerConnection) -> None:
-        self._connection = connection
-        connection.connect()
-
-    def may_run(self, headers: Mapping[str, Any], delayed: Delayed) -> Answer:
-        member = member_of(headers, delayed.delivery_id)
-        may_run = True if member is None else self._connection.received(member)
-        return {True: Answer.RUN, False: Answer.DROP, None: Answer.AWAY}[may_run]
-
-    def close(self) -> None:
-        """Give up the connection."""
-        self._connection.close()

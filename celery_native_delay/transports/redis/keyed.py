@@ -9,7 +9,7 @@ from typing import Any
 from ...keyed.record import Record
 from ...keyed.records import ComparedRecords
 from ...keyed.rules import Seen, Step
-from ..virtual.ledger import waiting_of
+from ..virtual.waiting import waiting_of
 from .entry import opened_entry
 from .scripts import READ_KEY, WRITE_KEY
 from .store import Store, refusals_explained

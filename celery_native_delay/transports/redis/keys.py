@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
 
-from ...ledger.redis_index import IndexKeys
+from ...records.redis_listing import IndexKeys
 from ..virtual.wrapping import id_of
 
 #: 1 had its scores in milliseconds, and was never released.

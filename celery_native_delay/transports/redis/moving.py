@@ -10,8 +10,8 @@ from ..moving import Found, Source
 from ..virtual import moving
 from .entry import opened_entry
 from .keys import member_of
-from .ledger import RedisLedger
 from .store import Store
+from .waiting import RedisWaitingTasks
 
 #: Members that are read at a time.
 _CHUNK = 100
@@ -48,7 +48,7 @@ class RedisSource(Source):
     def __init__(self, channel: Any) -> None:
         channel.delays.prepare()
         self._store: Store = channel.delays.store
-        self._queue_of = RedisLedger(channel).queue_of
+        self._queue_of = RedisWaitingTasks(channel).queue_of
         self.name = self._store.keys.space
         self._last: tuple[str, bytes] | None = None
 

@@ -7,7 +7,7 @@ a server that insists on it (cluster mode) needs them in one slot.
 
 from __future__ import annotations
 
-from ...ledger.redis_index import THROW_AWAY
+from ...records.redis_listing import THROW_AWAY
 
 #: KEYS due, messages, wake, ids. ARGV member, due µs, entry.
 #: The marker is touched only by what comes first of all, so it costs nothing in the usual case.

@@ -16,8 +16,8 @@ from redis.exceptions import RedisError
 from ...errors import SettingsError, UnsupportedBroker
 from ...keyed.publishing import KeyedPublish
 from ...keyed.records import KeyRecords
-from ...ledger.model import Ledger
 from ...rates.lines import Lines
+from ...records.waiting import WaitingTasks
 from ...settings import DelaySettings
 from ..interface import AdminPart, WorkerPart
 from ..moving import MovingPart
@@ -49,10 +49,10 @@ class RedisDelayingChannel(DelayingChannel):
 
         return RedisMovingPart(self)
 
-    def ledger(self, settings: DelaySettings) -> Ledger:
-        from .ledger import RedisLedger
+    def waiting_tasks(self, settings: DelaySettings) -> WaitingTasks:
+        from .waiting import RedisWaitingTasks
 
-        return RedisLedger(self)
+        return RedisWaitingTasks(self)
 
     def lines(self: Any, settings: DelaySettings) -> Lines:
         from ...rates.in_redis import RedisLines

@@ -15,9 +15,9 @@ from kombu import Connection
 from kombu.utils.json import loads
 from sqlalchemy import exc, insert, select
 
+from ...records.database import same_database
 from ..aliases import OPTION
 from .batch import Batch, Stored
-from .database import same_database
 from .delays import BROADCAST
 from .store import Store, reason_of
 from .whole_files import is_folder, put_file

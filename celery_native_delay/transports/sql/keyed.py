@@ -27,9 +27,9 @@ from ...errors import StoreUnavailable
 from ...keyed.record import Record
 from ...keyed.records import TRIES, KeyRecords
 from ...keyed.rules import Rule, Seen, Step
-from ..per_process import PerProcess
-from ..virtual.ledger import waiting_of
-from .database import now_us, told_us
+from ...per_process import PerProcess
+from ...records.database import now_us, told_us
+from ..virtual.waiting import waiting_of
 from .delays import Put
 from .driver import Say, saying
 from .schema import MESSAGES

@@ -24,11 +24,11 @@ from sqlalchemy import (
     update,
 )
 
-from ...errors import LedgerUnavailable, StoreUnavailable, TopologyMismatch
+from ...errors import RecordsUnavailable, StoreUnavailable, TopologyMismatch
 from ...rates.line import Line, name_of
 from ...rates.lines import RateLine, Turn
 from ...rates.rate import Rate
-from .database import now_us
+from ...records.database import now_us
 from .store import Store
 
 T = TypeVar("T")
@@ -157,6 +157,6 @@ class StoreLines:
             TopologyMismatch,
         ) as error:
             said = str(getattr(error, "orig", None) or error).strip().partition("\n")[0]
-            raise LedgerUnavailable(
+            raise RecordsUnavailable(
                 f"the lines of rated tasks in {self._store.shown_url} are out of reach: {said}"
             ) from error

@@ -18,12 +18,12 @@ from typing import Any, TypeVar
 from sqlalchemy import Connection, bindparam, delete, exc, func, insert, inspect, select
 
 from ...errors import StoreUnavailable, TopologyMismatch
+from ...per_process import PerProcess
+from ...records.database import READS, clock_ahead_seconds, engine_of
 from ...urls import without_password
-from ..per_process import PerProcess
 from ..virtual.status import Census
 from .batch import DUE, PARKED, Batch, Stored
 from .breakers import Breakers
-from .database import READS, clock_ahead_seconds, engine_of
 from .driver import Disliked, Driver, Say, saying
 from .rows import Rows
 from .schema import MESSAGES, METADATA, SCHEMA, VERSION

@@ -22,8 +22,8 @@ from kombu.utils.json import dumps
 from ...errors import NativeDelayError, UnsupportedBroker
 from ...keyed.publishing import KeyedPublish, underway
 from ...keyed.records import KeyRecords
-from ...ledger.model import Ledger
 from ...rates.lines import Lines
+from ...records.waiting import WaitingTasks
 from ...settings import DelaySettings, is_store_url
 from ...urls import without_password
 from ..aliases import OPTION, originals
@@ -75,11 +75,11 @@ class StoreDelayingChannel(DelayingChannel):
 
         return StoreMovingPart(self)
 
-    def ledger(self, settings: DelaySettings) -> Ledger:
+    def waiting_tasks(self, settings: DelaySettings) -> WaitingTasks:
         _require_sqlalchemy()
-        from .ledger import StoreLedger
+        from .waiting import StoreWaitingTasks
 
-        return StoreLedger(self)
+        return StoreWaitingTasks(self)
 
     def lines(self, settings: DelaySettings) -> Lines:
         _require_sqlalchemy()

@@ -9,7 +9,7 @@ from typing import Any
 
 from kombu.transport import SQS
 
-from ...errors import NoLedger
+from ...errors import NoRecords
 from ...message import HEADER
 from ...rates.lines import Lines
 from ...settings import DelaySettings
@@ -57,17 +57,17 @@ class Channel(virtual.DelayingChannel, SQS.Channel):  # type: ignore[misc]
 
         return SqsAdminPart(self)
 
-    def ledger(self, settings: DelaySettings) -> None:
-        raise NoLedger(
+    def waiting_tasks(self, settings: DelaySettings) -> None:
+        raise NoRecords(
             "SQS does not show what waits and gives nothing back before it is due: tasks cannot be "
             "listed, cancelled or moved there. What remains: `expires`, a check in the task itself "
-            "when it runs, or Redis or RabbitMQ with native_delay_ledger as the broker"
+            "when it runs, or Redis or RabbitMQ with native_delay_records as the broker"
         )
 
     def lines(self, settings: DelaySettings) -> Lines:
-        raise NoLedger(
+        raise NoRecords(
             "SQS keeps nothing that could be counted in: native_delay_rates needs Redis, a "
-            "database, or RabbitMQ with native_delay_ledger as the broker"
+            "database, or RabbitMQ with native_delay_records as the broker"
         )
 
 

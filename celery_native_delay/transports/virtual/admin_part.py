@@ -20,7 +20,7 @@ class AdminPart:
         return Status.of(self.name, self._store.census())
 
     def backlog(self) -> Backlog:
-        """The store itself is the ledger."""
+        """The store itself knows what waits."""
         census = self._store.census()
         waiting = census.waiting
         return Backlog(waiting, census.parked, (), True, census.until_first_us, waiting)

@@ -13,12 +13,9 @@ from contextlib import AbstractContextManager
 from itertools import chain, islice
 from typing import Any
 
-from . import model as ledger
+from . import waiting
 from .looking import SEARCH, is_itself_in_json, to_find
-from .model import ALL, Ledger, Outcome, Page, Query, Verdict, Waiting, ids_by_page
-
-#: A change is tried again so often when another has changed the task at the same time.
-_TRIES = 10
+from .waiting import ALL, Page, Query, ReplacedOneByOne, Waiting, ids_by_page
 
 #: Entries that one script looks into, so that it keeps Redis from others for 1-2 ms only.
 CHUNK = 500
@@ -78,8 +75,8 @@ class IndexKeys:
         return self.due, self.messages, self.ids
 
 
-class IndexedLedger(Ledger):
-    """A :class:`~.model.Ledger` of what the three keys hold, as far as it is the same for all."""
+class RedisListing(ReplacedOneByOne):
+    """The waiting tasks that the three keys list."""
 
     def __init__(self, client: Any, keys: IndexKeys, decode: Decode) -> None:
         """*client* is a redis.Redis that returns bytes."""
@@ -118,8 +115,7 @@ class IndexedLedger(Ledger):
             yield from self._ids_ahead(ahead_us, query.until_us)
 
     def get(self, task_id: str) -> list[Waiting]:
-        with self._explained():
-            return [task for _, _, task in self._found(task_id)]
+        return [task for _, _, task in self._found(task_id)]
 
     def counts(self, edges_us: Sequence[int]) -> list[int]:
         with self._explained():
@@ -133,41 +129,17 @@ class IndexedLedger(Ledger):
 
     @abstractmethod
     def _explained(self) -> AbstractContextManager[None]:
-        """A block whose errors of redis-py say that the ledger is away."""
+        """A block whose errors of redis-py say that the records are away."""
 
-    @abstractmethod
-    def _replace(
-        self, member: str, entry: bytes, task: Waiting, due_us: int | None, *, cancelled: bool
-    ) -> tuple[str, int] | None:
-        """The member that took its place and when it is due; None if it was received before."""
-
-    def _change(self, task_id: str, due_us: int | None, *, cancelled: bool) -> Outcome:
-        seen: dict[str, Waiting] = {}
-        #: Members that are as they were to be.
-        made: set[str] = set()
-        is_due_us = due_us
-        for _ in range(_TRIES):
-            with self._explained():
-                found = [each for each in self._found(task_id) if each[0] not in made]
-            if not found:
-                break
-            for member, entry, task in found:
-                seen.setdefault(member, task)
-                new = self._replace(member, entry, task, due_us, cancelled=cancelled)
-                if new is not None:
-                    made.add(new[0])
-                    is_due_us = new[1]
-        tasks = tuple(seen.values())
-        if made:
-            return Outcome(task_id, Verdict.DONE, None if cancelled else is_due_us, tasks)
-        return Outcome(task_id, Verdict.TOO_LATE if seen else Verdict.UNKNOWN, None, tasks)
-
-    def _found(self, task_id: str) -> Iterator[tuple[str, bytes, Waiting]]:
+    def _found(self, task_id: str) -> list[tuple[str, bytes, Waiting]]:
         """Members and entries under *task_id*, and what people see of them."""
-        for member, entry, due_us in self._entries(task_id):
-            task = self._decoded(member, entry, due_us or 0)
-            if task is not None:
-                yield member, entry, task
+        found = []
+        with self._explained():
+            for member, entry, due_us in self._entries(task_id):
+                task = self._decoded(member, entry, due_us or 0)
+                if task is not None:
+                    found.append((member, entry, task))
+        return found
 
     def _ids_ahead(self, from_us: int, until_us: int | None) -> Iterator[str]:
         """The ids of all due in the range, which is ahead, by their members alone."""
@@ -180,11 +152,11 @@ class IndexedLedger(Ledger):
                 byscore=True,
                 withscores=True,
                 offset=skipped,
-                num=ledger.IDS_AT_ONCE,
+                num=waiting.IDS_AT_ONCE,
             )
             for member, _ in found:
                 yield member.decode().rpartition(":")[0]
-            if len(found) < ledger.IDS_AT_ONCE:
+            if len(found) < waiting.IDS_AT_ONCE:
                 return
             last_us = int(found[-1][1])
             begins_there = from_us == last_us

@@ -1,7 +1,8 @@
-"""The engine of a store: what each kind of database needs to keep messages."""
+"""The engine of a database that keeps messages or records: what each kind needs."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from time import time, time_ns
 from typing import Any
@@ -18,9 +19,8 @@ from sqlalchemy import (
     text,
 )
 
-from ...errors import SettingsError
-from ...urls import without_password
-from .driver import Say, saying
+from ..errors import SettingsError
+from ..urls import without_password
 
 #: An option of our own in the URL of a SQLite store; in lower case the first is the default.
 SYNCHRONOUS = ("normal", "full")
@@ -60,7 +60,7 @@ def _place(url: URL) -> tuple[Any, ...]:
     return backend, url.host, url.port, url.database, query
 
 
-def engine_of(url: str) -> Engine:
+def engine_of(url: str, *, setting: str = "native_delay_store") -> Engine:
     """An engine for *url*, which connects when it is first used.
 
     SettingsError: no such database, or its driver is not installed.
@@ -73,7 +73,7 @@ def engine_of(url: str) -> Engine:
         return create_engine(place, pool_pre_ping=True, **_of_servers(place))
     except (exc.ArgumentError, ImportError) as error:
         raise SettingsError(
-            f"native_delay_store {without_password(url)!r} cannot be used: {error}"
+            f"{setting} {without_password(url)!r} cannot be used: {error}"
         ) from error
 
 
@@ -129,11 +129,11 @@ _TIMES = {
 
 def now_us(connection: Connection) -> int:
     """The time in microseconds since the epoch, by the database's clock where it can be asked."""
-    return told_us(saying(connection), connection.dialect)
+    return told_us(lambda statement, _: connection.execute(statement).all(), connection.dialect)
 
 
-def told_us(say: Say, dialect: Dialect) -> int:
-    """The time as :func:`now_us` has it, asked for in the middle of a transaction."""
+def told_us(say: Callable[..., Any], dialect: Dialect) -> int:
+    """The time as :func:`now_us` has it, asked for by *say*."""
     statement = _TIMES.get(dialect.name)
     if statement is None:  # SQLite has ours
         return time_ns() // 1000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -245,10 +246,10 @@ class Outcome:
         return f"{self.id}: nothing waits under this id"
 
 
-class Ledger(Protocol):
-    """The tasks that wait on one broker, by due time: what the ``ledger.py`` of each is.
+class WaitingTasks(Protocol):
+    """The tasks that wait on one broker, by due time.
 
-    Every method may raise LedgerUnavailable.
+    Every method may raise RecordsUnavailable.
     """
 
     _delays: Any
@@ -292,12 +293,49 @@ class Ledger(Protocol):
         """Replace everything that waits under *task_id*, to be due then; None for now."""
 
 
+class ReplacedOneByOne(WaitingTasks):
+    """Waiting tasks whose messages are replaced one after the other, each in one step."""
+
+    @abstractmethod
+    def _found(self, task_id: str) -> list[tuple[str, Any, Waiting]]:
+        """Members and entries under *task_id*, and the tasks that people see."""
+
+    @abstractmethod
+    def _replace(
+        self, member: str, entry: Any, task: Waiting, due_us: int | None, *, cancelled: bool
+    ) -> tuple[str, int] | None:
+        """The member that replaced this one and its due time; None if a worker was quicker."""
+
+    def _change(self, task_id: str, due_us: int | None, *, cancelled: bool) -> Outcome:
+        seen: dict[str, Waiting] = {}
+        #: Members that are as they were to be.
+        made: set[str] = set()
+        is_due_us = due_us
+        for _ in range(_TRIES):
+            found = [each for each in self._found(task_id) if each[0] not in made]
+            if not found:
+                break
+            for member, entry, task in found:
+                seen.setdefault(member, task)
+                new = self._replace(member, entry, task, due_us, cancelled=cancelled)
+                if new is not None:
+                    made.add(new[0])
+                    is_due_us = new[1]
+        tasks = tuple(seen.values())
+        if made:
+            return Outcome(task_id, Verdict.DONE, None if cancelled else is_due_us, tasks)
+        return Outcome(task_id, Verdict.TOO_LATE if seen else Verdict.UNKNOWN, None, tasks)
+
+
+#: A change is tried again so often when another has changed the task at the same time.
+_TRIES = 10
+
 #: Ids read at a time.
 IDS_AT_ONCE = 1000
 
 
 def ids_by_page(page_of: Callable[..., Page], query: Query) -> Iterator[str]:
-    """:meth:`Ledger.ids` by :meth:`Ledger.page`; what is handed over meanwhile moves nothing."""
+    """:meth:`WaitingTasks.ids` by pages; messages that leave meanwhile shift nothing."""
     skipped = 0
     while True:
         page = page_of(query, offset=skipped, limit=IDS_AT_ONCE).tasks
@@ -311,11 +349,11 @@ def ids_by_page(page_of: Callable[..., Page], query: Query) -> Iterator[str]:
         query = query.due_within(last_us, query.until_us)
 
 
-def histogram(ledger: Ledger, *, bars: int = 40) -> list[Bar]:
+def histogram(tasks: WaitingTasks, *, bars: int = 40) -> list[Bar]:
     """The spread of due times, in *bars* bars at most; empty if nothing waits."""
-    span = ledger.span()
+    span = tasks.span()
     if span is None:
         return []
     found = edges(*span, bars=bars)
-    counts = ledger.counts(found)
+    counts = tasks.counts(found)
     return [Bar(*bar) for bar in zip(found, found[1:], counts, strict=False)]

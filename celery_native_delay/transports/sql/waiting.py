@@ -1,4 +1,4 @@
-"""The ledger of a store, which is the store itself: what waits is seen and changed in place.
+"""The waiting tasks of a store, seen and changed in place.
 
 A row's lock decides between a change and the dispatcher: the second finds it gone, or due at
 another time.
@@ -13,17 +13,17 @@ from itertools import islice, pairwise
 from time import time_ns
 from typing import Any
 
-from ...errors import LedgerUnavailable, StoreUnavailable, TopologyMismatch
-from ...ledger.looking import is_itself_in_json
-from ...ledger.model import ALL, Ledger, Outcome, Page, Query, Verdict, Waiting
-from ..virtual.ledger import changed, waiting_of
+from ...errors import RecordsUnavailable, StoreUnavailable, TopologyMismatch
+from ...records.looking import is_itself_in_json
+from ...records.waiting import ALL, Outcome, Page, Query, Verdict, Waiting, WaitingTasks
+from ..virtual.waiting import changed, waiting_of
 from .handover import HandOver, handing_over
 from .rows import Row
 from .store import Store
 
 
-class StoreLedger(Ledger):
-    """A :class:`~celery_native_delay.ledger.model.Ledger` on one channel."""
+class StoreWaitingTasks(WaitingTasks):
+    """A :class:`~celery_native_delay.records.waiting.WaitingTasks` on one channel."""
 
     def __init__(self, channel: Any) -> None:
         self._channel = channel
@@ -118,7 +118,7 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except (StoreUnavailable, TopologyMismatch) as exc:
-        raise LedgerUnavailable(f"the store does not say what waits: {exc}") from exc
+        raise RecordsUnavailable(f"the store does not say what waits: {exc}") from exc
 
 
 def _decoded(row: Row) -> Waiting | None:

@@ -1,4 +1,4 @@
-"""Messages in a store of ours, as its ledger shows and changes them. Pure.
+"""Waiting messages of a store of ours, as people see and change them. Pure.
 
 A task that is cancelled is due at once, with a mark that has its worker announce it instead of
 running it; so a real worker tells the result backend, the chord and the monitors.
@@ -10,13 +10,13 @@ import json
 
 from ...due_time import eta_of, milliseconds_up
 from ...errors import CannotDelay
-from ...ledger.model import Waiting
 from ...message import CANCELLED, HEADER
+from ...records.waiting import Waiting
 from .wrapping import encoded, unwrapped, wrapped
 
 
 def waiting_of(envelope: str | bytes, *, queue: str, due_us: int | None) -> Waiting | None:
-    """The entry of a ledger for a message that waits for *queue*, or is parked without *due_us*.
+    """The task of a message that waits for *queue*, or is parked without *due_us*.
 
     None for one that is on its way to be announced as cancelled.
     """

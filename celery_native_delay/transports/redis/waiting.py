@@ -1,4 +1,4 @@
-"""The ledger of Redis, which is the store itself: what waits is seen and changed in place.
+"""The waiting tasks of a Redis broker, seen and changed in place.
 
 A change replaces a message by another one only if it is still there as it was read.
 """
@@ -12,16 +12,16 @@ from typing import Any
 
 from redis.exceptions import RedisError
 
-from ...errors import LedgerUnavailable
-from ...ledger.model import Outcome, Waiting
-from ...ledger.redis_index import IndexedLedger
-from ..virtual.ledger import changed, waiting_of
+from ...errors import RecordsUnavailable
+from ...records.redis_listing import RedisListing
+from ...records.waiting import Outcome, Waiting
+from ..virtual.waiting import changed, waiting_of
 from .entry import Destination, entry_of, opened_entry
 from .store import Store
 
 
-class RedisLedger(IndexedLedger):
-    """A :class:`~celery_native_delay.ledger.model.Ledger` on one channel."""
+class RedisWaitingTasks(RedisListing):
+    """A :class:`~celery_native_delay.records.waiting.WaitingTasks` on one channel."""
 
     def __init__(self, channel: Any) -> None:
         self._delays = channel.delays
@@ -73,4 +73,4 @@ class RedisLedger(IndexedLedger):
         try:
             yield
         except RedisError as exc:
-            raise LedgerUnavailable(f"Redis does not say what waits: {exc}") from exc
+            raise RecordsUnavailable(f"Redis does not say what waits: {exc}") from exc

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..errors import InvalidQuery
 
-#: What a field is called in :class:`~.ledger.Waiting`.
+#: What a field is called in :class:`~.waiting.Waiting`.
 _FIELDS = {
     "name": "name",
     "queue": "queue",

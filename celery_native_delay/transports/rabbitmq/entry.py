@@ -1,19 +1,24 @@
-"""Entries of a ledger: all of a message that is needed to send it again. Pure."""
+"""Entries of the records: all of a message that is needed to publish it again. Pure."""
 
 from __future__ import annotations
 
+from base64 import b64decode, b64encode
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from json import JSONDecoder
 from typing import Any
 
 from kombu.utils.json import JSONEncoder, loads
 
-from ....ledger.model import Waiting
-from ....message import Delayed
+from ...due_time import eta_of
+from ...message import Delayed
+from ...records.waiting import Waiting
 
 #: kombu's dumps() makes an encoder for each call, which takes three times as long.
 _as_json: Callable[[Any], str] = JSONEncoder(separators=(",", ":")).encode
+#: Beginnings of a body that is written in base64; "" stands for what is no text.
+_IN_BASE64 = ("", "=")
+
 _plain_json: Callable[[str], Any] = JSONDecoder().decode
 
 
@@ -37,10 +42,16 @@ class Entry:
         """The user's headers."""
         return self.properties.get("application_headers") or {}
 
-    def encoded(self) -> bytes:
-        """One line of JSON, then the body as it is."""
+    def encoded(self) -> str:
+        """One line of JSON, then the body: as it is if it is text, else ``=`` and base64."""
         known = [self.exchange, self.routing_key, self.queue, self.expires_ms, self.properties]
-        return _as_json(known).encode() + b"\n" + self.body
+        try:
+            body = self.body.decode()
+        except UnicodeDecodeError:
+            body = ""
+        if body[:1] in _IN_BASE64 or "\0" in body:  # which PostgreSQL's text cannot hold
+            body = f"={b64encode(self.body).decode()}"
+        return f"{_as_json(known)}\n{body}"
 
     def wait(self, delivery_id: str, due_us: int, *, cancelled: bool) -> Delayed:
         """The wait of a copy that is sent in its stead."""
@@ -55,16 +66,17 @@ class Entry:
         )
 
     @classmethod
-    def decoded(cls, data: bytes) -> Entry:
+    def decoded(cls, text: str) -> Entry:
         """The opposite of :meth:`encoded`."""
-        line, _, body = data.partition(b"\n")
+        line, _, body = text.partition("\n")
         exchange, routing_key, queue, expires_ms, properties = loads(line)
-        return cls(properties, body, exchange, routing_key, queue, expires_ms)
+        data = b64decode(body[1:]) if body.startswith("=") else body.encode()
+        return cls(properties, data, exchange, routing_key, queue, expires_ms)
 
 
-def waiting(member: str, data: bytes, due_us: int) -> Waiting:
+def waiting(member: str, text: str, due_us: int) -> Waiting:
     """The task of an entry as people see it, for which body and objects need not be made."""
-    known = _plain_json(data[: data.index(b"\n")].decode())
+    known = _plain_json(text[: text.index("\n")])
     exchange, routing_key, queue, _, properties = known
     return Waiting.of(
         properties.get("application_headers") or {},
@@ -78,11 +90,7 @@ def waiting(member: str, data: bytes, due_us: int) -> Waiting:
     )
 
 
-def member_of(headers: Mapping[str, Any], delivery_id: str) -> str | None:
-    """The name of a task's entry; None for a message that is no Celery task of protocol 2.
-
-    Other consumers of delayed messages ask no ledger.
-    """
-    if "task" not in headers or not headers.get("id"):
-        return None
-    return f"{headers['id']}:{delivery_id}"
+def due_then(entry: Entry, due_us: int) -> Entry:
+    """*entry*, due at another time; its ``expiration`` ends when it did."""
+    headers = {**entry.headers, "eta": eta_of(due_us)}
+    return replace(entry, properties={**entry.properties, "application_headers": headers})

@@ -1,0 +1,54 @@
+"""Lines of rated tasks as records, whichever backend keeps those."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+from ..records.interface import Change, RecordName, Records
+from .line import Line, name_of
+from .lines import RateLine, Turn
+from .rate import Rate
+
+T = TypeVar("T")
+
+
+class RecordLines:
+    """The lines in *records*; see :class:`~.lines.Lines`."""
+
+    def __init__(self, records: Records) -> None:
+        self._records = records
+
+    def ask(self, task: str, key: str | None, rate: Rate, place: int | None) -> Turn:
+        return self._change(task, key, rate, lambda line, now: line.ask(rate, now, place))
+
+    def hold(self, task: str, key: str | None, rate: Rate, seconds: float) -> int:
+        wait_us = round(seconds * 1_000_000)
+        return self._change(task, key, rate, lambda line, now: line.hold(rate, now, wait_us))
+
+    def look(self, limit: int) -> list[RateLine]:
+        at_us, found = self._records.latest("rate", limit)
+        seen = []
+        for name, text in found:
+            line, rate = Line.decoded(*text.split("\n"))
+            if rate is not None:
+                seen.append(line.seen(name, rate, at_us))
+        return sorted(seen, key=lambda line: -line.waiting)
+
+    def close(self) -> None:
+        """The records are the process's."""
+
+    def _change(
+        self,
+        task: str,
+        key: str | None,
+        rate: Rate,
+        decide: Callable[[Line, int], tuple[Line, T]],
+    ) -> T:
+        def change(text: str | None, now_us: int) -> Change[T]:
+            before = Line() if text is None else Line.decoded(*text.split("\n"))[0]
+            line, answer = decide(before, now_us)
+            log = " ".join(map(str, line.log))
+            return Change(f"{line.encoded(rate)}\n{log}", line.ends_us(rate), answer)
+
+        return self._records.change(RecordName("rate", name_of(task, key)), change)

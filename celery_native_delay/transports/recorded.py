@@ -1,0 +1,71 @@
+"""What transports share whose broker cannot be looked into: ``native_delay_records`` beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import NoRecords
+from ..keyed.indexed import IndexedKeyRecords
+from ..message import Delayed
+from ..rates.lines import Lines
+from ..records.interface import ANSWER_SECONDS
+from ..records.opened import is_redis, records_of_process
+from ..settings import DelaySettings
+from .interface import Answer
+
+
+def records_beside(settings: DelaySettings, place: str) -> Any:
+    """The records of what waits at *place*, such as a virtual host; None where none are kept."""
+    if settings.records is None:
+        return None
+    return records_of_process(settings.records, f"{settings.namespace}.{place}")
+
+
+def key_records_beside(records: Any, settings: DelaySettings) -> IndexedKeyRecords:
+    """The records of keys in *records*."""
+    return IndexedKeyRecords(records, settings.longest_delay_seconds)
+
+
+def lines_beside(records: Any) -> Lines:
+    """The lines of rated tasks in *records*; NoRecords if those are None."""
+    if records is None:
+        raise NoRecords(
+            "native_delay_rates needs records beside this broker: set native_delay_records = "
+            '"redis://…", or the SQLAlchemy URL of a database, in workers and producers'
+        )
+    if not is_redis(records.url):
+        from ..rates.in_records import RecordLines
+
+        return RecordLines(records)
+    from ..rates.in_redis import RedisLines
+    from ..records.redis_link import connection_maker
+
+    make_connection = connection_maker(records.url, timeout_seconds=ANSWER_SECONDS)
+    return RedisLines(make_connection, records.keys.space, records.where)
+
+
+def member_of(headers: Mapping[str, Any], delivery_id: str) -> str | None:
+    """The name of a task's entry; None for a message that is no Celery task of protocol 2.
+
+    Other consumers of delayed messages ask no records.
+    """
+    if "task" not in headers or not headers.get("id"):
+        return None
+    return f"{headers['id']}:{delivery_id}"
+
+
+class IndexReceipts:
+    """Receipts from *records*, which are asked each time."""
+
+    def __init__(self, records: Any) -> None:
+        self._records = records
+        records.connect()
+
+    def may_run(self, headers: Mapping[str, Any], delayed: Delayed) -> Answer:
+        member = member_of(headers, delayed.delivery_id)
+        may_run = True if member is None else self._records.received(member)
+        return {True: Answer.RUN, False: Answer.DROP, None: Answer.AWAY}[may_run]
+
+    def close(self) -> None:
+        """The records are the process's."""
