@@ -14,9 +14,9 @@ from kombu import Queue
 from celery_native_delay import CannotDelay, Delay, Query, delay_headers, install
 from celery_native_delay.bulk import bulk
 from celery_native_delay.testing import PrivateRedis
-from tests.integration.ledger_promises import *  # noqa: F403
 from tests.integration.project import Project
 from tests.integration.redis_traffic import promoting, store_of
+from tests.integration.waiting_promises import *  # noqa: F403
 from tests.waiting import PATIENCE_SECONDS
 
 PREFIX = "shop:"

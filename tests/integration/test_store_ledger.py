@@ -13,7 +13,7 @@ from celery import Celery
 from celery_native_delay import Delay, RecordsUnavailable, Verdict, install
 from celery_native_delay.transports.sql.store import Store
 from tests.conformance.brokers import Broker, options_of, settings_of
-from tests.integration.ledger_promises import *  # noqa: F403
+from tests.integration.waiting_promises import *  # noqa: F403
 from tests.traffic import beside
 from tests.waiting import PATIENCE_SECONDS
 

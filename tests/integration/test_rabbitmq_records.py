@@ -1,53 +1,54 @@
-"""Beside RabbitMQ, what waits is kept in a Redis: the same promises, and those of the races."""
+"""Beside RabbitMQ, waiting tasks are listed in records: the same promises, in each backend."""
 
 from __future__ import annotations
 
 import json
 import struct
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from itertools import permutations
 from time import monotonic, time_ns
 from typing import Any
 
 import pytest
 from celery import Celery
-from celery_native_delay.transports.rabbitmq.ledger.connection import (
-    PATIENCE_SECONDS as LEDGER_PATIENCE_SECONDS,
-)
-from celery_native_delay.transports.rabbitmq.ledger.connection import (
-    LedgerConnection,
-    ledger_connection,
-)
-from celery_native_delay.transports.rabbitmq.ledger.entry import Entry
-from celery_native_delay.transports.rabbitmq.ledger.scripts import (
-    MARK_GRACE_MS,
-    REPLACE,
-    STALE_AFTER_US,
-    LedgerKeys,
-)
 
 from celery_native_delay import Delay, DelayTooLong, NoRecords, RecordsUnavailable, install
 from celery_native_delay.bulk import bulk
+from celery_native_delay.records.interface import (
+    PATIENCE_SECONDS,
+    STALE_AFTER_US,
+    Index,
+    Listed,
+    Standing,
+)
+from celery_native_delay.records.opened import records_of_process
 from celery_native_delay.testing import (
     PrivateRabbitMQ,
     PrivateRedis,
     private_redis,
     vhost_name,
 )
-from tests.integration.ledger_promises import *  # noqa: F403
+from celery_native_delay.transports.rabbitmq.entry import Entry
+from pytest_celery_native_delay import installed
+from tests.brokers import in_ci
+from tests.integration.waiting_promises import *  # noqa: F403
+from tests.postgresql import find_postgresql, private_postgresql
 from tests.waiting import wait_until
 
-KEYS = LedgerKeys("celery_delay")
 
-
-def keys_of(app: Celery) -> LedgerKeys:
-    return LedgerKeys("celery_delay", app.connection_for_write().virtual_host)
-
-
-def line_for(app: Celery) -> LedgerConnection:
-    return ledger_connection(app.conf.native_delay_records, "celery_delay", keys_of(app).vhost)
+@pytest.fixture(scope="module", params=["redis", "sqlite", in_ci("postgresql")])
+def records_url(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[str]:
+    """Records beside RabbitMQ."""
+    if request.param == "redis":
+        yield request.getfixturevalue("ledger_server").url
+    elif request.param == "sqlite":
+        yield f"sqlite:///{tmp_path_factory.mktemp('records')}/records.db"
+    else:
+        installed(find_postgresql)
+        with private_postgresql() as postgresql:
+            yield postgresql.new_database()
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +60,20 @@ def vhost_url(rabbitmq: PrivateRabbitMQ) -> Iterator[str]:
 
 
 @pytest.fixture
-def app(vhost_url: str, ledger_redis: PrivateRedis) -> Iterator[Celery]:
+def app(vhost_url: str, records_url: str, ledger_server: PrivateRedis) -> Iterator[Celery]:
+    """With empty records."""
     app = Celery("shop", broker=vhost_url, set_as_current=False)
-    app.conf.result_backend = ledger_redis.url.replace("/0", "/1")
-    yield install(app, records=ledger_redis.url)
+    app.conf.result_backend = ledger_server.url.replace("/0", "/1")
+    install(app, records=records_url)
+    records_of(app).purge()
+    yield app
     close_results(app)  # noqa: F405
     app.close()
+
+
+def records_of(app: Celery) -> Any:
+    vhost = app.connection_for_write().virtual_host
+    return records_of_process(app.conf.native_delay_records, f"celery_delay.{vhost}")
 
 
 @pytest.fixture
@@ -73,7 +82,7 @@ def plain_app(vhost_url: str) -> Iterator[Celery]:
         yield app
 
 
-def test_without_a_ledger_the_way_out_is_told(vhost_url: str) -> None:
+def test_without_records_the_way_out_is_told(vhost_url: str) -> None:
     with install(Celery("shop", broker=vhost_url, set_as_current=False)) as app:
         with pytest.raises(NoRecords, match="set native_delay_records"):
             Delay(app).ls()
@@ -81,15 +90,12 @@ def test_without_a_ledger_the_way_out_is_told(vhost_url: str) -> None:
 
 
 @pytest.mark.ci
-def test_virtual_hosts_may_share_a_redis(
-    app: Celery, rabbitmq: PrivateRabbitMQ, ledger_redis: PrivateRedis
+def test_virtual_hosts_may_share_records(
+    app: Celery, rabbitmq: PrivateRabbitMQ, records_url: str
 ) -> None:
     """Their tasks never meet, though all settings be the same."""
-    ledger_redis.client.flushall()
     url = rabbitmq.new_vhost()
-    with install(
-        Celery("bills", broker=url, set_as_current=False), records=ledger_redis.url
-    ) as other:
+    with install(Celery("bills", broker=url, set_as_current=False), records=records_url) as other:
         send(app, 1, countdown=3600)  # noqa: F405
         send(other, 2, countdown=3600)  # noqa: F405
         assert Delay(other).ids() == ["order-2"]
@@ -98,11 +104,11 @@ def test_virtual_hosts_may_share_a_redis(
     rabbitmq.delete_vhost(vhost_name(url))
 
 
-def test_the_ledgers_password_is_not_shown() -> None:
-    app = install(
-        Celery("shop", broker="amqp://", set_as_current=False),
-        records="redis://:secret@localhost/3",
-    )
+@pytest.mark.parametrize(
+    "records", ["redis://:secret@localhost/3", "postgresql+psycopg://shop:secret@localhost/shop"]
+)
+def test_the_password_of_the_records_is_not_shown(records: str) -> None:
+    app = install(Celery("shop", broker="amqp://", set_as_current=False), records=records)
     assert "secret" not in repr(app.connection_for_write().transport_options)
     app.close()
 
@@ -127,19 +133,27 @@ def test_what_is_thrown_away_where_it_is_parked_is_listed_no_more(
     assert [task.id for task in delay.ls().tasks] == ["order-1", "order-2"]
 
 
-def test_a_template_records_what_apply_async_does(app: Celery, ledger_redis: PrivateRedis) -> None:
-    """All that is needed to send the message again, when its task is moved or cancelled."""
+def test_a_template_records_what_apply_async_does(app: Celery, delay: Delay) -> None:
+    """All that is needed to publish the message again, when its task is moved or cancelled."""
+    entries: dict[str, Entry] = {}
     options = {"countdown": 3600, "priority": 3, "queue": "side", "headers": {"tenant": 7}}
-    ledger_redis.client.flushall()
-    with bulk(app, headers={"tenant": 7}) as batch:
-        for number in range(3):
-            batch.send("shop.remind", (number, "äöü"), countdown=3600, queue="side", priority=3)
-    sent = app.send_task("shop.remind", (2, "äöü"), **options)
-    line_for(app).flush(None)
-    entries = {
-        member.decode().partition(":")[0]: Entry.decoded(data)
-        for member, data in ledger_redis.client.hgetall(keys_of(app).messages).items()
-    }
+    note = Index.note
+    records = records_of(app)
+
+    class Noting:
+        @staticmethod
+        def note(listed: Listed) -> None:
+            entries[listed.member.partition(":")[0]] = Entry.decoded(listed.entry)
+
+    records.note = Noting.note
+    try:
+        with bulk(app, headers={"tenant": 7}) as batch:
+            for number in range(3):
+                batch.send("shop.remind", (number, "äöü"), countdown=3600, queue="side", priority=3)
+        sent = app.send_task("shop.remind", (2, "äöü"), **options)
+    finally:
+        del records.note
+    assert note is Index.note
     assert len(entries) == 4
     expected = entries.pop(sent.id)
     for task_id, entry in entries.items():
@@ -153,74 +167,24 @@ def test_a_template_records_what_apply_async_does(app: Celery, ledger_redis: Pri
     assert replace(last, properties=same) == expected
 
 
-def test_what_is_thrown_away_or_was_never_sent_does_not_stay_in_the_ledger(
-    app: Celery, ledger_redis: PrivateRedis
+def test_what_was_never_sent_is_not_listed_and_a_purge_keeps_what_is_due(
+    app: Celery, delay: Delay
 ) -> None:
-    """Else it could be run after all; what is due is with a worker soon, and is kept."""
-    delay = Delay(app)
-    ledger_redis.client.flushall()
+    """A due message is with a worker soon, so its entry stays."""
     with pytest.raises(struct.error):  # AMQP has room for 255 bytes
         send(app, 1, countdown=3600, task_id="x" * 300)  # noqa: F405
-    line = line_for(app)
-    line.flush(None)
     assert delay.ls().tasks == ()
     send(app, 2, countdown=3600)  # noqa: F405
-    line.record("due:d", time_ns() // 1000, b"[]\n")
-    line.flush(None)
+    records = records_of(app)
+    records.note(Listed("due:d", time_ns() // 1000, '["", "q", null, null, {}]\n{}'))
+    records.flush()
     with app.connection_for_write() as connection:
         assert connection.default_channel.admin_part(app._native_delay.settings()).purge()
-    assert ledger_redis.client.zrange(keys_of(app).ids, 0, -1) == [b"due:d"]
-    ledger_redis.client.flushall()
+    assert records.standing("due:d") is Standing.KNOWN
+    assert delay.show("order-2") == []
 
 
-# ---- the races of a move ---------------------------------------------------------------------
-
-
-class Race:
-    """One task that is moved, step by step, beside workers that receive its two messages."""
-
-    def __init__(self, server: PrivateRedis) -> None:
-        self.client = server.client
-        self.client.flushall()
-        self.line = ledger_connection(server.url, "celery_delay")
-        self.due_us = time_ns() // 1000
-        self.line.record("task:old", self.due_us, b"old")
-        self.line.flush(None)
-        self.mark = KEYS.marks + "new"
-        self.client.set(self.mark, "task:old", px=MARK_GRACE_MS)
-        self.ran: list[str] = []
-        self.counts: bool | None = None
-
-    def receive(self, delivery: str) -> None:
-        if self.line.received(f"task:{delivery}"):
-            self.ran.append(delivery)
-
-    def replace(self) -> None:
-        keys = [*KEYS.index, f"{KEYS.marks}old", self.mark]
-        arguments = ["task:old", 1000, "task:new", self.due_us, b"new", 1000]
-        self.counts = bool(self.client.eval(REPLACE, len(keys), *keys, *arguments))
-
-
-def test_a_moved_task_runs_once_whatever_comes_first(ledger_redis: PrivateRedis) -> None:
-    """Also if the mover dies between its steps, and if messages are delivered again."""
-    steps = ("old", "new", "replace")
-    orders = [order for length in (2, 3) for order in permutations(steps, length)]
-    for order in orders:
-        if not {"old", "new"} <= set(order):
-            continue
-        race = Race(ledger_redis)
-        for step in order:
-            race.replace() if step == "replace" else race.receive(step)
-        assert len(race.ran) == 1, order
-        if race.counts is not None:
-            assert race.counts is (race.ran == ["new"]), order
-        loser = "new" if race.ran == ["old"] else "old"
-        race.receive(loser)
-        assert loser not in race.ran, order
-        assert ledger_redis.client.exists(*KEYS.index) == 0, order
-
-
-# ---- a ledger that is away -------------------------------------------------------------------
+# ---- records that are away -------------------------------------------------------------------
 
 
 def timed(app: Celery, count: int, **options: Any) -> float:
@@ -231,26 +195,12 @@ def timed(app: Celery, count: int, **options: Any) -> float:
     return monotonic() - started
 
 
-def test_a_ledger_that_was_away_for_hours_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After more failures than a pool of redis-py's allows for connections."""
-    monkeypatch.setattr(sys.modules[LedgerConnection.__module__], "LEFT_ALONE_SECONDS", (0, 0))
-    with private_redis() as server:
-        line = LedgerConnection(server.url, "shop")
-        server.kill()
-        for number in range(200):
-            line.record(f"order-{number}", 1, b"")
-        assert line.missed == 200
-        server.start()
-        assert line.connect()
-        line.close()
-
-
 @pytest.mark.ci
 @pytest.mark.parametrize("how", ["down", "slow"])
-def test_publishing_goes_on_while_the_ledger_is_away(
+def test_publishing_goes_on_while_the_records_are_away(
     vhost_url: str, caplog: pytest.LogCaptureFixture, how: str
 ) -> None:
-    """With one warning; and the ledger is used again when it is back."""
+    """With one warning; and the records are used again when they are back."""
     with private_redis() as server:
         app = Celery("shop", broker=vhost_url, set_as_current=False)
         install(app, records=server.url)
@@ -263,12 +213,12 @@ def test_publishing_goes_on_while_the_ledger_is_away(
         else:
             server.client.execute_command("CLIENT", "PAUSE", 5000, "ALL")
         away_seconds = timed(app, 100)
-        # Not waiting for the ledger once for each.
-        assert away_seconds < usual_seconds + 100 * LEDGER_PATIENCE_SECONDS / 2
+        # Not waiting for the records once for each.
+        assert away_seconds < usual_seconds + 100 * PATIENCE_SECONDS / 2
 
         def told() -> int:
             timed(app, 1)
-            return sum("is away" in record.message for record in caplog.records)
+            return sum("are away" in record.message for record in caplog.records)
 
         wait_until(lambda: told() or None)
         if how == "down":
@@ -306,30 +256,27 @@ def test_a_change_of_many_goes_on_over_a_new_connection_and_says_how_far_it_came
 
         delay = Delay(app)
         assert all(delay._change(ids[:3], cancel))
-        with pytest.raises(RecordsUnavailable, match="1 of 2 were changed, then the ledger"):
+        with pytest.raises(RecordsUnavailable, match="1 of 2 were changed, then the records"):
             delay._change(ids[3:], cancel)
         app.close()
 
 
-def test_a_sweep_removes_what_nobody_has_told_the_ledger_of(
-    app: Celery, ledger_redis: PrivateRedis
-) -> None:
-    line = line_for(app)
-    now_us = time_ns() // 1000
+def test_a_sweep_removes_what_no_worker_told_the_records_of(app: Celery) -> None:
+    records, now_us = records_of(app), time_ns() // 1000
     for number in range(3):
-        line.record(f"task-{number}:d", now_us - number * 2 * STALE_AFTER_US // 3, b"[]\n")
-    line.flush(None)
+        due_us = now_us - number * 2 * STALE_AFTER_US // 3
+        records.note(Listed(f"task-{number}:d{number}", due_us, "[]\n"))
+    records.flush()
     with app.connection_for_write() as connection:
-        channel = connection.default_channel
-        ledger = channel.ledger(app._native_delay.settings())
-        assert ledger.sweep() == 1
-        assert ledger.sweep() == 0
-        ledger.close()
-    assert ledger_redis.client.zrange(keys_of(app).due, 0, -1) == [b"task-1:d", b"task-0:d"]
+        part = connection.default_channel.worker_part(app._native_delay.settings())
+        assert part.sweep() == 1
+        assert part.sweep() == 0
+    standings = [records.standing(f"task-{number}:d{number}") for number in range(3)]
+    assert standings == [Standing.KNOWN, Standing.KNOWN, Standing.UNKNOWN]
 
 
 def test_calls_under_a_key_leave_no_mark_of_what_was_not_sent_or_counts(
-    app: Celery, ledger_redis: PrivateRedis
+    app: Celery, ledger_server: PrivateRedis, records_url: str
 ) -> None:
     """A mark makes void what a worker gets before its key knows it."""
     delay, signature = Delay(app), app.signature("shop.reindex")
@@ -337,4 +284,12 @@ def test_calls_under_a_key_leave_no_mark_of_what_was_not_sent_or_counts(
         delay.debounce(signature, key="k", seconds=1e9)
     first = delay.throttle(signature, key="k", seconds=60)
     assert delay.throttle(signature, key="k", seconds=60).id == first.id
-    assert ledger_redis.client.keys("*.mark.*") == []
+    if records_url.startswith("redis"):
+        assert ledger_server.client.keys("*.mark.*") == []
+    else:
+        from sqlalchemy import func, select
+
+        from celery_native_delay.records.sql import MARKS
+
+        counted = select(func.count()).select_from(MARKS)
+        assert records_of(app).look_up(lambda found: found.execute(counted).scalar()) == 0
