@@ -267,7 +267,7 @@ class SqlRecords(Records, Index):
             WAITING,
             _WAITING.owner == self.owner,
             _WAITING.due_us,
-            _WAITING.delivery_id,
+            (_WAITING.task_id, _WAITING.delivery_id),
             _WAITING.entry,
             shown,
         )

@@ -25,8 +25,8 @@ class DueRows:
     table: Table
     mine: ColumnElement[bool]
     due_us: Column[Any]
-    #: Tells rows that are due together apart.
-    unique: Column[Any]
+    #: The order of rows that are due together.
+    order: tuple[Column[Any], ...]
     #: The text that is searched.
     text: Column[Any]
     #: The columns to read of a row.
@@ -64,7 +64,7 @@ class DueRows:
         asked = (
             select(*self.shown)
             .where(*self._between(query.from_us, query.until_us), *contain)
-            .order_by(self.due_us, self.unique)
+            .order_by(self.due_us, *self.order)
         )
         for start in count(offset, _CHUNK):
             rows = connection.execute(asked.offset(start).limit(_CHUNK)).all()

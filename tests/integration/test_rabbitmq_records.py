@@ -52,7 +52,7 @@ def records_url(
 
 
 @pytest.fixture(scope="module")
-def vhost_url(rabbitmq: PrivateRabbitMQ) -> Iterator[str]:
+def vhost_url(rabbitmq: PrivateRabbitMQ, records_url: str) -> Iterator[str]:
     """One for all: what a test leaves in its levels is due in an hour."""
     url = rabbitmq.new_vhost()
     yield url
@@ -65,7 +65,7 @@ def app(vhost_url: str, records_url: str, ledger_server: PrivateRedis) -> Iterat
     app = Celery("shop", broker=vhost_url, set_as_current=False)
     app.conf.result_backend = ledger_server.url.replace("/0", "/1")
     install(app, records=records_url)
-    records_of(app).purge()
+    empty(records_of(app), ledger_server)
     yield app
     close_results(app)  # noqa: F405
     app.close()
@@ -74,6 +74,15 @@ def app(vhost_url: str, records_url: str, ledger_server: PrivateRedis) -> Iterat
 def records_of(app: Celery) -> Any:
     vhost = app.connection_for_write().virtual_host
     return records_of_process(app.conf.native_delay_records, f"celery_delay.{vhost}")
+
+
+def empty(records: Any, server: PrivateRedis) -> None:
+    """Remove all that other tests have left in *records*, which may be in *server*."""
+    server.client.flushall()
+    if hasattr(records, "engine"):
+        from celery_native_delay.records.sql import METADATA
+
+        METADATA.drop_all(records.engine)
 
 
 @pytest.fixture
