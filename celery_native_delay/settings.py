@@ -45,6 +45,9 @@ _EXPECTED_STORE = (
     '"sqlite:////var/lib/shop/delays.db"'
 )
 
+# The dialects of SQLAlchemy itself, and others with their driver: no URL of a broker.
+_DATABASE = re.compile(r"(sqlite|postgresql|mysql|mariadb|oracle|mssql)://|\w+\+\w+://")
+
 _EXPECTED_RECORDS = (
     "None, the URL of a Redis that starts with redis://, rediss:// or redis+socket://, or a "
     'SQLAlchemy URL of a database that outlives the process, such as "postgresql+psycopg://host/shop"'
@@ -220,7 +223,7 @@ def _normal(name: str, value: Any) -> Any:
 def _check(name: str, value: Any) -> None:
     expected = _expected(name, value)
     if expected:
-        if name in ("fence", "records", "store") and isinstance(value, str):
+        if name in ("fence", "store") and isinstance(value, str):
             value = value.partition("://")[0]  # the rest may hold a password
         elif isinstance(value, str):
             value = without_password(value)
@@ -311,13 +314,13 @@ def is_redis_url(value: object) -> bool:
 
 
 def _is_records_url(value: Any) -> bool:
-    if not isinstance(value, str) or value.startswith(("http:", "https:", "amqp")):
+    if not isinstance(value, str):
         return False
     try:
         urlsplit(value).port  # noqa: B018  raises for one that is no number
     except ValueError:
         return False
-    return is_redis_url(value) or is_store_url(value)
+    return is_redis_url(value) or (is_store_url(value) and bool(_DATABASE.match(value)))
 
 
 def _is_int(value: Any) -> bool:

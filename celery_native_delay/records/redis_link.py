@@ -94,7 +94,7 @@ class RedisLink:
             return _answer(connection, *command)
 
     def connect(self) -> bool:
-        """Connect now, so that nobody has to wait for it; False if that fails."""
+        """Connect now, so that no task has to wait for it; False if that fails."""
         with suppress(RecordsUnavailable), self._lent():
             return True
         return False

@@ -1,4 +1,4 @@
-"""How a message is replaced on a broker that cannot be looked into. Written once, for any broker.
+"""The protocol by which a message is replaced on a broker that cannot be looked into.
 
 A message that waits there cannot be taken back. So:
 

@@ -50,7 +50,7 @@ class SqlThread:
         self.missed = 0
 
     def note(self, row: Row) -> None:
-        """Have *row* written soon."""
+        """Queue *row* to be written."""
         if self._is_stuck() or (self._jobs.qsize() >= _MOST_NOTES and not self.flush()):
             self.missed += 1
             return
@@ -58,7 +58,7 @@ class SqlThread:
         self._start()
 
     def post(self, work: Callable[[Connection], Any]) -> None:
-        """Have *work* done soon."""
+        """Queue *work* to be done."""
         if self._is_stuck():
             self.missed += 1
             return
@@ -96,7 +96,7 @@ class SqlThread:
             thread.join(PATIENCE_SECONDS)
 
     def _is_stuck(self) -> bool:
-        """True if the database owes an answer for too long: nobody else waits for it."""
+        """True if the database owes an answer for too long: others do not wait for it, too."""
         since = self._busy_since
         return since is not None and monotonic() - since > PATIENCE_SECONDS
 

@@ -1,4 +1,4 @@
-"""What transports share whose broker cannot be looked into: ``native_delay_records`` beside it."""
+"""The records beside a broker that cannot be looked into, as its transport uses them."""
 
 from __future__ import annotations
 

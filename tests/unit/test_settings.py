@@ -42,7 +42,7 @@ def test_a_store_that_ends_with_its_process_is_refused_without_its_password(url:
     assert "secret" not in str(refused.value) or "://" not in url
 
 
-@pytest.mark.parametrize("name", ["ledger", "management_url"])
+@pytest.mark.parametrize("name", ["records", "management_url"])
 def test_a_wrong_url_is_refused_without_its_password(name: str) -> None:
     with pytest.raises(SettingsError, match=r"got 'sentinel://ada:.*@host/0'") as refused:
         check_settings({name: "sentinel://ada:secret@host/0"})
@@ -72,7 +72,7 @@ def test_the_default_levels_reach_eight_and_a_half_years() -> None:
         ("queue_type", "classic"),
         ("confirm_publish", "off"),
         ("confirm_publish", "window"),
-        ("ledger", "redis+socket:///run/redis.sock"),
+        ("records", "redis+socket:///run/redis.sock"),
         ("records_away", "wait"),
         ("confirm_window", 1),
         ("confirm_window", 1_000_000),
@@ -96,7 +96,10 @@ def test_values_that_are_accepted(name: str, value: Any) -> None:
 NAMESPACE = "1 to 64 letters, digits, _, - or inner dots"
 LEVELS = "a whole number from 1 to 60"
 CONFIRM = '"wait", "window" or "off"'
-LEDGER = "None or a URL that starts with redis:// or rediss:// or redis+socket:// or unix://"
+RECORDS = (
+    "None, the URL of a Redis that starts with redis://, rediss:// or redis+socket://, or a "
+    'SQLAlchemy URL of a database that outlives the process, such as "postgresql+psycopg://host/shop"'
+)
 RESOLUTION = "seconds from 0.001 to 3600, a whole number of milliseconds"
 
 
@@ -152,9 +155,9 @@ RESOLUTION = "seconds from 0.001 to 3600, a whole number of milliseconds"
         ("declare", "no", "True or False"),
         ("management_url", "rabbit:15672", "None or an http(s) URL"),
         ("management_url", 15672, "None or an http(s) URL"),
-        ("ledger", "stream", LEDGER),
-        ("ledger", "amqp://", LEDGER),
-        ("ledger", "redis://store:many", LEDGER),
+        ("records", "stream", RECORDS),
+        ("records", "amqp://", RECORDS),
+        ("records", "redis://store:many", RECORDS),
         ("records_away", True, '"run" or "wait"'),
         ("store", True, STORE),
         ("store_outage_seconds", 0, "seconds, more than 0 and at most 86400"),

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 from celery.events.state import Task
-from celery_native_delay.transports.rabbitmq.ledger.entry import Entry, waiting
 from flower.utils.search import QuerySyntaxError, TaskSearchEngine
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +14,7 @@ from hypothesis import strategies as st
 from celery_native_delay import InvalidQuery, Outcome, Query, Verdict, Waiting
 from celery_native_delay.records.looking import to_find
 from celery_native_delay.records.waiting import edges
+from celery_native_delay.transports.rabbitmq.entry import Entry, waiting
 
 SECOND_US = 1_000_000
 
@@ -186,7 +186,7 @@ def test_an_outcome_is_true_if_it_was_done_and_says_what_happened() -> None:
     assert str(Outcome("a", Verdict.UNKNOWN)) == "a: nothing waits under this id"
 
 
-def test_an_entry_of_the_ledger_is_the_whole_message() -> None:
+def test_an_entry_of_the_records_is_the_whole_message() -> None:
     headers = {"task": "shop.remind", "id": "order-7", "argsrepr": "(b'\\n',)", "x": b"\xff"}
     properties = {"application_headers": headers, "priority": 3, "content_encoding": "binary"}
     entry = Entry(properties, b"\x00\n\xff{}", "shop", "orders.new", "orders", 12)
