@@ -264,8 +264,8 @@ def test_a_cluster_and_a_file_that_cannot_be_are_named(tmp_path: Path) -> None:
 # ---- a connection that may not declare -----------------------------------------------------
 
 
-@pytest.mark.parametrize("confirm", ["wait", "window", "off"])
-def test_what_is_missing_is_named_and_both_ways_out(vhost_url: str, confirm: str) -> None:
+@pytest.mark.parametrize("confirm", [True, False])
+def test_what_is_missing_is_named_and_both_ways_out(vhost_url: str, confirm: bool) -> None:
     """Nothing is declared meanwhile; as soon as it is there, messages wait."""
     with delaying(vhost_url, declare=False, confirm_publish=confirm) as connection:
         declare_queue(connection, "orders")

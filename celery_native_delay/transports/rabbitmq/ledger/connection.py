@@ -164,10 +164,10 @@ class LedgerConnection:
             self._sent.popleft()
             self._works()
 
-    def flush(self, timeout_seconds: float | None) -> None:
+    def flush(self) -> None:
         """Read what is outstanding: a socket that is closed with answers unread loses commands."""
         with self._lock, suppress(Exception):
-            self._read_ready(min(timeout_seconds or PATIENCE_SECONDS, PATIENCE_SECONDS))
+            self._read_ready(PATIENCE_SECONDS)
 
     # --- receiving -----------------------------------------------------------------------
 
@@ -259,10 +259,10 @@ def ledger_connection(url: str, namespace: str, vhost: str = "/") -> LedgerConne
     return _connections.get(key, lambda: LedgerConnection(*key))
 
 
-def _flush_all(timeout_seconds: float | None) -> None:
+def _flush_all() -> None:
     for found in _connections.values():
-        found.flush(timeout_seconds)
+        found.flush()
 
 
 flushes.append(_flush_all)
-atexit.register(_flush_all, None)
+atexit.register(_flush_all)
