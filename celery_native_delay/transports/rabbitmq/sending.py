@@ -107,12 +107,6 @@ class Sender:
         self._again.clear()
         return in_doubt
 
-    def close(self) -> None:
-        """Close the channel if it is open; nothing must be in doubt."""
-        channel, self._channel = self._channel, None
-        if channel is not None and channel.is_usable:
-            channel.close()
-
     def _open_channel(self) -> WindowChannel:
         if self._channel is None or self._channel.connection is None:
             self._recall()

@@ -28,7 +28,6 @@ from .delays import Delays
 from .ledger.keyed import ledger_key_records
 from .mirror import is_internal
 from .outbox import Outbox
-from .publish_batch import PublishBatch
 from .wrapping import unwrap
 
 if TYPE_CHECKING:
@@ -143,10 +142,6 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
             confirm_timeout=confirm_timeout,
             **kwargs,
         )
-
-    def create_publish_batch(self, max_size: int) -> PublishBatch:
-        """The session of kombu 5.7's ``Producer.batch()``."""
-        return PublishBatch(self, max_size=max_size)
 
     # --- the user's declarations, noted for mirroring ------------------------------------
 
@@ -300,20 +295,9 @@ class Connection(pyamqp.Connection):  # type: ignore[misc]
 class Transport(pyamqp.Transport):  # type: ignore[misc]
     """kombu's pyamqp transport; with the ``native_delay`` option, messages wait in the broker."""
 
-    implements: Any
-
-    def __init__(self, client: Any, **kwargs: Any) -> None:
-        super().__init__(client, **kwargs)
-        if self._delays:
-            self.implements = self.implements.extend(batch_publish=True)
-
-    @property
-    def _delays(self) -> bool:
-        options = getattr(self.client, "transport_options", None) or {}
-        return asks_for_delays(options.get(OPTION))
-
     def establish_connection(self) -> Any:
-        if self._delays:
+        options = getattr(self.client, "transport_options", None) or {}
+        if asks_for_delays(options.get(OPTION)):
             self.Connection = Connection
         return super().establish_connection()
 
