@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kombu.transport import pyamqp
@@ -31,7 +30,7 @@ from .outbox import Outbox
 from .wrapping import unwrap
 
 if TYPE_CHECKING:
-    from ..exports import ExportAs, Exported
+    from ..interface import Exported
 
 #: Milliseconds until the kernel gives up on unacknowledged data. py-amqp's default of 1 s turns
 #: a broker that pauses (memory alarm, failover) into silent loss.
@@ -301,11 +300,18 @@ class Transport(pyamqp.Transport):  # type: ignore[misc]
             self.Connection = Connection
         return super().establish_connection()
 
-    def export(self, settings: DelaySettings, queues: Sequence[Any], how: ExportAs) -> Exported:
-        from .export import export
+    def export(
+        self,
+        settings: DelaySettings,
+        queues: Sequence[Any],
+        *,
+        vhost: str | None = None,
+        own_queues: bool = True,
+    ) -> Exported:
+        from .definitions import export
 
-        vhost = how.vhost or self.client.virtual_host or "/"
-        return export(settings, queues, replace(how, vhost=vhost))
+        vhost = vhost or self.client.virtual_host or "/"
+        return export(settings, queues, vhost, own_queues=own_queues)
 
     def bulk_publisher(self, *, window: int) -> Any:
         from .bulk_publisher import BulkPublisher
