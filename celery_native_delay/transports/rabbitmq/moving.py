@@ -1,4 +1,4 @@
-"""Moving what waits on RabbitMQ: out of Celery's own levels, earlier sets and queues; into ours."""
+"""Moving what waits on RabbitMQ: out of Celery's own levels and earlier sets; into ours."""
 
 from __future__ import annotations
 
@@ -16,19 +16,17 @@ from ..moving import Found, Moving, Reach, Source
 from .declaring import permissions_explained
 from .delays import Delays
 from .elsewhere import (
-    NSERVICEBUS,
     CelerysLevels,
     Way,
     celerys_levels,
     read_celerys,
-    read_queued,
     sets_of,
     way_of_binding,
     ways_of,
 )
 from .ledger.entry import Entry, member_of
 from .management import ManagementAPI, management_of
-from .sources import ForeignSource, IdleQueueSource, QueueSource, SetSource
+from .sources import QueueSource, SetSource
 from .topology import Topology
 
 
@@ -95,11 +93,9 @@ class RabbitMQMovingPart:
                 return self._celerys(name, reaches)
             case "sets":
                 return self._sets(name, here=True)
-            case "queue" if name:
-                return [IdleQueueSource(self._delays, f"queue:{name}", [name], read_queued)]
         raise UnsupportedBroker(
-            f"expected celery, celery:PREFIX, sets, sets:NAMESPACE, queue:NAME or the URL of "
-            f"another broker, got {what!r}"
+            f"expected celery, celery:PREFIX, sets, sets:NAMESPACE or the URL of another broker, "
+            f"got {what!r}"
         )
 
     def _celerys(self, prefix: str, reaches: Sequence[Reach]) -> list[Source]:
@@ -150,11 +146,7 @@ class RabbitMQMovingPart:
             if wanted in (topology.name, topology.settings.namespace)
             and not (here and topology.name == self.name)
         ]
-        nservicebus = [] if name else sorted(filter(NSERVICEBUS.fullmatch, names))
-        return [
-            *(SetSource(self._delays, topology, self._settings, here=here) for topology in found),
-            *([ForeignSource(self._delays, nservicebus)] if nservicebus else []),
-        ]
+        return [SetSource(self._delays, topology, self._settings, here=here) for topology in found]
 
     @property
     def _api(self) -> ManagementAPI:
