@@ -1,4 +1,4 @@
-"""Many delayed tasks at once: a plain loop, with confirms in a window, and ``bulk(app)``."""
+"""Many delayed tasks at once: a plain loop, with confirms and without, and ``bulk(app)``."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from benchmarks.apps import QUEUE, TASK, declare_for, make_app
 from benchmarks.charts import bars
 from benchmarks.measuring import REDIS_CONFIG, Bench, Result, Target, median, percentile
-from celery_native_delay import delay_headers, flush_delayed
+from celery_native_delay import delay_headers
 from celery_native_delay.bulk import bulk
 from celery_native_delay.due_time import due_us as due_us_of
 from celery_native_delay.testing import private_redis
@@ -74,16 +74,17 @@ def run(bench: Bench) -> Result:
             return app
 
         ways = {
-            "off": Variant("apply_async loop, unconfirmed", loop, _loop(app_with, "off")),
-            "window": Variant("apply_async loop, window", loop, _loop(app_with, "window")),
-            "wait": Variant("apply_async loop, each waits", loop, _loop(app_with, "wait")),
+            "off": Variant(
+                "apply_async loop, unconfirmed", loop, _loop(app_with(confirm_publish=False))
+            ),
+            "wait": Variant("apply_async loop, each waits", loop, _loop(app_with())),
             "bulk": Variant("bulk(app)", many, _bulk(app_with())),
             "seen": Variant("bulk(app), tasks are seen", loop, _seen(app_with())),
             "template": Variant("its template path alone", many, _template(app_with())),
             "bare": Variant("bare py-amqp, same window", many, _bare(app_with(), stack)),
-            "redis loop": Variant("Redis, apply_async loop", loop, _plain_loop(redis_app())),
+            "redis loop": Variant("Redis, apply_async loop", loop, _loop(redis_app())),
             "redis bulk": Variant("Redis, bulk(app)", many, _bulk(redis_app())),
-            "store loop": Variant("SQLite, apply_async loop", loop, _plain_loop(folder_app())),
+            "store loop": Variant("SQLite, apply_async loop", loop, _loop(folder_app())),
             "store bulk": Variant("SQLite, bulk(app)", many, _bulk(folder_app())),
         }
         order = random.Random(1)
@@ -95,20 +96,7 @@ def run(bench: Bench) -> Result:
     return conclude(ways, rounds)
 
 
-def _loop(app_with: Callable[..., Any], confirm_publish: str) -> Callable[[int], None]:
-    send_one = app_with(confirm_publish=confirm_publish, confirm_window=WINDOW).tasks[TASK]
-
-    def send(count: int) -> None:
-        for index in range(count):
-            send_one.apply_async((index,), countdown=COUNTDOWN_SECONDS)
-        flush_delayed()
-
-    send(50)
-    return send
-
-
-def _plain_loop(app: Any) -> Callable[[int], None]:
-    """Each task is there when its call returns."""
+def _loop(app: Any) -> Callable[[int], None]:
     send_one = app.tasks[TASK]
 
     def send(count: int) -> None:
@@ -229,7 +217,6 @@ def conclude(ways: dict[str, Variant], rounds: int) -> Result:
         }
     rate = {key: 1 / median(way.seconds) for key, way in ways.items()}
     result.targets += [
-        Target("loop with a window : unconfirmed loop", rate["window"] / rate["off"], "≥", 0.9),
         Target("bulk(app) : bare py-amqp", rate["bulk"] / rate["bare"], "≥", 0.9),
         Target(
             "template path, client CPU", median(ways["template"].cpu_seconds) * 1e6, "≤", 10, "µs"
@@ -245,7 +232,7 @@ def draw(result: Result) -> Figure:
         "Many delayed tasks at once: median, with the middle half",
         "tasks per second",
         [
-            (label, one["rate"], (one["low"], one["high"]), "window" in label or "bulk" in label)
+            (label, one["rate"], (one["low"], one["high"]), "bulk" in label)
             for label, one in result.series.items()
         ],
     )

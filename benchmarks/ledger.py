@@ -57,8 +57,8 @@ def run(bench: Bench) -> Result:
     rows += [row(label, [late / 1e3 for late in late_ms]) for label, late_ms in loop.items()]
     result = Result(
         "See, cancel and move what waits",
-        f"apply_async() with confirm_publish wait, with native_delay_records on a Redis of its own "
-        f"and without, {BLOCK} in a row, in turn, {len(on[1])} rounds. The worker's question: "
+        f"apply_async(), each waiting for its confirm, with native_delay_records on a Redis of its "
+        f"own and without, {BLOCK} in a row, in turn, {len(on[1])} rounds. The worker's question: "
         f"{len(checks):,} tasks that the ledger knows. Looks: Delay(app) on Redis, with "
         f"{bench.count(FEW):,} and {bench.count(MANY):,} tasks waiting, each {LOOKS} times; "
         "and a Flower of its own with room for all of them, a request at a time.",
@@ -136,7 +136,7 @@ def worker_checks(bench: Bench) -> list[float]:
         line = LedgerConnection(redis.url, "bench")
         for member in members:
             line.record(member, 2**52, b"e" * ENTRY_BYTES)
-        line.flush(None)
+        line.flush()
         for member in members:
             started = perf_counter()
             assert line.received(member) is True

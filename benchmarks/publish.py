@@ -58,7 +58,7 @@ def variants() -> list[Variant]:
             "ours off",
             "ours, confirm_publish off",
             "ours",
-            settings={"confirm_publish": "off"},
+            settings={"confirm_publish": False},
         ),
         Variant("now off", "immediate, unconfirmed", "celery", countdown=None),
         Variant("celery off", "(b) Celery's own, unconfirmed", "celery"),

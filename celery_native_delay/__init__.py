@@ -37,7 +37,7 @@ from .rates.rate import Rate
 from .rates.retry_after import RetryAfter
 from .records.waiting import Outcome, Query, Verdict, Waiting
 from .settings import DelaySettings
-from .transports.aliases import delay_headers, flush_delayed, register_transports, transport_for
+from .transports.aliases import delay_headers, register_transports, transport_for
 from .worker.outage import store_outage
 
 __version__ = "0.1.0"
@@ -73,7 +73,6 @@ __all__ = (
     "Verdict",
     "Waiting",
     "delay_headers",
-    "flush_delayed",
     "install",
     "store_outage",
     "transport_for",

@@ -7,7 +7,7 @@
     ├── InvalidDueTime           a countdown or ETA that is no point in time
     │   └── DelayTooLong         further away than the delay levels reach
     ├── CannotDelay              this message cannot wait in the broker exactly
-    ├── PublishRefused           the broker did not take messages that were sent earlier
+    ├── PublishRefused           the broker did not take some messages of a batch
     ├── TopologyMismatch         the broker holds one of our names with other arguments
     ├── NotPermitted             the broker user may not declare or bind what is needed
     ├── NotDeclared              it is not on the broker, and native_delay_declare is off
@@ -78,10 +78,7 @@ class CannotDelay(NativeDelayError):
 
 
 class PublishRefused(NativeDelayError):
-    """The broker did not take messages whose publish had already returned.
-
-    *refused* holds every one of them; none is reported twice.
-    """
+    """The broker did not take some messages of a batch; *refused* holds every one of them."""
 
     def __init__(self, text: str, refused: tuple[RefusedMessage, ...] = ()) -> None:
         super().__init__(text, refused)

@@ -83,12 +83,11 @@ class DelaySettings:
     15: whole seconds below an hour take at most three hops."""
     queue_type: str = "quorum"
     """"quorum", or "classic": one node, may lose what hops while the broker crashes."""
-    confirm_publish: str = "wait"
-    """"wait": each delayed publish waits for the broker's confirm; "window": the confirms of the
-    last ones may be outstanding, and those are sent again if the connection dies; "off": as
-    Celery."""
+    confirm_publish: bool = True
+    """Each delayed publish waits for RabbitMQ's confirm. Off: it does not, as in Celery, and a
+    message may be lost unnoticed. Defaults to True."""
     confirm_window: int = 1000
-    """Delayed messages that may be unconfirmed at a time with "window", and in bulk."""
+    """Messages of a batch of ``bulk(app)`` that may be unconfirmed at a time."""
     declare: bool = True
     """Off: nothing of ours is declared, bound, unbound or deleted on RabbitMQ, and what is missing
     raises ``NotDeclared``; `celery -A PROJ delay export` writes all of it for other tools."""
@@ -233,7 +232,7 @@ def _check(name: str, value: Any) -> None:
 def _expected(name: str, value: Any) -> str:
     """The values that *name* may have, or "" when *value* will do."""
     match name:
-        case "enabled" | "adopt" | "declare" | "strict":
+        case "enabled" | "adopt" | "confirm_publish" | "declare" | "strict":
             return "" if isinstance(value, bool) else "True or False"
         case "namespace":
             fits = (
@@ -252,8 +251,6 @@ def _expected(name: str, value: Any) -> str:
             return "" if _is_int(value) and 0 <= value <= 60 else "a whole number from 0 to 60"
         case "queue_type":
             return "" if value in ("quorum", "classic") else '"quorum" or "classic"'
-        case "confirm_publish":
-            return "" if value in ("wait", "window", "off") else '"wait", "window" or "off"'
         case "confirm_window":
             fits = _is_int(value) and 1 <= value <= MAX_CONFIRM_WINDOW
             return "" if fits else f"a whole number from 1 to {MAX_CONFIRM_WINDOW}"

@@ -1,4 +1,4 @@
-"""``delay export``: all that delays need on RabbitMQ, as files that other tools declare from."""
+"""``delay export``: all that delays need on RabbitMQ, as a file that other tools declare from."""
 
 from __future__ import annotations
 
@@ -15,27 +15,12 @@ if TYPE_CHECKING:
 
 @command(name="export")
 @click.option(
-    "--format",
-    "form",
-    type=click.Choice(["definitions", "terraform", "kubernetes", "dot", "mermaid"]),
-    required=True,
-    help="RabbitMQ's own JSON, a Terraform module, manifests of the messaging topology operator; "
-    "or a picture, for Graphviz or in Markdown.",
-)
-@click.option(
     "-o",
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
     help="The file to write; standard output without it.",
 )
 @click.option("--vhost", help="The virtual host; without it that of the app's broker.")
-@click.option(
-    "--cluster",
-    default="rabbitmq",
-    show_default=True,
-    metavar="[NAMESPACE/]NAME",
-    help="The RabbitmqCluster that manifests refer to.",
-)
 @click.option(
     "--without-queues",
     is_flag=True,
@@ -44,24 +29,20 @@ if TYPE_CHECKING:
 @as_json_option
 def export(
     ctx: click.Context,
-    form: str,
     output: Path | None,
     vhost: str | None,
-    cluster: str,
     without_queues: bool,
     as_json: bool,
 ) -> None:
-    """Write all that delays need on RabbitMQ for another tool to declare. Needs no broker.
+    """Write all that delays need on RabbitMQ, as its own definitions. Needs no broker.
 
     With the app's queues, which delays are bound to. Together with native_delay_declare = False
     neither producers nor workers need the permission configure.
     """
     from ..app.broker import shown_broker
     from ..errors import UnsupportedBroker
-    from ..transports.exports import ExportAs, Exports
+    from ..transports.interface import Exports
 
-    if not all(cluster.split("/", 1)) or cluster.count("/") > 1:
-        raise click.BadParameter(f"expected NAME or NAMESPACE/NAME, got {cluster!r}")
     app = ctx.obj.app
     chosen = installed_settings(ctx)
     transport = fitting_connection(ctx, chosen).transport
@@ -69,8 +50,8 @@ def export(
         raise UnsupportedBroker(
             f"expected RabbitMQ, got {shown_broker(app)}: {_why_nothing(transport, chosen)}"
         )
-    how = ExportAs(form, vhost, cluster, own_queues=not without_queues)
-    exported = transport.export(chosen, list(app.amqp.queues.values()), how)
+    queues = list(app.amqp.queues.values())
+    exported = transport.export(chosen, queues, vhost=vhost, own_queues=not without_queues)
     for each in exported.left_out:
         click.echo(f"left out: {each}, which comes and goes with a process", err=True)
     if output is None and not as_json:
@@ -79,7 +60,7 @@ def export(
     if output is not None:
         _write(output, exported.text)
     if as_json:
-        report = {"format": form, **exported.counts, "left_out": list(exported.left_out)}
+        report = {**exported.counts, "left_out": list(exported.left_out)}
         print_json(report | ({"text": exported.text} if output is None else {"file": str(output)}))
     else:
         counts = ", ".join(f"{number} {kind}" for kind, number in exported.counts.items())

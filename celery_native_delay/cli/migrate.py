@@ -35,10 +35,9 @@ if TYPE_CHECKING:
     "names",
     multiple=True,
     required=True,
-    metavar="celery|sets|queue:NAME|URL",
+    metavar="celery|sets|URL",
     help="celery, celery:PREFIX: Celery's own levels. sets, sets:NAMESPACE: levels of earlier "
-    "settings. queue:NAME: tasks with an ETA in a queue without workers. A URL: another broker, or "
-    "a store. May be given several times.",
+    "settings. A URL: another broker, or a store. May be given several times.",
 )
 @click.option(
     "--rate", type=click.FloatRange(min=0, min_open=True), help="Move so many in a second at most."

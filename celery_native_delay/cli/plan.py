@@ -1,20 +1,52 @@
-"""``delay plan``: the way of a delay through the broker, and on SQS its price; without a broker."""
+"""``delay plan``: what a delay, or a load of them, makes of the broker; without a broker."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from .group import as_json_option, command, fitting_connection, print_json, settings, table
 from .times import Duration
 
+if TYPE_CHECKING:
+    from ..settings import DelaySettings
+
 #: Of the way through SQS so many sends are shown at most.
 _SHOWN = 10
 
 
+class _Range(click.ParamType):  # type: ignore[type-arg]
+    """A duration, or all from one to another: two numbers of seconds."""
+
+    name = "duration"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> tuple[float, float]:
+        first, _, last = str(value).partition("..")
+        seconds = Duration(at_least=0)
+        found = seconds.convert(first, param, ctx), seconds.convert(last or first, param, ctx)
+        if found[0] > found[1]:
+            self.fail(f"expected FROM..TO with FROM before TO, got {value}", param, ctx)
+        return found
+
+
 @command(name="plan")
-@click.argument("seconds", type=Duration(), metavar="DURATION")
+@click.argument("seconds", type=Duration(), metavar="[DURATION]", required=False)
+@click.option(
+    "--rate",
+    type=click.FloatRange(min=0, min_open=True),
+    help="Messages that are sent a second: what a load needs, instead of the way of one message.",
+)
+@click.option(
+    "--delay",
+    "delays",
+    type=_Range(),
+    multiple=True,
+    metavar="DURATION[..DURATION]",
+    help="With --rate: their delay, 60, 1h30m, or any from 1m..10m. Several are equally frequent.",
+)
 @click.option("--queue", default="celery", show_default=True, help="The destination queue.")
 @click.option(
     "--transport", type=click.Choice(["rabbitmq", "sqs"]), help="Another broker than the app's."
@@ -29,7 +61,9 @@ _SHOWN = 10
 @as_json_option
 def plan(
     ctx: click.Context,
-    seconds: float,
+    seconds: float | None,
+    rate: float | None,
+    delays: tuple[tuple[float, float], ...],
     queue: str,
     transport: str | None,
     price_per_million: float,
@@ -37,17 +71,27 @@ def plan(
 ) -> None:
     """Show the path, hops and routing key of a delay: of 90 seconds, or of 365d, 1h30m.
 
-    On SQS also what it costs. Needs no broker.
+    On SQS also what it costs. With --rate and --delay: what a load makes of each level queue, how
+    much waits, and in how much memory. Needs no broker.
     """
     from ..due_time import check_countdown, units_until
     from ..durations import duration
     from ..transports.rabbitmq.address import message_address
     from ..transports.rabbitmq.topology import Topology
 
+    if (seconds is None) is (rate is None) or (rate is None) is bool(delays):
+        raise click.UsageError("give a DURATION, or a load: --rate and --delay")
     chosen = settings(ctx)
-    check_countdown(seconds, longest_delay_seconds=chosen.longest_delay_seconds)
+    longest = max((last for _, last in delays), default=seconds or 0.0)
+    check_countdown(longest, longest_delay_seconds=chosen.longest_delay_seconds)
     apps: Any = None if transport else fitting_connection(ctx, chosen).transport
-    if transport == "sqs" or getattr(apps, "driver_type", "") == "sqs":
+    on_sqs = transport == "sqs" or getattr(apps, "driver_type", "") == "sqs"
+    if seconds is None:
+        assert rate is not None
+        has_levels = not (on_sqs or hasattr(apps, "waits_in"))
+        _plan_load(chosen, rate, delays, has_levels=has_levels, as_json=as_json)
+        return
+    if on_sqs:
         _plan_hops(seconds, queue, price_per_million, as_json)
         return
     if hasattr(apps, "waits_in"):
@@ -75,6 +119,65 @@ def plan(
     click.echo(table(("level queue", "waits"), rows))
     click.echo(f"published to  {entry or '(default exchange)'}")
     click.echo(f"routing key   {key}")
+
+
+def _plan_load(
+    chosen: DelaySettings,
+    rate: float,
+    ranges: tuple[tuple[float, float], ...],
+    *,
+    has_levels: bool,
+    as_json: bool,
+) -> None:
+    """Show what *rate* messages a second make of the broker; *has_levels*: it is RabbitMQ."""
+    from ..durations import duration
+    from ..transports.rabbitmq.load import CEILINGS, MEMORY_BYTES, Delays, queue_loads
+    from ..transports.rabbitmq.topology import Topology
+
+    delays = [Delays(*(round(end * 1_000_000) for end in ends)) for ends in ranges]
+    waiting = rate * sum(one.mean_seconds for one in delays) / len(delays)
+    told: dict[str, Any] = {"per_second": rate, "waiting": round(waiting)}
+    said = " or ".join(
+        " to ".join(duration(end, exact=True) for end in dict.fromkeys(ends)) for ends in ranges
+    )
+    lines = [f"{rate:,g} message(s) a second that wait {said}"]
+    if has_levels:
+        queues = queue_loads(Topology(chosen), rate, delays)
+        hops = sum(one.per_second for one in queues) / rate
+        memory_bytes = round(waiting * MEMORY_BYTES)
+        told |= {
+            "hops_per_message": hops,
+            "memory_bytes": memory_bytes,
+            "queues": [
+                {
+                    "queue": one.queue,
+                    "ttl_seconds": one.ttl_seconds,
+                    "per_second": one.per_second,
+                    "waiting": round(one.waiting),
+                }
+                for one in queues
+            ],
+        }
+        rows = [
+            (
+                one.queue,
+                duration(one.ttl_seconds, exact=True),
+                round(one.per_second, 1),
+                round(one.waiting),
+            )
+            for one in queues
+        ]
+        lines += [
+            f"{hops:.2f} hops each; {waiting:,.0f} wait, in {memory_bytes / 1e6:,.1f} MB of memory",
+            table(("level queue", "waits", "a second", "waiting"), rows),
+            f"compare: {CEILINGS}",
+        ]
+    else:
+        lines.append(f"{waiting:,.0f} wait")
+    if as_json:
+        print_json(told)
+    else:
+        click.echo("\n".join(lines))
 
 
 def _waits(seconds: float, waits_seconds: float, where: str, queue: str) -> str:

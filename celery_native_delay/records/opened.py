@@ -7,7 +7,10 @@ from typing import Any
 
 from ..per_process import PerProcess
 
-_records: PerProcess[tuple[str, str], Any] = PerProcess()
+#: Of a parent process: a child must not close their connections, as forgetting them would.
+_inherited: list[Any] = []
+
+_records: PerProcess[tuple[str, str], Any] = PerProcess(_inherited.append)
 
 
 def records_at(url: str, owner: str) -> Any:
@@ -31,6 +34,7 @@ def records_of_process(url: str, owner: str) -> Any:
 
 
 @atexit.register
-def _flush() -> None:
+def flush() -> None:
+    """Wait, for a moment, until what this process noted is there."""
     for found in _records.values():
         found.flush()

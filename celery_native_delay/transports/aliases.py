@@ -9,7 +9,7 @@ pickling and failover.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
 from datetime import UTC, datetime, timedelta
 from difflib import get_close_matches
@@ -179,31 +179,6 @@ def _is_there(module: str) -> bool:
 def needs_store(alias: object) -> bool:
     """True if messages can wait on this transport of kombu's only in a database beside it."""
     return alias in _WITHOUT_DELAYS and alias not in _OWN_STORE
-
-
-#: What sends off everything that publishing keeps in memory, given the time for it in seconds;
-#: a transport that keeps anything adds its own.
-flushes: list[Callable[[float | None], None]] = []
-
-
-def flush_delayed(*, timeout_seconds: float | None = 60.0) -> None:
-    """Return when the broker holds every delayed message that this process has published.
-
-    Only ``native_delay_confirm_publish = "window"`` leaves any in doubt. It is also done when the
-    process or a worker's child ends.
-
-    Args:
-        timeout_seconds: how long to try; None for as long as it takes.
-
-    Raises:
-        PublishRefused: the broker did not take some of them; its *refused* tells which.
-        TimeoutError: some are not confirmed yet; they stay with this process, which goes on
-            trying.
-    """
-    if timeout_seconds is not None and not isinstance(timeout_seconds, int | float):
-        raise TypeError(f"expected timeout_seconds as seconds or None, got {timeout_seconds!r}")
-    for flush in flushes:
-        flush(timeout_seconds)
 
 
 _NOT_FOR_PUBLISHING = (

@@ -327,6 +327,37 @@ class CountsByRecords(Protocol):
         """
 
 
+@dataclass(frozen=True)
+class Exported:
+    """All that a broker needs before the first message waits, as *text* for other tools to declare.
+
+    *counts* are the declarations of each kind. *left_out* are queues and exchanges that come and go
+    with a process, which declares them itself.
+    """
+
+    text: str
+    counts: Mapping[str, int]
+    left_out: tuple[str, ...]
+
+
+@runtime_checkable
+class Exports(Protocol):
+    """A transport to a broker that has to have queues and bindings before a message can wait."""
+
+    def export(
+        self,
+        settings: DelaySettings,
+        queues: Sequence[Any],
+        *,
+        vhost: str | None = None,
+        own_queues: bool = True,
+    ) -> Exported:
+        """All that *settings* and the app's *queues* need there; not connected.
+
+        *vhost* None is that of the connection. Without *own_queues* the app's own are left out.
+        """
+
+
 def lines_of(channel: Any, settings: DelaySettings) -> Lines:
     """The lines of rated tasks beside the broker of *channel*; or NoRecords."""
     if not hasattr(channel, "lines"):

@@ -18,8 +18,8 @@ from celery.worker.consumer.tasks import Tasks
 from ..app import remote  # noqa: F401  registers its command
 from ..app.installation import Installation, installation_of, keep_celerys_own_off
 from ..errors import NativeDelayError, SettingsError
+from ..records.opened import flush
 from ..settings import DelaySettings
-from ..transports.aliases import flush_delayed
 from ..transports.interface import (
     GivesUp,
     Outage,
@@ -40,9 +40,6 @@ from .telemetry import Telemetry
 from .unique import Unique
 
 logger = logging.getLogger(__name__)
-
-#: Seconds that the end of a pool process is put off for what is not confirmed; Celery waits longer.
-CHILD_FLUSH_SECONDS = 5.0
 
 # The other place where Celery asks; ``worker.consumer.tasks`` asks the same function for the QoS
 # mode and keeps it.
@@ -202,7 +199,4 @@ def forget_eta_when_due(sender: Any = None, request: Any = None, **_: Any) -> No
 @signals.worker_process_shutdown.connect(weak=False)  # type: ignore[untyped-decorator]
 def flush_at_the_end_of_a_child(**_: Any) -> None:
     """Pool processes end without what Python does at exit."""
-    try:
-        flush_delayed(timeout_seconds=CHILD_FLUSH_SECONDS)
-    except (NativeDelayError, TimeoutError) as exc:
-        logger.critical("native delay: a pool process ends with delayed messages lost: %s", exc)
+    flush()

@@ -109,8 +109,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "all fused": {"native_delay_fused_bits": 32},
     "classic": {"native_delay_queue_type": "classic"},
     "whole seconds": {"native_delay_resolution": 1, "native_delay_levels": 10},
-    "no confirms": {"native_delay_confirm_publish": "off"},
-    "a window": {"native_delay_confirm_publish": "window"},
+    "no confirms": {"native_delay_confirm_publish": False},
     "a landing exchange": {"native_delay_landing_exchanges": ["shop"]},
 }
 

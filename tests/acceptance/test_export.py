@@ -13,7 +13,7 @@ from kombu import Connection
 
 from celery_native_delay import NotDeclared, install
 from celery_native_delay.testing import PrivateRabbitMQ
-from celery_native_delay.transports.exports import ExportAs, Exports
+from celery_native_delay.transports.interface import Exports
 from celery_native_delay.transports.rabbitmq.topology import Topology
 from tests.acceptance.worker import FEW_LEVELS, Fleet, fleet_on
 from tests.documents import ROOT
@@ -44,7 +44,7 @@ def import_export(rabbitmq: PrivateRabbitMQ, app: Celery) -> Topology:
     assert isinstance(transport, Exports)
     settings = install(app)._native_delay.settings()
     queues = list(app.amqp.queues.values())
-    exported = transport.export(settings, queues, ExportAs("definitions"))
+    exported = transport.export(settings, queues)
     rabbitmq.api("POST", "/definitions", json.loads(exported.text))
     return Topology(settings)
 

@@ -5,18 +5,20 @@ What holds on every broker is tested in tests/conformance.
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import pytest
 from celery import Celery
-from kombu import Exchange, Queue
+from kombu import Connection, Exchange, Queue
 
-from celery_native_delay import PublishRefused, install
+from celery_native_delay import PublishRefused, RefusedMessage, install
 from celery_native_delay.bulk import bulk
 from celery_native_delay.testing import PrivateRabbitMQ
 from tests.brokers import LARGEST_MESSAGE
-from tests.integration.traffic import SETTINGS, Inbox, inbox
+from tests.integration.traffic import SETTINGS, TOPOLOGY, Inbox, delete_levels, inbox
 from tests.traffic import eta_in
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 ORDERS = Queue("orders", Exchange("shop", type="topic"), routing_key="order.#")
 PLAIN = Queue("plain")
@@ -59,6 +61,74 @@ def test_refused_tasks_are_in_the_result(mortal_url: str, monkeypatch: pytest.Mo
     with bulk(app, check=False) as batch:
         batch.send("shop.remind", (1, too_large), countdown=4)
     assert (len(batch.result.refused), batch.result.confirmed) == (1, 0)
+
+
+def test_no_more_than_the_window_is_unconfirmed(vhost_url: str) -> None:
+    most = 0
+    with bulk(make_app(vhost_url), window=7) as batch:
+        for number in range(200):
+            batch.send("shop.remind", (number,), countdown=0.5)
+            most = max(most, batch._publisher.outbox.unconfirmed_count)
+    assert 1 < most <= 7
+    assert batch.result.confirmed == 200
+
+
+def test_what_a_full_level_does_not_take_is_named(
+    vhost_url: str, vhost: str, rabbitmq: PrivateRabbitMQ
+) -> None:
+    app = make_app(vhost_url)
+    with bulk(app) as batch:
+        batch.send("shop.remind", countdown=5)
+    full = TOPOLOGY.level_queue(128)
+    rabbitmq.set_policy(vhost, "full", f"^{full}$", {"max-length": 3})
+    wait_until(lambda: any(queue.get("policy") == "full" for queue in rabbitmq.queues(vhost)))
+
+    def refused() -> tuple[RefusedMessage, ...]:
+        """The queue tells its publishers a moment after it is full."""
+        with bulk(app, check=False) as batch:
+            for number in range(20):
+                batch.send("shop.remind", (number,), countdown=5)
+        assert batch.result.confirmed + len(batch.result.refused) == 20
+        return tuple(batch.result.refused)
+
+    found = wait_until(refused)
+    assert len({message.task_id for message in found}) == len(found)
+    assert {message.routing_key for message in found} == {"plain"}
+
+
+@pytest.mark.parametrize("with_exchanges", [True, False])
+def test_levels_that_are_deleted_under_a_batch_are_declared_again(
+    vhost_url: str, rabbitmq: PrivateRabbitMQ, with_exchanges: bool
+) -> None:
+    """What came back, or was cut off with its channel, is sent again."""
+    with bulk(make_app(vhost_url)) as batch:
+        batch.send("shop.remind", (-1,), countdown=5)
+        batch._publisher.outbox.settle(timeout_seconds=PATIENCE_SECONDS)
+        if with_exchanges:
+            delete_levels(rabbitmq, vhost_url)
+        else:
+            with Connection(vhost_url) as admin:
+                for hop in TOPOLOGY.level_queues:
+                    admin.default_channel.queue_delete(hop.queue)
+        for number in range(10):
+            batch.send("shop.remind", (number,), countdown=2)
+    with inbox(vhost_url, "plain") as letters:
+        letters.receive_until(lambda: numbers(letters) >= set(range(10)))
+
+
+@pytest.mark.ci
+def test_a_dead_connection_is_replaced_without_any_further_task(vhost_url: str) -> None:
+    """What was unconfirmed goes out again under the same delivery id."""
+    with bulk(make_app(vhost_url)) as batch:
+        outbox = batch._publisher.outbox
+        batch.send("shop.remind", (1,), countdown=2)
+        # Nobody reads the confirm, and the socket is gone.
+        outbox._client.connection.transport.sock.shutdown(socket.SHUT_RDWR)
+        wait_until(lambda: not outbox.unconfirmed_count)
+        with inbox(vhost_url, "plain") as letters:
+            letters.receive_until(lambda: numbers(letters) == {1})
+            ids = {a.message.native_delay.delivery_id for a in letters.arrivals}
+        assert len(ids) == 1
 
 
 def numbers(letters: Inbox) -> set[int]:

@@ -3,24 +3,18 @@
 from __future__ import annotations
 
 import json
-import urllib.request
-from base64 import b64encode
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote
 
 import pytest
-import yaml
 from kombu import Connection
 
 from celery_native_delay import DelaySettings, NotDeclared
 from celery_native_delay.testing import PrivateRabbitMQ, vhost_name
-from celery_native_delay.transports.exports import ExportAs
-from celery_native_delay.transports.rabbitmq.export import export
+from celery_native_delay.transports.rabbitmq.definitions import export
 from celery_native_delay.transports.rabbitmq.topology import Topology
-from tests.brokers import in_ci, on_one_version
-from tests.exporting import QUEUES, item_of_manifest, item_of_resource
+from tests.brokers import on_one_version
 from tests.integration.project import Project
 from tests.integration.traffic import (
     TOPOLOGY,
@@ -32,8 +26,8 @@ from tests.integration.traffic import (
     inbox,
     parked_count,
 )
-from tests.terraform import resources
 from tests.traffic import publish
+from tests.unit.test_export import QUEUES
 from tests.waiting import wait_until
 
 APP = """
@@ -78,56 +72,7 @@ def by_api(rabbitmq: PrivateRabbitMQ, file: Path) -> None:
     rabbitmq.api("POST", "/definitions", json.loads(file.read_text()))
 
 
-def by_terraform(rabbitmq: PrivateRabbitMQ, file: Path) -> None:
-    """As the provider does it, down to the key by which it finds a binding again."""
-    for resource in resources(file.read_text()):
-        put(rabbitmq, item_of_resource(resource))
-
-
-def by_operator(rabbitmq: PrivateRabbitMQ, file: Path) -> None:
-    """As the messaging topology operator does it, which tries again what has come too early."""
-    for document in yaml.safe_load_all(file.read_text()):
-        put(rabbitmq, item_of_manifest(document))
-
-
-WAYS: dict[str, Callable[[PrivateRabbitMQ, Path], None]] = {
-    "definitions": by_command,
-    "terraform": by_terraform,
-    "kubernetes": by_operator,
-}
-
-
-def put(rabbitmq: PrivateRabbitMQ, item: dict[str, Any]) -> None:
-    """Declare an exchange, a queue or a binding through the management API."""
-    vhost = quote(item["vhost"], safe="")
-    arguments = item["arguments"]
-    if "source" not in item:
-        kind = "exchanges" if "type" in item else "queues"
-        body = {key: item[key] for key in ("type", "durable", "auto_delete") if key in item}
-        path = f"/{kind}/{vhost}/{quote(item['name'], safe='')}"
-        rabbitmq.api("PUT", path, body | {"arguments": arguments})
-        return
-    ends = quote(item["source"], safe=""), quote(item["destination"], safe="")
-    between = f"/bindings/{vhost}/e/{ends[0]}/{item['destination_type'][0]}/{ends[1]}"
-    body = {"routing_key": item["routing_key"], "arguments": arguments}
-    location = posted(rabbitmq, between, body)
-    key = unquote(location.rpartition("/")[2])
-    assert key in {found["properties_key"] for found in rabbitmq.api("GET", between)}
-
-
-def posted(rabbitmq: PrivateRabbitMQ, path: str, body: object) -> str:
-    """Where the management API says that what was posted is."""
-    request = urllib.request.Request(
-        f"{rabbitmq.management_url}/api{path}",
-        method="POST",
-        data=json.dumps(body).encode(),
-        headers={
-            "Authorization": "Basic " + b64encode(b"guest:guest").decode(),
-            "Content-Type": "application/json",
-        },
-    )
-    with urllib.request.urlopen(request, timeout=60) as response:
-        return str(response.headers["Location"])
+BY = pytest.mark.parametrize("imports", [by_command, by_api])
 
 
 def held(rabbitmq: PrivateRabbitMQ, vhost: str) -> set[str]:
@@ -143,14 +88,15 @@ def held(rabbitmq: PrivateRabbitMQ, vhost: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("form", ["definitions", in_ci("terraform"), in_ci("kubernetes")])
+@BY
 def test_what_is_exported_and_imported_is_verified(
-    shop: Project, rabbitmq: PrivateRabbitMQ, form: str
+    shop: Project, rabbitmq: PrivateRabbitMQ, imports: Callable[[PrivateRabbitMQ, Path], None]
 ) -> None:
-    told = shop.told("export", "--format", form, "--output", "exported")
+    """By `rabbitmqctl import_definitions`, and by the management API."""
+    told = shop.told("export", "--output", "exported")
     assert (told["file"], told["left_out"]) == ("exported", [])
     assert shop.told("verify", status=1)["findings"][0]["remedy"] == REMEDY
-    WAYS[form](rabbitmq, shop.folder / "exported")
+    imports(rabbitmq, shop.folder / "exported")
     assert shop.told("verify")["healthy"] is True
 
 
@@ -159,7 +105,7 @@ def test_the_management_api_takes_definitions_for_their_host_or_its_own(
 ) -> None:
     """Of any virtual host, if they are posted for one."""
     settings = DelaySettings.from_mapping(SMALL)
-    exported = json.loads(export(settings, QUEUES, ExportAs("definitions", vhost)).text)
+    exported = json.loads(export(settings, QUEUES, vhost).text)
     rabbitmq.api("POST", "/definitions", exported)
     other = vhost_name(rabbitmq.new_vhost())
     try:
@@ -178,7 +124,7 @@ def test_all_that_declaring_makes_is_in_the_export_of_the_default_levels(
     """And it is verified, with the 64 level queues of the default settings."""
     settings = {"management_url": rabbitmq.management_url, "declare": False}
     shop = Project(tmp_path, settings).write(APP, vhost_url)
-    assert shop.delay("export", "--format", "definitions", "-o", "exported").returncode == 0
+    assert shop.delay("export", "-o", "exported").returncode == 0
     by_command(rabbitmq, tmp_path / "exported")
     assert shop.lines("verify")[-1].endswith("as planned")
 
@@ -197,7 +143,7 @@ def test_a_queue_that_delays_do_not_lead_to_is_named(
     shop: Project, rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str
 ) -> None:
     """Where workers may not bind it, nothing but a new import does."""
-    shop.delay("export", "--format", "definitions", "-o", "exported")
+    shop.delay("export", "-o", "exported")
     by_api(rabbitmq, shop.folder / "exported")
     topology = Topology(DelaySettings.from_mapping(SMALL))
     pattern = topology.delivery_pattern("%shop.orders.#")
@@ -235,15 +181,15 @@ def test_declaring_by_hand_is_refused_too(shop: Project, rabbitmq_version: str) 
 def test_other_brokers_have_nothing_to_export(
     tmp_path: Path, url: str, settings: dict[str, Any], why: str
 ) -> None:
-    done = Project(tmp_path).write(APP, url, **settings).delay("export", "--format", "dot")
+    done = Project(tmp_path).write(APP, url, **settings).delay("export")
     assert (done.returncode, done.stdout) == (1, "")
     assert why in done.stderr
 
 
 def test_the_virtual_host_is_that_of_the_url_or_as_asked(tmp_path: Path) -> None:
     shop = Project(tmp_path).write(APP, "amqp://127.0.0.1:9/shop%2Feu", **SMALL)
-    said = json.loads(shop.delay("export", "--format", "definitions").stdout)
-    told = shop.told("export", "--format", "definitions", "--vhost", "other")
+    said = json.loads(shop.delay("export").stdout)
+    told = shop.told("export", "--vhost", "other")
     other = json.loads(told["text"])
     kinds = ("exchanges", "queues", "bindings")
     for kind in kinds:
@@ -252,20 +198,18 @@ def test_the_virtual_host_is_that_of_the_url_or_as_asked(tmp_path: Path) -> None
     assert [told[kind] for kind in kinds] == [len(other[kind]) for kind in kinds]
 
 
-def test_a_cluster_and_a_file_that_cannot_be_are_named(tmp_path: Path) -> None:
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     shop = Project(tmp_path).write(APP, "amqp://")
-    done = shop.delay("export", "--format", "kubernetes", "--cluster", "a/b/c")
-    assert (done.returncode, "expected NAME or NAMESPACE/NAME" in done.stderr) == (2, True)
-    done = shop.delay("export", "--format", "mermaid", "-o", "missing/delays.mmd")
+    done = shop.delay("export", "-o", "missing/delays.json")
     assert done.returncode == 1
-    assert "cannot write missing/delays.mmd: No such file or directory" in done.stderr
+    assert "cannot write missing/delays.json: No such file or directory" in done.stderr
 
 
 # ---- a connection that may not declare -----------------------------------------------------
 
 
-@pytest.mark.parametrize("confirm", ["wait", "window", "off"])
-def test_what_is_missing_is_named_and_both_ways_out(vhost_url: str, confirm: str) -> None:
+@pytest.mark.parametrize("confirm", [True, False])
+def test_what_is_missing_is_named_and_both_ways_out(vhost_url: str, confirm: bool) -> None:
     """Nothing is declared meanwhile; as soon as it is there, messages wait."""
     with delaying(vhost_url, declare=False, confirm_publish=confirm) as connection:
         declare_queue(connection, "orders")
@@ -336,7 +280,7 @@ def test_who_may_configure_nothing_delays_to_every_exchange_of_the_export(
     shop: Project, rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str
 ) -> None:
     """A fanout exchange as well, although its type cannot be asked for."""
-    shop.delay("export", "--format", "definitions", "-o", "exported")
+    shop.delay("export", "-o", "exported")
     by_api(rabbitmq, shop.folder / "exported")
     limited = rabbitmq.add_user(f"limited-{vhost}", "secret", configure="", vhost=vhost)
     settings = {"namespace": "celery_delay", "resolution": 0.125, **SMALL}

@@ -832,6 +832,49 @@ def test_plan_needs_no_broker(project: Project) -> None:
     assert "expected" in the_error(project.delay("plan", "nan"))
 
 
+def test_plan_tells_what_a_load_makes_of_each_queue(project: Project) -> None:
+    """Half of the messages wait 0.4 s, the others any time up to that."""
+    project.write(INSTALLED, DEAD_URL)
+    load = "plan", "--rate", "100", "--delay", "0.4", "--delay", "0..0.4"
+    told = project.told(*load)
+    assert (told["per_second"], told["waiting"], told["memory_bytes"]) == (100, 30, 69_000)
+    by_queue = {each["queue"]: each for each in told["queues"]}
+    # Twenty units are 16 and 4; of 1 to 20 five are 16 or more, and nine have the 4.
+    assert by_queue[TOPOLOGY.level_queue(16)]["per_second"] == pytest.approx(62.5, abs=0.01)
+    assert by_queue[TOPOLOGY.level_queue(4)]["per_second"] == pytest.approx(72.5, abs=0.01)
+    assert by_queue[TOPOLOGY.level_queue(4)]["ttl_seconds"] == 0.08
+    all_hops = sum(each["per_second"] for each in told["queues"])
+    assert told["hops_per_message"] == pytest.approx(all_hops / 100)
+    first, hops, *_, ceilings = project.lines(*load)
+    assert first == "100 message(s) a second that wait 0.4 s or 0 s to 0.4 s"
+    assert re.fullmatch(r"\d\.\d\d hops each; 30 wait, in 0\.1 MB of memory", hops)
+    assert "through a single level queue" in ceilings
+    assert project.told("plan", "--rate", "2", "--delay", "1m", "--transport", "sqs") == {
+        "per_second": 2,
+        "waiting": 120,
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        ((), "a DURATION, or a load: --rate and --delay"),
+        (("90", "--rate", "5", "--delay", "1"), "a DURATION, or a load"),
+        (("--rate", "5"), "a DURATION, or a load"),
+        (("--delay", "5"), "a DURATION, or a load"),
+        (("--rate", "0", "--delay", "1"), "0"),
+        (("--rate", "5", "--delay", "2..1"), "expected FROM..TO"),
+        (("--rate", "5", "--delay", "soon"), "expected a duration"),
+        (("--rate", "5", "--delay", "1..6"), "native_delay_levels"),
+    ],
+)
+def test_a_load_that_cannot_be_is_refused(
+    project: Project, arguments: tuple[str, ...], why: str
+) -> None:
+    project.write(INSTALLED, DEAD_URL)
+    assert why in the_error(project.delay("plan", *arguments))
+
+
 def test_a_broker_that_is_down_is_one_sentence(project: Project) -> None:
     project.write(INSTALLED, DEAD_URL)
     with ThreadPoolExecutor() as pool:  # each waits for a second try

@@ -185,10 +185,8 @@ DELAY_SECONDS = DELAY_UNITS * SETTINGS["resolution"]
 #: What each way sends to, exchange and routing key; its queue has its name.
 WAYS = {
     "returned": ("", "returned"),  # the first: it takes a level away
-    "wait": ("", "wait"),
-    "window": ("", "window"),
-    "off": ("", "off"),
-    "batch": ("", "batch"),
+    "confirmed": ("", "confirmed"),
+    "unconfirmed": ("", "unconfirmed"),
     "direct": ("billing", "é"),
     "topic": ("shop", "orders.new"),
     "landing": ("news", "any"),
@@ -222,7 +220,7 @@ class Site:
         return {"task": "shop.remind", "id": f"id-{next(self.numbers)}"}
 
     def declare(self) -> None:
-        installed = self.producers["wait"]
+        installed = self.producers["confirmed"]
         for name, kind in (("billing", "direct"), ("shop", "topic"), ("news", "fanout")):
             declare_exchange(installed, name, kind)
         # Its consumers are known, all but one.
@@ -231,7 +229,7 @@ class Site:
         bind(installed, "known", "half-known", "known")
         for name, (exchange, key) in WAYS.items():
             arguments = {"x-overflow": "reject-publish"} if name == "rejecting" else {}
-            if name in ("topic", "wait"):
+            if name in ("topic", "confirmed"):
                 arguments["x-queue-type"] = "quorum"
             owner = self.plain if name in ("parked", "returned") else installed
             declare_queue(owner, name, **arguments)
@@ -253,26 +251,17 @@ class Site:
         getattr(self, f"_{way.replace(' ', '_')}", self._plainly)(way, sent)
 
     def _plainly(
-        self, way: str, sent: Sent, mode: str = "wait", seconds: float = DELAY_SECONDS
+        self, way: str, sent: Sent, mode: str = "confirmed", seconds: float = DELAY_SECONDS
     ) -> None:
         channel = self.producers[mode].default_channel
         channel.basic_publish(sent.message(eta_in(seconds)), *WAYS[way])
 
-    def _window(self, way: str, sent: Sent) -> None:
-        self._plainly(way, sent, "window")
-
-    def _off(self, way: str, sent: Sent) -> None:
-        self._plainly(way, sent, "off")
-
-    def _batch(self, way: str, sent: Sent) -> None:
-        batch = self.producers["wait"].default_channel.create_publish_batch(10)
-        batch.publish(sent.message(eta_in(DELAY_SECONDS)), *WAYS[way])
-        batch.flush()
-        batch.close()
+    def _unconfirmed(self, way: str, sent: Sent) -> None:
+        self._plainly(way, sent, way)
 
     def _returned(self, way: str, sent: Sent) -> None:
         """The level queue that it is to wait in was deleted."""
-        hop = delays_of(self.producers["wait"]).topology.path(DELAY_UNITS)[0]
+        hop = delays_of(self.producers["confirmed"]).topology.path(DELAY_UNITS)[0]
         self.plain.default_channel.queue_delete(hop.queue)
         self._plainly(way, sent)
 
@@ -299,7 +288,7 @@ class Site:
     def _parked_early(self, way: str, sent: Sent) -> None:
         """A level's binding was gone; a worker puts it back into the levels."""
         eta = eta_in(5 * DELAY_SECONDS)
-        delays = delays_of(self.producers["wait"])
+        delays = delays_of(self.producers["confirmed"])
         sooner = Publication(sent.message(eta), *WAYS[way])
         publication = delays.into_levels(sooner, due_us=due_us(eta))
         assert publication is not sooner
@@ -364,8 +353,11 @@ def site_of(
             return stack.enter_context(delaying(url, queue_type=queue_type, **options))
 
         plain = stack.enter_context(Connection(url, transport_options={"confirm_publish": True}))
-        producers = {mode: connection(confirm_publish=mode) for mode in ("wait", "window", "off")}
-        producers["ledger"] = connection(records=ledger)
+        producers = {
+            "confirmed": connection(),
+            "unconfirmed": connection(confirm_publish=False),
+            "ledger": connection(records=ledger),
+        }
         receiver = connection() if consumer == "installed" else stack.enter_context(Connection(url))
         worker = connection(worker_url, records=ledger)
         site = Site(plain, producers, worker, receiver)

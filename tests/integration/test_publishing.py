@@ -106,6 +106,20 @@ def test_a_connection_keeps_its_own_confirm_mode(vhost_url: str, confirm: bool) 
         assert bodies(letters.wait_for(2)) == ["now", "later"]
 
 
+@pytest.mark.skipif(not hasattr(Producer, "batch"), reason="kombu has it since 5.7")
+def test_in_a_batch_of_kombus_each_message_is_published_at_once(connection: Any) -> None:
+    """As with kombu's own transport for RabbitMQ; those with an ETA ahead wait as ever."""
+    declare_queue(connection, "orders")
+    producer = Producer(connection)
+    with producer.batch():
+        producer.publish("later", routing_key="orders", headers={"eta": eta_in(0.5)})
+        producer.publish("now", routing_key="orders")
+        wait_until(lambda: depth(connection, "orders") == 1)
+    now, later = Inbox(connection).consume(["orders"]).wait_for(2)
+    assert (now.body, later.body) == ("now", "later")
+    assert_on_time(later)
+
+
 def test_the_option_takes_settings_in_every_form(vhost_url: str) -> None:
     with Connection(vhost_url, transport_options={"native_delay": True}) as connection:
         assert delays_of(connection).topology.name == "celery_delay.v1.31x125ms.f15.quorum"

@@ -9,7 +9,6 @@ import pytest
 
 pytest.importorskip("pyspark.sql.datasource", reason="Spark 3.5 has no data sources in Python")
 
-from celery_native_delay.capacity.load import load_of_file
 from celery_native_delay.spark import task_id_of
 from tests.documents import code_beside, only
 from tests.integration.traffic import inbox
@@ -50,10 +49,6 @@ def test_the_examples_send_the_same_tasks(
     printed = capsys.readouterr().out
     assert shown in printed
     assert "10  no due time" in printed
-    exec(only("sizing-spark").text.replace("plan.json", str(tmp_path / "plan.json")), names)
-    load = load_of_file((tmp_path / "plan.json").read_text(), per_second=None)
-    assert (load.waiting, load.fixed_dues) == (990, True)
-    assert 0 < load.longest_seconds <= 22
     sink = only("spark-sink").text
     names["orders"] = names["orders"].where("remind_at is not null")
     exec(sink.replace(".mode(", '.option("past", "send").mode('), names)

@@ -24,7 +24,6 @@ from celery_native_delay import (
     Verdict,
     Waiting,
     delay_headers,
-    flush_delayed,
     install,
     transport_for,
 )
@@ -78,7 +77,6 @@ def sending(app: Celery) -> list[RefusedMessage]:
 
 
 def plain_kombu() -> dict[str, str]:
-    flush_delayed(timeout_seconds=5)
     assert_type(transport_for("redis://"), str | None)
     delay_headers(5)  # type: ignore[call-arg]
     return delay_headers(countdown=0.5)

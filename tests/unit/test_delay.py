@@ -20,7 +20,6 @@ from celery_native_delay import (
     SettingsError,
     Verdict,
     delay_headers,
-    flush_delayed,
     install,
 )
 from celery_native_delay.bulk import bulk
@@ -251,8 +250,3 @@ def test_a_keyword_with_the_prefix_is_told_to_leave_it_out() -> None:
 def test_a_batch_with_impossible_options_is_refused(app: Celery, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="to be a whole number from 1, got "):
         bulk(app, **options)
-
-
-def test_a_time_for_flushing_that_is_none_is_refused() -> None:
-    with pytest.raises(TypeError, match="expected timeout_seconds as seconds or None, got 'x'"):
-        flush_delayed(timeout_seconds="x")  # type: ignore[arg-type]

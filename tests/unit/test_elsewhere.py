@@ -8,19 +8,17 @@ from typing import Any
 import pytest
 from kombu.transport import native_delayed_delivery as celerys
 
-from celery_native_delay.due_time import due_us, eta_of
+from celery_native_delay.due_time import due_us
 from celery_native_delay.message import Delayed
 from celery_native_delay.settings import DelaySettings
 from celery_native_delay.transports.moving import Found, Moving, Reach, Stays
 from celery_native_delay.transports.rabbitmq.elsewhere import (
-    NSERVICEBUS,
     CelerysLevels,
     celerys_levels,
     deliveries_of,
     foreign_bindings,
     read_celerys,
     read_ours,
-    read_queued,
     sets_of,
     way_of_binding,
     ways_of,
@@ -215,30 +213,6 @@ def test_a_message_of_ours_is_what_it_was_before_it_waited() -> None:
 
 def test_what_has_no_header_of_ours_is_left() -> None:
     assert isinstance(read_ours(b"", {}, {"exchange": "", "routing_key": ""}), Stays)
-
-
-def test_the_levels_of_nservicebus_are_known() -> None:
-    assert NSERVICEBUS.fullmatch("nsb.v2.delay-level-07")
-    assert not NSERVICEBUS.fullmatch("nsb.v2.delay-delivery")
-
-
-# ---- queues ------------------------------------------------------------------------------------
-
-
-def test_of_a_queue_what_is_due_later_comes_back_to_it_alone() -> None:
-    info = {"exchange": "shop", "routing_key": "orders.new", "redelivered": True}
-
-    def found(**headers: Any) -> Found:
-        own = {"application_headers": headers}
-        return read_queued(b"[]", own, info, queue="orders", now_us=NOW_US)
-
-    task = {"task": "shop.remind", "id": "order-7"}
-    later = moving(found(**task, eta=eta_of(NOW_US + 1))).delayed
-    assert (later.exchange, later.routing_key, later.queue) == ("shop", "orders.new", "orders")
-    for headers in (task, task | {"eta": eta_of(NOW_US)}, task | {"eta": "soon"}, {"eta": 5}):
-        stays = found(**headers)
-        assert isinstance(stays, Stays)
-        assert not stays.should
 
 
 def test_returns_are_counted_as_the_broker_does() -> None:

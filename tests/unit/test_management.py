@@ -32,9 +32,9 @@ def test_an_api_that_was_away_is_asked_again_whose_it_is(monkeypatch: pytest.Mon
     monkeypatch.setattr(management, "urlopen", answer)
     api = ManagementAPI("http://localhost:15672", "guest", "guest", "/", "rabbit@here")
     with pytest.raises(ManagementUnavailable, match="timed out"):
-        api.cores()
+        api.names("queues", containing="level")
     with pytest.raises(ManagementUnavailable, match="belongs to the broker 'rabbit@other'"):
-        api.cores()
+        api.names("queues", containing="level")
 
 
 def policy(name: str, pattern: str, **more: Any) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from time import time_ns
@@ -11,16 +11,12 @@ from typing import Any
 from amqp.exceptions import NotFound, ResourceLocked
 
 from ...errors import (
-    ManagementUnavailable,
     NativeDelayError,
-    NotDeclared,
     RecordsUnavailable,
 )
 from ...finding import Finding
 from ...settings import DelaySettings
 from ..interface import Backlog, ParkedTask, Rescue, Told
-from ..timings import Timings
-from .calibration import calibrate
 from .declaring import not_declared, permissions_explained
 from .inspection import examine, verify
 from .management import ManagementAPI, management_of
@@ -116,23 +112,6 @@ class RabbitMQAdminPart:
             if self._records is not None:
                 return purge(self._delays)
             return self._purged(self.parking)
-
-    def calibrate(self, say: Callable[[str], object]) -> Timings:
-        """Measure level queues of its own; see :mod:`.calibration`."""
-        if not self._settings.declare:
-            raise NotDeclared(
-                "level queues are measured with some that are declared for it, and "
-                "native_delay_declare is off: set native_delay_declare = True for this command"
-            )
-        with permissions_explained(self._topology):
-            return calibrate(self._delays.connection.client, self._settings, say)
-
-    def cores(self) -> int:
-        """Number of processors, by the management API."""
-        try:
-            return self._api().cores()
-        except ManagementUnavailable as exc:
-            raise ManagementUnavailable(f"{exc}; or say --cores") from exc
 
     def pruning(self) -> Pruning:
         return Pruning(self._delays, self._api(), self._settings)

@@ -18,7 +18,7 @@ from ...errors import NativeDelayError
 from ...message import HEADER
 from ..difference import differing
 from ..random_ids import RandomIds
-from .channels import NotConfirmedInTime, Publication
+from .channels import Publication
 from .entry import Entry
 from .outbox import Outbox, is_lasting
 from .own_connection import LOST
@@ -230,7 +230,7 @@ class BulkPublisher:
         while True:
             try:
                 done = attempt()
-            except (NotConfirmedInTime, ChannelError, NativeDelayError) as exc:
+            except (ChannelError, NativeDelayError) as exc:
                 self._channel = None  # it may be closed
                 if isinstance(exc, ChannelError) and not self.outbox.is_connected:
                     self.outbox.has_given_up = True  # it is the connection that was refused

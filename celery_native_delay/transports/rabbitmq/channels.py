@@ -169,14 +169,6 @@ class WindowChannel(OwnChannel):
         self.confirm_select()
 
     @property
-    def is_usable(self) -> bool:
-        return self.connection is not None and bool(self.connection.connected)
-
-    @property
-    def published_count(self) -> int:
-        return self._published
-
-    @property
     def unconfirmed_count(self) -> int:
         return len(self._unconfirmed)
 

@@ -125,9 +125,9 @@ def not_permitted(refused: AccessRefused, topology: Topology) -> NotPermitted:
 def not_declared(missing: str) -> NotDeclared:
     """Our error where declaring is forbidden, with both ways out; *missing* says what is."""
     return NotDeclared(
-        f"{missing}, and native_delay_declare is off: import what `celery -A PROJ delay export "
-        f"--format definitions` writes (rabbitmqctl import_definitions), or set "
-        f"native_delay_declare = True. `celery -A PROJ delay verify` lists all that is missing"
+        f"{missing}, and native_delay_declare is off: import what `celery -A PROJ delay export` "
+        f"writes (rabbitmqctl import_definitions), or set native_delay_declare = True. "
+        f"`celery -A PROJ delay verify` lists all that is missing"
     )
 
 

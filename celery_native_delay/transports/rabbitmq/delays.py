@@ -17,7 +17,6 @@ from amqp.exceptions import (
     FrameSyntaxError,
     MessageNacked,
     NotFound,
-    RecoverableConnectionError,
 )
 
 from ...due_time import check_reach, eta_of, units_until
@@ -33,7 +32,6 @@ from .channels import OwnChannel, Publication, WindowChannel
 from .declaring import Declarer, broker_version, not_declared, not_permitted
 from .entry import Entry
 from .mirror import Mirror
-from .outbox import Outbox, outbox_key, outbox_of
 from .preparation import Preparation, Prepared
 from .recording import Recorder
 from .routes import Routes
@@ -70,7 +68,6 @@ class Delays:
         #: Ours for publishing, by whether they are in confirm mode.
         self._channels: dict[bool, OwnChannel] = {}
         self._in_batch = False
-        self._outbox_connects = 0
         #: Queues reached by their names, by the version of the mirror when all of it was there.
         self._seen_to: dict[str, int] = {}
 
@@ -78,18 +75,6 @@ class Delays:
     def user(self) -> str:
         """The broker user of this connection."""
         return str(self.connection.client.userid or "guest")
-
-    @property
-    def outbox(self) -> Outbox:
-        """The outbox of this process, which keeps delayed messages until they are confirmed."""
-        client = self.connection.client
-        if client is None:
-            raise RecoverableConnectionError("connection already closed")
-        return outbox_of(self._outbox_key, client, self.settings)
-
-    @cached_property
-    def _outbox_key(self) -> Any:
-        return outbox_key(self.connection.client, self.settings)
 
     @cached_property
     def records(self) -> Any:
@@ -139,11 +124,8 @@ class Delays:
                 UnsupportedBroker: nothing was sent; the text says why and the way out.
             amqp.exceptions.NotFound: there is no such exchange.
             amqp.exceptions.MessageNacked: the broker did not accept it.
-            PublishRefused: it did not accept earlier ones, with "window"; nothing was sent.
         """
-        mode = self.settings.confirm_publish
-        if mode == "window":
-            self._follow_outbox()
+        confirmed = self.settings.confirm_publish
         headers = publication.message.properties.get("application_headers")
         failed_headers, delivery_id = getattr(_failed, "publish", None) or (None, "")
         if failed_headers is not headers:
@@ -152,20 +134,15 @@ class Delays:
             delivery_id = token_hex(16)
         _failed.publish = (headers, delivery_id)
         sent = self.into_levels(publication, due_us=due_us, delivery_id=delivery_id)
-        if sent is publication and mode == "off":
+        if sent is publication and not confirmed:
             return False
         try:
-            if mode == "window":
-                self.outbox.publish(
-                    sent, timeout_seconds=confirm_timeout_seconds or timeout_seconds
-                )
-            else:
-                self._send(
-                    sent,
-                    confirmed=mode == "wait",
-                    timeout_seconds=timeout_seconds,
-                    confirm_timeout_seconds=confirm_timeout_seconds,
-                )
+            self._send(
+                sent,
+                confirmed=confirmed,
+                timeout_seconds=timeout_seconds,
+                confirm_timeout_seconds=confirm_timeout_seconds,
+            )
         except _NOT_SENT:
             if self.recorder is not None:
                 self.recorder.forget(publication.message, delivery_id)
@@ -232,12 +209,6 @@ class Delays:
             return Listed(member, due_us, Entry(own, body, *where).encoded())
 
         keyed.settle(key_records_beside(self.records, self.settings), put)
-
-    def _follow_outbox(self) -> None:
-        """Look again for what this connection relies on, if the outbox had to connect again."""
-        connects, self._outbox_connects = self._outbox_connects, self.outbox.connects
-        if connects and connects != self._outbox_connects:
-            self.preparation.look_again()
 
     # --- putting back --------------------------------------------------------------------
 

@@ -1,7 +1,7 @@
 """Messages that wait on RabbitMQ in other places than our levels: what each is, and for when.
 
 Pure: names, properties and headers in, messages out. The places are the levels of Celery's own
-delayed delivery, earlier sets of ours, and ordinary queues in which tasks lie whose ETA is ahead.
+delayed delivery, and earlier sets of ours.
 """
 
 from __future__ import annotations
@@ -28,9 +28,6 @@ from .wrapping import unwrap, without_deaths
 CELERYS_BITS = 28
 
 _CELERYS = re.compile(r"(?:(.+)_)?celery_delayed_(\d|1\d|2[0-7])")
-
-#: NServiceBus' levels, which ours and Celery's are built after.
-NSERVICEBUS = re.compile(r"nsb\.v\d+\.delay-level-\d\d")
 
 
 @dataclass(frozen=True)
@@ -225,36 +222,6 @@ def read_ours(body: bytes, properties: Mapping[str, Any], info: Mapping[str, Any
     if delayed is None:
         return Stays("it has no header of ours")
     return Moving(body, own, delayed, again=bool(info.get("redelivered")))
-
-
-# ---- ordinary queues ---------------------------------------------------------------------------
-
-
-def read_queued(
-    body: bytes, properties: Mapping[str, Any], info: Mapping[str, Any], *, queue: str, now_us: int
-) -> Found:
-    """A message out of an ordinary *queue*, to which it is to come back alone."""
-    headers = properties.get("application_headers") or {}
-    try:
-        due = due_of(headers)
-    except InvalidDueTime:
-        due = None  # Celery rejects it, with its own words
-    if due is None or due <= now_us:
-        return Stays("it is not due later", should=False)
-    unwrapped = unwrap(properties, info)
-    if unwrapped is not None and unwrapped[2] is not None:
-        return Stays("it has waited", should=False)
-    exchange, routing_key = str(info["exchange"]), str(info["routing_key"])
-    delivery_id = derived_id(headers, properties, body, exchange, routing_key, queue)
-    delayed = Delayed(
-        delivery_id or token_hex(16),
-        due,
-        exchange,
-        routing_key,
-        queue,
-        expires_ms=expires_ms_of(properties, now_us=now_us),
-    )
-    return Moving(body, properties, delayed)
 
 
 def deliveries_of(properties: Mapping[str, Any]) -> int:

@@ -88,10 +88,6 @@ class ManagementAPI:
         found: list[dict[str, Any]] = self._get(path)
         return found
 
-    def cores(self) -> int:
-        """Processors of all nodes that run."""
-        return sum(node.get("processors", 0) for node in self._get("nodes"))
-
     def _containing(self, kind: str, text: str) -> list[dict[str, Any]]:
         items: list[dict[str, Any]] = []
         page, pages = 1, 1

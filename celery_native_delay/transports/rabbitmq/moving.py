@@ -1,4 +1,4 @@
-"""Moving what waits on RabbitMQ: out of Celery's own levels, earlier sets and queues; into ours."""
+"""Moving what waits on RabbitMQ: out of Celery's own levels and earlier sets; into ours."""
 
 from __future__ import annotations
 
@@ -18,19 +18,17 @@ from ..recorded import member_of
 from .declaring import permissions_explained
 from .delays import Delays
 from .elsewhere import (
-    NSERVICEBUS,
     CelerysLevels,
     Way,
     celerys_levels,
     read_celerys,
-    read_queued,
     sets_of,
     way_of_binding,
     ways_of,
 )
 from .entry import Entry
 from .management import ManagementAPI, management_of
-from .sources import ForeignSource, IdleQueueSource, QueueSource, SetSource
+from .sources import QueueSource, SetSource
 from .topology import Topology
 
 
@@ -96,11 +94,9 @@ class RabbitMQMovingPart:
                 return self._celerys(name, reaches)
             case "sets":
                 return self._sets(name, here=True)
-            case "queue" if name:
-                return [IdleQueueSource(self._delays, f"queue:{name}", [name], read_queued)]
         raise UnsupportedBroker(
-            f"expected celery, celery:PREFIX, sets, sets:NAMESPACE, queue:NAME or the URL of "
-            f"another broker, got {what!r}"
+            f"expected celery, celery:PREFIX, sets, sets:NAMESPACE or the URL of another broker, "
+            f"got {what!r}"
         )
 
     def _celerys(self, prefix: str, reaches: Sequence[Reach]) -> list[Source]:
@@ -151,11 +147,7 @@ class RabbitMQMovingPart:
             if wanted in (topology.name, topology.settings.namespace)
             and not (here and topology.name == self.name)
         ]
-        nservicebus = [] if name else sorted(filter(NSERVICEBUS.fullmatch, names))
-        return [
-            *(SetSource(self._delays, topology, self._settings, here=here) for topology in found),
-            *([ForeignSource(self._delays, nservicebus)] if nservicebus else []),
-        ]
+        return [SetSource(self._delays, topology, self._settings, here=here) for topology in found]
 
     @property
     def _api(self) -> ManagementAPI:

@@ -1,15 +1,12 @@
-"""Delayed messages on their way to one broker, kept until it has confirmed them.
+"""Messages of a batch on their way to RabbitMQ, kept until it has confirmed them.
 
-With ``native_delay_confirm_publish = "window"`` all threads of a process publish through one
-outbox for each broker URL. It has a connection of its own, so that reading confirms meets no other
-conversation, and a lock. What is unconfirmed when that connection dies goes out again on
-the next, under the same delivery id. A thread looks after what no further publish comes for, and
-ends when nothing has come for a while.
+An outbox has a connection of its own, so that reading confirms meets no other conversation, and a
+lock. What is unconfirmed when that connection dies goes out again on the next, under the same
+delivery id. A thread looks after messages that no further one follows.
 """
 
 from __future__ import annotations
 
-import atexit
 import logging
 from collections import deque
 from threading import Event, RLock, Thread
@@ -20,13 +17,10 @@ from amqp.exceptions import AccessRefused, NotAllowed
 
 from ...backoff import Backoff
 from ...durations import duration
-from ...errors import NativeDelayError, PublishRefused, RefusedMessage
-from ...per_process import PerProcess
-from ...settings import DelaySettings
-from ..aliases import flushes
+from ...errors import NativeDelayError, RefusedMessage
 from ..lasting import is_lasting_tls
-from .channels import NotConfirmedInTime, Publication, Sendable
-from .own_connection import LOST, connection_like, hang_up, leave_to_parent
+from .channels import NotConfirmedInTime, Sendable
+from .own_connection import LOST, connection_like, hang_up
 from .sending import Sender
 
 logger = logging.getLogger(__name__)
@@ -36,12 +30,6 @@ LINGER_SECONDS = 0.005
 
 #: Seconds between two looks at what no further publish comes for.
 SETTLE_SECONDS = 0.5
-
-#: Seconds without a publish after which the connection is given up.
-IDLE_SECONDS = 30.0
-
-#: Seconds that the end of the process is put off for what is not confirmed.
-EXIT_SECONDS = 30.0
 
 _LONGEST_RETRY_SECONDS = 5.0
 
@@ -61,7 +49,7 @@ def is_lasting(error: BaseException) -> bool:
 
 
 class Outbox:
-    """A keeper of a process's delayed messages for one broker, until it has confirmed them."""
+    """A keeper of one batch's messages until the broker has confirmed them."""
 
     def __init__(self, client: Any, window: int) -> None:
         """*client* is a kombu connection to the same broker, which is not touched."""
@@ -76,25 +64,18 @@ class Outbox:
         self._settler: Thread | None = None
         self._wake = Event()
         self._is_settler_slow = False
-        #: How often it has connected; other connections look again for what they rely on then.
+        self._is_closed = False
+        #: How often it has connected.
         self.connects = 0
         #: Set when the broker has been away for too long, or does not let us in.
         self.has_given_up = False
 
-    def publish(self, publication: Publication, *, timeout_seconds: float | None = None) -> None:
+    def send(self, message: Sendable) -> None:
         """Send without waiting, unless the window is full; it was not sent if this raises.
 
         Raises:
-            PublishRefused: the broker did not take earlier ones.
-            TimeoutError: the window stayed full for *timeout_seconds*.
             OSError, amqp.exceptions.AMQPError: there is no connection; earlier ones stay kept.
         """
-        with self.lock:
-            self._report_refused("this message was not sent")
-            self.send(publication, timeout_seconds=timeout_seconds)
-
-    def send(self, message: Sendable, *, timeout_seconds: float | None = None) -> None:
-        """:meth:`publish` that leaves what was refused to :meth:`take_refused`."""
         with self.lock:
             lost = False
             while True:
@@ -102,10 +83,8 @@ class Outbox:
                     sender = self._sender
                     if sender is None or self._unsent:
                         sender = self._ready_sender()
-                    sender.send(message, timeout_seconds=timeout_seconds)
+                    sender.send(message)
                     break
-                except NotConfirmedInTime:
-                    raise
                 except LOST as exc:
                     self.lose()
                     if lost or is_lasting(exc):
@@ -117,17 +96,8 @@ class Outbox:
             elif self._is_settler_slow:
                 self._wake.set()
 
-    def flush(self, *, timeout_seconds: float | None) -> None:
-        """Return when the broker has confirmed everything.
-
-        Raises PublishRefused for what it did not take, TimeoutError for what stays kept.
-        """
-        self.settle(timeout_seconds=timeout_seconds)
-        with self.lock:
-            self._report_refused("all others are confirmed")
-
     def settle(self, *, timeout_seconds: float | None) -> None:
-        """:meth:`flush` that leaves what was refused to :meth:`take_refused`.
+        """Return when the broker has answered for everything; TimeoutError for what stays kept.
 
         Without a connection there is one attempt if it :attr:`has_given_up`.
         """
@@ -167,7 +137,7 @@ class Outbox:
         """Give up the connection; what is in doubt is forgotten."""
         with self.lock:
             self.give_up()
-            self._published_at = -IDLE_SECONDS  # nothing is to come: the thread ends
+            self._is_closed = True
             self._wake.set()
 
     @property
@@ -187,10 +157,6 @@ class Outbox:
         """Number of messages in doubt."""
         sender = self._sender
         return len(self._unsent) + (0 if sender is None else sender.in_doubt_count)
-
-    def abandon(self) -> None:
-        """Leave the socket alone, which in a forked child is the parent's."""
-        leave_to_parent(self._client)
 
     # --- under the lock ------------------------------------------------------------------
 
@@ -221,14 +187,6 @@ class Outbox:
                 return exc
             return None
 
-    def _report_refused(self, others: str) -> None:
-        if refused := tuple(self.take_refused()):
-            raise PublishRefused(
-                f"the broker did not take {len(refused)} delayed message(s) published earlier, "
-                f"the first being {refused[0]}; {others}",
-                refused,
-            )
-
     def lose(self) -> None:
         """Close the connection; keep what is unconfirmed for the next one."""
         sender, self._sender = self._sender, None
@@ -244,7 +202,7 @@ class Outbox:
             self._settler = Thread(target=self._settle, name="native-delay-outbox", daemon=True)
             try:
                 self._settler.start()
-            except RuntimeError:  # the interpreter is ending; flushing at exit comes next
+            except RuntimeError:  # the interpreter is ending
                 self._settler = None
 
     def _settle(self) -> None:
@@ -252,21 +210,18 @@ class Outbox:
         while True:
             if self._wake.wait(pause):
                 self._wake.clear()
+            if self._is_closed:
+                return
             pause = LINGER_SECONDS
             sender = self._sender
             lingers = sender is not None and sender.unwritten_seconds >= LINGER_SECONDS
             if not lingers and monotonic() - self._published_at < SETTLE_SECONDS:
                 continue  # without the lock, which a fast loop needs all the time
             with self.lock:
-                idle_seconds = monotonic() - self._published_at
-                self._is_settler_slow = idle_seconds >= SETTLE_SECONDS
+                self._is_settler_slow = monotonic() - self._published_at >= SETTLE_SECONDS
                 if self._is_settler_slow:
                     pause = SETTLE_SECONDS
                 if not self.unconfirmed_count:
-                    if idle_seconds > IDLE_SECONDS:
-                        self.lose()
-                        self._settler = None
-                        return
                     continue
                 try:
                     self._ready_sender().look()
@@ -282,56 +237,3 @@ class Outbox:
                     self.lose()
                     self._is_settler_slow = True
                     pause = _LONGEST_RETRY_SECONDS
-
-
-# ---- the outboxes of this process ------------------------------------------------------------
-
-_outboxes: PerProcess[Any, Outbox] = PerProcess(Outbox.abandon)
-
-
-def outbox_key(client: Any, settings: DelaySettings) -> Any:
-    """Equal for kombu connections that lead to the same broker, wherever failover has brought them.
-
-    The pool's own key would change with the retry policy, which kombu writes into the transport
-    options.
-    """
-    broker = tuple(sorted(client.alt)) or (
-        client.transport_cls,
-        client.hostname,
-        client.port,
-        client.userid,
-        str(client.password),
-        client.virtual_host,
-    )
-    return broker, settings
-
-
-def outbox_of(key: Any, client: Any, settings: DelaySettings) -> Outbox:
-    """The process's outbox for *key*, made with *client* if there is none."""
-    return _outboxes.get(key, lambda: Outbox(client, settings.confirm_window))
-
-
-def flush_all(timeout_seconds: float | None) -> None:
-    """:meth:`Outbox.flush` for every outbox; the first error is raised when all have been tried."""
-    deadline = None if timeout_seconds is None else monotonic() + timeout_seconds
-    first: Exception | None = None
-    for outbox in _outboxes.values():
-        try:
-            outbox.flush(
-                timeout_seconds=None if deadline is None else max(deadline - monotonic(), 0)
-            )
-        except (PublishRefused, TimeoutError) as exc:
-            first = first or exc
-    if first is not None:
-        raise first
-
-
-def _flush_at_exit() -> None:
-    try:
-        flush_all(EXIT_SECONDS)
-    except Exception as exc:
-        logger.critical("native delay: this process ends with delayed messages lost: %s", exc)
-
-
-flushes.append(flush_all)
-atexit.register(_flush_at_exit)

@@ -1,4 +1,4 @@
-"""A connection of our own to the user's broker: made, given up, left to the parent of a fork."""
+"""A connection of our own to the user's broker: made and given up."""
 
 from __future__ import annotations
 
@@ -28,10 +28,3 @@ def hang_up(client: Any) -> None:
             connection.collect()
     with suppress(*LOST):
         client.close()
-
-
-def leave_to_parent(client: Any) -> None:
-    """Close our end of the socket without a word: in a forked child it is the parent's."""
-    transport = getattr(client._connection, "_transport", None)
-    if transport is not None and transport.sock is not None:
-        transport.sock.close()

@@ -6,7 +6,6 @@ import logging
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import replace
-from time import monotonic
 from typing import Any
 
 from amqp.exceptions import ChannelError, NotFound
@@ -58,21 +57,21 @@ class Sender:
         channel = self._channel
         return 0.0 if channel is None else channel.unwritten_seconds
 
-    def send(self, message: Sendable, *, timeout_seconds: float | None = None) -> None:
+    def send(self, message: Sendable) -> None:
         """Send without waiting, unless the window is full; in doubt from here on.
 
-        If this raises, it was not sent: NotConfirmedInTime, the window stayed full for
-        *timeout_seconds*; NativeDelayError, the levels are gone for good; or the connection is.
+        If this raises, it was not sent: NativeDelayError, the levels are gone for good; or the
+        connection is.
         """
         if self._unseen and self._channel is not None and self._channel.connection is not None:
             self._unseen -= 1
-            self._channel.send(message, timeout_seconds=timeout_seconds)
+            self._channel.send(message)
             return
         while True:
             try:
                 channel = self._open_channel()
-                self._make_room(channel, timeout_seconds)
-                channel.send(message, timeout_seconds=timeout_seconds)
+                self._make_room(channel)
+                channel.send(message)
                 return
             except ChannelError as exc:
                 self._after_refusal(exc)
@@ -108,12 +107,6 @@ class Sender:
         self._again.clear()
         return in_doubt
 
-    def close(self) -> None:
-        """Close the channel if it is open; nothing must be in doubt."""
-        channel, self._channel = self._channel, None
-        if channel is not None and channel.is_usable:
-            channel.close()
-
     def _open_channel(self) -> WindowChannel:
         if self._channel is None or self._channel.connection is None:
             self._recall()
@@ -123,11 +116,10 @@ class Sender:
             self._again.popleft()
         return self._channel
 
-    def _make_room(self, channel: WindowChannel, timeout_seconds: float | None) -> None:
+    def _make_room(self, channel: WindowChannel) -> None:
         channel.read_ready()
         if channel.unconfirmed_count >= self._window:
-            deadline = None if timeout_seconds is None else monotonic() + timeout_seconds
-            channel.read_down_to(self._window - 1, deadline=deadline)
+            channel.read_down_to(self._window - 1)
         self._see_to_answers(channel)
         self._unseen = min(LOOK_EVERY, self._window - channel.unconfirmed_count) - 1
 

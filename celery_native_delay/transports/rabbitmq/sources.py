@@ -1,13 +1,10 @@
 """Places on RabbitMQ out of which messages are moved: queues, gone through in order.
 
-Out of levels each message is taken by ``basic.get``: none is fetched ahead, so a process that dies
-returns one. An ordinary queue is consumed instead: a quorum queue returns what one consumer had in
-order, and what was got one by one in any.
+Each message is taken by ``basic.get``: none is fetched ahead, so a process that dies returns one.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -15,27 +12,23 @@ from time import time_ns
 from typing import Any
 
 import amqp
-from amqp.exceptions import AMQPError, NotFound
+from amqp.exceptions import AMQPError
 
 from ...errors import CannotDelay, RecordsUnavailable
 from ...records.interface import Standing
 from ...settings import DelaySettings
-from ..moving import Found, Moving, Source, Stays, Void
+from ..moving import Found, Moving, Source, Void
 from ..recorded import member_of, records_beside
 from .body import received
 from .channels import OwnChannel
 from .declaring import permissions_explained
 from .delays import Delays
 from .elsewhere import deliveries_of, read_ours
-from .parking import Arrivals
 from .topology import Topology
 
 #: A message that a quorum queue has had to take back so often is not taken from it again: RabbitMQ
 #: 4 throws it away at its 21st return.
 _MOST_DELIVERIES = 12
-
-#: AMQP has no room for a larger prefetch, and what stays counts as fetched until the end.
-_MOST_LOOKED_AT = 65_535
 
 #: Gets body, properties and delivery info of a message, the *queue* it is from, and *now_us*.
 Read = Callable[..., Found]
@@ -62,7 +55,10 @@ class QueueSource(Source):
             if not count:
                 continue
             self._channel = OwnChannel(self._delays.connection)
-            for message in self._messages(self._channel, queue, count):
+            for _ in range(count):
+                message = self._channel.basic_get(queue)
+                if message is None:
+                    break
                 self._tag = message.delivery_tag
                 if deliveries_of(message.properties) > _MOST_DELIVERIES:
                     raise CannotDelay(
@@ -74,14 +70,6 @@ class QueueSource(Source):
                 own = message.body, message.properties, message.delivery_info
                 yield self._read(*own, queue=queue, now_us=time_ns() // 1000)
             self._give_back()
-
-    def _messages(self, channel: amqp.Channel, queue: str, count: int) -> Iterator[amqp.Message]:
-        """The first *count* of *queue*, or fewer if it has no more."""
-        for _ in range(count):
-            message = channel.basic_get(queue)
-            if message is None:
-                return
-            yield message
 
     def done(self) -> bool:
         assert self._channel is not None
@@ -101,44 +89,6 @@ class QueueSource(Source):
     def _depth(self, queue: str) -> int:
         with permissions_explained(self._delays.topology):
             return self._delays.declarer.depth(queue) or 0
-
-
-class IdleQueueSource(QueueSource):
-    """An ordinary queue that nothing consumes."""
-
-    def count(self) -> int:
-        """Messages that are ready.
-
-        Raises:
-            CannotDelay: it has consumers, or is not there.
-        """
-        (queue,) = self._queues
-        try:
-            with permissions_explained(self._delays.topology):
-                declared = self._delays.declarer.channel.queue_declare(queue, passive=True)
-        except NotFound as exc:
-            raise CannotDelay(f"there is no queue {queue!r}") from exc
-        consumers = declared.consumer_count
-        if consumers:
-            raise CannotDelay(
-                f"the queue {queue!r} has {consumers} consumer(s): stop its workers first. Tasks "
-                f"that they hold are not in the queue, and come back when they stop; what is "
-                f"looked at would be kept from them. Installed workers put them back by themselves"
-            )
-        count = super().count()
-        if count > _MOST_LOOKED_AT:
-            raise CannotDelay(
-                f"the queue {queue!r} holds {count} messages, and at most {_MOST_LOOKED_AT} can be "
-                f"looked at: let an installed worker consume it, which puts such tasks back"
-            )
-        return count
-
-    def _messages(self, channel: amqp.Channel, queue: str, count: int) -> Iterator[amqp.Message]:
-        arrivals = Arrivals(channel, queue, prefetch=count)
-        for _ in range(count):
-            if not (arrived := arrivals.take(1)):
-                return
-            yield arrived[0]
 
 
 class SetSource(QueueSource):
@@ -187,21 +137,3 @@ class SetSource(QueueSource):
                 f"moved; run this again when they do"
             )
         return found if may_run else Void()
-
-
-class ForeignSource(QueueSource):
-    """NServiceBus' levels, whose messages are none that a worker would understand."""
-
-    _WHY = (
-        "NServiceBus' endpoints wait for it, with headers of their own: leave it to mature, or use "
-        "its own `rabbitmq-transport delays migrate`"
-    )
-
-    def __init__(self, delays: Delays, queues: Sequence[str]) -> None:
-        name = re.sub(r"\d\d$", "*", queues[0])
-        super().__init__(delays, name, queues, lambda *_, **__: Stays(self._WHY))
-
-    def found(self) -> Iterator[Found]:
-        """One for each message there is; none is taken."""
-        for _ in range(self.count()):
-            yield Stays(self._WHY)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from kombu.transport import pyamqp
@@ -28,12 +27,11 @@ from .channels import Publication
 from .delays import Delays
 from .mirror import is_internal
 from .outbox import Outbox
-from .publish_batch import PublishBatch
 from .recording import Republisher
 from .wrapping import unwrap
 
 if TYPE_CHECKING:
-    from ..exports import ExportAs, Exported
+    from ..interface import Exported
 
 #: Milliseconds until the kernel gives up on unacknowledged data. py-amqp's default of 1 s turns
 #: a broker that pauses (memory alarm, failover) into silent loss.
@@ -144,10 +142,6 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
             confirm_timeout=confirm_timeout,
             **kwargs,
         )
-
-    def create_publish_batch(self, max_size: int) -> PublishBatch:
-        """The session of kombu 5.7's ``Producer.batch()``."""
-        return PublishBatch(self, max_size=max_size)
 
     # --- the user's declarations, noted for mirroring ------------------------------------
 
@@ -301,28 +295,24 @@ class Connection(pyamqp.Connection):  # type: ignore[misc]
 class Transport(pyamqp.Transport):  # type: ignore[misc]
     """kombu's pyamqp transport; with the ``native_delay`` option, messages wait in the broker."""
 
-    implements: Any
-
-    def __init__(self, client: Any, **kwargs: Any) -> None:
-        super().__init__(client, **kwargs)
-        if self._delays:
-            self.implements = self.implements.extend(batch_publish=True)
-
-    @property
-    def _delays(self) -> bool:
-        options = getattr(self.client, "transport_options", None) or {}
-        return asks_for_delays(options.get(OPTION))
-
     def establish_connection(self) -> Any:
-        if self._delays:
+        options = getattr(self.client, "transport_options", None) or {}
+        if asks_for_delays(options.get(OPTION)):
             self.Connection = Connection
         return super().establish_connection()
 
-    def export(self, settings: DelaySettings, queues: Sequence[Any], how: ExportAs) -> Exported:
-        from .export import export
+    def export(
+        self,
+        settings: DelaySettings,
+        queues: Sequence[Any],
+        *,
+        vhost: str | None = None,
+        own_queues: bool = True,
+    ) -> Exported:
+        from .definitions import export
 
-        vhost = how.vhost or self.client.virtual_host or "/"
-        return export(settings, queues, replace(how, vhost=vhost))
+        vhost = vhost or self.client.virtual_host or "/"
+        return export(settings, queues, vhost, own_queues=own_queues)
 
     def bulk_publisher(self, *, window: int) -> Any:
         from .bulk_publisher import BulkPublisher

@@ -47,7 +47,11 @@ def wrap(
     """
     headers = dict(properties.get("application_headers") or {})
     if "CC" in headers or "BCC" in headers:
-        raise has_copies(delayed.exchange)
+        raise CannotDelay(
+            f"a message to exchange {delayed.exchange!r} with CC or BCC headers cannot wait in the "
+            f"delay levels: every level would route a copy for each of them; send one delayed "
+            f"message per routing key"
+        )
     wrapped = dict(properties)
     kept: dict[str, Any] = {}
     headers.pop(HEADER, None)
@@ -85,15 +89,6 @@ def keep_user_id(properties: dict[str, Any], header: dict[str, Any], user: str) 
     """
     if properties.get("user_id", user) != user:
         header["user_id"] = properties.pop("user_id")
-
-
-def has_copies(exchange: str) -> CannotDelay:
-    """The refusal of a message with a CC or BCC header."""
-    return CannotDelay(
-        f"a message to exchange {exchange!r} with CC or BCC headers cannot wait in the delay "
-        f"levels: every level would route a copy for each of them; send one delayed message "
-        f"per routing key"
-    )
 
 
 def unwrap(

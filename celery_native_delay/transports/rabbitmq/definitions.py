@@ -1,4 +1,4 @@
-"""RabbitMQ's own JSON: https://www.rabbitmq.com/docs/definitions.
+"""A blueprint as RabbitMQ's own JSON: https://www.rabbitmq.com/docs/definitions. Pure.
 
 Every item names its virtual host, as ``rabbitmqctl import_definitions`` and ``POST
 /api/definitions`` want it; ``POST /api/definitions/VHOST`` takes the one of its address instead.
@@ -8,10 +8,29 @@ The host itself is not in the file: it was made by others, with its permissions 
 from __future__ import annotations
 
 import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from ..blueprint import Blueprint
-from ..topology import Binding, Exchange, Queue
+from ...settings import DelaySettings
+from ..interface import Exported
+from .blueprint import Blueprint, blueprint
+from .topology import Binding, Exchange, Queue, Topology
+
+
+def export(
+    settings: DelaySettings, queues: Sequence[Any], vhost: str, *, own_queues: bool = True
+) -> Exported:
+    """The definitions of all that *settings* and *queues*, of kombu, have on the broker.
+
+    Without *own_queues* the app's own are taken to be there.
+    """
+    plan = blueprint(Topology(settings), queues)
+    if not own_queues:
+        plan = replace(plan, own=())
+    kinds = Counter(f"{type(each).__name__.lower()}s" for each in plan.declarations())
+    return Exported(definitions(plan, vhost), kinds, plan.left_out)
 
 
 def definitions(plan: Blueprint, vhost: str) -> str:
