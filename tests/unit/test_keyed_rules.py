@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from celery_native_delay import TopologyMismatch
 from celery_native_delay.keyed import rules
-from celery_native_delay.keyed.record import Record, Run, name_of
+from celery_native_delay.keyed.record import HEADER, Mark, Record, Run, name_of
 from celery_native_delay.keyed.rules import (
     BELIEVED_US,
     LEASE_US,
@@ -276,6 +276,39 @@ def test_the_name_of_a_record_is_short_and_tells_keys_apart(one: str, other: str
     names = name_of("unique", "shop.sync", one), name_of("unique", "shop.sync", other)
     assert (names[0] == names[1]) == (one == other)
     assert all(len(name.encode()) <= 200 for name in names)
+
+
+@pytest.mark.parametrize(
+    "mark",
+    [
+        Mark("debounce", "shop.sync", "user:7"),
+        Mark("unique", "shop.sync", "user:7", until="end", token="a1"),
+        Mark("throttle-trailing", "shop.sync", "x" * 300),
+    ],
+)
+def test_a_message_tells_its_key_as_it_was_given(mark: Mark) -> None:
+    headers = {"task": mark.task, HEADER: mark.header()}
+    assert Mark.of(headers) == mark
+    assert mark.name == name_of(mark.kind, mark.task, mark.key)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        None,
+        "unique",
+        {},
+        {"v": 2, "kind": "unique", "key": "a"},
+        {"v": 1, "kind": "unique"},
+        {"v": 1, "kind": "unique", "key": 7},
+        {"v": 1, "kind": "unique", "key": "\ud800"},
+        {"v": 1, "kind": "unique", "key": "a", "until": ["end"]},
+        {"v": 1, "kind": "unique", "key": "a", "token": {}, "until": 1},
+    ],
+)
+def test_a_mark_that_cannot_be_read_is_none(header: object) -> None:
+    assert Mark.of({"task": "shop.sync", HEADER: header}) is None
+    assert Mark.of({HEADER: {"v": 1, "kind": "unique", "key": "a"}}) is None
 
 
 def test_the_lease_outlives_two_rounds_of_renewing() -> None:
