@@ -210,13 +210,20 @@ class Delays:
         properties, body = message.properties, message.body
         if isinstance(body, str):
             body = body.encode(properties.setdefault("content_encoding", "utf-8"))
+        message = amqp.Message(body, **properties)
+        expires_ms = expires_ms_of(properties, now_us=time_ns() // 1000)
+        delayed = Delayed("", 0, exchange, routing_key, expires_ms=expires_ms)
+        self.put_in_keyed(keyed, message, delayed)
+
+    def put_in_keyed(self, keyed: KeyedPublish, message: amqp.Message, like: Delayed) -> None:
+        """:meth:`publish_keyed` to where *like* says; *message* has its body in bytes."""
+        properties, body = message.properties, message.body
         headers = properties.get("application_headers") or {}
+        where = like.exchange, like.routing_key, like.queue, like.expires_ms
 
         def put(due_us: int, delivery_id: str) -> tuple[str, bytes]:
             self.check_reach(due_us)
             own = {**properties, "application_headers": {**headers, "eta": eta_of(due_us)}}
-            expires_ms = expires_ms_of(own, now_us=time_ns() // 1000)
-            where = exchange, routing_key, None, expires_ms
             delayed = Delayed(delivery_id, due_us, *where)
             self.put_back(amqp.Message(body, **own), delayed, recorded=False)
             return f"{keyed.task_id}:{delivery_id}", Entry(own, body, *where).encoded()

@@ -18,6 +18,7 @@ import amqp
 from amqp.exceptions import AMQPError, NotFound
 
 from ...errors import CannotDelay, LedgerUnavailable
+from ...keyed.records import KeyRecords
 from ...settings import DelaySettings
 from ..interface import Answer, Receipts
 from ..moving import Found, Moving, Source, Stays, Void
@@ -27,6 +28,7 @@ from .declaring import permissions_explained
 from .delays import Delays
 from .elsewhere import deliveries_of, read_ours
 from .ledger.entry import member_of
+from .ledger.keyed import ledger_key_records
 from .ledger.ledger import RabbitMQLedger, Standing
 from .parking import Arrivals
 from .topology import Topology
@@ -155,14 +157,18 @@ class SetSource(QueueSource):
         super().__init__(delays, topology.name, queues, self._read_set)
         self._topology = topology
         self._settings = settings
+        is_own = topology.settings.namespace == settings.namespace
+        self.keeps_keys = here and is_own
         #: The one ledger of both sets, in which what is moved stays as it is.
-        self._shares_ledger = (
-            here
-            and settings.ledger_url is not None
-            and topology.settings.namespace == settings.namespace
-        )
+        self._shares_ledger = here and settings.ledger_url is not None and is_own
         self._ledger: RabbitMQLedger | None = None
         self._receipts: Receipts | None = None
+
+    def key_records(self) -> KeyRecords | None:
+        settings = self._topology.settings
+        if settings.ledger_url is None:
+            return None
+        return ledger_key_records(settings, self._delays.connection.virtual_host)
 
     def found(self) -> Iterator[Found]:
         if self._shares_ledger:

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+from ...keyed.records import KeyRecords
 from ..moving import Found, Source
 from ..virtual import moving
 from .entry import opened_entry
@@ -45,12 +46,18 @@ class RedisMovingPart(moving.MovingPart):
 class RedisSource(Source):
     """All that waits in Redis, earliest first."""
 
+    keeps_keys = False
+
     def __init__(self, channel: Any) -> None:
         channel.delays.prepare()
         self._store: Store = channel.delays.store
+        self._records: KeyRecords = channel.delays.records
         self._queue_of = RedisLedger(channel).queue_of
         self.name = self._store.keys.space
         self._last: tuple[str, bytes] | None = None
+
+    def key_records(self) -> KeyRecords:
+        return self._records
 
     def count(self) -> int:
         return self._store.census().waiting
