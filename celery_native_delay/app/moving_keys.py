@@ -37,7 +37,7 @@ class MovingKeys:
 
     @property
     def warning(self) -> str | None:
-        """What is said of tasks under keys before anything is moved, None if there is nothing."""
+        """The warning about tasks under keys, before any is moved; None if they go along."""
         if self._is_kept:
             return None
         if self._from is None:

@@ -420,6 +420,37 @@ def test_a_store_to_rabbitmq_and_back(app: Celery, vhost_url: str, tmp_path: Pat
 
 
 @on_one_version
+def test_tasks_in_ordinary_queues_of_redis_are_told_and_left(
+    app: Celery, ledger_redis: PrivateRedis
+) -> None:
+    """Also those that a plain worker holds."""
+    with closing(plain_app(ledger_redis.url)) as plain, plain.connection_for_write() as connection:
+        send(plain, 1, 500, queue="reminders", priority=6)
+        send(plain, 2, 500, queue="reminders")
+        send(plain, 3, -5, queue="reminders")
+        channel = connection.default_channel
+        (orders,) = (each for each in queues() if each.name == "orders")
+        orders(channel).declare()
+        send(plain, 4, 500)
+        held = channel.basic_get("orders")
+        done = command(app, "migrate", "--from", ledger_redis.url, "--dry-run")
+        assert re.findall(r"^(\w+) +(\d)$", done.stdout, re.M) == [
+            ("reminders", "2"),
+            ("unacked", "1"),
+        ]
+        told = migrated(app, ledger_redis.url, status=1)
+        assert told["moved"] == 0
+        why = {each["source"]: each["refused"] for each in told["sources"] if each["refused"]}
+        assert {name: [*counts.values()] for name, counts in why.items()} == {
+            "reminders": [2],
+            "unacked": [1],
+        }
+        assert "let an installed worker consume its queue" in str(why["reminders"])
+        assert in_levels(app) == []
+        held.ack()
+
+
+@on_one_version
 def test_sources_that_cannot_be_are_refused_with_a_sentence(
     app: Celery, vhost_url: str, ledger_redis: PrivateRedis
 ) -> None:
