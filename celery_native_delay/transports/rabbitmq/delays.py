@@ -241,7 +241,9 @@ class Delays:
     def put_back(self, message: amqp.Message, delayed: Delayed, *, recorded: bool = True) -> None:
         """Let a message that was received wait (again), as *delayed* says, then deliver it.
 
-        Its body is in the bytes that came. *recorded*: the ledger is told of it.
+        One that is further away than the levels reach is delivered when their longest delay is
+        over: a worker that gets it puts it back. Its body is in the bytes that came. *recorded*:
+        the ledger is told of it.
         """
         exchange, routing_key, queue = delayed.exchange, delayed.routing_key, delayed.queue
         if queue is not None or not exchange:
@@ -249,7 +251,10 @@ class Delays:
         self.preparation.prepare()
         lands = queue is None and exchange != "" and self.routes.lands(exchange, routing_key)
         now_us = time_ns() // 1000
-        units = max(self.units(delayed.due_us, now_us=now_us), 1)
+        units = units_until(
+            delayed.due_us, now_us=now_us, resolution_ms=self.topology.resolution_ms
+        )
+        units = min(max(units, 1), self.topology.max_units)
         headers = message.properties.get("application_headers") or {}
         own = {name: headers[name] for name in headers if name not in COUNTED_BY_THE_QUEUE}
         message = amqp.Message(message.body, **{**message.properties, "application_headers": own})

@@ -68,6 +68,7 @@ class RabbitMQMovingPart:
         if moving.again and not moving.known and self._is_in_ledger(moving, member):
             return True
         message = amqp.Message(moving.body, **moving.properties)
+        self._delays.check_reach(moving.delayed.due_us)
         try:
             if keyed is not None:
                 self._delays.put_in_keyed(keyed, message, moving.delayed)
