@@ -21,6 +21,8 @@ from ..keyed.rules import Seen, Step
 from ..rates.lines import PLACE
 from ..transports.moving import Moving, MovingPart, Source
 
+_UNKNOWN = "no Redis is named that records the keys (native_delay_ledger, --ledger)"
+
 #: The record that tells whether two places are one is kept for so long, should it not be removed.
 _PROBE_US = 60_000_000
 
@@ -41,7 +43,7 @@ class MovingKeys:
         if self._is_kept:
             return None
         if self._from is None:
-            return "tasks under a key stay, if there are any: --ledger names no Redis that has it"
+            return f"tasks under a key stay, if there are any: {_UNKNOWN}"
         if self._to is None:
             return f"tasks under a key become ordinary ones: {self._into.name} keeps no keys"
         return None
@@ -62,7 +64,7 @@ class MovingKeys:
         if mark is None or moving.task_id is None:
             return self._into.take_in(moving)
         if self._from is None:
-            raise CannotDelay("its key is recorded elsewhere: name that Redis with --ledger")
+            raise CannotDelay(f"its task is under a key: {_UNKNOWN}")
         seen = self._from.read(mark.name)
         if rules.runs(seen):
             raise CannotDelay("a task runs under its key: run this again when that is over")

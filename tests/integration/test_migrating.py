@@ -656,6 +656,9 @@ def place(
                 return an_app(ledger_redis.url)
             case "rabbitmq":
                 return an_app(vhost_url, **settings, ledger=ledger_redis.url)
+            case "namespace":
+                own = settings | {"namespace": "old_delay"}
+                return an_app(vhost_url, **own, ledger=ledger_redis.url)
         return an_app(f"sqla+sqlite:///{tmp_path}/delays.db")
 
     return opened
@@ -693,6 +696,7 @@ def waiting(app: Celery) -> set[str]:
         in_ci("store", "redis"),
         in_ci("redis", "store"),
         in_ci("store", "rabbitmq"),
+        in_ci("namespace", "rabbitmq"),
     ],
 )
 @on_one_version
@@ -703,7 +707,8 @@ def test_a_key_goes_with_its_task(
     with place(source) as old, place(target) as new:
         ids = ids_after(old)
         assert waiting(old) == {*ids.values()}
-        told = migrated(new, name_of(old), more=("--ledger", ledger_redis.url))
+        name = "sets:old_delay" if source == "namespace" else name_of(old)
+        told = migrated(new, name, more=("--ledger", ledger_redis.url))
         assert sum(each["refused"] != {} for each in told["sources"]) == 0
         assert waiting(new) == {*ids.values()}
         assert waiting(old) == set()
