@@ -21,7 +21,7 @@ from ..due_time import due_us
 from ..errors import CannotDelay, InvalidDueTime, UnsupportedBroker
 from ..keyed import rules
 from ..keyed.publishing import AnotherStands, KeyedPublish, publishing
-from ..keyed.record import HEADER, VERSION, name_of
+from ..keyed.record import HEADER, Mark
 from ..keyed.records import KeyRecords
 from ..keyed.rules import Seen, Step
 from ..transports.aliases import delay_headers
@@ -55,7 +55,7 @@ class Keyed:
         max_wait_seconds: float | None,
         announce: bool,
     ) -> AsyncResult:
-        name = _name_of("debounce", signature, key)
+        mark = _mark_of("debounce", signature, key)
         quiet_us = _microseconds("seconds", seconds)
         longest_us = None
         if max_wait_seconds is not None:
@@ -66,7 +66,7 @@ class Keyed:
                 )
         _refuse_times(signature)
         call = partial(rules.debounce, quiet_us=quiet_us, longest_us=longest_us)
-        return self._publish(name, call, signature, announce=announce)
+        return self._publish(mark, call, signature, announce=announce)
 
     def throttle(
         self, signature: Signature, key: str, seconds: float, *, edge: Edge, announce: bool
@@ -75,12 +75,12 @@ class Keyed:
         _check_word("edge", edge, Edge)
         _refuse_times(signature)
         if edge == "trailing":
-            name = _name_of("throttle-trailing", signature, key)
+            mark = _mark_of("throttle-trailing", signature, key)
             call: _Call = partial(rules.debounce, quiet_us=window_us, longest_us=window_us)
-            return self._publish(name, call, signature, announce=announce)
-        name = _name_of("throttle", signature, key)
+            return self._publish(mark, call, signature, announce=announce)
+        mark = _mark_of("throttle", signature, key)
         call = partial(rules.throttle, window_us=window_us, trails=edge == "both")
-        return self._unless_another_stands(name, call, signature, announce=announce)
+        return self._unless_another_stands(mark, call, signature, announce=announce)
 
     def unique(
         self,
@@ -91,7 +91,7 @@ class Keyed:
         eta: datetime | str | None,
         until: Until,
     ) -> AsyncResult:
-        name = _name_of("unique", signature, key)
+        mark = _mark_of("unique", signature, key, until)
         _check_word("until", until, Until)
         options = signature.options
         if countdown is None and eta is None:
@@ -102,40 +102,33 @@ class Keyed:
             call = partial(rules.unique, at_us=at_us)
             if countdown is not None:
                 call = partial(rules.unique, wait_us=max(round(countdown * 1_000_000), 0))
-        mark = {HEADER: {"v": VERSION, "key": name, "until": until}}
-        headers = {**(options.get("headers") or {}), **mark}
-        return self._unless_another_stands(name, call, signature, headers=headers)
+        return self._unless_another_stands(mark, call, signature)
 
     def _unless_another_stands(
-        self, name: str, call: _Call, signature: Signature, **options: Any
+        self, mark: Mark, call: _Call, signature: Signature, *, announce: bool = False
     ) -> AsyncResult:
         """:meth:`_publish`, unless a look at the record shows that there is no need."""
         if self._task(signature) is None or not self._app.conf.task_always_eager:
-            seen = self._ask(lambda records: records.read(name))
+            seen = self._ask(lambda records: records.read(mark.name))
             if stands := call(seen, "").stands:
                 return self._result(signature, stands)
-        return self._publish(name, call, signature, **options)
+        return self._publish(mark, call, signature, announce=announce)
 
     def _publish(
-        self,
-        name: str,
-        call: _Call,
-        signature: Signature,
-        *,
-        announce: bool = False,
-        **options: Any,
+        self, mark: Mark, call: _Call, signature: Signature, *, announce: bool = False
     ) -> AsyncResult:
         """Publish the task as *call* rules; the result of the task that stands then."""
         task = self._task(signature)
         send = partial(self._app.send_task, signature.task) if task is None else task.apply_async
-        options = {**signature.options, **options}
+        options = dict(signature.options)
+        options["headers"] = {**(options.get("headers") or {}), HEADER: mark.header()}
         if task is not None and self._app.conf.task_always_eager:
             return send(signature.args, signature.kwargs, **options)
         self._check()
         for each in ("countdown", "eta"):  # the channel knows when it is due
             options.pop(each, None)
         task_id = options.pop("task_id", None) or uuid()
-        keyed = KeyedPublish(name, lambda seen: call(seen, task_id), task_id)
+        keyed = KeyedPublish(mark.name, lambda seen: call(seen, task_id), task_id)
         try:
             with publishing(keyed):
                 result = send(signature.args, signature.kwargs, task_id=task_id, **options)
@@ -200,8 +193,8 @@ def key_records(app: Any, connection: Any) -> KeyRecords:
     return records
 
 
-def _name_of(kind: str, signature: Any, key: object) -> str:
-    """The name of the record; TypeError for what is no single task, or no key."""
+def _mark_of(kind: str, signature: Any, key: object, until: str | None = None) -> Mark:
+    """The mark of a message; TypeError for what is no single task, or no key."""
     if isinstance(signature, Task):
         raise TypeError(
             f"expected a signature, got the task itself: write {signature.__name__}.s()"
@@ -216,7 +209,7 @@ def _name_of(kind: str, signature: Any, key: object) -> str:
         )
     if not isinstance(key, str) or not key:
         raise TypeError(f"expected key to be a text such as 'user:7', got {key!r}")
-    return name_of(kind, signature.task, key)
+    return Mark(kind, signature.task, key, until)
 
 
 def _microseconds(name: str, seconds: object) -> int:

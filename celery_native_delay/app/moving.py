@@ -22,6 +22,7 @@ from ..transports.aliases import OPTION, check_url, option_of
 from ..transports.moving import Moving, MovingPart, Reach, Source, Stays, Void
 from ..urls import without_password
 from .installation import delaying_channel
+from .moving_keys import MovingKeys
 
 #: Schemes of stores that are named without the broker beside them.
 _DATABASES = ("sqlite", "postgresql", "mysql", "mariadb", "oracle", "mssql")
@@ -105,6 +106,7 @@ def move(
 
     *on_doubt* is told at once, by its task's id, of each message that may run twice.
     """
+    keys = MovingKeys(source, into)
     with closing(source):
         for found in source.found():
             match found:
@@ -117,7 +119,7 @@ def move(
                     source.done()
                     tally.void += 1
                 case Moving():
-                    _move_one(source, into, found, tally, on_doubt)
+                    _move_one(source, keys, found, tally, on_doubt)
                     pace.keep()
             on_each()
             if stopped():
@@ -126,13 +128,13 @@ def move(
 
 def _move_one(
     source: Source,
-    into: MovingPart,
+    keys: MovingKeys,
     moving: Moving,
     tally: Tally,
     on_doubt: Callable[[str | None], object],
 ) -> None:
     try:
-        is_once = into.take_in(moving)
+        is_once = keys.take_in(moving)
     except NativeDelayError as exc:
         tally.refuse(str(exc))
         return

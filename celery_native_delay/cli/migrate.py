@@ -68,6 +68,7 @@ def migrate(
     Exit 1 if anything had to be left that should have been moved.
     """
     from ..app.moving import Pace, Tally, move, moving
+    from ..app.moving_keys import MovingKeys
 
     installed_settings(ctx)
     with ExitStack() as stack:
@@ -76,6 +77,9 @@ def migrate(
         part, sources = stack.enter_context(opened)
         tallies = [Tally(source.name, source.count()) for source in sources]
         total = sum(tally.count for tally in tallies)
+        for source, tally in zip(sources, tallies, strict=True):
+            if tally.count and (warning := MovingKeys(source, part).warning):
+                click.echo(printable(f"{source.name}: {warning}"), err=True)
         if dry_run:
             _show(part.name, tallies, as_json, dry_run=True)
             return

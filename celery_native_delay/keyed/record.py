@@ -6,6 +6,7 @@ Rule: what a record holds is decided here alone; a change in it is a new VERSION
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any
@@ -14,8 +15,8 @@ from ..errors import TopologyMismatch
 
 VERSION = 1
 
-#: The header of a message whose task is the only one under its key: ``{"v", "key", "until"}``.
-HEADER = "native_delay_unique"
+#: The header of a message that was published under a key: a :class:`Mark`.
+HEADER = "native_delay_key"
 
 #: A longer name of a record is its beginning and a digest.
 _LONGEST_NAME = 200
@@ -73,6 +74,55 @@ class Record:
             )
         run = fields.pop("run", None)
         return cls(**fields, run=None if run is None else Run(*run))
+
+
+@dataclass(frozen=True)
+class Mark:
+    """The header of a message that was published under a key: which call, of which task and key.
+
+    *kind* is ``debounce``, ``throttle``, ``throttle-trailing`` or ``unique``. *until* is set for
+    unique tasks, and *token* for their attempt that has the key, from the gate on.
+    """
+
+    kind: str
+    task: str
+    key: str
+    until: str | None = None
+    token: str | None = None
+
+    @property
+    def name(self) -> str:
+        """The name of the record of the key."""
+        return name_of(self.kind, self.task, self.key)
+
+    def header(self) -> dict[str, Any]:
+        """The header; it leaves out the task, whose name Celery's own header has."""
+        said = {"v": VERSION, "kind": self.kind, "key": self.key}
+        return said | {name: value for name in _OPTIONAL if (value := getattr(self, name))}
+
+    @classmethod
+    def of(cls, headers: Mapping[str, Any] | None) -> Mark | None:
+        """The mark among the *headers* of a task; None if there is none that can be read."""
+        header = headers.get(HEADER) if headers else None
+        if not isinstance(header, Mapping) or header.get("v") != VERSION:
+            return None
+        assert headers is not None
+        required = [header.get("kind"), headers.get("task"), header.get("key")]
+        optional = [header.get(name) for name in _OPTIONAL]
+        if not all(_is_text(each) for each in (*required, *filter(None, optional))):
+            return None
+        return cls(*required, *optional)  # type: ignore[arg-type]
+
+
+_OPTIONAL = ("until", "token")
+
+
+def _is_text(value: Any) -> bool:
+    """True for a text that can be encoded, as one with a lone surrogate cannot."""
+    try:
+        return isinstance(value, str) and value.encode() is not None
+    except UnicodeEncodeError:
+        return False
 
 
 def name_of(kind: str, task: str, key: str) -> str:

@@ -149,6 +149,35 @@ def release(seen: Seen, task_id: str) -> Step:
     return Step(None) if known is None else _kept(_without(known, task_id))
 
 
+def runs(seen: Seen) -> bool:
+    """True while a task runs under the key."""
+    return seen.record is not None and _runs(seen.record.run, seen.now_us)
+
+
+def carry(seen: Seen, *, task_id: str, known: Record, due_us: int) -> Step:
+    """A task that waited in another place waits here, with what was *known* of its key there.
+
+    If it is here already it stands, and so does another one that waits.
+    """
+    here = seen.record or Record()
+    runs_here = here.run is not None and here.run.id == task_id
+    if here.id == task_id or runs_here:
+        return Step(seen.record, stands=task_id)
+    if here.id is not None and seen.waiting:
+        return Step(seen.record, stands=here.id)
+    later = max(here, known, key=lambda each: each.window_us)
+    record = replace(later, id=task_id, due_us=due_us, since_us=known.since_us, run=here.run)
+    return Step(record, max(due_us, later.window_us) + KEPT_US, due_us)
+
+
+def let_go(seen: Seen, *, task_id: str) -> Step:
+    """A task that waited for its key waits in another place now, and took along what it opened."""
+    known = seen.record
+    if known is None or known.id != task_id:
+        return Step(known)
+    return _kept(_without(known, task_id))
+
+
 def _waits(seen: Seen) -> bool:
     """True if the message that was to run next can still be taken out."""
     known = seen.record

@@ -9,6 +9,9 @@ from typing import Any, Protocol
 
 from .rate import Rate
 
+#: The header in which a task keeps its place: ``<place> <key>``.
+PLACE = "native_delay_place"
+
 
 @dataclass(frozen=True)
 class RateLine:

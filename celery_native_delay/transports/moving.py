@@ -6,12 +6,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from ..due_time import due_us
 from ..errors import InvalidDueTime
+from ..keyed.publishing import KeyedPublish
+from ..keyed.records import KeyRecords
 from ..message import Delayed
 
 
@@ -41,6 +43,13 @@ class Moving:
         """The id of a Celery task; None for any other message."""
         return task_id_of(self.headers, self.properties)
 
+    def without(self, header: str) -> Moving:
+        """The message without one of its headers."""
+        if header not in self.headers:
+            return self
+        headers = {name: value for name, value in self.headers.items() if name != header}
+        return replace(self, properties={**self.properties, "application_headers": headers})
+
 
 @dataclass(frozen=True)
 class Stays:
@@ -62,6 +71,13 @@ class Source(ABC):
     """A place in which messages wait."""
 
     name: str
+
+    keeps_keys = True
+    """True if a message that is moved keeps the record of its key, and its place in a line."""
+
+    def key_records(self) -> KeyRecords | None:
+        """The records of keys of its messages; None if they are not known."""
+        return None
 
     @abstractmethod
     def count(self) -> int:
@@ -108,11 +124,15 @@ class MovingPart(Protocol):
             UnsupportedBroker: there is no such place on this broker.
         """
 
-    def take_in(self, moving: Moving) -> bool:
+    def key_records(self) -> KeyRecords | None:
+        """The records of keys here; None if none can be kept."""
+
+    def take_in(self, moving: Moving, keyed: KeyedPublish | None = None) -> bool:
         """Let a message wait here; it is here for sure when this returns. False: perhaps twice.
 
         Raises:
             NativeDelayError: it cannot; it was not sent.
+            AnotherStands: as *keyed* has it; it was not sent.
         """
 
 

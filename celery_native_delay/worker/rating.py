@@ -24,16 +24,13 @@ from celery.worker import state
 
 from ..app.installation import delaying_channel
 from ..errors import RecordsUnavailable
-from ..rates.lines import Lines
+from ..rates.lines import PLACE, Lines
 from ..rates.rate import Rate
 from ..rates.retry_after import RetryAfter
 from ..settings import DelaySettings
 from .arrival import SHORTEST_WAIT_US, Arrival, AskAgain, Ruling, WaitUntil
 
 logger = get_logger(__name__)
-
-#: The header in which a task keeps its place: ``<place> <key>``.
-PLACE = "native_delay_place"
 
 #: For so long a task waits again while its line is out of reach, in microseconds.
 AWAY_US = 5_000_000

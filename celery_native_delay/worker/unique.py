@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from dataclasses import replace
 from functools import partial
 from time import time_ns
 from typing import Any
@@ -16,7 +16,7 @@ from ..app.installation import installation_of
 from ..due_time import due_us
 from ..errors import InvalidDueTime
 from ..keyed import rules
-from ..keyed.record import HEADER, VERSION
+from ..keyed.record import HEADER, Mark
 from .arrival import Arrival, AskAgain, Ruling, WaitUntil
 from .leases import Held, Leases, leases_of
 
@@ -28,9 +28,6 @@ AWAY_US = 5_000_000
 #: Until it is asked again of a message that cannot wait in the broker.
 PAUSE_SECONDS = 1.0
 
-#: In the header, on the way from the gate to the process that runs the task.
-_TOKEN = "token"
-
 
 class Unique:
     """The gate: a task whose key another one has, or that cannot be asked for, waits again."""
@@ -40,11 +37,11 @@ class Unique:
         self._told = False
 
     def __call__(self, arrival: Arrival) -> Ruling | None:
-        mark = mark_of(arrival.fields) if arrival.has_headers else None
+        mark = _unique_mark_of(arrival.fields) if arrival.has_headers else None
         if mark is None or arrival.id in worker_state.revoked:
             return None
-        name, leases, is_here = mark["key"], leases_of(self._app), partial(_is_here, arrival)
-        if mark["until"] == "start":
+        name, leases, is_here = mark.name, leases_of(self._app), partial(_is_here, arrival)
+        if mark.until == "start":
             leases.hold(Held(name, arrival.id, is_here))
             return None
         try:
@@ -55,7 +52,7 @@ class Unique:
         self._told = False
         if step.free_us is not None:
             return WaitUntil(step.free_us, otherwise=AskAgain(PAUSE_SECONDS))
-        arrival.message.headers[HEADER] = {**mark, _TOKEN: token}
+        arrival.message.headers[HEADER] = replace(mark, token=token).header()
         return None
 
     def _tell(self, exc: Exception) -> None:
@@ -69,12 +66,10 @@ class Unique:
             )
 
 
-def mark_of(headers: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
+def _unique_mark_of(headers: Any) -> Mark | None:
     """The mark of a unique task among its *headers*; None for any other task."""
-    mark = headers.get(HEADER) if headers else None
-    if not isinstance(mark, Mapping) or mark.get("v") != VERSION:
-        return None
-    return mark
+    mark = Mark.of(headers)
+    return mark if mark is not None and mark.kind == "unique" else None
 
 
 def _is_here(arrival: Arrival) -> bool:
@@ -86,9 +81,9 @@ def _is_here(arrival: Arrival) -> bool:
 # ---- in the process that runs the task -----------------------------------------------------------
 
 
-def _marked(task: Any, request: Any) -> tuple[Leases, Mapping[str, Any]] | None:
+def _marked(task: Any, request: Any) -> tuple[Leases, Mark] | None:
     """The leases and the mark of a task that a worker runs; None if it has no mark."""
-    mark = mark_of(vars(request))
+    mark = _unique_mark_of(vars(request))
     if mark is None or request.is_eager or installation_of(task.app) is None:
         return None
     return leases_of(task.app), mark
@@ -101,25 +96,24 @@ def start(sender: Any = None, **_: Any) -> None:
     if found is None:
         return
     (leases, mark), task_id = found, sender.request.id
-    if mark["until"] == "start":
-        leases.settle(mark["key"], partial(rules.release, task_id=task_id))
-    elif _TOKEN in mark:
-        leases.hold(Held(mark["key"], task_id, lambda: True, mark[_TOKEN], runs=True))
+    if mark.until == "start":
+        leases.settle(mark.name, partial(rules.release, task_id=task_id))
+    elif mark.token:
+        leases.hold(Held(mark.name, task_id, lambda: True, mark.token, runs=True))
 
 
 @signals.task_postrun.connect(weak=False)  # type: ignore[untyped-decorator]
 def end(sender: Any = None, state: Any = None, retval: Any = None, **_: Any) -> None:
     """Free the key of a task that is over; one that comes again keeps it."""
     found = _marked(sender, sender.request)
-    if found is None or _TOKEN not in found[1]:
+    if found is None or (token := found[1].token) is None:
         return
     (leases, mark), retry = found, None
     if state == states.RETRY:
         retry = sender.request.id, _wait_us(getattr(retval, "when", None))
     elif state == states.REJECTED and getattr(retval, "requeue", False):
         retry = sender.request.id, 0
-    token = mark[_TOKEN]
-    leases.settle(mark["key"], partial(rules.end, token=token, retry=retry), token=token)
+    leases.settle(mark.name, partial(rules.end, token=token, retry=retry), token=token)
 
 
 # ---- in the main process -------------------------------------------------------------------------
@@ -132,9 +126,9 @@ def revoked(sender: Any = None, request: Any = None, **_: Any) -> None:
     if found is None:
         return
     leases, mark = found
-    if token := mark.get(_TOKEN):
-        leases.settle(mark["key"], partial(rules.end, token=token), token=token)
-    leases.settle(mark["key"], partial(rules.release, task_id=request.id))
+    if token := mark.token:
+        leases.settle(mark.name, partial(rules.end, token=token), token=token)
+    leases.settle(mark.name, partial(rules.release, task_id=request.id))
 
 
 @signals.task_failure.connect(weak=False)  # type: ignore[untyped-decorator]

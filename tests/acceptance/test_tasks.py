@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from datetime import datetime
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 from celery.result import AsyncResult, GroupResult
@@ -178,6 +179,22 @@ def test_a_skewed_group(everything: Everything) -> None:
     for number, seconds in ((1, 1), (2, 1.5), (3, 2)):
         run = everything.noted(f"skew {number}")
         run.assert_on_time(sent.before + seconds, sent.after + seconds)
+
+
+@pytest.mark.ci
+def test_a_worker_with_a_shorter_limit_lets_a_task_wait_in_hops(
+    rabbitmq: PrivateRabbitMQ, tmp_path: Path
+) -> None:
+    """It comes each time when the longest delay is over, and the worker holds nothing."""
+    url = rabbitmq.new_vhost()
+    with fleet_on(url, tmp_path, native_delay_levels=5) as fleet:  # 3.9 s
+        worker = fleet.worker()
+        task_id = fleet.produce("print(app.tasks['note'].apply_async((1,), countdown=11).id)")
+        run = fleet.record.wait_for_ids([task_id.strip()])[task_id.strip()][0]
+        assert run.due is not None
+        run.assert_on_time(run.due)
+        assert worker.log_lines("the worker holds") == []
+    rabbitmq.delete_vhost(vhost_name(url))
 
 
 def test_nothing_ran_twice(everything: Everything) -> None:

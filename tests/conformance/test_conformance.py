@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 from kombu import Exchange, Queue
 
-from celery_native_delay import DelayTooLong
+from celery_native_delay import DelaySettings, DelayTooLong
+from celery_native_delay.due_time import due_us
+from celery_native_delay.transports.interface import ServesQueues, Wait
 from tests.acceptance.worker import EARLY_SECONDS, Fleet, Worker, fleet_on
 from tests.conformance.brokers import (
     Broker,
@@ -24,7 +26,14 @@ from tests.conformance.brokers import (
     settings_of,
     whole_seconds,
 )
-from tests.conformance.traffic import attended, delaying, plain, waiting_count, waiting_now
+from tests.conformance.traffic import (
+    SETTINGS,
+    attended,
+    delaying,
+    plain,
+    waiting_count,
+    waiting_now,
+)
 from tests.traffic import DIRECT, QUEUES, TOPIC, Arrival, Inbox, eta_in, inbox, publish
 from tests.waiting import wait_until
 
@@ -177,6 +186,37 @@ def test_a_longer_delay_than_any_is_refused_and_nothing_sent(url: str) -> None:
         assert waiting_count(connection) == 0
         publish(connection, "hello", "jobs", delay=160)
         assert waiting_count(connection) == 1
+
+
+def test_what_was_accepted_once_is_put_back_under_a_shorter_limit(url: str) -> None:
+    """Where a broker cannot hold it for so long it comes back early, and is put back again."""
+    shorter = SETTINGS | settings_of(url) | {"levels": 6}  # 1.26 s
+    settings = DelaySettings.from_mapping(shorter)
+    with attended(url), plain(url) as producer, plain(url, native_delay=shorter) as connection:
+        channel = connection.default_channel
+        part = channel.worker_part(settings)
+        part.prepare(url)
+        if isinstance(part, ServesQueues):
+            part.serve(["jobs"])
+        came: list[Arrival] = []
+
+        def receive(body: Any, message: Any) -> None:
+            came.append(Arrival(message, time()))
+            if came[-1].lateness_seconds < -1:
+                due = due_us(message.headers["eta"])
+                assert part.put_back([Wait(message, "jobs", due)]) == [None]
+            message.ack()
+
+        with connection.Consumer([Queue("jobs")], callbacks=[receive]):
+            publish(producer, "hello", "jobs", delay=5)
+            box = Inbox(connection, came)
+            assert box.receive_until(lambda: came and came[-1].lateness_seconds >= -1)
+            with pytest.raises(DelayTooLong):
+                publish(connection, "far", "jobs", delay=5)
+    *early, last = came
+    assert last.lateness_seconds >= -EARLY_SECONDS
+    assert len(early) >= 1
+    assert {arrival.body for arrival in came} == {"hello"}
 
 
 def test_who_has_not_installed_it_is_untouched(url: str) -> None:

@@ -172,6 +172,8 @@ def test_a_debounced_task_runs_once_it_has_been_quiet_with_the_last_arguments(
     assert sorted(jobs.args) == [-1, 9]
     arrived = {arrival.message.headers["id"]: arrival for arrival in jobs.arrivals}
     assert set(arrived) == {ids[-1], other}
+    mark = {"v": 1, "kind": "debounce", "key": key}
+    assert arrived[ids[-1]].message.headers[HEADER] == mark
     assert arrived[ids[-1]].at >= called + 0.6 - 0.1  # the last call took its time
     assert waiting_ids(delay, *ids) == set()
 
@@ -295,7 +297,7 @@ def test_a_unique_task_stands_while_it_waits_and_while_it_is_in_its_queue(
     assert len(set(ids)) == 1
     assert waiting_ids(delay, *ids) == set(ids)
     (arrival,) = jobs.wait_for(1)
-    mark = {"v": 1, "key": name_for("unique", key), "until": until}
+    mark = {"v": 1, "kind": "unique", "key": key, "until": until}
     assert arrival.message.headers[HEADER] == mark
     assert call(9) == ids[0]
     assert delay.unique(reindex.s(1), key=f"{key}-other", countdown=LONG).id not in ids

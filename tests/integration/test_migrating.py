@@ -7,7 +7,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from datetime import datetime
 from pathlib import Path
@@ -25,7 +25,9 @@ from celery_native_delay import Delay, DelaySettings, install
 from celery_native_delay.app.install import installation_of
 from celery_native_delay.app.moving import Pace, Tally, move, moving
 from celery_native_delay.cli import delay
+from celery_native_delay.keyed.record import HEADER as KEY
 from celery_native_delay.message import HEADER, Delayed
+from celery_native_delay.rates.lines import PLACE
 from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, vhost_name
 from celery_native_delay.transports.moving import Moving
 from celery_native_delay.transports.rabbitmq.topology import Topology
@@ -369,6 +371,37 @@ def test_a_store_to_rabbitmq_and_back(app: Celery, vhost_url: str, tmp_path: Pat
 
 
 @on_one_version
+def test_tasks_in_ordinary_queues_of_redis_are_told_and_left(
+    app: Celery, ledger_redis: PrivateRedis
+) -> None:
+    """Also those that a plain worker holds."""
+    with closing(plain_app(ledger_redis.url)) as plain, plain.connection_for_write() as connection:
+        send(plain, 1, 500, queue="reminders", priority=6)
+        send(plain, 2, 500, queue="reminders")
+        send(plain, 3, -5, queue="reminders")
+        channel = connection.default_channel
+        (orders,) = (each for each in queues() if each.name == "orders")
+        orders(channel).declare()
+        send(plain, 4, 500)
+        held = channel.basic_get("orders")
+        done = command(app, "migrate", "--from", ledger_redis.url, "--dry-run")
+        assert re.findall(r"^(\w+) +(\d)$", done.stdout, re.M) == [
+            ("reminders", "2"),
+            ("unacked", "1"),
+        ]
+        told = migrated(app, ledger_redis.url, status=1)
+        assert told["moved"] == 0
+        why = {each["source"]: each["refused"] for each in told["sources"] if each["refused"]}
+        assert {name: [*counts.values()] for name, counts in why.items()} == {
+            "reminders": [2],
+            "unacked": [1],
+        }
+        assert "let an installed worker consume its queue" in str(why["reminders"])
+        assert in_levels(app) == []
+        held.ack()
+
+
+@on_one_version
 def test_sources_that_cannot_be_are_refused_with_a_sentence(
     app: Celery, vhost_url: str, ledger_redis: PrivateRedis
 ) -> None:
@@ -452,11 +485,11 @@ class Killed(Exception):
     """Stands for SIGKILL: nothing is acknowledged, the connection is gone."""
 
 
-def killed_in_the_middle(app: Celery, *names: str) -> None:
+def killed_in_the_middle(app: Celery, *names: str, ledger: str | None = None) -> None:
     """Move one message, and end before its original is gone."""
     with ExitStack() as stack:
         connection = stack.enter_context(app.connection_for_write())
-        part, sources = stack.enter_context(moving(app, connection, names, records=None))
+        part, sources = stack.enter_context(moving(app, connection, names, records=ledger))
         part.prepare(list(app.amqp.queues.values()))
 
         def done() -> bool:
@@ -557,6 +590,189 @@ def test_what_is_cancelled_already_comes_to_be_announced(app: Celery, vhost_url:
     with arriving(app, "reminders") as inbox:
         (arrival,) = inbox.wait_for(1)
     assert arrival.message.native_delay.cancelled
+
+
+# ---- keys and places ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def place(
+    vhost_url: str, settings: dict[str, Any], ledger_redis: PrivateRedis, tmp_path: Path
+) -> Callable[[str], Any]:
+    """An app on a place of some kind, which keeps records of keys."""
+
+    def opened(kind: str) -> Any:
+        match kind:
+            case "redis":
+                return an_app(ledger_redis.url)
+            case "rabbitmq":
+                return an_app(vhost_url, **settings, records=ledger_redis.url)
+            case "namespace":
+                own = settings | {"namespace": "old_delay"}
+                return an_app(vhost_url, **own, records=ledger_redis.url)
+        return an_app(f"sqla+sqlite:///{tmp_path}/delays.db")
+
+    return opened
+
+
+def keyed_calls(app: Celery) -> list[tuple[str, Any]]:
+    """Calls under keys that let a task wait, by the kind of each."""
+    delay, remind = Delay(app), app.signature("shop.remind", queue="reminders")
+    return [
+        ("unique", lambda: delay.unique(remind, key="ada", countdown=500)),
+        ("debounce", lambda: delay.debounce(remind, key="ada", seconds=500)),
+        ("trailing", lambda: delay.throttle(remind, key="ada", seconds=500, edge="trailing")),
+        ("both", lambda: delay.throttle(remind, key="ada", seconds=500, edge="both")),
+    ]
+
+
+def ids_after(app: Celery) -> dict[str, str]:
+    """The task that waits under each kind of call after one of each."""
+    for call in dict(keyed_calls(app)).values():
+        call()
+    # The first call of "both" runs at once.
+    return {kind: call().id for kind, call in keyed_calls(app)}
+
+
+def waiting(app: Celery) -> set[str]:
+    wait_us = 60_000_000
+    return {task.id for task in Delay(app).ls() if task.due_us > time_ns() // 1000 + wait_us}
+
+
+@pytest.mark.parametrize(
+    ("source", "target"),
+    [
+        ("redis", "rabbitmq"),
+        ("rabbitmq", "redis"),
+        in_ci("store", "redis"),
+        in_ci("redis", "store"),
+        in_ci("store", "rabbitmq"),
+        in_ci("namespace", "rabbitmq"),
+    ],
+)
+@on_one_version
+def test_a_key_goes_with_its_task(
+    place: Callable[[str], Any], ledger_redis: PrivateRedis, source: str, target: str
+) -> None:
+    """The next call at the new place knows of the task, and the key is free at the old one."""
+    with place(source) as old, place(target) as new:
+        ids = ids_after(old)
+        assert waiting(old) == {*ids.values()}
+        name = "sets:old_delay" if source == "namespace" else name_of(old)
+        told = migrated(new, name, more=("--ledger", ledger_redis.url))
+        assert sum(each["refused"] != {} for each in told["sources"]) == 0
+        assert waiting(new) == {*ids.values()}
+        assert waiting(old) == set()
+        again = {kind: call().id for kind, call in keyed_calls(new)}
+        assert again["unique"] == ids["unique"]
+        assert not {*again.values()} & {*ids.values()} - {ids["unique"]}
+        assert waiting(new) == {*again.values()}
+        back = {kind: call().id for kind, call in keyed_calls(old)}
+        assert not {*back.values()} & {*ids.values()}
+        assert waiting(old) == {id for kind, id in back.items() if kind != "both"}
+
+
+def name_of(app: Celery) -> str:
+    """The name of its place for ``--from``."""
+    return str(app.conf.broker_url).removeprefix("sqla+")
+
+
+@on_one_version
+def test_where_no_keys_are_kept_a_task_goes_without_and_its_key_is_free(
+    app: Celery, ledger_redis: PrivateRedis
+) -> None:
+    with an_app(ledger_redis.url) as old:
+        (_, call), *_ = keyed_calls(old)
+        first = call().id
+        done = command(app, "migrate", "--from", ledger_redis.url, "--dry-run")
+        assert "tasks under a key become ordinary ones" in done.stderr
+        assert migrated(app, ledger_redis.url)["moved"] == 1
+        (message,) = in_levels(app)
+        assert message.headers["id"] == first
+        assert KEY not in message.headers  # a worker would look for a record for ever
+        assert call().id != first
+
+
+@on_one_version
+def test_tasks_whose_records_are_not_known_stay_and_that_is_told_before(
+    vhost_url: str, settings: dict[str, Any], ledger_redis: PrivateRedis, tmp_path: Path
+) -> None:
+    with (
+        an_app(vhost_url, **settings, records=ledger_redis.url) as old,
+        an_app(f"sqla+sqlite:///{tmp_path}/delays.db") as new,
+    ):
+        (_, call), *_ = keyed_calls(old)
+        first = call().id
+        send(old, 1, 500, queue="reminders")
+        done = command(new, "migrate", "--from", vhost_url, "--dry-run")
+        assert "tasks under a key stay, if there are any" in done.stderr
+        (source,) = (
+            each for each in migrated(new, vhost_url, status=1)["sources"] if each["moved"]
+        )
+        assert source["moved"] == 1
+        ((why, count),) = source["refused"].items()
+        assert ("--ledger" in why, count) == (True, 1)
+        assert call().id == first
+        assert migrated(new, vhost_url, more=("--ledger", ledger_redis.url))["moved"] == 1
+        assert waiting(new) == {first, "order-1"}
+
+
+@pytest.mark.parametrize(
+    ("source", "target"), [("redis", "rabbitmq"), ("rabbitmq", "redis"), in_ci("store", "redis")]
+)
+@on_one_version
+def test_a_task_with_a_key_that_was_in_both_places_waits_in_one(
+    place: Callable[[str], Any], ledger_redis: PrivateRedis, source: str, target: str
+) -> None:
+    with place(source) as old, place(target) as new:
+        (_, call), *_ = keyed_calls(old)
+        first = call().id
+        name, ledger = name_of(old), ledger_redis.url
+        (told,) = (
+            each
+            for each in migrated(new, name, more=("--ledger", ledger))["sources"]
+            if each["moved"]
+        )
+        assert (told["moved"], told["doubtful"]) == (1, [])
+        assert [task.id for task in Delay(new).ls()] == [first]
+        assert call().id != first
+
+
+@on_one_version
+def test_a_task_stays_where_another_waits_for_its_key(
+    vhost_url: str, settings: dict[str, Any], ledger_redis: PrivateRedis
+) -> None:
+    with (
+        an_app(ledger_redis.url) as old,
+        an_app(vhost_url, **settings, records=ledger_redis.url) as new,
+    ):
+        (_, call), *_ = keyed_calls(old)
+        (_, there), *_ = keyed_calls(new)
+        first, second = call().id, there().id
+        (source,) = migrated(new, ledger_redis.url, status=1)["sources"]
+        assert "another task waits for its key" in next(iter(source["refused"]))
+        assert (waiting(old), waiting(new)) == ({first}, {second})
+        assert Delay(new).cancel(second)
+        assert migrated(new, ledger_redis.url)["moved"] == 1
+        assert waiting(new) == {first}
+
+
+@on_one_version
+def test_a_place_in_a_line_stays_in_its_line(
+    vhost_url: str, settings: dict[str, Any], ledger_redis: PrivateRedis
+) -> None:
+    """It counts nowhere else: a task that is moved comes at its turn, and stands anew."""
+    options = {"headers": {PLACE: "17 ada"}}
+    with (
+        an_app(ledger_redis.url) as redis_app,
+        an_app(vhost_url, **settings, **EARLIER) as old,
+        an_app(vhost_url, **settings) as app,
+    ):
+        send(redis_app, 1, 500, queue="reminders", **options)
+        send(old, 2, 500, queue="reminders", **options)
+        assert migrated(app, "sets", ledger_redis.url)["moved"] == 2
+        places = {each.headers["id"]: each.headers.get(PLACE) for each in in_levels(app)}
+        assert places == {"order-1": None, "order-2": "17 ada"}
 
 
 # ---- prune -------------------------------------------------------------------------------------

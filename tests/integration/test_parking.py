@@ -168,6 +168,18 @@ def test_those_that_still_have_to_wait_go_back_into_the_levels(connection: Any) 
     assert arrival.message.headers.keys() == {"eta"}
 
 
+def test_what_is_beyond_the_levels_stays_parked_and_keeps_no_other(connection: Any) -> None:
+    """Until they reach: sooner it would come to a consumer that knows nothing of us."""
+    longest = TOPOLOGY.max_units * TOPOLOGY.resolution_ms / 1000
+    park_early(connection, "far", queue="elsewhere", delay=longest + 60)
+    park(connection, "late", "nobody")
+    wait_parked(connection, 2)
+    declare_queue(connection, "nobody")
+    declare_queue(connection, "elsewhere")
+    assert rescued(connection) == Rescue(delivered=1, still_parked=1)
+    assert parked_count(connection) == 1
+
+
 def test_the_levels_are_made_whole_before_anything_returns_to_them(
     connection: Any, vhost_url: str
 ) -> None:

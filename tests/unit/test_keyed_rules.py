@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from celery_native_delay import TopologyMismatch
 from celery_native_delay.keyed import rules
-from celery_native_delay.keyed.record import Record, Run, name_of
+from celery_native_delay.keyed.record import HEADER, Mark, Record, Run, name_of
 from celery_native_delay.keyed.rules import (
     BELIEVED_US,
     LEASE_US,
@@ -20,8 +20,10 @@ from celery_native_delay.keyed.rules import (
     Seen,
     Step,
     begin,
+    carry,
     debounce,
     end,
+    let_go,
     release,
     renew,
     throttle,
@@ -79,6 +81,16 @@ class Place:
 
     def unique(self, new_id: str, wait: float = 0) -> str:
         return self.send(new_id, partial(unique, new_id=new_id, wait_us=round(wait * SECOND)))
+
+    def carry(self, task_id: str, there: Place) -> str:
+        """The id of the task that stands here, after *task_id* was moved from *there*."""
+        known = there.record or Record()
+        rule = partial(carry, task_id=task_id, known=known, due_us=there.waiting[task_id])
+        stands = self.send(task_id, rule)
+        if stands == task_id:
+            there.call(partial(let_go, task_id=task_id))
+            del there.waiting[task_id]
+        return stands
 
     @property
     def started(self) -> list[tuple[str, float]]:
@@ -276,6 +288,94 @@ def test_the_name_of_a_record_is_short_and_tells_keys_apart(one: str, other: str
     names = name_of("unique", "shop.sync", one), name_of("unique", "shop.sync", other)
     assert (names[0] == names[1]) == (one == other)
     assert all(len(name.encode()) <= 200 for name in names)
+
+
+@pytest.mark.parametrize(
+    "mark",
+    [
+        Mark("debounce", "shop.sync", "user:7"),
+        Mark("unique", "shop.sync", "user:7", until="end", token="a1"),
+        Mark("throttle-trailing", "shop.sync", "x" * 300),
+    ],
+)
+def test_a_message_tells_its_key_as_it_was_given(mark: Mark) -> None:
+    headers = {"task": mark.task, HEADER: mark.header()}
+    assert Mark.of(headers) == mark
+    assert mark.name == name_of(mark.kind, mark.task, mark.key)
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        None,
+        "unique",
+        {},
+        {"v": 2, "kind": "unique", "key": "a"},
+        {"v": 1, "kind": "unique"},
+        {"v": 1, "kind": "unique", "key": 7},
+        {"v": 1, "kind": "unique", "key": "\ud800"},
+        {"v": 1, "kind": "unique", "key": "a", "until": ["end"]},
+        {"v": 1, "kind": "unique", "key": "a", "token": {}, "until": 1},
+    ],
+)
+def test_a_mark_that_cannot_be_read_is_none(header: object) -> None:
+    assert Mark.of({"task": "shop.sync", HEADER: header}) is None
+    assert Mark.of({HEADER: {"v": 1, "kind": "unique", "key": "a"}}) is None
+
+
+# ---- moved to another place ---------------------------------------------------------------------
+
+
+def test_a_task_that_is_moved_stands_for_its_key_there_and_no_longer_here() -> None:
+    old, new = Place(), Place()
+    old.unique("a", 50)
+    assert new.carry("a", old) == "a"
+    assert (new.unique("b"), old.unique("b")) == ("a", "b")
+
+
+def test_a_debounced_task_that_is_moved_waits_no_longer_than_it_may() -> None:
+    old, new = Place(), Place()
+    for tenth in range(20):
+        old.at(tenth / 10).debounce(f"{tenth}", 1, longest=4)
+    new.at(2).carry("19", old)
+    for tenth in range(20, 100):
+        new.at(tenth / 10).debounce(f"{tenth}", 1, longest=4)
+    assert new.at(60).started[0] == ("39", 4)
+    assert old.record is None
+
+
+def test_a_window_goes_with_the_task_that_ends_it() -> None:
+    old, new = Place(), Place()
+    for name in ("a", "b"):
+        old.throttle(name, 5, trails=True)
+    new.carry("b", old)
+    assert new.throttle("c", 5, trails=False) == "a"
+    assert old.throttle("d", 5, trails=True) == "d"
+    assert new.at(60).started == [("b", 5)]
+
+
+def test_a_task_that_is_moved_twice_is_there_once() -> None:
+    """The first time a process died before it was gone here."""
+    old, new = Place(), Place()
+    old.unique("a", 50)
+    there = dict(old.waiting)
+    new.carry("a", old)
+    old.waiting = there
+    step = new.call(partial(carry, task_id="a", known=Record(), due_us=there["a"]))
+    assert (step.stands, step.due_us, [*new.waiting]) == ("a", None, ["a"])
+
+
+def test_a_task_is_not_moved_to_where_another_waits_but_to_where_one_runs() -> None:
+    old, new = Place(), Place()
+    old.unique("a", 50)
+    new.unique("b", 5)
+    assert new.carry("a", old) == "b"
+    assert [*old.waiting] == ["a"]
+    new.at(6).call(partial(begin, task_id="b", token="1"))
+    assert new.carry("a", old) == "a"
+    assert new.record is not None
+    assert new.record.run is not None
+    assert new.call(partial(begin, task_id="a", token="2")).free_us is not None
 
 
 def test_the_lease_outlives_two_rounds_of_renewing() -> None:

@@ -11,6 +11,10 @@ import pytest
 from celery_native_delay.app.moving import Pace, Tally, move
 from celery_native_delay.due_time import due_us
 from celery_native_delay.errors import CannotDelay
+from celery_native_delay.keyed.publishing import KeyedPublish
+from celery_native_delay.keyed.record import HEADER, Mark, Record, Run
+from celery_native_delay.keyed.records import ComparedRecords, KeyRecords
+from celery_native_delay.keyed.rules import Seen, Step
 from celery_native_delay.message import Delayed
 from celery_native_delay.transports.moving import (
     Found,
@@ -25,8 +29,8 @@ from celery_native_delay.transports.virtual.moving import moving_of
 from celery_native_delay.transports.virtual.wrapping import encoded, wrapped
 
 
-def a_message(task_id: str, **options: Any) -> Moving:
-    headers = {"task": "shop.remind", "id": task_id}
+def a_message(task_id: str, more: dict[str, Any] | None = None, **options: Any) -> Moving:
+    headers = {"task": "shop.remind", "id": task_id} | (more or {})
     properties = {"application_headers": headers}
     return Moving(b"[]", properties, Delayed(task_id, 5, "", "reminders"), **options)
 
@@ -72,7 +76,10 @@ class Other:
     def sources(self, what: str | None, reaches: Sequence[Reach]) -> list[Source]:
         return []
 
-    def take_in(self, moving: Moving) -> bool:
+    def key_records(self) -> KeyRecords | None:
+        return None
+
+    def take_in(self, moving: Moving, keyed: KeyedPublish | None = None) -> bool:
         if moving.task_id in self._refuses:
             raise CannotDelay("it is too far away")
         self._log.append(f"{moving.task_id} in")
@@ -129,7 +136,7 @@ def test_an_error_of_the_broker_leaves_the_message_where_it_is() -> None:
     log: list[str] = []
 
     class Broken(Other):
-        def take_in(self, moving: Moving) -> bool:
+        def take_in(self, moving: Moving, keyed: KeyedPublish | None = None) -> bool:
             raise OSError("gone")
 
     with pytest.raises(OSError, match="gone"):
@@ -151,6 +158,57 @@ def test_due_times_that_were_computed_are_counted_with_their_bound() -> None:
     place = Place(a_message("one", late_seconds=4.0), a_message("two", late_seconds=1.0), log=log)
     tally = moved(place, Other(log))
     assert (tally.computed, tally.late_seconds) == (2, 4.0)
+
+
+class Records(ComparedRecords):
+    """Records in a dict."""
+
+    def __init__(self, **records: Record) -> None:
+        self.by_name = records
+
+    def read(self, name: str) -> Seen:
+        return Seen(100, self.by_name.get(name))
+
+    def write(self, name: str, seen: Seen, step: Step, put: Any) -> bool:
+        self.by_name.pop(name, None)
+        if step.record is not None:
+            self.by_name[name] = step.record
+        return True
+
+
+MARK = Mark("unique", "shop.remind", "ada", "end")
+
+
+def moved_with_records(one: Records, other: Records | None) -> tuple[list[str], Tally]:
+    log: list[str] = []
+    place, elsewhere = Place(a_message("one", {HEADER: MARK.header()}), log=log), Other(log)
+    place.keeps_keys = False
+    place.key_records = lambda: one  # type: ignore[method-assign]
+    elsewhere.key_records = lambda: other  # type: ignore[method-assign]
+    return log, moved(place, elsewhere)
+
+
+def test_the_record_of_a_key_goes_before_its_message_is_gone() -> None:
+    records = Records(**{MARK.name: Record(id="one", due_us=5)})
+    log, _ = moved_with_records(records, None)
+    assert log == ["one in", "one gone", "closed"]
+    assert records.by_name == {}
+
+
+def test_a_task_stays_while_another_attempt_runs_under_its_key() -> None:
+    run = Run("zero", "token", lease_us=200)
+    records = Records(**{MARK.name: Record(id="one", due_us=5, run=run)})
+    log, tally = moved_with_records(records, None)
+    assert (log, tally.moved) == (["closed"], 0)
+    assert "runs under its key" in next(iter(tally.refused))
+
+
+def test_what_both_places_know_alike_stays_as_it_is() -> None:
+    """Two names of one Redis: a record that let go there would be gone here."""
+    records = Records(**{MARK.name: Record(id="one", due_us=5)})
+    log, _ = moved_with_records(records, records)
+    assert log == ["one in", "one gone", "closed"]
+    assert records.by_name == {MARK.name: Record(id="one", due_us=5)}
 
 
 def test_reasons_are_told_up_to_a_number() -> None:

@@ -13,7 +13,7 @@ from celery.exceptions import Reject, Retry
 from celery.worker import state as worker_state
 
 from celery_native_delay import RecordsUnavailable, install
-from celery_native_delay.keyed.record import HEADER, Record, Run
+from celery_native_delay.keyed.record import HEADER, Mark, Record, Run
 from celery_native_delay.keyed.records import ComparedRecords
 from celery_native_delay.keyed.rules import LEASE_US, Seen, Step
 from celery_native_delay.worker import leases as leases_module
@@ -71,7 +71,7 @@ def gate(app: Celery) -> Unique:
 
 
 def arrival(until: str = "end", **headers: Any) -> Arrival:
-    mark = {"v": 1, "key": KEY, "until": until}
+    mark = Mark("unique", "shop.sync", "42", until).header()
     message = SimpleNamespace(
         headers={"id": "1", "task": "shop.sync", HEADER: mark, **headers},
         acknowledged=False,
@@ -90,6 +90,7 @@ def context(app: Celery, headers: dict[str, Any]) -> Any:
 def test_a_task_without_a_mark_passes(gate: Unique) -> None:
     assert gate(arrival(**{HEADER: None})) is None
     assert gate(arrival(**{HEADER: {"v": 2}})) is None
+    assert gate(arrival(**{HEADER: Mark("debounce", "shop.sync", "42").header()})) is None
 
 
 def test_a_task_gets_its_key_and_frees_it_when_it_is_over(

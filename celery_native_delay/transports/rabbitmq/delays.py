@@ -196,13 +196,20 @@ class Delays:
         properties, body = message.properties, message.body
         if isinstance(body, str):
             body = body.encode(properties.setdefault("content_encoding", "utf-8"))
+        message = amqp.Message(body, **properties)
+        expires_ms = expires_ms_of(properties, now_us=time_ns() // 1000)
+        delayed = Delayed("", 0, exchange, routing_key, expires_ms=expires_ms)
+        self.put_in_keyed(keyed, message, delayed)
+
+    def put_in_keyed(self, keyed: KeyedPublish, message: amqp.Message, like: Delayed) -> None:
+        """:meth:`publish_keyed` to where *like* says; *message* has its body in bytes."""
+        properties, body = message.properties, message.body
         headers = properties.get("application_headers") or {}
+        where = like.exchange, like.routing_key, like.queue, like.expires_ms
 
         def put(due_us: int, delivery_id: str) -> Listed:
             self.check_reach(due_us)
             own = {**properties, "application_headers": {**headers, "eta": eta_of(due_us)}}
-            expires_ms = expires_ms_of(own, now_us=time_ns() // 1000)
-            where = exchange, routing_key, None, expires_ms
             delayed = Delayed(delivery_id, due_us, *where)
             self.put_back(amqp.Message(body, **own), delayed, recorded=False)
             member = f"{keyed.task_id}:{delivery_id}"
@@ -215,7 +222,9 @@ class Delays:
     def put_back(self, message: amqp.Message, delayed: Delayed, *, recorded: bool = True) -> None:
         """Let a message that was received wait (again), as *delayed* says, then deliver it.
 
-        Its body is in the bytes that came. *recorded*: the records are told of it.
+        One that is further away than the levels reach is delivered when their longest delay is
+        over: a worker that gets it puts it back. Its body is in the bytes that came. *recorded*:
+        the records are told of it.
         """
         exchange, routing_key, queue = delayed.exchange, delayed.routing_key, delayed.queue
         if queue is not None or not exchange:
@@ -223,7 +232,10 @@ class Delays:
         self.preparation.prepare()
         lands = queue is None and exchange != "" and self.routes.lands(exchange, routing_key)
         now_us = time_ns() // 1000
-        units = max(self.units(delayed.due_us, now_us=now_us), 1)
+        units = units_until(
+            delayed.due_us, now_us=now_us, resolution_ms=self.topology.resolution_ms
+        )
+        units = min(max(units, 1), self.topology.max_units)
         headers = message.properties.get("application_headers") or {}
         own = {name: headers[name] for name in headers if name not in COUNTED_BY_THE_QUEUE}
         message = amqp.Message(message.body, **{**message.properties, "application_headers": own})

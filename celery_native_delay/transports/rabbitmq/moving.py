@@ -11,6 +11,8 @@ import amqp
 from amqp.exceptions import MessageNacked, NotFound
 
 from ...errors import CannotDelay, ManagementUnavailable, RecordsUnavailable, UnsupportedBroker
+from ...keyed.publishing import KeyedPublish
+from ...keyed.records import KeyRecords
 from ...records.interface import Standing
 from ...settings import DelaySettings
 from ..moving import Found, Moving, Reach, Source
@@ -51,13 +53,24 @@ class RabbitMQMovingPart:
                 queue(self._channel).declare()
             self._delays.prepare(consuming=True)
 
-    def take_in(self, moving: Moving) -> bool:
+    def key_records(self) -> KeyRecords | None:
+        try:
+            records: KeyRecords = self._channel.key_records(self._settings)
+        except UnsupportedBroker:
+            return None
+        return records
+
+    def take_in(self, moving: Moving, keyed: KeyedPublish | None = None) -> bool:
         """Put a message into the levels, confirmed; then note it, as a sign that it is there."""
         member = member_of(moving.headers, moving.delayed.delivery_id)
         if moving.again and not moving.known and self._is_in_records(moving, member):
             return True
         message = amqp.Message(moving.body, **moving.properties)
+        self._delays.check_reach(moving.delayed.due_us)
         try:
+            if keyed is not None:
+                self._delays.put_in_keyed(keyed, message, moving.delayed)
+                return not moving.again or keyed.due_us is None
             self._delays.put_back(message, moving.delayed, recorded=False)
         except NotFound as exc:
             raise CannotDelay(f"there is no exchange {moving.delayed.exchange!r}") from exc

@@ -17,6 +17,7 @@ from typing import Any
 import amqp
 from amqp.exceptions import AccessRefused, NotFound, ResourceLocked
 
+from ...errors import DelayTooLong
 from ...message import HEADER, Delayed, cancel
 from ..interface import Rescue
 from .address import queue_of_address
@@ -164,7 +165,10 @@ def _send_on(work: _Round, batch: list[Parked]) -> None:
             elif not _exists(work, destination[0]) or destination in work.unwanted:
                 stay.append(parked)
             elif delayed.due_us > now_ms * 1000:
-                _back_to_levels(work, parked, delayed)
+                if _is_in_reach(work, delayed):
+                    _back_to_levels(work, parked, delayed)
+                else:
+                    stay.append(parked)
             else:
                 _publish_original(work, parked, delayed, destination, now_ms)
                 sent.setdefault(delayed.delivery_id, []).append((parked, destination))
@@ -197,6 +201,15 @@ def _as_parked(parked: Parked, user: str) -> amqp.Message:
         keep_user_id(properties, header, user)
         properties["application_headers"] = headers | {HEADER: header}
     return amqp.Message(parked.message.body, **properties)
+
+
+def _is_in_reach(work: _Round, delayed: Delayed) -> bool:
+    """False while the levels would deliver it too early, to consumers that put nothing back."""
+    try:
+        work.delays.check_reach(delayed.due_us)
+    except DelayTooLong:
+        return False
+    return True
 
 
 def _back_to_levels(work: _Round, parked: Parked, delayed: Delayed) -> None:

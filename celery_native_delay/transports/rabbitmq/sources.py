@@ -15,10 +15,11 @@ import amqp
 from amqp.exceptions import AMQPError
 
 from ...errors import CannotDelay, RecordsUnavailable
+from ...keyed.records import KeyRecords
 from ...records.interface import Standing
 from ...settings import DelaySettings
 from ..moving import Found, Moving, Source, Void
-from ..recorded import member_of, records_beside
+from ..recorded import key_records_beside, member_of, records_beside
 from .body import received
 from .channels import OwnChannel
 from .declaring import permissions_explained
@@ -103,9 +104,14 @@ class SetSource(QueueSource):
         super().__init__(delays, topology.name, queues, self._read_set)
         self._topology = topology
         self._settings = settings
-        #: Both sets have the same records, in which moved messages stay as they are.
-        self._shares_records = here and topology.settings.namespace == settings.namespace
+        #: Both sets have the same records, in which moved messages and keys stay as they are.
+        self.keeps_keys = here and topology.settings.namespace == settings.namespace
         self._records: Any = None
+
+    def key_records(self) -> KeyRecords | None:
+        settings = self._topology.settings
+        records = records_beside(settings, self._delays.connection.virtual_host)
+        return None if records is None else key_records_beside(records, settings)
 
     def found(self) -> Iterator[Found]:
         vhost = self._delays.connection.virtual_host
@@ -119,7 +125,7 @@ class SetSource(QueueSource):
         member = member_of(found.headers, found.delayed.delivery_id)
         if self._records is None or member is None:
             return found
-        if not self._shares_records:
+        if not self.keeps_keys:
             return self._received(member, found)
         match self._records.standing(member):
             case Standing.VOID:

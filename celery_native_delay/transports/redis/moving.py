@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import json
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
+from time import time_ns
 from typing import Any
 
-from ..moving import Found, Source
+from ...errors import InvalidDueTime
+from ...keyed.records import KeyRecords
+from ...message import due_of
+from ..moving import Found, Reach, Source, Stays
 from ..virtual import moving
 from .entry import opened_entry
 from .keys import member_of
@@ -32,6 +37,14 @@ class RedisMovingPart(moving.MovingPart):
         self._channel.delays.prepare()
         super().prepare(queues)
 
+    def sources(self, what: str | None, reaches: Sequence[Reach]) -> list[Source]:
+        """All that waits here, and the app's queues in which tasks with an ETA ahead lie.
+
+        Raises:
+            UnsupportedBroker: another place is asked for.
+        """
+        return [*super().sources(what, reaches), *held_by_queues(self._channel, reaches)]
+
     def _has(self, message: dict[str, Any], queue: str) -> bool:
         destination = self._channel.destination(queue, message)
         store: Store = self._channel.delays.store
@@ -45,12 +58,18 @@ class RedisMovingPart(moving.MovingPart):
 class RedisSource(Source):
     """All that waits in Redis, earliest first."""
 
+    keeps_keys = False
+
     def __init__(self, channel: Any) -> None:
         channel.delays.prepare()
         self._store: Store = channel.delays.store
+        self._records: KeyRecords = channel.delays.records
         self._queue_of = RedisWaitingTasks(channel).queue_of
         self.name = self._store.keys.space
         self._last: tuple[str, bytes] | None = None
+
+    def key_records(self) -> KeyRecords:
+        return self._records
 
     def count(self) -> int:
         return self._store.census().waiting
@@ -88,3 +107,61 @@ class RedisSource(Source):
         assert self._last is not None
         last, self._last = self._last, None
         return self._store.remove(*last)
+
+
+class PlainSource(Source):
+    """Tasks with an ETA ahead that do not wait in the broker: their workers hold them."""
+
+    def __init__(self, name: str, count: int, why: str) -> None:
+        self.name = name
+        self._count = count
+        self._why = why
+
+    def count(self) -> int:
+        return self._count
+
+    def found(self) -> Iterator[Found]:
+        """One for each; none is taken."""
+        for _ in range(self._count):
+            yield Stays(self._why)
+
+    def done(self) -> bool:
+        raise AssertionError("all of them stay")
+
+
+def held_by_queues(channel: Any, reaches: Sequence[Reach]) -> Iterator[PlainSource]:
+    """The queues, and what workers hold, with tasks whose ETA is ahead."""
+    store: Store = channel.delays.store
+    prefix, client = store.keys.prefix, store.client
+    way_out = "let an installed worker consume its queue, which puts it into the store"
+    for queue in sorted({reach.queue for reach in reaches}):
+        steps = (channel._q_for_pri(queue, step) for step in channel.priority_steps)
+        envelopes = (each for step in steps for each in _listed(client, f"{prefix}{step}"))
+        if count := _with_eta_ahead(envelopes):
+            yield PlainSource(
+                queue, count, f"it has an ETA and lies in an ordinary queue: {way_out}"
+            )
+    held = (value for _, value in client.hscan_iter(f"{prefix}{channel.unacked_key}"))
+    if count := _with_eta_ahead(held):
+        why = f"it has an ETA and a plain worker holds it: stop that worker, then {way_out}"
+        yield PlainSource(channel.unacked_key, count, why)
+
+
+def _listed(client: Any, key: str) -> Iterator[bytes]:
+    at = 0
+    while chunk := client.lrange(key, at, at + _CHUNK - 1):
+        yield from chunk
+        at += _CHUNK
+
+
+def _with_eta_ahead(envelopes: Iterable[bytes]) -> int:
+    now_us, count = time_ns() // 1000, 0
+    for envelope in envelopes:
+        try:
+            message = json.loads(envelope)
+            # Of a message that a worker holds kombu keeps where it came from, too.
+            headers = (message[0] if isinstance(message, list) else message).get("headers")
+            count += (due_of(headers) or 0) > now_us
+        except (AttributeError, IndexError, InvalidDueTime, TypeError, ValueError):
+            continue  # none that a worker could run
+    return count

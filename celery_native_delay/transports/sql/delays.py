@@ -56,10 +56,7 @@ class Delays(delays.Delays):
         DelayTooLong, SettingsError, StoreUnavailable, TopologyMismatch, UnsupportedBroker: nothing
         was stored.
         """
-        store = self.store
-        waiting = self.stored(message, queue, due_us=due_us)
-        store.add(queue, waiting.envelope, due_us=due_us, task_id=waiting.task_id)
-        self.watch()
+        self._add(self.stored(message, queue, due_us=due_us))
 
     def publish_keyed(
         self, keyed: KeyedPublish, message: dict[str, Any], queue: str, records: KeyRecords
@@ -80,13 +77,22 @@ class Delays(delays.Delays):
     def stored(self, message: dict[str, Any], queue: str, *, due_us: int) -> Put:
         """kombu's *message* as it is stored; raises as :meth:`publish`."""
         self.check_reach(due_us)
-        envelope = encoded(wrapped(message, due_ms=milliseconds_up(due_us)))
-        return Put(queue, due_us, id_of(message), envelope)
+        return self._put(message, queue, due_us)
 
     def put_back(self, message: dict[str, Any], queue: str, *, due_us: int) -> None:
         """Let a received message, as it lay in *queue*, wait (again) for it alone.
 
-        It gets a new delivery tag: its present one is about to be acknowledged.
+        It gets a new delivery tag: its present one is about to be acknowledged. It may be further
+        away than a producer's limit.
         """
         properties = {**message["properties"], "delivery_tag": str(uuid4())}
-        self.publish({**message, "properties": properties}, queue, due_us=due_us)
+        self._add(self._put({**message, "properties": properties}, queue, due_us))
+
+    def _add(self, put: Put) -> None:
+        self.store.add(put.queue, put.envelope, due_us=put.due_us, task_id=put.task_id)
+        self.watch()
+
+    @staticmethod
+    def _put(message: dict[str, Any], queue: str, due_us: int) -> Put:
+        envelope = encoded(wrapped(message, due_ms=milliseconds_up(due_us)))
+        return Put(queue, due_us, id_of(message), envelope)

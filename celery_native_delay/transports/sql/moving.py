@@ -7,9 +7,11 @@ from dataclasses import replace
 from time import time_ns
 from typing import Any
 
+from ...keyed.records import KeyRecords
 from ..moving import Found, Source
 from ..virtual import moving
 from ..virtual.wrapping import id_of
+from .keyed import store_key_records
 from .rows import Row
 from .store import Store
 
@@ -40,10 +42,15 @@ class StoreMovingPart(moving.MovingPart):
 class StoreSource(Source):
     """All that waits in a store, earliest first."""
 
+    keeps_keys = False
+
     def __init__(self, store: Store, name: str) -> None:
         self.name = name
         self._store = store
         self._last: Row | None = None
+
+    def key_records(self) -> KeyRecords:
+        return store_key_records(self._store)
 
     def count(self) -> int:
         return self._store.census().waiting

@@ -68,9 +68,11 @@ class Delays(delays.Delays):
         the same for this wait, as far as it goes through the delay queue: a second attempt changes
         nothing.
 
+        It may be further away than a producer's limit, which :meth:`check_reach` holds.
+
         Raises:
             CannotDelay: it is too large, or for a FIFO queue.
-            DelayTooLong, SettingsError, TopologyMismatch, NotPermitted: nothing was sent.
+            SettingsError, TopologyMismatch, NotPermitted: nothing was sent.
         """
         put = self.put_of(queue, message, due_us=due_us, delivery_id=delivery_id)
         if entry_id is not None:
@@ -97,7 +99,6 @@ class Delays(delays.Delays):
                 f"expected a queue that can delay, got the FIFO queue {queue!r}: SQS takes no "
                 f"delay for a single message there"
             )
-        self.check_reach(due_us)
         delivery_id = delivery_id or str(message["properties"]["delivery_tag"])
         told = wrapped(message, due_ms=milliseconds_up(due_us))
         # SQS puts a receipt where other brokers leave the delivery tag.

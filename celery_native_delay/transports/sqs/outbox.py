@@ -45,6 +45,7 @@ class SqsCollecting(Collecting):
         due_us = self.due_of(message)
         if due_us is None or not can_delay(queue):
             return PlainPut(queue, message)
+        self.delays.check_reach(due_us)
         put: Put = self.delays.put_of(queue, message, due_us=due_us)
         self.check(put)
         return put

@@ -45,6 +45,7 @@ class Channel(virtual.DelayingChannel, SQS.Channel):  # type: ignore[misc]
         if not can_delay(queue):
             leave_to_celery(queue)
             return SQS.Channel._put(self, queue, message, **kwargs)
+        self.delays.check_reach(due_us)
         return self.delays.publish(queue, message, due_us=due_us)
 
     def worker_part(self, settings: DelaySettings) -> WorkerPart:

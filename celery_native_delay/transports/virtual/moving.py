@@ -9,11 +9,14 @@ import json
 from abc import ABC, abstractmethod
 from base64 import b64decode
 from collections.abc import Sequence
+from contextlib import nullcontext
 from time import time_ns
 from typing import Any
 
 from ...due_time import eta_of, milliseconds_up
 from ...errors import CannotDelay, UnsupportedBroker
+from ...keyed.publishing import KeyedPublish, publishing
+from ...keyed.records import KeyRecords
 from ...message import Delayed, cancel, due_ms_of
 from ..moving import Moving, Reach, Source, Stays, derived_id, expires_ms_of
 from .wrapping import unwrapped
@@ -52,7 +55,16 @@ class MovingPart(ABC):
             )
         return [self._source()]
 
-    def take_in(self, moving: Moving) -> bool:
+    def key_records(self) -> KeyRecords | None:
+        """The records of keys here; None if none can be kept."""
+        channel = self._channel
+        try:
+            records: KeyRecords = channel.key_records(channel.delays.settings)
+        except UnsupportedBroker:
+            return None
+        return records
+
+    def take_in(self, moving: Moving, keyed: KeyedPublish | None = None) -> bool:
         """Let *moving* wait for each queue that it leads to."""
         delayed, channel = moving.delayed, self._channel
         message = self._message(moving)
@@ -67,7 +79,10 @@ class MovingPart(ABC):
         is_ahead = channel.due_of(message) is not None
         for queue in queues:
             if not (moving.again and self._has(message, queue)):
-                channel._put(queue, message)
+                # The record goes with the last copy: once it is there, so are all.
+                last = keyed if queue == queues[-1] else None
+                with nullcontext() if last is None else publishing(last):
+                    channel._put(queue, message)
         # With a task's id it is known here, as long as it is not due.
         return not moving.again or (is_ahead and moving.task_id is not None)
 
