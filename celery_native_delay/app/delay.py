@@ -24,7 +24,7 @@ from ..transports.aliases import delay_headers
 from .asking import ask_on_a_connection
 from .installation import checked_app, delaying_channel
 from .keyed import Edge, Keyed, Until
-from .results import tell_revoked
+from .results import KeyedResult, tell_revoked
 
 logger = get_logger(__name__)
 
@@ -171,7 +171,7 @@ class Delay:
         seconds: float,
         max_wait_seconds: float | None = None,
         announce: bool = False,
-    ) -> AsyncResult:
+    ) -> KeyedResult:
         """Run a task once its *key* has been quiet for *seconds*, with the last call's arguments.
 
         Args:
@@ -181,7 +181,8 @@ class Delay:
                 reason; else they are forgotten.
 
         Returns:
-            the result of the task that will run, if no other call comes.
+            the result of the task that will run, if no other call comes; its *replaced* is the id
+            of the waiting task that was taken out for it, or None.
 
         Raises:
             UnsupportedBroker: this broker has no place for records of keys; nothing was sent.
@@ -198,7 +199,7 @@ class Delay:
         seconds: float,
         edge: Edge = "leading",
         announce: bool = False,
-    ) -> AsyncResult:
+    ) -> KeyedResult:
         """Run a task at most once in *seconds* for its *key*.
 
         Args:
@@ -206,6 +207,10 @@ class Delay:
                 "trailing": the last call runs when *seconds* are over; "both": the first and, if
                 there are more, the last.
             signature, announce: as in :meth:`debounce`, which also says what is raised.
+
+        Returns:
+            the result of the task that stands; *created* tells if it is this call's, *replaced* is
+            as in :meth:`debounce`.
         """
         return self._keyed.throttle(signature, key, seconds, edge=edge, announce=announce)
 
@@ -217,7 +222,7 @@ class Delay:
         countdown: float | None = None,
         eta: datetime | str | None = None,
         until: Until = "end",
-    ) -> AsyncResult:
+    ) -> KeyedResult:
         """Run a task unless one waits or, *until* its "end", runs for its *key*; else that stands.
 
         Args:
@@ -226,7 +231,8 @@ class Delay:
             signature: as in :meth:`debounce`, which also says what is raised.
 
         Returns:
-            the result of the task that is there, which is the new one if there was none.
+            the result of the task that is there; *created* is true if there was none, and this
+            call's task is it.
         """
         return self._keyed.unique(signature, key, countdown=countdown, eta=eta, until=until)
 

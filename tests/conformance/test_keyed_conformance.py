@@ -11,7 +11,7 @@ from functools import partial
 from itertools import count, pairwise
 from threading import Barrier
 from time import time
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import pytest
@@ -31,6 +31,7 @@ from celery_native_delay import (
     Delay,
     DelayTooLong,
     InvalidDueTime,
+    KeyedResult,
     UnsupportedBroker,
     install,
 )
@@ -47,6 +48,8 @@ from tests.traffic import Inbox
 BROKERS = KEEPING_KEYS
 
 TASK = "shop.reindex"
+
+T = TypeVar("T")
 
 #: Longer than any test takes, and than the levels of these tests are too short for.
 LONG = 100.0
@@ -134,11 +137,11 @@ def waiting_ids(delay: Delay, *ids: str) -> set[str]:
     return {*delay.ids()} & {*ids}
 
 
-def at_once(call: Callable[[int], str], callers: int = 4) -> list[str]:
+def at_once(call: Callable[[int], T], callers: int = 4) -> list[T]:
     """The answers of as many *callers* that call at the same time, each with its number."""
     barrier = Barrier(callers)
 
-    def calling(number: int) -> str:
+    def calling(number: int) -> T:
         barrier.wait()
         return call(number)
 
@@ -162,11 +165,14 @@ def records_of(app: Celery) -> Iterator[KeyRecords]:
 def test_a_debounced_task_runs_once_it_has_been_quiet_with_the_last_arguments(
     key: str, delay: Delay, reindex: Any, jobs: Counting
 ) -> None:
-    ids = []
+    results: list[KeyedResult] = []
     for number in range(10):
-        ids.append(delay.debounce(reindex.s(number), key=key, seconds=0.6).id)
+        results.append(delay.debounce(reindex.s(number), key=key, seconds=0.6))
         other = delay.debounce(reindex.s(-1), key=f"{key}-other", seconds=0.6).id
     called = time()
+    ids = [result.id for result in results]
+    assert all(result.created for result in results)
+    assert [result.replaced for result in results] == [None, *ids[:-1]]
     assert len(set(ids)) == 10
     assert jobs.receive_until(lambda: len(jobs.args) >= 2)
     assert sorted(jobs.args) == [-1, 9]
@@ -240,10 +246,13 @@ def test_of_many_producers_one_is_the_last(key: str, delay: Delay, reindex: Any)
 def test_the_first_of_a_window_runs_at_once_and_stands_for_the_others(
     key: str, delay: Delay, reindex: Any, jobs: Counting
 ) -> None:
-    ids = at_once(lambda number: str(delay.throttle(reindex.s(number), key=key, seconds=LONG).id))
+    results = at_once(lambda number: delay.throttle(reindex.s(number), key=key, seconds=LONG))
+    ids = [result.id for result in results]
     assert len(set(ids)) == 1
+    assert [result.created for result in results].count(True) == 1
     assert jobs.receive_until(lambda: jobs.arrivals)
-    ids.append(delay.throttle(reindex.s(9), key=key, seconds=LONG).id)
+    later = delay.throttle(reindex.s(9), key=key, seconds=LONG)
+    assert (later.id, later.created) == (ids[0], False)
     assert {arrival.message.headers["id"] for arrival in jobs.wait_for(1)} == set(ids)
 
 
@@ -260,10 +269,12 @@ def test_a_window_ends(key: str, delay: Delay, reindex: Any, jobs: Counting) -> 
 def test_on_both_edges_the_first_and_the_last_run(
     key: str, delay: Delay, reindex: Any, jobs: Counting
 ) -> None:
-    ids = [
-        delay.throttle(reindex.s(number), key=key, seconds=0.8, edge="both").id
-        for number in range(5)
+    results = [
+        delay.throttle(reindex.s(number), key=key, seconds=0.8, edge="both") for number in range(5)
     ]
+    ids = [result.id for result in results]
+    assert all(result.created for result in results)
+    assert [result.replaced for result in results] == [None, None, *ids[1:4]]
     assert jobs.receive_until(lambda: len(jobs.args) >= 2)
     assert [arrival.message.headers["id"] for arrival in jobs.arrivals] == [ids[0], ids[-1]]
     assert jobs.args == [0, 4]
@@ -290,16 +301,18 @@ def test_on_the_trailing_edge_the_last_of_a_window_runs(
 def test_a_unique_task_stands_while_it_waits_and_while_it_is_in_its_queue(
     key: str, delay: Delay, reindex: Any, jobs: Counting, until: Any
 ) -> None:
-    def call(number: int) -> str:
-        return str(delay.unique(reindex.s(number), key=key, countdown=0.5, until=until).id)
+    def call(number: int) -> KeyedResult:
+        return delay.unique(reindex.s(number), key=key, countdown=0.5, until=until)
 
-    ids = at_once(call)
+    results = at_once(call)
+    ids = [result.id for result in results]
     assert len(set(ids)) == 1
+    assert [result.created for result in results].count(True) == 1
     assert waiting_ids(delay, *ids) == set(ids)
     (arrival,) = jobs.wait_for(1)
     mark = {"v": 1, "kind": "unique", "key": key, "until": until}
     assert arrival.message.headers[HEADER] == mark
-    assert call(9) == ids[0]
+    assert (call(9).id, call(9).created) == (ids[0], False)
     assert delay.unique(reindex.s(1), key=f"{key}-other", countdown=LONG).id not in ids
 
 
@@ -407,7 +420,9 @@ def test_eagerly_it_runs_at_once(key: str, app: Celery, delay: Delay, reindex: A
     app.conf.task_always_eager = True
     assert delay.debounce(reindex.s(1), key=key, seconds=LONG).get() == (1,)
     assert delay.throttle(reindex.s(2), key=key, seconds=LONG).get() == (2,)
-    assert delay.unique(reindex.s(3), key=key, countdown=LONG).get() == (3,)
+    unique = delay.unique(reindex.s(3), key=key, countdown=LONG)
+    assert unique.get() == (3,)
+    assert (unique.created, unique.replaced) == (True, None)
 
 
 # ---- against a model ----------------------------------------------------------------------------
