@@ -259,7 +259,7 @@ class Delay:
                 except CannotDelay as exc:
                     if len(ids) == 1:
                         raise
-                    outcome = Outcome(task_id, Verdict.IMPOSSIBLE, late=str(exc))
+                    outcome = Outcome(task_id, Verdict.IMPOSSIBLE, reason=str(exc))
                 if is_again and not outcome:
                     raise LedgerUnavailable(
                         f"the connection broke while {task_id} was being changed, and it no longer "

@@ -56,8 +56,9 @@ def keyed_result(
     subscription of an id ends with each result object of that id that is dropped.
     """
     result.__class__ = EagerKeyedResult if isinstance(result, EagerResult) else KeyedResult
-    result.created, result.replaced = created, replaced
-    return result
+    keyed: KeyedResult = result
+    keyed.created, keyed.replaced = created, replaced
+    return keyed
 
 
 def tell_revoked(app: Any, task_id: str, name: str, *, reason: str) -> None:

@@ -219,14 +219,14 @@ class Outcome:
     """The outcome of a wish to cancel or move the task *id*; true if it was done.
 
     *due_us* is when it is due now, None if it is not. *tasks* are what it was about, as it was;
-    *late* says why it was too late, or impossible.
+    *reason* says why it was not done, "" for the usual one of its verdict.
     """
 
     id: str
     verdict: Verdict
     due_us: int | None = None
     tasks: tuple[Waiting, ...] = ()
-    late: str = "it was handed over meanwhile"
+    reason: str = ""
 
     def __bool__(self) -> bool:
         return self.verdict is Verdict.DONE
@@ -239,10 +239,8 @@ class Outcome:
                 due = datetime.fromtimestamp((self.due_us or 0) / 1_000_000, UTC)
                 return f"{self.id} is due {due.isoformat(timespec='milliseconds')}"
             case Verdict.TOO_LATE:
-                return f"{self.id}: too late, {self.late}"
-            case Verdict.IMPOSSIBLE:
-                return f"{self.id}: {self.late}"
-        return f"{self.id}: nothing waits under this id"
+                return f"{self.id}: too late, {self.reason or 'it was handed over meanwhile'}"
+        return f"{self.id}: {self.reason or 'nothing waits under this id'}"
 
 
 class Ledger(Protocol):
