@@ -7,15 +7,16 @@ from contextlib import closing
 from datetime import UTC, datetime
 from functools import partial
 from time import time_ns
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, overload
 
-from celery import Celery
+from celery import Celery, Task
 from celery.canvas import Signature
 from celery.result import AsyncResult
 from celery.utils.log import get_logger
 
 from ..due_time import due_us
 from ..errors import CannotDelay, InvalidQuery, LedgerUnavailable, NoLedger
+from ..keyed.records import TRIES
 from ..ledger import model as ledger
 from ..ledger.model import Bar, Ledger, Outcome, Page, Query, Verdict, Waiting
 from ..rates.lines import RateLine
@@ -23,7 +24,7 @@ from ..settings import DelaySettings
 from ..transports.aliases import delay_headers
 from .asking import ask_on_a_connection
 from .installation import checked_app, delaying_channel
-from .keyed import Edge, Keyed, Until
+from .keyed import Edge, Keyed, Kind, Until
 from .results import KeyedResult, tell_revoked
 
 logger = get_logger(__name__)
@@ -111,13 +112,46 @@ class Delay:
 
     # --- changing ------------------------------------------------------------------------
 
-    def cancel(self, task_id: TaskId) -> Outcome:
-        """Cancel a task: that of an id, an ``AsyncResult`` or what :meth:`ls` has found never runs.
+    @overload
+    def cancel(self, task_id: TaskId) -> Outcome: ...
+
+    @overload
+    def cancel(self, *, key: str, task: str | Task | Signature, kind: Kind) -> Outcome: ...
+
+    def cancel(
+        self,
+        task_id: TaskId | None = None,
+        *,
+        key: str | None = None,
+        task: str | Task | Signature | None = None,
+        kind: Kind | None = None,
+    ) -> Outcome:
+        """Cancel a waiting task, by its id or by the key it was sent under: it never runs.
 
         Its result is REVOKED at once. A worker announces it as it does with every revoked task:
         to monitors and, if it is part of one, to its chord; as soon as there is one.
+
+        Args:
+            task_id: an id, an ``AsyncResult`` or what :meth:`ls` has found.
+            key: instead of *task_id*, with *task* and *kind*: cancel what waits for this key.
+            task: the task, or its name.
+            kind: the call: "debounce", "throttle" (its edge "both"), "throttle-trailing" or
+                "unique".
+
+        Returns:
+            what became of it; its *id* is "" if nothing was sent for the key.
+
+        Raises:
+            UnsupportedBroker: this broker has no place for records of keys.
         """
-        return self.cancel_all([_id_of(task_id, many="cancel_all")])[0]
+        if key is None and task is None and kind is None:
+            return self.cancel_all([_id_of(task_id, many="cancel_all")])[0]
+        if task_id is not None or key is None or task is None or kind is None:
+            raise TypeError("expected the id of a task, or all of key, task and kind")
+        name = getattr(task, "name", task)
+        if not isinstance(name, str):
+            raise TypeError(f"expected a task or its name, got {task!r}")
+        return self._cancel_key(key, name, kind)
 
     def cancel_all(self, task_ids: Iterable[TaskId]) -> list[Outcome]:
         """:meth:`cancel` for many, over one connection."""
@@ -235,6 +269,19 @@ class Delay:
             call's task is it.
         """
         return self._keyed.unique(signature, key, countdown=countdown, eta=eta, until=until)
+
+    def _cancel_key(self, key: str, task: str, kind: Kind) -> Outcome:
+        reason = f"nothing waits for key {key!r} of {task} ({kind})"
+        outcome = Outcome("", Verdict.UNKNOWN, reason=reason)
+        for _ in range(TRIES):
+            task_id = self._keyed.standing_id(kind, task, key)
+            if task_id is None or task_id == outcome.id:
+                break
+            outcome = self.cancel(task_id)
+            if outcome:
+                break
+            # Another call may have replaced it in the meantime.
+        return outcome
 
     def _cancel(self, found: Ledger, task_id: str) -> Outcome:
         outcome = found.cancel(task_id)

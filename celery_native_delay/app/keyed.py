@@ -20,7 +20,7 @@ from ..due_time import due_us
 from ..errors import CannotDelay, InvalidDueTime, UnsupportedBroker
 from ..keyed import rules
 from ..keyed.publishing import AnotherStands, KeyedPublish, publishing
-from ..keyed.record import HEADER, Mark
+from ..keyed.record import HEADER, Mark, name_of
 from ..keyed.records import KeyRecords
 from ..keyed.rules import Seen, Step
 from ..transports.aliases import delay_headers
@@ -33,6 +33,7 @@ logger = get_logger(__name__)
 
 Edge: TypeAlias = Literal["leading", "trailing", "both"]
 Until: TypeAlias = Literal["start", "end"]
+Kind: TypeAlias = Literal["debounce", "throttle", "throttle-trailing", "unique"]
 
 #: A rule that lacks what was seen, and the id of the new task.
 _Call: TypeAlias = Callable[[Seen, str], Step]
@@ -102,6 +103,13 @@ class Keyed:
             if countdown is not None:
                 call = partial(rules.unique, wait_us=max(round(countdown * 1_000_000), 0))
         return self._unless_another_stands(mark, call, signature)
+
+    def standing_id(self, kind: Kind, task: str, key: str) -> str | None:
+        """The id of the last task that was sent for *key* to run later; it may have run."""
+        _check_word("kind", kind, Kind)
+        _check_key(key)
+        seen: Seen = self._ask(lambda records: records.read(name_of(kind, task, key)))
+        return None if seen.record is None else seen.record.id
 
     def _unless_another_stands(
         self, mark: Mark, call: _Call, signature: Signature, *, announce: bool = False
@@ -208,9 +216,13 @@ def _mark_of(kind: str, signature: Any, key: object, until: str | None = None) -
             f"expected the signature of a single task, got a {kinds}: a key stands for one "
             f"message; use that of a task which starts the {kinds}"
         )
+    return Mark(kind, signature.task, _check_key(key), until)
+
+
+def _check_key(key: object) -> str:
     if not isinstance(key, str) or not key:
         raise TypeError(f"expected key to be a text such as 'user:7', got {key!r}")
-    return Mark(kind, signature.task, key, until)
+    return key
 
 
 def _microseconds(name: str, seconds: object) -> int:

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from enum import Enum
 from typing import Any, Protocol, overload
 
+from ..keyed.record import Mark
 from .search import Condition, parse
 
 
@@ -16,7 +17,9 @@ class Waiting:
     """A message that waits. *args* and *kwargs* are their reprs, as Celery's events have them.
 
     *queue* is where it goes, "" where only the exchange knows; *due_us* is in microseconds since
-    the epoch. What is no Celery task has no *name*, and an *id* only by its correlation id.
+    the epoch. What is no Celery task has no *name*, and an *id* only by its correlation id. *key*
+    and *kind* are those of the call that sent it under a key, such as "user:7" and "debounce", else
+    "".
     """
 
     id: str
@@ -31,6 +34,8 @@ class Waiting:
     root_id: str
     delivery_id: str
     keeps_result: bool = True
+    key: str = ""
+    kind: str = ""
 
     @classmethod
     def of(
@@ -45,6 +50,7 @@ class Waiting:
         delivery_id: str,
     ) -> Waiting:
         """The message with these headers and properties, of task protocol 2 or of any other."""
+        mark = Mark.of(headers)
         task_id = headers.get("id") or properties.get("correlation_id") or delivery_id
         return cls(
             str(task_id),
@@ -59,6 +65,8 @@ class Waiting:
             str(headers.get("root_id") or ""),
             delivery_id,
             not headers.get("ignore_result"),
+            mark.key if mark else "",
+            mark.kind if mark else "",
         )
 
     @property
@@ -73,6 +81,8 @@ class Waiting:
             "name": self.name,
             "args": self.args,
             "kwargs": self.kwargs,
+            "key": self.key,
+            "kind": self.kind,
             "queue": self.queue,
             "exchange": self.exchange,
             "routing_key": self.routing_key,
@@ -240,7 +250,8 @@ class Outcome:
                 return f"{self.id} is due {due.isoformat(timespec='milliseconds')}"
             case Verdict.TOO_LATE:
                 return f"{self.id}: too late, {self.reason or 'it was handed over meanwhile'}"
-        return f"{self.id}: {self.reason or 'nothing waits under this id'}"
+        reason = self.reason or "nothing waits under this id"
+        return f"{self.id}: {reason}" if self.id else reason
 
 
 class Ledger(Protocol):

@@ -33,6 +33,7 @@ from celery_native_delay import (
     InvalidDueTime,
     KeyedResult,
     UnsupportedBroker,
+    Verdict,
     install,
 )
 from celery_native_delay.app.keyed import key_records
@@ -231,6 +232,65 @@ def test_what_waits_for_a_key_can_be_seen_and_changed_as_ever(
     assert [arrival.body[0][0] for arrival in ran] == [3, 4]
 
 
+def test_a_key_is_shown_searched_and_cancelled_by(
+    key: str, delay: Delay, reindex: Any, jobs: Counting
+) -> None:
+    key = f"käse:{key}"
+    calls: dict[Any, KeyedResult] = {
+        "debounce": delay.debounce(reindex.s(1), key=key, seconds=LONG),
+        "throttle-trailing": delay.throttle(reindex.s(2), key=key, seconds=LONG, edge="trailing"),
+        "unique": delay.unique(reindex.s(3), key=key, countdown=LONG),
+    }
+    delay.throttle(reindex.s(4), key=key, seconds=LONG, edge="both")
+    calls["throttle"] = delay.throttle(reindex.s(5), key=key, seconds=LONG, edge="both")
+    plain = reindex.apply_async((key,), countdown=LONG)
+    assert jobs.receive_until(lambda: 4 in jobs.args)
+    found = {task.kind: task for task in delay.ls(f"key:{key.upper()}")}
+    assert {kind: task.id for kind, task in found.items()} == {
+        kind: result.id for kind, result in calls.items()
+    }
+    assert {task.key for task in found.values()} == {key}
+    told = found["unique"].as_json()
+    assert (told["key"], told["kind"]) == (key, "unique")
+    assert {*delay.ids(key)} == {plain.id, *(result.id for result in calls.values())}
+    (other,) = delay.show(plain)
+    assert (other.key, other.kind) == ("", "")
+    for task, (kind, result) in zip((TASK, reindex, reindex.s(), TASK), calls.items(), strict=True):
+        outcome = delay.cancel(key=key, task=task, kind=kind)
+        assert outcome
+        assert outcome.id == result.id
+        assert result.state == "REVOKED"
+        assert not delay.cancel(key=key, task=task, kind=kind)
+    assert waiting_ids(delay, *(result.id for result in calls.values())) == set()
+    assert waiting_ids(delay, plain.id) == {plain.id}
+    nothing = delay.cancel(key=f"{key}-other", task=TASK, kind="unique")
+    assert (nothing.id, nothing.verdict) == ("", Verdict.UNKNOWN)
+    assert str(nothing) == f"nothing waits for key '{key}-other' of {TASK} (unique)"
+
+
+def test_a_task_replaced_while_its_key_is_being_cancelled_is_cancelled_all_the_same(
+    key: str, delay: Delay, reindex: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record was read before the call that replaced it."""
+    first = delay.debounce(reindex.s(1), key=key, seconds=LONG)
+    replacing = iter([2, 3])
+    cancel_all = Delay.cancel_all
+
+    def late(self: Delay, task_ids: Any) -> Any:
+        for number in replacing:
+            results.append(delay.debounce(reindex.s(number), key=key, seconds=LONG))
+            break
+        return cancel_all(self, task_ids)
+
+    results = [first]
+    monkeypatch.setattr(Delay, "cancel_all", late)
+    outcome = delay.cancel(key=key, task=TASK, kind="debounce")
+    assert outcome.id == results[-1].id
+    assert outcome
+    assert len(results) == 3
+    assert waiting_ids(delay, *(result.id for result in results)) == set()
+
+
 def test_of_many_producers_one_is_the_last(key: str, delay: Delay, reindex: Any) -> None:
     ids: list[str] = []
     for _ in range(5):
@@ -387,6 +447,17 @@ def test_what_cannot_stand_for_a_key_is_refused_in_plain_words(
         delay.throttle(reindex.s().set(countdown=5), key=key, seconds=5)
     with pytest.raises(InvalidDueTime, match="expected countdown or eta"):
         delay.unique(reindex.s(), key=key, countdown=1, eta=datetime.now(UTC))
+    refused: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({}, TypeError, "the id of a task, or its AsyncResult"),
+        ({"key": key}, TypeError, "or all of key, task and kind"),
+        ({"key": key, "task": TASK, "kind": "unique", "task_id": "1"}, TypeError, "or all of key"),
+        ({"key": "", "task": TASK, "kind": "unique"}, TypeError, "key to be a text"),
+        ({"key": key, "task": 7, "kind": "unique"}, TypeError, "a task or its name, got 7"),
+        ({"key": key, "task": TASK, "kind": "once"}, ValueError, "kind to be 'debounce' or"),
+    ]
+    for arguments, error, said in refused:
+        with pytest.raises(error, match=said):
+            delay.cancel(**arguments)
     app.conf.task_protocol = 1
     with pytest.raises(CannotDelay, match="task_protocol = 2"):
         Delay(app).debounce(reindex.s(), key=key, seconds=5)

@@ -75,6 +75,9 @@ def under_keys(app: Celery) -> str | None:
     result = Delay(app).unique(app.signature("shop.import"), key="import:42")
     assert_type(result, KeyedResult)
     assert_type(result.created, bool)
+    assert_type(Delay(app).cancel(key="import:42", task="shop.import", kind="unique"), Outcome)
+    Delay(app).cancel(key="import:42", task="shop.import", kind="once")  # type: ignore[call-overload]
+    Delay(app).cancel(key="import:42")  # type: ignore[call-overload]
     return result.replaced
 
 

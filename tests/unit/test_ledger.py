@@ -33,6 +33,8 @@ def task(**changes: Any) -> Waiting:
         "retries": 0,
         "root_id": "root-1",
         "delivery_id": "d",
+        "key": "user:7",
+        "kind": "debounce",
     }
     return Waiting(**(values | changes))
 
@@ -55,6 +57,11 @@ def task(**changes: Any) -> Waiting:
         ("soon under", False),
         ("queue:reminders uuid:order-7 root:root-1", True),
         ("queue:emails", False),
+        ("key:user:7", True),
+        ("key:USER", True),
+        ("user:7", True),
+        ("key:ada", False),
+        ("key:user:71", False),
         ("a:b", False),
         ("soon AND reminders", True),
         ("bob OR soon", True),
@@ -113,7 +120,7 @@ def test_a_search_means_what_it_means_in_flower(words: list[str]) -> None:
     """What Flower refuses is refused, too, but for short words."""
     text = " ".join(words)
     engine = TaskSearchEngine()
-    known = task(queue="", exchange="", routing_key="", root_id="")
+    known = task(queue="", exchange="", routing_key="", root_id="", key="")
     shown = {"name": known.name, "args": known.args, "kwargs": known.kwargs, "state": "DELAYED"}
     engine.upsert(Task(known.id, **shown))
     try:
