@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from .load import Load
-from .report import memory_text
 
 #: By transport, the bytes for a message that waits besides its own, where it waits in memory.
 _MORE_BYTES = {"redis": 490}
@@ -54,7 +53,7 @@ class Elsewhere:
         lines = [f"{self.load}", f"{self.load.waiting:,.0f} wait at a time"]
         if self.memory_bytes is not None:
             lines[-1] += (
-                f", in {memory_text(self.memory_bytes)} of memory where messages have "
+                f", in {self.memory_bytes / 1e6:,.1f} MB of memory where messages have "
                 f"{MESSAGE_BYTES:,} bytes"
             )
         return [*lines, _LIMITS[self.transport]]

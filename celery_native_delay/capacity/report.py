@@ -108,7 +108,7 @@ class Capacity:
             f"{self.load}",
             (
                 f"{self.hops:.2f} hops each; {self.load.waiting:,.0f} wait at a time, in "
-                f"{memory_text(self.memory_bytes)} of the broker's memory"
+                f"{_bytes(self.memory_bytes)} of the broker's memory"
             ),
             "",
             table(("", "full", "", "a second", "at most"), self._rows()),
@@ -189,8 +189,7 @@ def _ms(milliseconds: float) -> str:
     return duration(milliseconds / 1000, up=True)
 
 
-def memory_text(count: float) -> str:
-    """*count* bytes as people read them, such as ``345 MB``."""
+def _bytes(count: float) -> str:
     unit = 0
     while count >= 1000 and unit < len(_BYTES) - 1:
         count, unit = count / 1000, unit + 1

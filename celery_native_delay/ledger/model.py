@@ -8,7 +8,6 @@ from datetime import UTC, datetime
 from enum import Enum
 from typing import Any, Protocol, overload
 
-from ..keyed.record import Mark
 from .search import Condition, parse
 
 
@@ -48,9 +47,10 @@ class Waiting:
         routing_key: str,
         due_us: int,
         delivery_id: str,
+        key: str,
+        kind: str,
     ) -> Waiting:
         """The message with these headers and properties, of task protocol 2 or of any other."""
-        mark = Mark.of(headers)
         task_id = headers.get("id") or properties.get("correlation_id") or delivery_id
         return cls(
             str(task_id),
@@ -65,8 +65,8 @@ class Waiting:
             str(headers.get("root_id") or ""),
             delivery_id,
             not headers.get("ignore_result"),
-            mark.key if mark else "",
-            mark.kind if mark else "",
+            key,
+            kind,
         )
 
     @property

@@ -14,7 +14,6 @@ from hypothesis import strategies as some
 
 from celery_native_delay import DelaySettings
 from celery_native_delay.capacity.advice import advise
-from celery_native_delay.capacity.elsewhere import Elsewhere
 from celery_native_delay.capacity.levels import floor_sum, mean_hops, passages
 from celery_native_delay.capacity.load import (
     InvalidLoad,
@@ -392,9 +391,3 @@ def test_delays_that_are_no_multiple_of_the_resolution_are_to_have_a_finer_one()
     whole = loaded(20, "1..60", step_seconds=1)
     assert list(advise(DelaySettings(), loaded(20, "60"), SERVICE, 3000, late_p99_ms=110)) == []
     assert list(advise(DelaySettings(), whole, SERVICE, 3000, late_p99_ms=110)) == []
-
-
-@pytest.mark.parametrize(("waiting", "said"), [(10_000, "14.9 MB"), (648_000_000, "966 GB")])
-def test_memory_elsewhere_is_told_in_the_unit_that_fits(waiting: int, said: str) -> None:
-    told = Elsewhere("redis", loaded(waiting / 60, "60")).lines(lambda *_: "")
-    assert told[1].startswith(f"{waiting:,} wait at a time, in {said} of memory where messages")
