@@ -10,6 +10,7 @@ set ``transport_options={"native_delay": True}`` and publish with :func:`delay_h
 
 from .app.delay import Delay
 from .app.install import install
+from .app.results import KeyedResult
 from .errors import (
     BrokerFull,
     CannotDelay,
@@ -53,6 +54,7 @@ __all__ = (
     "InvalidDueTime",
     "InvalidFanOut",
     "InvalidQuery",
+    "KeyedResult",
     "ManagementUnavailable",
     "NativeDelayError",
     "NoRecords",
@@ -63,7 +65,6 @@ __all__ = (
     "Query",
     "Rate",
     "RateLine",
-    "RecordsUnavailable",
     "RefusedMessage",
     "RetryAfter",
     "SettingsError",

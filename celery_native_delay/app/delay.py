@@ -7,15 +7,16 @@ from contextlib import closing
 from datetime import UTC, datetime
 from functools import partial
 from time import time_ns
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias, TypeVar, overload
 
-from celery import Celery
+from celery import Celery, Task
 from celery.canvas import Signature
 from celery.result import AsyncResult
 from celery.utils.log import get_logger
 
 from ..due_time import due_us
 from ..errors import CannotDelay, InvalidQuery, NoRecords, RecordsUnavailable
+from ..keyed.records import TRIES
 from ..rates.lines import RateLine
 from ..records import waiting
 from ..records.waiting import Bar, Outcome, Page, Query, Verdict, Waiting, WaitingTasks
@@ -23,8 +24,8 @@ from ..settings import DelaySettings
 from ..transports.aliases import delay_headers
 from .asking import ask_on_a_connection
 from .installation import checked_app, delaying_channel
-from .keyed import Edge, Keyed, Until
-from .results import tell_revoked
+from .keyed import Edge, Keyed, Kind, Until
+from .results import KeyedResult, tell_revoked
 
 logger = get_logger(__name__)
 
@@ -111,13 +112,46 @@ class Delay:
 
     # --- changing ------------------------------------------------------------------------
 
-    def cancel(self, task_id: TaskId) -> Outcome:
-        """Cancel a task: that of an id, an ``AsyncResult`` or what :meth:`ls` has found never runs.
+    @overload
+    def cancel(self, task_id: TaskId) -> Outcome: ...
+
+    @overload
+    def cancel(self, *, key: str, task: str | Task | Signature, kind: Kind) -> Outcome: ...
+
+    def cancel(
+        self,
+        task_id: TaskId | None = None,
+        *,
+        key: str | None = None,
+        task: str | Task | Signature | None = None,
+        kind: Kind | None = None,
+    ) -> Outcome:
+        """Cancel a waiting task, by its id or by the key it was sent under: it never runs.
 
         Its result is REVOKED at once. A worker announces it as it does with every revoked task:
         to monitors and, if it is part of one, to its chord; as soon as there is one.
+
+        Args:
+            task_id: an id, an ``AsyncResult`` or what :meth:`ls` has found.
+            key: instead of *task_id*, with *task* and *kind*: cancel what waits for this key.
+            task: the task, or its name.
+            kind: the call: "debounce", "throttle" (its edge "both"), "throttle-trailing" or
+                "unique".
+
+        Returns:
+            what became of it; its *id* is "" if nothing was sent for the key.
+
+        Raises:
+            UnsupportedBroker: this broker has no place for records of keys.
         """
-        return self.cancel_all([_id_of(task_id, many="cancel_all")])[0]
+        if key is None and task is None and kind is None:
+            return self.cancel_all([_id_of(task_id, many="cancel_all")])[0]
+        if task_id is not None or key is None or task is None or kind is None:
+            raise TypeError("expected the id of a task, or all of key, task and kind")
+        name = getattr(task, "name", task)
+        if not isinstance(name, str):
+            raise TypeError(f"expected a task or its name, got {task!r}")
+        return self._cancel_key(key, name, kind)
 
     def cancel_all(self, task_ids: Iterable[TaskId]) -> list[Outcome]:
         """:meth:`cancel` for many, over one connection."""
@@ -171,7 +205,7 @@ class Delay:
         seconds: float,
         max_wait_seconds: float | None = None,
         announce: bool = False,
-    ) -> AsyncResult:
+    ) -> KeyedResult:
         """Run a task once its *key* has been quiet for *seconds*, with the last call's arguments.
 
         Args:
@@ -181,7 +215,8 @@ class Delay:
                 reason; else they are forgotten.
 
         Returns:
-            the result of the task that will run, if no other call comes.
+            the result of the task that will run, if no other call comes; its *replaced* is the id
+            of the waiting task that was taken out for it, or None.
 
         Raises:
             UnsupportedBroker: this broker has no place for records of keys; nothing was sent.
@@ -198,7 +233,7 @@ class Delay:
         seconds: float,
         edge: Edge = "leading",
         announce: bool = False,
-    ) -> AsyncResult:
+    ) -> KeyedResult:
         """Run a task at most once in *seconds* for its *key*.
 
         Args:
@@ -206,6 +241,10 @@ class Delay:
                 "trailing": the last call runs when *seconds* are over; "both": the first and, if
                 there are more, the last.
             signature, announce: as in :meth:`debounce`, which also says what is raised.
+
+        Returns:
+            the result of the task that stands; *created* tells if it is this call's, *replaced* is
+            as in :meth:`debounce`.
         """
         return self._keyed.throttle(signature, key, seconds, edge=edge, announce=announce)
 
@@ -217,7 +256,7 @@ class Delay:
         countdown: float | None = None,
         eta: datetime | str | None = None,
         until: Until = "end",
-    ) -> AsyncResult:
+    ) -> KeyedResult:
         """Run a task unless one waits or, *until* its "end", runs for its *key*; else that stands.
 
         Args:
@@ -226,9 +265,23 @@ class Delay:
             signature: as in :meth:`debounce`, which also says what is raised.
 
         Returns:
-            the result of the task that is there, which is the new one if there was none.
+            the result of the task that is there; *created* is true if there was none, and this
+            call's task is it.
         """
         return self._keyed.unique(signature, key, countdown=countdown, eta=eta, until=until)
+
+    def _cancel_key(self, key: str, task: str, kind: Kind) -> Outcome:
+        reason = f"nothing waits for key {key!r} of {task} ({kind})"
+        outcome = Outcome("", Verdict.UNKNOWN, reason=reason)
+        for _ in range(TRIES):
+            task_id = self._keyed.standing_id(kind, task, key)
+            if task_id is None or task_id == outcome.id:
+                break
+            outcome = self.cancel(task_id)
+            if outcome:
+                break
+            # Another call may have replaced it in the meantime.
+        return outcome
 
     def _cancel(self, found: WaitingTasks, task_id: str) -> Outcome:
         outcome = found.cancel(task_id)
@@ -253,7 +306,7 @@ class Delay:
                 except CannotDelay as exc:
                     if len(ids) == 1:
                         raise
-                    outcome = Outcome(task_id, Verdict.IMPOSSIBLE, late=str(exc))
+                    outcome = Outcome(task_id, Verdict.IMPOSSIBLE, reason=str(exc))
                 if is_again and not outcome:
                     raise RecordsUnavailable(
                         f"the connection broke while {task_id} was being changed, and it no longer "

@@ -14,26 +14,26 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from celery import Task, uuid
 from celery.canvas import Signature
-from celery.result import AsyncResult
 from celery.utils.log import get_logger
 
 from ..due_time import due_us
 from ..errors import CannotDelay, InvalidDueTime, UnsupportedBroker
 from ..keyed import rules
 from ..keyed.publishing import AnotherStands, KeyedPublish, publishing
-from ..keyed.record import HEADER, Mark
+from ..keyed.record import HEADER, Mark, name_of
 from ..keyed.records import KeyRecords
 from ..keyed.rules import Seen, Step
 from ..transports.aliases import delay_headers
 from ..transports.interface import WHERE_KEYS_ARE_KEPT
 from .asking import ask_on_a_connection
 from .installation import delaying_channel
-from .results import tell_revoked
+from .results import KeyedResult, keyed_result, tell_revoked
 
 logger = get_logger(__name__)
 
 Edge: TypeAlias = Literal["leading", "trailing", "both"]
 Until: TypeAlias = Literal["start", "end"]
+Kind: TypeAlias = Literal["debounce", "throttle", "throttle-trailing", "unique"]
 
 #: A rule that lacks what was seen, and the id of the new task.
 _Call: TypeAlias = Callable[[Seen, str], Step]
@@ -54,7 +54,7 @@ class Keyed:
         *,
         max_wait_seconds: float | None,
         announce: bool,
-    ) -> AsyncResult:
+    ) -> KeyedResult:
         mark = _mark_of("debounce", signature, key)
         quiet_us = _microseconds("seconds", seconds)
         longest_us = None
@@ -70,7 +70,7 @@ class Keyed:
 
     def throttle(
         self, signature: Signature, key: str, seconds: float, *, edge: Edge, announce: bool
-    ) -> AsyncResult:
+    ) -> KeyedResult:
         window_us = _microseconds("seconds", seconds)
         _check_word("edge", edge, Edge)
         _refuse_times(signature)
@@ -90,7 +90,7 @@ class Keyed:
         countdown: float | None,
         eta: datetime | str | None,
         until: Until,
-    ) -> AsyncResult:
+    ) -> KeyedResult:
         mark = _mark_of("unique", signature, key, until)
         _check_word("until", until, Until)
         options = signature.options
@@ -104,26 +104,33 @@ class Keyed:
                 call = partial(rules.unique, wait_us=max(round(countdown * 1_000_000), 0))
         return self._unless_another_stands(mark, call, signature)
 
+    def standing_id(self, kind: Kind, task: str, key: str) -> str | None:
+        """The id of the last task that was sent for *key* to run later; it may have run."""
+        _check_word("kind", kind, Kind)
+        _check_key(key)
+        seen: Seen = self._ask(lambda records: records.read(name_of(kind, task, key)))
+        return None if seen.record is None else seen.record.id
+
     def _unless_another_stands(
         self, mark: Mark, call: _Call, signature: Signature, *, announce: bool = False
-    ) -> AsyncResult:
+    ) -> KeyedResult:
         """:meth:`_publish`, unless a look at the record shows that there is no need."""
         if self._task(signature) is None or not self._app.conf.task_always_eager:
             seen = self._ask(lambda records: records.read(mark.name))
             if stands := call(seen, "").stands:
-                return self._result(signature, stands)
+                return self._of_another(signature, stands)
         return self._publish(mark, call, signature, announce=announce)
 
     def _publish(
         self, mark: Mark, call: _Call, signature: Signature, *, announce: bool = False
-    ) -> AsyncResult:
+    ) -> KeyedResult:
         """Publish the task as *call* rules; the result of the task that stands then."""
         task = self._task(signature)
         send = partial(self._app.send_task, signature.task) if task is None else task.apply_async
         options = dict(signature.options)
         options["headers"] = {**(options.get("headers") or {}), HEADER: mark.header()}
         if task is not None and self._app.conf.task_always_eager:
-            return send(signature.args, signature.kwargs, **options)
+            return keyed_result(send(signature.args, signature.kwargs, **options))
         self._check()
         for each in ("countdown", "eta"):  # the channel knows when it is due
             options.pop(each, None)
@@ -133,7 +140,7 @@ class Keyed:
             with publishing(keyed):
                 result = send(signature.args, signature.kwargs, task_id=task_id, **options)
         except AnotherStands as exc:
-            return self._result(signature, exc.task_id)
+            return self._of_another(signature, exc.task_id)
         if keyed.step is None:
             raise CannotDelay(
                 f"{signature.task} was not sent under its key: expected its message to reach a "
@@ -142,7 +149,7 @@ class Keyed:
             )
         if announce and keyed.replaced is not None:
             self._announce(keyed.replaced, signature, task_id)
-        return result
+        return keyed_result(result, replaced=keyed.replaced)
 
     def _announce(self, replaced: str, signature: Signature, task_id: str) -> None:
         """Tell the result backend; the call itself is done, whatever that says."""
@@ -179,8 +186,10 @@ class Keyed:
         found: Task | None = self._app.tasks.get(signature.task)
         return found
 
-    def _result(self, signature: Signature, task_id: str) -> AsyncResult:
-        return (self._task(signature) or self._app).AsyncResult(task_id)
+    def _of_another(self, signature: Signature, task_id: str) -> KeyedResult:
+        """The result of task *task_id*, which another call has created."""
+        result = (self._task(signature) or self._app).AsyncResult(task_id)
+        return keyed_result(result, created=False)
 
 
 def key_records(app: Any, connection: Any) -> KeyRecords:
@@ -207,9 +216,13 @@ def _mark_of(kind: str, signature: Any, key: object, until: str | None = None) -
             f"expected the signature of a single task, got a {kinds}: a key stands for one "
             f"message; use that of a task which starts the {kinds}"
         )
+    return Mark(kind, signature.task, _check_key(key), until)
+
+
+def _check_key(key: object) -> str:
     if not isinstance(key, str) or not key:
         raise TypeError(f"expected key to be a text such as 'user:7', got {key!r}")
-    return Mark(kind, signature.task, key, until)
+    return key
 
 
 def _microseconds(name: str, seconds: object) -> int:

@@ -54,7 +54,7 @@ _filters = _all(
         "-s",
         "--search",
         default="",
-        help="Words as in Flower: name:… queue:… args:… kwargs:key=value, or any text; OR, (…).",
+        help="Words as in Flower: name:… queue:… args:… kwargs:key=value key:…, or any; OR, (…).",
     ),
     click.option(
         "--from",
@@ -297,8 +297,9 @@ def _fields(task: Waiting, now: datetime) -> Iterator[str]:
 
 def _table(tasks: Sequence[Waiting]) -> str:
     now = datetime.now(UTC)
-    headings = ("due", "in", "task", "id", "queue", "args", "kwargs")
-    return table(headings, [_row(task, now) for task in tasks])
+    headings = ("due", "in", "task", "id", "queue", "args", "kwargs", "key")
+    columns = len(headings) if any(task.key for task in tasks) else -1
+    return table(headings[:columns], [_row(task, now)[:columns] for task in tasks])
 
 
 def _row(task: Waiting, now: datetime) -> tuple[str, ...]:
@@ -310,6 +311,7 @@ def _row(task: Waiting, now: datetime) -> tuple[str, ...]:
         task.queue or f"exchange {task.exchange}",
         _short(task.args),
         _short(task.kwargs),
+        _short(task.key),
     )
 
 

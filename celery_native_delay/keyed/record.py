@@ -117,6 +117,12 @@ class Mark:
 _OPTIONAL = ("until", "token")
 
 
+def key_and_kind(headers: Mapping[str, Any]) -> tuple[str, str]:
+    """The key and the kind of call that these *headers* of a task tell; "" for no such call."""
+    mark = Mark.of(headers)
+    return (mark.key, mark.kind) if mark else ("", "")
+
+
 def _is_text(value: Any) -> bool:
     """True for a text that can be encoded, as one with a lone surrogate cannot."""
     try:

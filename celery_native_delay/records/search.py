@@ -3,8 +3,8 @@
 A search is what Flower's search box takes (``flower.utils.search``), and means the same: words that
 must all be there, in whatever case, wherever they stand; ``OR`` and parentheses; ``name:``,
 ``args:``, ``kwargs:key=value``, ``state:``, ``worker:``, ``result:`` (what waits is DELAYED, and
-has neither of the last two). ``queue:``, ``uuid:``, ``root:`` are ours, and so are words of one or
-two characters.
+has neither of the last two). ``key:``, ``queue:``, ``uuid:``, ``root:`` are ours, and so are words
+of one or two characters.
 """
 
 from __future__ import annotations
@@ -25,12 +25,13 @@ _FIELDS = {
     "root": "root_id",
     "args": "args",
     "kwargs": "kwargs",
+    "key": "key",
     "state": "state",
     "worker": "worker",
     "result": "result",
 }
 
-_SEARCHED = ("id", "name", "args", "kwargs", "queue", "root_id", "exchange", "routing_key")
+_SEARCHED = ("id", "name", "args", "kwargs", "key", "queue", "root_id", "exchange", "routing_key")
 
 #: What waits has of fields that it does not keep.
 _CONSTANTS = {"state": "delayed", "worker": "", "result": ""}

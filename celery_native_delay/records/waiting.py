@@ -17,7 +17,9 @@ class Waiting:
     """A message that waits. *args* and *kwargs* are their reprs, as Celery's events have them.
 
     *queue* is where it goes, "" where only the exchange knows; *due_us* is in microseconds since
-    the epoch. What is no Celery task has no *name*, and an *id* only by its correlation id.
+    the epoch. What is no Celery task has no *name*, and an *id* only by its correlation id. *key*
+    and *kind* are those of the call that sent it under a key, such as "user:7" and "debounce", else
+    "".
     """
 
     id: str
@@ -32,6 +34,8 @@ class Waiting:
     root_id: str
     delivery_id: str
     keeps_result: bool = True
+    key: str = ""
+    kind: str = ""
 
     @classmethod
     def of(
@@ -44,6 +48,8 @@ class Waiting:
         routing_key: str,
         due_us: int,
         delivery_id: str,
+        key: str,
+        kind: str,
     ) -> Waiting:
         """The message with these headers and properties, of task protocol 2 or of any other."""
         task_id = headers.get("id") or properties.get("correlation_id") or delivery_id
@@ -60,6 +66,8 @@ class Waiting:
             str(headers.get("root_id") or ""),
             delivery_id,
             not headers.get("ignore_result"),
+            key,
+            kind,
         )
 
     @property
@@ -74,6 +82,8 @@ class Waiting:
             "name": self.name,
             "args": self.args,
             "kwargs": self.kwargs,
+            "key": self.key,
+            "kind": self.kind,
             "queue": self.queue,
             "exchange": self.exchange,
             "routing_key": self.routing_key,
@@ -220,14 +230,14 @@ class Outcome:
     """The outcome of a wish to cancel or move the task *id*; true if it was done.
 
     *due_us* is when it is due now, None if it is not. *tasks* are what it was about, as it was;
-    *late* says why it was too late, or impossible.
+    *reason* says why it was not done, "" for the usual one of its verdict.
     """
 
     id: str
     verdict: Verdict
     due_us: int | None = None
     tasks: tuple[Waiting, ...] = ()
-    late: str = "it was handed over meanwhile"
+    reason: str = ""
 
     def __bool__(self) -> bool:
         return self.verdict is Verdict.DONE
@@ -240,10 +250,9 @@ class Outcome:
                 due = datetime.fromtimestamp((self.due_us or 0) / 1_000_000, UTC)
                 return f"{self.id} is due {due.isoformat(timespec='milliseconds')}"
             case Verdict.TOO_LATE:
-                return f"{self.id}: too late, {self.late}"
-            case Verdict.IMPOSSIBLE:
-                return f"{self.id}: {self.late}"
-        return f"{self.id}: nothing waits under this id"
+                return f"{self.id}: too late, {self.reason or 'it was handed over meanwhile'}"
+        reason = self.reason or "nothing waits under this id"
+        return f"{self.id}: {reason}" if self.id else reason
 
 
 class WaitingTasks(Protocol):

@@ -290,6 +290,19 @@ def test_control_characters_are_shown_and_not_obeyed(
     page.told("1 task cancelled")
 
 
+def test_the_key_of_a_task_is_shown_and_searched(
+    app: Celery, delay: Delay, chrome: Chrome, flower: FlowerProcess
+) -> None:
+    delay.debounce(app.signature("note"), key=f"user:7{HOSTILE}", seconds=9000)
+    page = DelaysPage(chrome, flower)
+    page.search("key:user:7")
+    page.lists(1)
+    assert page.text("tbody .delays-name small") == f"debounce user:7{SHOWN}"
+    assert raw_in(chrome, "document.querySelector('#delays-page')") == []
+    page.search("name:note")
+    page.lists(TASKS * 2 // 3 + 1)
+
+
 @pytest.mark.parametrize(
     ("verb", "one", "many"),
     [

@@ -11,7 +11,7 @@ from functools import partial
 from itertools import count, pairwise
 from threading import Barrier
 from time import time
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import pytest
@@ -31,7 +31,9 @@ from celery_native_delay import (
     Delay,
     DelayTooLong,
     InvalidDueTime,
+    KeyedResult,
     UnsupportedBroker,
+    Verdict,
     install,
 )
 from celery_native_delay.app.keyed import key_records
@@ -47,6 +49,8 @@ from tests.traffic import Inbox
 BROKERS = KEEPING_KEYS
 
 TASK = "shop.reindex"
+
+T = TypeVar("T")
 
 #: Longer than any test takes, and than the levels of these tests are too short for.
 LONG = 100.0
@@ -134,11 +138,11 @@ def waiting_ids(delay: Delay, *ids: str) -> set[str]:
     return {*delay.ids()} & {*ids}
 
 
-def at_once(call: Callable[[int], str], callers: int = 4) -> list[str]:
+def at_once(call: Callable[[int], T], callers: int = 4) -> list[T]:
     """The answers of as many *callers* that call at the same time, each with its number."""
     barrier = Barrier(callers)
 
-    def calling(number: int) -> str:
+    def calling(number: int) -> T:
         barrier.wait()
         return call(number)
 
@@ -162,11 +166,14 @@ def records_of(app: Celery) -> Iterator[KeyRecords]:
 def test_a_debounced_task_runs_once_it_has_been_quiet_with_the_last_arguments(
     key: str, delay: Delay, reindex: Any, jobs: Counting
 ) -> None:
-    ids = []
+    results: list[KeyedResult] = []
     for number in range(10):
-        ids.append(delay.debounce(reindex.s(number), key=key, seconds=0.6).id)
+        results.append(delay.debounce(reindex.s(number), key=key, seconds=0.6))
         other = delay.debounce(reindex.s(-1), key=f"{key}-other", seconds=0.6).id
     called = time()
+    ids = [result.id for result in results]
+    assert all(result.created for result in results)
+    assert [result.replaced for result in results] == [None, *ids[:-1]]
     assert len(set(ids)) == 10
     assert jobs.receive_until(lambda: len(jobs.args) >= 2)
     assert sorted(jobs.args) == [-1, 9]
@@ -225,6 +232,65 @@ def test_what_waits_for_a_key_can_be_seen_and_changed_as_ever(
     assert [arrival.body[0][0] for arrival in ran] == [3, 4]
 
 
+def test_a_key_is_shown_searched_and_cancelled_by(
+    key: str, delay: Delay, reindex: Any, jobs: Counting
+) -> None:
+    key = f"käse:{key}"
+    calls: dict[Any, KeyedResult] = {
+        "debounce": delay.debounce(reindex.s(1), key=key, seconds=LONG),
+        "throttle-trailing": delay.throttle(reindex.s(2), key=key, seconds=LONG, edge="trailing"),
+        "unique": delay.unique(reindex.s(3), key=key, countdown=LONG),
+    }
+    delay.throttle(reindex.s(4), key=key, seconds=LONG, edge="both")
+    calls["throttle"] = delay.throttle(reindex.s(5), key=key, seconds=LONG, edge="both")
+    plain = reindex.apply_async((key,), countdown=LONG)
+    assert jobs.receive_until(lambda: 4 in jobs.args)
+    found = {task.kind: task for task in delay.ls(f"key:{key.upper()}")}
+    assert {kind: task.id for kind, task in found.items()} == {
+        kind: result.id for kind, result in calls.items()
+    }
+    assert {task.key for task in found.values()} == {key}
+    told = found["unique"].as_json()
+    assert (told["key"], told["kind"]) == (key, "unique")
+    assert {*delay.ids(key)} == {plain.id, *(result.id for result in calls.values())}
+    (other,) = delay.show(plain)
+    assert (other.key, other.kind) == ("", "")
+    for task, (kind, result) in zip((TASK, reindex, reindex.s(), TASK), calls.items(), strict=True):
+        outcome = delay.cancel(key=key, task=task, kind=kind)
+        assert outcome
+        assert outcome.id == result.id
+        assert result.state == "REVOKED"
+        assert not delay.cancel(key=key, task=task, kind=kind)
+    assert waiting_ids(delay, *(result.id for result in calls.values())) == set()
+    assert waiting_ids(delay, plain.id) == {plain.id}
+    nothing = delay.cancel(key=f"{key}-other", task=TASK, kind="unique")
+    assert (nothing.id, nothing.verdict) == ("", Verdict.UNKNOWN)
+    assert str(nothing) == f"nothing waits for key '{key}-other' of {TASK} (unique)"
+
+
+def test_a_task_replaced_while_its_key_is_being_cancelled_is_cancelled_all_the_same(
+    key: str, delay: Delay, reindex: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The record was read before the call that replaced it."""
+    first = delay.debounce(reindex.s(1), key=key, seconds=LONG)
+    replacing = iter([2, 3])
+    cancel_all = Delay.cancel_all
+
+    def late(self: Delay, task_ids: Any) -> Any:
+        for number in replacing:
+            results.append(delay.debounce(reindex.s(number), key=key, seconds=LONG))
+            break
+        return cancel_all(self, task_ids)
+
+    results = [first]
+    monkeypatch.setattr(Delay, "cancel_all", late)
+    outcome = delay.cancel(key=key, task=TASK, kind="debounce")
+    assert outcome.id == results[-1].id
+    assert outcome
+    assert len(results) == 3
+    assert waiting_ids(delay, *(result.id for result in results)) == set()
+
+
 def test_of_many_producers_one_is_the_last(key: str, delay: Delay, reindex: Any) -> None:
     ids: list[str] = []
     for _ in range(5):
@@ -240,10 +306,13 @@ def test_of_many_producers_one_is_the_last(key: str, delay: Delay, reindex: Any)
 def test_the_first_of_a_window_runs_at_once_and_stands_for_the_others(
     key: str, delay: Delay, reindex: Any, jobs: Counting
 ) -> None:
-    ids = at_once(lambda number: str(delay.throttle(reindex.s(number), key=key, seconds=LONG).id))
+    results = at_once(lambda number: delay.throttle(reindex.s(number), key=key, seconds=LONG))
+    ids = [result.id for result in results]
     assert len(set(ids)) == 1
+    assert [result.created for result in results].count(True) == 1
     assert jobs.receive_until(lambda: jobs.arrivals)
-    ids.append(delay.throttle(reindex.s(9), key=key, seconds=LONG).id)
+    later = delay.throttle(reindex.s(9), key=key, seconds=LONG)
+    assert (later.id, later.created) == (ids[0], False)
     assert {arrival.message.headers["id"] for arrival in jobs.wait_for(1)} == set(ids)
 
 
@@ -260,10 +329,12 @@ def test_a_window_ends(key: str, delay: Delay, reindex: Any, jobs: Counting) -> 
 def test_on_both_edges_the_first_and_the_last_run(
     key: str, delay: Delay, reindex: Any, jobs: Counting
 ) -> None:
-    ids = [
-        delay.throttle(reindex.s(number), key=key, seconds=0.8, edge="both").id
-        for number in range(5)
+    results = [
+        delay.throttle(reindex.s(number), key=key, seconds=0.8, edge="both") for number in range(5)
     ]
+    ids = [result.id for result in results]
+    assert all(result.created for result in results)
+    assert [result.replaced for result in results] == [None, None, *ids[1:4]]
     assert jobs.receive_until(lambda: len(jobs.args) >= 2)
     assert [arrival.message.headers["id"] for arrival in jobs.arrivals] == [ids[0], ids[-1]]
     assert jobs.args == [0, 4]
@@ -290,16 +361,18 @@ def test_on_the_trailing_edge_the_last_of_a_window_runs(
 def test_a_unique_task_stands_while_it_waits_and_while_it_is_in_its_queue(
     key: str, delay: Delay, reindex: Any, jobs: Counting, until: Any
 ) -> None:
-    def call(number: int) -> str:
-        return str(delay.unique(reindex.s(number), key=key, countdown=0.5, until=until).id)
+    def call(number: int) -> KeyedResult:
+        return delay.unique(reindex.s(number), key=key, countdown=0.5, until=until)
 
-    ids = at_once(call)
+    results = at_once(call)
+    ids = [result.id for result in results]
     assert len(set(ids)) == 1
+    assert [result.created for result in results].count(True) == 1
     assert waiting_ids(delay, *ids) == set(ids)
     (arrival,) = jobs.wait_for(1)
     mark = {"v": 1, "kind": "unique", "key": key, "until": until}
     assert arrival.message.headers[HEADER] == mark
-    assert call(9) == ids[0]
+    assert (call(9).id, call(9).created) == (ids[0], False)
     assert delay.unique(reindex.s(1), key=f"{key}-other", countdown=LONG).id not in ids
 
 
@@ -374,6 +447,17 @@ def test_what_cannot_stand_for_a_key_is_refused_in_plain_words(
         delay.throttle(reindex.s().set(countdown=5), key=key, seconds=5)
     with pytest.raises(InvalidDueTime, match="expected countdown or eta"):
         delay.unique(reindex.s(), key=key, countdown=1, eta=datetime.now(UTC))
+    refused: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({}, TypeError, "the id of a task, or its AsyncResult"),
+        ({"key": key}, TypeError, "or all of key, task and kind"),
+        ({"key": key, "task": TASK, "kind": "unique", "task_id": "1"}, TypeError, "or all of key"),
+        ({"key": "", "task": TASK, "kind": "unique"}, TypeError, "key to be a text"),
+        ({"key": key, "task": 7, "kind": "unique"}, TypeError, "a task or its name, got 7"),
+        ({"key": key, "task": TASK, "kind": "once"}, ValueError, "kind to be 'debounce' or"),
+    ]
+    for arguments, error, said in refused:
+        with pytest.raises(error, match=said):
+            delay.cancel(**arguments)
     app.conf.task_protocol = 1
     with pytest.raises(CannotDelay, match="task_protocol = 2"):
         Delay(app).debounce(reindex.s(), key=key, seconds=5)
@@ -404,7 +488,9 @@ def test_eagerly_it_runs_at_once(key: str, app: Celery, delay: Delay, reindex: A
     app.conf.task_always_eager = True
     assert delay.debounce(reindex.s(1), key=key, seconds=LONG).get() == (1,)
     assert delay.throttle(reindex.s(2), key=key, seconds=LONG).get() == (2,)
-    assert delay.unique(reindex.s(3), key=key, countdown=LONG).get() == (3,)
+    unique = delay.unique(reindex.s(3), key=key, countdown=LONG)
+    assert unique.get() == (3,)
+    assert (unique.created, unique.replaced) == (True, None)
 
 
 # ---- against a model ----------------------------------------------------------------------------

@@ -76,6 +76,22 @@ def test_one_id_is_shown_as_one_object_and_several_as_a_list(shop: Project, app:
 
 
 @pytest.mark.ci
+def test_the_key_of_a_task_is_listed_shown_and_searched(
+    shop: Project, app: Celery, delay: Delay
+) -> None:
+    send(app, 1, 1000)
+    assert shop.lines("ls")[0] == "due in task id queue args kwargs"
+    result = delay.unique(app.signature("shop.import"), key="user:7", countdown=2000)
+    assert shop.lines("ls")[0] == "due in task id queue args kwargs key"
+    assert shop.lines("ls", "--search", "key:user:7")[1].endswith(" user:7")
+    assert {"key user:7", "kind unique"} < {*shop.lines("show", result.id)}
+    told = {task["id"]: (task["key"], task["kind"]) for task in shop.told("ls")["tasks"]}
+    assert told == {"order-1": ("", ""), result.id: ("user:7", "unique")}
+    assert shop.lines("cancel", "--yes", "-s", "key:user:7")[-1] == "1 task(s) cancelled"
+    assert delay.ids() == ["order-1"]
+
+
+@pytest.mark.ci
 def test_a_dry_run_shows_what_ls_does_and_ends_as_the_change_would(
     shop: Project, app: Celery, delay: Delay
 ) -> None:

@@ -17,6 +17,7 @@ from celery_native_delay import (
     Delay,
     DelaySettings,
     DelayTooLong,
+    KeyedResult,
     NativeDelayError,
     Outcome,
     Query,
@@ -67,6 +68,16 @@ def changing(app: Celery, task_id: str) -> bool:
     delays.reschedule(task_id, eta=datetime.now(UTC) + timedelta(hours=1))
     delays.reschedule(task_id, 5)  # type: ignore[call-arg]
     return bool(outcome)
+
+
+def under_keys(app: Celery) -> str | None:
+    result = Delay(app).unique(app.signature("shop.import"), key="import:42")
+    assert_type(result, KeyedResult)
+    assert_type(result.created, bool)
+    assert_type(Delay(app).cancel(key="import:42", task="shop.import", kind="unique"), Outcome)
+    Delay(app).cancel(key="import:42", task="shop.import", kind="once")  # type: ignore[call-overload]
+    Delay(app).cancel(key="import:42")  # type: ignore[call-overload]
+    return result.replaced
 
 
 def sending(app: Celery) -> list[RefusedMessage]:

@@ -33,6 +33,8 @@ def task(**changes: Any) -> Waiting:
         "retries": 0,
         "root_id": "root-1",
         "delivery_id": "d",
+        "key": "user:7",
+        "kind": "debounce",
     }
     return Waiting(**(values | changes))
 
@@ -55,6 +57,11 @@ def task(**changes: Any) -> Waiting:
         ("soon under", False),
         ("queue:reminders uuid:order-7 root:root-1", True),
         ("queue:emails", False),
+        ("key:user:7", True),
+        ("key:USER", True),
+        ("user:7", True),
+        ("key:ada", False),
+        ("key:user:71", False),
         ("a:b", False),
         ("soon AND reminders", True),
         ("bob OR soon", True),
@@ -113,7 +120,7 @@ def test_a_search_means_what_it_means_in_flower(words: list[str]) -> None:
     """What Flower refuses is refused, too, but for short words."""
     text = " ".join(words)
     engine = TaskSearchEngine()
-    known = task(queue="", exchange="", routing_key="", root_id="")
+    known = task(queue="", exchange="", routing_key="", root_id="", key="")
     shown = {"name": known.name, "args": known.args, "kwargs": known.kwargs, "state": "DELAYED"}
     engine.upsert(Task(known.id, **shown))
     try:
@@ -184,6 +191,10 @@ def test_an_outcome_is_true_if_it_was_done_and_says_what_happened() -> None:
     assert str(Outcome("a", Verdict.DONE)) == "a cancelled"
     assert str(Outcome("a", Verdict.DONE, due_us=0)) == "a is due 1970-01-01T00:00:00.000+00:00"
     assert str(Outcome("a", Verdict.UNKNOWN)) == "a: nothing waits under this id"
+    assert "handed over" not in repr(Outcome("a", Verdict.UNKNOWN))
+    assert str(Outcome("a", Verdict.TOO_LATE)) == "a: too late, it was handed over meanwhile"
+    refused = Outcome("a", Verdict.IMPOSSIBLE, reason="it is no task")
+    assert str(refused) == "a: it is no task"
 
 
 def test_an_entry_of_the_records_is_the_whole_message() -> None:

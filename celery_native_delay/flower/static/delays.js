@@ -270,7 +270,10 @@
             }
         }, {
             data: "name", className: "delays-name",
-            render: function (name) { return isolated(name || "(no task)"); }
+            render: function (name, type, task) {
+                var key = task.key && "<small>" + isolated(task.kind) + " " + isolated(task.key) + "</small>";
+                return isolated(name || "(no task)") + key;
+            }
         }, {
             data: "id", className: "delays-id",
             render: function (id) {

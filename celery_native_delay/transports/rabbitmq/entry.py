@@ -11,6 +11,7 @@ from typing import Any
 from kombu.utils.json import JSONEncoder, loads
 
 from ...due_time import eta_of
+from ...keyed.record import key_and_kind
 from ...message import Delayed
 from ...records.waiting import Waiting
 
@@ -78,8 +79,10 @@ def waiting(member: str, text: str, due_us: int) -> Waiting:
     """The task of an entry as people see it, for which body and objects need not be made."""
     known = _plain_json(text[: text.index("\n")])
     exchange, routing_key, queue, _, properties = known
+    headers = properties.get("application_headers") or {}
+    key, kind = key_and_kind(headers)
     return Waiting.of(
-        properties.get("application_headers") or {},
+        headers,
         properties,
         # Of the default exchange, the routing key is the queue's name.
         queue=queue or ("" if exchange else routing_key),
@@ -87,6 +90,8 @@ def waiting(member: str, text: str, due_us: int) -> Waiting:
         routing_key=routing_key,
         due_us=due_us,
         delivery_id=member.rpartition(":")[2],
+        key=key,
+        kind=kind,
     )
 
 

@@ -10,6 +10,7 @@ import json
 
 from ...due_time import eta_of, milliseconds_up
 from ...errors import CannotDelay
+from ...keyed.record import key_and_kind
 from ...message import CANCELLED, HEADER
 from ...records.waiting import Waiting
 from .wrapping import encoded, unwrapped, wrapped
@@ -27,6 +28,7 @@ def waiting_of(envelope: str | bytes, *, queue: str, due_us: int | None) -> Wait
         return None
     info = properties.get("delivery_info") or {}
     opened, _ = unwrapped(headers, properties)
+    key, kind = key_and_kind(opened)
     return Waiting.of(
         opened,
         properties,
@@ -35,6 +37,8 @@ def waiting_of(envelope: str | bytes, *, queue: str, due_us: int | None) -> Wait
         routing_key=info.get("routing_key") or "",
         due_us=due_us or header.get("due", 0) * 1000,
         delivery_id=str(properties.get("delivery_tag")),
+        key=key,
+        kind=kind,
     )
 
 

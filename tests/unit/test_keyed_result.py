@@ -1,0 +1,60 @@
+"""The result of a call under a key is Celery's, and tells what the call did."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery.result import AsyncResult, EagerResult
+
+from celery_native_delay import KeyedResult
+from celery_native_delay.app.results import EagerKeyedResult, keyed_result
+
+
+@pytest.fixture
+def app() -> Iterator[Celery]:
+    app = Celery("shop", broker="memory://", backend="cache+memory://")
+    yield app
+    app.close()
+
+
+@pytest.mark.parametrize("copied", [copy.copy, lambda found: pickle.loads(pickle.dumps(found))])
+@pytest.mark.parametrize("told", [{}, {"created": False}, {"replaced": "six"}])
+def test_it_pickles_copies_and_compares_as_the_result_that_it_was(
+    app: Celery, copied: Callable[[Any], Any], told: dict[str, Any]
+) -> None:
+    plain = app.AsyncResult("seven", parent=app.AsyncResult("root"))
+    found = copied(keyed_result(copy.copy(plain), **told))
+    assert isinstance(found, KeyedResult)
+    assert found == plain == "seven"
+    assert {found, plain} == {plain}
+    assert found.as_tuple() == plain.as_tuple()
+    assert (found.backend.app, found.app) == (app, app)
+    assert (found.created, found.replaced) == (told.get("created", True), told.get("replaced"))
+    assert found.state == plain.state == "PENDING"
+
+
+def test_what_celery_knows_of_it_stays() -> None:
+    with Celery("shop", broker="memory://", set_as_current=False) as other:
+        plain = other.AsyncResult("seven")
+        plain.ignored = True
+        found = keyed_result(plain)
+        assert found.app is other
+        assert found.ignored
+        assert found.get() is None
+
+
+@pytest.mark.parametrize("copied", [copy.copy, lambda found: pickle.loads(pickle.dumps(found))])
+def test_an_eager_one_pickles_copies_and_compares_as_well(
+    app: Celery, copied: Callable[[Any], Any]
+) -> None:
+    plain = EagerResult("seven", 7, "SUCCESS", name="shop.add")
+    found = copied(keyed_result(copy.copy(plain)))
+    assert isinstance(found, EagerKeyedResult)
+    assert isinstance(found, KeyedResult | AsyncResult)
+    assert found == plain
+    assert (found.get(), found.state, found.created, found.replaced) == (7, "SUCCESS", True, None)
