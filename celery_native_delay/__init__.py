@@ -65,6 +65,7 @@ __all__ = (
     "Query",
     "Rate",
     "RateLine",
+    "RecordsUnavailable",
     "RefusedMessage",
     "RetryAfter",
     "SettingsError",

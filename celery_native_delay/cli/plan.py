@@ -168,7 +168,7 @@ def _plan_load(
             for one in queues
         ]
         lines += [
-            f"{hops:.2f} hops each; {waiting:,.0f} wait, in {memory_bytes / 1e6:,.1f} MB of memory",
+            f"{hops:.2f} hops each; {waiting:,.0f} wait, in {_bytes(memory_bytes)} of memory",
             table(("level queue", "waits", "a second", "waiting"), rows),
             f"compare: {CEILINGS}",
         ]
@@ -229,3 +229,13 @@ def _plan_hops(seconds: float, queue: str, price_per_million: float, as_json: bo
     prices = [f"{number * price_per_million / 1e6:.7f}" for number in (alone, batched)]
     costs = [("alone", f"{alone:,}", prices[0]), ("with nine others", f"{batched:,.1f}", prices[1])]
     click.echo(table(("travelling", "requests", f"at {price_per_million:g} per million"), costs))
+
+
+def _bytes(number: float) -> str:
+    for unit in ("B", "kB", "MB", "GB"):
+        if number < 1000:
+            break
+        number /= 1000
+    else:
+        unit = "TB"
+    return f"{number:,.1f} {unit}"
