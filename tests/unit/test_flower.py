@@ -62,7 +62,7 @@ def test_whatever_a_worker_says_replaces_delayed(state: WaitingState, end: str) 
     assert state.search_engine.search(state.tasks, "state:DELAYED").filtered_count == 0
 
 
-def test_a_task_that_was_sent_for_later_is_delayed_before_the_ledger_is_read(
+def test_a_task_that_was_sent_for_later_is_delayed_before_the_records_are_read(
     state: WaitingState,
 ) -> None:
     assert happens(state, "sent", name="note", eta="2100-01-01T00:00:00+00:00") == DELAYED
