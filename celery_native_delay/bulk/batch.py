@@ -215,6 +215,12 @@ class Bulk:
         return task_id
 
     @property
+    def unconfirmed_count(self) -> int:
+        """Tasks sent that the broker has not answered for; those in doubt once the batch ended."""
+        waiting = 0 if self._publisher is None else int(self._publisher.outbox.unconfirmed_count)
+        return len(self.result.in_doubt) + waiting
+
+    @property
     def has_given_up(self) -> bool:
         """True if the broker has been away for too long, or does not let the app in."""
         return bool(self._publisher.outbox.has_given_up)

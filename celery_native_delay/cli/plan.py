@@ -232,10 +232,5 @@ def _plan_hops(seconds: float, queue: str, price_per_million: float, as_json: bo
 
 
 def _bytes(number: float) -> str:
-    for unit in ("B", "kB", "MB", "GB"):
-        if number < 1000:
-            break
-        number /= 1000
-    else:
-        unit = "TB"
-    return f"{number:,.1f} {unit}"
+    exponent = min((len(f"{number:.0f}") - 1) // 3, 4)
+    return f"{number / 1000**exponent:,.1f} {('B', 'kB', 'MB', 'GB', 'TB')[exponent]}"

@@ -54,7 +54,7 @@ _filters = _all(
         "-s",
         "--search",
         default="",
-        help="Words as in Flower: name:… queue:… args:… kwargs:key=value key:…, or any; OR, (…).",
+        help="Words that must all match: name:… queue:… args:… kwargs:key=value key:…, or any.",
     ),
     click.option(
         "--from",

@@ -67,6 +67,10 @@ class Record:
     winners: Mapping[str, str] = field(default_factory=dict)
     by: str = ""
     """The driver or worker that sealed it."""
+    jobs: Mapping[str, bool] = field(default_factory=dict)
+    """The jobs that have opened it. Another one may open it again after it was aborted."""
+    rows: str = ""
+    """Count and checksum of the rows of a committed run; "" if they were not counted."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), separators=(",", ":"))
@@ -79,7 +83,7 @@ class Record:
 
     @property
     def is_final(self) -> bool:
-        """True if it stays as it is: a stream that sends a batch again reopens an aborted one."""
+        """True if it stays as it is: a job that sends the run again opens an aborted one again."""
         return self.state in (COMMITTED, ALL)
 
 

@@ -20,27 +20,32 @@ PREFIX = "native_delay_fence:"
 _OPEN = """
 local held = redis.call('GET', KEYS[1])
 local record = held and cjson.decode(held)
-if record and record.state ~= 'open' and not (record.state == 'aborted' and ARGV[3] == '1') then
+local aborted = record and record.state == 'aborted' and not record.jobs[ARGV[3]]
+if record and record.state ~= 'open' and not aborted then
     return held
 end
-local new = ARGV[1]
-if record and record.state == 'open' then
-    if record.deadline < cjson.decode(new).deadline then
-        record.deadline = cjson.decode(new).deadline
-    end
-    new = cjson.encode(record)
+local new = cjson.decode(ARGV[1])
+if record and not aborted then
+    record.deadline = math.max(record.deadline, new.deadline)
+    new = record
 end
+new.jobs[ARGV[3]] = true
+new = cjson.encode(new)
 redis.call('SET', KEYS[1], new, 'EX', ARGV[2])
 return new
 """
 
 _SEAL = """
 local held = redis.call('GET', KEYS[1])
-if held and cjson.decode(held).state ~= 'open' then
+local record = held and cjson.decode(held)
+if record and record.state ~= 'open' then
     return held
 end
-redis.call('SET', KEYS[1], ARGV[1], 'EX', ARGV[2])
-return ARGV[1]
+local new = cjson.decode(ARGV[1])
+new.jobs = record and record.jobs or new.jobs
+new = cjson.encode(new)
+redis.call('SET', KEYS[1], new, 'EX', ARGV[2])
+return new
 """
 
 
@@ -101,12 +106,13 @@ class FenceStore:
     def __exit__(self, *_: object) -> None:
         self._client.close()
 
-    def open(self, run: str, record: Record, *, ttl_seconds: float, reopen: bool = False) -> Record:
+    def open(self, run: str, record: Record, *, ttl_seconds: float, job: str) -> Record:
         """Keep an open *record* so long, and answer with the one in force: a sealed one stays.
 
-        One that is open already gets the later deadline; *reopen* replaces one that is aborted.
+        One that is open already gets the later deadline. An aborted one is replaced, unless *job*
+        had opened that: workers may have dropped what the job has sent.
         """
-        args = [record.to_json(), _whole(ttl_seconds), int(reopen)]
+        args = [record.to_json(), _whole(ttl_seconds), job]
         return Record.from_json(self._ask(lambda: self._open([PREFIX + run], args)))
 
     def seal(self, run: str, record: Record, *, ttl_seconds: float) -> Record:

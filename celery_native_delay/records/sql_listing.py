@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from itertools import count, islice, pairwise
 from typing import Any
 
-from sqlalchemy import Column, ColumnElement, Connection, Table, func, or_, select
+from sqlalchemy import Column, ColumnElement, Connection, Table, func, select
 
 from .interface import T
-from .looking import is_itself_in_json
 from .tasks import RecordedTasks, Republishes
 from .waiting import ALL, Page, Query, Waiting
 
@@ -51,21 +50,10 @@ class DueRows:
         offset: int = 0,
     ) -> Iterator[Any]:
         """Rows due in the range of *query*, earliest first, whose texts have what it looks for."""
-        contain = [
-            self.text.contains(text, autoescape=True)
-            for text in query.needles
-            if is_itself_in_json(text)
-        ]
-        contain += [
-            or_(*(self.text.icontains(text, autoescape=True) for text in group))
-            for group in query.needles_in_any_case
-            if all(map(is_itself_in_json, group))
-        ]
-        asked = (
-            select(*self.shown)
-            .where(*self._between(query.from_us, query.until_us), *contain)
-            .order_by(self.due_us, *self.order)
-        )
+        conditions = self._between(query.from_us, query.until_us)
+        if query.needle:
+            conditions.append(self.text.icontains(query.needle, autoescape=True))
+        asked = select(*self.shown).where(*conditions).order_by(self.due_us, *self.order)
         for start in count(offset, _CHUNK):
             rows = connection.execute(asked.offset(start).limit(_CHUNK)).all()
             yield from rows

@@ -9,7 +9,7 @@ from datetime import UTC, datetime
 from enum import Enum
 from typing import Any, Protocol, overload
 
-from .search import Condition, parse
+from .search import Word, is_itself_in_json, parse
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +104,13 @@ def _number(value: Any) -> int:
 
 @dataclass(frozen=True)
 class Query:
-    """A choice of the waiting: those that *condition* holds for, and that are due in the range.
+    """A choice of the waiting tasks: those that match all *words* and are due in the range.
 
     *from_us* is included, *until_us* is not; None is without limit. *name* and *queue* must be
     exactly so.
     """
 
-    condition: Condition | None = None
+    words: tuple[Word, ...] = ()
     name: str | None = None
     queue: str | None = None
     from_us: int | None = None
@@ -118,11 +118,10 @@ class Query:
 
     @classmethod
     def parse(cls, text: str) -> Query:
-        """The query in the text of a search box.
+        """The query in the text of a search box: words, quoted texts, ``field:word``.
 
         Raises:
-            InvalidQuery: a quote or a parenthesis is left open, a word has nothing behind its
-                colon, an operator stands alone, or something is asked not to be there.
+            InvalidQuery: a quote is left open, a field has no word, or a word begins with ``-``.
         """
         return cls(parse(text))
 
@@ -133,19 +132,17 @@ class Query:
     @property
     def is_by_time_only(self) -> bool:
         """True if due times alone decide."""
-        return not (self.condition or self.name or self.queue)
+        return not (self.words or self.name or self.queue)
 
     @property
-    def needles(self) -> list[str]:
-        """Texts that stand somewhere in every message that matches, character by character."""
-        alone = [group[0] for group in self.needles_in_any_case if len(group) == 1]
-        caseless = [text for text in alone if text == text.upper()]
-        return [text for text in (self.name, self.queue, *caseless) if text]
+    def needle(self) -> str:
+        """The longest text, in lower case, that the store can look for; "" for none.
 
-    @property
-    def needles_in_any_case(self) -> list[tuple[str, ...]]:
-        """Groups, one text of each of which stands there in whatever case; in lower case."""
-        return self.condition.needles if self.condition else []
+        Every stored message that matches contains it, in any case.
+        """
+        texts = [word.needle for word in self.words]
+        texts += [text.lower() for text in (self.name, self.queue) if text]
+        return max(filter(is_itself_in_json, texts), key=len, default="")
 
     def matches(self, task: Waiting) -> bool:
         """True if *task* is one of them."""
@@ -154,7 +151,7 @@ class Query:
             and (self.queue is None or task.queue == self.queue)
             and (self.from_us is None or task.due_us >= self.from_us)
             and (self.until_us is None or task.due_us < self.until_us)
-            and (self.condition is None or self.condition.matches(task))
+            and all(word.matches(task) for word in self.words)
         )
 
 

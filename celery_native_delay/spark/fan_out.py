@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,15 +17,19 @@ from pyspark.sql import functions as f
 
 from ..durations import duration
 from ..errors import FanOutFailed, InvalidFanOut
+from ..fence.run import COMMITTED
 from . import encode
 from .app import AppFacts, Call
 from .executor import REPORT, checker, sender
-from .fencing import Fence
+from .fencing import Fence, rows_of
+from .live_counts import LiveCounts
 from .options import Columnar, FanOutOptions
 from .plan import Plan, make_plan
 from .progress import slots_of, watched
 from .receipts import RECEIPT, Failure, Receipt
 from .sending import SENT_COLUMNS, SendJob, warn_of_late_sending
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -36,6 +41,8 @@ class FanOutResult:
     receipts: list[Receipt]
     failures: list[Failure] = field(repr=False)
     """Every row that was to be sent and is not confirmed, by its id."""
+    was_committed: bool = False
+    """True if a fenced run was committed before, with the same rows: nothing was sent."""
 
     @property
     def rows(self) -> int:
@@ -76,6 +83,8 @@ class FanOutResult:
         return self.confirmed / self.seconds if self.seconds else 0.0
 
     def __str__(self) -> str:
+        if self.was_committed:
+            return f"run {self.run_id}: {self.rows:,} rows, all sent before; nothing was sent again"
         failed = Counter(failure.outcome for failure in self.failures)
         more = "".join(f", {count:,} {outcome}" for outcome, count in failed.items())
         late = self.sent_after_due
@@ -220,16 +229,21 @@ class FanOut:
         """Send every row that is not rejected; return when the broker has confirmed them.
 
         Spark may run a part of it again, when an executor is lost: the same tasks then go out
-        twice, under the same ids. With *fence* one of them runs, and none if the job fails.
+        twice, under the same ids. With *fence* one of them runs, and none if the job fails; a run
+        that was committed is not sent again.
 
         Args:
             progress: show a bar on a terminal.
             check: False: leave what was not confirmed to the result instead of raising.
 
+        If the job is interrupted or fails, an error in the log says how many were sent, confirmed
+        and in doubt, as far as executors could tell.
+
         Raises:
             InvalidFanOut: see :attr:`facts`; nothing was sent.
-            FanOutFailed: some rows are not confirmed, which the error's *result* names; or the
-                fence was not sealed.
+            FanOutFailed: some rows are not confirmed, which the error's *result* names: with
+                *fence* nothing of the run runs then. Or the fence was not sealed, or the run was
+                committed before, with other rows.
             FenceUnavailable: the fence's store cannot be reached; nothing was sent.
             pyspark.errors.PySparkException: the job failed, for a reason of the DataFrame's own.
         """
@@ -240,41 +254,48 @@ class FanOut:
         if slots is None or slots > connections:
             encoded = encoded.coalesce(connections)
         rate = self.options.max_rate
-        fence = Fence.of(self.options, self.facts)
-        job = SendJob(
-            self.options.app,
-            self.options.task,
-            rate / min(connections, slots or connections) if rate else None,
-            fence,
-            uuid4().hex,
-        )
+        job_id = uuid4().hex
+        fence = Fence.of(self.options, self.facts, job_id)
         started = monotonic()
-        report = encoded.select(*SENT_COLUMNS).mapInArrow(sender(job), REPORT)
-        if fence is not None:
-            fence.open()
-        try:
-            with watched(spark, f"sending {self.options.task}", show=progress):
-                rows = report.collect()
-        except BaseException:
-            if fence is not None:
-                fence.abort()
-            raise
+        was_committed = fence is not None and fence.open().state == COMMITTED
+        with LiveCounts(spark, job_id) as counts:
+            job = SendJob(
+                self.options.app,
+                self.options.task,
+                rate / min(connections, slots or connections) if rate else None,
+                fence,
+                job_id,
+                counts.address,
+            )
+            report = encoded.select(*SENT_COLUMNS).mapInArrow(sender(job), REPORT)
+            try:
+                with watched(spark, f"sending {self.options.task}", show=progress):
+                    rows = report.collect()
+            except BaseException as exc:
+                ended = "was interrupted" if isinstance(exc, KeyboardInterrupt) else "failed"
+                then = fence.abort() if fence is not None else "what was sent stays sent"
+                logger.error(
+                    "native delay: run %s %s: %s; %s", self.run_id, ended, counts.stop(), then
+                )
+                raise
         receipts = [Receipt.from_json(value) for kind, value in rows if kind == RECEIPT]
         failures = [Failure(**json.loads(value)) for kind, value in rows if kind != RECEIPT]
         receipts.sort(key=lambda receipt: receipt.partition)
-        result = FanOutResult(self.run_id, monotonic() - started, receipts, failures)
+        seconds = monotonic() - started
+        result = FanOutResult(self.run_id, seconds, receipts, failures, was_committed)
         warn_of_late_sending(result.sent_after_due, result.sent)
+        if check and failures:
+            then = (
+                "what is not confirmed may be sent again with the same run_id, under the same ids"
+            )
+            if fence is not None:
+                then = f"{fence.abort()}; send all of it again with the same run_id"
+            raise FanOutFailed(f"{result}; the first: {failures[0].reason}; {then}", result)
         if fence is not None:
             try:
-                fence.commit(receipts)
+                fence.commit(receipts, rows=rows_of(receipts))
             except FanOutFailed as exc:
                 raise FanOutFailed(f"{result}; {exc}", result) from exc
-        if check and failures:
-            raise FanOutFailed(
-                f"{result}; the first: {failures[0].reason}; what is not confirmed may be sent "
-                f"again with the same run_id, under the same ids",
-                result,
-            )
         return result
 
     def _check_queues(self, facts: AppFacts) -> None:

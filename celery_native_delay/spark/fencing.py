@@ -35,19 +35,16 @@ class Fence:
 
     url: str = field(repr=False)
     run: str
+    job: str
+    """The job that sends the run. Another job may send the same run, as a batch that is replayed:
+    the first one committed counts."""
     timeout_seconds: float
     longest_seconds: float
     """The longest delay that a message of the run may have."""
-    is_replayed: bool = False
-    """True if the same run may be sent again, as a batch of a stream: the first one committed
-    counts, and one that workers dropped may be committed after all."""
 
     @classmethod
-    def of(cls, options: FanOutOptions, facts: AppFacts) -> Self | None:
-        """The fence that *options* ask for, None without one.
-
-        Sending twice under one run_id is sending two fenced runs: the second may be a repair.
-        """
+    def of(cls, options: FanOutOptions, facts: AppFacts, job: str) -> Self | None:
+        """The fence that *options* ask for, None without one; as ids, a run is also of a task."""
         if options.fence is None:
             return None
         settings = facts.delay_settings
@@ -57,19 +54,19 @@ class Fence:
                 "without that setting run what every attempt has sent",
                 options.app,
             )
-        run = f"{options.run_id}:{token_hex(4)}"
-        return cls(options.fence, run, options.fence_timeout, settings.longest_delay_seconds)
+        run = f"{options.run_id}:{options.task}"
+        return cls(options.fence, run, job, options.fence_timeout, settings.longest_delay_seconds)
 
     def stamp(self, partition: int, attempt: int) -> Stamp:
         """Stamp of the messages of one attempt, with random digits: Spark's numbers come again."""
         return Stamp(self.run, partition, f"{attempt}-{token_hex(4)}")
 
     def open(self) -> Record:
-        """Say that the run is being sent; the time-out starts again.
+        """Say that the run is being sent; the time-out starts again. If it is committed, send none.
 
         Raises:
             FenceUnavailable: nothing must be sent.
-            FanOutFailed: the run is aborted.
+            FanOutFailed: this job's sending is aborted.
         """
         now = time()
         with fence_store(self.url, patience_seconds=OPEN_PATIENCE_SECONDS) as store:
@@ -77,19 +74,25 @@ class Fence:
                 self.run,
                 Record(OPEN, now, deadline=now + self.timeout_seconds),
                 ttl_seconds=self.longest_seconds + MARGIN_SECONDS,
-                reopen=self.is_replayed,
+                job=self.job,
             )
         if record.state == ABORTED:
             raise FanOutFailed(
-                f"expected run {self.run} to be open, {record.by} has aborted it; nothing sent"
+                f"expected run {self.run} to be open, {record.by} has aborted it; nothing of this "
+                f"job runs: send the run again"
             )
         return record
 
-    def commit(self, receipts: Sequence[Receipt]) -> None:
+    def commit(self, receipts: Sequence[Receipt], *, rows: str = "") -> None:
         """Seal the run: what the attempts of *receipts* sent runs, nothing else.
 
+        Args:
+            receipts: one of each partition.
+            rows: their count, and a checksum if there is one, which must be the same each time.
+
         Raises:
-            FanOutFailed: it could not be sealed, or a worker had given it up.
+            FanOutFailed: it could not be sealed, a worker had given it up, or it was committed
+                before, with other rows.
         """
         stamps = [Stamp.parse(receipt.fence) for receipt in receipts if receipt.fence]
         now = time()
@@ -97,7 +100,8 @@ class Fence:
         wait_seconds = max(datetime.fromisoformat(last).timestamp() - now, 0) if last else 0.0
         winners = {str(stamp.partition): stamp.attempt for stamp in stamps}
         try:
-            sealed = self._seal(Record(COMMITTED, now, winners=winners, by=_BY), wait_seconds)
+            record = Record(COMMITTED, now, winners=winners, by=_BY, rows=rows)
+            sealed = self._seal(record, wait_seconds)
         except FenceUnavailable as exc:
             raise FanOutFailed(
                 f"run {self.run} is sent but not sealed: {exc}; its tasks wait until "
@@ -110,6 +114,15 @@ class Fence:
                 f"(native_delay_fence_policy): it was not sealed within "
                 f"{duration(self.timeout_seconds)}; send it again with a longer fence_timeout"
             )
+        if sealed.state == COMMITTED and rows and rows != sealed.rows:
+            raise FanOutFailed(
+                f"run {self.run} was committed before, with other rows, and these are not sent: "
+                f"give other rows another run_id, or send them without a fence"
+            )
+        if sealed.state == COMMITTED and sealed.winners != winners:
+            logger.warning(
+                "native delay: run %s was committed before; it is not sent again", self.run
+            )
         if sealed.state == ALL:
             logger.warning(
                 "native delay: run %s was given up by %s before it was sealed: a task that Spark "
@@ -118,10 +131,10 @@ class Fence:
                 sealed.by,
             )
 
-    def abort(self) -> None:
-        """Seal the run: nothing of it runs. If the store cannot be reached, say so."""
+    def abort(self) -> str:
+        """Seal the run, so that nothing of this job runs; return what becomes of its tasks."""
         try:
-            self._seal(Record(ABORTED, time(), by=_BY), self.longest_seconds)
+            sealed = self._seal(Record(ABORTED, time(), by=_BY), self.longest_seconds)
         except FenceUnavailable as exc:
             logger.error(
                 "native delay: run %s has failed but could not be sealed, so that "
@@ -129,7 +142,19 @@ class Fence:
                 self.run,
                 exc,
             )
+            return "native_delay_fence_policy of the workers decides what runs"
+        if sealed.state == ALL:
+            return f"what was sent runs, because {sealed.by} had given the run up"
+        if sealed.state == COMMITTED:
+            return "another job has committed the run"
+        return "nothing of it runs"
 
     def _seal(self, record: Record, wait_seconds: float) -> Record:
         with fence_store(self.url, patience_seconds=SEAL_PATIENCE_SECONDS) as store:
             return store.seal(self.run, record, ttl_seconds=wait_seconds + MARGIN_SECONDS)
+
+
+def rows_of(receipts: Sequence[Receipt]) -> str:
+    """Count and checksum of all rows, in whatever order and partitions they come."""
+    count, ids = (sum(getattr(receipt, name) for receipt in receipts) for name in ("rows", "ids"))
+    return f"{count:,} rows {ids:x}"

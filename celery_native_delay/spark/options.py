@@ -78,7 +78,8 @@ class FanOutOptions:
     """Refuse queues that the app's configuration does not name."""
     fence: str | None = field(default=None, repr=False)
     """URL of a store, ``redis://…``: of all attempts that Spark makes at a partition, the tasks of
-    one run; of a job that fails none. Workers need the same as ``native_delay_fence``."""
+    one run; of a job that fails none; a run_id that was committed is not sent again. Workers need
+    the same as ``native_delay_fence``."""
     fence_timeout: float = 3600.0
     """Seconds that may pass between the start of a partition and the end of the job; after that
     workers take the driver for dead, and their ``native_delay_fence_policy`` decides."""

@@ -16,7 +16,7 @@ _LOOK_SECONDS = 0.25
 
 def slots_of(spark: Any) -> int | None:
     """Number of tasks that a session runs at a time; None where it does not say (Spark Connect)."""
-    context = _context(spark)
+    context = context_of(spark)
     return None if context is None else context.defaultParallelism
 
 
@@ -24,7 +24,7 @@ def slots_of(spark: Any) -> int | None:
 def watched(spark: Any, label: str, *, show: bool) -> Iterator[None]:
     """Show the partitions that are done of the jobs that the block runs, on a terminal only."""
     console = Console(stderr=True)
-    context = _context(spark)
+    context = context_of(spark)
     if not show or not console.is_terminal or context is None:
         yield
         return
@@ -73,8 +73,9 @@ def _watch(context: Any, group: str, label: str, bar: Progress, done: threading.
         bar.update(shown, total=total or None, completed=completed)
 
 
-def _context(spark: Any) -> Any:
+def context_of(spark: Any) -> Any:
+    """The SparkContext of a session; None with Spark Connect."""
     try:
         return spark.sparkContext
-    except Exception:  # Spark Connect has none, and each release says so differently
+    except Exception:  # each release says so differently
         return None

@@ -30,6 +30,8 @@ class Receipt:
     partition: int
     attempt: int
     rows: int = 0
+    ids: int = 0
+    """Sum of the first 32 bits of all task ids."""
     sent: int = 0
     confirmed: int = 0
     by_template: int = 0

@@ -20,10 +20,11 @@ from ..errors import (
     TopologyMismatch,
     UnsupportedBroker,
 )
-from ..fence.run import HEADER
+from ..fence.run import COMMITTED, HEADER
 from .app import load_app
 from .fencing import Fence
 from .given_up import GivenUp
+from .live_counts import Reporter
 from .receipts import Failure, Receipt
 
 logger = logging.getLogger(__name__)
@@ -46,6 +47,8 @@ class SendJob:
     fence: Fence | None = None
     id: str = ""
     """Name by which its tasks know each other: each call, each batch of a stream has its own."""
+    driver: tuple[str, int] | None = None
+    """Address to which its tasks report what they have sent; None: they do not."""
 
 
 def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -> Iterator[Failure]:
@@ -55,25 +58,32 @@ def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -
     again. The rest of the rows is then named as unsent, and so are those of the job's tasks that
     begin after that: an outage is waited out once, and what will never let us in is asked once.
 
+    Of a fenced run that is committed, rows are counted and nothing is sent.
+
     Raises:
         FenceUnavailable, FanOutFailed: the run is fenced and not open; nothing was sent.
     """
     started = monotonic()
     headers = {}
+    is_committed = False
     if job.fence is not None:
-        job.fence.open()
+        is_committed = job.fence.open().state == COMMITTED
         receipt.fence = str(job.fence.stamp(receipt.partition, receipt.attempt))
         headers = {HEADER: receipt.fence}
     given_up = GivenUp(job.id)
     receipt.broken = given_up.reason()
     batch = Bulk(load_app(job.app), check=False, headers=headers)
+    reporter = Reporter(job.driver, job.id, receipt.partition, receipt.attempt)
     pace = Pace(job.max_rate)
     options: dict[Any, dict[str, Any]] = {}
     #: Why nothing can go to a queue: what the broker has answered once, it is not asked again.
     barred: dict[str | None, str] = {}
-    with batch:
+    with reporter.of(batch), batch:
         for task_id, eta, body, queue, priority, expires, error in rows:
             receipt.rows += 1
+            receipt.ids += int(task_id[:8], 16) if task_id else 0
+            if is_committed:
+                continue
             if error is not None:
                 receipt.rejected[error] += 1
                 continue
@@ -93,6 +103,10 @@ def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -
                 way = {**way, "expires": expires}
             if eta > receipt.last_eta:  # all of them are 32 characters, in UTC
                 receipt.last_eta = eta
+            if reporter.report(batch):
+                receipt.broken = "the driver was interrupted"
+                given_up.say(receipt.broken)
+                break
             pace.wait()
             try:
                 batch.send(job.task, args, kwargs, eta=eta, task_id=task_id, **way)

@@ -114,14 +114,14 @@ class Writer(DataSourceWriter):
         """
         receipts = _receipts(messages)
         if self._fence is not None:
-            self._fence.commit(receipts)
+            count = sum(receipt.rows for receipt in receipts)
+            self._fence.commit(receipts, rows=f"{count:,} rows")
         _log_rejects(receipts)
 
     def abort(self, messages: list[Any]) -> None:
         """Seal the fence, so that nothing of it runs; without one, what was sent stays sent."""
         if self._fence is not None:
-            self._fence.abort()
-            logger.error("native delay: the job failed; of what it has sent nothing runs")
+            logger.error("native delay: the job failed; %s", self._fence.abort())
             return
         sent = sum(receipt.sent for receipt in _receipts(messages))
         logger.error(
@@ -137,7 +137,7 @@ class Writer(DataSourceWriter):
         self._job_id = uuid4().hex
         fan_out = options.fan_out
         facts = describe(Call.of(fan_out))
-        self._fence = Fence.of(fan_out, facts)
+        self._fence = Fence.of(fan_out, facts, self._job_id)
         self._rows = RowEncoder(
             schema,
             fan_out,
@@ -150,6 +150,11 @@ class Writer(DataSourceWriter):
         context = TaskContext.get()
         assert context is not None
         receipt = Receipt(context.partitionId(), context.attemptNumber())
+        if fence is not None and fence.open().state == COMMITTED:
+            # Not encoded: rows that have fallen due meanwhile would be rejected.
+            receipt.rows = sum(1 for _ in rows)
+            receipt.fence = str(fence.stamp(receipt.partition, receipt.attempt))
+            return Sent(receipt)
         rate = fan_out.max_rate and fan_out.max_rate / fan_out.connections
         first, count = None, 0
         job = SendJob(fan_out.app, fan_out.task, rate, fence, job_id)
@@ -191,21 +196,16 @@ class StreamWriter(Writer, DataSourceStreamWriter):
         fence = self._fence
         if fence is not None:
             # By the query, whatever the run_id: with a new checkpoint a batch has other rows.
-            fence = replace(fence, run=f"{query}-{batch}", is_replayed=True)
-            if fence.open().state == COMMITTED:
-                for _ in iterator:
-                    pass  # the driver ended before Spark could write down that the batch was done
-                return Sent(Receipt(context.partitionId(), context.attemptNumber()))
+            fence = replace(fence, run=f"{query}-{batch}", job=f"{self._job_id}-{batch}")
         return self._send(iterator, f"{run_id}-{batch}", fence, f"{self._job_id}-{batch}")
 
     def commit(self, messages: list[Any], batchId: int) -> None:  # type: ignore[override]  # noqa: N803
         """Seal the fence of a batch; say what was sent, and what was not to be."""
-        if self._fence is not None:
+        receipts = _receipts(messages)
+        if self._fence is not None and receipts:
             # Made anew for this, it knows of the query only what the executors say.
-            stamps = [receipt.fence for receipt in _receipts(messages) if receipt.fence]
-            run = Stamp.parse(stamps[0]).run if stamps else None
-            self._fence = replace(self._fence, run=run, is_replayed=True) if run else None
-        super().commit(messages)
+            replace(self._fence, run=Stamp.parse(receipts[0].fence).run).commit(receipts)
+        _log_rejects(receipts)
 
     def abort(self, messages: list[Any], batchId: int) -> None:  # type: ignore[override]  # noqa: N803
         """Leave a batch to its next attempt: behind a fence that one counts."""

@@ -63,6 +63,8 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         if installation is None or not installation.enabled:
             return
         self._installation = installation
+        if installation.has("rates"):
+            _check_lines(c.app, installation.settings())
         settings = _settings_of(installation)
         self._moved = Moved(settings)
         self._fence = Fence(settings, str(c.hostname))
@@ -180,6 +182,20 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
             self._promoter.stop()
             self._promoting.join(5.0)
             self._promoter = self._promoting = None
+
+
+def _check_lines(app: Any, settings: DelaySettings) -> None:
+    """Raise NoRecords if this worker could not count rated tasks.
+
+    Whoever makes a worker gets the error: Celery's ``start_worker`` would wait for ever for one that
+    ends in its own thread. If the broker is away, :meth:`NativeDelay.start` raises it later.
+    """
+    with app.connection_for_read() as connection:
+        try:
+            connection.connect()
+        except connection.connection_errors:
+            return
+        lines_of(connection.default_channel, settings).close()
 
 
 def _settings_of(installation: Installation) -> DelaySettings:

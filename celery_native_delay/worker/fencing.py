@@ -218,7 +218,7 @@ class Lookup(Thread):
         """Seal *run* by policy, so that all workers do the same; what is sealed meanwhile stays."""
         mine = fence.given_up(self._policy, now=now, by=self._worker)
         sealed = store.seal(run, mine, ttl_seconds=self._keep_seconds)
-        if sealed == mine:
+        if (sealed.state, sealed.by) == (mine.state, mine.by):
             logger.warning(
                 "native delay: %s: as native_delay_fence_policy says, %s",
                 f"run {run} was not sealed in time, has its driver died?"

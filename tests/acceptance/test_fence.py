@@ -59,13 +59,13 @@ def send(fleet: Fleet, run: str, *attempts: str, queue: str = "default") -> None
 
 def begin(store: FenceStore, run: str, *, within_seconds: float = 600) -> None:
     now = time()
-    store.open(run, Record(OPEN, now, deadline=now + within_seconds), ttl_seconds=600)
+    store.open(run, Record(OPEN, now, deadline=now + within_seconds), ttl_seconds=600, job="j")
 
 
 def seal(store: FenceStore, run: str, state: str, winner: str | None = None) -> None:
     winners = {} if winner is None else {"0": winner}
     record = Record(state, time(), winners=winners, by="the driver")
-    assert store.seal(run, record, ttl_seconds=600) == record
+    assert store.seal(run, record, ttl_seconds=600).state == state
 
 
 def check_what_runs(broker_url: str, store_url: str, folder: Path, *, pool: Any) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from threading import Thread
 from time import time
 from typing import Any
 
 import pytest
+from celery.contrib.testing.worker import start_worker
 
-from celery_native_delay import Delay, NoRecords, Rate, install
+from celery_native_delay import Delay, NoRecords, Rate, SettingsError, install
 from celery_native_delay.testing import PrivateRedis, private_redis, private_sentinel
 from tests.acceptance.apps.tasks import new_app
 from tests.acceptance.worker import Fleet, fleet_on
@@ -42,6 +44,25 @@ def test_a_worker_whose_rates_are_wrong_does_not_start(fleet: Fleet) -> None:
     assert worker.process.wait(PATIENCE_SECONDS) != 0
     assert worker.log_lines("expected a rate such as", "50/fortnight")
     assert fleet.record.runs() == []
+
+
+@pytest.mark.parametrize(("rate", "error"), [("1/s", NoRecords), ("50/fortnight", SettingsError)])
+def test_celerys_test_worker_raises_that_it_cannot_count(rate: str, error: type[Exception]) -> None:
+    """It runs in a thread, and start_worker would wait for it for ever."""
+    app = new_app(broker_url="memory://", native_delay_rates={"call_api": rate})
+    raised: list[BaseException] = []
+
+    def start() -> None:
+        try:
+            with start_worker(install(app), perform_ping_check=False):
+                raise AssertionError("it started")
+        except Exception as exc:
+            raised.append(exc)
+
+    thread = Thread(target=start, daemon=True)
+    thread.start()
+    wait_until(lambda: bool(raised), timeout_seconds=5)
+    assert isinstance(raised[0], error), raised
 
 
 def test_sqs_has_nothing_to_count_in() -> None:

@@ -216,3 +216,28 @@ def test_any_pool(fleet: Fleet) -> None:
         run.assert_on_time(before + 1, time())
         assert run.worker == worker.name
         worker.stop()
+
+
+@pytest.mark.ci
+def test_workers_outlive_a_redis_that_restarts_while_tasks_wait_for_their_turn(
+    tmp_path: Path,
+) -> None:
+    """Such tasks are not acknowledged when their connection breaks."""
+    installed(require_redis, "redis")
+    rates = {"native_delay_rates": {"call_api": "5/s"}}
+    with private_redis(server="redis") as server, fleet_on(server.url, tmp_path, **rates) as fleet:
+        workers = [fleet.worker() for _ in range(3)]
+        call_api = fleet.app().tasks["call_api"]
+        for _ in range(4):
+            ran = len(fleet.record.runs())
+            for number in range(20):
+                call_api.delay("tenant", number)
+            fleet.record.wait_for(ran + 2)
+            server.stop()
+            for worker in workers:
+                worker.wait_for_log("native delay: promoting stopped")
+            server.start()
+            fresh = fleet.app().tasks["note"].delay().id
+            fleet.record.wait_for(task_id=fresh)
+        assert [worker.process.poll() for worker in workers] == [None] * 3
+        assert [worker.log_lines("Unrecoverable error") for worker in workers] == [[]] * 3

@@ -14,7 +14,7 @@ from celery_native_delay.fence.run import ABORTED, ALL, COMMITTED, OPEN, Record
 from celery_native_delay.testing import PrivateRedis, private_redis
 
 NOW = 1_795_200_000.25
-BEGUN = Record(OPEN, NOW, deadline=NOW + 60)
+BEGUN = Record(OPEN, NOW, deadline=NOW + 60, jobs={"j": True})
 DONE = Record(COMMITTED, NOW + 9, winners={"0": "1-b"}, by="the driver")
 
 
@@ -27,31 +27,39 @@ def store(empty_redis: PrivateRedis) -> Iterator[FenceStore]:
 def test_a_run_is_sealed_once(store: FenceStore, empty_redis: PrivateRedis) -> None:
     """By whoever comes first; its record lives as long as it was told to."""
     assert store.load(["r/1:é", "other"]) == [None, None]
-    assert store.open("r/1:é", BEGUN, ttl_seconds=1000) == BEGUN
+    assert store.open("r/1:é", BEGUN, ttl_seconds=1000, job="j") == BEGUN
     assert store.load(["other", "r/1:é"]) == [None, BEGUN]
-    assert store.seal("r/1:é", DONE, ttl_seconds=500) == DONE
+    done = replace(DONE, jobs=BEGUN.jobs)
+    assert store.seal("r/1:é", DONE, ttl_seconds=500) == done
     (key,) = empty_redis.client.keys("*")
     assert 490 <= empty_redis.client.ttl(key) <= 500
     for late in (Record(ABORTED, NOW + 10), Record(ALL, NOW + 10), DONE):
-        assert store.seal("r/1:é", late, ttl_seconds=5) == DONE
-    assert store.open("r/1:é", BEGUN, ttl_seconds=5, reopen=True) == DONE
-    assert store.load(["r/1:é"]) == [DONE]
+        assert store.seal("r/1:é", late, ttl_seconds=5) == done
+    assert store.open("r/1:é", BEGUN, ttl_seconds=5, job="k") == done
+    assert store.load(["r/1:é"]) == [done]
     assert empty_redis.client.ttl(key) >= 490
 
 
 def test_opening_again_puts_the_deadline_off(store: FenceStore) -> None:
     """Executors do, whose clocks differ; when the run began stays."""
-    store.open("r", BEGUN, ttl_seconds=100)
+    store.open("r", BEGUN, ttl_seconds=100, job="j")
     later = Record(OPEN, NOW + 5, deadline=NOW + 65)
-    assert store.open("r", later, ttl_seconds=100) == replace(BEGUN, deadline=NOW + 65)
-    assert store.open("r", BEGUN, ttl_seconds=100) == replace(BEGUN, deadline=NOW + 65)
+    for record in (later, BEGUN):
+        opened = store.open("r", record, ttl_seconds=100, job="j")
+        assert opened == replace(BEGUN, deadline=NOW + 65)
 
 
-def test_an_aborted_run_is_opened_again_only_by_who_may(store: FenceStore) -> None:
-    aborted = Record(ABORTED, NOW, by="worker")
-    assert store.seal("r", aborted, ttl_seconds=100) == aborted
-    assert store.open("r", BEGUN, ttl_seconds=100) == aborted
-    assert store.open("r", BEGUN, ttl_seconds=100, reopen=True) == BEGUN
+def test_an_aborted_run_is_opened_again_by_another_job(store: FenceStore) -> None:
+    """Workers may have dropped what those that had opened it have sent."""
+    begun = Record(OPEN, NOW, deadline=NOW + 60)
+    store.open("r", begun, ttl_seconds=100, job="j")
+    store.open("r", begun, ttl_seconds=100, job="k")
+    aborted = store.seal("r", Record(ABORTED, NOW, by="worker"), ttl_seconds=100)
+    for job in ("j", "k"):
+        assert store.open("r", begun, ttl_seconds=100, job=job) == aborted
+    assert store.open("r", begun, ttl_seconds=100, job="l") == replace(begun, jobs={"l": True})
+    store.seal("lost", Record(ABORTED, NOW, by="worker"), ttl_seconds=100)
+    assert store.open("lost", begun, ttl_seconds=100, job="j") == BEGUN
 
 
 def test_what_does_not_serve_is_an_error_of_ours(empty_redis: PrivateRedis) -> None:

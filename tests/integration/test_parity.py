@@ -28,11 +28,11 @@ from celery_native_delay.testing import PrivateRabbitMQ
 from celery_native_delay.transports.rabbitmq.address import (
     landing_address,
     message_address,
+    refusal_fits,
     topic_binding_address,
     topic_matches,
 )
 from celery_native_delay.transports.rabbitmq.parking import peek
-from celery_native_delay.transports.rabbitmq.routes import LONGEST_ASKED_BYTES
 from celery_native_delay.transports.rabbitmq.topology import Topology, is_delay_name
 from celery_native_delay.transports.rabbitmq.wrapping import DEATH_HEADERS, HEADER, Delayed
 from pytest_celery_native_delay import IN_CI
@@ -182,7 +182,7 @@ class Graph:
 def is_not_asked_for(exchange: str) -> bool:
     """Whether a producer that did not declare *exchange* cannot learn its type from the broker."""
     is_built_in = exchange in BUILT_IN
-    return not (is_built_in or exchange.isascii()) and len(exchange.encode()) > LONGEST_ASKED_BYTES
+    return not is_built_in and not refusal_fits(exchange, "test-123456789012", "guest")
 
 
 # ---- drawing them ----------------------------------------------------------------------------

@@ -431,3 +431,24 @@ def test_put_back_waits_once_however_often_it_is_put_back(empty_redis: PrivateRe
         assert again.decode() == "hello"
         assert again.properties["priority"] == 9
         assert again.native_delay is not None
+
+
+def test_a_channel_that_outlives_its_connection_closes_without_an_error(
+    empty_redis: PrivateRedis,
+) -> None:
+    """An error there would end the worker; what is unacknowledged is restored by others."""
+    options = {"visibility_timeout": 1, "unacked_restore_throttle": 1}
+    with delaying(empty_redis.url, transport_options=options) as connection:
+        channel = connection.default_channel
+        publish(connection, "hello", "default", declare=QUEUES)
+        assert channel.basic_get("default") is not None
+        connection.transport.client = None  # as Connection.collect() leaves it
+        channel.close()
+    with delaying(empty_redis.url, transport_options=options) as connection:
+        qos = connection.default_channel.qos
+
+        def restored() -> Any:
+            qos.restore_visible(interval=1)
+            return connection.default_channel.basic_get("default", no_ack=True)
+
+        wait_until(restored)

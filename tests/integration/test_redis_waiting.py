@@ -92,7 +92,7 @@ def test_a_search_of_thousands_finds_each_once_and_earliest_first(
     assert len(every) == 2100
     for search in (
         *("REST", "e-69", "E-69-R", "käse", "zebra", "args:69-"),
-        *("wurst 69", "(69 OR e-42-) rest", '"t 69" OR "E-13-"'),
+        *("wurst 69", '"t 69"', "name:REMIND 42"),
     ):
         query = Query.parse(search)
         expected = [task for task in every if query.matches(task)]

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +27,19 @@ from celery_native_delay.fence.run import ABORTED, COMMITTED, Record
 from celery_native_delay.spark import FanOut, task_id_of
 from tests.acceptance.worker import Fleet, fleet_on
 from tests.spark.conftest import LEVELS
+from tests.waiting import PATIENCE_SECONDS, SLOWNESS, wait_until
+
+ROOT = Path(__file__).parents[2]
 
 ROWS = 400
 LOST_AT = 150
 """The row of the first partition at which its executor is lost, when those before are sent."""
 
+BATCHES, BATCH_ROWS, MARKED = 6, 200, 50
+"""Batches of a stream, and the row of each that tells the test when it is being sent."""
+
 APP = """
+from pathlib import Path
 from celery_native_delay import install
 from pyspark import TaskContext
 from tests.acceptance.apps.tasks import new_app
@@ -34,10 +47,14 @@ from tests.acceptance.apps.tasks import new_app
 class ExecutorLost(BaseException):
     pass
 
-def header(number, lost_times):
+def header(number, lost_times=0):
     context = TaskContext.get()
     if context is not None and context.attemptNumber() < (lost_times or 0):
         raise ExecutorLost()
+    if (lost_times or 0) < 0:
+        raise ValueError("not now")
+    if number and number % {batch_rows} == {marked}:
+        Path(__file__).with_name(f"{{__name__}}:app-{{number}}").touch()
 
 app = install(new_app(broker_url={url!r}), **{settings!r})
 app.tasks["note"].__header__ = header  # what is asked of every row's arguments
@@ -64,17 +81,22 @@ def make_fenced_app(apps_folder: Path) -> Callable[[str], str]:
 
     def make(url: str) -> str:
         name = f"fenced_{next(_numbers)}"
-        (apps_folder / f"{name}.py").write_text(APP.format(url=url, settings=LEVELS))
+        (apps_folder / f"{name}.py").write_text(
+            APP.format(url=url, settings=LEVELS, batch_rows=BATCH_ROWS, marked=MARKED)
+        )
         return f"{name}:app"
 
     return make
 
 
 @contextmanager
-def fleet_with_worker(url: str, folder: Path, store_url: str) -> Iterator[tuple[Fleet, Any]]:
+def fleet_with_worker(
+    url: str, folder: Path, store_url: str, policy: str = "run"
+) -> Iterator[tuple[Fleet, Any]]:
     conf = {f"native_delay_{name}": value for name, value in LEVELS.items()}
+    fence = {"native_delay_fence": store_url, "native_delay_fence_policy": policy}
     with fleet_on(url, folder, **conf) as fleet:
-        yield fleet, fleet.worker(concurrency=1, native_delay_fence=store_url)
+        yield fleet, fleet.worker(concurrency=1, **fence)
 
 
 def rows(spark: Any, *, lost_times: int = 0) -> Any:
@@ -151,6 +173,39 @@ def test_of_a_job_that_fails_nothing_runs(
     assert states == {ABORTED: 2, COMMITTED: 1}
 
 
+def test_a_run_that_was_committed_is_not_sent_again(
+    spark: Any,
+    make_fenced_app: Callable[[str], str],
+    native_delay_redis_url: str,
+    store_url: str,
+    tmp_path: Path,
+) -> None:
+    """A run is a run_id and a task, with the same rows each time.
+
+    Of one that failed, or had a row that was refused, nothing runs: it is sent again as a whole.
+    """
+    app = make_fenced_app(native_delay_redis_url)
+    df = rows(spark)
+    with pytest.raises(PySparkException, match="ExecutorLost"):
+        fan_out(rows(spark, lost_times=4), app, "run", fence=store_url).send()
+    with pytest.raises(FanOutFailed, match=r"not now; nothing of it runs; send all of it again"):
+        fan_out(rows(spark, lost_times=-1), app, "run", fence=store_url).send()
+    assert fan_out(df, app, "run", fence=store_url).send().confirmed == ROWS
+    again = fan_out(df.repartition(3), app, "run", fence=store_url).send()
+    assert (again.was_committed, again.rows, again.sent, again.failures) == (True, ROWS, 0, [])
+    assert "nothing was sent again" in str(again)
+    with pytest.raises(FanOutFailed, match=r"committed before, with other rows.*another run_id"):
+        fan_out(df.where("number > 0"), app, "run", fence=store_url).send()
+    other = fan_out(df.limit(7), app, "run", fence=store_url, task="other", check_task=False)
+    assert other.send().confirmed == 7
+    with fleet_with_worker(native_delay_redis_url, tmp_path, store_url) as (fleet, worker):
+        fleet.record.wait_for(ROWS)
+        worker.wait_for_log(
+            "is dropped: attempt", "of run run:note lost", count=4 * LOST_AT + ROWS - 1
+        )
+        assert Counter(run.args[0] for run in fleet.record.runs()) == Counter(range(ROWS))
+
+
 def names(store_url: str) -> list[str]:
     """Of all runs in the store."""
     import redis
@@ -198,3 +253,89 @@ def test_a_fence_that_cannot_be_opened_or_sealed_is_an_error(
         late.send()
     assert failed.value.result.confirmed == 10
     assert "has no native_delay_fence" in caplog.text
+
+
+def rows_of(batch: int) -> range:
+    return range(batch * BATCH_ROWS, (batch + 1) * BATCH_ROWS)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(("policy", "fence_timeout"), [("run", 900), ("drop", 3 * SLOWNESS)])
+def test_batches_run_once_however_often_their_driver_is_killed(
+    make_fenced_app: Callable[[str], str],
+    native_delay_rabbitmq_url: str,
+    store_url: str,
+    apps_folder: Path,
+    tmp_path: Path,
+    policy: str,
+    fence_timeout: float,
+) -> None:
+    """At random points within a batch, and between its seal and Spark's note that it is done.
+
+    With the policy "drop" also if workers have given batches up meanwhile.
+    """
+    chance = random.Random(policy)
+    source = tmp_path / "source"
+    source.mkdir()
+    for batch in range(BATCHES):
+        lines = [json.dumps({"number": number, "wait": number % 3}) for number in rows_of(batch)]
+        (source / f"{batch}.json").write_text("\n".join(lines))
+    app = make_fenced_app(native_delay_rabbitmq_url)
+    given = [app, store_url, str(fence_timeout), str(source)]
+    with fleet_with_worker(native_delay_rabbitmq_url, tmp_path, store_url, policy) as (
+        fleet,
+        worker,
+    ):
+        for batch in range(3):
+            mark = apps_folder / f"{app}-{rows_of(batch)[MARKED]}"
+
+            def is_under_way(mark: Path = mark) -> bool:
+                return mark.exists() or process.poll() is not None
+
+            with driver(given, apps_folder, tmp_path) as (process, said):
+                wait_until(is_under_way)
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(chance.uniform(0, 1))
+        for dies_after, ends_with in ((BATCHES - 2, -signal.SIGKILL), (-1, 0)):
+            ended_with = 1
+            while ended_with == 1:  # a worker gave the batch up, which the driver was told
+                with driver(given, apps_folder, tmp_path, dies_after) as (process, said):
+                    ended_with = process.wait(PATIENCE_SECONDS)
+                    was_told = "given up by" in said() or "has aborted it" in said()
+                    assert ended_with == ends_with or was_told, said()
+        assert f"run reminders-{BATCHES - 2}: {BATCH_ROWS} rows, all sent before" in said()
+        fleet.record.wait_for(BATCHES * BATCH_ROWS)
+        worker.stop()  # what has come has run by then, or is dropped
+    ran = Counter(run.args[0] for run in fleet.record.runs())
+    assert ran == Counter(range(BATCHES * BATCH_ROWS))
+    assert worker.log_lines("is dropped")
+
+
+@contextmanager
+def driver(
+    given: list[str], apps_folder: Path, folder: Path, dies_after: int = -1
+) -> Iterator[tuple[subprocess.Popen[bytes], Callable[[], str]]]:
+    """A driver with a stream, and what all drivers of a test have said; killed with the block."""
+    log = folder / "driver.log"
+    with log.open("ab") as output:
+        process = subprocess.Popen(
+            [sys.executable, str(ROOT / "tests/spark/stream_driver.py"), *given, str(dies_after)],
+            cwd=folder,
+            env=os.environ
+            | {
+                "PYTHONPATH": os.pathsep.join([str(ROOT), str(apps_folder)]),
+                "PYSPARK_PYTHON": sys.executable,
+                "SPARK_LOCAL_IP": "127.0.0.1",
+                "JAVA_TOOL_OPTIONS": "-XX:+UseSerialGC -XX:TieredStopAtLevel=1",
+            },
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        yield process, log.read_text
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(PATIENCE_SECONDS)

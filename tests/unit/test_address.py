@@ -8,13 +8,17 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from celery_native_delay.settings import DelaySettings
 from celery_native_delay.transports.rabbitmq.address import (
     landing_address,
     message_address,
     queue_address,
+    queue_of_address,
+    refusal_fits,
     topic_binding_address,
     topic_matches,
 )
+from celery_native_delay.transports.rabbitmq.topology import Topology
 
 patient = settings(deadline=None, max_examples=300)
 
@@ -154,3 +158,17 @@ def test_landing_addresses_differ_as_their_names_do(one: str, other: str) -> Non
     assert (landing_address(one) == landing_address(other)) == (one == other)
     assert (queue_address(one) == queue_address(other)) == (one == other)
     assert landing_address(one) != queue_address(other)
+
+
+@given(name=st.text(alphabet="ab.é名", max_size=85))
+def test_the_brokers_refusal_of_a_derived_name_fits(name: str) -> None:
+    derived = Topology(DelaySettings()).landing_queue(name)
+    assert refusal_fits(derived, "a virtual host of 生产", "celery-user")
+    if len(name.encode()) > 24:
+        assert refusal_fits(derived, "v" * 255, "celery-user")
+
+
+def test_a_queue_whose_name_is_hashed_is_not_read_from_its_address() -> None:
+    key = "0.1." + queue_address("q" * 101)
+    assert queue_of_address(key) is None
+    assert queue_of_address("0.1." + queue_address("q.名")) == "q.名"

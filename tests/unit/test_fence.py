@@ -90,7 +90,7 @@ def test_the_policy_for_a_driver_that_died() -> None:
 
 
 def test_only_what_cannot_change_is_remembered() -> None:
-    """A stream that sends a batch again reopens what workers have dropped."""
+    """A job that sends a run again opens what workers have dropped."""
     final = [state for state in (OPEN, COMMITTED, ABORTED, ALL) if Record(state, NOW).is_final]
     assert final == [COMMITTED, ALL]
 

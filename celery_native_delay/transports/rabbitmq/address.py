@@ -18,7 +18,15 @@ from urllib.parse import unquote
 #: AMQP 0-9-1 shortstr: routing keys and names are at most 255 bytes.
 SHORTSTR_BYTES = 255
 
+#: The longest word of a derived name that is not hashed: in ASCII, and in other letters, whose
+#: names the broker's refusals must hold whole (:func:`refusal_fits`).
+_LONGEST_WORD_BYTES = {True: 100, False: 24}
+
+#: The bytes of the broker's longest refusal without the names in it.
+_REFUSAL_BYTES = 125
+
 _ESCAPES = str.maketrans({"%": "%25", ".": "%2E", "*": "%2A", "#": "%23"})
+_HASHED = "%h"
 _WILDCARDS = {"*": "%2A", "#": "%23"}
 
 
@@ -50,15 +58,29 @@ def queue_address(queue: str) -> str:
 
 
 def queue_of_address(routing_key: str) -> str | None:
-    """The queue that a routing key ending in a :func:`queue_address` is for, None for any other."""
+    """The queue of a routing key that ends in a :func:`queue_address`.
+
+    None for any other, and for a hashed one.
+    """
     _, mark, word = routing_key.rpartition(".%%q.")
-    return unquote(word) if mark else None
+    return unquote(word) if mark and not word.startswith(_HASHED) else None
 
 
 def short_word(name: str) -> str:
-    """*name* as one escaped word, hashed when it is longer than 100 bytes."""
+    """*name* as one escaped word, hashed when it is longer than 100 bytes, 24 if not ASCII."""
     word = name.translate(_ESCAPES)
-    return word if len(word.encode()) <= 100 else "%h" + _digest(name)
+    fits = len(word.encode()) <= _LONGEST_WORD_BYTES[word.isascii()]
+    return word if fits else _HASHED + _digest(name)
+
+
+def refusal_fits(*names: str) -> bool:
+    """True if a refusal of the broker with all *names* in it arrives as a refusal.
+
+    RabbitMQ cuts its text at 255 bytes. If the text is not ASCII, RabbitMQ 4.3 closes the
+    connection instead (541), and 3.10 may cut a letter in two, which py-amqp cannot decode.
+    """
+    text = "".join(names)
+    return text.isascii() or len(text.encode()) <= SHORTSTR_BYTES - _REFUSAL_BYTES
 
 
 def _join(exchange: str, words: list[str]) -> str:

@@ -8,10 +8,18 @@ from typing import Any
 
 import amqp
 from amqp import spec
-from amqp.exceptions import AccessRefused, NotFound, PreconditionFailed
+from amqp.exceptions import (
+    AccessRefused,
+    ChannelError,
+    InternalError,
+    NotFound,
+    PreconditionFailed,
+)
 
 from ...errors import NotDeclared, NotPermitted, TopologyMismatch, UnsupportedBroker
+from .address import refusal_fits
 from .channels import OwnChannel, Publication
+from .own_connection import connection_like, hang_up
 from .topology import Binding, Change, Exchange, Queue, Topology, Unbinding
 
 #: At-least-once dead-lettering came with 3.10. https://www.rabbitmq.com/docs/quorum-queues
@@ -37,6 +45,34 @@ class Declarer:
         """Declare and unbind all of *declarations*; a ChannelError is the refusal of one."""
         apply(self.channel, declarations)
 
+    def refusal_fits(self, name: str) -> bool:
+        """True if the broker's refusal of the queue or exchange *name* arrives as a refusal."""
+        connection = self.connection
+        return refusal_fits(name, connection.virtual_host, connection.client.userid or "guest")
+
+    @contextmanager
+    def channel_for(self, name: str, *, unreadable: type[ChannelError]) -> Iterator[OwnChannel]:
+        """The channel on which to ask for *name*.
+
+        If a refusal of *name* would not fit, the channel is on a connection of its own, which may
+        break; then this raises *unreadable*.
+        """
+        if self.refusal_fits(name):
+            yield self.channel
+            return
+        client = connection_like(self.connection.client)
+        try:
+            yield OwnChannel(client.connection)
+        except (InternalError, UnicodeDecodeError) as exc:
+            raise unreadable(f"RabbitMQ refused {name!r}") from exc
+        finally:
+            hang_up(client)
+
+    def look_for_exchange(self, name: str, *, unreadable: type[ChannelError] = NotFound) -> None:
+        """Ask for an exchange; raises NotFound or AccessRefused, or *unreadable* for either."""
+        with self.channel_for(name, unreadable=unreadable) as channel:
+            channel.exchange_declare(name, "fanout", passive=True)
+
     def has_exchange(self, name: str, *, if_refused: bool) -> bool:
         """True if there is such a fanout exchange of ours, which leads nowhere.
 
@@ -45,7 +81,7 @@ class Declarer:
         """
         try:
             try:
-                self.channel.exchange_declare(name, "fanout", passive=True)
+                self.look_for_exchange(name, unreadable=AccessRefused)
             except AccessRefused:
                 self._publish_nowhere(name)
         except NotFound:
@@ -64,7 +100,8 @@ class Declarer:
     def depth(self, queue: str) -> int | None:
         """Number of messages in *queue*, None if it is not declared."""
         try:
-            return int(self.channel.queue_declare(queue, passive=True).message_count)
+            with self.channel_for(queue, unreadable=NotFound) as channel:
+                return int(channel.queue_declare(queue, passive=True).message_count)
         except NotFound:
             return None
 
@@ -75,10 +112,10 @@ class Declarer:
             amqp.exceptions.NotFound: there is no such exchange.
             amqp.exceptions.AccessRefused: this user may not write to it.
         """
-        channel = self.channel
-        channel.send(Publication(amqp.Message(), exchange, ""))
-        channel.basic_qos(0, 0, False)
-        channel.take_returned()
+        with self.channel_for(exchange, unreadable=NotFound) as channel:
+            channel.send(Publication(amqp.Message(), exchange, ""))
+            channel.basic_qos(0, 0, False)
+            channel.take_returned()
 
 
 def apply(

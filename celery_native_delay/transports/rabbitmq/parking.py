@@ -247,7 +247,7 @@ def _exists(work: _Round, exchange: str) -> bool:
     if exchange and exchange not in work.exchanges:
         work.exchanges[exchange] = True
         try:
-            work.delays.declarer.channel.exchange_declare(exchange, "direct", passive=True)
+            work.delays.declarer.look_for_exchange(exchange)
         except NotFound:
             work.exchanges[exchange] = False
         except AccessRefused:

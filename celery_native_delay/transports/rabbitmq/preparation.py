@@ -112,7 +112,11 @@ class Preparation:
         bindings, landings = self._mirror.take_pending()
         if not self._declares:
             return 0
-        mirrored = [binding for binding in bindings if self._routes.exists(binding.exchange)]
+        mirrored = [
+            binding
+            for binding in bindings
+            if self._routes.exists(binding.exchange) and self._can_bind(binding.queue)
+        ]
         for queue in {binding.queue for binding in mirrored} - self._mirror.rejects.keys():
             # It has a landing queue from a process that knows its arguments.
             landing = self._topology.queue_landing_queue(queue)
@@ -129,6 +133,14 @@ class Preparation:
             self._mirror_each(mirrored)
         self._routes.forget()
         return len(mirrored)
+
+    def _can_bind(self, queue: str) -> bool:
+        """False if *queue* is missing and the broker's refusal to bind it would not fit."""
+        return (
+            queue in self._mirror.rejects
+            or self._declarer.refusal_fits(queue)
+            or self._declarer.has_queue(queue, if_refused=True)
+        )
 
     def _mirror_each(self, bindings: list[Mirrored]) -> None:
         refused: dict[Mirrored, NotPermitted] = {}

@@ -24,10 +24,6 @@ ROUTE_SECONDS = 60.0
 #: asked for: where the plugin is off, that closes the connection.
 ASKED_TYPES = ("direct", "topic", "fanout", "headers")
 
-#: RabbitMQ 4.3 closes the connection (541) when its refusal, cut at 255 bytes, ends inside a
-#: character; a longer name that is not ASCII is not asked for.
-LONGEST_ASKED_BYTES = 60
-
 
 @dataclass(frozen=True)
 class _Known:
@@ -173,8 +169,8 @@ class Routes:
         return there
 
     def _ask_type(self, exchange: str, *, likely: str = "") -> str:
-        if not exchange.isascii() and len(exchange.encode()) > LONGEST_ASKED_BYTES:
-            return likely
+        if not self._declarer.refusal_fits(exchange):
+            return likely or ("" if self._has_landing(exchange) else "direct")
         try:
             # Passive first: asking must not declare what is not there.
             self._declarer.channel.exchange_declare(exchange, "direct", passive=True)

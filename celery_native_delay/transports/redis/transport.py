@@ -29,9 +29,33 @@ from .keys import Keys
 logger = logging.getLogger(__name__)
 
 
+class QoS(redis.QoS):  # type: ignore[misc]
+    """kombu's account of unacknowledged messages, which outlives the connection."""
+
+    def restore_unacked(self, client: Any = None) -> None:
+        """Push unacknowledged messages back to their queues.
+
+        After an outage Celery may have taken the connection's parameters away before it closes the
+        channel. kombu then fails with an AttributeError, which ends the worker. The messages stay
+        in Redis instead, whose other consumers restore them after the visibility timeout.
+        """
+        transport = self.channel.connection
+        if transport is not None and transport.client is not None:
+            super().restore_unacked(client)
+            return
+        logger.warning(
+            "native delay: the connection is gone; %s unacknowledged message(s) come back after "
+            "the visibility timeout of %s s",
+            len(self._delivered),
+            self.visibility_timeout,
+        )
+        self._delivered.clear()
+
+
 class RedisDelayingChannel(DelayingChannel):
     """A channel of kombu's redis transports whose messages can wait; mixed in before kombu's."""
 
+    QoS = QoS
     delays_class = Delays
 
     def worker_part(self, settings: DelaySettings) -> WorkerPart:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -58,24 +58,13 @@ class Rows:
         until_us: int | None,
         *,
         offset: int = 0,
-        containing: Sequence[str] = (),
-        containing_any: Sequence[Sequence[str]] = (),
+        containing: str = "",
     ) -> Iterator[Row]:
-        """Those due in the range, earliest first, whose envelopes contain all of these.
-
-        And of each of the other groups one text in any case.
-        """
-        statement = (
-            _SHOWN.where(self._mine, *_between(from_us, until_us))
-            .where(*(_ROW.envelope.contains(text, autoescape=True) for text in containing))
-            .where(
-                *(
-                    or_(*(_ROW.envelope.icontains(text, autoescape=True) for text in group))
-                    for group in containing_any
-                )
-            )
-            .order_by(_ROW.due_us, _ROW.id)
-        )
+        """Rows due in the range, earliest first, whose envelopes contain this text in any case."""
+        statement = _SHOWN.where(self._mine, *_between(from_us, until_us))
+        if containing:
+            statement = statement.where(_ROW.envelope.icontains(containing, autoescape=True))
+        statement = statement.order_by(_ROW.due_us, _ROW.id)
         for start in count(offset, _CHUNK):
             rows = self._connection.execute(statement.offset(start).limit(_CHUNK)).all()
             for row in rows:

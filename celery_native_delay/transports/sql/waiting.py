@@ -14,7 +14,6 @@ from time import time_ns
 from typing import Any
 
 from ...errors import RecordsUnavailable, StoreUnavailable, TopologyMismatch
-from ...records.looking import is_itself_in_json
 from ...records.waiting import ALL, Outcome, Page, Query, Verdict, Waiting, WaitingTasks
 from ..virtual.waiting import changed, waiting_of
 from .handover import HandOver, handing_over
@@ -64,14 +63,8 @@ class StoreWaitingTasks(WaitingTasks):
             return rows.span()
 
     def _matching(self, query: Query) -> Iterator[Waiting]:
-        needles = [text for text in query.needles if is_itself_in_json(text)]
-        groups = [
-            group for group in query.needles_in_any_case if all(map(is_itself_in_json, group))
-        ]
         with _explained(), self._store.rows() as rows:
-            for row in rows.waiting(
-                query.from_us, query.until_us, containing=needles, containing_any=groups
-            ):
+            for row in rows.waiting(query.from_us, query.until_us, containing=query.needle):
                 task = _decoded(row)
                 if task is not None and query.matches(task):
                     yield task

@@ -156,6 +156,11 @@ class Outbox(ABC, Generic[PutT, BatchT]):
         """True if this cause of one of :attr:`lost` is no outage, but will be there tomorrow."""
         return is_lasting_tls(error)
 
+    @property
+    def unconfirmed_count(self) -> int:
+        """Number of messages that the server has yet to answer for."""
+        return len(self._held) + self._unanswered
+
     def settle(self, *, timeout_seconds: float | None) -> None:
         """Return when the server has answered for everything.
 

@@ -1,0 +1,171 @@
+"""The counts of a job while it runs: executors send them to the driver, by UDP.
+
+Spark tells a driver of a task's results only when the task has ended, and nothing of one that was
+cancelled. A lost datagram, or a driver that cannot be reached, makes the counts less exact only.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from threading import Condition, Thread
+from time import monotonic
+from typing import Any, Self
+
+from ..bulk.batch import Bulk
+from .progress import context_of
+
+#: Seconds between two reports of one executor's task.
+_REPORT_SECONDS = 0.2
+
+#: Seconds that a stopped driver waits for the last reports; Spark kills its tasks after two.
+_LAST_REPORT_SECONDS = 2.0
+
+_STOP = b"stop"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one attempt at one partition has sent so far."""
+
+    job: str
+    partition: int
+    attempt: int
+    sent: int = 0
+    confirmed: int = 0
+    in_doubt: int = 0
+    is_last: bool = False
+
+
+class LiveCounts:
+    """The driver's end: collects reports, and can ask all executors of *job* to stop."""
+
+    def __init__(self, spark: Any, job: str) -> None:
+        self._job = job
+        self._reports: dict[tuple[int, int], Report] = {}
+        self._senders: set[Any] = set()
+        self._changed = Condition()
+        self._is_stopped = False
+        self._socket: socket.socket | None = None
+        self.address: tuple[str, int] | None = None
+        """Host and port that executors report to; None if they cannot, as with Spark Connect."""
+        context = context_of(spark)
+        if context is not None:
+            conf = context.getConf()
+            host = conf.get("spark.driver.host", "127.0.0.1").strip("[]")
+            bind = conf.get("spark.driver.bindAddress", host).strip("[]")
+            with suppress(OSError):
+                family, kind, *_, at = socket.getaddrinfo(bind, 0, type=socket.SOCK_DGRAM)[0]
+                self._socket = socket.socket(family, kind)
+                self._socket.bind(at)
+                self.address = host, self._socket.getsockname()[1]
+
+    def __enter__(self) -> Self:
+        if self.address is not None:
+            Thread(target=self._listen, name="native-delay-live-counts", daemon=True).start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._socket is not None:
+            with suppress(OSError):
+                self._socket.sendto(b"", self._socket.getsockname())  # ends the thread
+            self._socket.close()
+
+    def stop(self) -> str:
+        """Ask executors to send nothing more; return the account of what they have sent."""
+        with self._changed:
+            self._is_stopped = True
+            for sender in self._senders:
+                self._tell(sender)
+            self._changed.wait_for(
+                lambda: all(report.is_last for report in self._reports.values()),
+                _LAST_REPORT_SECONDS,
+            )
+            return self._account()
+
+    def _account(self) -> str:
+        reports = self._reports.values()
+        if not reports:
+            return "no executor has reported what it has sent"
+        sent, confirmed, in_doubt = (
+            sum(getattr(report, name) for report in reports)
+            for name in ("sent", "confirmed", "in_doubt")
+        )
+        counts = f"{sent:,} sent, {confirmed:,} confirmed, {in_doubt:,} in doubt"
+        silent = sum(not report.is_last for report in reports)
+        more = f"; {silent} of {len(reports)} tasks of Spark's may have sent more" if silent else ""
+        return counts + more
+
+    def _listen(self) -> None:
+        assert self._socket is not None
+        while True:
+            try:
+                text, sender = self._socket.recvfrom(1024)
+                if not text:
+                    return
+                report = Report(**json.loads(text))
+            except OSError:
+                return
+            except (ValueError, TypeError):
+                continue  # not from our executors
+            if report.job == self._job:
+                self._add(report, sender)
+
+    def _add(self, report: Report, sender: Any) -> None:
+        with self._changed:
+            key = report.partition, report.attempt
+            held = self._reports.get(key)
+            if held is None or report.is_last or report.sent > held.sent:
+                self._reports[key] = report
+            self._senders.add(sender)
+            if self._is_stopped:
+                self._tell(sender)
+            self._changed.notify()
+
+    def _tell(self, sender: Any) -> None:
+        assert self._socket is not None
+        with suppress(OSError):
+            self._socket.sendto(_STOP, sender)
+
+
+class Reporter:
+    """An executor's end, for one attempt at one partition; without *address* it does nothing."""
+
+    def __init__(
+        self, address: tuple[str, int] | None, job: str, partition: int, attempt: int
+    ) -> None:
+        self._who = job, partition, attempt
+        self._socket: socket.socket | None = None
+        self._next = 0.0
+        if address is not None:
+            with suppress(OSError):
+                family, kind, *_, at = socket.getaddrinfo(*address, type=socket.SOCK_DGRAM)[0]
+                self._socket = socket.socket(family, kind)
+                self._socket.setblocking(False)
+                self._socket.connect(at)
+
+    def report(self, batch: Bulk, *, is_last: bool = False) -> bool:
+        """Report what *batch* has sent, every 0.2 s; True if the driver wants nothing more sent."""
+        if self._socket is None or (monotonic() < self._next and not is_last):
+            return False
+        self._next = monotonic() + _REPORT_SECONDS
+        sent, in_doubt = batch.result.sent, batch.unconfirmed_count
+        confirmed = sent - in_doubt - len(batch.result.refused)
+        report = Report(*self._who, sent, confirmed, in_doubt, is_last)
+        with suppress(OSError):
+            self._socket.send(json.dumps(asdict(report)).encode())
+            return self._socket.recv(16) == _STOP
+        return False
+
+    @contextmanager
+    def of(self, batch: Bulk) -> Iterator[None]:
+        """Report for the last time after the block, in which *batch* ends."""
+        try:
+            yield
+        finally:
+            self.report(batch, is_last=True)
+            if self._socket is not None:
+                self._socket.close()

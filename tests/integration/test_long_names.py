@@ -1,0 +1,144 @@
+"""Names as long as AMQP allows: the broker's refusals, which quote them, have only 255 bytes.
+
+If such a text is not ASCII and longer, RabbitMQ 4.3 closes the connection with 541, and py-amqp may
+fail to decode what 3.10 sends. An immediate message provokes no refusal, so a delayed one must not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+from kombu import Connection
+
+from celery_native_delay.testing import PrivateRabbitMQ
+from celery_native_delay.transports.rabbitmq.parking import rescue
+from tests.brokers import in_ci
+from tests.integration.traffic import (
+    Inbox,
+    bind,
+    bodies,
+    declare_exchange,
+    declare_queue,
+    delaying,
+    delays_of,
+    parked_count,
+)
+from tests.traffic import publish
+from tests.waiting import wait_until
+
+VHOSTS = {"short": "short", "ascii": "v" * 200, "chinese": "虚" * 30, "longest": "虚" * 85}
+
+
+def long_name(letter: str, size: int) -> str:
+    return (letter * size).encode()[:size].decode(errors="ignore")
+
+
+@pytest.fixture(params=["short", in_ci("ascii"), in_ci("chinese"), "longest"])
+def long_url(request: pytest.FixtureRequest, rabbitmq: PrivateRabbitMQ) -> Iterator[str]:
+    """The url of a virtual host with a name of that length."""
+    name = VHOSTS[request.param]
+    rabbitmq.api("PUT", f"/vhosts/{quote(name)}")
+    permissions = dict.fromkeys(("configure", "write", "read"), ".*")
+    rabbitmq.api("PUT", f"/permissions/{quote(name)}/guest", permissions)
+    yield rabbitmq.url_of(name)
+    rabbitmq.delete_vhost(name)
+
+
+names = pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(long_name(letter, size), id=f"{kind}-{size}", marks=marks)
+        for kind, letter in (("ascii", "n"), ("chinese", "名"))
+        for size, marks in (
+            (24, pytest.mark.ci),
+            (100, pytest.mark.ci),
+            (150, pytest.mark.ci),
+            (255, () if kind == "chinese" else pytest.mark.ci),
+        )
+    ],
+)
+
+
+@names
+def test_delayed_messages_arrive_under_any_name_that_immediate_ones_have(
+    long_url: str, name: str
+) -> None:
+    """As queue and as exchange of each type, declared by a stranger or by a consumer with us."""
+    with Connection(long_url) as stranger, delaying(long_url) as consumer:
+        declaring: list[tuple[str, Callable[[], Any]]] = [
+            ("", lambda: declare_queue(stranger, name)),
+            ("", lambda: declare_queue(consumer, name, **{"x-overflow": "reject-publish"})),
+            *(
+                (name, lambda by=by, kind=kind: declare_exchange(by, name, kind))
+                for by in (stranger, consumer)
+                for kind in ("direct", "topic", "fanout")
+            ),
+        ]
+        for exchange, declare in declaring:
+            by = consumer if declare is not declaring[0][1] else stranger
+            declare()
+            queue, key = (name, name) if not exchange else ("orders", "new")
+            if exchange:
+                by.default_channel.queue_declare("orders", durable=True, auto_delete=False)
+                bind(by, "orders", name, key)
+            letters = Inbox(by).consume([queue])
+            with delaying(long_url) as producer:
+                publish(producer, "now", key, exchange=exchange)
+                publish(producer, "later", key, exchange=exchange, delay=0.2)
+                assert bodies(letters.wait_for(2)) == ["now", "later"]
+            letters.close()
+            with Connection(long_url) as admin:
+                admin.default_channel.queue_delete(queue)
+                if exchange:
+                    admin.default_channel.exchange_delete(exchange)
+
+
+@names
+def test_a_delayed_message_waits_for_a_queue_that_is_not_there_yet(
+    long_url: str, name: str
+) -> None:
+    with delaying(long_url) as producer:
+        delays_of(producer).prepare()
+        publish(producer, "later", name, delay=0.5)
+        wait_until(lambda: parked_count(producer) == 1)
+        with Connection(long_url) as stranger:
+            declare_queue(stranger, name)
+            assert rescue(delays_of(producer)) is not None
+            assert bodies(Inbox(stranger).consume([name]).wait_for(1)) == ["later"]
+
+
+@names
+def test_a_copy_parked_behind_the_landing_queue_of_one_queue_finds_it_again(
+    long_url: str, name: str
+) -> None:
+    with delaying(long_url) as connection:
+        declare_queue(connection, name, **{"x-overflow": "reject-publish"})
+        delays_of(connection).prepare()
+        publish(connection, "later", name, delay=0.5)
+        with Connection(long_url) as admin:  # its landing queue stays
+            admin.default_channel.queue_delete(name)
+        wait_until(lambda: parked_count(connection) == 1)
+        declare_queue(connection, name)
+        assert rescue(delays_of(connection)) is not None
+        assert bodies(Inbox(connection).consume([name]).wait_for(1)) == ["later"]
+
+
+@names
+def test_a_producer_who_may_only_write_delays_messages(
+    rabbitmq: PrivateRabbitMQ, long_url: str, name: str
+) -> None:
+    """RabbitMQ 4.3 refuses it even to look, and quotes its name, too."""
+    with delaying(long_url) as consumer:
+        declare_queue(consumer, "orders")
+        declare_exchange(consumer, name, "topic")
+        bind(consumer, "orders", name, "new")
+        letters = Inbox(consumer).consume(["orders"])
+        delays_of(consumer).prepare(consuming=True)
+        vhost = consumer.connection.virtual_host
+        url = rabbitmq.add_user("writer", "secret", configure="^$", read="^$", vhost=vhost)
+        with delaying(url, declare=False) as producer:
+            publish(producer, "later", "new", exchange=name, delay=0.2)
+            assert bodies(letters.wait_for(1)) == ["later"]

@@ -1,0 +1,69 @@
+"""Ctrl-C in a driver: what it has sent by then."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from collections.abc import Callable
+from threading import Thread
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pyspark")
+
+from celery_native_delay.fence import fence_store
+from celery_native_delay.fence.run import ABORTED
+from celery_native_delay.spark import FanOut
+from tests.waiting import wait_until
+
+
+@pytest.mark.parametrize("fenced", [False, True], ids=["plain", "fenced"])
+def test_an_interrupted_driver_says_what_it_has_sent(
+    spark: Any,
+    make_app: Callable[..., str],
+    native_delay_redis: Any,
+    native_delay_redis_url: str,
+    caplog: pytest.LogCaptureFixture,
+    fenced: bool,
+) -> None:
+    """Before the traceback, and behind a fence that nothing of it runs; no more is sent then."""
+    df = spark.range(20_000, numPartitions=2).selectExpr("id as number", "0D as wait")
+    fan_out = FanOut(
+        df,
+        app=make_app(native_delay_redis_url),
+        task="shop.remind",
+        countdown="wait",
+        past="send",
+        kwargs=["number"],
+        run_id="r",
+        fence=native_delay_redis_url if fenced else None,
+        max_rate=200,
+    )
+
+    def arrived() -> int:
+        return int(native_delay_redis.client.llen("plain"))
+
+    def interrupt() -> None:
+        try:
+            wait_until(lambda: arrived() >= 100)
+        finally:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    presses = Thread(target=interrupt)
+    presses.start()
+    with pytest.raises(KeyboardInterrupt):
+        fan_out.send(progress=False)
+    presses.join()
+    then = "nothing of it runs" if fenced else "what was sent stays sent"
+    account = r"run r was interrupted: ([\d,]+) sent, ([\d,]+) confirmed, ([\d,]+) in doubt"
+    (found,) = re.finditer(rf"{account}; {then}", caplog.text)
+    sent, confirmed, in_doubt = (int(count.replace(",", "")) for count in found.groups())
+    assert (sent, confirmed, in_doubt) == (arrived(), arrived(), 0)
+    assert 100 <= sent < 20_000
+    if fenced:
+        with fence_store(native_delay_redis_url) as store:
+            (record,) = store.load(["r:shop.remind"])
+        assert record is not None
+        assert record.state == ABORTED
