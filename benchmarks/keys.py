@@ -44,7 +44,7 @@ def run(bench: Bench) -> Result:
     result = Result(
         "One task for a key",
         f"Calls in one process and thread, {BLOCK} in a row, in turn, {rounds} rounds, of {KEYS} "
-        f"keys; RabbitMQ with its records in Redis, and each publish waits for its confirm. Medians.",
+        f"keys; RabbitMQ with records in Redis, and each publish waits for its confirm. Medians.",
     )
     for place, ways in found.items():
         base = median(ways[DELAYED])

@@ -119,6 +119,14 @@ def test_what_waits_is_seen_and_changed_as_shown(records_redis: PrivateRedis) ->
         assert Delay(app).ls().tasks == ()
 
 
+def test_records_are_named_as_shown() -> None:
+    class Conf:
+        def __setattr__(self, name: str, value: str) -> None:
+            assert DelaySettings(**{name.removeprefix("native_delay_"): value}).records == value
+
+    exec(only("records").text, {"app": SimpleNamespace(conf=Conf())})
+
+
 def test_a_key_has_one_task_as_shown(records_redis: PrivateRedis) -> None:
     with install(Celery("shop", broker=records_redis.url, set_as_current=False)) as app:
         tasks = {name: app.signature(f"shop.{name}") for name in ("reindex", "notify", "import_")}
