@@ -148,7 +148,7 @@ def _fan_out(df: Any, app: str = "app") -> Callable[[], object]:
 
 
 def _encode(df: Any) -> Callable[[], object]:
-    writer = _fan_out_of(df).encoded.drop("row").write  # asks the app first
+    writer = _fan_out_of(df).encoded.write  # asks the app first
     return writer.format("noop").mode("overwrite").save
 
 

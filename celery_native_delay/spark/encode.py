@@ -1,34 +1,45 @@
-"""Ids, due times and bodies as SQL: what a row becomes on its way to the broker.
+"""Ids, due times and bodies: what a row becomes on its way to the broker.
 
-Nothing is asked of Python, and nothing depends on the time zone of a session or an executor: due
-times are microseconds since the epoch, their text is made in UTC by arithmetic.
+Executors do this in Python, for ``FanOut`` and the sink alike. Due times are microseconds since the
+epoch, so that nothing depends on the time zone of a session or an executor.
 """
 
 from __future__ import annotations
 
-import operator
-from functools import reduce
+import json
+import math
+from collections.abc import Callable, Iterator, Sequence
+from datetime import datetime, timedelta
 from typing import Any
+from zoneinfo import ZoneInfo
 
+import numpy as np
+import pyarrow as pa
 from pyspark.errors import AnalysisException
 from pyspark.sql import functions as f
 from pyspark.sql import types as t
 
-from ..errors import InvalidFanOut
-from .ids import NAMESPACE
-from .options import FanOutOptions
-from .reasons import Reasons
-from .slots import Slot, check_type, column_text, slots
+from ..durations import duration
+from ..rates.rate import LONGEST_KEY
+from .ids import id_of_texts, key_text, smear_us_of
+from .options import EPOCH, FanOutOptions
+from .slots import Slot, check_type, column_text, no_such_column, slots
 from .spreading import Spread
 
-#: Columns that the rest of a fan-out reads; *error* is null where a row can be sent.
-COLUMNS = ("task_id", "due_us", "eta", "body", "queue", "priority", "expires", "error")
+#: The columns of an encoded row that are sent, in this order.
+SENT_COLUMNS = ("task_id", "due_us", "body", "queue", "priority", "expires_us", "error")
 
 #: Microseconds that are certainly beyond every limit, and far from overflowing: 300 years.
 _ENDLESS_US = 10**16
 
-#: A text with an offset of its own.
-_HAS_OFFSET = r":\d\d(\.\d*)?\s*([zZ]|[+-]\d\d(:?\d\d)?)$"
+_MICROSECOND = timedelta(microseconds=1)
+
+_LONGS = ("due_us", "priority", "expires_us")
+_ENCODED = (*SENT_COLUMNS, "line")
+_ARROW_TYPES = [pa.int64() if name in _LONGS else pa.string() for name in _ENCODED]
+
+#: The value of text that is no UTF-8. Spark passes such bytes on; JSON cannot carry them.
+_NOT_TEXT = object()
 
 
 def inputs(df: Any, options: FanOutOptions) -> tuple[Any, dict[str, t.DataType]]:
@@ -51,226 +62,264 @@ def inputs(df: Any, options: FanOutOptions) -> tuple[Any, dict[str, t.DataType]]
 
 
 def encoded(
-    df: Any, options: FanOutOptions, *, longest_seconds: float, spread: Spread | None = None
+    df: Any,
+    options: FanOutOptions,
+    *,
+    longest_seconds: float,
+    spread: Spread | None = None,
+    keep: Sequence[str] = (),
 ) -> Any:
-    """*df* as ``row`` beside :data:`COLUMNS`.
+    """*df* as ``SENT_COLUMNS``; *error* is null in rows that can be sent.
 
     Args:
         df: a DataFrame.
         options: what to make of it.
         longest_seconds: the longest delay that the app's levels hold.
         spread: how due times are spread, if they are.
+        keep: columns of :func:`inputs` to keep in front.
     """
     frame, types = inputs(df, options)
-    reasons = Reasons(options, longest_seconds)
-    read = list(slots(options))
-    if options.eta is not None and isinstance(types["due_in"], t.StringType | t.TimestampNTZType):
-        frame = frame.withColumn("due_in", _zoned(types["due_in"], options.eta_zone))
-    seconds = options.eta is None
-    frame = frame.withColumn("raw_us", _micros(f.col("due_in"), options, is_seconds=seconds))
-    for name, default in (("queue", "string"), ("priority", "long"), ("expires", "long")):
-        if name not in types:
-            frame = frame.withColumn(name, f.lit(None).cast(default))
-    if "expires" in types:
-        is_seconds = not isinstance(types["expires"], t.TimestampType)
-        frame = frame.withColumn(
-            "expires", _micros(f.col("expires"), options, is_seconds=is_seconds)
-        )
-    frame = frame.withColumn("body", _body(options)).withColumn("task_id", _task_id(options, types))
-    due = f.col("raw_us")
-    if options.smear_us:
-        place = f.concat(f.substring("task_id", 1, 8), f.substring("task_id", 10, 4))
-        due = due + f.conv(place, 16, 10).cast("long") % f.lit(options.smear_us)
-    frame = frame.withColumn("due_us", due)
-    error = f.coalesce(
-        *(f.when(f.col(s.name).isNull(), reasons.null(s)) for s in read if s.role == "key"),
-        _due_error(options, reasons),
-        *(
-            f.when(_not_finite(f.col(s.name), types[s.name]), reasons.not_a_number(s))
-            for s in read
-            if s.role == "json" and _has_floats(types[s.name])
-        ),
-        _rest_error(options, reasons, types),
-    )
-    frame = frame.withColumn("error", error)
+    encoder = Encoder(options, types, longest_seconds=longest_seconds)
+    schema = t.StructType([t.StructField(name, types[name]) for name in keep])
+    for name in _ENCODED:
+        schema.add(name, t.LongType() if name in _LONGS else t.StringType())
+    key = None if spread is None else spread.column
+    encode = _batch_encoder(encoder, options.run_id, keep, key)
+    kept = [f.col(name).alias(f"kept_{name}") for name in keep]  # no name may be there twice
+    result = frame.select(*kept, *encoder.slot_names).mapInArrow(encode, schema)
     if spread is not None:
-        frame = spread.over(frame, options.now_us)
-        frame = frame.withColumn("error", f.coalesce("error", _spread_error(reasons, types)))
-    fine = f.col("error").isNull()
-    return frame.select(
-        "row",
-        "task_id",
-        "due_us",
-        f.when(fine, _utc_text("due_us")).alias("eta"),
-        f.when(fine, f.col("body")).alias("body"),
-        f.col("queue").cast("string").alias("queue"),
-        f.col("priority").cast("long").alias("priority"),
-        f.when(fine, _utc_text("expires")).alias("expires"),
-        "error",
-    )
+        too_late = f.when(f.col("due_us") > encoder.latest_us, encoder.too_far).when(
+            f.col("expires_us") <= f.col("due_us"), encoder.expired
+        )
+        result = spread.over(result, options.now_us)
+        result = result.withColumn("error", f.coalesce("error", too_late))
+    return result.select(*keep, *SENT_COLUMNS)
+
+
+class Encoder:
+    """An encoder of rows, given as Arrow columns, as tuples of ``SENT_COLUMNS``.
+
+    It travels to executors, and therefore keeps nothing of *options* that is a ``Column``.
+    """
+
+    no_time = "no due time, or none that can be read"
+    no_number = "the countdown is NaN or infinite"
+    past = "the due time has passed"
+    priority = "the priority is not in 0 to 255"
+    no_queue = "the queue has no name"
+    unknown_queue = "the queue is not one that the app's configuration names"
+    expired = "it expires before it is due"
+
+    def __init__(
+        self,
+        options: FanOutOptions,
+        types: dict[str, t.DataType],
+        *,
+        longest_seconds: float,
+        queues: tuple[str, ...] | None = None,
+    ) -> None:
+        """Prepare for slots of *types*; *queues* are those that there are, None: any."""
+        read = list(slots(options))
+        self.slot_names = [slot.name for slot in read]
+        self.latest_us = options.now_us + int(longest_seconds * 1_000_000)
+        self.too_far = f"the due time is beyond the longest delay of {duration(longest_seconds)}"
+        self.too_large = f"the arguments take more than {options.max_body_bytes:,} bytes"
+        self._kinds = [types[name] for name in self.slot_names]
+        self._labels = [f"{slot.label} ({column_text(slot.column)})" for slot in read]
+        self._task, self._now_us, self._smear_us = options.task, options.now_us, options.smear_us
+        self._max_body_bytes = options.max_body_bytes
+        self._rejects_past = options.past == "reject"
+        self._counts_down = options.countdown is not None
+        self._zone = options.eta_zone if isinstance(options.eta_zone, str) else None
+        self._queues = queues
+        at = {name: place for place, name in enumerate(self.slot_names)}
+        self._args = [at[f"arg{number}"] for number in range(len(options.args))]
+        self._kwargs = {name: at[f"kwarg{n}"] for n, name in enumerate(options.keywords)}
+        self._keys = [at[f"key{number}"] for number in range(len(options.id_cols))]
+        # Of slots that there are not, the place behind the last value, where None is.
+        self._zones, self._queue, self._priority, self._expires = (
+            at.get(name, len(at)) for name in ("zone", "queue", "priority", "expires")
+        )
+
+    def rows(self, columns: Sequence[Any], run_id: str) -> Iterator[tuple[Any, ...]]:
+        """The values that are sent for each row; in the last place the reason if it is not."""
+        lists = [_values(column, kind) for column, kind in zip(columns, self._kinds, strict=True)]
+        for values in zip(*lists, strict=True):
+            try:
+                yield self._row((*values, None), run_id)
+            except _Rejected as exc:
+                yield None, None, None, None, None, None, str(exc)
+
+    def texts(self, column: Any, name: str) -> list[str | None]:
+        """Texts of the slot *name* as keys of a rate: those that workers make of the argument."""
+        values = _values(column, self._kinds[self.slot_names.index(name)])
+        return [None if one in (None, _NOT_TEXT) else str(one)[:LONGEST_KEY] for one in values]
+
+    # --- private -------------------------------------------------------------------------
+
+    def _row(self, values: Sequence[Any], run_id: str) -> tuple[Any, ...]:
+        if _NOT_TEXT in values:
+            raise _Rejected(f"{self._labels[values.index(_NOT_TEXT)]} is not valid UTF-8")
+        for place in self._keys:
+            if values[place] is None:
+                raise _Rejected(f"{self._labels[place]} is null")
+        raw_us = self._due_us(values)
+        if self._rejects_past and raw_us < self._now_us:
+            raise _Rejected(self.past)
+        body = self._body(values)
+        queue, priority = values[self._queue], values[self._priority]
+        expires_us = self._expires_us(values)
+        if self._keys:
+            key = [key_text(values[place]) for place in self._keys]
+        else:  # a countdown as given: another time to count from is no other task
+            since_us = self._now_us if self._counts_down else 0
+            key = [body, str(raw_us - since_us), queue or ""]
+        task_id = id_of_texts(run_id, self._task, *key)
+        due_us = raw_us + smear_us_of(task_id, self._smear_us)
+        if due_us > self.latest_us:
+            raise _Rejected(self.too_far)
+        if len(body.encode()) > self._max_body_bytes:
+            raise _Rejected(self.too_large)
+        if priority is not None and not 0 <= priority <= 255:
+            raise _Rejected(self.priority)
+        if queue == "":
+            raise _Rejected(self.no_queue)
+        if queue is not None and self._queues is not None and queue not in self._queues:
+            raise _Rejected(self.unknown_queue)
+        if expires_us is not None and expires_us <= due_us:
+            raise _Rejected(self.expired)
+        return task_id, due_us, body, queue, priority, expires_us, None
+
+    def _due_us(self, values: Sequence[Any]) -> int:
+        due: Any = values[0]
+        if due is None:
+            raise _Rejected(self.no_time)
+        if self._counts_down:
+            if not math.isfinite(due):
+                raise _Rejected(self.no_number)
+            return self._after_us(due)
+        if not isinstance(self._kinds[0], t.TimestampType):
+            try:
+                at = datetime.fromisoformat(due.strip()) if isinstance(due, str) else _naive(due)
+                if at.tzinfo is None:
+                    at = at.replace(tzinfo=ZoneInfo(self._zone or values[self._zones]))
+            except (ValueError, TypeError, KeyError, OSError, OverflowError) as exc:
+                raise _Rejected(self.no_time) from exc
+            due = (at - EPOCH) // _MICROSECOND
+        return max(int(due), self._now_us - _ENDLESS_US)
+
+    def _expires_us(self, values: Sequence[Any]) -> int | None:
+        expires = values[self._expires]
+        if expires is None:
+            return None
+        if isinstance(self._kinds[self._expires], t.TimestampType):
+            return int(expires)
+        if math.isnan(expires):
+            raise _Rejected(f"{self._labels[self._expires]} is NaN")
+        return self._after_us(expires)
+
+    def _after_us(self, seconds: Any) -> int:
+        """Microseconds since the epoch, *seconds* after *now*."""
+        within = max(min(float(seconds), _ENDLESS_US / 1e6), -_ENDLESS_US / 1e6)
+        return self._now_us + round(within * 1_000_000)
+
+    def _body(self, values: Sequence[Any]) -> str:
+        """``[args, kwargs]`` as JSON text."""
+        args = [values[place] for place in self._args]
+        kwargs = {name: values[place] for name, place in self._kwargs.items()}
+        try:
+            return _json([args, kwargs])
+        except ValueError as exc:
+            wrong = next(p for p in (*self._args, *self._kwargs.values()) if not _fits(values[p]))
+            raise _Rejected(f"{self._labels[wrong]} is NaN or infinite") from exc
+
+
+class _Rejected(Exception):
+    """A row that cannot be sent, and why."""
+
+
+_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
+
+def _fits(value: Any) -> bool:
+    try:
+        _json(value)
+    except ValueError:
+        return False
+    return True
+
+
+def _naive(us: int) -> datetime:
+    return EPOCH.replace(tzinfo=None) + timedelta(microseconds=us)
+
+
+def _values(column: Any, kind: t.DataType) -> list[Any]:
+    """Python's values of an Arrow *column*; times as microseconds since the epoch."""
+    if isinstance(kind, t.TimestampType | t.TimestampNTZType):
+        column = column.cast(pa.int64())
+    try:
+        values = column.to_pylist()
+    except UnicodeDecodeError:
+        values = [_value(one) for one in column]
+    if isinstance(kind, t.ArrayType | t.MapType | t.StructType | t.FloatType):
+        return [one if one is _NOT_TEXT else _plain(one, kind) for one in values]
+    return values  # type: ignore[no-any-return]
+
+
+def _value(scalar: Any) -> Any:
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError:
+        return _NOT_TEXT
+
+
+def _plain(value: Any, kind: Any) -> Any:
+    """Maps as dicts, which Arrow has as lists of pairs, and floats as short as they are."""
+    match kind:
+        case _ if value is None:
+            return None
+        case t.ArrayType():
+            return [_plain(one, kind.elementType) for one in value]
+        case t.MapType():
+            return {key: _plain(one, kind.valueType) for key, one in value}
+        case t.StructType():
+            return {field.name: _plain(value[field.name], field.dataType) for field in kind.fields}
+        case t.FloatType():
+            return float(str(np.float32(value)))
+    return value
+
+
+def _batch_encoder(
+    encoder: Encoder, run_id: str, keep: Sequence[str], key: str | None
+) -> Callable[[Iterator[Any]], Iterator[Any]]:
+    """A function for mapInArrow() that encodes all but the first columns, those to *keep*."""
+    kept = len(keep)
+
+    def encode(batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            columns = batch.columns[kept:]
+            rows = list(encoder.rows(columns, run_id))
+            lines: list[str | None] = [None] * len(rows)
+            if key is not None:
+                lines = encoder.texts(columns[encoder.slot_names.index(key)], key)
+            made = [*zip(*rows, strict=True)] or [()] * len(SENT_COLUMNS)
+            typed = zip((*made, lines), _ARROW_TYPES, strict=True)
+            arrays = [pa.array(one, kind) for one, kind in typed]
+            whole = [*batch.columns[:kept], *arrays]
+            yield pa.RecordBatch.from_arrays(whole, names=[*keep, *_ENCODED])
+
+    return encode
 
 
 def _check_exists(df: Any, slot: Slot) -> None:
+    """Refuse the column of *slot* if there is none of its name, or more than one."""
     name = slot.column
-    if isinstance(name, str) and name.lower() in map(str.lower, df.columns):
+    alike = [one for one in df.columns if isinstance(name, str) and one.lower() == name.lower()]
+    if alike == [name]:
         return
     try:
-        if isinstance(name, str) and "." not in name:
+        if isinstance(name, str) and "." not in name and not alike:
             raise AnalysisException("no such column")  # Spark 4 would log a page about it
-        df.select(slot.column).schema  # noqa: B018  Spark Connect looks at it now
+        df.select(name).schema  # noqa: B018  Spark Connect looks at it now
     except AnalysisException as exc:
-        columns = ", ".join(df.columns)
-        value = f", or lit({slot.column!r}) for all rows" if isinstance(slot.column, str) else ""
-        raise InvalidFanOut(
-            f"expected {slot.label} to be a column of this DataFrame ({columns}){value}, "
-            f"got {column_text(slot.column)}"
-        ) from exc
-
-
-# ---- due times ---------------------------------------------------------------------------------
-
-
-def _zoned(kind: t.DataType, zone: Any) -> Any:
-    """The instant of a time without zone, null where it cannot be read."""
-    text = f.trim(f.col("due_in").cast("string"))
-    with_zone = f.concat(text, f.lit(" "), f.lit(zone) if isinstance(zone, str) else f.col("zone"))
-    if isinstance(kind, t.StringType):
-        with_zone = f.when(text.rlike(_HAS_OFFSET), text).otherwise(with_zone)
-    return _try_timestamp(with_zone)
-
-
-def _try_timestamp(text: Any) -> Any:
-    # Of the session's default type; a timestamp without zone would be read in the session's.
-    return f.try_to_timestamp(text).cast("timestamp_ltz")
-
-
-def _micros(column: Any, options: FanOutOptions, *, is_seconds: bool) -> Any:
-    """Microseconds since the epoch; null where there is no such time."""
-    # least() and greatest() pass over nulls.
-    if not is_seconds:
-        us = f.least(f.unix_micros(column), f.lit(options.now_us + _ENDLESS_US))
-        return f.when(column.isNotNull(), us)
-    us = f.round(column.cast("double") * 1_000_000)
-    within = f.greatest(f.least(us, f.lit(float(_ENDLESS_US))), f.lit(float(-_ENDLESS_US)))
-    return f.when(us.isNotNull() & ~f.isnan(us), f.lit(options.now_us) + within.cast("long"))
-
-
-def _due_error(options: FanOutOptions, reasons: Reasons) -> Any:
-    due_in, due_us = f.col("due_in"), f.col("due_us")
-    errors = f.when(due_us.isNull(), reasons.no_time)
-    if options.countdown is not None:
-        seconds = due_in.cast("double")
-        endless = f.abs(seconds) == f.lit(float("inf"))
-        errors = f.when(due_in.isNull(), reasons.no_time).when(
-            f.isnan(seconds) | endless, reasons.no_number
-        )
-    elif options.eta_zone is not None:
-        errors = errors.when(f.col("raw_us").isNull(), reasons.no_time)
-    if options.past == "reject":
-        errors = errors.when(f.col("raw_us") < options.now_us, reasons.past)
-    return errors.when(due_us > reasons.latest_us, reasons.too_far)
-
-
-def _utc_text(name: str) -> Any:
-    """ISO 8601 text of microseconds since the epoch, always of 32 characters."""
-    parts = [
-        f"cast(date_from_unix_date(cast({name} div 86400000000 as int)) as string), 'T'",
-        f"lpad(cast({name} div 3600000000 % 24 as string), 2, '0'), ':'",
-        f"lpad(cast({name} div 60000000 % 60 as string), 2, '0'), ':'",
-        f"lpad(cast({name} div 1000000 % 60 as string), 2, '0'), '.'",
-        f"lpad(cast({name} % 1000000 as string), 6, '0'), '+00:00'",
-    ]
-    return f.expr(f"concat({', '.join(parts)})")
-
-
-# ---- ids and bodies ----------------------------------------------------------------------------
-
-
-def _task_id(options: FanOutOptions, types: dict[str, t.DataType]) -> Any:
-    """Task ids in SQL: UUID 5, as :func:`ids.task_id_of` makes them."""
-    if options.id_cols:
-        names = [f"key{index}" for index in range(len(options.id_cols))]
-        key = [
-            f.unix_micros(name) if isinstance(types[name], t.TimestampType) else f.col(name)
-            for name in names
-        ]
-    else:
-        key = [f.col("body"), f.col("raw_us"), f.coalesce(f.col("queue"), f.lit(""))]
-        if options.countdown is not None:  # as given: another time to count from is no other task
-            key[1] = f.col("raw_us") - options.now_us
-    texts = [f.lit(options.run_id), f.lit(options.task), *(part.cast("string") for part in key)]
-    counted = [f.concat(f.char_length(text).cast("string"), f.lit(":"), text) for text in texts]
-    space = f.unhex(f.lit(NAMESPACE.hex))
-    digest = f.sha1(f.concat(space, *(f.encode(text, "UTF-8") for text in counted)))
-    variant = f.translate(f.substring(digest, 17, 1), "0123456789abcdef", "89ab" * 4)
-    return f.concat(
-        *(f.substring(digest, 1, 8), f.lit("-"), f.substring(digest, 9, 4), f.lit("-5")),
-        *(f.substring(digest, 14, 3), f.lit("-"), variant, f.substring(digest, 18, 3)),
-        *(f.lit("-"), f.substring(digest, 21, 12)),
-    )
-
-
-def _body(options: FanOutOptions) -> Any:
-    """``[args, kwargs]`` as JSON text."""
-    positional = f.concat_ws(",", *(_json_of(f"arg{index}") for index in range(len(options.args))))
-    names = options.keywords
-    keyword = f.lit("{}")
-    if names:
-        fields = [f.col(f"kwarg{index}").alias(name) for index, name in enumerate(names)]
-        keyword = f.to_json(f.struct(*fields), {"ignoreNullFields": "false"})
-    return f.concat(f.lit("[["), positional, f.lit("],"), keyword, f.lit("]"))
-
-
-def _json_of(name: str) -> Any:
-    """The JSON of one column: what stands in ``{"v":…}``."""
-    text = f.to_json(f.struct(f.col(name).alias("v")), {"ignoreNullFields": "false"})
-    return text.substr(f.lit(6), f.length(text) - 6)
-
-
-# ---- what cannot be sent -----------------------------------------------------------------------
-
-
-def _not_finite(column: Any, kind: Any) -> Any:
-    """True where *column* holds a number that is none: to_json() would make a text of it."""
-    wrong: Any = None
-    match kind:
-        case t.FloatType() | t.DoubleType():
-            wrong = f.isnan(column) | (f.abs(column) == f.lit(float("inf")))
-        case t.ArrayType():
-            wrong = f.exists(column, lambda one: _not_finite(one, kind.elementType))
-        case t.MapType():
-            wrong = _not_finite(f.map_values(column), t.ArrayType(kind.valueType))
-        case t.StructType():
-            fields = (one for one in kind.fields if _has_floats(one.dataType))
-            parts = (_not_finite(column.getField(one.name), one.dataType) for one in fields)
-            wrong = reduce(operator.or_, parts)
-    return f.coalesce(wrong, f.lit(False))
-
-
-def _has_floats(kind: Any) -> bool:
-    match kind:
-        case t.ArrayType():
-            return _has_floats(kind.elementType)
-        case t.MapType():
-            return _has_floats(kind.valueType)
-        case t.StructType():
-            return any(_has_floats(one.dataType) for one in kind.fields)
-    return isinstance(kind, t.FloatType | t.DoubleType)
-
-
-def _spread_error(reasons: Reasons, types: dict[str, t.DataType]) -> Any:
-    errors = f.when(f.col("due_us") > reasons.latest_us, reasons.too_far)
-    if "expires" in types:
-        errors = errors.when(f.col("expires") <= f.col("due_us"), reasons.expired)
-    return errors
-
-
-def _rest_error(options: FanOutOptions, reasons: Reasons, types: dict[str, t.DataType]) -> Any:
-    errors = f.when(f.octet_length("body") > options.max_body_bytes, reasons.too_large)
-    if "priority" in types:
-        errors = errors.when(~f.col("priority").between(0, 255), reasons.priority)
-    if "queue" in types:
-        errors = errors.when(f.col("queue") == "", reasons.no_queue)
-    if "expires" in types:
-        errors = errors.when(f.col("expires") <= f.col("due_us"), reasons.expired)
-    return errors
+        raise no_such_column(slot, df.columns) from exc

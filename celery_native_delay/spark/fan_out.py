@@ -20,6 +20,7 @@ from ..errors import FanOutFailed, InvalidFanOut
 from ..fence.run import COMMITTED
 from . import encode
 from .app import AppFacts, Call
+from .encode import SENT_COLUMNS
 from .executor import REPORT, checker, sender
 from .fencing import Fence, rows_of
 from .live_counts import LiveCounts
@@ -27,7 +28,7 @@ from .options import Columnar, FanOutOptions
 from .plan import Plan, make_plan
 from .progress import slots_of, watched
 from .receipts import RECEIPT, Failure, Receipt
-from .sending import SENT_COLUMNS, SendJob, warn_of_late_sending
+from .sending import SendJob, warn_of_late_sending
 
 logger = logging.getLogger(__name__)
 
@@ -188,12 +189,16 @@ class FanOut:
     @property
     def encoded(self) -> Any:
         """The rows as they are going to be sent, or why not: the DataFrame behind all others."""
+        return self._encoded()
+
+    def _encoded(self, *keep: str) -> Any:
         facts = self.facts
         return encode.encoded(
             self._df,
             self.options,
             longest_seconds=facts.delay_settings.longest_delay_seconds,
             spread=facts.spread,
+            keep=keep,
         )
 
     def plan(self) -> Plan:
@@ -206,23 +211,34 @@ class FanOut:
 
     def rejected(self) -> Any:
         """The rows that are not sent: the DataFrame's own columns and the reason, ``_error``."""
-        return self.encoded.where("error is not null").select(
-            "row.*", f.col("error").alias("_error")
+        return (
+            self._encoded("row")
+            .where("error is not null")
+            .select("row.*", f.col("error").alias("_error"))
         )
 
     def ledger(self) -> Any:
         """The tasks that are sent: ``task_id``, ``run_id``, ``task``, ``due``, ``queue``, the key.
 
-        Write it down before :meth:`send`: with it you can tell later which tasks have not run.
+        Write it down before :meth:`send`: with it you can tell later which tasks have not run, and
+        send these again at the due times that a rate gave them.
         """
-        keys = [column for column in self.options.id_cols if isinstance(column, str)]
-        return self.encoded.where("error is null").select(
-            "task_id",
-            f.lit(self.run_id).alias("run_id"),
-            f.lit(self.options.task).alias("task"),
-            f.timestamp_micros("due_us").alias("due"),
-            f.coalesce("queue", f.lit(self.facts.route)).alias("queue"),
-            *(f.col(f"row.{key}").alias(key.replace("`", "")) for key in keys),
+        keys = {
+            f"key{number}": column.replace("`", "")
+            for number, column in enumerate(self.options.id_cols)
+            if isinstance(column, str)
+        }
+        return (
+            self._encoded(*keys)
+            .where("error is null")
+            .select(
+                "task_id",
+                f.lit(self.run_id).alias("run_id"),
+                f.lit(self.options.task).alias("task"),
+                f.timestamp_micros("due_us").alias("due"),
+                f.coalesce("queue", f.lit(self.facts.route)).alias("queue"),
+                *(f.col(slot).alias(name) for slot, name in keys.items()),
+            )
         )
 
     def send(self, *, progress: bool = True, check: bool = True) -> FanOutResult:
@@ -248,21 +264,20 @@ class FanOut:
             pyspark.errors.PySparkException: the job failed, for a reason of the DataFrame's own.
         """
         spark = self._df.sparkSession
-        encoded = self.encoded
         connections = self.options.connections
-        slots = slots_of(spark)
-        if slots is None or slots > connections:
-            encoded = encoded.coalesce(connections)
+        slots = slots_of(spark) or connections
         rate = self.options.max_rate
         job_id = uuid4().hex
         fence = Fence.of(self.options, self.facts, job_id)
         started = monotonic()
+        # Each partition pays for a connection.
+        encoded = self.encoded.coalesce(connections)
         was_committed = fence is not None and fence.open().state == COMMITTED
         with LiveCounts(spark, job_id) as counts:
             job = SendJob(
                 self.options.app,
                 self.options.task,
-                rate / min(connections, slots or connections) if rate else None,
+                rate / min(connections, slots) if rate else None,
                 fence,
                 job_id,
                 counts.address,
@@ -288,6 +303,11 @@ class FanOut:
             then = (
                 "what is not confirmed may be sent again with the same run_id, under the same ids"
             )
+            if self.options.rate:
+                then += (
+                    ", and with eta='due' of ledger() instead of rate: it would let them fall due "
+                    "in front of the others"
+                )
             if fence is not None:
                 then = f"{fence.abort()}; send all of it again with the same run_id"
             raise FanOutFailed(f"{result}; the first: {failures[0].reason}; {then}", result)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -58,27 +57,6 @@ class Plan:
     """Tasks that fall due before it can end, if it begins now: those sent last are late."""
     levels: dict[str, int] = field(repr=False)
     """Messages that would pass each level queue of RabbitMQ; empty on other brokers."""
-    made_at: datetime
-    """The moment that countdowns count from, and sending, if it begins at once."""
-
-    @property
-    def load(self) -> dict[str, Any]:
-        """The fan-out for ``delay capacity --histogram``, once it is written as JSON."""
-        ends_seconds = _seconds(self.last_due, self.made_at)
-        counts: Counter[float] = Counter()
-        for bar in self.histogram:
-            counts[_seconds(bar.start, self.made_at)] += bar.count
-        due = []
-        # The tasks of the busiest second are due together, not all over their bar.
-        peak = _seconds(self.peak_at, self.made_at)
-        for start, count in sorted(counts.items()):
-            if start <= peak < start + self.bar_seconds:
-                due.append({"from_seconds": max(peak, 0.0), "count": self.peak_count})
-                count -= self.peak_count
-            begin, end = max(start, 0.0), min(start + self.bar_seconds, ends_seconds)
-            due.append({"from_seconds": begin, "until_seconds": max(begin, end), "count": count})
-        per_second = self.accepted / self.send_seconds if self.send_seconds else 0.0
-        return {"per_second": per_second, "due": [bar for bar in due if bar["count"]]}
 
     @property
     def hops(self) -> int:
@@ -131,8 +109,18 @@ class Plan:
 def make_plan(encoded: Any, facts: AppFacts, options: FanOutOptions) -> Plan:
     """Count *encoded* in four jobs: rejects, the whole, the busiest second, the histogram.
 
-    A fifth counts what falls due while it is sent, if anything does.
+    A fifth counts what falls due while it is sent, if anything does. The first encodes the rows,
+    the others find them in Spark's cache.
     """
+    body_bytes = f.octet_length("body").alias("body_bytes")
+    kept = encoded.select("task_id", "due_us", body_bytes, "queue", "error").persist()
+    try:
+        return _counted(kept, facts, options)
+    finally:
+        kept.unpersist()
+
+
+def _counted(encoded: Any, facts: AppFacts, options: FanOutOptions) -> Plan:
     fine = f.col("error").isNull()
     rejects = {
         row["error"]: row["count"]
@@ -147,8 +135,8 @@ def make_plan(encoded: Any, facts: AppFacts, options: FanOutOptions) -> Plan:
         f.count_distinct("task_id").alias("ids"),
         f.min("due_us").alias("first"),
         f.max("due_us").alias("last"),
-        f.sum(f.octet_length("body")).alias("bytes"),
-        f.max(f.octet_length("body")).alias("largest"),
+        f.sum("body_bytes").alias("bytes"),
+        f.max("body_bytes").alias("largest"),
         *(
             f.count_if(f.shiftright(units, shift).bitwiseAND(mask) == value).alias(f"step{index}")
             for index, (_, shift, mask, value) in enumerate(steps)
@@ -175,7 +163,6 @@ def make_plan(encoded: Any, facts: AppFacts, options: FanOutOptions) -> Plan:
         send_seconds=send_seconds,
         due_while_sending=_due_while_sending(accepted, total["first"], send_seconds, options),
         levels={name: total[f"step{i}"] for i, (name, *_) in enumerate(steps) if total[f"step{i}"]},
-        made_at=_time_of(options.now_us),
     )
 
 
@@ -226,10 +213,6 @@ def _time_of(us: int) -> datetime:
 
 def _datetime(us: int | None) -> datetime | None:
     return None if us is None else _time_of(us)
-
-
-def _seconds(at: datetime | None, since: datetime) -> float:
-    return 0.0 if at is None else (at - since).total_seconds()
 
 
 def _time(at: datetime | None) -> str:

@@ -6,8 +6,8 @@ import json
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from datetime import UTC, datetime
-from time import monotonic, sleep
+from datetime import timedelta
+from time import monotonic, sleep, time_ns
 from typing import Any
 
 from ..bulk.batch import Bulk
@@ -25,15 +25,10 @@ from .app import load_app
 from .fencing import Fence
 from .given_up import GivenUp
 from .live_counts import Reporter
+from .options import EPOCH
 from .receipts import Failure, Receipt
 
 logger = logging.getLogger(__name__)
-
-#: The columns of an encoded row that are sent, in this order.
-SENT_COLUMNS = ("task_id", "eta", "body", "queue", "priority", "expires", "error")
-
-#: As due times are written, so that they compare as texts.
-_EXACTLY = "microseconds"
 
 
 @dataclass(frozen=True)
@@ -52,7 +47,7 @@ class SendJob:
 
 
 def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -> Iterator[Failure]:
-    """Send *rows*, tuples of :data:`SENT_COLUMNS`; fill in *receipt*, name what did not go out.
+    """Send *rows*, tuples of ``encode.SENT_COLUMNS``; fill in *receipt*, name what did not go out.
 
     A broker that stays away does not fail the Spark task: running it again would send everything
     again. The rest of the rows is then named as unsent, and so are those of the job's tasks that
@@ -79,7 +74,7 @@ def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -
     #: Why nothing can go to a queue: what the broker has answered once, it is not asked again.
     barred: dict[str | None, str] = {}
     with reporter.of(batch), batch:
-        for task_id, eta, body, queue, priority, expires, error in rows:
+        for task_id, due_us, body, queue, priority, expires_us, error in rows:
             receipt.rows += 1
             receipt.ids += int(task_id[:8], 16) if task_id else 0
             if is_committed:
@@ -99,8 +94,9 @@ def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -
                 named = {"queue": queue, "priority": priority}
                 way = {name: value for name, value in named.items() if value is not None}
                 options[queue, priority] = way
-            if expires is not None:
-                way = {**way, "expires": expires}
+            if expires_us is not None:
+                way = {**way, "expires": _utc_text(expires_us)}
+            eta = _utc_text(due_us)
             if eta > receipt.last_eta:  # all of them are 32 characters, in UTC
                 receipt.last_eta = eta
             if reporter.report(batch):
@@ -110,7 +106,7 @@ def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -
             pace.wait()
             try:
                 batch.send(job.task, args, kwargs, eta=eta, task_id=task_id, **way)
-                receipt.sent_after_due += eta <= datetime.now(UTC).isoformat(timespec=_EXACTLY)
+                receipt.sent_after_due += due_us <= time_ns() // 1000
             except PublishRefused as exc:
                 receipt.broken = str(exc)
             except Exception as exc:
@@ -133,6 +129,10 @@ def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -
     receipt.confirmed = result.confirmed
     receipt.by_template = result.by_template
     receipt.seconds = monotonic() - started
+
+
+def _utc_text(us: int) -> str:
+    return (EPOCH + timedelta(microseconds=us)).isoformat(timespec="microseconds")
 
 
 #: Errors that every row for the same queue would meet.

@@ -9,23 +9,28 @@ from __future__ import annotations
 import json
 import logging
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from uuid import uuid4
 
 from pyspark import TaskContext
-from pyspark.sql.datasource import DataSourceStreamWriter, DataSourceWriter, WriterCommitMessage
+from pyspark.sql.datasource import (
+    DataSourceArrowWriter,
+    DataSourceStreamWriter,
+    WriterCommitMessage,
+)
 
 from ..durations import seconds_of
 from ..errors import FanOutFailed, InvalidFanOut
 from ..fence.run import COMMITTED, Stamp
 from .app import Call, describe
+from .encode import Encoder
 from .fencing import Fence
 from .options import FanOutOptions
 from .receipts import Receipt
-from .rows import RowEncoder
 from .sending import SendJob, send_rows, warn_of_late_sending
+from .slots import Slot, check_type, no_such_column, slots
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +91,7 @@ class SinkOptions:
         return cls(FanOutOptions(**values), on_reject, "run_id" in given)
 
 
-class Writer(DataSourceWriter):
+class Writer(DataSourceArrowWriter):
     """The writer of the rows of one job."""
 
     def __init__(self, schema: Any, texts: Mapping[str, str], *, overwrite: bool) -> None:
@@ -138,27 +143,33 @@ class Writer(DataSourceWriter):
         fan_out = options.fan_out
         facts = describe(Call.of(fan_out))
         self._fence = Fence.of(fan_out, facts, self._job_id)
-        self._rows = RowEncoder(
-            schema,
+        read = list(slots(fan_out))
+        self._positions = [_position(slot, schema.names) for slot in read]
+        types = {}
+        for slot, position in zip(read, self._positions, strict=True):
+            types[slot.name] = schema.fields[position].dataType
+            check_type(slot, types[slot.name], has_zone=fan_out.eta_zone is not None)
+        self._encoder = Encoder(
             fan_out,
+            types,
             longest_seconds=facts.delay_settings.longest_delay_seconds,
             queues=facts.queues if fan_out.check_queue else None,
         )
 
-    def _send(self, rows: Iterable[Any], run_id: str, fence: Fence | None, job_id: str) -> Sent:
+    def _send(self, batches: Iterable[Any], run_id: str, fence: Fence | None, job_id: str) -> Sent:
         fan_out = self._options.fan_out
         context = TaskContext.get()
         assert context is not None
         receipt = Receipt(context.partitionId(), context.attemptNumber())
         if fence is not None and fence.open().state == COMMITTED:
             # Not encoded: rows that have fallen due meanwhile would be rejected.
-            receipt.rows = sum(1 for _ in rows)
+            receipt.rows = sum(batch.num_rows for batch in batches)
             receipt.fence = str(fence.stamp(receipt.partition, receipt.attempt))
             return Sent(receipt)
         rate = fan_out.max_rate and fan_out.max_rate / fan_out.connections
         first, count = None, 0
         job = SendJob(fan_out.app, fan_out.task, rate, fence, job_id)
-        for failure in send_rows(self._encoded(rows, run_id), job, receipt):
+        for failure in send_rows(self._encoded(batches, run_id), job, receipt):
             first, count = first or failure, count + 1
         if first is not None:
             raise FanOutFailed(
@@ -167,15 +178,17 @@ class Writer(DataSourceWriter):
             )
         return Sent(receipt)
 
-    def _encoded(self, rows: Iterable[Any], run_id: str) -> Iterator[tuple[Any, ...]]:
+    def _encoded(self, batches: Iterable[Any], run_id: str) -> Iterator[tuple[Any, ...]]:
         fails = self._options.on_reject == "fail"
-        for row in rows:
-            encoded = self._rows.encode(row, run_id)
-            if fails and encoded[-1] is not None:
-                raise InvalidFanOut(
-                    f"{encoded[-1]}: {row!r:.300}; leave such rows out, or say on_reject='skip'"
-                )
-            yield encoded
+        for batch in batches:
+            columns = [batch.column(position) for position in self._positions]
+            for number, row in enumerate(self._encoder.rows(columns, run_id)):
+                if fails and row[-1] is not None:
+                    raise InvalidFanOut(
+                        f"{row[-1]}: {_shown(batch, number)}; leave such rows out, or say "
+                        f"on_reject='skip'"
+                    )
+                yield row
 
 
 class StreamWriter(Writer, DataSourceStreamWriter):
@@ -217,6 +230,28 @@ class StreamWriter(Writer, DataSourceStreamWriter):
 
 #: Spark tells a sink's tasks nothing else; its own foreach() reads the same.
 _QUERY_AND_BATCH = ("sql.streaming.queryId", "streaming.sql.batchId")
+
+
+def _position(slot: Slot, columns: Sequence[str]) -> int:
+    """Place of the column of *slot* among *columns*: of that name, else of that name in any case.
+
+    Raises:
+        InvalidFanOut: there is none, or more than one.
+    """
+    name = slot.column
+    alike = [place for place, one in enumerate(columns) if one.lower() == name.lower()]
+    found = [place for place in alike if columns[place] == name] or alike
+    if len(found) != 1:
+        raise no_such_column(slot, columns)
+    return found[0]
+
+
+def _shown(batch: Any, number: int) -> str:
+    """The row at *number* of *batch*, for an error."""
+    try:
+        return f"{batch.slice(number, 1).to_pylist()[0]!r:.300}"
+    except UnicodeDecodeError:
+        return f"row {number} of its batch"
 
 
 def _receipts(messages: list[Any]) -> list[Receipt]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,6 +63,22 @@ def check_type(slot: Slot, kind: t.DataType, *, has_zone: bool) -> None:
         )
 
 
+def no_such_column(slot: Slot, columns: Sequence[str]) -> InvalidFanOut:
+    """The error about a *slot* whose column is none of *columns*, or several of them."""
+    name = slot.column
+    alike = [one for one in columns if isinstance(name, str) and one.lower() == name.lower()]
+    if len(alike) > 1:
+        return InvalidFanOut(
+            f"expected {slot.label} to be one column of this DataFrame, got {column_text(name)}, "
+            f"which may be any of {', '.join(alike)}: rename or drop the others"
+        )
+    value = f", or lit({name!r}) for all rows" if isinstance(name, str) else ""
+    return InvalidFanOut(
+        f"expected {slot.label} to be a column of this DataFrame ({', '.join(columns)}){value}, "
+        f"got {column_text(name)}"
+    )
+
+
 def column_text(column: Columnar) -> str:
     """Name of a column, for an error."""
     return f"column {column!r}" if isinstance(column, str) else str(column)
@@ -98,6 +114,8 @@ def _not_json(kind: Any) -> str:
     """The type that JSON could carry instead of *kind*, in words; "" if it can carry that."""
     match kind:
         case t.StructType():
+            if len({*kind.names}) < len(kind.names):
+                return "what JSON has: structs whose fields all have names of their own"
             return next(filter(None, (_not_json(f.dataType) for f in kind.fields)), "")
         case t.ArrayType():
             return _not_json(kind.elementType)

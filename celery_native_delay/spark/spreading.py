@@ -1,8 +1,9 @@
 """Due times at a rate: tasks of one key fall due one after the other, as they may start.
 
 By arithmetic alone, on the rows: a line has one end, and places taken in it for tomorrow would keep
-whatever comes today behind them. So nothing is asked or written, and a run that is sent again has
-the same due times. Starts are counted by the workers, in the same lines as all others.
+whatever comes today behind them. Other rows, or the same rows later, get other due times: what is
+to keep its own is sent again from the ledger of its run. Starts are counted by the workers, in the
+same lines as all others.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any, Self
 from pyspark.sql import functions as f
 
 from ..errors import InvalidFanOut, SettingsError
-from ..rates.rate import HEADER_PREFIX, LONGEST_KEY, Rate
+from ..rates.rate import HEADER_PREFIX, Rate
 
 #: How much further apart tasks fall due than their line has places, in thousandths: what came late
 #: is made up for, instead of keeping all that are behind it from starting when they come.
@@ -43,16 +44,15 @@ class Spread:
         return cls(spacing_us, rate.burst, column)
 
     def over(self, frame: Any, now_us: int) -> Any:
-        """*frame* with its ``due_us`` spread from *now_us* on; rows with an error take no place."""
-        key = f.lit(None).cast("string")
-        if self.column is not None:
-            key = f.substring(f.col(self.column).cast("string"), 1, LONGEST_KEY)
+        """*frame* with the ``due_us`` of each ``line`` spread from *now_us* on.
+
+        Rows with an error take no place.
+        """
         line = "partition by line, error is null order by due_us, task_id"
         ahead_us = (self.burst - 1) * self.spacing_us
         # Each place is one spacing after the one before, or where its task falls due by itself.
         return (
-            frame.withColumn("line", key)
-            .withColumn("nth_us", f.expr(f"row_number() over ({line}) * {self.spacing_us}L"))
+            frame.withColumn("nth_us", f.expr(f"row_number() over ({line}) * {self.spacing_us}L"))
             .withColumn(
                 "place_us",
                 f.expr(

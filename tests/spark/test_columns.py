@@ -1,4 +1,4 @@
-"""What a row becomes on its way: ids, due times, bodies and reasons, all of it in Spark SQL."""
+"""What a row becomes on its way: ids, due times, bodies and reasons."""
 
 from __future__ import annotations
 
@@ -13,14 +13,16 @@ import pytest
 
 pytest.importorskip("pyspark")
 
+import pyarrow as pa
 from pyspark.sql import functions as f
+from pyspark.sql import types as t
 
 from celery_native_delay import InvalidFanOut, Rate
 from celery_native_delay.rates.line import Line
 from celery_native_delay.settings import DelaySettings
 from celery_native_delay.spark import FanOut, ids, task_id_of
-from celery_native_delay.spark.encode import encoded
-from celery_native_delay.spark.options import FanOutOptions
+from celery_native_delay.spark.encode import Encoder, encoded
+from celery_native_delay.spark.options import EPOCH, FanOutOptions
 from celery_native_delay.spark.spreading import Spread
 from celery_native_delay.transports.rabbitmq.topology import Topology
 
@@ -31,7 +33,12 @@ LONGEST_SECONDS = 90 * 86_400.0
 def encode(df: Any, **options: Any) -> list[Any]:
     """The rows as they would be sent, in their order."""
     whole = {"app": "shop:app", "task": "shop.remind", "run_id": "r", "now": NOW} | options
-    return encoded(df, FanOutOptions(**whole), longest_seconds=LONGEST_SECONDS).collect()
+    frame = encoded(df, FanOutOptions(**whole), longest_seconds=LONGEST_SECONDS, keep=["row"])
+    return frame.collect()  # type: ignore[no-any-return]
+
+
+def eta(row: Any) -> datetime:
+    return EPOCH + timedelta(microseconds=row.due_us)
 
 
 def test_the_id_that_the_docs_show_is_the_id() -> None:
@@ -81,19 +88,16 @@ def test_due_times_are_instants_whatever_the_zones(spark: Any) -> None:
         {"eta": f.expr("cast(concat(text, ' ', zone) as timestamp)")},
     ):
         for row in encode(df, **options):
-            eta = datetime.fromisoformat(row.eta)
             assert row.error is None
-            assert eta.timestamp() * 1_000_000 == row.due_us
             if row.row.utc:
-                assert eta == datetime.fromisoformat(row.row.utc).replace(tzinfo=UTC)
+                assert eta(row) == datetime.fromisoformat(row.row.utc).replace(tzinfo=UTC)
     (row,) = encode(df.limit(1), eta="text", eta_zone="UTC")
-    assert row.eta == "2026-11-20T08:30:00.000000+00:00"
+    assert eta(row) == datetime(2026, 11, 20, 8, 30, tzinfo=UTC)
     offsets = spark.sql(
         "select explode(array('2026-11-20T08:30:00+02:00', '2026-11-20 06:30:00Z')) e"
     )
-    assert [r.eta for r in encode(offsets, eta="e", eta_zone="Asia/Tokyo")] == [
-        "2026-11-20T06:30:00.000000+00:00"
-    ] * 2
+    for row in encode(offsets, eta="e", eta_zone="Asia/Tokyo"):
+        assert eta(row) == datetime(2026, 11, 20, 6, 30, tzinfo=UTC)
 
 
 def test_countdowns_count_from_one_instant(spark: Any) -> None:
@@ -101,7 +105,7 @@ def test_countdowns_count_from_one_instant(spark: Any) -> None:
     for kind in ("double", "decimal(12,3)"):
         rows = encode(df.withColumn("wait", f.col("wait").cast(kind)), countdown="wait")
         expected = [NOW + timedelta(seconds=n) for n in (0, 0.25, 3600, 1e6)]
-        assert [datetime.fromisoformat(row.eta) for row in rows] == expected
+        assert list(map(eta, rows)) == expected
 
 
 def test_a_smeared_task_is_later_by_what_its_id_says(spark: Any) -> None:
@@ -117,7 +121,8 @@ def test_a_smeared_task_is_later_by_what_its_id_says(spark: Any) -> None:
 def test_bodies_are_the_rows_as_json(spark: Any) -> None:
     """Nulls, too; text as it is; whole numbers to the last digit."""
     df = spark.sql("""select 9007199254740993L as big, 0.1D as tenth, cast(null as string) as none,
-        'é "x" \\\\ \\n /' as text, true as yes, array(1, null) as list, map('a', 1.5D) as table,
+        'é "x" \\\\ \\n /' as text, true as yes, array(1, null) as list,
+        map('a', cast(0.1 as float)) as table,
         named_struct('inner', named_struct('deep', cast(null as int))) as tree""")
     (row,) = encode(
         df,
@@ -128,7 +133,7 @@ def test_bodies_are_the_rows_as_json(spark: Any) -> None:
     args, kwargs = json.loads(row.body)
     assert args == [9007199254740993, 'é "x" \\ \n /', None, [1, None]]
     assert kwargs == {
-        **{"tenth": 0.1, "none": None, "yes": True, "m": {"a": 1.5}},
+        **{"tenth": 0.1, "none": None, "yes": True, "m": {"a": 0.1}},
         "t": {"inner": {"deep": None}},
     }
     (row,) = encode(df, countdown=f.lit(1))
@@ -165,13 +170,11 @@ def test_bad_rows_are_rejected_with_a_reason_and_the_others_pass(spark: Any) -> 
     for row in rows:
         assert row.row.expected in (row.error or "ok"), row
         assert (row.error is None) == (row.row.expected == "ok")
-        assert (row.eta is None) == (row.body is None) == (row.error is not None)
-    assert [row.expires for row in rows if not row.error] == [
-        "2026-10-01T12:01:30.000000+00:00",
-        None,
-    ]
+        assert (row.due_us is None) == (row.body is None) == (row.error is not None)
+    now_us = round(NOW.timestamp() * 1_000_000)
+    assert [row.expires_us for row in rows if not row.error] == [now_us + 90_000_000, None]
     late = encode(df.where("key = 6"), countdown="wait", past="send")[0]
-    assert (late.error, late.eta) == (None, "2026-10-01T11:59:59.000000+00:00")
+    assert (late.error, late.due_us) == (None, now_us - 1_000_000)
     texts = spark.sql("""select explode(array('soon', '2026-13-01 00:00:00', '', null,
         '2026-12-01T08:00:00 Mars/Olympus')) as eta""")
     nulls = spark.sql("select cast(null as timestamp) as eta")
@@ -196,6 +199,9 @@ def test_bad_rows_are_rejected_with_a_reason_and_the_others_pass(spark: Any) -> 
         ({"countdown": "wait", "args": [f"array({c})" for c in ("at",)]}, "args"),
         ({"countdown": "wait", "kwargs": "text"}, "kwargs to be a list"),
         ({"countdown": "wait", "kwargs": {"not an argument": "text"}}, "arguments"),
+        ({"countdown": "wait", "args": ["same"]}, "fields all have names of their own"),
+        ({"countdown": "wait", "args": ["twice"]}, "may be any of twice, twice: rename or drop"),
+        ({"countdown": "wait", "kwargs": ["name"]}, "may be any of Name, name: rename or drop"),
         ({"countdown": "wait", "id_cols": ["wait"]}, "cast it, got double"),
         ({"countdown": "wait", "queue": "emails"}, "or lit.'emails'. for all rows"),
         ({"countdown": "wait", "priority": "text"}, "a whole number"),
@@ -215,9 +221,72 @@ def test_what_cannot_be_meant_is_refused_at_once(
     spark: Any, options: dict[str, Any], message: str
 ) -> None:
     df = spark.sql("""select timestamp'2026-12-01' as at, timestamp_ntz'2026-12-01' as naive,
-        date'2026-12-01' as day, '2026' as text, 1.5D as wait, 1.10BD as price""")
+        date'2026-12-01' as day, '2026' as text, 1.5D as wait, 1.10BD as price,
+        named_struct('a', 1, 'a', 2) as same, 1 as twice, 2 as twice, 3 as Name, 4 as name""")
     with pytest.raises(InvalidFanOut, match=message):
         FanOut(df, **{"app": "shop:app", "task": "shop.remind"} | options)
+
+
+def test_a_column_in_the_wrong_case_is_refused_where_case_counts(spark: Any) -> None:
+    df = spark.sql("select 1.5D as Wait, 7 as Number")
+    right = {"app": "shop:app", "task": "shop.remind", "countdown": "Wait", "kwargs": ["Number"]}
+    wrong: list[dict[str, Any]] = [
+        {"countdown": "wait"},
+        {"kwargs": {"number": f.col("number")}},
+    ]
+    for options in wrong:
+        FanOut(df, **right | options)
+    spark.conf.set("spark.sql.caseSensitive", "true")
+    try:
+        FanOut(df, **right)
+        for options in wrong:
+            with pytest.raises(InvalidFanOut, match=r"a column of this DataFrame .Wait, Number."):
+                FanOut(df, **right | options)
+    finally:
+        spark.conf.unset("spark.sql.caseSensitive")
+
+
+def test_text_that_is_no_utf8_is_rejected_wherever_a_row_has_it(spark: Any) -> None:
+    """Spark would send U+FFFD in its place; the other rows of its batch go on as they are."""
+    df = spark.sql("""select id, cast(if(id = 2, X'FF41', encode('é', 'UTF-8')) as string) as text,
+        '2026-12-01 08:00:00' as eta from range(0, 4, 1, 1)""")
+    whole: dict[str, Any] = {"eta": "eta", "eta_zone": "UTC", "id_cols": ["id"]}
+    nested = f.create_map(f.lit("a"), f.array(f.struct("text")))
+    for name, options in {
+        "args[0] (column 'text')": {"args": ["text"]},
+        "kwargs['a'] (Column": {"kwargs": {"a": nested}},
+        "id_cols[0] (column 'text')": {"id_cols": ["text"]},
+        "queue (column 'text')": {"queue": "text"},
+        "eta (Column": {"eta": f.when(f.col("id") == 2, f.col("text")).otherwise(f.col("eta"))},
+    }.items():
+        rows = encode(df, **whole | options)
+        assert [row.error is None for row in rows] == [True, True, False, True], name
+        assert rows[2].error.startswith(name)
+        assert rows[2].error.endswith("is not valid UTF-8")
+    (row,) = encode(df.where("id = 1"), **whole, kwargs={"a": nested})
+    assert json.loads(row.body) == [[], {"a": {"a": [{"text": "é"}]}}]
+
+
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        ("string", ["é", "", "x" * 300, None]),
+        ("long", [7, -1]),
+        ("boolean", [True, False]),
+    ],
+    ids=str,
+)
+def test_a_row_stands_in_the_line_that_workers_put_its_task_in(
+    kind: str, values: list[Any]
+) -> None:
+    rate = Rate("1/s", key="tenant")
+    options = FanOutOptions(app="shop:app", task="t", countdown="wait", kwargs=["tenant"])
+    types = {"due_in": t.LongType(), "kwarg0": t.StructType().add("a", kind)["a"].dataType}
+    encoder = Encoder(options, types, longest_seconds=LONGEST_SECONDS)
+    columns = [pa.array([60] * len(values)), pa.array(values)]
+    sent = [json.loads(row[2]) for row in encoder.rows(columns, "r")]
+    at_workers = [rate.key_of(args, kwargs, {}) for args, kwargs in sent]
+    assert encoder.texts(columns[1], "kwarg0") == at_workers
 
 
 @pytest.mark.parametrize("rate", [Rate("10/s"), Rate("100/m", burst=10)], ids=str)
@@ -235,7 +304,8 @@ def test_with_a_rate_tasks_fall_due_when_their_line_lets_them_start(spark: Any, 
         app="shop:app", task="shop.call", run_id="r", now=NOW, past="send",
         countdown="wait", kwargs=["id", "tenant"], id_cols=["id"],
     )  # fmt: skip
-    given = {"longest_seconds": LONGEST_SECONDS, "spread": Spread.of(rate, "kwarg1")}
+    spread = Spread.of(rate, "kwarg1")
+    given: dict[str, Any] = {"longest_seconds": LONGEST_SECONDS, "spread": spread, "keep": ["row"]}
     rows = encoded(df, options, **given).where("error is null").collect()
     again = encoded(df.repartition(5), options, **given).where("error is null").collect()
     assert {row.task_id: row.due_us for row in rows} == {row.task_id: row.due_us for row in again}

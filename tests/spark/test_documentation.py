@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("pyspark.sql.datasource", reason="Spark 3.5 has no data sources in Python")
 
-from celery_native_delay.spark import task_id_of
+from celery_native_delay.spark import Failure, task_id_of
 from tests.documents import code_beside, only
 from tests.integration.traffic import inbox
 
@@ -78,6 +78,7 @@ def call_api(tenant, path):
 
 
 def test_the_example_of_a_rate_spreads_due_times(spark: Any, apps_folder: Path) -> None:
+    """What failed goes out again at its own due times, among those of the others."""
     (apps_folder / "rated_shop.py").write_text(RATED)
     customers = spark.range(100).selectExpr(
         "concat('tenant', id % 2) as tenant", "concat('/', id) as path", "60 as wait"
@@ -88,3 +89,9 @@ def test_the_example_of_a_rate_spreads_due_times(spark: Any, apps_folder: Path) 
     assert plan.accepted == 100
     # Ten at once for each of two tenants, and each 0.6 s one more.
     assert 0.6 * 40 <= (plan.last_due - plan.first_due).total_seconds() <= 0.62 * 41
+    due = {row.task_id: row.due for row in names["calls"].ledger().collect()}
+    third = sorted(due)[::3]
+    names |= {"spark": spark, "failures": [Failure(one, "unsent", "") for one in third]}
+    exec(only("spark-rate-again").text.replace("shop:app", "rated_shop:app"), names)
+    again = {row.task_id: row.due for row in names["again"].ledger().collect()}
+    assert again == {one: due[one] for one in third}

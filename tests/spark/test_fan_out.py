@@ -149,6 +149,22 @@ def test_a_task_and_a_queue_that_others_know_pass_unchecked(
         assert (expires - eta).total_seconds() == 59
 
 
+def test_small_partitions_share_a_connection(
+    spark: Any, make_app: MakeApp, native_delay_rabbitmq_url: str
+) -> None:
+    """On two slots, too, no matter how many partitions the DataFrame has."""
+    fan_out = FanOut(
+        spark.range(60, numPartitions=60),
+        app=make_app(native_delay_rabbitmq_url),
+        task="shop.remind",
+        countdown=f.lit(60),
+        kwargs={"number": "id"},
+        connections=3,
+    )
+    result = fan_out.send()
+    assert (result.confirmed, len(result.receipts)) == (60, 3)
+
+
 TENANT = """
 import celery
 
@@ -339,9 +355,9 @@ def test_when_the_broker_stays_away_every_unsent_row_is_named(
     monkeypatch.syspath_prepend(str(apps_folder))
     monkeypatch.setattr(line, "PATIENCE_SECONDS", 0.5)
     app = make_app(url)
-    eta = "2090-01-01T00:00:00.000000+00:00"
+    due_us = time_ns() // 1000 + 3_600_000_000
     body = json.dumps([[1], {}])
-    rows: list[Any] = [(f"id-{n}", eta, body, None, None, None, None) for n in range(5)]
+    rows: list[Any] = [(f"id-{n}", due_us, body, None, None, None, None) for n in range(5)]
     rows.insert(2, ("id-bad", None, None, None, None, None, "no due time"))
     receipt = Receipt(0, 0)
     failures = list(send_rows(rows, SendJob(app, "shop.remind", None), receipt))

@@ -6,10 +6,9 @@ import json
 import socketserver
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from threading import Thread
-from time import monotonic
+from time import monotonic, time_ns
 from typing import Any
 
 import pytest
@@ -160,9 +159,9 @@ def test_what_a_user_may_not_do_is_tried_once_for_each_queue(
 
     monkeypatch.setattr(Bulk, "send", noting)
     app = make_app(native_delay_rabbitmq_url.replace("//guest:guest@", "//clerk:clerk@"), levels=20)
-    eta = (datetime.now(UTC) + timedelta(hours=1)).isoformat(timespec="microseconds")
+    due_us = time_ns() // 1000 + 3_600_000_000
     rows = [
-        (f"id-{n}", eta, json.dumps([[n], {}]), ("plain", "vip")[n % 2], None, None, None)
+        (f"id-{n}", due_us, json.dumps([[n], {}]), ("plain", "vip")[n % 2], None, None, None)
         for n in range(20)
     ]
     receipt = Receipt(0, 0)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import time
 from collections.abc import Callable
-from datetime import UTC, datetime
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,63 +17,10 @@ from pyspark.sql import functions as f
 from celery_native_delay.fence import fence_store
 from celery_native_delay.fence.run import HEADER, Fate, Stamp, fate
 from celery_native_delay.spark import task_id_of
-from celery_native_delay.spark.encode import encoded
-from celery_native_delay.spark.options import FanOutOptions
-from celery_native_delay.spark.rows import RowEncoder
-from celery_native_delay.spark.sending import SENT_COLUMNS
 from tests.integration.traffic import inbox
 from tests.spark.test_fan_out import number_of
 
 MakeApp = Callable[..., str]
-
-ROWS = """select id, id as number, concat('é \\\\ "', id) as text, id * 0.1D as price,
-    timestamp'2026-10-01 00:00:00Z' + make_dt_interval(id) as at,
-    date'2026-01-01' + cast(id as int) as day,
-    cast('2026-10-20 02:30:00' as timestamp_ntz) + make_dt_interval(id) as naive,
-    case id when 3 then null when 4 then double('NaN') when 5 then -1D when 6 then 1e9D
-        else id + 0.25D end as wait,
-    if(id = 7, null, cast(id as string)) as key, id % 2 = 0 as flag,
-    named_struct('a', array(id, null), 'b', map('c', if(id = 8, double('inf'), 1.5D))) as tree,
-    if(id = 9, 300, 5) as priority, if(id = 10, 1L, 5000L) as expires,
-    if(id = 11, repeat('x', 2000), 'x') as filler
-    from range(14)"""
-
-
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"countdown": "wait", "id_cols": ["key"], "kwargs": ["number", "text", "tree"]},
-        {"eta": "at", "id_cols": ["id", "flag", "day", "at"], "args": ["price", "filler"]},
-        {"eta": "naive", "eta_zone": "Europe/Berlin", "id_cols": ["id"], "smear": 60},
-        {"eta": "at", "id_cols": ["id"], "past": "send", "priority": "priority"},
-        {"countdown": "number", "id_cols": ["id"], "expires": "expires", "queue": "text"},
-    ],
-    ids=str,
-)
-def test_a_row_becomes_what_sql_makes_of_it(
-    spark: Any, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ids, due times, arguments and reasons; in whatever zone the process is."""
-    monkeypatch.setenv("TZ", "Pacific/Chatham")
-    time.tzset()
-    try:
-        df = spark.sql(ROWS)
-        now = datetime(2026, 10, 5, tzinfo=UTC)
-        given = FanOutOptions(
-            app="shop:app", task="t", run_id="r", now=now, max_body_bytes=1_000, **options
-        )
-        limit = 20 * 86_400.0
-        expected = encoded(df, given, longest_seconds=limit).select(*SENT_COLUMNS).collect()
-        rows = RowEncoder(df.schema, given, longest_seconds=limit, queues=None)
-        for row, sql in zip(df.collect(), expected, strict=True):
-            ours = dict(zip(SENT_COLUMNS, rows.encode(row, "r"), strict=True))
-            assert ours["error"] == sql.error
-            if sql.error is None:
-                assert json.loads(ours.pop("body")) == json.loads(sql.body)
-                assert ours == {name: sql[name] for name in ours}
-    finally:
-        monkeypatch.undo()
-        time.tzset()
 
 
 def writer_of(df: Any, at: str, **options: Any) -> Any:
@@ -108,6 +53,8 @@ def test_a_data_frame_is_written(
         ({"task": "shop.remynd"}, "got 'shop.remynd'"),
         ({"kwargs_cols": '{"nombre": "number"}'}, "nombre"),
         ({"kwargs_cols": '{"number": "numbr"}'}, "a column of this DataFrame"),
+        ({"kwargs_cols": '{"number": "name"}'}, "may be any of Name, NAME"),
+        ({"kwargs_cols": '{"number": "same"}'}, "fields all have names of their own"),
         ({"countdown_col": "text"}, "a number of seconds, got string"),
         ({"connections": "many"}, "connections"),
         ({"mode": "overwrite"}, "append"),
@@ -117,7 +64,8 @@ def test_a_data_frame_is_written(
 def test_everything_is_checked_before_a_row_is_sent(
     spark: Any, make_app: MakeApp, options: dict[str, Any], message: str
 ) -> None:
-    df = spark.sql("select 1L as number, 5D as wait, 'x' as text")
+    df = spark.sql("""select 1L as number, 5D as wait, 'x' as text, 1 as Name, 2 as NAME,
+        named_struct('a', 1, 'a', 2) as same""")
     mode = options.pop("mode", "append") if "mode" in options else "append"
     writer = writer_of(df, make_app("amqp://127.0.0.1:1"), **options).mode(mode)
     with pytest.raises(AnalysisException, match=message):
@@ -129,8 +77,11 @@ def test_a_bad_row_fails_the_job_unless_it_may_be_skipped(
 ) -> None:
     df = spark.sql("select id as number, if(id = 7, null, 1D) as wait from range(0, 20, 1, 1)")
     app = make_app(native_delay_rabbitmq_url)
-    with pytest.raises(PySparkException, match=r"no due time.*on_reject='skip'"):
+    with pytest.raises(PySparkException, match=r"no due time.*'number': 7.*on_reject='skip'"):
         writer_of(df, app).save()
+    no_utf8 = df.where("number = 8").withColumn("text", f.expr("cast(X'FF41' as string)"))
+    with pytest.raises(PySparkException, match=r"kwargs\['text'\].*is not valid UTF-8"):
+        writer_of(no_utf8, app, kwargs_cols="text").save()
     writer_of(df, app, on_reject="skip", id_cols="number", run_id="r").save()
     ids = {task_id_of("r", "shop.remind", number) for number in range(20) if number != 7}
     with inbox(native_delay_rabbitmq_url, "plain") as letters:
