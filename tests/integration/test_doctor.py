@@ -22,6 +22,7 @@ from celery_native_delay import install, redis_server, register_transports
 from celery_native_delay.app.doctor import examine
 from celery_native_delay.app.parts import admin_part
 from celery_native_delay.finding import ADVICE, UNCHECKED, WRONG, Finding
+from celery_native_delay.records import database
 from celery_native_delay.testing import (
     PrivateRabbitMQ,
     PrivateRedis,
@@ -31,7 +32,6 @@ from celery_native_delay.testing import (
 )
 from celery_native_delay.transports.rabbitmq import management
 from celery_native_delay.transports.redis.keys import Keys
-from celery_native_delay.transports.sql import database
 from celery_native_delay.transports.sqs import queues
 from tests.brokers import in_ci, installed_rabbitmq
 from tests.conformance.brokers import running_broker, settings_of
