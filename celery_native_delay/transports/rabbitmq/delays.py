@@ -212,13 +212,15 @@ class Delays:
             body = body.encode(properties.setdefault("content_encoding", "utf-8"))
         headers = properties.get("application_headers") or {}
 
-        def put(due_us: int, delivery_id: str) -> tuple[str, bytes]:
-            self.check_reach(due_us)
+        def put(due_us: int, delivery_id: str, clock_ahead_us: int) -> tuple[str, bytes]:
+            now_us = time_ns() // 1000 - clock_ahead_us
+            self.units(due_us, now_us=now_us)  # or DelayTooLong
             own = {**properties, "application_headers": {**headers, "eta": eta_of(due_us)}}
-            expires_ms = expires_ms_of(own, now_us=time_ns() // 1000)
+            expires_ms = expires_ms_of(own, now_us=now_us)
             where = exchange, routing_key, None, expires_ms
             delayed = Delayed(delivery_id, due_us, *where)
-            self.put_back(amqp.Message(body, **own), delayed, recorded=False)
+            message = amqp.Message(body, **own)
+            self.put_back(message, delayed, recorded=False, clock_ahead_us=clock_ahead_us)
             return f"{keyed.task_id}:{delivery_id}", Entry(own, body, *where).encoded()
 
         keyed.settle(ledger_key_records(self.settings, self.connection.virtual_host), put)
@@ -231,17 +233,25 @@ class Delays:
 
     # --- putting back --------------------------------------------------------------------
 
-    def put_back(self, message: amqp.Message, delayed: Delayed, *, recorded: bool = True) -> None:
+    def put_back(
+        self,
+        message: amqp.Message,
+        delayed: Delayed,
+        *,
+        recorded: bool = True,
+        clock_ahead_us: int = 0,
+    ) -> None:
         """Let a message that was received wait (again), as *delayed* says, then deliver it.
 
-        Its body is in the bytes that came. *recorded*: the ledger is told of it.
+        Its body is in the bytes that came. *recorded*: the ledger is told of it. *clock_ahead_us*
+        is how far our clock is ahead of the one that its due time is told by.
         """
         exchange, routing_key, queue = delayed.exchange, delayed.routing_key, delayed.queue
         if queue is not None or not exchange:
             self.mirror.queue_bound_once(routing_key if queue is None else queue)
         self.preparation.prepare()
         lands = queue is None and exchange != "" and self.routes.lands(exchange, routing_key)
-        now_us = time_ns() // 1000
+        now_us = time_ns() // 1000 - clock_ahead_us
         units = max(self.units(delayed.due_us, now_us=now_us), 1)
         headers = message.properties.get("application_headers") or {}
         own = {name: headers[name] for name in headers if name not in COUNTED_BY_THE_QUEUE}

@@ -17,20 +17,22 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from hashlib import sha1
 from secrets import token_hex
+from time import time_ns
 from typing import Any
 
 from ....errors import LedgerUnavailable, NativeDelayError
 from ....keyed.record import Record
 from ....keyed.records import ComparedRecords
-from ....keyed.rules import Seen, Step
+from ....keyed.rules import InBroker, Seen, Step
 from ....settings import DelaySettings
 from ....urls import without_password
 from ...per_process import PerProcess
 from .connection import ANSWER_SECONDS, connection_maker, explained
 from .scripts import MARK_GRACE_MS, READ_KEY, WRITE_KEY, LedgerKeys
 
-#: Publishes a delivery, given when it is due and its id; returns member and entry for the ledger.
-Put = Callable[[int, str], tuple[str, bytes]]
+#: Publishes a delivery, given its due time, its id, and how far this process's clock is ahead of
+#: that of the records; returns member and entry for the ledger.
+Put = Callable[[int, str, int], tuple[str, bytes]]
 
 
 _SHAS = {
@@ -65,14 +67,19 @@ class LedgerKeyRecords(ComparedRecords):
         return self._seen(name, token_hex(16))
 
     def _seen(self, name: str, sends: str | None) -> Seen:
-        keys = [self._keys.record(name), self._keys.ids, f"{self._keys.marks}{sends or ''}"]
+        due, _, ids = self._keys.index
+        keys = [self._keys.record(name), ids, f"{self._keys.marks}{sends or ''}", due]
         mark_ms = "" if sends is None else self._mark_ms
-        now_us, text, members = self._run(READ_KEY, keys, [mark_ms])
-        if not text:
-            return Seen(now_us, None, sends=sends)
-        record = Record.decoded(text)
-        found = (member for member in members if member.decode().rpartition(":")[0] == record.id)
-        return Seen(now_us, record, tuple(found), sends, text)
+        now_us, text, *found = self._run(READ_KEY, keys, [mark_ms])
+        # Read after the answer: too far ahead by the way back, so that nothing is early.
+        ahead_us = time_ns() // 1000 - now_us
+        record = Record.decoded(text) if text else None
+        waiting = tuple(
+            InBroker(member, int(due_us or 0))
+            for member, due_us in found
+            if record is not None and member.decode().rpartition(":")[0] == record.id
+        )
+        return Seen(now_us, record, waiting, sends, text, ahead_us)
 
     def write(self, name: str, seen: Seen, step: Step, put: Put | None) -> bool:
         record = "" if step.record is None else step.record.encoded()
@@ -82,7 +89,7 @@ class LedgerKeyRecords(ComparedRecords):
             assert put is not None
             assert seen.sends is not None
             try:
-                member, entry = put(step.due_us, seen.sends)
+                member, entry = put(step.due_us, seen.sends, seen.clock_ahead_us)
             except NativeDelayError:
                 self.leave(seen)
                 raise
@@ -93,7 +100,7 @@ class LedgerKeyRecords(ComparedRecords):
                     self._ask("PEXPIRE", f"{self._keys.marks}{seen.sends}", left_ms)
                 raise
             message = (member, step.due_us, entry)
-        gone = seen.waiting if step.replaces else ()
+        gone = [message.place for message in seen.waiting] if step.replaces else ()
         mark = f"{self._keys.marks}{seen.sends or ''}"
         keys = [*self._keys.index, self._keys.record(name), mark]
         arguments = [seen.text, record, kept_ms, *message, self._keys.marks, *gone]

@@ -127,17 +127,21 @@ local members = redis.call('ZRANGE', KEYS[1], ARGV[1], ARGV[2], 'BYSCORE', 'LIMI
 #: The mark of a delivery whose key does not know it yet: void, if a worker gets it before.
 UNKNOWN = "not known to its key"
 
-#: KEYS record, ids, mark of a delivery that may be sent next. ARGV the TTL of that mark in ms, ''
-#: for none. Returns now in µs, the record or '', the members of the task that it names.
+#: KEYS record, ids, mark of a delivery that may be sent next, due. ARGV the TTL of that mark in ms,
+#: '' for none. Returns now in µs, the record or '', then of each message of the task that it names
+#: the member and its due time.
 READ_KEY = f"""
 if ARGV[1] ~= '' then redis.call('SET', KEYS[3], '{UNKNOWN}', 'PX', ARGV[1]) end
 local time = redis.call('TIME')
 local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
 local record = redis.call('GET', KEYS[1])
-if not record then return {{now, '', {{}}}} end
-local id = cjson.decode(record).id
-if not id then return {{now, record, {{}}}} end
-return {{now, record, redis.call('ZRANGEBYLEX', KEYS[2], '[' .. id .. ':', '(' .. id .. ';')}}
+local found = {{now, record or ''}}
+local id = record and cjson.decode(record).id
+if not id then return found end
+for _, member in ipairs(redis.call('ZRANGEBYLEX', KEYS[2], '[' .. id .. ':', '(' .. id .. ';')) do
+    found[#found + 1] = {{member, redis.call('ZSCORE', KEYS[4], member)}}
+end
+return found
 """
 
 #: Another record, and perhaps a delivery that counts in the place of others. KEYS due, messages,
