@@ -433,7 +433,9 @@ def test_what_cannot_stand_for_a_key_is_refused_in_plain_words(
         delay.unique(reindex, key=key)
     with pytest.raises(TypeError, match="key to be a text such as"):
         delay.unique(reindex.s(), key=7)  # type: ignore[arg-type]
-    for seconds in (0, -1, float("nan"), "5", True):
+    with pytest.raises(ValueError, match="a text that UTF-8 can encode, got 'a"):
+        delay.unique(reindex.s(), key="a\ud800")
+    for seconds in (0, -1, float("nan"), float("inf"), 1e12, "5", True):
         with pytest.raises(InvalidDueTime, match="seconds to be a number above 0"):
             delay.debounce(reindex.s(), key=key, seconds=seconds)  # type: ignore[arg-type]
     with pytest.raises(InvalidDueTime, match="max_wait_seconds of at least seconds=5"):
@@ -444,6 +446,10 @@ def test_what_cannot_stand_for_a_key_is_refused_in_plain_words(
         delay.unique(reindex.s(), key=key, until="now")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="a signature without countdown"):
         delay.throttle(reindex.s().set(countdown=5), key=key, seconds=5)
+    with pytest.raises(TypeError, match="a signature without task_id: with edge='both'"):
+        delay.throttle(reindex.s().set(task_id="mine"), key=key, seconds=5, edge="both")
+    with pytest.raises(InvalidDueTime, match="longest delay"):
+        delay.unique(reindex.s(), key=key, countdown=1e12)
     with pytest.raises(InvalidDueTime, match="expected countdown or eta"):
         delay.unique(reindex.s(), key=key, countdown=1, eta=datetime.now(UTC))
     app.conf.task_protocol = 1
