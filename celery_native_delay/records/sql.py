@@ -200,8 +200,8 @@ class SqlRecords(Records, Index):
             if row is None or row[1] < at_us:
                 return Looked(at_us, None)
             task_id = id_of(row[0])
-            members = () if task_id is None else tuple(self._members(connection, task_id))
-            return Looked(at_us, row[0], members)
+            messages = () if task_id is None else tuple(self._messages(connection, task_id))
+            return Looked(at_us, row[0], messages)
 
         return self.do(looked) if undecided else self.look_up(looked)
 
@@ -398,11 +398,12 @@ class SqlRecords(Records, Index):
             row |= {"name": name.name, "text": text, "kept_us": kept_us}
             connection.execute(insert(RECORDS).values(row))
 
-    def _members(self, connection: Connection, task_id: str) -> list[str]:
-        asked = select(_WAITING.delivery_id).where(
+    def _messages(self, connection: Connection, task_id: str) -> list[tuple[str, int]]:
+        asked = select(_WAITING.delivery_id, _WAITING.due_us).where(
             _WAITING.owner == self.owner, _WAITING.task_id == task_id[:255]
         )
-        return [f"{task_id}:{delivery_id}" for (delivery_id,) in connection.execute(asked)]
+        rows = connection.execute(asked)
+        return [(f"{task_id}:{delivery_id}", due_us) for delivery_id, due_us in rows]
 
     def _locked_due_us(self, connection: Connection, deliveries: Sequence[str]) -> dict[str, int]:
         asked = select(_WAITING.delivery_id, _WAITING.due_us).where(

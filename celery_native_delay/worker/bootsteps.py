@@ -188,7 +188,7 @@ def _check_lines(app: Any, settings: DelaySettings) -> None:
     """Raise NoRecords if this worker could not count rated tasks.
 
     The caller who makes a worker gets the error: Celery's ``start_worker`` would wait for ever for
-    one that ends in its own thread. If the broker is away, :meth:`NativeDelay.start` raises it later.
+    one that ends in its own thread. If the broker is away, :meth:`NativeDelay.start` raises it.
     """
     with app.connection_for_read() as connection:
         try:

@@ -19,6 +19,7 @@ from celery.exceptions import InvalidTaskError
 from celery.utils.log import get_logger
 from kombu.exceptions import ContentDisallowed, DecodeError
 
+from ..keyed.record import HEADER
 from ..transports.interface import Wait
 from .announcing import arrived
 from .arrival import (
@@ -33,6 +34,7 @@ from .arrival import (
     WaitUntil,
 )
 from .tallying import Tallying
+from .unique import never_runs, rejected
 
 logger = get_logger(__name__)
 
@@ -73,6 +75,8 @@ class GatedStrategies(dict[str, Any]):
         ) -> None:
             fields = payload if isinstance(payload, dict) else message.headers
             arrival = Arrival(message, fields, self._consumer, time_ns() // 1000)
+            if HEADER in fields:
+                reject = partial(self._reject, arrival, reject)
             run = partial(strategy, message, payload, ack, reject, callbacks, **kwargs)
             self._pass(_Task(arrival, payload, run, ack))
 
@@ -152,12 +156,20 @@ class GatedStrategies(dict[str, Any]):
         )
         if ruling.expired:
             self._tallying.expired(arrival.message)
+            never_runs(consumer, arrival.fields, arrival.id)
         dispatcher = consumer.event_dispatcher if ruling.event else None
         if dispatcher is not None and dispatcher.enabled:
             dispatcher.send(ruling.event, uuid=arrival.id, name=arrival.name, **ruling.fields)
         ack = arrival.message.ack_log_error if self._is_green else task.ack
         ack(logger, consumer.connection_errors)
         self.wake()
+
+    def _reject(
+        self, arrival: Arrival, reject: Callable[..., Any], log: Any, errors: Any, requeue: bool
+    ) -> None:
+        """Tell the key of a message that Celery rejects, then *reject* it."""
+        rejected(self._consumer.app, arrival.id, requeue=requeue)
+        reject(log, errors, requeue)
 
     def _ask_again(
         self, task: _Task, found: Mapping[Gate, Any], first: int = 0, qos: Any = None

@@ -26,7 +26,7 @@ from sqlalchemy import (
 from ...errors import StoreUnavailable
 from ...keyed.record import Record
 from ...keyed.records import TRIES, KeyRecords
-from ...keyed.rules import Rule, Seen, Step
+from ...keyed.rules import InBroker, Rule, Seen, Step
 from ...per_process import PerProcess
 from ...records.database import now_us, told_us
 from ..virtual.waiting import waiting_of
@@ -146,11 +146,11 @@ class StoreKeyRecords(KeyRecords):
         row = self._store.row(queue, envelope, due_us, task_id)
         if step.replaces and len(seen.waiting) == 1:
             new = {"queue_": queue, "envelope_": envelope, "due": due_us, "task": row["task_id"]}
-            say(_PUT_IN_PLACE, {"one": seen.waiting[0], **new})
+            say(_PUT_IN_PLACE, {"one": seen.waiting[0].place, **new})
             return seen, step
         if step.replaces:
             for each in seen.waiting:
-                say(_TAKE_OUT, {"one": each})
+                say(_TAKE_OUT, {"one": each.place})
         say(ADD, row)
         return seen, step
 
@@ -171,7 +171,7 @@ class StoreKeyRecords(KeyRecords):
         mine = {"mine": self._store.namespace, "task": record.id[:255]}
         rows = say(_SEE_LOCKED if to_change else _SEE, mine)
         waiting = tuple(
-            row_id
+            InBroker(row_id, due_us or 0)
             for row_id, due_us in rows
             if due_us == record.due_us or not _is_cancelled(say, row_id)
         )
