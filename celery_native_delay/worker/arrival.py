@@ -41,7 +41,9 @@ class Arrival:
 
     @property
     def id(self) -> str:
-        return self.fields.get("id") or ""
+        """The task's id; "" for one that is no text, of which Celery does not run the task."""
+        found = self.fields.get("id")
+        return found if isinstance(found, str) else ""
 
     @property
     def name(self) -> str:

@@ -11,6 +11,7 @@ meanwhile wait behind it.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from datetime import UTC, datetime
@@ -34,6 +35,11 @@ logger = get_logger(__name__)
 
 #: The header in which a task keeps its place: ``<place> <key>``.
 PLACE = "native_delay_place"
+
+_DIGITS = re.compile("[0-9]{1,19}")
+
+#: A place is at most ten years ahead: a forged one could close the line for longer, or break it.
+_FARTHEST_US = 10 * 365 * 86_400_000_000
 
 #: For so long a task waits again while its line is out of reach, in microseconds.
 AWAY_US = 5_000_000
@@ -95,7 +101,8 @@ class Rated:
         try:
             if self.lines is None:
                 raise LedgerUnavailable("native delay is off in this worker")
-            turn = self.lines.ask(arrival.name, key, rate, _place(headers, key))
+            place = _place(headers, key, arrival.now_us)
+            turn = self.lines.ask(arrival.name, key, rate, place)
         except LedgerUnavailable as exc:
             self._tell(exc)
             return WaitUntil(arrival.now_us + AWAY_US, otherwise=AskAgain(AWAY_US / 1e6))
@@ -117,24 +124,28 @@ class Rated:
     def _key(self, arrival: Arrival, rate: Rate) -> str | None:
         if rate.key is None:
             return None
-        args, kwargs = _arguments(arrival)
         try:
+            args, kwargs = _arguments(arrival)
             return rate.key_of(args, kwargs, arrival.fields, self._signatures.get(arrival.name))
-        except Exception as exc:  # a callable of the user's
-            logger.error(
-                "native delay: the key of %s[%s] cannot be told, it stands in the line of tasks "
-                "without one: %s: %s",
-                arrival.name,
-                arrival.id,
-                type(exc).__name__,
-                exc,
-            )
+        except Exception as exc:  # of a callable of the user's, or of a message that is no task
+            _tell_no_key(arrival.name, arrival.id, exc)
             return None
 
     def _tell(self, exc: LedgerUnavailable) -> None:
         if not self._told:
             self._told = True
             logger.warning("native delay: tasks that have a rate wait until it answers: %s", exc)
+
+
+def _tell_no_key(task: str, task_id: str, exc: Exception) -> None:
+    logger.error(
+        "native delay: the key of %s[%s] cannot be told, it stands in the line of tasks without "
+        "one: %s: %s",
+        task,
+        task_id,
+        type(exc).__name__,
+        exc,
+    )
 
 
 def _free_processes(consumer: Any) -> int:
@@ -154,12 +165,14 @@ def _header(place: int | None, key: str | None) -> str:
     return str(place) if key is None else f"{place} {key}"
 
 
-def _place(headers: Mapping[str, Any], key: str | None) -> int | None:
+def _place(headers: Mapping[str, Any], key: str | None, now_us: int) -> int | None:
     """The place that a message has in the line of *key*; None for a newcomer."""
-    place, separator, kept = str(headers.get(PLACE) or "").partition(" ")
-    if not place.isdecimal() or (kept if separator else None) != key:
+    header = headers.get(PLACE)
+    place, separator, kept = header.partition(" ") if isinstance(header, str) else ("", "", "")
+    if not _DIGITS.fullmatch(place) or (kept if separator else None) != key:
         return None
-    return int(place)
+    found = int(place)
+    return found if found <= now_us + _FARTHEST_US else None
 
 
 def signatures(rates: Mapping[str, Rate], tasks: Mapping[str, Any]) -> dict[str, Signature]:
@@ -202,13 +215,17 @@ def _retrying(
         try:
             return run(*args, **kwargs)
         except RetryAfter as exc:
-            if task.request.called_directly:
+            if task.request.called_directly or task.request.is_eager:
                 raise
             seconds = exc.seconds(datetime.now(UTC))
             headers = dict(task.request.as_execution_options().get("headers") or {})
             headers.pop(PLACE, None)
             try:
                 key = rate.key_of(args, kwargs, headers, known)
+            except Exception as problem:
+                _tell_no_key(task.name, task.request.id, problem)
+                key = None
+            try:
                 headers[PLACE] = _header(_hold(app, task.name, key, rate, seconds), key)
             except Exception as problem:  # it is retried all the same
                 logger.error(

@@ -36,6 +36,9 @@ from .tallying import Tallying
 
 logger = get_logger(__name__)
 
+#: Until a task is asked about again for which a gate has raised an error.
+FAULT_SECONDS = 5.0
+
 _CLOCK_SKEW = timedelta(microseconds=CLOCK_SKEW_US)
 _NONE = timedelta()
 
@@ -81,7 +84,14 @@ class GatedStrategies(dict[str, Any]):
     def _pass(self, task: _Task, first: int = 0) -> None:
         """Let *task* pass the gates from the *first* on."""
         for number, gate in enumerate(self._gates[first:], first):
-            ruling = gate(task.arrival)
+            try:
+                ruling = gate(task.arrival)
+            except (InvalidTaskError, ContentDisallowed, DecodeError):
+                raise
+            except Exception:  # Celery would end the worker, and the next one that gets the message
+                name, task_id = task.arrival.name, task.arrival.id
+                logger.exception("native delay: task %s[%s] waits: a fault of ours", name, task_id)
+                ruling = AskAgain(FAULT_SECONDS, beside_prefetch=True)
             if ruling is not None:
                 self._carry_out(ruling, task, number)
                 return

@@ -16,7 +16,8 @@ from ..app.installation import installation_of
 from ..due_time import due_us
 from ..errors import InvalidDueTime
 from ..keyed import rules
-from ..keyed.record import HEADER, VERSION
+from ..keyed.record import HEADER, LONGEST_NAME, VERSION
+from ..texts import is_text
 from .arrival import Arrival, AskAgain, Ruling, WaitUntil
 from .leases import Held, Leases, leases_of
 
@@ -74,7 +75,9 @@ def mark_of(headers: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
     mark = headers.get(HEADER) if headers else None
     if not isinstance(mark, Mapping) or mark.get("v") != VERSION:
         return None
-    return mark
+    key = mark.get("key")
+    is_name = is_text(key) and len(key) <= LONGEST_NAME
+    return mark if is_name and mark.get("until") in ("start", "end") else None
 
 
 def _is_here(arrival: Arrival) -> bool:

@@ -121,7 +121,8 @@ class StoreLines:
                 "ends_us": line.ends_us(rate),
             }
             if found is None:
-                mine = {"namespace": self._store.namespace, "digest": digest, "name": name}
+                shown = name.replace("\0", "\ufffd")  # PostgreSQL keeps no NUL
+                mine = {"namespace": self._store.namespace, "digest": digest, "name": shown}
                 connection.execute(insert(LINES).values(mine | values))
             else:
                 connection.execute(update(LINES).where(this).values(values))

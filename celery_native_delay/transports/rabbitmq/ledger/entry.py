@@ -11,6 +11,7 @@ from kombu.utils.json import JSONEncoder, loads
 
 from ....ledger.model import Waiting
 from ....message import Delayed
+from ....texts import is_text
 
 #: kombu's dumps() makes an encoder for each call, which takes three times as long.
 _as_json: Callable[[Any], str] = JSONEncoder(separators=(",", ":")).encode
@@ -83,6 +84,7 @@ def member_of(headers: Mapping[str, Any], delivery_id: str) -> str | None:
 
     Other consumers of delayed messages ask no ledger.
     """
-    if "task" not in headers or not headers.get("id"):
+    task_id = headers.get("id")
+    if "task" not in headers or not task_id or not is_text(task_id):
         return None
-    return f"{headers['id']}:{delivery_id}"
+    return f"{task_id}:{delivery_id}"
