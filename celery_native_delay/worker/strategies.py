@@ -112,7 +112,8 @@ class GatedStrategies(dict[str, Any]):
                 first = number if ruling.from_here else 0
                 known = arrival.found if ruling.from_here else {}
                 again = partial(self._soon, self._ask_again, task, known, first, qos)
-                self._after(ruling.after_seconds, again)
+                ask = partial(self._after, ruling.after_seconds, again)
+                _ = ask() if ruling.once is None else ruling.once(ask)
             case LookUp():
                 gate = self._gates[number]
 

@@ -65,8 +65,13 @@ class StoreLines:
         self._store = store
         self._is_ready = False
 
-    def ask(self, task: str, key: str | None, rate: Rate, place: int | None) -> Turn:
-        return self._decide(task, key, rate, lambda line, now: line.ask(rate, now, place))
+    def ask(
+        self, task: str, key: str | None, rate: Rate, place: int | None, *, may_start: bool = True
+    ) -> Turn:
+        def asked(line: Line, now: int) -> tuple[Line, Turn]:
+            return line.ask(rate, now, place, may_start=may_start)
+
+        return self._decide(task, key, rate, asked)
 
     def hold(self, task: str, key: str | None, rate: Rate, seconds: float) -> int:
         wait_us = round(seconds * 1_000_000)
