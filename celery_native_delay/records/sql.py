@@ -395,7 +395,7 @@ class SqlRecords(Records, Index):
                 "kind": name.kind,
                 "digest": _digest(name.name),
             }
-            row |= {"name": name.name, "text": text, "kept_us": kept_us}
+            row |= {"name": name.name.replace("\0", "\ufffd"), "text": text, "kept_us": kept_us}
             connection.execute(insert(RECORDS).values(row))
 
     def _messages(self, connection: Connection, task_id: str) -> list[tuple[str, int]]:

@@ -130,8 +130,7 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
             return
         settings = self._installation.settings()
         if self._rated is not None:
-            self._rated.close()
-            self._rated.lines = lines_of(channel, settings)
+            self._rated.begin(lines_of(channel, settings))
 
     def _promote(self, c: Any, promoter: Promoter | None) -> None:
         if promoter is None:

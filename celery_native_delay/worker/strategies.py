@@ -38,6 +38,9 @@ from .unique import never_runs, rejected
 
 logger = get_logger(__name__)
 
+#: Until a task is asked about again for which a gate has raised an error.
+FAULT_SECONDS = 5.0
+
 _CLOCK_SKEW = timedelta(microseconds=CLOCK_SKEW_US)
 _NONE = timedelta()
 
@@ -85,7 +88,14 @@ class GatedStrategies(dict[str, Any]):
     def _pass(self, task: _Task, first: int = 0) -> None:
         """Let *task* pass the gates from the *first* on."""
         for number, gate in enumerate(self._gates[first:], first):
-            ruling = gate(task.arrival)
+            try:
+                ruling = gate(task.arrival)
+            except (InvalidTaskError, ContentDisallowed, DecodeError):
+                raise
+            except Exception:  # Celery would end the worker, and the next one that gets the message
+                name, task_id = task.arrival.name, task.arrival.id
+                logger.exception("native delay: task %s[%s] waits: a fault of ours", name, task_id)
+                ruling = AskAgain(FAULT_SECONDS, beside_prefetch=True)
             if ruling is not None:
                 self._carry_out(ruling, task, number)
                 return
@@ -106,7 +116,8 @@ class GatedStrategies(dict[str, Any]):
                 first = number if ruling.from_here else 0
                 known = arrival.found if ruling.from_here else {}
                 again = partial(self._soon, self._ask_again, task, known, first, qos)
-                self._after(ruling.after_seconds, again)
+                ask = partial(self._after, ruling.after_seconds, again)
+                _ = ask() if ruling.once is None else ruling.once(ask)
             case LookUp():
                 gate = self._gates[number]
 

@@ -71,7 +71,8 @@ class Unique:
 def _unique_mark_of(headers: Any) -> Mark | None:
     """The mark of a unique task among its *headers*; None for any other task."""
     mark = Mark.of(headers)
-    return mark if mark is not None and mark.kind == "unique" else None
+    is_unique = mark is not None and mark.kind == "unique" and mark.until in ("start", "end")
+    return mark if is_unique else None
 
 
 def _is_here(arrival: Arrival) -> bool:

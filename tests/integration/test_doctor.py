@@ -622,6 +622,7 @@ def test_a_rate_that_limits_nothing_is_named(project: Project, empty_redis: Priv
     assert "such as shop.call_api" in found.remedy
     (found,) = of_rates(on({"shop.call_api": {"limit": "10/s", "key": "tenent"}}))
     assert "one of its arguments, tenant; got 'tenent'" in found.problem
+    assert found.remedy == "correct the rate; only workers need it"
     project.write(APP, empty_redis.url, rates={"shop.call_api": "10/s"})
     told = project.told("doctor", status=1)
     assert "rates" in [each["check"] for each in told["findings"]]

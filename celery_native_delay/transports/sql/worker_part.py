@@ -13,7 +13,6 @@ from ..interface import Rescue, Wait, WorkerPart
 from .dispatcher import Dispatcher
 from .handover import handing_over
 from .keyed import store_key_records
-from .lines import StoreLines
 from .store import Store
 from .whole_files import is_folder
 
@@ -61,9 +60,9 @@ class StoreWorkerPart(WorkerPart):
         return rescue(self._channel, self._delays.store)
 
     def sweep(self) -> int:
-        """Remove records of keys and lines that say nothing any more; number of the former."""
+        """Remove records that say nothing any more; number of those of keys."""
         if self.settings.rates:
-            StoreLines(self._delays.store).sweep()
+            self._delays.store.records.sweep()
         return store_key_records(self._delays.store).sweep()
 
     def promoter(self, connect: Callable[..., Any]) -> Dispatcher:
