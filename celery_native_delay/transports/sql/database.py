@@ -9,7 +9,6 @@ from typing import Any
 from sqlalchemy import (
     URL,
     Connection,
-    Dialect,
     Engine,
     create_engine,
     event,
@@ -20,7 +19,6 @@ from sqlalchemy import (
 
 from ...errors import SettingsError
 from ...urls import without_password
-from .driver import Say, saying
 
 #: An option of our own in the URL of a SQLite store; in lower case the first is the default.
 SYNCHRONOUS = ("normal", "full")
@@ -129,15 +127,10 @@ _TIMES = {
 
 def now_us(connection: Connection) -> int:
     """The time in microseconds since the epoch, by the database's clock where it can be asked."""
-    return told_us(saying(connection), connection.dialect)
-
-
-def told_us(say: Say, dialect: Dialect) -> int:
-    """The time as :func:`now_us` has it, asked for in the middle of a transaction."""
-    statement = _TIMES.get(dialect.name)
+    statement = _TIMES.get(connection.dialect.name)
     if statement is None:  # SQLite has ours
         return time_ns() // 1000
-    return int(say(statement, {})[0][0] * 1_000_000)
+    return int(connection.execute(statement).scalar_one() * 1_000_000)
 
 
 def clock_ahead_seconds(connection: Connection) -> float | None:
