@@ -135,7 +135,7 @@ def test_a_template_records_what_apply_async_does(app: Celery, ledger_redis: Pri
         for number in range(3):
             batch.send("shop.remind", (number, "äöü"), countdown=3600, queue="side", priority=3)
     sent = app.send_task("shop.remind", (2, "äöü"), **options)
-    line_for(app).flush(None)
+    line_for(app).flush()
     entries = {
         member.decode().partition(":")[0]: Entry.decoded(data)
         for member, data in ledger_redis.client.hgetall(keys_of(app).messages).items()
@@ -162,11 +162,11 @@ def test_what_is_thrown_away_or_was_never_sent_does_not_stay_in_the_ledger(
     with pytest.raises(struct.error):  # AMQP has room for 255 bytes
         send(app, 1, countdown=3600, task_id="x" * 300)  # noqa: F405
     line = line_for(app)
-    line.flush(None)
+    line.flush()
     assert delay.ls().tasks == ()
     send(app, 2, countdown=3600)  # noqa: F405
     line.record("due:d", time_ns() // 1000, b"[]\n")
-    line.flush(None)
+    line.flush()
     with app.connection_for_write() as connection:
         assert connection.default_channel.admin_part(app._native_delay.settings()).purge()
     assert ledger_redis.client.zrange(keys_of(app).ids, 0, -1) == [b"due:d"]
@@ -185,7 +185,7 @@ class Race:
         self.line = ledger_connection(server.url, "celery_delay")
         self.due_us = time_ns() // 1000
         self.line.record("task:old", self.due_us, b"old")
-        self.line.flush(None)
+        self.line.flush()
         self.mark = KEYS.marks + "new"
         self.client.set(self.mark, "task:old", px=MARK_GRACE_MS)
         self.ran: list[str] = []
@@ -318,7 +318,7 @@ def test_a_sweep_removes_what_nobody_has_told_the_ledger_of(
     now_us = time_ns() // 1000
     for number in range(3):
         line.record(f"task-{number}:d", now_us - number * 2 * STALE_AFTER_US // 3, b"[]\n")
-    line.flush(None)
+    line.flush()
     with app.connection_for_write() as connection:
         channel = connection.default_channel
         ledger = channel.ledger(app._native_delay.settings())
