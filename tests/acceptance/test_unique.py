@@ -22,19 +22,13 @@ from celery_native_delay import Delay
 from celery_native_delay.app.keyed import key_records
 from celery_native_delay.keyed.record import Record, name_of
 from celery_native_delay.keyed.rules import Seen
-from celery_native_delay.testing import (
-    PrivateRabbitMQ,
-    PrivateRedis,
-    PrivateSentinel,
-    private_sentinel,
-    require_redis,
-    vhost_name,
-)
+from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, require_redis, vhost_name
 from celery_native_delay.testing.redis import client_of
 from pytest_celery_native_delay import installed
 from tests.acceptance.worker import FEW_LEVELS, Fleet, Worker, fleet_on
 from tests.brokers import in_ci
 from tests.conformance.brokers import options_of, running_broker, settings_of
+from tests.sentinel import PrivateSentinel, private_sentinel
 from tests.traffic import beside
 from tests.waiting import wait_until
 

@@ -22,17 +22,12 @@ from celery_native_delay import install, redis_server, register_transports
 from celery_native_delay.app.doctor import examine
 from celery_native_delay.app.parts import admin_part
 from celery_native_delay.finding import ADVICE, UNCHECKED, WRONG, Finding
-from celery_native_delay.testing import (
-    PrivateRabbitMQ,
-    PrivateRedis,
-    PrivateSqs,
-    private_redis,
-    vhost_name,
-)
+from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, private_redis, vhost_name
 from celery_native_delay.transports.rabbitmq import management
 from celery_native_delay.transports.redis.keys import Keys
 from celery_native_delay.transports.sql import database
 from celery_native_delay.transports.sqs import queues
+from example_project.private_sqs import PrivateSqs
 from tests.brokers import in_ci, installed_rabbitmq
 from tests.conformance.brokers import running_broker, settings_of
 from tests.integration.project import Project

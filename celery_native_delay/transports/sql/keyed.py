@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from threading import Lock
 from time import time_ns
 
@@ -28,10 +29,9 @@ from ...keyed.record import Record
 from ...keyed.records import TRIES, KeyRecords
 from ...keyed.rules import InBroker, Rule, Seen, Step
 from ...per_process import PerProcess
-from ...records.database import now_us, told_us
+from ...records.database import now_us
 from ..virtual.waiting import waiting_of
 from .delays import Put
-from .driver import Say, saying
 from .schema import MESSAGES
 from .store import ADD, Store, is_about_a_row
 
@@ -92,7 +92,7 @@ class StoreKeyRecords(KeyRecords):
 
     def read(self, name: str) -> Seen:
         self._make()
-        return self._store.look(lambda connection: self._seen(saying(connection), name)[0])
+        return self._store.look(lambda connection: self._seen(connection, name)[0])
 
     def change(
         self, name: str, rule: Rule, put: Callable[[int], Put] | None = None
@@ -101,7 +101,7 @@ class StoreKeyRecords(KeyRecords):
         for last_try in (*[False] * TRIES, True):
             try:
                 with self._store.noticed():
-                    seen, step = self._store.do(lambda say: self._change(say, name, rule, put))
+                    seen, step = self._store.change(partial(self._change, name, rule, put))
                 break
             except StoreUnavailable as error:
                 # Another was the first to write this record, at the same time.
@@ -124,21 +124,21 @@ class StoreKeyRecords(KeyRecords):
         return self._store.change(swept)
 
     def _change(
-        self, say: Say, name: str, rule: Rule, put: Callable[[int], Put] | None
+        self, name: str, rule: Rule, put: Callable[[int], Put] | None, connection: Connection
     ) -> tuple[Seen, Step]:
-        seen, is_there = self._seen(say, name, to_change=True)
+        seen, is_there = self._seen(connection, name, to_change=True)
         step = rule(seen)
         if step.due_us is None and step.record == seen.record:
             return seen, step
         this = {"mine": self._store.namespace, "this": name}
         if step.record is None:
-            say(_REMOVE, this)
+            connection.execute(_REMOVE, this)
         elif is_there:
             changed = {"text": step.record.encoded(), "kept": step.kept_us}
-            say(_CHANGE, {**this, **changed})
+            connection.execute(_CHANGE, {**this, **changed})
         else:
             new = {"record": step.record.encoded(), "kept_us": step.kept_us}
-            say(_ADD, {"namespace": this["mine"], "name": name, **new})
+            connection.execute(_ADD, {"namespace": this["mine"], "name": name, **new})
         if step.due_us is None:
             return seen, step
         assert put is not None
@@ -146,34 +146,36 @@ class StoreKeyRecords(KeyRecords):
         row = self._store.row(queue, envelope, due_us, task_id)
         if step.replaces and len(seen.waiting) == 1:
             new = {"queue_": queue, "envelope_": envelope, "due": due_us, "task": row["task_id"]}
-            say(_PUT_IN_PLACE, {"one": seen.waiting[0].place, **new})
+            connection.execute(_PUT_IN_PLACE, {"one": seen.waiting[0].place, **new})
             return seen, step
         if step.replaces:
             for each in seen.waiting:
-                say(_TAKE_OUT, {"one": each.place})
-        say(ADD, row)
+                connection.execute(_TAKE_OUT, {"one": each.place})
+        connection.execute(ADD, row)
         return seen, step
 
-    def _seen(self, say: Say, name: str, *, to_change: bool = False) -> tuple[Seen, bool]:
+    def _seen(
+        self, connection: Connection, name: str, *, to_change: bool = False
+    ) -> tuple[Seen, bool]:
         """The record of *name* and what waits for it, locked *to_change* them; is a row there?"""
         this = {"mine": self._store.namespace, "this": name}
-        found = say(_LOCK if to_change else _LOOK, this)
+        found = connection.execute(_LOCK if to_change else _LOOK, this).first()
         # Asked for after the lock: another may have held it for a while.
-        at_us = told_us(say, self._store.engine.dialect)
-        if not found:
+        at_us = now_us(connection)
+        if found is None:
             return Seen(at_us, None), False
-        text, kept_us = found[0]
+        text, kept_us = found
         if kept_us < at_us:
             return Seen(at_us, None), True
         record = Record.decoded(text)
         if record.id is None:
             return Seen(at_us, record), True
         mine = {"mine": self._store.namespace, "task": record.id[:255]}
-        rows = say(_SEE_LOCKED if to_change else _SEE, mine)
+        rows = connection.execute(_SEE_LOCKED if to_change else _SEE, mine).all()
         waiting = tuple(
             InBroker(row_id, due_us or 0)
             for row_id, due_us in rows
-            if due_us == record.due_us or not _is_cancelled(say, row_id)
+            if due_us == record.due_us or not _is_cancelled(connection, row_id)
         )
         return Seen(at_us, record, waiting), True
 
@@ -192,9 +194,9 @@ class StoreKeyRecords(KeyRecords):
             self._is_made = True
 
 
-def _is_cancelled(say: Say, row_id: int) -> bool:
+def _is_cancelled(connection: Connection, row_id: int) -> bool:
     """True for a message, due at another time than its key says, that is to be announced."""
-    ((envelope,),) = say(_ENVELOPE, {"one": row_id})
+    envelope = connection.execute(_ENVELOPE, {"one": row_id}).scalar_one()
     return waiting_of(envelope, queue="", due_us=time_ns() // 1000) is None
 
 
