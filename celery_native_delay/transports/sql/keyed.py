@@ -4,60 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from threading import Lock
 from time import time_ns
 
-from sqlalchemy import (
-    BigInteger,
-    Column,
-    Connection,
-    MetaData,
-    String,
-    Table,
-    Text,
-    bindparam,
-    delete,
-    exc,
-    insert,
-    inspect,
-    select,
-    update,
-)
+from sqlalchemy import Connection, bindparam, delete, exc, select, update
+from sqlalchemy.exc import SQLAlchemyError
 
 from ...errors import StoreUnavailable
 from ...keyed.record import Record
-from ...keyed.records import TRIES, KeyRecords
+from ...keyed.records import TRIES, KeyRecords, of_key
 from ...keyed.rules import InBroker, Rule, Seen, Step
 from ...per_process import PerProcess
 from ...records.database import now_us
 from ..virtual.waiting import waiting_of
 from .delays import Put
 from .schema import MESSAGES
-from .store import ADD, Store, is_about_a_row
-
-METADATA = MetaData()
-
-#: A row for each key. Not among the tables of ``schema.py``: a user who may make none there has no
-#: need of it before a key is used. What stands here is frozen likewise: a change needs another
-#: table. Of a record in it the version stands there.
-_KEYS = Table(
-    "native_delay_key",
-    METADATA,
-    Column("namespace", String(64), primary_key=True),
-    Column("name", String(200), primary_key=True),
-    Column("record", Text, nullable=False),
-    # Microseconds since the epoch; then it says nothing any more.
-    Column("kept_us", BigInteger, nullable=False),
-)
-
-_KEY = _KEYS.c
-_THIS = (_KEY.namespace == bindparam("mine"), _KEY.name == bindparam("this"))
-_LOOK = select(_KEY.record, _KEY.kept_us).where(*_THIS)
-_LOCK = _LOOK.with_for_update()
-_ADD = insert(_KEYS)
-_CHANGE = update(_KEYS).where(*_THIS).values(record=bindparam("text"), kept_us=bindparam("kept"))
-_REMOVE = delete(_KEYS).where(*_THIS)
-_SWEEP = delete(_KEYS).where(_KEY.namespace == bindparam("mine"), _KEY.kept_us < bindparam("now"))
+from .store import ADD, Store, is_about_a_row, reason_of
 
 _ROW = MESSAGES.c
 #: Messages of the task that stands. Their envelopes only where one has to look into them.
@@ -87,8 +48,8 @@ class StoreKeyRecords(KeyRecords):
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._records = store.records
         self._is_made = False
-        self._making = Lock()
 
     def read(self, name: str) -> Seen:
         self._make()
@@ -112,17 +73,6 @@ class StoreKeyRecords(KeyRecords):
             self._store.on_add(step.due_us)
         return seen, step
 
-    def sweep(self) -> int:
-        """Remove records that say nothing any more; their number."""
-        if not self._is_made:
-            return 0
-
-        def swept(connection: Connection) -> int:
-            values = {"mine": self._store.namespace, "now": now_us(connection)}
-            return connection.execute(_SWEEP, values).rowcount
-
-        return self._store.change(swept)
-
     def _change(
         self, name: str, rule: Rule, put: Callable[[int], Put] | None, connection: Connection
     ) -> tuple[Seen, Step]:
@@ -130,15 +80,8 @@ class StoreKeyRecords(KeyRecords):
         step = rule(seen)
         if step.due_us is None and step.record == seen.record:
             return seen, step
-        this = {"mine": self._store.namespace, "this": name}
-        if step.record is None:
-            connection.execute(_REMOVE, this)
-        elif is_there:
-            changed = {"text": step.record.encoded(), "kept": step.kept_us}
-            connection.execute(_CHANGE, {**this, **changed})
-        else:
-            new = {"record": step.record.encoded(), "kept_us": step.kept_us}
-            connection.execute(_ADD, {"namespace": this["mine"], "name": name, **new})
+        text = None if step.record is None else step.record.encoded()
+        self._records.write_row(connection, of_key(name), text, step.kept_us, is_there)
         if step.due_us is None:
             return seen, step
         assert put is not None
@@ -158,8 +101,8 @@ class StoreKeyRecords(KeyRecords):
         self, connection: Connection, name: str, *, to_change: bool = False
     ) -> tuple[Seen, bool]:
         """The record of *name* and what waits for it, locked *to_change* them; is a row there?"""
-        this = {"mine": self._store.namespace, "this": name}
-        found = connection.execute(_LOCK if to_change else _LOOK, this).first()
+        row_of = self._records.locked_row if to_change else self._records.read_row
+        found = row_of(connection, of_key(name))
         # Asked for after the lock: another may have held it for a while.
         at_us = now_us(connection)
         if found is None:
@@ -183,15 +126,11 @@ class StoreKeyRecords(KeyRecords):
         if self._is_made:
             return
         self._store.prepare()
-        with self._making:
-            if not self._store.look(lambda connection: inspect(connection).has_table(_KEYS.name)):
-                try:
-                    self._store.change(METADATA.create_all)
-                except StoreUnavailable:
-                    # Where another process creates it as well, "if it is not there" is no promise.
-                    if not self._store.look(lambda found: inspect(found).has_table(_KEYS.name)):
-                        raise
-            self._is_made = True
+        try:
+            self._records.make_tables()
+        except SQLAlchemyError as error:
+            raise StoreUnavailable(f"{self._store.shown_url}: {reason_of(error)}") from error
+        self._is_made = True
 
 
 def _is_cancelled(connection: Connection, row_id: int) -> bool:
