@@ -1,7 +1,7 @@
-"""Flower in a process of its own that tells how late its IO loop was: ``URL MAX_TASKS``.
+"""Flower in a process of its own that tells how late its IO loop was: ``URL``.
 
-Its address is the first line that it prints; ``GET /late`` answers with how many tasks are DELAYED
-and with how many milliseconds late each turn of the loop came since it was last asked.
+Its address is the first line that it prints; ``GET /late`` answers with how many milliseconds late
+each turn of the loop came since it was last asked.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ late_ms: list[float] = []
 
 class Late(BaseHandler):
     def get(self) -> None:
-        self.write({"delayed": len(self.application.events.state.delayed), "late_ms": late_ms})
+        self.write({"late_ms": late_ms})
         late_ms.clear()
 
 
@@ -36,9 +36,9 @@ async def watch() -> None:
         late_ms.append((perf_counter() - began - EVERY_SECONDS) * 1e3)
 
 
-def main(url: str, max_tasks: str) -> None:
+def main(url: str) -> None:
     install()
-    options = {"max_tasks": int(max_tasks), "enable_events": False, "port": 0}
+    options = {"enable_events": False, "port": 0}
     for name, value in (options | {"address": "127.0.0.1", "tasks_columns": "name"}).items():
         setattr(default_options, name, value)
     app = DelayFlower(options=default_options, capp=make_app("ours", url), **settings)

@@ -17,10 +17,10 @@ from benchmarks.charts import bars
 from benchmarks.measuring import Bench, Result, Target, median, percentile
 from celery_native_delay import Delay, Rate
 from celery_native_delay.bulk import bulk
+from celery_native_delay.rates.in_records import RecordLines
 from celery_native_delay.rates.in_redis import RedisLines
 from celery_native_delay.rates.lines import Lines
 from celery_native_delay.testing import PrivateRedis, private_redis
-from celery_native_delay.transports.sql.lines import StoreLines
 from celery_native_delay.transports.sql.store import Store
 
 ASKED = 2_000
@@ -69,7 +69,7 @@ def gate(bench: Bench, server: PrivateRedis, result: Result) -> None:
     store = Store(f"sqlite:///{bench.folder}/rates.db", "bench")
     kept: dict[str, Lines] = {
         "Redis": RedisLines(pool.make_connection, "bench", server.url),
-        "SQLite": StoreLines(store),
+        "SQLite": RecordLines(store.records),
     }
     for where, lines in kept.items():
         starting: list[float] = []

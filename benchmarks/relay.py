@@ -20,12 +20,12 @@ from matplotlib.figure import Figure
 from benchmarks.charts import bars_on, figure
 from benchmarks.measuring import Bench, Result, Target, median, percentile
 from celery_native_delay import register_transports
-from celery_native_delay.testing import PrivateSqs, private_sqs
 from celery_native_delay.transports.sqs import hops
 from celery_native_delay.transports.sqs.delay_queue import ASKED
 from celery_native_delay.transports.sqs.entry import Entry, Payload
 from celery_native_delay.transports.sqs.hops import BATCH, REQUESTS_PER_HOP
 from celery_native_delay.transports.sqs.relay import QueueRelay, Relay
+from example_project.private_sqs import PrivateSqs, private_sqs
 
 MESSAGES = 60
 """Moto takes four times as long for twice as many."""

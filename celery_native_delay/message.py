@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from .due_time import due_us, milliseconds_up
 from .errors import InvalidDueTime
+from .texts import is_text
 
 #: The one header we add: what the worker must see again, and when.
 HEADER = "native_delay"
@@ -18,6 +19,33 @@ HEADER = "native_delay"
 VERSION = 1
 
 _REQUIRED = {"id", "due", "exchange", "rk"}
+
+_TYPES: Mapping[str, type | tuple[type, ...]] = {
+    "id": str,
+    "due": int,
+    "exchange": str,
+    "rk": str,
+    "queue": str,
+    "expires": int,
+    "expiration": (str, int),
+    "priority": int,
+    "user_id": str,
+    "deaths": dict,
+}
+
+#: The end of the year 9999 in milliseconds since the epoch: no ETA is later.
+_LATEST_MS = 253_402_300_800_000
+
+
+def is_own(header: Any) -> bool:
+    """True for a header of this version whose fields have their types.
+
+    A producer may send any value under this name.
+    """
+    if not isinstance(header, dict) or header.get("v") != VERSION:
+        return False
+    has_types = all(isinstance(value, _TYPES.get(name, object)) for name, value in header.items())
+    return has_types and 0 <= header.get("due", -1) <= _LATEST_MS
 
 
 class Delayed(NamedTuple):
@@ -53,9 +81,7 @@ class Delayed(NamedTuple):
     @classmethod
     def of(cls, header: Any) -> Delayed | None:
         """The wait that a header of :meth:`header` tells of; None for anything else."""
-        if not isinstance(header, dict) or header.get("v") != VERSION:
-            return None
-        if not header.keys() >= _REQUIRED:
+        if not is_own(header) or not header.keys() >= _REQUIRED or not is_text(header["id"]):
             return None
         return cls(
             header["id"],

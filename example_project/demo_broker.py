@@ -27,10 +27,10 @@ from celery_native_delay.testing import (
     find_redis,
     private_rabbitmq,
     private_redis,
-    private_sqs,
 )
 from celery_native_delay.transports.rabbitmq.topology import Topology
 from example_project.folder_broker import SCHEME
+from example_project.private_sqs import private_sqs
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 SETTINGS = DelaySettings()

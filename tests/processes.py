@@ -23,14 +23,16 @@ def processes_of(folder: str) -> list[str]:
     return found
 
 
-def assert_nothing_left_when_killed(broker: str, folder: str) -> None:
+def assert_nothing_left_when_killed(
+    broker: str, folder: str, *, module: str = "celery_native_delay.testing"
+) -> None:
     """A process that runs *broker* is killed: the folder and whoever was started for it are gone.
 
-    *broker* is how celery_native_delay.testing makes it, *folder* an expression of it.
+    *broker* is how *module* makes it, *folder* an expression of it.
     """
     program = (
         "import sys\n"
-        "from celery_native_delay.testing import *\n"
+        f"from {module} import *\n"
         f"with {broker} as broker:\n"
         f"    print({folder}, flush=True)\n"
         "    sys.stdin.read()\n"

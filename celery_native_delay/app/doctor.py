@@ -103,6 +103,8 @@ def _delays_by_itself(connection: Any) -> bool:
 
 
 def _failed(check: str, exc: NativeDelayError) -> Finding:
+    if isinstance(exc, SettingsError) and str(exc).startswith("native_delay_rates"):
+        return Finding(check, WRONG, str(exc), "correct the rate; only workers need it")
     fitting = (way_out for kind, way_out in _WAYS_OUT if isinstance(exc, kind))
     return Finding(check, WRONG, str(exc), next(fitting, "do what it says, and ask again"))
 

@@ -6,7 +6,6 @@ with the message in its hands.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from datetime import datetime
 from functools import partial
@@ -17,13 +16,14 @@ from celery.canvas import Signature
 from celery.utils.log import get_logger
 
 from ..due_time import due_us
+from ..durations import duration
 from ..errors import CannotDelay, InvalidDueTime, UnsupportedBroker
 from ..keyed import rules
 from ..keyed.publishing import AnotherStands, KeyedPublish, publishing
 from ..keyed.record import HEADER, Mark, name_of
 from ..keyed.records import KeyRecords
 from ..keyed.rules import Seen, Step
-from ..transports.aliases import delay_headers
+from ..transports.aliases import LONGEST_COUNTDOWN_SECONDS, delay_headers
 from ..transports.interface import WHERE_KEYS_ARE_KEPT
 from .asking import ask_on_a_connection
 from .installation import delaying_channel
@@ -74,6 +74,11 @@ class Keyed:
         window_us = _microseconds("seconds", seconds)
         _check_word("edge", edge, Edge)
         _refuse_times(signature)
+        if edge == "both" and signature.options.get("task_id") is not None:
+            raise TypeError(
+                "expected a signature without task_id: with edge='both' the first and the last "
+                "call's tasks both run, each under an id of its own"
+            )
         if edge == "trailing":
             mark = _mark_of("throttle-trailing", signature, key)
             call: _Call = partial(rules.debounce, quiet_us=window_us, longest_us=window_us)
@@ -222,13 +227,23 @@ def _mark_of(kind: str, signature: Any, key: object, until: str | None = None) -
 def _check_key(key: object) -> str:
     if not isinstance(key, str) or not key:
         raise TypeError(f"expected key to be a text such as 'user:7', got {key!r}")
+    try:
+        key.encode()
+    except UnicodeEncodeError as exc:
+        raise ValueError(
+            f"expected key to be a text that UTF-8 can encode, got {key!r}: replace its lone "
+            f"surrogates, for example by key.encode(errors='replace').decode()"
+        ) from exc
     return key
 
 
 def _microseconds(name: str, seconds: object) -> int:
     is_number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
-    if not (is_number and 0 < seconds < math.inf):  # type: ignore[operator]
-        raise InvalidDueTime(f"expected {name} to be a number above 0, got {seconds!r}")
+    if not (is_number and 0 < seconds <= LONGEST_COUNTDOWN_SECONDS):  # type: ignore[operator]
+        longest = duration(LONGEST_COUNTDOWN_SECONDS)
+        raise InvalidDueTime(
+            f"expected {name} to be a number above 0, of at most {longest}, got {seconds!r}"
+        )
     return round(seconds * 1_000_000)  # type: ignore[operator]
 
 

@@ -17,7 +17,7 @@ from .group import delay
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[FLOWER OPTIONS]...")
 @click.pass_context
 def flower(ctx: click.Context, arguments: tuple[str, ...]) -> None:
-    """Start Flower with the page Delays and DELAYED tasks; all its options go with it."""
+    """Start Flower with the page Delays; all its options go with it."""
     from ..errors import ExtraMissing, NativeDelayError
 
     try:

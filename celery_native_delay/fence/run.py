@@ -9,9 +9,11 @@ time.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
+
+from ..texts import is_text
 
 #: The one header of a message that belongs to a fenced run.
 HEADER = "native_delay_fence"
@@ -45,7 +47,7 @@ class Stamp:
     @classmethod
     def parse(cls, text: object) -> Stamp:
         """The stamp that :meth:`__str__` wrote, of a run that may have slashes; or ValueError."""
-        parts = text.rsplit("/", 2) if isinstance(text, str) else ()
+        parts: Sequence[str] = text.rsplit("/", 2) if is_text(text) else ()
         if len(parts) != 3 or not all(parts) or not parts[1].isdecimal():
             raise ValueError(f"expected run/partition/attempt, got {text!r}")
         return cls(parts[0], int(parts[1]), parts[2])

@@ -1,4 +1,4 @@
-"""Flower with what waits in the broker: pages *Delays* and *Rates*, REST, DELAYED in its list.
+"""Flower with what waits in the broker: pages *Delays* and *Rates*, REST.
 
 For stock ``celery flower`` one line in ``flowerconfig.py``::
 
@@ -19,10 +19,8 @@ from ..errors import NativeDelayError, brought_by
 
 with brought_by("flower", whose=__name__):
     import flower.command
-    import flower.events
 
     from .app import DelayFlower
-    from .state import WaitingState
 
 __all__ = ("UnsupportedFlower", "install", "run")
 
@@ -43,9 +41,8 @@ def install() -> None:
     release = tuple(int(part) for part in re.findall(r"\d+", found)[:2])
     if not _OLDEST <= release < _TOO_NEW:
         raise UnsupportedFlower(f"expected Flower 2.2 or a later 2.x, got {found}")
-    # The names under which its command, and its Events, look for them.
+    # The name under which its command looks for it.
     flower.command.Flower = DelayFlower
-    flower.events.EventsState = WaitingState
 
 
 def run(ctx: click.Context, arguments: Sequence[str]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from collections.abc import Callable
 from dataclasses import asdict
@@ -21,9 +20,6 @@ from .pages import MOST_LINES, Errors, Parked, long_json
 
 #: Changing takes a millisecond or two per task; this is patience for a busy broker.
 _CHANGE_SECONDS = 60.0
-
-#: Of them Flower's list of tasks learns so many before others have their turn on the IO loop.
-_TOLD_AT_ONCE = 200
 
 #: In one request, so that it ends in time.
 _MOST_AT_ONCE = 1000
@@ -77,16 +73,11 @@ class ApiHandler(Errors, BaseApiHandler):
         return found
 
     async def change(self, verb: str, ids: list[str], body: dict[str, Any]) -> list[Outcome]:
-        """Cancel, reschedule or run now, and have Flower's list of tasks know."""
+        """Cancel, reschedule or run now."""
         moment = self.moment(body) if verb == "reschedule" else {}
         outcomes = await self.asking.delay(
             lambda delay: _CHANGES[verb](delay, ids, **moment), within_seconds=_CHANGE_SECONDS
         )
-        for number, outcome in enumerate(outcomes):
-            self.application.events.state.changed(outcome, cancelled=verb == "cancel")
-            if number % _TOLD_AT_ONCE == 0:
-                await asyncio.sleep(0)
-        self.application.refreshing.indexed(len(outcomes))
         self.application.delays_summary = None
         return outcomes
 

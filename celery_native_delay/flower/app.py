@@ -15,7 +15,6 @@ from ..metrics import Exposed, expose
 from . import api, pages
 from .asking import Asking
 from .patching import STATIC, PatchedTemplates
-from .refreshing import Refreshing, set_aside
 
 HANDLERS = [
     url(r"/delays", pages.DelaysPage, name="delays"),
@@ -39,10 +38,6 @@ HANDLERS = [
 #: row; by default it is 5 ms.
 _SWITCH_SECONDS = 0.0005
 
-#: Columns of the list of tasks where the user has not chosen them: the ETA as well.
-STOCK_COLUMNS = "name,uuid,state,received,runtime,worker"
-COLUMNS = "name,uuid,state,eta,received,runtime,worker"
-
 
 class DelayFlower(Flower):
     """Flower's application with our pages, our API and metrics in it."""
@@ -50,27 +45,22 @@ class DelayFlower(Flower):
     def __init__(self, options: Any = None, **kwargs: Any) -> None:
         kwargs["template_loader"] = PatchedTemplates()
         super().__init__(options=options, **kwargs)
-        if self.options.tasks_columns == STOCK_COLUMNS:
-            self.options.tasks_columns = COLUMNS
         prefix = self.options.url_prefix
         # Tornado puts them before Flower's own, which end with one that takes everything.
         self.add_handlers(
             ".*", [rewrite_handler(each, prefix) for each in HANDLERS] if prefix else HANDLERS
         )
         self.asking = Asking(self.capp)
-        self.refreshing = Refreshing(self.asking, self.events)
         self._exposed: Exposed | None = None
         #: True if tasks of the app have rates.
         self.is_rated = False
 
     def start(self) -> None:
         """Serve until :meth:`stop`."""
-        self.io_loop.add_callback(self.refreshing.run)
         # Flower's /metrics serves the default registry.
         with suppress(NativeDelayError):  # the page says why
             self.is_rated = bool(installed(self.capp).settings().rates)
             self._exposed = expose(self.capp)
-        set_aside()
         sys.setswitchinterval(_SWITCH_SECONDS)
         super().start()
 
@@ -79,6 +69,5 @@ class DelayFlower(Flower):
         if self._exposed is not None:
             self._exposed.close()
             self._exposed = None
-        self.refreshing.stop()
         self.asking.stop()
         super().stop()

@@ -1,4 +1,4 @@
-"""Flower's templates with a link, a filter and a button more; ours beside them.
+"""Flower's templates with our links in its bar; ours beside them.
 
 Flower has no place for additions, so these are made while its templates are loaded. Where a
 release has changed so much that one does not fit, it is left out, and the page works without.
@@ -33,20 +33,11 @@ _NAVBAR = """\\1
         </li>
         {% end %}"""
 
-_FILTER = """\\1
-    <button class="task-state-filter" type="button" data-task-state="DELAYED"
-            aria-pressed="false">Delayed</button>"""
-
 #: By template: what to look for, what to put there.
 PATCHES = {
     "navbar.html": (
         r"(<li[^>]*>\s*<a(?:(?!</li>).)*reverse_url\('broker'\)(?:(?!</li>).)*</li>)",
         _NAVBAR,
-    ),
-    "tasks.html": (r'(<button[^>]*data-task-state=""[^>]*>[^<]*</button>)', _FILTER),
-    "task.html": (
-        r'task\.state == "RECEIVED" or task\.state == "RETRY"',
-        'task.state in ("RECEIVED", "RETRY", "DELAYED")',
     ),
 }
 
@@ -68,7 +59,7 @@ class PatchedTemplates(Loader):
 
 
 def patched(name: str, text: str) -> str:
-    """The *text* of one of Flower's templates with our link, filter or button in it."""
+    """The *text* of one of Flower's templates with our links in it."""
     if name not in PATCHES:
         return text
     pattern, replacement = PATCHES[name]

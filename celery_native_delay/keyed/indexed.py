@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from secrets import token_hex
+from time import time_ns
 
-from ..records.interface import MARK_GRACE_MS, CompareAndSet, Index, Listed, RecordName
+from ..records.interface import MARK_GRACE_MS, CompareAndSet, Index, Listed
 from ..records.replacing import publish_undecided
 from .record import Record
-from .records import ComparedRecords
-from .rules import Seen, Step
+from .records import ComparedRecords, of_key
+from .rules import InBroker, Seen, Step
 
-#: Publishes a delivery, given its due time and its id; returns what the index lists.
-Put = Callable[[int, str], Listed]
+#: Publishes a delivery, given its due time, its id, and how far this process's clock is ahead of
+#: the records'; returns what the index lists.
+Put = Callable[[int, str, int], Listed]
 
 
 class IndexedKeyRecords(ComparedRecords):
@@ -30,35 +32,37 @@ class IndexedKeyRecords(ComparedRecords):
         return self._seen(name, token_hex(16))
 
     def _seen(self, name: str, sends: str | None) -> Seen:
-        looked = self._index.look(_of_key(name), sends, self._mark_ms)
-        if looked.text is None:
-            return Seen(looked.now_us, None, sends=sends)
-        record = Record.decoded(looked.text)
-        waiting = (each for each in looked.members if each.rpartition(":")[0] == record.id)
-        return Seen(looked.now_us, record, tuple(waiting), sends, looked.text)
+        looked = self._index.look(of_key(name), sends, self._mark_ms)
+        # Read after the answer: too far ahead by the way back, so that no task is early.
+        ahead_us = time_ns() // 1000 - looked.now_us
+        record = None if looked.text is None else Record.decoded(looked.text)
+        waiting = tuple(
+            InBroker(member, due_us)
+            for member, due_us in looked.messages
+            if record is not None and member.rpartition(":")[0] == record.id
+        )
+        return Seen(looked.now_us, record, waiting, sends, looked.text, ahead_us)
 
     def write(self, name: str, seen: Seen, step: Step, put: Put | None) -> bool:
         new = None
         if step.due_us is not None:
             assert put is not None
             assert seen.sends is not None
-            due_us, sends = step.due_us, seen.sends
-            new = publish_undecided(self._index, sends, due_us, lambda: put(due_us, sends))
+            due_us, sends, ahead_us = step.due_us, seen.sends, seen.clock_ahead_us
+            new = publish_undecided(
+                self._index, sends, due_us, lambda: put(due_us, sends, ahead_us)
+            )
         return self._index.compare_and_set(
             CompareAndSet(
-                _of_key(name),
+                of_key(name),
                 None if seen.record is None else seen.text,
                 None if step.record is None else step.record.encoded(),
                 max(step.kept_us - seen.now_us, 0) // 1000 + 1,
                 new,
-                seen.waiting if step.replaces else (),
+                [message.place for message in seen.waiting] if step.replaces else (),
             )
         )
 
     def leave(self, seen: Seen) -> None:
         if seen.sends is not None:
             self._index.unmark(seen.sends)
-
-
-def _of_key(name: str) -> RecordName:
-    return RecordName("key", name)

@@ -19,7 +19,7 @@ VERSION = 1
 HEADER = "native_delay_key"
 
 #: A longer name of a record is its beginning and a digest.
-_LONGEST_NAME = 200
+LONGEST_NAME = 200
 
 #: json.dumps() with separators makes an encoder for each call.
 _as_json = json.JSONEncoder(separators=(",", ":")).encode
@@ -134,7 +134,7 @@ def _is_text(value: Any) -> bool:
 def name_of(kind: str, task: str, key: str) -> str:
     """The name of the record of *key*, which one task has for itself in each kind of call."""
     name = f"{kind}:{task}:{key}"
-    if len(name.encode()) <= _LONGEST_NAME:
+    if len(name.encode()) <= LONGEST_NAME:
         return name
     digest = blake2b(name.encode(), digest_size=16).hexdigest()
     return f"{name.encode()[:120].decode(errors='ignore')}…{digest}"

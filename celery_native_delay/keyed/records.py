@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from typing import Any
 
 from ..errors import CannotDelay
+from ..records.interface import RecordName
 from .rules import Rule, Seen, Step
 
 #: Another caller was quicker so often, each time. Of any number, one always gets through.
@@ -61,3 +62,8 @@ class ComparedRecords(KeyRecords):
             f"the record of {name} was changed by others {TRIES} times while this call looked at "
             f"it: try again, or let fewer producers share a key"
         )
+
+
+def of_key(name: str) -> RecordName:
+    """The name of a key's record among those of other kinds."""
+    return RecordName("key", name)

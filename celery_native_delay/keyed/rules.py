@@ -27,18 +27,28 @@ _OWN_US = 2_000_000
 
 
 @dataclass(frozen=True)
-class Seen:
-    """A *record* as it was read at *now_us*, and its messages that still *wait*: their places.
+class InBroker:
+    """A waiting message: its *place*, in terms of the broker, and its due time, 0 if parked."""
 
-    One that was cancelled does not wait any more. *text* is the record as it was written, to be
+    place: Any
+    due_us: int
+
+
+@dataclass(frozen=True)
+class Seen:
+    """A *record* as it was read at *now_us*, and the messages of its task that still wait.
+
+    A cancelled message does not wait any more. *text* is the record as it was written, to be
     compared; *sends* the id of the delivery that was prepared, where a broker needs that.
+    *clock_ahead_us* is how far the clock of this process was ahead of that of the records.
     """
 
     now_us: int
     record: Record | None
-    waiting: tuple[Any, ...] = ()
+    waiting: tuple[InBroker, ...] = ()
     sends: str | None = None
     text: Any = None
+    clock_ahead_us: int = 0
 
 
 @dataclass(frozen=True)
@@ -82,18 +92,19 @@ def throttle(seen: Seen, new_id: str, *, window_us: int, trails: bool) -> Step:
 
     That one begins the next window.
     """
-    now_us, known = seen.now_us, seen.record
-    if known is not None and known.id is not None and now_us >= known.due_us:
+    now_us, known, waits = seen.now_us, seen.record, _waits(seen)
+    if known is not None and known.id is not None and now_us >= known.due_us and not waits:
         # It ran at the end of its window.
         known = Record(window_us=known.due_us + window_us, opener=known.id)
     if known is None or now_us >= known.window_us:
         end_us = now_us + window_us
-        return Step(Record(window_us=end_us, opener=new_id), end_us + BELIEVED_US, now_us)
+        record = Record(window_us=end_us, opener=new_id)
+        return Step(record, end_us + BELIEVED_US, now_us, replaces=waits)
     if not trails or known.opener == new_id:
         return Step(seen.record, stands=known.opener)
     end_us = known.window_us
     record = replace(known, id=new_id, due_us=end_us)
-    return Step(record, end_us + window_us + BELIEVED_US, end_us, replaces=_waits(seen))
+    return Step(record, end_us + window_us + BELIEVED_US, end_us, replaces=waits)
 
 
 def unique(seen: Seen, new_id: str, *, wait_us: int = 0, at_us: int | None = None) -> Step:
@@ -121,7 +132,20 @@ def begin(seen: Seen, task_id: str, *, token: str) -> Step:
             free_us = min(free_us, now_us + _OWN_US)
         return Step(seen.record, free_us=free_us)
     run = Run(task_id, token, now_us + LEASE_US)
-    return _kept(replace(_without(known, task_id), run=run))
+    return _kept(replace(_without(known, task_id), run=run), now_us)
+
+
+def receive(seen: Seen, task_id: str, *, token: str) -> Step:
+    """A worker has got a task that keeps its key until it starts: a lease holds the key for it.
+
+    Of two deliveries of one task the later one has the lease. A task that has started before, such
+    as a retry, has no key any more.
+    """
+    now_us, known = seen.now_us, seen.record
+    if known is None or task_id not in (known.id, known.run and known.run.id):
+        return Step(known)
+    run = Run(task_id, token, now_us + LEASE_US)
+    return _kept(replace(_without(known, task_id), run=run), now_us)
 
 
 def renew(seen: Seen, *, token: str) -> Step:
@@ -129,7 +153,8 @@ def renew(seen: Seen, *, token: str) -> Step:
     known = seen.record
     if known is None or known.run is None or known.run.token != token:
         return Step(known)
-    return _kept(replace(known, run=replace(known.run, lease_us=seen.now_us + LEASE_US)))
+    run = replace(known.run, lease_us=seen.now_us + LEASE_US)
+    return _kept(replace(known, run=run), seen.now_us)
 
 
 def end(seen: Seen, *, token: str, retry: tuple[str, int] | None = None) -> Step:
@@ -140,13 +165,21 @@ def end(seen: Seen, *, token: str, retry: tuple[str, int] | None = None) -> Step
     left = replace(known, run=None)
     if retry is not None and left.id is None:
         left = replace(left, id=retry[0], due_us=seen.now_us + retry[1])
-    return _kept(left)
+    return _kept(left, seen.now_us)
 
 
-def release(seen: Seen, task_id: str) -> Step:
-    """A task that waited under its key will not run, or may have others wait from now on."""
+def release(seen: Seen, task_id: str, *, token: str | None = None) -> Step:
+    """A delivery of a task will never run: its key is free, unless the task still waits.
+
+    A worker that had begun it has its attempt's *token*.
+    """
     known = seen.record
-    return Step(None) if known is None else _kept(_without(known, task_id))
+    if known is None:
+        return Step(None)
+    left = known if _waits(seen) else _without(known, task_id)
+    if token is not None and left.run is not None and left.run.token == token:
+        left = replace(left, run=None)
+    return _kept(left, seen.now_us)
 
 
 def runs(seen: Seen) -> bool:
@@ -175,13 +208,12 @@ def let_go(seen: Seen, *, task_id: str) -> Step:
     known = seen.record
     if known is None or known.id != task_id:
         return Step(known)
-    return _kept(_without(known, task_id))
+    return _kept(_without(known, task_id), seen.now_us)
 
 
 def _waits(seen: Seen) -> bool:
-    """True if the message that was to run next can still be taken out."""
-    known = seen.record
-    return known is not None and bool(seen.waiting) and seen.now_us < known.due_us
+    """True if a message of the record's task is due later, wherever a user may have moved it."""
+    return any(seen.now_us < message.due_us for message in seen.waiting)
 
 
 def _runs(run: Run | None, now_us: int) -> bool:
@@ -192,9 +224,9 @@ def _without(known: Record, task_id: str) -> Record:
     return replace(known, id=None, due_us=0) if known.id == task_id else known
 
 
-def _kept(record: Record) -> Step:
+def _kept(record: Record, now_us: int) -> Step:
     """A step to *record*, or to none if it says nothing."""
-    if record.id is None and record.run is None:
+    if record.id is None and record.run is None and record.window_us <= now_us:
         return Step(None)
     lease_us = 0 if record.run is None else record.run.lease_us
-    return Step(record, max(record.due_us, lease_us) + KEPT_US)
+    return Step(record, max(record.due_us, lease_us, record.window_us) + KEPT_US)

@@ -19,8 +19,13 @@ class RecordLines:
     def __init__(self, records: Records) -> None:
         self._records = records
 
-    def ask(self, task: str, key: str | None, rate: Rate, place: int | None) -> Turn:
-        return self._change(task, key, rate, lambda line, now: line.ask(rate, now, place))
+    def ask(
+        self, task: str, key: str | None, rate: Rate, place: int | None, *, may_start: bool = True
+    ) -> Turn:
+        def asked(line: Line, now_us: int) -> tuple[Line, Turn]:
+            return line.ask(rate, now_us, place, may_start=may_start)
+
+        return self._change(task, key, rate, asked)
 
     def hold(self, task: str, key: str | None, rate: Rate, seconds: float) -> int:
         wait_us = round(seconds * 1_000_000)

@@ -59,8 +59,8 @@ local function keep()
 end
 """
 
-#: ARGV as above, then the place, '' for a newcomer. Returns how long to wait, and the place; -1 for
-#: one that starts.
+#: ARGV as above, then the place, '' for a newcomer, and 0 if that may not start. Returns how long
+#: to wait, and the place; -1 for one that starts.
 ASK = (
     _HEAD
     + """
@@ -92,8 +92,8 @@ else
     if earliest > now then place = math.max(place, earliest - shift + ahead) end
     if last <= front then front = place end
     last = place + spacing
-    wait = place + shift - ahead - now
-    starting = wait <= 0
+    wait = math.max(place + shift - ahead - now, 0)
+    starting = wait == 0 and ARGV[12] == '1'
 end
 if starting then
     local elapsed = now - from
@@ -173,11 +173,12 @@ class RedisLines:
         rate: Rate,
         place: int | None,
         *,
+        may_start: bool = True,
         now_us: int | None = None,
     ) -> Turn:
         """*now_us* is the server's time, unless given."""
         asked = "" if place is None else place
-        wait_us, found = self._run(ASK, name_of(task, key), rate, now_us, asked)
+        wait_us, found = self._run(ASK, name_of(task, key), rate, now_us, asked, int(may_start))
         return Turn() if found < 0 else Turn(wait_us, found)
 
     def hold(
@@ -204,7 +205,7 @@ class RedisLines:
 
     # --- the connection ------------------------------------------------------------------
 
-    def _run(self, script: str, name: str, rate: Rate, now_us: int | None, last: int | str) -> Any:
+    def _run(self, script: str, name: str, rate: Rate, now_us: int | None, *more: int | str) -> Any:
         arguments = (
             3,
             self._prefix + name,
@@ -220,7 +221,7 @@ class RedisLines:
             rate.noted,
             f"{rate.limit} {rate.burst}",
             "" if now_us is None else now_us,
-            last,
+            *more,
         )
         return self._call("EVALSHA", _SHAS[script], *arguments, instead=("EVAL", script))
 

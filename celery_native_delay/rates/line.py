@@ -51,10 +51,15 @@ class Line(NamedTuple):
     front: int = 0
     log: tuple[int, ...] = ()
 
-    def ask(self, rate: Rate, now_us: int, place: int | None) -> tuple[Self, Turn]:
-        """The line afterwards, and the turn of a task; a newcomer has no *place* yet."""
+    def ask(
+        self, rate: Rate, now_us: int, place: int | None, *, may_start: bool = True
+    ) -> tuple[Self, Turn]:
+        """The line afterwards, and the turn of a task; a newcomer has no *place* yet.
+
+        A newcomer that may not start gets a place only.
+        """
         if place is None:
-            return self._join(rate, now_us)
+            return self._join(rate, now_us, may_start)
         # The record may have been lost.
         end, front = max(self.end, place + rate.spacing_us), self.front or place
         line = self._replace(end=end, front=front)
@@ -78,7 +83,7 @@ class Line(NamedTuple):
         """The time from which the window has room for another start."""
         return self.log[0] + rate.window_us if len(self.log) >= rate.noted else 0
 
-    def _join(self, rate: Rate, now_us: int) -> tuple[Self, Turn]:
+    def _join(self, rate: Rate, now_us: int, may_start: bool) -> tuple[Self, Turn]:
         ahead_us = rate.ahead_us
         place = max(self.end, now_us - self.shift)
         earliest_us = max(self.held_until, self.start_at - ahead_us, self._room_us(rate))
@@ -87,8 +92,8 @@ class Line(NamedTuple):
         front = place if self.end <= self.front else self.front  # else others are before it
         line = self._replace(end=place + rate.spacing_us, front=front)
         wait_us = place + self.shift - ahead_us - now_us
-        if wait_us > 0:
-            return line, Turn(wait_us, place)
+        if wait_us > 0 or not may_start:
+            return line, Turn(max(wait_us, 0), place)
         return line._start(rate, now_us, place), Turn()
 
     def _start(self, rate: Rate, now_us: int, place: int) -> Self:

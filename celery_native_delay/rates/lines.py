@@ -70,8 +70,13 @@ class Turn:
 class Lines(Protocol):
     """The state of all lines. Every method raises RecordsUnavailable while it is away."""
 
-    def ask(self, task: str, key: str | None, rate: Rate, place: int | None) -> Turn:
-        """The turn of a task in its line; *place* is the one that it has, None for a newcomer."""
+    def ask(
+        self, task: str, key: str | None, rate: Rate, place: int | None, *, may_start: bool = True
+    ) -> Turn:
+        """The turn of a task in its line; *place* is the one that it has, None for a newcomer.
+
+        A newcomer that may not start gets a place only.
+        """
 
     def hold(self, task: str, key: str | None, rate: Rate, seconds: float) -> int:
         """Let nothing of a line start for *seconds*; the place in front of all others."""

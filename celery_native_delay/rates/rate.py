@@ -10,6 +10,7 @@ from inspect import Parameter, Signature, signature
 from typing import Any
 
 from ..errors import SettingsError
+from ..texts import is_text
 
 #: Of the task's arguments, keyword arguments and headers.
 KeyFunction = Callable[[Sequence[Any], Mapping[str, Any], Mapping[str, Any]], object]
@@ -49,7 +50,8 @@ class Rate:
     Args:
         limit: how many may start in a period: "10/s", "100/m", "5/h", "1000/d", "50/10s".
         key: what the tasks of one line have in common: the name of an argument, ``header:NAME``,
-            or a callable of the task's args, kwargs and headers. None: one line for the task.
+            or a callable of the task's args, kwargs and headers that returns str, int, bool or
+            None. None: one line for the task.
         burst: so many may start at once after a pause. In no window of one period start more than
             the limit and *burst* - 1.
 
@@ -183,19 +185,31 @@ class Rate:
         """The key of a task; None if there is one line, or it has no such argument or header.
 
         *signature* is that of the task's function, by which positional arguments have names.
+
+        ValueError: the key cannot be told. Whatever a callable raises.
         """
         key = self.key
         if key is None:
             return None
         if not isinstance(key, str):
             found = key(args, kwargs, headers)
+            if not isinstance(found, str | int | None):
+                # The text of an object may be another for each task: a line of its own.
+                raise ValueError(
+                    f"expected the key callable to return str, int, bool or None, got {found!r}"
+                )
         elif key.startswith(HEADER_PREFIX):
             found = headers.get(key.removeprefix(HEADER_PREFIX))
         elif key in kwargs:
             found = kwargs[key]
         else:
             found = _positional(key, args, signature)
-        return None if found is None else str(found)[:LONGEST_KEY]
+        if found is None:
+            return None
+        text = str(found)[:LONGEST_KEY]
+        if not is_text(text):
+            raise ValueError(f"expected a key without lone surrogates, got {text!r}")
+        return text
 
 
 def _positional(name: str, args: Sequence[Any], signature: Signature | None) -> Any:

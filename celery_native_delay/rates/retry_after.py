@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 
-#: Seconds for a word that cannot be understood: better some than none.
-DEFAULT_SECONDS = 60.0
+from ..errors import InvalidDueTime
 
 LONGEST_SECONDS = 30 * 86_400.0
 
@@ -18,28 +18,50 @@ class RetryAfter(Exception):
     Traceback (most recent call last):
     celery_native_delay.rates.retry_after.RetryAfter: 30
 
+    In a task without a rate, with ``task_always_eager`` and in ``.apply()`` it is an ordinary
+    failure.
+
     Args:
         when: seconds, or what an HTTP server has sent as its header ``Retry-After``: seconds as
             text, or a date.
+
+    Raises:
+        InvalidDueTime: it is none of these.
     """
 
     def __init__(self, when: float | str) -> None:
         super().__init__(when)
         self.when = when
+        self._parsed = _parsed(when)
 
     def seconds(self, now: datetime) -> float:
-        """Seconds from *now*, 0 for what is past; a minute for what is neither number nor date."""
+        """Seconds from *now*, 0 for a moment that is past, at most 30 days."""
+        parsed = self._parsed
+        if isinstance(parsed, datetime):
+            parsed = parsed.timestamp() - now.timestamp()
+        return min(max(parsed, 0.0), LONGEST_SECONDS)
+
+
+def _parsed(when: object) -> float | datetime:
+    """Seconds, or the moment of a date."""
+    if isinstance(when, int | float | str):
         try:
-            found = float(self.when)
-        except (TypeError, ValueError):
-            found = _until(self.when, now)
-        return min(max(found, 0.0), LONGEST_SECONDS) if found == found else DEFAULT_SECONDS
-
-
-def _until(date: object, now: datetime) -> float:
-    try:
-        when = parsedate_to_datetime(str(date))
-    except ValueError:
-        return DEFAULT_SECONDS
-    # One with the zone -0000 is naive, and UTC.
-    return (when if when.tzinfo else when.replace(tzinfo=UTC)).timestamp() - now.timestamp()
+            seconds = float(when)
+        except (ValueError, OverflowError):
+            pass
+        else:
+            if math.isfinite(seconds):
+                return seconds
+    if isinstance(when, str):
+        try:
+            date = parsedate_to_datetime(when)
+            # One with the zone -0000 is naive, and UTC.
+            date = date if date.tzinfo else date.replace(tzinfo=UTC)
+            date.timestamp()
+            return date
+        except (ValueError, OverflowError, IndexError, TypeError):
+            pass
+    raise InvalidDueTime(
+        f'expected RetryAfter(…) of seconds, or of an HTTP server\'s Retry-After such as "30" or '
+        f'"Fri, 20 Nov 2026 09:30:00 GMT", got {when!r}'
+    )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from time import time, time_ns
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 from sqlalchemy import (
     URL,
     Connection,
-    Dialect,
     Engine,
     create_engine,
     event,
@@ -129,15 +127,10 @@ _TIMES = {
 
 def now_us(connection: Connection) -> int:
     """The time in microseconds since the epoch, by the database's clock where it can be asked."""
-    return told_us(lambda statement, _: connection.execute(statement).all(), connection.dialect)
-
-
-def told_us(say: Callable[..., Any], dialect: Dialect) -> int:
-    """The time as :func:`now_us` has it, asked for by *say*."""
-    statement = _TIMES.get(dialect.name)
+    statement = _TIMES.get(connection.dialect.name)
     if statement is None:  # SQLite has ours
         return time_ns() // 1000
-    return int(say(statement, {})[0][0] * 1_000_000)
+    return int(connection.execute(statement).scalar_one() * 1_000_000)
 
 
 def clock_ahead_seconds(connection: Connection) -> float | None:

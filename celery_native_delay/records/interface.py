@@ -63,14 +63,15 @@ class Change(Generic[T]):
 
 @dataclass(frozen=True)
 class Looked:
-    """A record as it was read at *now_us*, and the *members* of the task that it names.
+    """A record as it was read at *now_us*, and the *messages* of the task that it names.
 
+    Messages are members of the index with their due times in microseconds.
     *text* is None without a record. The field ``id`` of a record in JSON names a task.
     """
 
     now_us: int
     text: str | None
-    members: tuple[str, ...] = ()
+    messages: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)

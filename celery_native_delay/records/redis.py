@@ -81,18 +81,21 @@ return mark and 1 or 0
 """
 )
 
-#: KEYS record, ids, mark. ARGV TTL of the mark in ms, '' for none. Returns now in µs, the record or
-#: '', the members of the task that it names.
+#: KEYS record, ids, mark, due. ARGV TTL of the mark in ms, '' for none. Returns now in µs, the
+#: record or '', then of each message of the task that it names the member and its due time.
 _LOOK = (
     _NOW
     + f"""
 if ARGV[1] ~= '' then redis.call('SET', KEYS[3], '{UNDECIDED}', 'PX', ARGV[1]) end
 local record = redis.call('GET', KEYS[1])
-if not record then return {{now, '', {{}}}} end
-if string.sub(record, 1, 1) ~= '{{' then return {{now, record, {{}}}} end
+local found = {{now, record or ''}}
+if not record or string.sub(record, 1, 1) ~= '{{' then return found end
 local id = cjson.decode(record).id
-if not id then return {{now, record, {{}}}} end
-return {{now, record, redis.call('ZRANGEBYLEX', KEYS[2], '[' .. id .. ':', '(' .. id .. ';')}}
+if not id then return found end
+for _, member in ipairs(redis.call('ZRANGEBYLEX', KEYS[2], '[' .. id .. ':', '(' .. id .. ';')) do
+    found[#found + 1] = {{member, redis.call('ZSCORE', KEYS[4], member)}}
+end
+return found
 """
 )
 
@@ -260,9 +263,10 @@ class RedisRecords(Records, Index):
 
     def look(self, name: RecordName | None, undecided: str | None, mark_ms: int) -> Looked:
         record = self.keys.space if name is None else self.keys.record(name)
-        keys = [record, self.keys.ids, f"{self.keys.marks}{undecided or ''}"]
-        now_us, text, members = self._patient.run(_LOOK, keys, mark_ms if undecided else "")
-        return Looked(now_us, text.decode() or None, tuple(member.decode() for member in members))
+        keys = [record, self.keys.ids, f"{self.keys.marks}{undecided or ''}", self.keys.due]
+        now_us, text, *found = self._patient.run(_LOOK, keys, mark_ms if undecided else "")
+        messages = tuple((member.decode(), int(due_us or 0)) for member, due_us in found)
+        return Looked(now_us, text.decode() or None, messages)
 
     def unmark(self, delivery_id: str, left_ms: int = 0) -> None:
         mark = self.keys.marks + delivery_id

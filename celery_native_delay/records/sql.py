@@ -115,7 +115,7 @@ class SqlRecords(Records, Index):
         self.owner = owner if len(owner) <= 64 else _digest(owner)
         self.engine = engine_of(url, setting="native_delay_records")
         self._is_ready = False
-        self._thread = SqlThread(self.engine, self.where, self._make_tables, _note_all)
+        self._thread = SqlThread(self.engine, self.where, self.make_tables, _note_all)
 
     @property
     def missed(self) -> int:  # type: ignore[override]
@@ -125,12 +125,12 @@ class SqlRecords(Records, Index):
 
     def change(self, name: RecordName, decide: Callable[[str | None, int], Change[T]]) -> T:
         def changed(connection: Connection) -> T:
-            before = self._locked(connection, name)
+            before = self.locked_row(connection, name)
             # Asked for after the lock: another may have held it for a while.
             at_us = now_us(connection)
             text = None if before is None or before[1] < at_us else before[0]
             change = decide(text, at_us)
-            self._write(connection, name, change.text, change.kept_us, before is not None)
+            self.write_row(connection, name, change.text, change.kept_us, before is not None)
             return change.answer
 
         return self.do(changed)
@@ -138,7 +138,7 @@ class SqlRecords(Records, Index):
     def load(self, names: Sequence[RecordName]) -> list[str | None]:
         def loaded(connection: Connection) -> list[str | None]:
             at_us = now_us(connection)
-            rows = (self._read(connection, name) for name in names)
+            rows = (self.read_row(connection, name) for name in names)
             return [None if row is None or row[1] < at_us else row[0] for row in rows]
 
         return self.look_up(loaded)
@@ -196,12 +196,12 @@ class SqlRecords(Records, Index):
             at_us = now_us(connection)
             if undecided:
                 self._set_mark(connection, undecided, UNDECIDED, at_us + mark_ms * 1000)
-            row = None if name is None else self._read(connection, name)
+            row = None if name is None else self.read_row(connection, name)
             if row is None or row[1] < at_us:
                 return Looked(at_us, None)
             task_id = id_of(row[0])
-            members = () if task_id is None else tuple(self._members(connection, task_id))
-            return Looked(at_us, row[0], members)
+            messages = () if task_id is None else tuple(self._messages(connection, task_id))
+            return Looked(at_us, row[0], messages)
 
         return self.do(looked) if undecided else self.look_up(looked)
 
@@ -218,7 +218,7 @@ class SqlRecords(Records, Index):
 
     def compare_and_set(self, step: CompareAndSet) -> bool:
         def done(connection: Connection) -> bool:
-            before = None if step.name is None else self._locked(connection, step.name)
+            before = None if step.name is None else self.locked_row(connection, step.name)
             gone = [_delivery_of(member) for member in step.gone]
             due_us = self._locked_due_us(connection, gone) if gone else {}
             new = None if step.new is None else _delivery_of(step.new.member)
@@ -236,7 +236,7 @@ class SqlRecords(Records, Index):
                 return False
             if step.name is not None:
                 kept_us = at_us + step.kept_ms * 1000
-                self._write(connection, step.name, step.after, kept_us, before is not None)
+                self.write_row(connection, step.name, step.after, kept_us, before is not None)
             for delivery in gone:
                 kept_us = max(due_us[delivery], at_us) + MARK_GRACE_MS * 1000
                 self._set_mark(connection, delivery, VOID, kept_us)
@@ -295,7 +295,8 @@ class SqlRecords(Records, Index):
             lost = delete(WAITING).where(_WAITING.owner == self.owner)
             return connection.execute(lost.where(_WAITING.due_us < at_us - STALE_AFTER_US)).rowcount
 
-        return self.do(swept)
+        # An app that never used records needs no right to make tables.
+        return self.do(swept) if self._is_ready else 0
 
     def purge(self) -> None:
         mine = delete(WAITING).where(_WAITING.owner == self.owner)
@@ -341,7 +342,7 @@ class SqlRecords(Records, Index):
         for tries_left in reversed(range(_TRIES)):
             try:
                 if not self._is_ready:
-                    self._make_tables()
+                    self.make_tables()
                 with connect() as connection:
                     return work(connection)
             except (exc.IntegrityError, exc.OperationalError, exc.ProgrammingError) as error:
@@ -353,7 +354,8 @@ class SqlRecords(Records, Index):
                 raise self._unavailable(error) from error
         raise AssertionError("unreachable")
 
-    def _make_tables(self) -> None:
+    def make_tables(self) -> None:
+        """Make the tables that are missing."""
         with self.engine.begin() as connection:
             METADATA.create_all(connection)
         self._is_ready = True
@@ -368,15 +370,17 @@ class SqlRecords(Records, Index):
         digest = _digest(name.name)
         return (_RECORD.owner == self.owner, _RECORD.kind == name.kind, _RECORD.digest == digest)
 
-    def _read(self, connection: Connection, name: RecordName) -> tuple[str, int] | None:
+    def read_row(self, connection: Connection, name: RecordName) -> tuple[str, int] | None:
+        """The text of a record, and until when it is kept, in microseconds; None without one."""
         asked = select(_RECORD.text, _RECORD.kept_us).where(*self._this(name))
         return connection.execute(asked).first()
 
-    def _locked(self, connection: Connection, name: RecordName) -> tuple[str, int] | None:
+    def locked_row(self, connection: Connection, name: RecordName) -> tuple[str, int] | None:
+        """:meth:`read_row`, locked until the transaction ends."""
         asked = select(_RECORD.text, _RECORD.kept_us).where(*self._this(name)).with_for_update()
         return connection.execute(asked).first()
 
-    def _write(
+    def write_row(
         self,
         connection: Connection,
         name: RecordName,
@@ -384,6 +388,7 @@ class SqlRecords(Records, Index):
         kept_us: int,
         is_there: bool,
     ) -> None:
+        """Write a record, of which a row *is_there* or not; None as text removes it."""
         this = self._this(name)
         if text is None:
             connection.execute(delete(RECORDS).where(*this))
@@ -395,14 +400,15 @@ class SqlRecords(Records, Index):
                 "kind": name.kind,
                 "digest": _digest(name.name),
             }
-            row |= {"name": name.name, "text": text, "kept_us": kept_us}
+            row |= {"name": name.name.replace("\0", "\ufffd"), "text": text, "kept_us": kept_us}
             connection.execute(insert(RECORDS).values(row))
 
-    def _members(self, connection: Connection, task_id: str) -> list[str]:
-        asked = select(_WAITING.delivery_id).where(
+    def _messages(self, connection: Connection, task_id: str) -> list[tuple[str, int]]:
+        asked = select(_WAITING.delivery_id, _WAITING.due_us).where(
             _WAITING.owner == self.owner, _WAITING.task_id == task_id[:255]
         )
-        return [f"{task_id}:{delivery_id}" for (delivery_id,) in connection.execute(asked)]
+        rows = connection.execute(asked)
+        return [(f"{task_id}:{delivery_id}", due_us) for delivery_id, due_us in rows]
 
     def _locked_due_us(self, connection: Connection, deliveries: Sequence[str]) -> dict[str, int]:
         asked = select(_WAITING.delivery_id, _WAITING.due_us).where(

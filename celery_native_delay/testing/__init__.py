@@ -12,35 +12,25 @@ They listen on 127.0.0.1 only, never meet another broker of the same machine, an
 process, even if it is killed. Importing this imports nothing but the standard library.
 """
 
-from .cluster import PrivateRabbitMQCluster, private_rabbitmq_cluster
 from .errors import BrokerFailed, BrokerMissing
 from .rabbitmq import PrivateRabbitMQ, private_rabbitmq, vhost_name
 from .rabbitmq_installation import RabbitMQInstallation, find_rabbitmq, require_rabbitmq
 from .redis import PrivateRedis, embedded_broker, private_redis
 from .redis_installation import RedisInstallation, find_redis, require_redis
-from .sentinel import PrivateSentinel, private_sentinel
-from .sqs import PrivateSqs, private_sqs, require_sqs
 
 __all__ = [
     "BrokerFailed",
     "BrokerMissing",
     "PrivateRabbitMQ",
-    "PrivateRabbitMQCluster",
     "PrivateRedis",
-    "PrivateSentinel",
-    "PrivateSqs",
     "RabbitMQInstallation",
     "RedisInstallation",
     "embedded_broker",
     "find_rabbitmq",
     "find_redis",
     "private_rabbitmq",
-    "private_rabbitmq_cluster",
     "private_redis",
-    "private_sentinel",
-    "private_sqs",
     "require_rabbitmq",
     "require_redis",
-    "require_sqs",
     "vhost_name",
 ]

@@ -287,7 +287,7 @@ def delay_headers(
     if countdown is not None:
         if not isinstance(countdown, int | float):
             raise InvalidDueTime(f"expected a countdown in seconds, got {countdown!r}")
-        check_countdown(countdown, longest_delay_seconds=_LONGEST_COUNTDOWN_SECONDS)
+        check_countdown(countdown, longest_delay_seconds=LONGEST_COUNTDOWN_SECONDS)
         try:
             eta = (now or datetime.now(UTC)) + timedelta(seconds=countdown)
         except OverflowError as exc:
@@ -298,4 +298,4 @@ def delay_headers(
 
 
 #: A thousand years: what the levels can hold is checked when the message is published.
-_LONGEST_COUNTDOWN_SECONDS = 1000 * 365.25 * 86400
+LONGEST_COUNTDOWN_SECONDS = 1000 * 365.25 * 86400

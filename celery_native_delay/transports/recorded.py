@@ -12,6 +12,7 @@ from ..rates.lines import Lines
 from ..records.interface import ANSWER_SECONDS
 from ..records.opened import is_redis, records_of_process
 from ..settings import DelaySettings
+from ..texts import is_text
 from .interface import Answer
 
 
@@ -50,9 +51,10 @@ def member_of(headers: Mapping[str, Any], delivery_id: str) -> str | None:
 
     Other consumers of delayed messages ask no records.
     """
-    if "task" not in headers or not headers.get("id"):
+    task_id = headers.get("id")
+    if "task" not in headers or not task_id or not is_text(task_id):
         return None
-    return f"{headers['id']}:{delivery_id}"
+    return f"{task_id}:{delivery_id}"
 
 
 class IndexReceipts:

@@ -41,7 +41,9 @@ class Arrival:
 
     @property
     def id(self) -> str:
-        return self.fields.get("id") or ""
+        """The task's id; "" for one that is no text, of which Celery does not run the task."""
+        found = self.fields.get("id")
+        return found if isinstance(found, str) else ""
 
     @property
     def name(self) -> str:
@@ -116,12 +118,14 @@ class AskAgain:
     """All gates are asked again in a moment, and look up anew what they must.
 
     With *from_here* only this gate and those behind it. Meanwhile the message stays unacknowledged;
-    *beside_prefetch* the worker may have another one.
+    *beside_prefetch* the worker may have another one. With *once* the moment begins when the
+    callable is called that *once* is given.
     """
 
     after_seconds: float
     beside_prefetch: bool = False
     from_here: bool = False
+    once: Callable[[Callable[[], object]], object] | None = field(default=None, compare=False)
 
 
 @dataclass(frozen=True)

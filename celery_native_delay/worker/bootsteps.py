@@ -130,8 +130,7 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
             return
         settings = self._installation.settings()
         if self._rated is not None:
-            self._rated.close()
-            self._rated.lines = lines_of(channel, settings)
+            self._rated.begin(lines_of(channel, settings))
 
     def _promote(self, c: Any, promoter: Promoter | None) -> None:
         if promoter is None:
@@ -188,7 +187,7 @@ def _check_lines(app: Any, settings: DelaySettings) -> None:
     """Raise NoRecords if this worker could not count rated tasks.
 
     The caller who makes a worker gets the error: Celery's ``start_worker`` would wait for ever for
-    one that ends in its own thread. If the broker is away, :meth:`NativeDelay.start` raises it later.
+    one that ends in its own thread. If the broker is away, :meth:`NativeDelay.start` raises it.
     """
     with app.connection_for_read() as connection:
         try:

@@ -31,15 +31,12 @@ RETRY_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class Held:
-    """A unique task in this process; *is_here* is false once it is not any more.
-
-    Without a *token* nothing needs to be renewed: others may run beside it.
-    """
+    """An attempt of a unique task in this process; *is_here* is false once it is gone."""
 
     name: str
     task_id: str
     is_here: Callable[[], bool]
-    token: str | None = None
+    token: str
     runs: bool = False
 
 
@@ -59,13 +56,15 @@ class Leases:
 
     # --- one task ------------------------------------------------------------------------
 
-    def begin(self, name: str, task_id: str, is_here: Callable[[], bool]) -> tuple[str, Step]:
-        """The token under which it has the key to itself; or the step says when it is free.
+    def begin(
+        self, name: str, task_id: str, is_here: Callable[[], bool], rule: Callable[..., Step]
+    ) -> tuple[str, Step]:
+        """The token of the attempt that *rule* lets have the key; or the step says when it is free.
 
         Raises whatever says that the records cannot be asked.
         """
         token = token_hex(8)
-        step = self._change(name, partial(rules.begin, task_id=task_id, token=token))
+        step = self._change(name, partial(rule, task_id=task_id, token=token))
         if step.free_us is None:
             self.hold(Held(name, task_id, is_here, token))
         return token, step
@@ -93,15 +92,14 @@ class Leases:
                 self._owed.append((name, rule))
                 self._work()
 
-    def lost(self, task_id: str) -> None:
-        """The process that ran a task is gone: its key is free."""
+    def lost(self, task_id: str, *, retry_us: int | None = None) -> None:
+        """An attempt has ended without its process: its key is free, or waits for its retry."""
         with self._changed:
             gone = [held for held in self._held if held.task_id == task_id]
         for held in gone:
-            if held.token is not None:
-                self.settle(held.name, partial(rules.end, token=held.token), token=held.token)
-            else:
-                self.settle(held.name, partial(rules.release, task_id=task_id))
+            retry = None if retry_us is None else (task_id, retry_us)
+            rule = partial(rules.end, token=held.token, retry=retry)
+            self.settle(held.name, rule, token=held.token)
 
     # --- the thread ----------------------------------------------------------------------
 
@@ -134,10 +132,9 @@ class Leases:
         """True if no renewal has failed."""
         with self._changed:
             self._held = [held for held in self._held if held.is_here()]
-            tasks = [held for held in self._held if held.token is not None]
+            tasks = list(self._held)
         renewed = True
         for held in tasks:
-            assert held.token is not None
             try:
                 step = self._change(held.name, partial(rules.renew, token=held.token))
             except Exception as exc:
@@ -151,15 +148,17 @@ class Leases:
                 renewed = False
                 continue
             run = None if step.record is None else step.record.run
-            if held.runs and (run is None or run.token != held.token):
-                self._tell_lapsed(held)
+            if run is None or run.token != held.token:
+                self._lapsed(held)
         return renewed
 
-    def _tell_lapsed(self, held: Held) -> None:
+    def _lapsed(self, held: Held) -> None:
         with self._changed:
             if held not in self._held:
                 return  # it has just ended
             self._held.remove(held)
+        if not held.runs:
+            return
         logger.error(
             "native delay: the lease of %s under the key %s has lapsed, another task may run "
             "beside it: it could not be renewed for %d s, or its record is lost",

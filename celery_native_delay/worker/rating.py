@@ -4,6 +4,9 @@ The line of a task is asked in the consumer's thread, in one round trip. A turn 
 waited for here, beside the prefetch limit; what waits in the broker comes back a little sooner than
 its turn, for a broker is not as exact as a worker's timer.
 
+Of the tasks of one line that a worker has, only the one with the first place asks: the others wait
+behind it, so the worker hands them over in the order of their places.
+
 A rated task is handed to the pool only while that has a free process: else what passes between gate
 and start would be as long as the tasks before it. It waits at the door, and others that come
 meanwhile wait behind it.
@@ -11,8 +14,11 @@ meanwhile wait behind it.
 
 from __future__ import annotations
 
+import re
+from bisect import insort
 from collections.abc import Callable, Mapping
 from contextlib import closing
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from functools import wraps
 from inspect import Signature
@@ -32,6 +38,11 @@ from .arrival import SHORTEST_WAIT_US, Arrival, AskAgain, Ruling, WaitUntil
 
 logger = get_logger(__name__)
 
+_DIGITS = re.compile("[0-9]{1,19}")
+
+#: A place is at most ten years ahead: a forged one could close the line for longer, or break it.
+_FARTHEST_US = 10 * 365 * 86_400_000_000
+
 #: For so long a task waits again while its line is out of reach, in microseconds.
 AWAY_US = 5_000_000
 
@@ -42,6 +53,19 @@ _LOOKING_OFTEN = 25
 
 #: For so long the first at the door keeps others behind it, unless it asks again.
 _AT_DOOR_US = 1_000_000
+
+
+@dataclass(eq=False)
+class _Standing:
+    """A task that a worker has, in its *line* of task and key; a newcomer has no *place* yet.
+
+    *again* has it ask again, if it waits behind another.
+    """
+
+    tag: Any
+    line: tuple[str, str | None]
+    place: int | None
+    again: Callable[[], object] | None = None
 
 
 class Rated:
@@ -57,25 +81,86 @@ class Rated:
         self._longest_us = round(settings.longest_delay_seconds * 900_000)
         #: By delivery tag, when those at the door asked last, the first to come first.
         self._at_door: dict[Any, int] = {}
+        #: By delivery tag, the tasks that stand in line here; and by line, the first place first.
+        self._standing: dict[Any, _Standing] = {}
+        self._here: dict[tuple[str, str | None], list[_Standing]] = {}
         self._told = False
 
     def __call__(self, arrival: Arrival) -> Ruling | None:
         rate = self._rates.get(arrival.name)
-        if rate is None and not self._at_door:
-            return None
-        # What has no rate needs no free process, only that those before it are in.
-        room = 1 if rate is None else _free_processes(arrival.consumer)
-        ahead = self._ahead_at_door(arrival)
-        if ahead >= room:
-            return AskAgain(DOOR_SECONDS * (ahead + 1), from_here=True)
-        del self._at_door[arrival.message.delivery_tag]
-        return None if rate is None else self._turn(arrival, rate)
+        if rate is None:
+            # It needs no free process, only that those before it are in.
+            return self._door(arrival, 1) if self._at_door else None
+        one = self._standing.get(arrival.message.delivery_tag) or self._standing_of(arrival, rate)
+        if one.place is not None and not self._is_first(one):
+            return self._behind(one)
+        door = self._door(arrival, _free_processes(arrival.consumer))
+        if one.place is not None and door is not None:
+            return door
+        return self._turn(arrival, rate, one, door)
+
+    def begin(self, lines: Lines) -> None:
+        """Ask *lines* over a new connection; the broker delivers again what stood here."""
+        self.close()
+        self.lines = lines
+        self._at_door.clear()
+        self._standing.clear()
+        self._here.clear()
 
     def close(self) -> None:
         """Give up the connection to the lines."""
         if self.lines is not None:
             self.lines.close()
             self.lines = None
+
+    # --- the order of a line -----------------------------------------------------------------
+
+    def _standing_of(self, arrival: Arrival, rate: Rate) -> _Standing:
+        key = self._key(arrival, rate)
+        tag, headers = arrival.message.delivery_tag, arrival.message.headers
+        one = _Standing(tag, (arrival.name, key), _place(headers, key, arrival.now_us))
+        if one.place is not None:
+            self._stand(one)
+        return one
+
+    def _stand(self, one: _Standing) -> None:
+        self._standing[one.tag] = one
+        insort(self._here.setdefault(one.line, []), one, key=lambda other: other.place or 0)
+
+    def _is_first(self, one: _Standing) -> bool:
+        return self._here[one.line][0] is one
+
+    def _behind(self, one: _Standing) -> AskAgain:
+        """It asks again once it is the first; those behind one at the door count as prefetched."""
+        self._at_door.pop(one.tag, None)
+        beside = self._here[one.line][0].tag not in self._at_door
+
+        def note(again: Callable[[], object]) -> None:
+            one.again = again
+
+        return AskAgain(0.0, beside_prefetch=beside, from_here=True, once=note)
+
+    def _leave(self, one: _Standing) -> None:
+        """It starts, or goes back into the broker: the next one asks."""
+        if self._standing.pop(one.tag, None) is None:
+            return
+        others = self._here[one.line]
+        others.remove(one)
+        if not others:
+            del self._here[one.line]
+        elif (again := others[0].again) is not None:
+            others[0].again = None
+            again()
+
+    # --- the door ----------------------------------------------------------------------------
+
+    def _door(self, arrival: Arrival, room: int) -> AskAgain | None:
+        """None for one that may go in; it is not at the door any more."""
+        ahead = self._ahead_at_door(arrival)
+        if ahead >= room:
+            return AskAgain(DOOR_SECONDS * (ahead + 1), from_here=True)
+        del self._at_door[arrival.message.delivery_tag]
+        return None
 
     def _ahead_at_door(self, arrival: Arrival) -> int:
         """Number of those at the door before it, as far as they are counted."""
@@ -86,52 +171,73 @@ class Rated:
         before = takewhile(lambda other: other != tag, islice(waiting, _LOOKING_OFTEN))
         return sum(1 for _ in before)
 
-    def _turn(self, arrival: Arrival, rate: Rate) -> Ruling | None:
-        headers = arrival.message.headers
-        key = self._key(arrival, rate)
+    # --- the turn ----------------------------------------------------------------------------
+
+    def _turn(
+        self, arrival: Arrival, rate: Rate, one: _Standing, door: AskAgain | None
+    ) -> Ruling | None:
+        """The ruling by the line's answer; a newcomer starts only if it would be the first here."""
+        headers, tag, (task, key) = arrival.message.headers, one.tag, one.line
+        may_start = door is None and (one.place is not None or one.line not in self._here)
         try:
             if self.lines is None:
                 raise RecordsUnavailable("native delay is off in this worker")
-            turn = self.lines.ask(arrival.name, key, rate, _place(headers, key))
+            turn = self.lines.ask(task, key, rate, one.place, may_start=may_start)
         except RecordsUnavailable as exc:
             self._tell(exc)
+            self._at_door.pop(tag, None)
+            self._leave(one)
             return WaitUntil(arrival.now_us + AWAY_US, otherwise=AskAgain(AWAY_US / 1e6))
         self._told = False
         if turn.starts:
             if headers.pop(PLACE, None) is not None:
                 arrival.message.waited_in_line = True
+            self._leave(one)
             return None
-        again = AskAgain(turn.wait_us / 1e6, beside_prefetch=True, from_here=True)
-        ahead_us = self.come_back_late_us
-        if turn.wait_us <= ahead_us + SHORTEST_WAIT_US:
-            headers[PLACE] = _header(turn.place, key)
-            return again
         kept = {PLACE: _header(turn.place, key)}
         headers.update(kept)
-        wait_us = min(turn.wait_us - ahead_us, self._longest_us)
-        return WaitUntil(arrival.now_us + wait_us, None, again, kept)
+        again = AskAgain(turn.wait_us / 1e6, beside_prefetch=True, from_here=True)
+        ahead_us = self.come_back_late_us
+        if turn.wait_us > ahead_us + SHORTEST_WAIT_US:
+            self._at_door.pop(tag, None)
+            self._leave(one)
+            wait_us = min(turn.wait_us - ahead_us, self._longest_us)
+            return WaitUntil(arrival.now_us + wait_us, None, again, kept)
+        if one.place is None:
+            one.place = turn.place
+            self._stand(one)
+            if not self._is_first(one):
+                return self._behind(one)
+        if door is not None and turn.wait_us == 0:
+            return door
+        self._at_door.pop(tag, None)
+        return again
 
     def _key(self, arrival: Arrival, rate: Rate) -> str | None:
         if rate.key is None:
             return None
-        args, kwargs = _arguments(arrival)
         try:
+            args, kwargs = _arguments(arrival)
             return rate.key_of(args, kwargs, arrival.fields, self._signatures.get(arrival.name))
-        except Exception as exc:  # a callable of the user's
-            logger.error(
-                "native delay: the key of %s[%s] cannot be told, it stands in the line of tasks "
-                "without one: %s: %s",
-                arrival.name,
-                arrival.id,
-                type(exc).__name__,
-                exc,
-            )
+        except Exception as exc:  # of a callable of the user's, or of a message that is no task
+            _tell_no_key(arrival.name, arrival.id, exc)
             return None
 
     def _tell(self, exc: RecordsUnavailable) -> None:
         if not self._told:
             self._told = True
             logger.warning("native delay: tasks that have a rate wait until it answers: %s", exc)
+
+
+def _tell_no_key(task: str, task_id: str, exc: Exception) -> None:
+    logger.error(
+        "native delay: the key of %s[%s] cannot be told, it stands in the line of tasks without "
+        "one: %s: %s",
+        task,
+        task_id,
+        type(exc).__name__,
+        exc,
+    )
 
 
 def _free_processes(consumer: Any) -> int:
@@ -151,12 +257,14 @@ def _header(place: int | None, key: str | None) -> str:
     return str(place) if key is None else f"{place} {key}"
 
 
-def _place(headers: Mapping[str, Any], key: str | None) -> int | None:
+def _place(headers: Mapping[str, Any], key: str | None, now_us: int) -> int | None:
     """The place that a message has in the line of *key*; None for a newcomer."""
-    place, separator, kept = str(headers.get(PLACE) or "").partition(" ")
-    if not place.isdecimal() or (kept if separator else None) != key:
+    header = headers.get(PLACE)
+    place, separator, kept = header.partition(" ") if isinstance(header, str) else ("", "", "")
+    if not _DIGITS.fullmatch(place) or (kept if separator else None) != key:
         return None
-    return int(place)
+    found = int(place)
+    return found if found <= now_us + _FARTHEST_US else None
 
 
 def signatures(rates: Mapping[str, Rate], tasks: Mapping[str, Any]) -> dict[str, Signature]:
@@ -199,13 +307,17 @@ def _retrying(
         try:
             return run(*args, **kwargs)
         except RetryAfter as exc:
-            if task.request.called_directly:
+            if task.request.called_directly or task.request.is_eager:
                 raise
             seconds = exc.seconds(datetime.now(UTC))
             headers = dict(task.request.as_execution_options().get("headers") or {})
             headers.pop(PLACE, None)
             try:
                 key = rate.key_of(args, kwargs, headers, known)
+            except Exception as problem:
+                _tell_no_key(task.name, task.request.id, problem)
+                key = None
+            try:
                 headers[PLACE] = _header(_hold(app, task.name, key, rate, seconds), key)
             except Exception as problem:  # it is retried all the same
                 logger.error(

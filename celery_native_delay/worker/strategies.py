@@ -19,6 +19,7 @@ from celery.exceptions import InvalidTaskError
 from celery.utils.log import get_logger
 from kombu.exceptions import ContentDisallowed, DecodeError
 
+from ..keyed.record import HEADER
 from ..transports.interface import Wait
 from .announcing import arrived
 from .arrival import (
@@ -33,8 +34,12 @@ from .arrival import (
     WaitUntil,
 )
 from .tallying import Tallying
+from .unique import never_runs, rejected
 
 logger = get_logger(__name__)
+
+#: Until a task is asked about again for which a gate has raised an error.
+FAULT_SECONDS = 5.0
 
 _CLOCK_SKEW = timedelta(microseconds=CLOCK_SKEW_US)
 _NONE = timedelta()
@@ -73,6 +78,8 @@ class GatedStrategies(dict[str, Any]):
         ) -> None:
             fields = payload if isinstance(payload, dict) else message.headers
             arrival = Arrival(message, fields, self._consumer, time_ns() // 1000)
+            if HEADER in fields:
+                reject = partial(self._reject, arrival, reject)
             run = partial(strategy, message, payload, ack, reject, callbacks, **kwargs)
             self._pass(_Task(arrival, payload, run, ack))
 
@@ -81,7 +88,14 @@ class GatedStrategies(dict[str, Any]):
     def _pass(self, task: _Task, first: int = 0) -> None:
         """Let *task* pass the gates from the *first* on."""
         for number, gate in enumerate(self._gates[first:], first):
-            ruling = gate(task.arrival)
+            try:
+                ruling = gate(task.arrival)
+            except (InvalidTaskError, ContentDisallowed, DecodeError):
+                raise
+            except Exception:  # Celery would end the worker, and the next one that gets the message
+                name, task_id = task.arrival.name, task.arrival.id
+                logger.exception("native delay: task %s[%s] waits: a fault of ours", name, task_id)
+                ruling = AskAgain(FAULT_SECONDS, beside_prefetch=True)
             if ruling is not None:
                 self._carry_out(ruling, task, number)
                 return
@@ -102,7 +116,8 @@ class GatedStrategies(dict[str, Any]):
                 first = number if ruling.from_here else 0
                 known = arrival.found if ruling.from_here else {}
                 again = partial(self._soon, self._ask_again, task, known, first, qos)
-                self._after(ruling.after_seconds, again)
+                ask = partial(self._after, ruling.after_seconds, again)
+                _ = ask() if ruling.once is None else ruling.once(ask)
             case LookUp():
                 gate = self._gates[number]
 
@@ -152,12 +167,20 @@ class GatedStrategies(dict[str, Any]):
         )
         if ruling.expired:
             self._tallying.expired(arrival.message)
+            never_runs(consumer, arrival.fields, arrival.id)
         dispatcher = consumer.event_dispatcher if ruling.event else None
         if dispatcher is not None and dispatcher.enabled:
             dispatcher.send(ruling.event, uuid=arrival.id, name=arrival.name, **ruling.fields)
         ack = arrival.message.ack_log_error if self._is_green else task.ack
         ack(logger, consumer.connection_errors)
         self.wake()
+
+    def _reject(
+        self, arrival: Arrival, reject: Callable[..., Any], log: Any, errors: Any, requeue: bool
+    ) -> None:
+        """Tell the key of a message that Celery rejects, then *reject* it."""
+        rejected(self._consumer.app, arrival.id, requeue=requeue)
+        reject(log, errors, requeue)
 
     def _ask_again(
         self, task: _Task, found: Mapping[Gate, Any], first: int = 0, qos: Any = None

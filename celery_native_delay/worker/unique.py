@@ -1,7 +1,11 @@
-"""The gate for tasks that are to be the only ones under their key, and what follows their end."""
+"""The gate for tasks that are to be the only ones under their key, and what follows their end.
+
+Of other tasks under a key it matters only that they will never run.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from time import time_ns
@@ -40,12 +44,10 @@ class Unique:
         mark = _unique_mark_of(arrival.fields) if arrival.has_headers else None
         if mark is None or arrival.id in worker_state.revoked:
             return None
-        name, leases, is_here = mark.name, leases_of(self._app), partial(_is_here, arrival)
-        if mark.until == "start":
-            leases.hold(Held(name, arrival.id, is_here))
-            return None
+        rule = rules.receive if mark.until == "start" else rules.begin
+        is_here = partial(_is_here, arrival)
         try:
-            token, step = leases.begin(name, arrival.id, is_here)
+            token, step = leases_of(self._app).begin(mark.name, arrival.id, is_here, rule)
         except Exception as exc:
             self._tell(exc)
             return WaitUntil(arrival.now_us + AWAY_US, otherwise=AskAgain(AWAY_US / 1e6))
@@ -69,7 +71,8 @@ class Unique:
 def _unique_mark_of(headers: Any) -> Mark | None:
     """The mark of a unique task among its *headers*; None for any other task."""
     mark = Mark.of(headers)
-    return mark if mark is not None and mark.kind == "unique" else None
+    is_unique = mark is not None and mark.kind == "unique" and mark.until in ("start", "end")
+    return mark if is_unique else None
 
 
 def _is_here(arrival: Arrival) -> bool:
@@ -82,7 +85,7 @@ def _is_here(arrival: Arrival) -> bool:
 
 
 def _marked(task: Any, request: Any) -> tuple[Leases, Mark] | None:
-    """The leases and the mark of a task that a worker runs; None if it has no mark."""
+    """The leases and the mark of a unique task that a worker runs; None for any other."""
     mark = _unique_mark_of(vars(request))
     if mark is None or request.is_eager or installation_of(task.app) is None:
         return None
@@ -93,20 +96,20 @@ def _marked(task: Any, request: Any) -> tuple[Leases, Mark] | None:
 def start(sender: Any = None, **_: Any) -> None:
     """Free the key of a task that has it until its start, or renew its lease from here, too."""
     found = _marked(sender, sender.request)
-    if found is None:
+    if found is None or (token := found[1].token) is None:
         return
-    (leases, mark), task_id = found, sender.request.id
+    leases, mark = found
     if mark.until == "start":
-        leases.settle(mark.name, partial(rules.release, task_id=task_id))
-    elif mark.token:
-        leases.hold(Held(mark.name, task_id, lambda: True, mark.token, runs=True))
+        leases.settle(mark.name, partial(rules.end, token=token), token=token)
+    else:
+        leases.hold(Held(mark.name, sender.request.id, lambda: True, token, runs=True))
 
 
 @signals.task_postrun.connect(weak=False)  # type: ignore[untyped-decorator]
 def end(sender: Any = None, state: Any = None, retval: Any = None, **_: Any) -> None:
     """Free the key of a task that is over; one that comes again keeps it."""
     found = _marked(sender, sender.request)
-    if found is None or (token := found[1].token) is None:
+    if found is None or found[1].until == "start" or (token := found[1].token) is None:
         return
     (leases, mark), retry = found, None
     if state == states.RETRY:
@@ -119,24 +122,58 @@ def end(sender: Any = None, state: Any = None, retval: Any = None, **_: Any) -> 
 # ---- in the main process -------------------------------------------------------------------------
 
 
+def never_runs(sender: Any, headers: Any, task_id: str) -> None:
+    """Free the key of a message that will never run; *sender* is of an app, or a task."""
+    mark = Mark.of(headers)
+    if mark is not None and installation_of(sender.app) is not None:
+        rule = partial(rules.release, task_id=task_id, token=mark.token)
+        leases_of(sender.app).settle(mark.name, rule, token=mark.token)
+
+
 @signals.task_revoked.connect(weak=False)  # type: ignore[untyped-decorator]
-def revoked(sender: Any = None, request: Any = None, **_: Any) -> None:
-    """Free the key of a task that was cancelled, revoked or has expired."""
-    found = None if request is None else _marked(sender, request)
-    if found is None:
+def revoked(sender: Any = None, request: Any = None, terminated: bool = False, **_: Any) -> None:
+    """Free the key of a task that was cancelled, revoked or has expired.
+
+    A throttled task that was terminated has run.
+    """
+    if request is None or (terminated and _unique_mark_of(vars(request)) is None):
         return
-    leases, mark = found
-    if token := mark.token:
-        leases.settle(mark.name, partial(rules.end, token=token), token=token)
-    leases.settle(mark.name, partial(rules.release, task_id=request.id))
+    never_runs(sender, vars(request), request.id)
+
+
+@signals.task_unknown.connect(weak=False)  # type: ignore[untyped-decorator]
+@signals.task_rejected.connect(weak=False)  # type: ignore[untyped-decorator]
+def discarded(sender: Any = None, message: Any = None, **_: Any) -> None:
+    """Free the key of a task that Celery discards: of an unknown name, or that is no task."""
+    headers = message.headers
+    if isinstance(headers, Mapping):
+        never_runs(sender, headers, headers.get("id") or "")
 
 
 @signals.task_failure.connect(weak=False)  # type: ignore[untyped-decorator]
 def lost(sender: Any = None, task_id: Any = None, exception: Any = None, **_: Any) -> None:
     """Free the key of a task whose process was killed."""
-    ended_from_outside = isinstance(exception, TimeLimitExceeded | WorkerLostError)
-    if ended_from_outside and installation_of(sender.app) is not None:
+    if _is_from_outside(exception) and installation_of(sender.app) is not None:
         leases_of(sender.app).lost(task_id)
+
+
+@signals.task_retry.connect(weak=False)  # type: ignore[untyped-decorator]
+def retried(sender: Any = None, request: Any = None, reason: Any = None, **_: Any) -> None:
+    """Keep the key of a task whose process was killed for the retry that Celery sent."""
+    if _is_from_outside(reason.exc) and installation_of(sender.app) is not None:
+        leases_of(sender.app).lost(request.id, retry_us=_wait_us(reason.when))
+
+
+def rejected(app: Any, task_id: str, *, requeue: bool) -> None:
+    """Free the key of a task whose message is rejected; *requeue* keeps it for the redelivery.
+
+    Of a task whose process was killed Celery tells no more than this if it requeues the message.
+    """
+    leases_of(app).lost(task_id, retry_us=0 if requeue else None)
+
+
+def _is_from_outside(exception: Any) -> bool:
+    return isinstance(exception, TimeLimitExceeded | WorkerLostError)
 
 
 def _wait_us(when: Any) -> int:

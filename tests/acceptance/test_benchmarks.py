@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from celery_native_delay.testing import require_redis, require_sqs
+from celery_native_delay.testing import require_redis
+from example_project.private_sqs import require_sqs
 from pytest_celery_native_delay import installed
 from tests.brokers import on_one_version
 

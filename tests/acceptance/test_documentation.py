@@ -27,15 +27,10 @@ from benchmarks.command import SCENARIOS
 from celery_native_delay import Delay, DelaySettings, Rate, RetryAfter, install, store_outage
 from celery_native_delay.app.install import installation_of
 from celery_native_delay.cli import delay
-from celery_native_delay.testing import (
-    PrivateRedis,
-    private_sqs,
-    require_rabbitmq,
-    require_redis,
-    require_sqs,
-)
+from celery_native_delay.testing import PrivateRedis, require_rabbitmq, require_redis
 from celery_native_delay.transports.interface import Outage
 from celery_native_delay.worker.outage import react
+from example_project.private_sqs import private_sqs, require_sqs
 from pytest_celery_native_delay import installed
 from tests.documents import EXAMPLES, ROOT, Example, code_beside, only, shown
 from tests.processes import processes_of
@@ -192,19 +187,6 @@ def test_the_private_brokers_are_as_shown(
     said = capsys.readouterr().out
     assert f"redis+socket://{short_path}/var/broker/redis.sock\n" in said
     assert "sqs://private:private@127.0.0.1:" in said
-
-
-@pytest.mark.ci
-def test_the_private_cluster_is_as_shown() -> None:
-    installed(require_rabbitmq)
-    exec(only("private-cluster").text, {})
-
-
-@pytest.mark.ci
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root may cut a network")
-def test_the_private_network_is_as_shown() -> None:
-    installed(require_rabbitmq)
-    exec(only("private-partition").text, {})
 
 
 def test_the_line_for_development_runs_a_broker_that_keeps_what_waits(short_path: Path) -> None:

@@ -16,7 +16,8 @@ from uuid import uuid4
 
 import pytest
 
-from celery_native_delay.testing import require_rabbitmq, require_redis, require_sqs
+from celery_native_delay.testing import require_rabbitmq, require_redis
+from example_project.private_sqs import require_sqs
 from pytest_celery_native_delay import installed
 from tests.acceptance.worker import LATE_SECONDS
 from tests.brokers import in_ci

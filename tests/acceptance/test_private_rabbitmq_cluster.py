@@ -13,15 +13,10 @@ from amqp import Message
 from kombu import Connection
 from kombu.exceptions import OperationalError
 
-from celery_native_delay.testing import (
-    BrokerFailed,
-    PrivateRabbitMQ,
-    PrivateRabbitMQCluster,
-    private_rabbitmq_cluster,
-    vhost_name,
-)
+from celery_native_delay.testing import BrokerFailed, PrivateRabbitMQ, vhost_name
 from tests.acceptance.worker import fleet_on
 from tests.brokers import on_one_version
+from tests.cluster import PrivateRabbitMQCluster, private_rabbitmq_cluster
 from tests.processes import assert_nothing_left_when_killed
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
@@ -208,6 +203,8 @@ def test_a_network_that_cannot_be_cut_says_how_to_get_one(rabbitmq_version: str)
 def test_nothing_is_left_when_the_process_is_killed(rabbitmq_version: str) -> None:
     """Neither nodes and their folders, nor the network."""
     broker = f"private_rabbitmq_cluster(1, version={rabbitmq_version!r}, partitions=True)"
-    assert_nothing_left_when_killed(broker, "broker.nodes[0].data_dir.parent")
-    network = "__import__('celery_native_delay.testing.networks').testing.networks.PrivateNetwork"
-    assert_nothing_left_when_killed(f"{network}(2)", "'/sys/class/net/' + broker.interface")
+    assert_nothing_left_when_killed(
+        broker, "broker.nodes[0].data_dir.parent", module="tests.cluster"
+    )
+    interface = "'/sys/class/net/' + broker.interface"
+    assert_nothing_left_when_killed("PrivateNetwork(2)", interface, module="tests.networks")

@@ -17,13 +17,13 @@ from celery_native_delay.testing import (
     embedded_broker,
     find_redis,
     private_redis,
-    private_sentinel,
     require_redis,
 )
 from celery_native_delay.testing.redis_installation import ServerName
 from pytest_celery_native_delay import installed
 from tests.brokers import in_ci, self_signed_certificate
 from tests.processes import assert_nothing_left_when_killed, processes_of
+from tests.sentinel import private_sentinel
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
 

@@ -6,7 +6,7 @@ from threading import Thread
 
 import pytest
 
-from celery_native_delay.testing import private_sqs, require_sqs
+from example_project.private_sqs import private_sqs, require_sqs
 from pytest_celery_native_delay import installed
 from tests.processes import assert_nothing_left_when_killed
 
@@ -49,4 +49,6 @@ def test_it_is_empty_and_on_its_port_when_it_comes_back() -> None:
 
 
 def test_nothing_is_left_of_it_when_its_process_is_killed() -> None:
-    assert_nothing_left_when_killed("private_sqs()", "broker.folder")
+    assert_nothing_left_when_killed(
+        "private_sqs()", "broker.folder", module="example_project.private_sqs"
+    )

@@ -11,11 +11,12 @@ import pytest
 from celery.contrib.testing.worker import start_worker
 
 from celery_native_delay import Delay, NoRecords, Rate, SettingsError, install
-from celery_native_delay.testing import PrivateRedis, private_redis, private_sentinel
+from celery_native_delay.testing import PrivateRedis, private_redis
 from tests.acceptance.apps.tasks import new_app
 from tests.acceptance.worker import Fleet, fleet_on
 from tests.brokers import in_ci, on_one_version
 from tests.lines import LOOKED_AT, most_in_a_window
+from tests.sentinel import private_sentinel
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
 RATES = {"native_delay_rates": {"call_api": "50/10s"}}

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from celery_native_delay.testing import private_sqs, require_sqs
+from example_project.private_sqs import private_sqs, require_sqs
 from pytest_celery_native_delay import installed
 from tests.acceptance.worker import REPOSITORY, Fleet, Worker, fleet_on
 from tests.waiting import PATIENCE_SECONDS

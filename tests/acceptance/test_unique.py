@@ -19,19 +19,16 @@ import pytest
 from kombu.exceptions import OperationalError
 
 from celery_native_delay import Delay
-from celery_native_delay.testing import (
-    PrivateRabbitMQ,
-    PrivateRedis,
-    PrivateSentinel,
-    private_sentinel,
-    require_redis,
-    vhost_name,
-)
+from celery_native_delay.app.keyed import key_records
+from celery_native_delay.keyed.record import Record, name_of
+from celery_native_delay.keyed.rules import Seen
+from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, require_redis, vhost_name
 from celery_native_delay.testing.redis import client_of
 from pytest_celery_native_delay import installed
 from tests.acceptance.worker import FEW_LEVELS, Fleet, Worker, fleet_on
 from tests.brokers import in_ci
 from tests.conformance.brokers import options_of, running_broker, settings_of
+from tests.sentinel import PrivateSentinel, private_sentinel
 from tests.traffic import beside
 from tests.waiting import wait_until
 
@@ -242,7 +239,8 @@ def test_until_start_another_may_come_once_it_has_started(fleet: Fleet) -> None:
     fleet.record.wait_for(1, task_id=second)
 
 
-def test_a_cancelled_one_an_expired_one_and_a_failed_one_free_their_key(fleet: Fleet) -> None:
+@pytest.mark.parametrize("fleet", ["redis", in_ci("rabbitmq")], indirect=True)
+def test_what_is_over_or_will_never_run_frees_its_key(fleet: Fleet) -> None:
     delay, app = Delay(fleet.app()), fleet.app()
     note = app.signature("note", args=(1,))
     cancelled = delay.unique(note, key="a", countdown=30)
@@ -250,7 +248,10 @@ def test_a_cancelled_one_an_expired_one_and_a_failed_one_free_their_key(fleet: F
     expired = delay.unique(note.clone().set(expires=0.01), key="b")
     failed = delay.unique(app.signature("hold", args=("not a number",)), key="c")
     retried = delay.unique(app.signature("again", args=(1, 1.0)), key="d")
-    fleet.worker(pool="threads")
+    unknown = delay.unique(app.signature("nobody.knows"), key="e")
+    # RabbitMQ's own expiration, which runs out in a level; on Redis the task runs.
+    stale = delay.unique(note.clone().set(expiration=0.1), key="f", countdown=1)
+    fleet.worker(pool="threads", tests_lease_seconds=600)
 
     def frees(key: str, name: str, args: tuple[Any, ...], before: str) -> bool:
         return bool(delay.unique(app.signature(name, args=args), key=key).id != before)
@@ -258,7 +259,72 @@ def test_a_cancelled_one_an_expired_one_and_a_failed_one_free_their_key(fleet: F
     wait_until(lambda: frees("a", "note", (2,), cancelled.id))
     wait_until(lambda: frees("b", "note", (2,), expired.id))
     wait_until(lambda: frees("c", "hold", (0,), failed.id))
+    wait_until(lambda: frees("e", "nobody.knows", (), unknown.id))
+    wait_until(lambda: frees("f", "note", (2,), stale.id))
     fleet.record.wait_for(1, task_id=retried.id)
     assert delay.unique(app.signature("again", args=(0, 0)), key="d").id == retried.id
     fleet.record.wait_for(2, task_id=retried.id)
     wait_until(lambda: frees("d", "again", (0, 0), retried.id))
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("fleet", ["redis", "rabbitmq"], indirect=True)
+def test_a_task_that_celery_requeues_for_its_killed_process_has_its_key_at_once(
+    fleet: Fleet,
+) -> None:
+    """Long before the lease of its first attempt is over."""
+    delay, mortal = Delay(fleet.app()), fleet.app().signature("mortal")
+    fleet.worker(tests_lease_seconds=600)
+    killed = delay.unique(mortal, key="a")
+    fleet.record.wait_for(2, task_id=killed.id)
+    wait_until(lambda: delay.unique(mortal, key="a").id != killed.id)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("fleet", ["sqla"], indirect=True)
+def test_until_start_a_key_is_free_soon_after_its_message_was_lost_with_a_worker(
+    fleet: Fleet,
+) -> None:
+    """Taken and not yet started: kombu's sqlalchemy transport has it nowhere else."""
+    delay, app = Delay(fleet.app()), fleet.app()
+    note = app.signature("note", args=(1,))
+    worker = fleet.worker(concurrency=1)
+    held = app.signature("hold", args=(3600,)).apply_async()
+    fleet.record.wait_for(1, task_id=held.id)
+    lost = delay.unique(note, key="a", until="start")
+    wait_until(lambda: f"note[{lost.id}] received" in worker.log)
+    worker.kill()
+    fleet.worker()
+
+    def another() -> str | None:
+        result = delay.unique(note, key="a", until="start")
+        return None if result.id == lost.id else str(result.id)
+
+    fleet.record.wait_for(1, task_id=wait_until(another))
+
+
+@pytest.mark.parametrize("fleet", ["redis", in_ci("rabbitmq")], indirect=True)
+def test_a_throttled_key_begins_anew_after_its_trailing_task_was_cancelled(fleet: Fleet) -> None:
+    app = fleet.app()
+    delay, note = Delay(app), app.signature("note", args=(1,))
+
+    def call() -> str:
+        return str(delay.throttle(note, key="a", seconds=2, edge="both").id)
+
+    def seen() -> Seen:
+        with app.connection_for_write() as connection:
+            return key_records(app, connection).read(name_of("throttle", "note", "a"))
+
+    def known() -> Record:
+        record = seen().record
+        assert record is not None
+        return record
+
+    fleet.worker(pool="threads")
+    first, last = call(), call()
+    assert delay.cancel(last)
+    wait_until(lambda: known().id is None)
+    assert known().opener == first
+    wait_until(lambda: (now := seen()).record is not None and now.now_us > now.record.window_us)
+    again = call()
+    assert known().opener == again

@@ -18,18 +18,16 @@ from celery_native_delay.testing import (
     BrokerFailed,
     BrokerMissing,
     PrivateRabbitMQ,
-    PrivateRabbitMQCluster,
     PrivateRedis,
-    PrivateSentinel,
-    private_rabbitmq_cluster,
     private_redis,
-    private_sentinel,
     vhost_name,
 )
 from celery_native_delay.testing.redis import client_of
 from tests.brokers import MORTAL
 from tests.chaos.schedule import FaultKind
+from tests.cluster import PrivateRabbitMQCluster, private_rabbitmq_cluster
 from tests.postgresql import PrivatePostgreSQL, private_postgresql
+from tests.sentinel import PrivateSentinel, private_sentinel
 from tests.waiting import wait_until
 
 Strike = Callable[[int], AbstractContextManager[str]]

@@ -21,14 +21,12 @@ from sqlalchemy import MetaData, create_engine, delete
 from celery_native_delay.testing import (
     PrivateRabbitMQ,
     PrivateRedis,
-    PrivateSqs,
     private_redis,
-    private_sqs,
     require_redis,
-    require_sqs,
     vhost_name,
 )
 from celery_native_delay.testing.redis_installation import ServerName
+from example_project.private_sqs import PrivateSqs, private_sqs, require_sqs
 from pytest_celery_native_delay import installed
 from tests.brokers import CI, MORTAL, in_ci, installed_rabbitmq
 from tests.postgresql import PrivatePostgreSQL, find_postgresql, private_postgresql
@@ -275,7 +273,7 @@ def drop_tables(url: str) -> None:
 
 
 class SQS:
-    """A space is a moto server of its own: no AWS, see celery_native_delay.testing.sqs."""
+    """A space is a moto server of its own: no AWS, see example_project.private_sqs."""
 
     def __init__(self, stack: ExitStack) -> None:
         self._stack = stack

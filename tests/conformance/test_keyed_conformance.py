@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -45,6 +48,7 @@ from celery_native_delay.transports.interface import Answer
 from tests.conformance.brokers import KEEPING_KEYS, Broker, options_of, settings_of
 from tests.conformance.traffic import SETTINGS, attended
 from tests.traffic import Inbox
+from tests.waiting import wait_until
 
 BROKERS = KEEPING_KEYS
 
@@ -152,6 +156,11 @@ def at_once(call: Callable[[int], T], callers: int = 4) -> list[T]:
 
 def name_for(kind: str, key: str) -> str:
     return name_of(kind, TASK, key)
+
+
+def read(app: Celery, name: str) -> Seen:
+    with records_of(app) as records:
+        return records.read(name)
 
 
 @contextmanager
@@ -291,6 +300,70 @@ def test_a_task_replaced_while_its_key_is_being_cancelled_is_cancelled_all_the_s
     assert waiting_ids(delay, *(result.id for result in results)) == set()
 
 
+@pytest.mark.parametrize("kind", ["debounce", "throttle-trailing", "throttle"])
+def test_a_task_that_was_moved_to_later_is_taken_out_by_the_next_call(
+    key: str, app: Celery, delay: Delay, reindex: Any, kind: str
+) -> None:
+    """Also by a call that comes after the task was due as its own call had it."""
+
+    def call(number: int) -> str:
+        if kind == "debounce":
+            return str(delay.debounce(reindex.s(number), key=key, seconds=1).id)
+        edge: Any = "trailing" if kind == "throttle-trailing" else "both"
+        return str(delay.throttle(reindex.s(number), key=key, seconds=1, edge=edge).id)
+
+    if kind == "throttle":
+        call(0)
+    moved = call(1)
+    assert delay.reschedule(moved, countdown=LONG)
+
+    def is_past_due() -> bool:
+        seen = read(app, name_for(kind, key))
+        return seen.record is not None and seen.now_us > seen.record.due_us
+
+    wait_until(is_past_due)
+    last = call(2)
+    assert waiting_ids(delay, moved, last) <= {last}
+
+
+SHIFTED = """
+import sys, time
+real, shift_ns = time.time_ns, round(float(sys.argv[1]) * 1e9)
+time.time_ns = lambda: real() + shift_ns
+time.time = lambda: time.time_ns() / 1e9
+import json
+from celery import Celery
+from celery_native_delay import Delay, install
+url, options, settings, task, key = json.loads(sys.argv[2])
+app = Celery("shop", broker=url, set_as_current=False)
+app.conf.broker_transport_options = options
+app.conf.task_default_queue = "jobs"
+delay = Delay(install(app, **settings))
+for number in range(2):
+    delay.debounce(app.signature(task, args=(number,)), key=key, seconds=2)
+app.close()
+"""
+
+
+@pytest.mark.parametrize("ahead_seconds", [-3, 3600])
+def test_the_clock_of_a_producer_does_not_matter(
+    key: str, app: Celery, jobs: Counting, ahead_seconds: float
+) -> None:
+    """Neither is what waits late by the producer's clock, nor is what was replaced run."""
+    url, settings = app.conf.broker_url, settings_of(app.conf.broker_url)
+    if "sqlite" in f"{url}{settings}":
+        pytest.skip("SQLite has the clock of whoever asks")
+    if url.startswith("amqp"):
+        settings = {"ledger": app._native_delay.settings().ledger}
+    given = json.dumps([url, options_of(url), SETTINGS | settings, TASK, key])
+    subprocess.run([sys.executable, "-c", SHIFTED, str(ahead_seconds), given], check=True)
+    (arrival,) = jobs.wait_for(1)
+    assert arrival.body[0][0] == 1
+    seen = read(app, name_for("debounce", key))
+    assert seen.record is not None
+    assert -0.1 <= arrival.at - seen.record.due_us / 1e6 <= 2
+
+
 def test_of_many_producers_one_is_the_last(key: str, delay: Delay, reindex: Any) -> None:
     ids: list[str] = []
     for _ in range(5):
@@ -390,8 +463,7 @@ def test_a_call_that_dies_before_its_message_is_there_has_not_taken_the_key(
     """It is refused where the message is made: the record is written with it or not at all."""
     with pytest.raises(DelayTooLong):
         delay.unique(reindex.s(1), key=key, countdown=1e9)
-    with records_of(app) as records:
-        assert records.read(name_for("unique", key)).record is None
+    assert read(app, name_for("unique", key)).record is None
     assert delay.show(delay.unique(reindex.s(1), key=key, countdown=LONG).id)
 
 
@@ -434,7 +506,9 @@ def test_what_cannot_stand_for_a_key_is_refused_in_plain_words(
         delay.unique(reindex, key=key)
     with pytest.raises(TypeError, match="key to be a text such as"):
         delay.unique(reindex.s(), key=7)  # type: ignore[arg-type]
-    for seconds in (0, -1, float("nan"), "5", True):
+    with pytest.raises(ValueError, match="a text that UTF-8 can encode, got 'a"):
+        delay.unique(reindex.s(), key="a\ud800")
+    for seconds in (0, -1, float("nan"), float("inf"), 1e12, "5", True):
         with pytest.raises(InvalidDueTime, match="seconds to be a number above 0"):
             delay.debounce(reindex.s(), key=key, seconds=seconds)  # type: ignore[arg-type]
     with pytest.raises(InvalidDueTime, match="max_wait_seconds of at least seconds=5"):
@@ -445,6 +519,10 @@ def test_what_cannot_stand_for_a_key_is_refused_in_plain_words(
         delay.unique(reindex.s(), key=key, until="now")  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="a signature without countdown"):
         delay.throttle(reindex.s().set(countdown=5), key=key, seconds=5)
+    with pytest.raises(TypeError, match="a signature without task_id: with edge='both'"):
+        delay.throttle(reindex.s().set(task_id="mine"), key=key, seconds=5, edge="both")
+    with pytest.raises(InvalidDueTime, match="longest delay"):
+        delay.unique(reindex.s(), key=key, countdown=1e12)
     with pytest.raises(InvalidDueTime, match="expected countdown or eta"):
         delay.unique(reindex.s(), key=key, countdown=1, eta=datetime.now(UTC))
     refused: list[tuple[dict[str, Any], type[Exception], str]] = [

@@ -14,12 +14,16 @@ from typing import Any
 import pytest
 
 from celery_native_delay import Delay, DelaySettings, Rate
+from celery_native_delay.fence.run import HEADER as FENCE
+from celery_native_delay.keyed.record import HEADER as UNIQUE
+from celery_native_delay.message import HEADER
 from celery_native_delay.testing import PrivateRedis, private_redis
+from celery_native_delay.worker.rating import PLACE
 from tests.acceptance.worker import FEW_LEVELS, Fleet, Run, fleet_on
 from tests.brokers import in_ci
 from tests.conformance.brokers import options_of, settings_of
 from tests.lines import LOOKED_AT, most_in_a_window
-from tests.waiting import wait_until
+from tests.waiting import SLOWNESS, wait_until
 
 BROKERS = [
     pytest.param("rabbitmq-3.10", marks=pytest.mark.rabbitmq310),
@@ -139,6 +143,47 @@ def test_others_run_beside_thousands_that_wait_for_their_turn(fleet: Fleet) -> N
         49,
         1,
     )
+
+
+def test_no_message_ends_a_worker_or_keeps_other_keys_waiting(fleet: Fleet) -> None:
+    """Keys that cannot be encoded stand in the line without; forged places count nothing."""
+    rates = {"native_delay_rates": {"call_api": rated("1000/s", "tenant")}}
+    app = fleet.app(**rates)
+    worker = fleet.worker(concurrency=1, **rates)
+    hostile = [
+        app.send_task("call_api", ("\ud800",)),
+        app.send_task("call_api", ("a\0b",)),
+        app.send_task("call_api", ("ada",), headers={PLACE: f"{'9' * 30} ada"}),
+        app.send_task("call_api", ("ada",), headers={PLACE: "9000000000000000000 ada"}),
+        app.send_task("call_api", ("ada",), headers={PLACE: [1]}),
+        app.send_task("call_api", ("ada",), headers={HEADER: {"v": 1, "due": "soon"}}),
+        app.send_task("call_api", ("ada",), headers={UNIQUE: {"v": 1, "key": "\ud800"}}),
+        app.send_task("call_api", ("ada",), headers={FENCE: "\ud800/0/a"}),
+        app.send_task("call_api", ("\ud800",), countdown=1),
+    ]
+    ids = [each.id for each in hostile]
+    ids += [app.send_task("call_api", ("bob", number)).id for number in range(20)]
+    began = time()
+    runs = fleet.record.wait_for_ids(ids)
+    assert {len(runs[each]) for each in ids} == {1}
+    # A line that is out of reach is asked again after five seconds.
+    assert max(run.started for (run,) in runs.values()) - began < 4.5 * SLOWNESS
+    assert worker.process.poll() is None
+    assert worker.log_lines("call_api", "cannot be told", "without lone surrogates")
+    assert not worker.log_lines("wait until it answers")
+
+
+def test_one_worker_hands_a_line_over_in_its_order(fleet: Fleet) -> None:
+    """Only what the broker delivers late, as on a busy machine, may come late."""
+    rates = {"native_delay_rates": {"call_api": "100/s"}}
+    app = fleet.app(**rates)
+    ids = [app.send_task("call_api", ("ada", number)).id for number in range(200)]
+    fleet.worker(concurrency=1, **rates)
+    fleet.record.wait_for_ids(ids)
+    order = [run.args[1] for run in fleet.record.runs(name="call_api")]
+    late = [number for at, number in enumerate(order) if max(order[:at], default=0) > number]
+    if not fleet.broker_url.startswith("filesystem:"):  # files of one millisecond have no order
+        assert len(late) <= 5
 
 
 def test_a_task_that_was_turned_away_holds_its_line(fleet: Fleet) -> None:

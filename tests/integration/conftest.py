@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from celery_native_delay.testing import PrivateSqs, private_sqs, require_sqs
+from example_project.private_sqs import PrivateSqs, private_sqs, require_sqs
 from pytest_celery_native_delay import installed
 from tests.brokers import in_ci
 from tests.conformance.brokers import Broker, running_broker

@@ -9,9 +9,9 @@ from typing import Any
 from kombu import Connection
 
 from celery_native_delay import DelaySettings
-from celery_native_delay.testing import PrivateSqs
 from celery_native_delay.transports.sqs.delay_queue import ASKED, waiting_in
 from celery_native_delay.transports.sqs.relay import Relay
+from example_project.private_sqs import PrivateSqs
 from tests.traffic import beside
 
 #: Seconds of one hop; 900 outside of tests.

@@ -23,16 +23,11 @@ from celery_native_delay.app.doctor import examine
 from celery_native_delay.app.parts import admin_part
 from celery_native_delay.finding import ADVICE, UNCHECKED, WRONG, Finding
 from celery_native_delay.records import database
-from celery_native_delay.testing import (
-    PrivateRabbitMQ,
-    PrivateRedis,
-    PrivateSqs,
-    private_redis,
-    vhost_name,
-)
+from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, private_redis, vhost_name
 from celery_native_delay.transports.rabbitmq import management
 from celery_native_delay.transports.redis.keys import Keys
 from celery_native_delay.transports.sqs import queues
+from example_project.private_sqs import PrivateSqs
 from tests.brokers import in_ci, installed_rabbitmq
 from tests.conformance.brokers import running_broker, settings_of
 from tests.integration.project import Project
@@ -622,6 +617,7 @@ def test_a_rate_that_limits_nothing_is_named(project: Project, empty_redis: Priv
     assert "such as shop.call_api" in found.remedy
     (found,) = of_rates(on({"shop.call_api": {"limit": "10/s", "key": "tenent"}}))
     assert "one of its arguments, tenant; got 'tenent'" in found.problem
+    assert found.remedy == "correct the rate; only workers need it"
     project.write(APP, empty_redis.url, rates={"shop.call_api": "10/s"})
     told = project.told("doctor", status=1)
     assert "rates" in [each["check"] for each in told["findings"]]

@@ -19,10 +19,11 @@ from kombu.exceptions import OperationalError
 from redis.exceptions import RedisError
 
 from celery_native_delay import Delay, install
-from celery_native_delay.testing import PrivateSentinel, private_sentinel, require_redis
+from celery_native_delay.testing import require_redis
 from celery_native_delay.testing.redis import client_of
 from pytest_celery_native_delay import installed
 from tests.integration.redis_traffic import connector, promoting
+from tests.sentinel import PrivateSentinel, private_sentinel
 from tests.traffic import beside
 from tests.waiting import wait_until
 

@@ -50,7 +50,7 @@ _numbers = count()
     ),
     steps=st.lists(
         st.tuples(
-            st.sampled_from(["join", "join", "return", "hold"]),
+            st.sampled_from(["join", "join", "line up", "return", "hold"]),
             st.sampled_from([0, 1, 3_333, 100_000, 1_000_000, 61_000_000]),
             st.integers(0, 10),
         ),
@@ -71,8 +71,10 @@ def test_the_script_decides_as_the_arithmetic_does(
             places.append(place)
         else:
             asked = places[number % len(places)] if kind == "return" and places else None
-            line, turn = line.ask(rate, now_us, asked)
-            assert lines.ask(task, "ada", rate, asked, now_us=now_us) == turn
+            may_start = kind != "line up"
+            line, turn = line.ask(rate, now_us, asked, may_start=may_start)
+            said = lines.ask(task, "ada", rate, asked, may_start=may_start, now_us=now_us)
+            assert said == turn
             if turn.place is not None:
                 places.append(turn.place)
         key = f"test.rate.{name_of(task, 'ada')}"

@@ -12,13 +12,7 @@ from typing import Any
 
 import pytest
 
-from celery_native_delay.testing import (
-    PrivateRedis,
-    PrivateSentinel,
-    private_redis,
-    private_sentinel,
-    require_redis,
-)
+from celery_native_delay.testing import PrivateRedis, private_redis, require_redis
 from celery_native_delay.testing.redis_installation import ServerName
 from celery_native_delay.transports.redis import promoter as module
 from celery_native_delay.transports.redis.entry import Destination, entry_of
@@ -26,6 +20,7 @@ from celery_native_delay.transports.redis.promoter import Promoter
 from pytest_celery_native_delay import installed
 from tests.brokers import self_signed_certificate
 from tests.integration.redis_traffic import connector, delaying, promoting, store_of
+from tests.sentinel import PrivateSentinel, private_sentinel
 from tests.traffic import inbox, publish
 from tests.waiting import wait_until
 

@@ -15,8 +15,8 @@ from celery import Celery
 
 from celery_native_delay import CannotDelay, PublishRefused, install, register_transports
 from celery_native_delay.bulk import Bulk, bulk
-from celery_native_delay.testing import PrivateSqs
 from celery_native_delay.transports.sqs import delays
+from example_project.private_sqs import PrivateSqs
 from tests.integration.sqs_traffic import delaying, part_of, url_of, waiting_on
 from tests.waiting import PATIENCE_SECONDS, wait_until
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from celery_native_delay import register_transports
-from celery_native_delay.testing import PrivateSqs
+from example_project.private_sqs import PrivateSqs
 from tests.integration.project import Project
 from tests.integration.sqs_traffic import SHORT_HOPS, delaying, url_of, waiting_on
 from tests.traffic import PATIENCE_SECONDS, inbox, publish

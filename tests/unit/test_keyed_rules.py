@@ -16,6 +16,7 @@ from celery_native_delay.keyed.record import HEADER, Mark, Record, Run, name_of
 from celery_native_delay.keyed.rules import (
     BELIEVED_US,
     LEASE_US,
+    InBroker,
     Rule,
     Seen,
     Step,
@@ -24,6 +25,7 @@ from celery_native_delay.keyed.rules import (
     debounce,
     end,
     let_go,
+    receive,
     release,
     renew,
     throttle,
@@ -52,7 +54,7 @@ class Place:
 
     def call(self, rule: Rule) -> Step:
         stands = self.record.id if self.record else None
-        waiting = (stands,) if stands in self.waiting else ()
+        waiting = (InBroker(stands, self.waiting[stands]),) if stands in self.waiting else ()
         step = rule(Seen(self.now_us, self.record, waiting))
         if step.replaces:
             del self.waiting[str(stands)]
@@ -92,6 +94,15 @@ class Place:
             del there.waiting[task_id]
         return stands
 
+    def move(self, task_id: str, seconds: float) -> None:
+        """A user lets a waiting task run in so many *seconds*."""
+        self.waiting[task_id] = self.now_us + round(seconds * SECOND)
+
+    def cancel(self, task_id: str) -> None:
+        """A user cancels a waiting task, and a worker announces it."""
+        del self.waiting[task_id]
+        self.call(partial(release, task_id=task_id))
+
     @property
     def started(self) -> list[tuple[str, float]]:
         return [(name, round(at_us / SECOND - 100, 6)) for name, at_us in self.ran.items()]
@@ -130,6 +141,46 @@ def test_debounce_begins_anew_when_its_task_was_cancelled() -> None:
     place.waiting.clear()
     place.at(4).debounce("b", 5, longest=6)
     assert place.at(60).started == [("b", 9)]
+
+
+def test_debounce_takes_out_a_task_that_was_moved_to_later() -> None:
+    place = Place()
+    place.at(0).debounce("a", 1)
+    place.move("a", 4)
+    place.at(1.5).debounce("b", 1)
+    assert place.at(60).started == [("b", 2.5)]
+
+
+@given(
+    st.lists(
+        st.tuples(st.floats(0.001, 9), st.sampled_from(["call", "call", "move", "cancel"])),
+        max_size=60,
+    ),
+    st.sampled_from(["debounce", "leading", "both"]),
+)
+def test_one_message_at_most_is_ahead_for_a_key_whatever_users_do(
+    actions: list[tuple[float, str]], kind: str
+) -> None:
+    """And it is the last call's, where the last call is to run."""
+    place, at, last, cancelled = Place(), 0.0, "", False
+    for number, (pause, action) in enumerate(actions):
+        at += pause
+        place.at(at)
+        ahead = next(iter(place.waiting), "")
+        if action == "call":
+            last, cancelled = str(number), False
+            if kind == "debounce":
+                place.debounce(last, 3)
+            else:
+                place.throttle(last, 3, trails=kind == "both")
+        elif action == "move" and ahead:
+            place.move(ahead, 5)
+        elif action == "cancel" and ahead:
+            cancelled = ahead == last
+            place.cancel(ahead)
+        assert len(place.waiting) <= 1
+    if last and not cancelled and kind != "leading":
+        assert place.at(at + 100).started[-1][0] == last
 
 
 @given(
@@ -188,6 +239,29 @@ def test_no_two_starts_of_a_throttled_key_are_closer_than_its_window(
         assert place.started[-1][0] == str(len(pauses) - 1)
 
 
+def test_throttle_on_both_edges_begins_anew_after_its_trailing_task_was_cancelled() -> None:
+    """Nothing has run for a window: the next call runs at once."""
+    place = Place()
+    place.at(0).throttle("a", 10, trails=True)
+    place.at(1).throttle("b", 10, trails=True)
+    place.cancel("b")
+    place.at(2).throttle("c", 10, trails=True)
+    assert place.at(9).started == [("a", 0)]
+    place.cancel("c")
+    assert place.at(11).throttle("d", 10, trails=True) == "d"
+    assert place.at(60).started == [("a", 0), ("d", 11)]
+
+
+def test_throttle_takes_out_a_trailing_task_that_was_moved_to_later() -> None:
+    place = Place()
+    place.at(0).throttle("a", 10, trails=True)
+    place.at(1).throttle("b", 10, trails=True)
+    place.move("b", 30)
+    place.at(12).throttle("c", 10, trails=True)
+    place.at(13).throttle("d", 10, trails=True)
+    assert place.at(60).started == [("a", 0), ("c", 12), ("d", 22)]
+
+
 # ---- unique -------------------------------------------------------------------------------------
 
 
@@ -206,10 +280,56 @@ def test_unique_answers_with_the_task_that_waits_or_runs() -> None:
 def test_unique_until_start_is_free_from_then_on() -> None:
     place = Place()
     place.unique("a")
-    place.call(partial(release, task_id="another"))
+    place.call(partial(receive, task_id="a", token="1"))
     assert place.unique("b") == "a"
-    place.call(partial(release, task_id="a"))
+    place.call(partial(end, token="1"))
+    assert place.record is None
     assert place.unique("b") == "b"
+
+
+def test_unique_until_start_is_free_soon_after_the_worker_that_had_the_message_was_killed() -> None:
+    """Its broker may have lost the message with it."""
+    place = Place()
+    place.at(0).unique("a")
+    place.at(1).call(partial(receive, task_id="a", token="1"))
+    assert place.at(60).unique("b") == "a"
+    assert place.at(62).unique("b") == "b"
+
+
+def test_unique_until_start_a_redelivery_takes_the_key_over_at_once() -> None:
+    place = Place()
+    place.at(0).unique("a")
+    place.at(1).call(partial(receive, task_id="a", token="1"))
+    place.at(50).call(partial(receive, task_id="a", token="2"))
+    place.call(partial(renew, token="1"))
+    assert place.at(100).unique("b") == "a"
+    place.call(partial(end, token="2"))
+    assert place.unique("b") == "b"
+
+
+def test_unique_until_start_a_retry_leaves_the_key_to_the_task_that_has_it_now() -> None:
+    place = Place()
+    place.at(0).unique("b", 60)
+    before = place.record
+    assert place.call(partial(receive, task_id="a", token="1")).free_us is None
+    assert place.record == before
+
+
+def test_a_unique_task_that_never_runs_frees_its_key_unless_it_still_waits() -> None:
+    """A delivery that a move has made void may be dropped while the other one waits."""
+    place = Place()
+    place.at(0).unique("a", 60)
+    place.call(partial(release, task_id="another"))
+    place.call(partial(release, task_id="a"))
+    assert place.unique("b") == "a"
+    place.at(61).call(partial(release, task_id="a"))
+    assert place.record is None
+    place.unique("b")
+    place.call(partial(begin, task_id="b", token="1"))
+    place.call(partial(release, task_id="b", token="2"))
+    assert place.unique("c") == "b"
+    place.call(partial(release, task_id="b", token="1"))
+    assert place.unique("c") == "c"
 
 
 def test_a_lease_that_is_renewed_holds_and_one_that_is_not_lapses() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable
 from datetime import UTC, datetime
 from inspect import signature
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from celery_native_delay import DelaySettings, Rate, RetryAfter, SettingsError
+from celery_native_delay import DelaySettings, InvalidDueTime, Rate, RetryAfter, SettingsError
 
 
 def call_api(tenant: str, number: int = 0, *, region: str = "eu", **more: Any) -> None:
@@ -75,7 +76,10 @@ def test_what_is_no_rate_is_refused(make: Callable[[], object]) -> None:
         ("extra", ["ada"], {}, None),
         ("header:tenant", [], {}, "bob"),
         ("header:other", [], {}, None),
-        (lambda args, kwargs, headers: (args[0], headers["tenant"]), ["ada"], {}, "('ada', 'bob')"),
+        (lambda args, kwargs, headers: args[0] + headers["tenant"], ["ada"], {}, "adabob"),
+        (lambda args, kwargs, headers: 7, [], {}, "7"),
+        (lambda args, kwargs, headers: True, [], {}, "True"),
+        (lambda args, kwargs, headers: None, [], {}, None),
         ("tenant", ["x" * 1000], {}, "x" * 200),
     ],
 )
@@ -84,6 +88,21 @@ def test_whose_line_a_task_stands_in(
 ) -> None:
     rate = Rate("1/s", key=key)
     assert rate.key_of(args, kwargs, {"tenant": "bob"}, signature(call_api)) == found
+
+
+@pytest.mark.parametrize("found", [object(), ("ada", "bob"), 1.5, b"ada"])
+def test_a_key_callable_returns_str_int_or_bool(found: object) -> None:
+    """The text of an object may be another for each task, and then nothing would be limited."""
+    rate = Rate("1/s", key=lambda args, kwargs, headers: found)
+    with pytest.raises(ValueError, match="key callable to return str, int, bool or None, got "):
+        rate.key_of([], {}, {})
+
+
+def test_a_key_that_cannot_be_encoded_is_refused() -> None:
+    rate = Rate("1/s", key="tenant")
+    with pytest.raises(ValueError, match="without lone surrogates, got 'a"):
+        rate.key_of([], {"tenant": "a\ud800"}, {})
+    assert rate.key_of([], {"tenant": ["\ud800"]}, {}) == "['\\ud800']"
 
 
 def test_rates_of_the_settings() -> None:
@@ -104,11 +123,20 @@ def test_rates_of_the_settings() -> None:
         ("Thu, 01 Jan 2026 00:01:30 GMT", 90.0),
         ("Thu, 01 Jan 2026 00:01:30 -0000", 90.0),
         ("Wed, 31 Dec 2025 00:01:30 GMT", 0.0),
-        ("soon", 60.0),
-        (float("nan"), 60.0),
-        (float("inf"), 30 * 86_400.0),
-        (None, 60.0),
     ],
 )
 def test_when_a_task_that_was_turned_away_may_come_again(when: Any, seconds: float) -> None:
     assert RetryAfter(when).seconds(datetime(2026, 1, 1, tzinfo=UTC)) == seconds
+
+
+@pytest.mark.parametrize("when", [None, "soon", "", [], float("nan"), float("inf"), 10**400])
+def test_a_time_that_is_none_is_refused_where_it_is_raised(when: Any) -> None:
+    expected = r"expected RetryAfter\(…\) of seconds, or of an HTTP server's Retry-After"
+    with pytest.raises(InvalidDueTime, match=expected) as raised:
+        RetryAfter(when)
+    assert str(raised.value).endswith(f"got {when!r}")
+
+
+def test_a_task_pickles_what_it_was_turned_away_with() -> None:
+    again = pickle.loads(pickle.dumps(RetryAfter("Thu, 01 Jan 2026 00:01:30 GMT")))
+    assert again.seconds(datetime(2026, 1, 1, tzinfo=UTC)) == 90.0

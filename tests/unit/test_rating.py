@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
@@ -37,11 +38,13 @@ class Lines:
         self.turn = turn
         self.asked: list[tuple[Any, ...]] = []
 
-    def ask(self, task: str, key: str | None, rate: Rate, place: int | None) -> Turn:
+    def ask(
+        self, task: str, key: str | None, rate: Rate, place: int | None, *, may_start: bool = True
+    ) -> Turn:
         self.asked.append((task, key, place))
         if isinstance(self.turn, Exception):
             raise self.turn
-        return self.turn
+        return self.turn if may_start else Turn(self.turn.wait_us, 1000 + len(self.asked))
 
     def hold(self, task: str, key: str | None, rate: Rate, seconds: float) -> int:
         self.asked.append((task, key, seconds))
@@ -55,10 +58,17 @@ class Lines:
 
 
 def arrival(
-    task: str = "shop.call_api", *, tag: int = 1, now_us: int = NOW_US, **headers: Any
+    task: str = "shop.call_api",
+    tenant: str = "ada",
+    *,
+    tag: int = 1,
+    now_us: int = NOW_US,
+    **headers: Any,
 ) -> Arrival:
     message = SimpleNamespace(
-        headers={"id": "1", "task": task, **headers}, payload=(["ada", 1], {}, {}), delivery_tag=tag
+        headers={"id": "1", "task": task, **headers},
+        payload=([tenant, 1], {}, {}),
+        delivery_tag=tag,
     )
     consumer = SimpleNamespace(pool=SimpleNamespace(num_processes=2))
     return Arrival(message, message.headers, consumer, now_us)
@@ -148,30 +158,132 @@ def test_without_a_free_process_it_waits_at_the_door_and_others_behind_it(
     assert gate(arrival("other", tag=1)) is None
     assert gate(arrival(tag=2)) == AT_DOOR
     assert gate(arrival("other", tag=3)) == SECOND
-    assert lines.asked == []
+    assert lines.asked == [("shop.call_api", "ada", None)]
     state.reserved_requests.discard(requests[0])
     assert gate(arrival(tag=2)) is None
     assert gate(arrival("other", tag=3)) is None
 
 
+def of(tag: int, **more: Any) -> Arrival:
+    """A task with a line of its own."""
+    return arrival(tenant=f"tenant-{tag}", tag=tag, **more)
+
+
 def test_those_at_the_door_enter_as_they_came(requests: list[Any]) -> None:
     gate = Rated(SETTINGS, TASKS)
     gate.lines = Lines(Turn())
-    assert [gate(arrival(tag=tag)) for tag in (1, 2, 3)] == [AT_DOOR, SECOND, THIRD]
+    assert [gate(of(tag)) for tag in (1, 2, 3)] == [AT_DOOR, SECOND, THIRD]
     state.reserved_requests.discard(requests[0])
-    assert [gate(arrival(tag=tag)) for tag in (3, 2, 1)] == [THIRD, SECOND, None]
+    assert [gate(of(tag)) for tag in (3, 2, 1)] == [THIRD, SECOND, None]
     state.reserved_requests.discard(requests[1])
-    assert [gate(arrival(tag=tag)) for tag in (3, 2)] == [None, None]
+    assert [gate(of(tag)) for tag in (3, 2)] == [None, None]
 
 
 def test_one_that_asks_no_more_holds_the_door_against_none(requests: list[Any]) -> None:
     """Its connection is gone, and the broker delivers it again."""
     gate = Rated(SETTINGS, TASKS)
     gate.lines = Lines(Turn())
-    assert [gate(arrival(tag=tag)) for tag in (1, 2)] == [AT_DOOR, SECOND]
+    assert [gate(of(tag)) for tag in (1, 2)] == [AT_DOOR, SECOND]
     state.reserved_requests.discard(requests[0])
-    assert gate(arrival(tag=2, now_us=NOW_US + 900_000)) == SECOND
-    assert gate(arrival(tag=2, now_us=NOW_US + 1_800_000)) is None
+    assert gate(of(2, now_us=NOW_US + 900_000)) == SECOND
+    assert gate(of(2, now_us=NOW_US + 1_800_000)) is None
+
+
+def test_a_newcomer_whose_turn_is_far_does_not_wait_at_the_door(requests: list[Any]) -> None:
+    gate = Rated(SETTINGS, TASKS)
+    gate.lines = Lines(Turn(5_000_000, 123))
+    assert isinstance(gate(arrival(tag=1)), WaitUntil)
+    assert gate(arrival("other", tag=2)) is None
+
+
+# ---- the order of a line -------------------------------------------------------------------------
+
+
+@dataclass
+class Here:
+    """A worker that has tasks of one line, and asks its gate as the gate wants to be asked."""
+
+    gate: Rated
+    started: list[int] = field(default_factory=list)
+    woken: list[int] = field(default_factory=list)
+
+    def asks(self, tag: int, place: int | None = None) -> Ruling | None:
+        headers = {} if place is None else {PLACE: f"{place} ada"}
+        ruling = self.gate(arrival(tag=tag, **headers))
+        if ruling is None:
+            self.started.append(tag)
+        elif isinstance(ruling, AskAgain) and ruling.once is not None:
+            ruling.once(lambda: self.woken.append(tag))
+        return ruling
+
+
+BEHIND = AskAgain(0.0, beside_prefetch=True, from_here=True)
+
+
+def test_of_the_tasks_of_a_line_only_the_one_with_the_first_place_asks() -> None:
+    """The others wait behind it, and the next one asks when it has started."""
+    lines = Lines(Turn(50_000, 10))
+    gate = Rated(SETTINGS, TASKS)
+    gate.begin(lines)
+    here = Here(gate)
+    soon = AskAgain(0.05, beside_prefetch=True, from_here=True)
+    assert here.asks(1, 10) == soon
+    assert [here.asks(3, 30), here.asks(2, 20)] == [BEHIND, BEHIND]
+    assert here.asks(4, 5) == soon, "the first place of all came last"
+    assert here.asks(1, 10) == BEHIND
+    lines.turn = Turn()
+    for tag, place in ((4, 5), (1, 10), (2, 20), (3, 30)):
+        assert here.asks(tag, place) is None
+    assert here.started == [4, 1, 2, 3]
+    assert here.woken == [1, 2, 3]
+    assert [asked[2] for asked in lines.asked] == [10, 5, 5, 10, 20, 30]
+
+
+def test_a_newcomer_does_not_start_before_a_task_that_has_a_place_here() -> None:
+    lines = Lines(Turn(50_000, 10))
+    gate = Rated(SETTINGS, TASKS)
+    gate.begin(lines)
+    here = Here(gate)
+    here.asks(1, 1)
+    lines.turn = Turn()
+    assert here.asks(2) == BEHIND
+    assert here.started == []
+    assert [here.asks(1, 1), here.asks(2)] == [None, None]
+    assert here.started == [1, 2]
+
+
+def test_one_that_goes_back_into_the_broker_lets_the_next_one_ask() -> None:
+    lines = Lines(Turn(50_000, 10))
+    gate = Rated(SETTINGS, TASKS)
+    gate.begin(lines)
+    here = Here(gate)
+    here.asks(1, 10)
+    here.asks(2, 20)
+    lines.turn = RecordsUnavailable("away")
+    assert isinstance(here.asks(1, 10), WaitUntil)
+    assert here.woken == [2]
+    lines.turn = Turn(5_000_000, 20)
+    assert isinstance(here.asks(2, 20), WaitUntil)
+
+
+def test_those_behind_one_at_the_door_count_as_prefetched(requests: list[Any]) -> None:
+    """Or a worker would take in a whole queue while its processes are busy."""
+    gate = Rated(SETTINGS, TASKS)
+    gate.begin(Lines(Turn()))
+    here = Here(gate)
+    assert here.asks(1, 10) == AT_DOOR
+    assert [here.asks(2, 20), here.asks(3)] == [AskAgain(0.0, from_here=True)] * 2
+    state.reserved_requests.discard(requests[0])
+    assert here.asks(1) is None
+    assert here.woken == [2]
+
+
+def test_a_new_connection_knows_nothing_of_what_stood_here() -> None:
+    gate = Rated(SETTINGS, TASKS)
+    gate.begin(Lines(Turn(50_000, 10)))
+    assert Here(gate).asks(1, 10) is not None
+    gate.begin(Lines(Turn()))
+    assert Here(gate).asks(2, 20) is None
 
 
 class SimpleNamespaceWithHash:
@@ -191,10 +303,18 @@ def test_a_key_that_cannot_be_told_stands_in_the_line_without_one() -> None:
     assert lines.asked == [("shop.call_api", None, None)]
 
 
+@pytest.mark.parametrize(
+    ("tenant", "key", "place"), [("ada", "ada", "77 ada"), ("\ud800", None, "77")]
+)
 @pytest.mark.parametrize("retries_itself", [False, True])
 def test_a_task_that_was_turned_away_is_retried_in_front_of_its_line(
-    monkeypatch: pytest.MonkeyPatch, retries_itself: bool
+    monkeypatch: pytest.MonkeyPatch,
+    retries_itself: bool,
+    tenant: str,
+    key: str | None,
+    place: str,
 ) -> None:
+    """With a key that cannot be told, that is the line of tasks without one."""
     app = Celery("shop", broker="memory://", set_as_current=False)
     options = {"autoretry_for": (Exception,)} if retries_itself else {}
 
@@ -218,15 +338,23 @@ def test_a_task_that_was_turned_away_is_retried_in_front_of_its_line(
     teach_retry_after(app, RATES)
     teach_retry_after(app, RATES)  # of a worker that starts in a process that had one
     turned_away.push_request(
-        id="1", args=("ada",), kwargs={}, called_directly=False, headers={"mine": 1}, is_eager=False
+        id="1",
+        args=(tenant,),
+        kwargs={},
+        called_directly=False,
+        headers={"mine": 1},
+        is_eager=False,
     )
     try:
         with pytest.raises(Retry) as raised:
-            turned_away.run("ada")
+            turned_away.run(tenant)
     finally:
         turned_away.pop_request()
     assert raised.value.when == 30
-    assert held == [("shop.call_api", "ada", 30.0)]
-    assert [each["headers"] for each in sent] == [{"mine": 1, PLACE: "77 ada"}]
+    assert held == [("shop.call_api", key, 30.0)]
+    assert [each["headers"] for each in sent] == [{"mine": 1, PLACE: place}]
     with pytest.raises(RetryAfter):
         turned_away("ada")
+    if not retries_itself:
+        assert isinstance(turned_away.apply(("ada",)).result, RetryAfter)
+        assert len(held) == 1

@@ -97,7 +97,7 @@ class Timer:
     calls: list[Callable[[], Any]] = field(default_factory=list)
 
     def call_after(self, seconds: float, call: Callable[[], Any]) -> None:
-        assert 0 < seconds < 5
+        assert 0 < seconds <= 5
         self.calls.append(call)
 
 
@@ -116,6 +116,7 @@ class Consumer:
     timer: Any = field(default_factory=lambda: Timer())
 
     event_dispatcher: Any = None
+    qos: Any = None
 
     def call_soon(self, function: Callable[..., Any], *args: Any) -> None:
         self.soon.append(partial(function, *args))
@@ -426,6 +427,28 @@ def test_a_task_that_a_gate_drops_is_acknowledged_logged_and_told_to_monitors(
         assert worker.receives(Message({"id": "1", "task": "t"})) == "acked"
     assert sent == [("lost", {"uuid": "1", "name": "t", "run": "r"})]
     assert "task t[1] is dropped: it lost" in caplog.text
+
+
+def test_an_error_in_a_gate_does_not_end_the_worker_and_its_task_is_asked_about_again(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Celery would end it, and every other worker that gets the message after it."""
+    faults = [RuntimeError("a fault")]
+
+    def gate(arrival: Arrival) -> Ruling | None:
+        if faults:
+            raise faults.pop()
+        return None
+
+    qos = SimpleNamespace(increment_eventually=list, decrement_eventually=list)
+    worker = Worker(fence=gate, consumer=Consumer(qos=qos))
+    worker.strategies()["t"](Message({"id": "1", "task": "t"}), None, worker._ack, "reject", [])
+    assert (worker.ran, worker.adopted, worker.acked) == ([], [], [])
+    assert "t[1]" in caplog.text
+    assert "a fault" in caplog.text
+    worker.consumer.timer.calls.pop()()
+    worker.consumer.soon.pop()()
+    assert len(worker.ran) == 1
 
 
 def test_a_task_that_cannot_wait_is_looked_up_again_where_its_gate_wants_that() -> None:

@@ -6,9 +6,11 @@ import logging
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
-from celery import Celery, states
+from billiard.exceptions import WorkerLostError
+from celery import Celery, signals, states
 from celery.exceptions import Reject, Retry
 from celery.worker import state as worker_state
 
@@ -18,8 +20,9 @@ from celery_native_delay.keyed.records import ComparedRecords
 from celery_native_delay.keyed.rules import LEASE_US, Seen, Step
 from celery_native_delay.worker import leases as leases_module
 from celery_native_delay.worker import unique as module
-from celery_native_delay.worker.arrival import Arrival, AskAgain, WaitUntil
+from celery_native_delay.worker.arrival import Arrival, AskAgain, Drop, WaitUntil
 from celery_native_delay.worker.leases import Leases
+from celery_native_delay.worker.strategies import GatedStrategies
 from celery_native_delay.worker.unique import AWAY_US, PAUSE_SECONDS, Unique
 from tests.waiting import wait_until
 
@@ -31,11 +34,12 @@ class Records(ComparedRecords):
     """One record, and a broker that may be away."""
 
     def __init__(self) -> None:
+        self.name = KEY
         self.record: Record | None = Record(id="1", due_us=NOW_US)
         self.is_away = False
 
     def read(self, name: str) -> Seen:
-        assert name == KEY
+        assert name == self.name
         if self.is_away:
             raise RecordsUnavailable("it does not answer")
         return Seen(NOW_US, self.record)
@@ -134,11 +138,13 @@ def test_until_start_the_key_is_free_when_the_task_starts(
 ) -> None:
     comes = arrival("start")
     assert gate(comes) is None
-    assert records.record == Record(id="1", due_us=NOW_US)
+    token = comes.message.headers[HEADER]["token"]
+    assert records.record == Record(run=Run("1", token, NOW_US + LEASE_US))
     task = context(app, comes.message.headers)
     module.start(task)
     assert records.record is None
-    module.end(task, state=states.SUCCESS)
+    module.end(task, state=states.RETRY, retval=Retry(when=30))
+    assert records.record is None
 
 
 def test_what_is_revoked_is_left_to_celery_and_then_frees_its_key(
@@ -154,6 +160,83 @@ def test_what_is_revoked_is_left_to_celery_and_then_frees_its_key(
     task = context(app, comes.message.headers)
     module.revoked(task, request=task.request)
     assert records.record is None
+
+
+def test_a_throttled_task_that_was_cancelled_has_not_run_and_one_that_was_terminated_has(
+    app: Celery, records: Records, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(records, "name", "throttle:shop.sync:42")
+    known = Record(id="1", due_us=NOW_US, window_us=NOW_US + 5, opener="0")
+    records.record = known
+    task = context(app, arrival(**{HEADER: Mark("throttle", "shop.sync", "42").header()}).fields)
+    module.revoked(task, request=task.request, terminated=True)
+    assert records.record == known
+    module.revoked(task, request=task.request)
+    assert records.record == Record(window_us=NOW_US + 5, opener="0")
+
+
+@pytest.mark.parametrize("signal", [signals.task_unknown, signals.task_rejected])
+def test_what_celery_discards_frees_its_key(
+    app: Celery, gate: Unique, records: Records, signal: Any
+) -> None:
+    """A name that no worker knows does not reach the gate, an invalid task has passed it."""
+    comes = arrival()
+    if signal is signals.task_rejected:
+        gate(comes)
+    consumer = Mock(app=app)
+    signal.send(sender=consumer, message=SimpleNamespace(headers="not a task's"))
+    signal.send(sender=consumer, message=SimpleNamespace(headers={"id": "1"}))
+    assert records.record is not None
+    signal.send(sender=consumer, message=comes.message)
+    assert records.record is None
+
+
+def test_a_message_that_expired_in_the_broker_frees_its_key(
+    app: Celery, gate: Unique, records: Records
+) -> None:
+    consumer = SimpleNamespace(app=app, connection_errors=(), event_dispatcher=None, hub="a hub")
+    tallying = SimpleNamespace(expired=lambda message: None)
+
+    def drops(arrival: Arrival) -> Drop:
+        return Drop("it has expired", expired=True)
+
+    strategies = GatedStrategies(consumer, (drops,), Mock(), tallying)  # type: ignore[arg-type]
+    strategies["shop.sync"] = Mock()
+    strategies["shop.sync"](arrival().message, None, Mock(), Mock(), [])
+    assert records.record is None
+
+
+@pytest.mark.parametrize(
+    ("requeue", "left"), [(True, Record(id="1", due_us=NOW_US)), (False, None)]
+)
+def test_a_task_whose_message_celery_rejects_frees_its_key_first(
+    app: Celery, gate: Unique, records: Records, requeue: bool, left: Record | None
+) -> None:
+    """All that it tells of a killed process if the task is to be delivered once more."""
+    reject = Mock(side_effect=lambda *args: rejected.append((args, records.record)))
+    rejected: list[Any] = []
+    strategies = GatedStrategies(SimpleNamespace(app=app), (gate,), Mock(), Mock())
+    strategies["shop.sync"] = strategy = Mock()
+    strategies["shop.sync"](arrival().message, None, Mock(), reject, [])
+    assert records.record is not None
+    assert records.record.run is not None
+    on_reject = strategy.call_args.args[3]
+    on_reject("logger", (OSError,), requeue)
+    assert rejected == [(("logger", (OSError,), requeue), left)]
+
+
+def test_a_retry_for_a_killed_process_keeps_the_key(
+    app: Celery, gate: Unique, records: Records
+) -> None:
+    comes = arrival()
+    gate(comes)
+    before, task = records.record, context(app, comes.message.headers)
+    reason = Retry(exc=ValueError("the task's own"), when=30)
+    signals.task_retry.send(sender=task, request=task.request, reason=reason, einfo=None)
+    assert records.record == before
+    reason = Retry(exc=WorkerLostError(), when=30)
+    signals.task_retry.send(sender=task, request=task.request, reason=reason, einfo=None)
+    assert records.record == Record(id="1", due_us=NOW_US + 30_000_000)
 
 
 def test_without_its_record_it_waits_and_that_is_told_once(

@@ -196,22 +196,23 @@ class Delays:
         properties, body = message.properties, message.body
         if isinstance(body, str):
             body = body.encode(properties.setdefault("content_encoding", "utf-8"))
-        message = amqp.Message(body, **properties)
-        expires_ms = expires_ms_of(properties, now_us=time_ns() // 1000)
-        delayed = Delayed("", 0, exchange, routing_key, expires_ms=expires_ms)
-        self.put_in_keyed(keyed, message, delayed)
+        like = Delayed("", 0, exchange, routing_key)
+        self.put_in_keyed(keyed, amqp.Message(body, **properties), like)
 
     def put_in_keyed(self, keyed: KeyedPublish, message: amqp.Message, like: Delayed) -> None:
         """:meth:`publish_keyed` to where *like* says; *message* has its body in bytes."""
         properties, body = message.properties, message.body
         headers = properties.get("application_headers") or {}
-        where = like.exchange, like.routing_key, like.queue, like.expires_ms
 
-        def put(due_us: int, delivery_id: str) -> Listed:
-            self.check_reach(due_us)
+        def put(due_us: int, delivery_id: str, clock_ahead_us: int) -> Listed:
+            now_us = time_ns() // 1000 - clock_ahead_us
+            self.units(due_us, now_us=now_us)  # or DelayTooLong
             own = {**properties, "application_headers": {**headers, "eta": eta_of(due_us)}}
+            expires_ms = like.expires_ms or expires_ms_of(own, now_us=now_us)
+            where = like.exchange, like.routing_key, like.queue, expires_ms
             delayed = Delayed(delivery_id, due_us, *where)
-            self.put_back(amqp.Message(body, **own), delayed, recorded=False)
+            message = amqp.Message(body, **own)
+            self.put_back(message, delayed, recorded=False, clock_ahead_us=clock_ahead_us)
             member = f"{keyed.task_id}:{delivery_id}"
             return Listed(member, due_us, Entry(own, body, *where).encoded())
 
@@ -219,19 +220,27 @@ class Delays:
 
     # --- putting back --------------------------------------------------------------------
 
-    def put_back(self, message: amqp.Message, delayed: Delayed, *, recorded: bool = True) -> None:
+    def put_back(
+        self,
+        message: amqp.Message,
+        delayed: Delayed,
+        *,
+        recorded: bool = True,
+        clock_ahead_us: int = 0,
+    ) -> None:
         """Let a message that was received wait (again), as *delayed* says, then deliver it.
 
         One that is further away than the levels reach is delivered when their longest delay is
         over: a worker that gets it puts it back. Its body is in the bytes that came. *recorded*:
-        the records are told of it.
+        the records are told of it. *clock_ahead_us* is how far our clock is ahead of the clock by
+        which the due time is told.
         """
         exchange, routing_key, queue = delayed.exchange, delayed.routing_key, delayed.queue
         if queue is not None or not exchange:
             self.mirror.queue_bound_once(routing_key if queue is None else queue)
         self.preparation.prepare()
         lands = queue is None and exchange != "" and self.routes.lands(exchange, routing_key)
-        now_us = time_ns() // 1000
+        now_us = time_ns() // 1000 - clock_ahead_us
         units = units_until(
             delayed.due_us, now_us=now_us, resolution_ms=self.topology.resolution_ms
         )

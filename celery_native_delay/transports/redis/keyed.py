@@ -8,7 +8,7 @@ from typing import Any
 
 from ...keyed.record import Record
 from ...keyed.records import ComparedRecords
-from ...keyed.rules import Seen, Step
+from ...keyed.rules import InBroker, Seen, Step
 from ..virtual.waiting import waiting_of
 from .entry import opened_entry
 from .scripts import READ_KEY, WRITE_KEY
@@ -37,10 +37,10 @@ class RedisKeyRecords(ComparedRecords):
             return Seen(now_us, None)
         record = Record.decoded(text)
         waiting = []
-        for member, entry in zip(found[::2], found[1::2], strict=True):
+        for member, due_us, entry in found:
             is_its = member.decode().rpartition(":")[0] == record.id
             if is_its and not (entry and _is_cancelled(entry)):
-                waiting.append(member)
+                waiting.append(InBroker(member, int(due_us or 0)))
         return Seen(now_us, record, tuple(waiting), text=text)
 
     def write(self, name: str, seen: Seen, step: Step, put: Put | None) -> bool:
@@ -52,7 +52,7 @@ class RedisKeyRecords(ComparedRecords):
             assert put is not None
             member, entry = put(step.due_us)
             message = (member, step.due_us, entry)
-        gone = seen.waiting if step.replaces else ()
+        gone = [message.place for message in seen.waiting] if step.replaces else ()
         names = [keys.record(name), keys.due, keys.messages, keys.wake, keys.ids, keys.parked]
         with refusals_explained(keys):
             return bool(self._write(keys=names, args=[seen.text, record, kept_ms, *message, *gone]))

@@ -231,7 +231,7 @@ return 1
 """
 
 #: KEYS record, due, messages, ids. Returns now in µs, the record or '', then of each message of the
-#: task that it names the member, and the entry if that is due at another time than the record says.
+#: task that it names the member, its due time, and the entry if the record has another due time.
 READ_KEY = """
 local time = redis.call('TIME')
 local found = {tonumber(time[1]) * 1000000 + tonumber(time[2]), ''}
@@ -245,8 +245,7 @@ for _, member in ipairs(redis.call('ZRANGEBYLEX', KEYS[4], first, last)) do
     local due = redis.call('ZSCORE', KEYS[2], member)
     local entry = ''
     if tonumber(due) ~= known.due_us then entry = redis.call('HGET', KEYS[3], member) or '' end
-    found[#found + 1] = member
-    found[#found + 1] = entry
+    found[#found + 1] = {member, due, entry}
 end
 return found
 """

@@ -3,61 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from threading import Lock
+from functools import partial
 from time import time_ns
 
-from sqlalchemy import (
-    BigInteger,
-    Column,
-    Connection,
-    MetaData,
-    String,
-    Table,
-    Text,
-    bindparam,
-    delete,
-    exc,
-    insert,
-    inspect,
-    select,
-    update,
-)
+from sqlalchemy import Connection, bindparam, delete, exc, select, update
+from sqlalchemy.exc import SQLAlchemyError
 
 from ...errors import StoreUnavailable
 from ...keyed.record import Record
-from ...keyed.records import TRIES, KeyRecords
-from ...keyed.rules import Rule, Seen, Step
+from ...keyed.records import TRIES, KeyRecords, of_key
+from ...keyed.rules import InBroker, Rule, Seen, Step
 from ...per_process import PerProcess
-from ...records.database import now_us, told_us
+from ...records.database import now_us
 from ..virtual.waiting import waiting_of
 from .delays import Put
-from .driver import Say, saying
 from .schema import MESSAGES
-from .store import ADD, Store, is_about_a_row
-
-METADATA = MetaData()
-
-#: A row for each key. Not among the tables of ``schema.py``: a user who may make none there has no
-#: need of it before a key is used. What stands here is frozen likewise: a change needs another
-#: table. Of a record in it the version stands there.
-_KEYS = Table(
-    "native_delay_key",
-    METADATA,
-    Column("namespace", String(64), primary_key=True),
-    Column("name", String(200), primary_key=True),
-    Column("record", Text, nullable=False),
-    # Microseconds since the epoch; then it says nothing any more.
-    Column("kept_us", BigInteger, nullable=False),
-)
-
-_KEY = _KEYS.c
-_THIS = (_KEY.namespace == bindparam("mine"), _KEY.name == bindparam("this"))
-_LOOK = select(_KEY.record, _KEY.kept_us).where(*_THIS)
-_LOCK = _LOOK.with_for_update()
-_ADD = insert(_KEYS)
-_CHANGE = update(_KEYS).where(*_THIS).values(record=bindparam("text"), kept_us=bindparam("kept"))
-_REMOVE = delete(_KEYS).where(*_THIS)
-_SWEEP = delete(_KEYS).where(_KEY.namespace == bindparam("mine"), _KEY.kept_us < bindparam("now"))
+from .store import ADD, Store, is_about_a_row, reason_of
 
 _ROW = MESSAGES.c
 #: Messages of the task that stands. Their envelopes only where one has to look into them.
@@ -87,12 +48,12 @@ class StoreKeyRecords(KeyRecords):
 
     def __init__(self, store: Store) -> None:
         self._store = store
+        self._records = store.records
         self._is_made = False
-        self._making = Lock()
 
     def read(self, name: str) -> Seen:
         self._make()
-        return self._store.look(lambda connection: self._seen(saying(connection), name)[0])
+        return self._store.look(lambda connection: self._seen(connection, name)[0])
 
     def change(
         self, name: str, rule: Rule, put: Callable[[int], Put] | None = None
@@ -101,7 +62,7 @@ class StoreKeyRecords(KeyRecords):
         for last_try in (*[False] * TRIES, True):
             try:
                 with self._store.noticed():
-                    seen, step = self._store.do(lambda say: self._change(say, name, rule, put))
+                    seen, step = self._store.change(partial(self._change, name, rule, put))
                 break
             except StoreUnavailable as error:
                 # Another was the first to write this record, at the same time.
@@ -112,33 +73,15 @@ class StoreKeyRecords(KeyRecords):
             self._store.on_add(step.due_us)
         return seen, step
 
-    def sweep(self) -> int:
-        """Remove records that say nothing any more; their number."""
-        if not self._is_made:
-            return 0
-
-        def swept(connection: Connection) -> int:
-            values = {"mine": self._store.namespace, "now": now_us(connection)}
-            return connection.execute(_SWEEP, values).rowcount
-
-        return self._store.change(swept)
-
     def _change(
-        self, say: Say, name: str, rule: Rule, put: Callable[[int], Put] | None
+        self, name: str, rule: Rule, put: Callable[[int], Put] | None, connection: Connection
     ) -> tuple[Seen, Step]:
-        seen, is_there = self._seen(say, name, to_change=True)
+        seen, is_there = self._seen(connection, name, to_change=True)
         step = rule(seen)
         if step.due_us is None and step.record == seen.record:
             return seen, step
-        this = {"mine": self._store.namespace, "this": name}
-        if step.record is None:
-            say(_REMOVE, this)
-        elif is_there:
-            changed = {"text": step.record.encoded(), "kept": step.kept_us}
-            say(_CHANGE, {**this, **changed})
-        else:
-            new = {"record": step.record.encoded(), "kept_us": step.kept_us}
-            say(_ADD, {"namespace": this["mine"], "name": name, **new})
+        text = None if step.record is None else step.record.encoded()
+        self._records.write_row(connection, of_key(name), text, step.kept_us, is_there)
         if step.due_us is None:
             return seen, step
         assert put is not None
@@ -146,34 +89,36 @@ class StoreKeyRecords(KeyRecords):
         row = self._store.row(queue, envelope, due_us, task_id)
         if step.replaces and len(seen.waiting) == 1:
             new = {"queue_": queue, "envelope_": envelope, "due": due_us, "task": row["task_id"]}
-            say(_PUT_IN_PLACE, {"one": seen.waiting[0], **new})
+            connection.execute(_PUT_IN_PLACE, {"one": seen.waiting[0].place, **new})
             return seen, step
         if step.replaces:
             for each in seen.waiting:
-                say(_TAKE_OUT, {"one": each})
-        say(ADD, row)
+                connection.execute(_TAKE_OUT, {"one": each.place})
+        connection.execute(ADD, row)
         return seen, step
 
-    def _seen(self, say: Say, name: str, *, to_change: bool = False) -> tuple[Seen, bool]:
+    def _seen(
+        self, connection: Connection, name: str, *, to_change: bool = False
+    ) -> tuple[Seen, bool]:
         """The record of *name* and what waits for it, locked *to_change* them; is a row there?"""
-        this = {"mine": self._store.namespace, "this": name}
-        found = say(_LOCK if to_change else _LOOK, this)
+        row_of = self._records.locked_row if to_change else self._records.read_row
+        found = row_of(connection, of_key(name))
         # Asked for after the lock: another may have held it for a while.
-        at_us = told_us(say, self._store.engine.dialect)
-        if not found:
+        at_us = now_us(connection)
+        if found is None:
             return Seen(at_us, None), False
-        text, kept_us = found[0]
+        text, kept_us = found
         if kept_us < at_us:
             return Seen(at_us, None), True
         record = Record.decoded(text)
         if record.id is None:
             return Seen(at_us, record), True
         mine = {"mine": self._store.namespace, "task": record.id[:255]}
-        rows = say(_SEE_LOCKED if to_change else _SEE, mine)
+        rows = connection.execute(_SEE_LOCKED if to_change else _SEE, mine).all()
         waiting = tuple(
-            row_id
+            InBroker(row_id, due_us or 0)
             for row_id, due_us in rows
-            if due_us == record.due_us or not _is_cancelled(say, row_id)
+            if due_us == record.due_us or not _is_cancelled(connection, row_id)
         )
         return Seen(at_us, record, waiting), True
 
@@ -181,20 +126,16 @@ class StoreKeyRecords(KeyRecords):
         if self._is_made:
             return
         self._store.prepare()
-        with self._making:
-            if not self._store.look(lambda connection: inspect(connection).has_table(_KEYS.name)):
-                try:
-                    self._store.change(METADATA.create_all)
-                except StoreUnavailable:
-                    # Where another process creates it as well, "if it is not there" is no promise.
-                    if not self._store.look(lambda found: inspect(found).has_table(_KEYS.name)):
-                        raise
-            self._is_made = True
+        try:
+            self._records.make_tables()
+        except SQLAlchemyError as error:
+            raise StoreUnavailable(f"{self._store.shown_url}: {reason_of(error)}") from error
+        self._is_made = True
 
 
-def _is_cancelled(say: Say, row_id: int) -> bool:
+def _is_cancelled(connection: Connection, row_id: int) -> bool:
     """True for a message, due at another time than its key says, that is to be announced."""
-    ((envelope,),) = say(_ENVELOPE, {"one": row_id})
+    envelope = connection.execute(_ENVELOPE, {"one": row_id}).scalar_one()
     return waiting_of(envelope, queue="", due_us=time_ns() // 1000) is None
 
 

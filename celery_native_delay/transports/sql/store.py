@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from threading import Lock
 from time import monotonic, time_ns
@@ -20,11 +20,11 @@ from sqlalchemy import Connection, bindparam, delete, exc, func, insert, inspect
 from ...errors import StoreUnavailable, TopologyMismatch
 from ...per_process import PerProcess
 from ...records.database import READS, clock_ahead_seconds, engine_of
+from ...records.opened import records_of_process
 from ...urls import without_password
 from ..virtual.status import Census
 from .batch import DUE, PARKED, Batch, Stored
 from .breakers import Breakers
-from .driver import Disliked, Driver, Say, saying
 from .rows import Rows
 from .schema import MESSAGES, METADATA, SCHEMA, VERSION
 from .sign import is_shown, show
@@ -55,7 +55,6 @@ class Store:
         self.url = url
         self.namespace = namespace
         self.engine = engine_of(url)
-        self._driver = Driver(self.engine)
         self.breakers = Breakers(float("inf"))
         #: Called with the due time of whatever this process adds.
         self.on_add: Callable[[int], object] = lambda due_us: None
@@ -89,6 +88,11 @@ class Store:
     def path(self) -> str:
         """The path of SQLite's file."""
         return (self.engine.url.database or "").removeprefix("file:")
+
+    @property
+    def records(self) -> Any:
+        """The records of this namespace in the same database."""
+        return records_of_process(self.url, self.namespace)
 
     # --- the tables ----------------------------------------------------------------------
 
@@ -155,7 +159,7 @@ class Store:
         """Store *envelope* for *queue* until *due_us*; it is there when this returns."""
         values = self.row(queue, envelope, due_us, task_id)
         with self.noticed():
-            self.do(lambda say: say(ADD, values), single=True)
+            self.change(lambda connection: connection.execute(ADD, values))
         self.on_add(due_us)
 
     def row(self, queue: str, envelope: str, due_us: int, task_id: str) -> dict[str, Any]:
@@ -273,16 +277,6 @@ class Store:
         """The answer to *question* in a transaction of its own that only reads."""
         with self._explained(), self._reading() as connection:
             return question(connection)
-
-    def do(self, work: Callable[[Say], T], *, single: bool = False) -> T:
-        """*work* in a transaction of its own, or a *single* statement; perhaps from the beginning.
-
-        The short way; what the database does not like there, it may tell on the long one.
-        """
-        self.prepare()
-        with suppress(Disliked), self._explained():
-            return self._driver.do(work, single=single)
-        return self.change(lambda connection: work(saying(connection)))
 
     def change(self, change: Callable[[Connection], T]) -> T:
         """*change* in a transaction of its own; tables that are gone are made anew."""

@@ -83,9 +83,9 @@ class StoreDelayingChannel(DelayingChannel):
 
     def lines(self, settings: DelaySettings) -> Lines:
         _require_sqlalchemy()
-        from .lines import StoreLines
+        from ...rates.in_records import RecordLines
 
-        return StoreLines(self.delays.store)
+        return RecordLines(self.delays.store.records)
 
     def let_wait(self, queue: str, message: dict[str, Any], *, due_us: int, **kwargs: Any) -> None:
         self.delays.publish(message, queue, due_us=due_us)

@@ -12,8 +12,6 @@ from ...finding import WRONG, Finding
 from ..interface import Rescue, Wait, WorkerPart
 from .dispatcher import Dispatcher
 from .handover import handing_over
-from .keyed import store_key_records
-from .lines import StoreLines
 from .store import Store
 from .whole_files import is_folder
 
@@ -61,10 +59,8 @@ class StoreWorkerPart(WorkerPart):
         return rescue(self._channel, self._delays.store)
 
     def sweep(self) -> int:
-        """Remove records of keys and lines that say nothing any more; number of the former."""
-        if self.settings.rates:
-            StoreLines(self._delays.store).sweep()
-        return store_key_records(self._delays.store).sweep()
+        """Remove records that say nothing any more."""
+        return int(self._delays.store.records.sweep())
 
     def promoter(self, connect: Callable[..., Any]) -> Dispatcher:
         store: Store = self._delays.store

@@ -8,7 +8,7 @@ from typing import Any
 from kombu.utils.json import dumps
 
 from ...due_time import eta_of
-from ...message import HEADER, VERSION, Delayed, cancel, due_ms_of, uncover
+from ...message import HEADER, VERSION, Delayed, cancel, due_ms_of, is_own, uncover
 
 
 def wrapped(message: Mapping[str, Any], *, due_ms: int, cancelled: bool = False) -> dict[str, Any]:
@@ -52,7 +52,7 @@ def unwrapped(
     """
     opened = dict(headers or {})
     header = opened.pop(HEADER, None)
-    if not isinstance(header, dict) or header.get("v") != VERSION:
+    if not is_own(header):
         return opened, None
     # Task protocol 1 has its ETA in the body; only we give it the header.
     if "eta" in opened and header.get("due") != due_ms_of(opened):

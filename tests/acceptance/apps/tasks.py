@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import time
+from pathlib import Path
 from typing import Any
 
 from celery import Celery, Task
@@ -145,6 +147,14 @@ def define_tasks(app: Celery) -> None:
         note_phase(key, self.request.id, "begins")
         time.sleep(seconds)
         note_phase(key, self.request.id, "ends")
+
+    @app.task(name="mortal", shared=False, bind=True, acks_late=True, reject_on_worker_lost=True)
+    def mortal(self: Task) -> None:
+        """Kill the process that runs it, once; Celery delivers it once more."""
+        died = Path(f"{os.environ[RECORD_VARIABLE]}.{self.request.id}.died")
+        if not died.exists():
+            died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def note_phase(key: str, task_id: str, phase: str) -> None:

@@ -17,11 +17,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from time import monotonic, sleep
 from urllib.parse import quote
 
-from .errors import BrokerFailed
-from .networks import PrivateNetwork
-from .ports import claim_ports, port_of
-from .rabbitmq import Membership, PrivateRabbitMQ, vhost_name
-from .rabbitmq_installation import require_rabbitmq
+from celery_native_delay.testing.errors import BrokerFailed
+from celery_native_delay.testing.ports import claim_ports, port_of
+from celery_native_delay.testing.rabbitmq import Membership, PrivateRabbitMQ, vhost_name
+from celery_native_delay.testing.rabbitmq_installation import require_rabbitmq
+from tests.networks import PrivateNetwork
 
 _PATIENCE_SECONDS = 90
 """It takes 1-10 s; a busy machine may need several times that."""

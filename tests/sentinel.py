@@ -18,11 +18,21 @@ from time import monotonic, sleep
 from typing import Any
 from urllib.parse import quote
 
-from .errors import BrokerFailed
-from .ports import claim_ports, port_of
-from .processes import KeptServer
-from .redis import PrivateRedis, answers, client_of, private_redis, quoted
-from .redis_installation import RedisInstallation, ServerName, require_redis
+from celery_native_delay.testing.errors import BrokerFailed
+from celery_native_delay.testing.ports import claim_ports, port_of
+from celery_native_delay.testing.processes import KeptServer
+from celery_native_delay.testing.redis import (
+    PrivateRedis,
+    answers,
+    client_of,
+    private_redis,
+    quoted,
+)
+from celery_native_delay.testing.redis_installation import (
+    RedisInstallation,
+    ServerName,
+    require_redis,
+)
 
 _MASTER_NAME = "native-delay"
 

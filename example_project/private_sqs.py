@@ -22,9 +22,9 @@ from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
-from .errors import BrokerMissing
-from .ports import claim_ports, port_of
-from .processes import KeptServer
+from celery_native_delay.testing.errors import BrokerMissing
+from celery_native_delay.testing.ports import claim_ports, port_of
+from celery_native_delay.testing.processes import KeptServer
 
 _BOOT_SECONDS = 60
 """It takes half a second."""

@@ -1,0 +1,182 @@
+"""Messages that hold anything at all: no gate raises, for an error there would end the worker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from celery_native_delay.transports.rabbitmq.ledger.entry import member_of
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from celery_native_delay import DelaySettings, Rate
+from celery_native_delay.fence.run import HEADER as FENCE
+from celery_native_delay.fence.run import Record
+from celery_native_delay.keyed.record import HEADER as UNIQUE
+from celery_native_delay.keyed.rules import Step
+from celery_native_delay.message import HEADER, Delayed
+from celery_native_delay.rates.in_records import RecordLines
+from celery_native_delay.records.opened import records_at
+from celery_native_delay.transports.interface import Answer
+from celery_native_delay.transports.rabbitmq.wrapping import unwrap
+from celery_native_delay.transports.virtual.wrapping import unwrapped
+from celery_native_delay.worker import unique
+from celery_native_delay.worker.arrival import Arrival, AskAgain, LookUp, Ruling, WaitUntil
+from celery_native_delay.worker.fencing import Fence
+from celery_native_delay.worker.gates import Moved, gates
+from celery_native_delay.worker.rating import AWAY_US, PLACE, Rated
+from celery_native_delay.worker.unique import Unique
+
+NOW_US = 1_795_176_000_000_000
+RATED = "shop.call_api"
+
+
+def call_api(tenant: str, number: int = 0) -> None:
+    """A task's function."""
+
+
+TEXTS = st.text(st.characters() | st.sampled_from("\ud800\udfff\0/ ٣"), max_size=8)
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.sampled_from([10**30, -(10**30), 10**400, 2**63])
+    | st.floats()
+    | TEXTS
+    | st.sampled_from(["9" * 30, "9" * 5000, "\ud800", "9999-12-31T23:59:59-23:59", "1e400"])
+)
+ANYTHING = st.recursive(
+    SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(TEXTS, inner, max_size=3)
+)
+PLACES = st.builds("{}{}{}".format, SCALARS, st.sampled_from(["", " "]), TEXTS)
+STAMPS = st.builds("{}/{}/{}".format, TEXTS, SCALARS, TEXTS)
+
+
+def like(**fields: Any) -> st.SearchStrategy[Any]:
+    """Dicts with these fields, each of which may be missing or anything, or just anything."""
+    loose = {name: ANYTHING | value for name, value in fields.items()}
+    return ANYTHING | st.fixed_dictionaries({}, optional=loose)
+
+
+OURS = like(
+    v=st.just(1),
+    id=TEXTS,
+    due=st.integers(0, 10**14),
+    exchange=TEXTS,
+    rk=TEXTS,
+    expires=st.integers(0, 10**14),
+    replaces=st.tuples(TEXTS, st.integers()).map(list),
+    deaths=st.fixed_dictionaries({"x-death": ANYTHING}),
+    cancelled=st.booleans(),
+)
+MARKS = like(v=st.just(1), key=TEXTS, until=st.sampled_from(["start", "end"]))
+HEADERS = st.fixed_dictionaries(
+    {"task": st.sampled_from([RATED, "other"])},
+    optional={
+        "id": ANYTHING,
+        "eta": ANYTHING | st.just("2026-11-20T12:01:00+00:00"),
+        "expires": ANYTHING,
+        "tenant": ANYTHING,
+        "args": ANYTHING,
+        "kwargs": ANYTHING,
+        HEADER: OURS,
+        PLACE: ANYTHING | PLACES,
+        FENCE: ANYTHING | STAMPS,
+        UNIQUE: MARKS,
+    },
+)
+PAYLOADS = ANYTHING | st.tuples(ANYTHING, ANYTHING, ANYTHING)
+KEYS: list[Any] = [
+    None,
+    "tenant",
+    "header:tenant",
+    lambda args, kwargs, headers: args[0],
+    lambda args, kwargs, headers: object(),
+]
+
+
+class WaitingTasks:
+    """Receipts that must encode what they are asked for, as those in a Redis do."""
+
+    def may_run(self, headers: Mapping[str, Any], delayed: Delayed) -> Answer:
+        (member_of(headers, delayed.delivery_id) or "").encode()
+        return Answer.RUN
+
+    def close(self) -> None: ...
+
+
+class Leases:
+    """Leases that must encode the name of a key, whose column is that long."""
+
+    def begin(self, name: str, task_id: str, is_here: Any) -> tuple[str, Step]:
+        assert 0 <= len(name.encode()) <= 800
+        assert len(name) <= 200
+        return "token", Step(None)
+
+    def hold(self, held: Any) -> None:
+        held.name.encode()
+
+
+@pytest.fixture(scope="module")
+def lines(tmp_path_factory: pytest.TempPathFactory) -> RecordLines:
+    folder: Path = tmp_path_factory.mktemp("lines")
+    return RecordLines(records_at(f"sqlite:///{folder}/store.db", "test"))
+
+
+def messages(headers: dict[str, Any], payload: Any, consumer: Any) -> Iterator[Arrival]:
+    """The arrivals of a message with these contents, by all transports and both protocols."""
+    opened, delayed = unwrapped(headers, {"delivery_tag": "1", "delivery_info": {}})
+    came = [(opened, delayed)]
+    found = unwrap({"application_headers": headers}, {"exchange": "", "routing_key": "q"})
+    if found is not None:
+        came.append((found[0]["application_headers"], found[2]))
+    for own, waited in came:
+        message = SimpleNamespace(
+            headers=own, payload=payload, native_delay=waited, delivery_tag=1, consumed_from="q"
+        )
+        yield Arrival(message, own, consumer, NOW_US)
+    message = SimpleNamespace(
+        headers={}, payload=headers, native_delay=None, delivery_tag=1, consumed_from="q"
+    )
+    yield Arrival(message, headers, consumer, NOW_US)
+
+
+@pytest.mark.parametrize("key", KEYS)
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@given(headers=HEADERS, payload=PAYLOADS)
+def test_no_gate_raises_and_none_keeps_a_task_for_ever(
+    lines: RecordLines,
+    monkeypatch: pytest.MonkeyPatch,
+    key: Any,
+    headers: dict[str, Any],
+    payload: Any,
+) -> None:
+    """Whatever a message holds: what cannot be encoded is no key, no place and no mark."""
+    monkeypatch.setattr(unique, "leases_of", lambda app: Leases())
+    delay = DelaySettings(rates={RATED: Rate("10000/s", key=key)}, fence="redis://nowhere")
+    rated = Rated(delay, {RATED: SimpleNamespace(run=call_api)})
+    rated.lines = lines
+    moved = Moved(delay)
+    moved.receipts = WaitingTasks()
+    fence = Fence(delay, "worker")
+    consumer = SimpleNamespace(pool=SimpleNamespace(num_processes=2))
+    for arrival in messages(headers, payload, consumer):
+        for gate in gates(delay, moved, fence, rated, Unique(None)):
+            ruling: Ruling | None = gate(arrival)
+            if isinstance(ruling, LookUp):
+                assert arrival.message.headers[FENCE].encode()
+                arrival.found[gate] = Record("committed", 0.0, winners={"0": "a"})  # type: ignore[index]
+                ruling = gate(arrival)
+            asks_for_ever = WaitUntil(NOW_US + AWAY_US, otherwise=AskAgain(AWAY_US / 1e6))
+            assert ruling != asks_for_ever
+
+
+@given(header=OURS)
+def test_a_header_of_ours_is_read_whole_or_not_at_all(header: Any) -> None:
+    delayed = Delayed.of(header)
+    if delayed is not None:
+        assert delayed.delivery_id.encode() is not None
+        assert 0 <= delayed.due_us <= 253_402_300_800_000_000
