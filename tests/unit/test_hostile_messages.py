@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from celery_native_delay.transports.rabbitmq.ledger.entry import member_of
+from celery_native_delay.transports.recorded import member_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
