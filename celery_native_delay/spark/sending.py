@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from time import monotonic, sleep
 from typing import Any
+from zlib import crc32
 
 from ..bulk.batch import Bulk
 from ..errors import (
@@ -81,7 +82,7 @@ def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -
     with reporter.of(batch), batch:
         for task_id, eta, body, queue, priority, expires, error in rows:
             receipt.rows += 1
-            receipt.ids += int(task_id[:8], 16) if task_id else 0
+            receipt.ids += crc32(task_id.encode()) if task_id else 0
             if is_committed:
                 continue
             if error is not None:
