@@ -194,7 +194,7 @@ def _check_lines(app: Any, settings: DelaySettings) -> None:
     """Raise NoLedger if this worker could not count rated tasks.
 
     The caller that makes a worker gets the error: Celery's ``start_worker`` would wait for ever for
-    a worker that ends in its own thread. If the broker is away, :meth:`NativeDelay.start` raises it.
+    a worker that ends in its own thread. If the broker is away, :meth:`NativeDelay.start` does.
     """
     with app.connection_for_read() as connection:
         try:
