@@ -8,7 +8,6 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from celery_native_delay.transports.rabbitmq.ledger.entry import member_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -22,6 +21,7 @@ from celery_native_delay.rates.in_records import RecordLines
 from celery_native_delay.records.opened import records_at
 from celery_native_delay.transports.interface import Answer
 from celery_native_delay.transports.rabbitmq.wrapping import unwrap
+from celery_native_delay.transports.recorded import member_of
 from celery_native_delay.transports.virtual.wrapping import unwrapped
 from celery_native_delay.worker import unique
 from celery_native_delay.worker.arrival import Arrival, AskAgain, LookUp, Ruling, WaitUntil
