@@ -180,12 +180,12 @@ class FanOut:
     @property
     def encoded(self) -> Any:
         """The rows as they are going to be sent, or why not: the DataFrame behind all others."""
-        return self._encoded()
+        return self._encoded(self._df)
 
-    def _encoded(self, *keep: str) -> Any:
+    def _encoded(self, df: Any, *keep: str) -> Any:
         facts = self.facts
         return encode.encoded(
-            self._df,
+            df,
             self.options,
             longest_seconds=facts.delay_settings.longest_delay_seconds,
             spread=facts.spread,
@@ -203,7 +203,7 @@ class FanOut:
     def rejected(self) -> Any:
         """The rows that are not sent: the DataFrame's own columns and the reason, ``_error``."""
         return (
-            self._encoded("row")
+            self._encoded(self._df, "row")
             .where("error is not null")
             .select("row.*", f.col("error").alias("_error"))
         )
@@ -220,7 +220,7 @@ class FanOut:
             if isinstance(column, str)
         }
         return (
-            self._encoded(*keys)
+            self._encoded(self._df, *keys)
             .where("error is null")
             .select(
                 "task_id",
@@ -262,8 +262,9 @@ class FanOut:
             uuid4().hex,
         )
         started = monotonic()
-        # Each partition pays for a connection.
-        encoded = self.encoded.coalesce(connections)
+        # Each partition pays for a connection, and before that for a Python that encodes it. A rate
+        # shuffles in between.
+        encoded = self._encoded(self._df.coalesce(connections)).coalesce(connections)
         report = encoded.select(*SENT_COLUMNS).mapInArrow(sender(job), REPORT)
         if fence is not None:
             fence.open()
