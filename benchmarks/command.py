@@ -19,7 +19,6 @@ from benchmarks import (
     declare,
     keys,
     lateness,
-    ledger,
     pending,
     publish,
     rates,
@@ -33,6 +32,7 @@ from benchmarks import (
     steady,
     store,
     throughput,
+    waiting,
 )
 from benchmarks.measuring import BROKER_OPTIONS, Bench, Result, load_average, log, machine
 from celery_native_delay.testing import (
@@ -64,7 +64,7 @@ SCENARIOS: dict[str, Scenario] = {
     "redis-store": redis_store,
     "relay": relay,
     "store": store,
-    "ledger": ledger,
+    "waiting": waiting,
     "rates": rates,
     "keys": keys,
     "spark": spark,

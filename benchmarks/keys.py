@@ -44,7 +44,7 @@ def run(bench: Bench) -> Result:
     result = Result(
         "One task for a key",
         f"Calls in one process and thread, {BLOCK} in a row, in turn, {rounds} rounds, of {KEYS} "
-        f"keys; RabbitMQ with a ledger in Redis, and each publish waits for its confirm. Medians.",
+        f"keys; RabbitMQ with records in Redis, and each publish waits for its confirm. Medians.",
     )
     for place, ways in found.items():
         base = median(ways[DELAYED])
@@ -72,11 +72,11 @@ def places(bench: Bench) -> Iterator[dict[str, Celery]]:
     """Apps by the place where their tasks and records are."""
     with ExitStack() as stack:
         redis = stack.enter_context(private_redis(config=REDIS_CONFIG))
-        ledger = stack.enter_context(private_redis(config=REDIS_CONFIG))
+        records = stack.enter_context(private_redis(config=REDIS_CONFIG))
         vhost = stack.enter_context(bench.vhost())
         apps = {
             "Redis": make_app("ours", redis.url),
-            "RabbitMQ": make_app("ours", vhost, records=ledger.url),
+            "RabbitMQ": make_app("ours", vhost, records=records.url),
             "SQLite": make_app("ours", f"{SCHEME}{bench.folder}/keys"),
         }
         for place, app in apps.items():

@@ -13,7 +13,7 @@ BROKER_URL = os.environ.get("BROKER_URL", "amqp://guest:guest@localhost:5672//")
 
 URL = os.environ.get("CELERY_BROKER_URL", BROKER_URL)  # this name outranks every other setting
 
-LEDGER = os.environ.get("DELAY_LEDGER")  # this one and telemetry: none unless asked for
+RECORDS = os.environ.get("DELAY_RECORDS")  # this one and telemetry: none unless asked for
 
 app = Celery(
     "example_project",
@@ -59,19 +59,19 @@ app.conf.update(
 )
 
 
-def can_count(broker_url: str, ledger: str | None) -> bool:
-    """True if rates can be kept there: RabbitMQ needs a ledger beside it, on SQS they cannot."""
+def can_count(broker_url: str, records: str | None) -> bool:
+    """True if rates can be kept there: RabbitMQ needs records beside it; on SQS they cannot."""
     if broker_url.startswith(("amqp", "pyamqp")):
-        return bool(ledger)
+        return bool(records)
     return not broker_url.startswith("sqs")
 
 
 install(
     app,
-    records=LEDGER,
+    records=RECORDS,
     telemetry=os.environ.get("EXAMPLE_TELEMETRY"),
     # Each courier takes two bookings a second, from all workers together.
     rates={"example_project.tasks.book_courier": Rate("2/s", key="courier")}
-    if can_count(URL, LEDGER)
+    if can_count(URL, RECORDS)
     else {},
 )

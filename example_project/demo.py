@@ -28,7 +28,7 @@ from rich.table import Table
 
 from celery_native_delay import UnsupportedBroker, install
 from celery_native_delay.testing import BrokerFailed, BrokerMissing
-from example_project.app import LEDGER, app, can_count
+from example_project.app import RECORDS, app, can_count
 from example_project.demo_broker import REPOSITORY, DemoBroker, demo_broker
 from example_project.folder_broker import settings_of
 from example_project.tasks import (
@@ -133,7 +133,7 @@ def send_mix(broker: DemoBroker) -> list[Run]:
         title = f"send_email retry {retry}"
         run = expect(title, None, after=run, task_id=run.task_id, retries=retry)
 
-    with suppress(UnsupportedBroker):  # RabbitMQ without a ledger, SQS
+    with suppress(UnsupportedBroker):  # RabbitMQ without records, SQS
         for _ in range(3):
             sent = time.time()
             result = stock_has_changed("tea", quiet_seconds=1)
@@ -145,7 +145,7 @@ def send_mix(broker: DemoBroker) -> list[Run]:
         result = [charge_once(9, wait_seconds=1) for _ in range(3)][-1]
         runs.append(Run("unique, 3 calls", result.id, 1, late_limit_ms, sent=sent))
 
-    if can_count(broker.url, broker.ledger or LEDGER):
+    if can_count(broker.url, broker.records or RECORDS):
         sent = time.time()
         for number in range(3):  # two a second, whichever worker has them
             result = book_courier.delay(number, courier="swift")
@@ -326,9 +326,9 @@ def demonstrate(asked: str | None, folder: Path, console: Console) -> bool:
     with demo_broker(asked) as broker:
         # This name outranks every other setting of the broker, here and in the worker.
         os.environ |= {"CELERY_BROKER_URL": broker.url, "EXAMPLE_RECORD": str(record)}
-        if broker.ledger is not None:
-            os.environ["DELAY_LEDGER"] = broker.ledger
-            install(app, records=broker.ledger)
+        if broker.records is not None:
+            os.environ["DELAY_RECORDS"] = broker.records
+            install(app, records=broker.records)
         app.conf.update(settings_of(broker.url))
         with app.connection_for_write() as connection:
             connection.ensure_connection(max_retries=1)

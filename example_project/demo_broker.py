@@ -43,8 +43,8 @@ class DemoBroker:
 
     name: str
     url: str
-    ledger: str | None = None
-    """Beside RabbitMQ, a Redis in which records of keys can be."""
+    records: str | None = None
+    """Beside RabbitMQ, the URL of a Redis for its records."""
 
     @property
     def waits_in(self) -> str:
@@ -98,7 +98,7 @@ def demo_broker(asked: str | None) -> Iterator[DemoBroker]:
         with embedded_broker() as valkey:
             yield DemoBroker(f"an embedded {valkey.installation}", valkey.url)
     elif choice == "rabbitmq":
-        with private_rabbitmq(management=False) as rabbitmq, ledger() as url:
+        with private_rabbitmq(management=False) as rabbitmq, records() as url:
             yield DemoBroker(f"a private RabbitMQ {rabbitmq.version}", rabbitmq.url, url)
     elif choice == "filesystem":
         with tempfile.TemporaryDirectory(prefix="native-delay-broker-") as folder:
@@ -114,7 +114,7 @@ def demo_broker(asked: str | None) -> Iterator[DemoBroker]:
 
 
 @contextmanager
-def ledger() -> Iterator[str | None]:
+def records() -> Iterator[str | None]:
     """The url of a private Redis or Valkey, None where there is none to start."""
     try:
         with private_redis() as server:

@@ -16,7 +16,7 @@ DAY_SECONDS = 24 * 60 * 60
 
 log = get_task_logger(__name__)
 
-#: On RabbitMQ the three functions at the end need a ledger, ``DELAY_LEDGER=redis://…``.
+#: On RabbitMQ the three functions at the end need records, ``DELAY_RECORDS=redis://…``.
 delay = Delay(app)
 
 

@@ -219,15 +219,15 @@ def own_redis(server_name: ServerName) -> Iterator[PrivateRedis]:
 
 
 @pytest.fixture(scope="session")
-def ledger_server() -> Iterator[PrivateRedis]:
-    """The Redis of all tests whose broker needs a ledger; do not stop it."""
+def records_server() -> Iterator[PrivateRedis]:
+    """The Redis of all tests whose broker needs records; do not stop it."""
     installed(require_redis, "redis")
     with private_redis(server="redis") as server:
         yield server
 
 
 @pytest.fixture
-def ledger_redis(ledger_server: PrivateRedis) -> PrivateRedis:
+def records_redis(records_server: PrivateRedis) -> PrivateRedis:
     """The same, emptied for this test."""
-    ledger_server.client.flushall()
-    return ledger_server
+    records_server.client.flushall()
+    return records_server

@@ -1,6 +1,6 @@
 """Cancelling and moving tasks under real workers; run by test_cancelling and its twin on Redis.
 
-They define the fixture *fleet*, with a ledger and a Redis for results; and *margin_seconds*, how
+They define the fixture *fleet*, with records and a Redis for results; and *margin_seconds*, how
 long before its maturity a task can be changed.
 """
 

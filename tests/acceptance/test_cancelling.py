@@ -1,4 +1,4 @@
-"""Cancelling and moving tasks that wait in RabbitMQ, with a ledger beside it."""
+"""Cancelling and moving tasks that wait in RabbitMQ, with records beside it."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def margin_seconds() -> float:
 
 
 @pytest.fixture
-def fleet(vhost_url: str, ledger_redis: PrivateRedis, tmp_path: Path) -> Iterator[Fleet]:
-    conf = {"native_delay_records": ledger_redis.url} | results_in(ledger_redis)  # noqa: F405
+def fleet(vhost_url: str, records_redis: PrivateRedis, tmp_path: Path) -> Iterator[Fleet]:
+    conf = {"native_delay_records": records_redis.url} | results_in(records_redis)  # noqa: F405
     with fleet_on(vhost_url, tmp_path, **conf) as fleet:
         yield fleet
     gc.collect()  # results unsubscribe
@@ -41,10 +41,10 @@ def test_a_thousand_of_ten_thousand_are_cancelled_and_exactly_those_do_not_run(
 
 
 @pytest.mark.ci
-def test_while_the_ledger_is_away_tasks_wait_if_they_are_to(vhost_url: str, tmp_path: Path) -> None:
-    """Nothing that was cancelled runs; what was not, runs when the ledger is back."""
-    with private_redis() as ledger:
-        conf = {"native_delay_records": ledger.url, "native_delay_records_away": "wait"}
+def test_due_tasks_wait_for_records_that_are_away(vhost_url: str, tmp_path: Path) -> None:
+    """Nothing that was cancelled runs; what was not, runs when the records are back."""
+    with private_redis() as records:
+        conf = {"native_delay_records": records.url, "native_delay_records_away": "wait"}
         with fleet_on(vhost_url, tmp_path, **conf) as fleet:
             app = fleet.app()
             worker = fleet.worker(pool="solo")
@@ -52,18 +52,18 @@ def test_while_the_ledger_is_away_tasks_wait_if_they_are_to(vhost_url: str, tmp_
             due = time() + 3
             assert Delay(app).cancel(dropped.id)
             worker.wait_for_log("Discarding revoked task", dropped.id)
-            ledger.kill()
-            worker.wait_for_log("the ledger at", "is away")
+            records.kill()
+            worker.wait_for_log("the records at", "are away")
             sleep(max(due + 1 - time(), 0))
             assert fleet.record.runs() == []
-            ledger.start()
+            records.start()
             fleet.record.wait_for(task_id=kept.id)
             worker.wait_for_log("is dropped: it was moved", dropped.id)
             assert {run.id for run in fleet.record.runs()} == {kept.id}
-            assert ledger.pid is not None
-            os.kill(ledger.pid, signal.SIGSTOP)
+            assert records.pid is not None
+            os.kill(records.pid, signal.SIGSTOP)
             inspect = app.control.inspect(destination=[worker.name], timeout=10)
             answer = inspect._request("delayed")[worker.name]
-            assert "no answer from the ledger within 1 s" in answer["error"]
-            os.kill(ledger.pid, signal.SIGCONT)
+            assert "no answer from the records within 1 s" in answer["error"]
+            os.kill(records.pid, signal.SIGCONT)
             wait_until(lambda: inspect._request("delayed")[worker.name] == [])

@@ -138,7 +138,7 @@ def demo_on(request: pytest.FixtureRequest) -> str:
     """A broker that `make demo BROKER=…` brings itself."""
     if request.param == "rabbitmq":
         installed(require_rabbitmq)
-        installed(require_redis)  # its ledger
+        installed(require_redis)  # its records
     elif request.param == "sqs":
         installed(require_sqs)
     elif request.param == "embedded":

@@ -35,8 +35,8 @@ ADA, CAREFUL = 7, 4
 
 
 @pytest.fixture
-def fleet(ledger_redis: PrivateRedis, tmp_path: Path) -> Iterator[Fleet]:
-    with fleet_on(ledger_redis.url, tmp_path) as fleet:
+def fleet(records_redis: PrivateRedis, tmp_path: Path) -> Iterator[Fleet]:
+    with fleet_on(records_redis.url, tmp_path) as fleet:
         yield fleet
 
 
@@ -63,7 +63,7 @@ def send(app: Celery, count: int = TASKS) -> list[str]:
 
 @pytest.mark.ci
 def test_the_page_finds_filters_and_changes_what_waits(
-    fleet: Fleet, flowers: Flowers, ledger_redis: PrivateRedis
+    fleet: Fleet, flowers: Flowers, records_redis: PrivateRedis
 ) -> None:
     """With a password and under a prefix; what it says was cancelled the broker holds no more."""
     app = fleet.app()
@@ -149,19 +149,19 @@ def test_the_page_finds_filters_and_changes_what_waits(
         page.confirm()
         worker.wait_ready()
         app.send_task("note", queue="elsewhere", countdown=3600, task_id="stray")
-        ledger_redis.client.set("elsewhere", "no queue")
+        records_redis.client.set("elsewhere", "no queue")
         assert delay.run_now("stray")
         page.wait(lambda: page.text("#delays-parked") == "1")
         page.click("#delays-show-parked")
         page.wait(lambda: "note stray" in page.text("#delays-parked-list"))
         assert "elsewhere" in page.text("#delays-parked-list")
-        ledger_redis.client.delete("elsewhere")
+        records_redis.client.delete("elsewhere")
         page.click("#delays-requeue")
         page.told("1 parked message(s) delivered")
         page.wait(lambda: not page.dialog_is_open("#delays-parked-dialog"))
         page.wait(lambda: page.text("#delays-parked") == "0")
-        assert ledger_redis.client.llen("elsewhere") == 1
-        ledger_redis.client.set("elsewhere", "no queue")
+        assert records_redis.client.llen("elsewhere") == 1
+        records_redis.client.set("elsewhere", "no queue")
         app.send_task("note", queue="elsewhere", countdown=3600, task_id="lost")
         assert delay.run_now("lost")
         page.wait(lambda: page.text("#delays-parked") == "1")
@@ -300,12 +300,12 @@ def test_a_broker_that_is_away_is_said_to_be() -> None:
 
 
 @pytest.mark.parametrize("rabbitmq_version", ["3.10"], indirect=True)
-def test_on_rabbitmq_the_levels_are_shown_and_the_ledger_is_asked(
-    vhost_url: str, ledger_redis: PrivateRedis, tmp_path: Path
+def test_on_rabbitmq_the_levels_are_shown_and_the_records_are_asked(
+    vhost_url: str, records_redis: PrivateRedis, tmp_path: Path
 ) -> None:
-    """Without a ledger the page still tells how many wait, and what it takes to see them."""
-    ledger = {"native_delay_records": ledger_redis.url}
-    with fleet_on(vhost_url, tmp_path, **ledger) as fleet:
+    """Without records the page still tells how many wait, and what it takes to see them."""
+    records = {"native_delay_records": records_redis.url}
+    with fleet_on(vhost_url, tmp_path, **records) as fleet:
         flowers = Flowers(fleet)
         try:
             app = fleet.app()
@@ -338,29 +338,29 @@ def test_on_rabbitmq_the_levels_are_shown_and_the_ledger_is_asked(
         ("wait", "tasks that are due wait in the broker"),
     ],
 )
-def test_without_its_ledger_the_page_shows_what_the_broker_knows(
+def test_without_its_records_the_page_shows_what_the_broker_knows(
     vhost_url: str, tmp_path: Path, away: str, meaning: str
 ) -> None:
-    """It says where the ledger is, why it is away, and what that means; and shows all again."""
-    with private_redis(password="hush") as ledger:
-        conf = {"native_delay_records": ledger.url, "native_delay_records_away": away}
+    """It says where the records are, why they are away, and what that means. Then it shows all."""
+    with private_redis(password="hush") as records:
+        conf = {"native_delay_records": records.url, "native_delay_records_away": away}
         with fleet_on(vhost_url, tmp_path, **conf) as fleet, flowers_on(fleet) as flowers:
             fill_and_park(fleet.app())
             flower = flowers.start(user=USER)
             with browser() as chrome:
                 page = DelaysPage(chrome, flower)
                 page.lists(38)
-                ledger.kill()
+                records.kill()
                 shows_the_brokers_own(
                     page,
-                    f"ledger at {ledger.url.replace('hush', '**')} does not answer: ",
+                    f"records at {records.url.replace('hush', '**')} are out of reach: ",
                     meaning,
                 )
                 page = DelaysPage(chrome, flower)  # for whoever opens it now, as well
                 page.wait(lambda: "Connection refused" in page.text("#delays-error"))
-                shows_the_brokers_own(page, "does not answer", meaning)
+                shows_the_brokers_own(page, "out of reach", meaning)
                 assert "hush" not in chrome.page_source
-                ledger.start()
+                records.start()
                 page.lists(38)
                 page.wait(lambda: page.text("#delays-waiting") == "38")
                 assert not page.find("#delays-error").is_displayed()
@@ -398,11 +398,11 @@ def shows_the_brokers_own(page: DelaysPage, *sentences: str) -> None:
 @pytest.mark.ci
 @on_one_version
 def test_flower_follows_what_waits_through_a_restart_of_rabbitmq(
-    mortal_rabbitmq: PrivateRabbitMQ, mortal_url: str, ledger_redis: PrivateRedis, tmp_path: Path
+    mortal_rabbitmq: PrivateRabbitMQ, mortal_url: str, records_redis: PrivateRedis, tmp_path: Path
 ) -> None:
     """It lists, finds and changes what waits, and answers promptly meanwhile; so does the next."""
     conf = {
-        "native_delay_records": ledger_redis.url,
+        "native_delay_records": records_redis.url,
         "native_delay_management_url": mortal_rabbitmq.management_url,
     }
     with fleet_on(mortal_url, tmp_path, **conf) as fleet, flowers_on(fleet) as flowers:

@@ -178,7 +178,7 @@ def test_lines_that_are_out_of_reach_are_not_shown_as_they_were(
 def test_without_rates_there_is_no_link_and_the_page_says_what_it_takes(
     vhost_url: str, tmp_path: Path
 ) -> None:
-    """On RabbitMQ without a ledger beside it, too."""
+    """On RabbitMQ without records beside it, too."""
     with fleet_on(vhost_url, tmp_path) as fleet, flowers_on(fleet) as flowers:
         flower = flowers.start()
         assert "/delays/rates" not in flower.ask("/delays")[1]

@@ -112,11 +112,11 @@ def test_rated_tasks_are_told_by_name(own_redis: PrivateRedis, tmp_path: Path) -
 
 @dataclass
 class Shop:
-    """RabbitMQ with a ledger; a worker runs, three tasks wait for about ten minutes."""
+    """RabbitMQ with records; a worker runs, three tasks wait for about ten minutes."""
 
     fleet: Fleet
     exporter: Exporter
-    ledger: PrivateRedis
+    records: PrivateRedis
     due: float
 
 
@@ -126,8 +126,8 @@ def shop(rabbitmq: PrivateRabbitMQ, tmp_path_factory: pytest.TempPathFactory) ->
     conf = {"native_delay_rates": {"careful": "1/h"}}
     folder = tmp_path_factory.mktemp("shop")
     with (
-        private_redis() as ledger,
-        fleet_on(url, folder, native_delay_records=ledger.url, **conf) as fleet,
+        private_redis() as records,
+        fleet_on(url, folder, native_delay_records=records.url, **conf) as fleet,
         ExitStack() as started,
     ):
         worker = fleet.worker(more=("-E",), wait=False)
@@ -138,7 +138,7 @@ def shop(rabbitmq: PrivateRabbitMQ, tmp_path_factory: pytest.TempPathFactory) ->
         due = time() + 600
         for number in range(3):
             fleet.app().tasks["note"].apply_async((number,), countdown=600 + number)
-        yield Shop(fleet, exporter, ledger, due)
+        yield Shop(fleet, exporter, records, due)
     rabbitmq.delete_vhost(vhost_name(url))
 
 
@@ -157,17 +157,17 @@ def test_what_waits_in_rabbitmq_is_told_and_what_came_of_it(shop: Shop) -> None:
     assert late_seconds is not None
     assert late_seconds > 0
 
-    shop.ledger.kill()
+    shop.records.kill()
     exporter.wait_for("records_up", 0)
     assert exporter.value("overdue_seconds") is exporter.value("records_messages") is None
     assert exporter.value("pending") == 4
-    shop.ledger.start()
+    shop.records.start()
     exporter.wait_for("records_up", 1)
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize("rabbitmq_version", ["3.10"], indirect=True)
-def test_without_a_ledger_nothing_is_said_about_due_times(shop: Shop) -> None:
+def test_without_records_nothing_is_said_about_due_times(shop: Shop) -> None:
     with exporter_of(shop.fleet, native_delay_records=None) as exporter:
         exporter.wait_for("pending", 4)
         for name in (

@@ -76,19 +76,19 @@ def test_sqs_has_nothing_to_count_in() -> None:
 
 @on_one_version
 def test_rated_tasks_wait_while_their_lines_are_away(fleet: Fleet) -> None:
-    with private_redis() as ledger:
-        conf = RATES | {"native_delay_records": ledger.url}
+    with private_redis() as records:
+        conf = RATES | {"native_delay_records": records.url}
         app = fleet.app(**conf)
         worker = fleet.worker(**conf)
         first = app.send_task("call_api", ("ada",)).id
         fleet.record.wait_for_ids([first])
-        ledger.stop()
+        records.stop()
         ids = [app.send_task("call_api", ("ada", number)).id for number in range(3)]
         other = app.send_task("note", (1,)).id
         fleet.record.wait_for_ids([other])
         worker.wait_for_log("tasks that have a rate wait until it answers")
         assert {run.id for run in fleet.record.runs()} == {first, other}
-        ledger.start()
+        records.start()
         runs = fleet.record.wait_for_ids(ids)
         assert {len(runs[each]) for each in ids} == {1}
         assert len(worker.log_lines("tasks that have a rate wait until it answers")) == 1
@@ -97,10 +97,10 @@ def test_rated_tasks_wait_while_their_lines_are_away(fleet: Fleet) -> None:
 
 @pytest.mark.redis
 @pytest.mark.parametrize("pool", [in_ci("threads"), in_ci("solo"), in_ci("gevent")])
-def test_other_pools(ledger_redis: PrivateRedis, tmp_path: Path, pool: Any) -> None:
+def test_other_pools(records_redis: PrivateRedis, tmp_path: Path, pool: Any) -> None:
     """Delayed tasks, whose turn comes after their due time."""
     rates = {"native_delay_rates": {"call_api": {"limit": "40/4s", "key": "tenant", "burst": 3}}}
-    with fleet_on(ledger_redis.url, tmp_path, **rates) as fleet:
+    with fleet_on(records_redis.url, tmp_path, **rates) as fleet:
         app = fleet.app()
         fleet.worker(pool=pool)
         ids = [app.send_task("call_api", ("ada", number), countdown=1).id for number in range(30)]

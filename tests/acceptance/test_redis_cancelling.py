@@ -21,9 +21,9 @@ def margin_seconds() -> float:
 
 
 @pytest.fixture
-def fleet(ledger_redis: PrivateRedis, tmp_path: Path) -> Iterator[Fleet]:
-    """Its broker is the Redis that others take for a ledger."""
-    with fleet_on(ledger_redis.url, tmp_path, **results_in(ledger_redis)) as fleet:  # noqa: F405
+def fleet(records_redis: PrivateRedis, tmp_path: Path) -> Iterator[Fleet]:
+    """Its broker is the Redis in which other tests keep records."""
+    with fleet_on(records_redis.url, tmp_path, **results_in(records_redis)) as fleet:  # noqa: F405
         yield fleet
     gc.collect()  # results unsubscribe
 

@@ -44,17 +44,17 @@ KILLS = 2
 def fleet(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Fleet]:
     """On Redis, messages are delivered once more while their tasks still run."""
     conf: dict[str, Any] = {"tests_lease_seconds": LEASE_SECONDS}
-    ledger: PrivateRedis = request.getfixturevalue("ledger_redis")
+    records: PrivateRedis = request.getfixturevalue("records_redis")
     match getattr(request, "param", "redis"):
         case "redis":
             conf["broker_transport_options"] = {"visibility_timeout": 2}
-            with fleet_on(ledger.url, tmp_path, **conf) as fleet:
+            with fleet_on(records.url, tmp_path, **conf) as fleet:
                 yield fleet
         case "rabbitmq":
             running = request.getfixturevalue("running_rabbitmq")
             server: PrivateRabbitMQ = running("3.10")
             url = server.new_vhost()
-            conf |= {"native_delay_levels": FEW_LEVELS, "native_delay_records": ledger.url}
+            conf |= {"native_delay_levels": FEW_LEVELS, "native_delay_records": records.url}
             with fleet_on(url, tmp_path, **conf) as fleet:
                 yield fleet
             server.delete_vhost(vhost_name(url))

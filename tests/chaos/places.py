@@ -68,9 +68,9 @@ def place(broker: str, folder: Path) -> Iterator[Place]:
     with ExitStack() as stack:
         match broker.split("-"):
             case ["rabbitmq", version]:
-                ledger = stack.enter_context(private_redis())
+                records = stack.enter_context(private_redis())
                 cluster, can_be_cut = _cluster(stack, version)
-                yield _on_rabbitmq(cluster, ledger, can_be_cut=can_be_cut)
+                yield _on_rabbitmq(cluster, records, can_be_cut=can_be_cut)
             case ["redis"]:
                 yield _on_redis(stack.enter_context(private_sentinel(replicas=2)))
             case ["postgresql"]:
@@ -92,13 +92,13 @@ def _cluster(stack: ExitStack, version: str) -> tuple[PrivateRabbitMQCluster, bo
 
 
 def _on_rabbitmq(
-    cluster: PrivateRabbitMQCluster, ledger: PrivateRedis, *, can_be_cut: bool
+    cluster: PrivateRabbitMQCluster, records: PrivateRedis, *, can_be_cut: bool
 ) -> Place:
-    """With a ledger in Redis, which tasks wait for: what was cancelled must not run."""
+    """With records in Redis, which tasks wait for: what was cancelled must not run."""
     url = cluster.new_vhost()
     conf = {
         "queue_type": "quorum",
-        "native_delay_records": ledger.url,
+        "native_delay_records": records.url,
         "native_delay_records_away": "wait",
         "native_delay_levels": 13,
     }
@@ -112,7 +112,9 @@ def _on_rabbitmq(
         FaultKind("node-paused", 2, 12, nodes): on_node(PrivateRabbitMQ.pause),
         FaultKind("rolling-restart", 0, 1): lambda _: _rolled(cluster),
         FaultKind("connections-dropped", 0, 0.5): partial(_dropped, lambda: _close_all(cluster)),
-        FaultKind("ledger-killed", 0.5, 3): partial(_down, ledger.kill, ledger.start, "the ledger"),
+        FaultKind("records-killed", 0.5, 3): partial(
+            _down, records.kill, records.start, "the records"
+        ),
         FaultKind("vhost-wiped", 0, 0.5, on_request=True, wipes=True): partial(
             _wiped, cluster.nodes[0], vhost_name(url.split(";")[0])
         ),

@@ -68,11 +68,11 @@ def reindexed(*args: Any) -> tuple[Any, ...]:
 def app(
     broker: Broker, request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Celery]:
-    """Installed, with results, and with a ledger beside RabbitMQ; what is due is handed over."""
+    """Installed, with results, and with records beside RabbitMQ; what is due is handed over."""
     url = broker.new_space()
     more: dict[str, Any] = settings_of(url)
     if url.startswith("amqp"):
-        more["ledger"] = request.getfixturevalue("ledger_server").url
+        more["records"] = request.getfixturevalue("records_server").url
     results = tmp_path_factory.mktemp("results")
     app = Celery("shop", broker=url, backend=f"file://{results}", set_as_current=False)
     app.conf.broker_transport_options = options_of(url)
@@ -107,7 +107,7 @@ def reindex(app: Celery) -> Any:
 
 
 class Counting(Inbox):
-    """An inbox that leaves out what the ledger says must not run, as a worker does."""
+    """An inbox that leaves out what the records say must not run, as a worker does."""
 
     def __init__(self, connection: Any, settings: Any) -> None:
         super().__init__(connection)

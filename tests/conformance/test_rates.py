@@ -37,7 +37,7 @@ RATE = Rate("40/4s", key="tenant")
 
 
 @pytest.fixture(scope="session")
-def ledger() -> Iterator[PrivateRedis]:
+def records() -> Iterator[PrivateRedis]:
     """The Redis beside RabbitMQ."""
     with private_redis(config="databases 100") as server:
         yield server
@@ -51,7 +51,7 @@ def conf_of(url: str, request: pytest.FixtureRequest) -> dict[str, Any]:
     conf = {f"native_delay_{name}": value for name, value in settings_of(url).items()}
     conf |= {"broker_transport_options": options_of(url), "native_delay_levels": FEW_LEVELS}
     if url.startswith("amqp"):
-        server: PrivateRedis = request.getfixturevalue("ledger")
+        server: PrivateRedis = request.getfixturevalue("records")
         conf["native_delay_records"] = f"redis://127.0.0.1:{server.port}/{next(_databases)}"
     return conf
 

@@ -1,6 +1,6 @@
 """``celery delay ls | show | cancel | reschedule | run-now``: what is asked, refused and printed.
 
-It is the same on every broker, so Redis stands for all; the answers are those of its ledger.
+It is the same on every broker, so Redis stands for all; the answers are those of its records.
 """
 
 from __future__ import annotations

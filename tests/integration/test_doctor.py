@@ -22,10 +22,10 @@ from celery_native_delay import install, redis_server, register_transports
 from celery_native_delay.app.doctor import examine
 from celery_native_delay.app.parts import admin_part
 from celery_native_delay.finding import ADVICE, UNCHECKED, WRONG, Finding
+from celery_native_delay.records import database
 from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, private_redis, vhost_name
 from celery_native_delay.transports.rabbitmq import management
 from celery_native_delay.transports.redis.keys import Keys
-from celery_native_delay.transports.sql import database
 from celery_native_delay.transports.sqs import queues
 from example_project.private_sqs import PrivateSqs
 from tests.brokers import in_ci, installed_rabbitmq
@@ -251,7 +251,7 @@ def test_a_worker_that_promotes_shows_it_although_memory_is_short(
         wait_until(lambda: own_redis.client.ttl(key) > 12, timeout_seconds=PATIENCE_SECONDS)
 
 
-# ---- the ledger of RabbitMQ --------------------------------------------------------------------
+# ---- the records of RabbitMQ -------------------------------------------------------------------
 
 
 @contextmanager
@@ -272,50 +272,50 @@ def no_redis() -> Iterator[int]:
 @pytest.mark.ci
 @pytest.mark.rabbitmq310
 @pytest.mark.parametrize("rabbitmq_version", ["3.10"], indirect=True)
-def test_a_ledger_that_is_down_or_wrong_is_named(
+def test_records_that_are_down_or_wrong_are_named(
     rabbitmq: PrivateRabbitMQ, vhost_url: str, project: Project
 ) -> None:
     management = {"management_url": rabbitmq.management_url}
 
-    def on(ledger: str) -> Celery:
-        return app_on(vhost_url, records=ledger, **management, **SETTINGS)
+    def on(records: str) -> Celery:
+        return app_on(vhost_url, records=records, **management, **SETTINGS)
 
-    with private_redis(server="redis") as ledger:
-        project.write(APP, vhost_url, records=ledger.url, **management, **SETTINGS)
+    with private_redis(server="redis") as records:
+        project.write(APP, vhost_url, records=records.url, **management, **SETTINGS)
         assert project.delay("declare").returncode == 0
-        assert of_level(on(ledger.url), WRONG) == []
+        assert of_level(on(records.url), WRONG) == []
         assert project.told("doctor")["healthy"] is True
 
-        ledger.client.config_set("appendonly", "no")
-        ledger.client.config_set("maxmemory-policy", "volatile-lru")
-        found = [finding.problem for finding in of_level(on(ledger.url), WRONG)]
+        records.client.config_set("appendonly", "no")
+        records.client.config_set("maxmemory-policy", "volatile-lru")
+        found = [finding.problem for finding in of_level(on(records.url), WRONG)]
         assert ["volatile-lru" in found[0], "appendonly is no" in found[1]] == [True, True]
-        ledger.client.config_set("appendonly", "yes")
-        ledger.client.config_set("maxmemory-policy", "noeviction")
+        records.client.config_set("appendonly", "yes")
+        records.client.config_set("maxmemory-policy", "noeviction")
 
-        ledger.client.config_set("requirepass", "secret")
-        wrong_password = ledger.url.replace("//", "//:mistyped@")
-        found_wrong = the_wrong(on(wrong_password), "ledger")
+        records.client.config_set("requirepass", "secret")
+        wrong_password = records.url.replace("//", "//:mistyped@")
+        found_wrong = the_wrong(on(wrong_password), "records")
         assert "does not serve: " in found_wrong.problem
         assert "mistyped" not in str(found_wrong)
-        ledger.client.config_set("requirepass", "")
+        records.client.config_set("requirepass", "")
 
-        with private_redis(server="redis", replica_of=ledger) as replica:
+        with private_redis(server="redis", replica_of=records) as replica:
             wait_until(
                 lambda: replica.client.info()["master_link_status"] == "up",
                 timeout_seconds=PATIENCE_SECONDS,
             )
-            found_wrong = the_wrong(on(replica.url), "ledger")
+            found_wrong = the_wrong(on(replica.url), "records")
             assert "takes nothing: ReadOnlyError" in found_wrong.problem
 
         with no_redis() as port:
-            assert "does not serve" in the_wrong(on(f"redis://127.0.0.1:{port}"), "ledger").problem
-        ledger.stop()
+            assert "does not serve" in the_wrong(on(f"redis://127.0.0.1:{port}"), "records").problem
+        records.stop()
         down = project.delay("doctor")
         assert down.returncode == 1
         assert "native_delay_records at redis://127.0.0.1" in down.stdout
         assert "start it, or correct" in down.stdout
-        ledger.start()
+        records.start()
 
 
 @pytest.mark.ci
@@ -627,16 +627,16 @@ def test_a_rate_that_limits_nothing_is_named(project: Project, empty_redis: Priv
 @pytest.mark.rabbitmq310
 @pytest.mark.parametrize("rabbitmq_version", ["3.10"], indirect=True)
 def test_rates_that_cannot_be_counted_are_named(vhost_url: str) -> None:
-    def on(**ledger: str) -> Celery:
-        return rated(app_on(vhost_url, rates={"shop.call_api": "10/s"}, **ledger, **SETTINGS))
+    def on(**records: str) -> Celery:
+        return rated(app_on(vhost_url, rates={"shop.call_api": "10/s"}, **records, **SETTINGS))
 
     (found,) = of_rates(on())
     assert found.problem.startswith("no worker starts with these rates")
     assert 'set native_delay_records = "redis://' in found.remedy
-    with private_redis(server="redis") as ledger:
-        assert of_rates(on(records=ledger.url)) == []
-        ledger.stop()
-        (found,) = of_rates(on(records=ledger.url))
+    with private_redis(server="redis") as records:
+        assert of_rates(on(records=records.url)) == []
+        records.stop()
+        (found,) = of_rates(on(records=records.url))
     assert "no rated task starts: the lines of rated tasks at redis://" in found.problem
     assert "native_delay_records" in found.remedy
 

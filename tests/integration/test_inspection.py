@@ -615,7 +615,7 @@ def test_status_shows_what_waits(shop: Project, rabbitmq: PrivateRabbitMQ, vhost
     assert told["name"] == SLOW_TOPOLOGY.name
     assert (told["waiting"], told["parked"], told["stuck"]) == (3, 1, 0)
     assert told["next_due_within_seconds"] == 128
-    assert (told["ledger"], told["overdue"], told["not_in_records"]) == (None, None, None)
+    assert (told["records"], told["overdue"], told["not_in_records"]) == (None, None, None)
     assert told["in_levels"] == 3
     assert told["levels"][-1] == {
         "queue": SLOW_TOPOLOGY.level_queue(128),
@@ -645,21 +645,21 @@ def four_tasks(app: Celery) -> None:
 
 @pytest.mark.ci
 @on_one_version
-def test_status_tells_tasks_by_the_ledger_and_explains_the_copies_in_the_levels(
+def test_status_tells_tasks_by_the_records_and_explains_the_copies_in_the_levels(
     tmp_path: Path, rabbitmq: PrivateRabbitMQ, vhost_url: str
 ) -> None:
-    """As `ls` lists them. While the ledger is away, it says so, and what the broker knows."""
+    """As `ls` lists them. While the records are away, it says so, and what the broker knows."""
     settings = {"management_url": rabbitmq.management_url, "levels": 20}
-    with private_redis() as ledger:
-        shop = Project(tmp_path).write(INSTALLED, vhost_url, records=ledger.url, **settings)
+    with private_redis() as records:
+        shop = Project(tmp_path).write(INSTALLED, vhost_url, records=records.url, **settings)
         with Celery("shop", broker=vhost_url, set_as_current=False) as app:
-            four_tasks(install(app, records=ledger.url, **settings))
+            four_tasks(install(app, records=records.url, **settings))
         told = shop.told("status")
         assert told["waiting"] == shop.told("ls")["total"] == 3
         assert (told["in_levels"], told["not_in_records"], told["overdue"]) == (4, 2, 1)
         assert 0 < told["overdue_seconds"] < PATIENCE_SECONDS + 60
         assert told["next_due_within_seconds"] == 0
-        assert told["ledger"] == {"where": ledger.url, "error": None}
+        assert told["records"] == {"where": records.url, "error": None}
         lines = shop.lines("status")
         waiting = lines.index("waiting 3")
         assert re.fullmatch(r"next due overdue, then in 1 h (10|9) min", lines[waiting + 1])
@@ -668,20 +668,19 @@ def test_status_tells_tasks_by_the_ledger_and_explains_the_copies_in_the_levels(
             lines[waiting + 2],
         )
         assert lines[waiting + 3].startswith(
-            "in levels 4 = 2 that the ledger has ahead + 2 that it does not list: what was "
-            "cancelled or moved stays there until it was due"
+            "in levels 4, 2 of them listed in the records; the others are cancelled or moved tasks"
         )
 
-        ledger.stop()
+        records.stop()
         lines = shop.lines("status")
         waiting = lines.index("waiting 4, or fewer: what was cancelled or moved is among them")
         assert lines[waiting + 1] == "next due within 2 h 17 min"
-        assert lines[waiting + 2] == "overdue unknown (the ledger is away)"
+        assert lines[waiting + 2] == "overdue unknown (the records are away)"
         assert lines[waiting + 3 : waiting + 5] == ["parked 0", "stuck 0"]
-        assert lines[-1].startswith(f"ledger the ledger at {ledger.url} does not answer: ")
+        assert lines[-1].startswith(f"records the records at {records.url} are out of reach: ")
         told = shop.told("status")
         assert (told["waiting"], told["in_levels"], told["overdue"]) == (4, 4, None)
-        assert "does not answer" in told["ledger"]["error"]
+        assert "are out of reach" in told["records"]["error"]
 
 
 @on_one_version

@@ -216,7 +216,7 @@ class Site:
     put_back_early: int = 0
 
     def task(self) -> dict[str, str]:
-        """What the ledger knows a message by."""
+        """What the records know a message by."""
         return {"task": "shop.remind", "id": f"id-{next(self.numbers)}"}
 
     def declare(self) -> None:
@@ -315,20 +315,20 @@ class Site:
 
     def _moved(self, way: str, sent: Sent) -> None:
         """What it replaces comes, too, much later, for a worker to drop."""
-        self._plainly(way, sent, "ledger", seconds=5)
-        outcome = self.ledger.move(sent.headers["id"], due_us(eta_in(DELAY_SECONDS)))
+        self._plainly(way, sent, "records", seconds=5)
+        outcome = self.records.move(sent.headers["id"], due_us(eta_in(DELAY_SECONDS)))
         assert outcome, outcome
 
     def _cancelled(self, way: str, sent: Sent) -> None:
         """The copy that is to be announced comes at once."""
-        self._plainly(way, sent, "ledger", seconds=5)
-        outcome = self.ledger.cancel(sent.headers["id"])
+        self._plainly(way, sent, "records", seconds=5)
+        outcome = self.records.cancel(sent.headers["id"])
         assert outcome, outcome
 
     @property
-    def ledger(self) -> Any:
+    def records(self) -> Any:
         channel = self.worker.default_channel
-        return channel.ledger(channel.delays.settings)
+        return channel.waiting_tasks(channel.delays.settings)
 
     def receive(self, way: str, sent: Sent) -> dict[str, Any]:
         channel = self.receiver.default_channel
@@ -345,7 +345,7 @@ class Site:
 
 @contextmanager
 def site_of(
-    url: str, worker_url: str, ledger: str, *, consumer: str, queue_type: str
+    url: str, worker_url: str, records: str, *, consumer: str, queue_type: str
 ) -> Iterator[Site]:
     with ExitStack() as stack:
 
@@ -356,10 +356,10 @@ def site_of(
         producers = {
             "confirmed": connection(),
             "unconfirmed": connection(confirm_publish=False),
-            "ledger": connection(records=ledger),
+            "records": connection(records=records),
         }
         receiver = connection() if consumer == "installed" else stack.enter_context(Connection(url))
-        worker = connection(worker_url, records=ledger)
+        worker = connection(worker_url, records=records)
         site = Site(plain, producers, worker, receiver)
         site.declare()
         yield site
@@ -373,7 +373,7 @@ def test_whatever_way_it_took_it_is_seen_as_without_its_delay(
     rabbitmq: PrivateRabbitMQ,
     vhost_url: str,
     vhost: str,
-    ledger_redis: PrivateRedis,
+    records_redis: PrivateRedis,
     consumer: str,
     queue_type: str,
 ) -> None:
@@ -411,7 +411,7 @@ def test_whatever_way_it_took_it_is_seen_as_without_its_delay(
                 ]
         assert not different, (drawn, different)
 
-    urls = vhost_url, rabbitmq.add_user(f"worker-{vhost}", "secret", vhost=vhost), ledger_redis.url
+    urls = vhost_url, rabbitmq.add_user(f"worker-{vhost}", "secret", vhost=vhost), records_redis.url
     with site_of(*urls, consumer=consumer, queue_type=queue_type) as site:
         every_message()
         assert site.rescued

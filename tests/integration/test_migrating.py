@@ -270,10 +270,10 @@ def test_a_set_is_found_without_the_management_api_if_it_is_named(
 
 @on_one_version
 def test_what_was_cancelled_or_moved_stays_so(
-    vhost_url: str, settings: dict[str, Any], ledger_redis: PrivateRedis
+    vhost_url: str, settings: dict[str, Any], records_redis: PrivateRedis
 ) -> None:
-    """In the ledger of both sets, which lists each task once."""
-    settings["ledger"] = ledger_redis.url
+    """In the records of both sets, which lists each task once."""
+    settings["records"] = records_redis.url
     with an_app(vhost_url, **settings, **EARLIER) as old, an_app(vhost_url, **settings) as app:
         for number in (1, 2, 3):
             send(old, number, 400 + number)
@@ -318,13 +318,13 @@ def test_another_rabbitmq_is_emptied_of_celerys_levels_and_of_ours(
 
 @on_one_version
 def test_rabbitmq_to_redis_and_back(
-    app: Celery, vhost_url: str, ledger_redis: PrivateRedis
+    app: Celery, vhost_url: str, records_redis: PrivateRedis
 ) -> None:
     send(app, 1, 500, priority=3)
     send(app, 2, 4)
     send(app, 3, 600, queue="reminders")
     before = {message.headers["id"]: message for message in in_levels(app)}
-    with an_app(ledger_redis.url, namespace="celery_delay") as redis_app:
+    with an_app(records_redis.url, namespace="celery_delay") as redis_app:
         assert migrated(redis_app, vhost_url)["moved"] == 3
         assert in_levels(app) == []
         waiting = {task.id: task for task in Delay(redis_app).ls()}
@@ -334,7 +334,7 @@ def test_rabbitmq_to_redis_and_back(
             "order-3": "reminders",
         }
         assert waiting["order-1"].args == "('ada',)"
-        assert migrated(app, ledger_redis.url)["moved"] == 3
+        assert migrated(app, records_redis.url)["moved"] == 3
         assert Delay(redis_app).count() == 0
     after = {message.headers["id"]: message for message in in_levels(app)}
     for task_id, message in before.items():
@@ -372,10 +372,10 @@ def test_a_store_to_rabbitmq_and_back(app: Celery, vhost_url: str, tmp_path: Pat
 
 @on_one_version
 def test_tasks_in_ordinary_queues_of_redis_are_told_and_left(
-    app: Celery, ledger_redis: PrivateRedis
+    app: Celery, records_redis: PrivateRedis
 ) -> None:
     """Also those that a plain worker holds."""
-    with closing(plain_app(ledger_redis.url)) as plain, plain.connection_for_write() as connection:
+    with closing(plain_app(records_redis.url)) as plain, plain.connection_for_write() as connection:
         send(plain, 1, 500, queue="reminders", priority=6)
         send(plain, 2, 500, queue="reminders")
         send(plain, 3, -5, queue="reminders")
@@ -384,12 +384,12 @@ def test_tasks_in_ordinary_queues_of_redis_are_told_and_left(
         orders(channel).declare()
         send(plain, 4, 500)
         held = channel.basic_get("orders")
-        done = command(app, "migrate", "--from", ledger_redis.url, "--dry-run")
+        done = command(app, "migrate", "--from", records_redis.url, "--dry-run")
         assert re.findall(r"^(\w+) +(\d)$", done.stdout, re.M) == [
             ("reminders", "2"),
             ("unacked", "1"),
         ]
-        told = migrated(app, ledger_redis.url, status=1)
+        told = migrated(app, records_redis.url, status=1)
         assert told["moved"] == 0
         why = {each["source"]: each["refused"] for each in told["sources"] if each["refused"]}
         assert {name: [*counts.values()] for name, counts in why.items()} == {
@@ -403,7 +403,7 @@ def test_tasks_in_ordinary_queues_of_redis_are_told_and_left(
 
 @on_one_version
 def test_sources_that_cannot_be_are_refused_with_a_sentence(
-    app: Celery, vhost_url: str, ledger_redis: PrivateRedis
+    app: Celery, vhost_url: str, records_redis: PrivateRedis
 ) -> None:
     for name, says in [
         ("nonsense", "expected celery"),
@@ -414,7 +414,7 @@ def test_sources_that_cannot_be_are_refused_with_a_sentence(
     ]:
         done = command(app, "migrate", "--from", name, "--yes")
         assert (done.exit_code, says in done.output) == (1, True), (name, done.output)
-    with an_app(ledger_redis.url) as redis_app:
+    with an_app(records_redis.url) as redis_app:
         done = command(redis_app, "migrate", "--from", "celery", "--yes")
         assert "about RabbitMQ" in done.output
 
@@ -485,11 +485,11 @@ class Killed(Exception):
     """Stands for SIGKILL: nothing is acknowledged, the connection is gone."""
 
 
-def killed_in_the_middle(app: Celery, *names: str, ledger: str | None = None) -> None:
+def killed_in_the_middle(app: Celery, *names: str, records: str | None = None) -> None:
     """Move one message, and end before its original is gone."""
     with ExitStack() as stack:
         connection = stack.enter_context(app.connection_for_write())
-        part, sources = stack.enter_context(moving(app, connection, names, records=ledger))
+        part, sources = stack.enter_context(moving(app, connection, names, records=records))
         part.prepare(list(app.amqp.queues.values()))
 
         def done() -> bool:
@@ -510,12 +510,12 @@ def killed_in_the_middle(app: Celery, *names: str, ledger: str | None = None) ->
             )
 
 
-@pytest.mark.parametrize("ledger", [False, True], ids=["without a ledger", "with a ledger"])
-def test_a_message_that_was_in_both_places_is_known_by_a_ledger_and_told_without(
-    vhost_url: str, settings: dict[str, Any], ledger_redis: PrivateRedis, ledger: bool
+@pytest.mark.parametrize("records", [False, True], ids=["without records", "with records"])
+def test_a_message_that_was_in_both_places_is_known_by_records_and_told_without(
+    vhost_url: str, settings: dict[str, Any], records_redis: PrivateRedis, records: bool
 ) -> None:
-    if ledger:
-        settings["ledger"] = ledger_redis.url
+    if records:
+        settings["records"] = records_redis.url
     with celerys_levels(vhost_url, queue_type="quorum") as plain:
         send(plain, 1, 400)
         send(plain, 2, 400)
@@ -524,7 +524,7 @@ def test_a_message_that_was_in_both_places_is_known_by_a_ledger_and_told_without
         (source,) = migrated(app, "celery")["sources"]
         assert source["moved"] == 2
         ids = sorted(message.headers["id"] for message in in_levels(app))
-        if ledger:
+        if records:
             assert (ids, source["doubtful"]) == (["order-1", "order-2"], [])
             assert {task.id for task in Delay(app).ls()} == {"order-1", "order-2"}
         else:
@@ -533,10 +533,10 @@ def test_a_message_that_was_in_both_places_is_known_by_a_ledger_and_told_without
 
 @on_one_version
 def test_redis_and_stores_take_a_message_once_however_often_it_is_moved(
-    app: Celery, vhost_url: str, ledger_redis: PrivateRedis, tmp_path: Path
+    app: Celery, vhost_url: str, records_redis: PrivateRedis, tmp_path: Path
 ) -> None:
     store = f"sqla+sqlite:///{tmp_path}/delays.db"
-    with an_app(ledger_redis.url) as redis_app, an_app(store) as store_app:
+    with an_app(records_redis.url) as redis_app, an_app(store) as store_app:
         for target in (redis_app, store_app):
             send(app, 1, 400)
             killed_in_the_middle(target, vhost_url)
@@ -547,10 +547,10 @@ def test_redis_and_stores_take_a_message_once_however_often_it_is_moved(
 
 @on_one_version
 def test_out_of_redis_and_stores_what_was_in_both_places_is_told(
-    app: Celery, ledger_redis: PrivateRedis, tmp_path: Path
+    app: Celery, records_redis: PrivateRedis, tmp_path: Path
 ) -> None:
     store = f"sqla+sqlite:///{tmp_path}/delays.db"
-    with an_app(ledger_redis.url) as redis_app, an_app(store) as store_app:
+    with an_app(records_redis.url) as redis_app, an_app(store) as store_app:
         for number, other in enumerate((redis_app, store_app)):
             send(other, number, 400, queue="reminders")
             send(other, 7, 500, queue="reminders")
@@ -597,19 +597,19 @@ def test_what_is_cancelled_already_comes_to_be_announced(app: Celery, vhost_url:
 
 @pytest.fixture
 def place(
-    vhost_url: str, settings: dict[str, Any], ledger_redis: PrivateRedis, tmp_path: Path
+    vhost_url: str, settings: dict[str, Any], records_redis: PrivateRedis, tmp_path: Path
 ) -> Callable[[str], Any]:
     """An app on a place of some kind, which keeps records of keys."""
 
     def opened(kind: str) -> Any:
         match kind:
             case "redis":
-                return an_app(ledger_redis.url)
+                return an_app(records_redis.url)
             case "rabbitmq":
-                return an_app(vhost_url, **settings, records=ledger_redis.url)
+                return an_app(vhost_url, **settings, records=records_redis.url)
             case "namespace":
                 own = settings | {"namespace": "old_delay"}
-                return an_app(vhost_url, **own, records=ledger_redis.url)
+                return an_app(vhost_url, **own, records=records_redis.url)
         return an_app(f"sqla+sqlite:///{tmp_path}/delays.db")
 
     return opened
@@ -652,14 +652,14 @@ def waiting(app: Celery) -> set[str]:
 )
 @on_one_version
 def test_a_key_goes_with_its_task(
-    place: Callable[[str], Any], ledger_redis: PrivateRedis, source: str, target: str
+    place: Callable[[str], Any], records_redis: PrivateRedis, source: str, target: str
 ) -> None:
     """The next call at the new place knows of the task, and the key is free at the old one."""
     with place(source) as old, place(target) as new:
         ids = ids_after(old)
         assert waiting(old) == {*ids.values()}
         name = "sets:old_delay" if source == "namespace" else name_of(old)
-        told = migrated(new, name, more=("--ledger", ledger_redis.url))
+        told = migrated(new, name, more=("--records", records_redis.url))
         assert sum(each["refused"] != {} for each in told["sources"]) == 0
         assert waiting(new) == {*ids.values()}
         assert waiting(old) == set()
@@ -679,14 +679,14 @@ def name_of(app: Celery) -> str:
 
 @on_one_version
 def test_where_no_keys_are_kept_a_task_goes_without_and_its_key_is_free(
-    app: Celery, ledger_redis: PrivateRedis
+    app: Celery, records_redis: PrivateRedis
 ) -> None:
-    with an_app(ledger_redis.url) as old:
+    with an_app(records_redis.url) as old:
         (_, call), *_ = keyed_calls(old)
         first = call().id
-        done = command(app, "migrate", "--from", ledger_redis.url, "--dry-run")
+        done = command(app, "migrate", "--from", records_redis.url, "--dry-run")
         assert "tasks under a key become ordinary ones" in done.stderr
-        assert migrated(app, ledger_redis.url)["moved"] == 1
+        assert migrated(app, records_redis.url)["moved"] == 1
         (message,) = in_levels(app)
         assert message.headers["id"] == first
         assert KEY not in message.headers  # a worker would look for a record for ever
@@ -695,10 +695,10 @@ def test_where_no_keys_are_kept_a_task_goes_without_and_its_key_is_free(
 
 @on_one_version
 def test_tasks_whose_records_are_not_known_stay_and_that_is_told_before(
-    vhost_url: str, settings: dict[str, Any], ledger_redis: PrivateRedis, tmp_path: Path
+    vhost_url: str, settings: dict[str, Any], records_redis: PrivateRedis, tmp_path: Path
 ) -> None:
     with (
-        an_app(vhost_url, **settings, records=ledger_redis.url) as old,
+        an_app(vhost_url, **settings, records=records_redis.url) as old,
         an_app(f"sqla+sqlite:///{tmp_path}/delays.db") as new,
     ):
         (_, call), *_ = keyed_calls(old)
@@ -711,9 +711,9 @@ def test_tasks_whose_records_are_not_known_stay_and_that_is_told_before(
         )
         assert source["moved"] == 1
         ((why, count),) = source["refused"].items()
-        assert ("--ledger" in why, count) == (True, 1)
+        assert ("--records" in why, count) == (True, 1)
         assert call().id == first
-        assert migrated(new, vhost_url, more=("--ledger", ledger_redis.url))["moved"] == 1
+        assert migrated(new, vhost_url, more=("--records", records_redis.url))["moved"] == 1
         assert waiting(new) == {first, "order-1"}
 
 
@@ -722,15 +722,15 @@ def test_tasks_whose_records_are_not_known_stay_and_that_is_told_before(
 )
 @on_one_version
 def test_a_task_with_a_key_that_was_in_both_places_waits_in_one(
-    place: Callable[[str], Any], ledger_redis: PrivateRedis, source: str, target: str
+    place: Callable[[str], Any], records_redis: PrivateRedis, source: str, target: str
 ) -> None:
     with place(source) as old, place(target) as new:
         (_, call), *_ = keyed_calls(old)
         first = call().id
-        name, ledger = name_of(old), ledger_redis.url
+        name, records = name_of(old), records_redis.url
         (told,) = (
             each
-            for each in migrated(new, name, more=("--ledger", ledger))["sources"]
+            for each in migrated(new, name, more=("--records", records))["sources"]
             if each["moved"]
         )
         assert (told["moved"], told["doubtful"]) == (1, [])
@@ -740,37 +740,37 @@ def test_a_task_with_a_key_that_was_in_both_places_waits_in_one(
 
 @on_one_version
 def test_a_task_stays_where_another_waits_for_its_key(
-    vhost_url: str, settings: dict[str, Any], ledger_redis: PrivateRedis
+    vhost_url: str, settings: dict[str, Any], records_redis: PrivateRedis
 ) -> None:
     with (
-        an_app(ledger_redis.url) as old,
-        an_app(vhost_url, **settings, records=ledger_redis.url) as new,
+        an_app(records_redis.url) as old,
+        an_app(vhost_url, **settings, records=records_redis.url) as new,
     ):
         (_, call), *_ = keyed_calls(old)
         (_, there), *_ = keyed_calls(new)
         first, second = call().id, there().id
-        (source,) = migrated(new, ledger_redis.url, status=1)["sources"]
+        (source,) = migrated(new, records_redis.url, status=1)["sources"]
         assert "another task waits for its key" in next(iter(source["refused"]))
         assert (waiting(old), waiting(new)) == ({first}, {second})
         assert Delay(new).cancel(second)
-        assert migrated(new, ledger_redis.url)["moved"] == 1
+        assert migrated(new, records_redis.url)["moved"] == 1
         assert waiting(new) == {first}
 
 
 @on_one_version
 def test_a_place_in_a_line_stays_in_its_line(
-    vhost_url: str, settings: dict[str, Any], ledger_redis: PrivateRedis
+    vhost_url: str, settings: dict[str, Any], records_redis: PrivateRedis
 ) -> None:
     """It counts nowhere else: a task that is moved comes at its turn, and stands anew."""
     options = {"headers": {PLACE: "17 ada"}}
     with (
-        an_app(ledger_redis.url) as redis_app,
+        an_app(records_redis.url) as redis_app,
         an_app(vhost_url, **settings, **EARLIER) as old,
         an_app(vhost_url, **settings) as app,
     ):
         send(redis_app, 1, 500, queue="reminders", **options)
         send(old, 2, 500, queue="reminders", **options)
-        assert migrated(app, "sets", ledger_redis.url)["moved"] == 2
+        assert migrated(app, "sets", records_redis.url)["moved"] == 2
         places = {each.headers["id"]: each.headers.get(PLACE) for each in in_levels(app)}
         assert places == {"order-1": None, "order-2": "17 ada"}
 
@@ -840,7 +840,7 @@ def test_a_set_that_gets_a_message_while_it_is_pruned_is_left(
         assert [message.headers["id"] for message in in_levels(old)] == ["order-2"]
 
 
-def test_only_rabbitmq_has_anything_to_prune(ledger_redis: PrivateRedis) -> None:
-    with an_app(ledger_redis.url) as redis_app:
+def test_only_rabbitmq_has_anything_to_prune(records_redis: PrivateRedis) -> None:
+    with an_app(records_redis.url) as redis_app:
         done = command(redis_app, "prune")
         assert (done.exit_code, "nothing is left" in done.output) == (2, True), done.output

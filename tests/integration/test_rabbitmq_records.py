@@ -42,7 +42,7 @@ def records_url(
 ) -> Iterator[str]:
     """Records beside RabbitMQ."""
     if request.param == "redis":
-        yield request.getfixturevalue("ledger_server").url
+        yield request.getfixturevalue("records_server").url
     elif request.param == "sqlite":
         yield f"sqlite:///{tmp_path_factory.mktemp('records')}/records.db"
     else:
@@ -60,12 +60,12 @@ def vhost_url(rabbitmq: PrivateRabbitMQ, records_url: str) -> Iterator[str]:
 
 
 @pytest.fixture
-def app(vhost_url: str, records_url: str, ledger_server: PrivateRedis) -> Iterator[Celery]:
+def app(vhost_url: str, records_url: str, records_server: PrivateRedis) -> Iterator[Celery]:
     """With empty records."""
     app = Celery("shop", broker=vhost_url, set_as_current=False)
-    app.conf.result_backend = ledger_server.url.replace("/0", "/1")
+    app.conf.result_backend = records_server.url.replace("/0", "/1")
     install(app, records=records_url)
-    empty(records_of(app), ledger_server)
+    empty(records_of(app), records_server)
     yield app
     close_results(app)  # noqa: F405
     app.close()
@@ -285,7 +285,7 @@ def test_a_sweep_removes_what_no_worker_told_the_records_of(app: Celery) -> None
 
 
 def test_calls_under_a_key_leave_no_mark_of_what_was_not_sent_or_counts(
-    app: Celery, ledger_server: PrivateRedis, records_url: str
+    app: Celery, records_server: PrivateRedis, records_url: str
 ) -> None:
     """A mark makes void what a worker gets before its key knows it."""
     delay, signature = Delay(app), app.signature("shop.reindex")
@@ -294,7 +294,7 @@ def test_calls_under_a_key_leave_no_mark_of_what_was_not_sent_or_counts(
     first = delay.throttle(signature, key="k", seconds=60)
     assert delay.throttle(signature, key="k", seconds=60).id == first.id
     if records_url.startswith("redis"):
-        assert ledger_server.client.keys("*.mark.*") == []
+        assert records_server.client.keys("*.mark.*") == []
     else:
         from sqlalchemy import func, select
 

@@ -24,8 +24,9 @@ from celery_native_delay import (
     UnsupportedBroker,
 )
 from celery_native_delay.durations import seconds_of
+from celery_native_delay.records import database
 from celery_native_delay.transports.interface import Outage, Rescue
-from celery_native_delay.transports.sql import database, handover
+from celery_native_delay.transports.sql import handover
 from celery_native_delay.transports.sql.dispatcher import Dispatcher
 from celery_native_delay.transports.sql.store import Store
 from tests.conformance.brokers import Broker, options_of, running_broker, settings_of

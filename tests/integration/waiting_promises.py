@@ -1,4 +1,4 @@
-"""What every ledger promises, whichever broker it is; run by test_redis_ledger and its twin.
+"""What waiting tasks promise, whichever broker it is; run by test_redis_waiting and its twin.
 
 They define the fixture *app*: installed, on an empty broker, which hands over what is due.
 """

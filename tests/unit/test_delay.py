@@ -53,7 +53,7 @@ def delay(app: Celery, sent: list[AsyncResult]) -> Delay:
 def test_a_cancel_whose_answer_was_lost_is_not_said_to_have_failed(
     app: Celery, delay: Delay, sent: list[AsyncResult], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Asked again on another connection, the ledger no longer has the task: it was cancelled."""
+    """Asked again on another connection, the records no longer has the task: it was cancelled."""
     lost = iter(app.connection().recoverable_connection_errors[:1])
     cancel = Delay._cancel
 

@@ -59,10 +59,10 @@ def test_what_was_moved(answer: Answer, records_away: str, ruling: Ruling | None
     assert moved(arrival(WAITED)) == ruling
     assert moved(arrival()) is None, "it did not wait"
     moved.receipts = None
-    assert moved(arrival(WAITED)) is None, "there is no ledger"
+    assert moved(arrival(WAITED)) is None, "there are no records"
 
 
-def test_what_was_cancelled_does_not_wait_for_the_ledger() -> None:
+def test_what_was_cancelled_does_not_wait_for_the_records() -> None:
     """It would lose the mark of that."""
     moved = Moved(DelaySettings(records_away="wait"))
     moved.receipts = WaitingTasks(Answer.AWAY)

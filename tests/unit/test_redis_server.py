@@ -92,7 +92,7 @@ def test_what_may_lose_messages_is_said(info: dict[str, Any], level: str, proble
 
 
 def test_what_has_a_ttl_is_lost_to_volatile_policies_as_well() -> None:
-    """The records of a fence, and what is marked as cancelled in a ledger."""
+    """The records of a fence, and what is marked as cancelled in records."""
     (finding,) = kept(server(maxmemory_policy="volatile-lru"), has_ttls=True)
     assert finding.level == WRONG
 

@@ -146,7 +146,7 @@ class Adopted:
 
 @dataclass
 class Worker:
-    """Strategies around one that notes what Celery is given; its ledger answers *answer*."""
+    """Strategies around one that notes what Celery is given; its records answer *answer*."""
 
     takes: bool = True
     answer: Answer = Answer.RUN
@@ -537,7 +537,7 @@ def test_a_cancelled_task_goes_to_celery_at_once_whatever_its_times_say(
         (Answer.AWAY, False, "adopted"),
     ],
 )
-def test_a_task_that_waited_does_what_the_ledger_says(
+def test_a_task_that_waited_does_what_the_records_say(
     answer: Answer, runs_unasked: bool, outcome: str
 ) -> None:
     worker = Worker(answer=answer, runs_unasked=runs_unasked)
@@ -565,7 +565,7 @@ def test_a_task_that_is_not_decided_on_is_asked_about_again() -> None:
     assert len(worker.ran) == 1
 
 
-def test_a_task_that_did_not_wait_is_nothing_to_the_ledger() -> None:
+def test_a_task_that_did_not_wait_is_nothing_to_the_records() -> None:
     assert Worker(answer=Answer.DROP).receives(Message({"id": "1"})) == "ran"
 
 

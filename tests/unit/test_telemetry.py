@@ -154,7 +154,7 @@ def test_what_became_of_an_attempt(
         ("1970-01-01T00:00:01+00:00", None, False),
         # Held by the worker: it was sent in time, whoever sent it.
         ("1970-01-01T00:01:00+00:00", None, None),
-        # Put back since, by a fence or while the ledger was away.
+        # Put back since, by a fence or while the records were away.
         ("1970-01-01T00:00:01+00:00", Delayed("d", 1_500_000, "", "celery"), None),
         (None, None, None),
         ("tomorrow", None, None),

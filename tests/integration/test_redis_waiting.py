@@ -1,4 +1,4 @@
-"""On Redis the store itself is the ledger."""
+"""Waiting tasks on a Redis broker, which needs no records beside it."""
 
 from __future__ import annotations
 

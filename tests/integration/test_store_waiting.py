@@ -1,4 +1,4 @@
-"""A timeout store is its own ledger: a row's lock decides between a change and the dispatcher."""
+"""Waiting tasks in a store: a row's lock decides between a change and the dispatcher."""
 
 from __future__ import annotations
 
