@@ -318,8 +318,8 @@ def _check_exists(df: Any, slot: Slot) -> None:
     if alike == [name]:
         return
     try:
-        if isinstance(name, str) and "." not in name and not alike:
-            raise AnalysisException("no such column")  # Spark 4 would log a page about it
+        if isinstance(name, str) and "." not in name and (not alike or alike.count(name) > 1):
+            raise AnalysisException("none, or several")  # Spark 4 would log a page about it
         df.select(name).schema  # noqa: B018  Spark Connect looks at it now
     except AnalysisException as exc:
         raise no_such_column(slot, df.columns) from exc

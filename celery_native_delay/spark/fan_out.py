@@ -189,12 +189,12 @@ class FanOut:
     @property
     def encoded(self) -> Any:
         """The rows as they are going to be sent, or why not: the DataFrame behind all others."""
-        return self._encoded()
+        return self._encoded(self._df)
 
-    def _encoded(self, *keep: str) -> Any:
+    def _encoded(self, df: Any, *keep: str) -> Any:
         facts = self.facts
         return encode.encoded(
-            self._df,
+            df,
             self.options,
             longest_seconds=facts.delay_settings.longest_delay_seconds,
             spread=facts.spread,
@@ -212,7 +212,7 @@ class FanOut:
     def rejected(self) -> Any:
         """The rows that are not sent: the DataFrame's own columns and the reason, ``_error``."""
         return (
-            self._encoded("row")
+            self._encoded(self._df, "row")
             .where("error is not null")
             .select("row.*", f.col("error").alias("_error"))
         )
@@ -229,7 +229,7 @@ class FanOut:
             if isinstance(column, str)
         }
         return (
-            self._encoded(*keys)
+            self._encoded(self._df, *keys)
             .where("error is null")
             .select(
                 "task_id",
@@ -270,8 +270,9 @@ class FanOut:
         job_id = uuid4().hex
         fence = Fence.of(self.options, self.facts, job_id)
         started = monotonic()
-        # Each partition pays for a connection.
-        encoded = self.encoded.coalesce(connections)
+        # Each partition pays for a connection, and before that for a Python that encodes it. A rate
+        # shuffles in between.
+        encoded = self._encoded(self._df.coalesce(connections)).coalesce(connections)
         was_committed = fence is not None and fence.open().state == COMMITTED
         with LiveCounts(spark, job_id) as counts:
             job = SendJob(

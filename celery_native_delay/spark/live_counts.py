@@ -29,7 +29,7 @@ _STOP = b"stop"
 
 @dataclass(frozen=True)
 class Report:
-    """What one attempt at one partition has sent so far."""
+    """The counts of one attempt at one partition so far."""
 
     job: str
     partition: int
@@ -96,7 +96,7 @@ class LiveCounts:
         )
         counts = f"{sent:,} sent, {confirmed:,} confirmed, {in_doubt:,} in doubt"
         silent = sum(not report.is_last for report in reports)
-        more = f"; {silent} of {len(reports)} tasks of Spark's may have sent more" if silent else ""
+        more = f"; {silent} of {len(reports)} partitions may have sent more" if silent else ""
         return counts + more
 
     def _listen(self) -> None:

@@ -31,7 +31,7 @@ class Receipt:
     attempt: int
     rows: int = 0
     ids: int = 0
-    """Sum of the first 32 bits of all task ids."""
+    """Sum of the CRC-32 of all task ids."""
     sent: int = 0
     confirmed: int = 0
     by_template: int = 0

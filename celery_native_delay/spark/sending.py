@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from time import monotonic, sleep, time_ns
 from typing import Any
+from zlib import crc32
 
 from ..bulk.batch import Bulk
 from ..errors import (
@@ -76,7 +77,7 @@ def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -
     with reporter.of(batch), batch:
         for task_id, due_us, body, queue, priority, expires_us, error in rows:
             receipt.rows += 1
-            receipt.ids += int(task_id[:8], 16) if task_id else 0
+            receipt.ids += crc32(task_id.encode()) if task_id else 0
             if is_committed:
                 continue
             if error is not None:

@@ -165,6 +165,9 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
     def shutdown(self, c: Any) -> None:
         """End every thread; what was not put back yet is redelivered by the broker."""
         self._fence.stop()
+        if self._waker is not None:
+            self._waker.close()
+            self._waker = None
         if self._rated is not None:
             self._rated.close()
         self._tallying.shutdown()
@@ -186,8 +189,8 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
 def _check_lines(app: Any, settings: DelaySettings) -> None:
     """Raise NoRecords if this worker could not count rated tasks.
 
-    The caller who makes a worker gets the error: Celery's ``start_worker`` would wait for ever for
-    one that ends in its own thread. If the broker is away, :meth:`NativeDelay.start` raises it.
+    The caller that makes a worker gets the error: Celery's ``start_worker`` would wait for ever for
+    a worker that ends in its own thread. If the broker is away, :meth:`NativeDelay.start` does.
     """
     with app.connection_for_read() as connection:
         try:

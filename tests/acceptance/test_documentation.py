@@ -32,7 +32,7 @@ from celery_native_delay.transports.interface import Outage
 from celery_native_delay.worker.outage import react
 from example_project.private_sqs import private_sqs, require_sqs
 from pytest_celery_native_delay import installed
-from tests.documents import EXAMPLES, ROOT, Example, code_beside, only, shown
+from tests.documents import EXAMPLES, PAGES, ROOT, Example, code_beside, only, shown
 from tests.processes import processes_of
 from tests.waiting import wait_until
 
@@ -447,7 +447,22 @@ def test_the_plans_shown_are_what_the_command_prints(shop: Path) -> None:
 def test_every_extra_exists(line: str) -> None:
     with (ROOT / "pyproject.toml").open("rb") as file:
         known = tomllib.load(file)["project"]["optional-dependencies"]
-    assert set(re.findall(r"celery_native_delay\[(\w+)\]", line)) <= set(known)
+    assert set(re.findall(r"(?:celery_native_delay|\.)\[(\w+)\]", line)) <= set(known)
+
+
+def test_no_address_is_promised_before_there_is_a_release() -> None:
+    """A package of that name on PyPI, and our own site, would be somebody else's."""
+    paths = [
+        *PAGES,
+        *ROOT.glob("*.md"),
+        ROOT / "pyproject.toml",
+        *(ROOT / ".github").rglob("*.yml"),
+    ]
+    named = re.compile(
+        r"https?://[^\s)>\"']*celery[-_]native|pip install '?celery_native_delay(?!\[\w+\] @ )"
+    )
+    found = {str(path.relative_to(ROOT)): named.findall(path.read_text()) for path in paths}
+    assert {where: promised for where, promised in found.items() if promised} == {}
 
 
 @lines_of("make ")

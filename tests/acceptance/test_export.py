@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from celery import Celery
+from celery.contrib.testing.worker import start_worker
 from kombu import Connection
 
 from celery_native_delay import NotDeclared, install
@@ -16,7 +17,7 @@ from celery_native_delay.testing import PrivateRabbitMQ
 from celery_native_delay.transports.interface import Exports
 from celery_native_delay.transports.rabbitmq.topology import Topology
 from tests.acceptance.worker import FEW_LEVELS, Fleet, fleet_on
-from tests.documents import ROOT
+from tests.documents import ROOT, only
 from tests.waiting import wait_until
 
 CONF = {
@@ -78,23 +79,67 @@ def test_who_may_configure_nothing_delays_tasks_and_gets_them(
     assert {queue["name"] for queue in rabbitmq.queues(vhost)} == there
 
 
+def permissions_of_the_guide() -> dict[str, dict[str, str]]:
+    """Patterns by permission, by whose they are."""
+    page = (ROOT / "docs/guides/infrastructure-as-code.md").read_text()
+    rows = re.findall(r"^(producers|workers) +(configure|write|read) +(\S+)$", page, re.M)
+    by_user = {
+        who: {permission: pattern for name, permission, pattern in rows if name == who}
+        for who in ("producers", "workers")
+    }
+    assert [len(patterns) for patterns in by_user.values()] == [3, 3]
+    return by_user
+
+
+def test_the_example_of_the_guide_works_with_the_permissions_of_the_guide(
+    rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str
+) -> None:
+    """Exactly as they are printed: tasks without a route go to the one queue there is."""
+    apps = {}
+    for who, patterns in permissions_of_the_guide().items():
+        url = rabbitmq.add_user(f"{who}-{vhost}", "secret", vhost=vhost, **patterns)
+        app = install(Celery("shop", broker=url, set_as_current=False))
+        exec(only("declare-off").text, {"app": app})
+        app.conf.native_delay_levels = FEW_LEVELS
+        app.conf.broker_connection_retry = False
+        apps[who] = app
+    import_export(rabbitmq, apps["producers"])
+    ran: list[str] = []
+
+    @apps["workers"].task(name="shop.remind", shared=False, ignore_result=True)
+    def remind(when: str) -> None:
+        ran.append(when)
+
+    @apps["producers"].task(name="shop.remind", shared=False, ignore_result=True)
+    def sent(when: str) -> None: ...
+
+    with start_worker(apps["workers"], perform_ping_check=False, loglevel="INFO"):
+        sent.apply_async(("later",), countdown=1)
+        sent.apply_async(("now",))
+        wait_until(lambda: len(ran) == 2)
+    assert ran == ["now", "later"]
+    for app in apps.values():
+        app.close()
+
+
 def test_the_permissions_of_the_guide_are_enough(
     rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str, tmp_path: Path
 ) -> None:
     """For remote control, and for the rescue of a task whose queue was not in the export."""
-    page = (ROOT / "docs/guides/infrastructure-as-code.md").read_text()
-    rows = re.findall(r"^(producers|workers) +(configure|write|read) +(\S+)$", page, re.M)
-    urls = {}
-    for who in ("producers", "workers"):
-        patterns = {
-            permission: pattern.replace("shop", "shop|billing|broadcast").replace(
-                "orders", "default|side|orders|parcels|invoices|news"
-            )
-            for name, permission, pattern in rows
-            if name == who
-        }
-        assert len(patterns) == 3
-        urls[who] = rabbitmq.add_user(f"{who}-{vhost}", "secret", vhost=vhost, **patterns)
+    urls = {
+        who: rabbitmq.add_user(
+            f"{who}-{vhost}",
+            "secret",
+            vhost=vhost,
+            **{
+                permission: pattern.replace("shop", "shop|billing|broadcast").replace(
+                    "orders", "default|side|orders|parcels|invoices|news"
+                )
+                for permission, pattern in patterns.items()
+            },
+        )
+        for who, patterns in permissions_of_the_guide().items()
+    }
     with fleet_on(urls["producers"], tmp_path, **CONF) as fleet:
         app = fleet.app()
         topology = import_export(rabbitmq, app)

@@ -428,11 +428,11 @@ def test_flower_follows_what_waits_through_a_restart_of_rabbitmq(
             wait_until(lambda: delayed_in(flower) == kept)
 
             mortal_rabbitmq.kill()
-            wait_until(lambda: flower.ask("/api/delays")[0] == 503)
+            wait_until(lambda: flower.ask("/api/delays/parked")[0] == 503)
             so_far = len(answered)  # its loop waits for no broker
             wait_until(lambda: len(answered) > so_far + 20)
             mortal_rabbitmq.start()
-            wait_until(lambda: flower.ask("/api/delays")[0] == 200)
+            wait_until(lambda: flower.ask("/api/delays/parked")[0] == 200)
             assert total() == len(kept)
             flower.json("/api/delay/reschedule/task-1?countdown=90000", {})
             flower.json("/api/delay/run-now/task-2", {})

@@ -14,7 +14,8 @@ pytest.importorskip("pyspark")
 import pyarrow.parquet as pq
 from rich.console import Console
 
-from celery_native_delay.spark import FanOutResult, Receipt, reconcile
+from celery_native_delay.spark import FanOutResult, Receipt, reconcile, task_id_of
+from celery_native_delay.spark.options import EPOCH
 from celery_native_delay.worker.attempt import FIELDS
 from example_project import orders
 from example_project.spark_demo import SPEED, lead, reminders, tell
@@ -33,11 +34,14 @@ def test_everybody_who_wants_a_reminder_gets_one_in_time(spark: Any) -> None:
     assert len(rows) == len(wanted)
     bad = [row for row in rows if row.error]
     assert len(bad) == 8
+    run, task = fan_out.run_id, "example_project.tasks.send_email"
+    by_id = {task_id_of(run, task, order["order_id"]): order for order in wanted}
     for row in (row for row in rows if not row.error):
-        at = datetime.fromisoformat(row.eta)
-        delivered = orders.utc_of(row.row.delivery, row.row.zone)
+        order = by_id[row.task_id]
+        at = EPOCH + timedelta(microseconds=row.due_us)
+        delivered = orders.utc_of(order["delivery"], order["zone"])
         assert abs((at - start) * SPEED - (delivered - orders.DAY)) < timedelta(seconds=1)
-        assert json.loads(row.body)[0][0] == row.row.email
+        assert json.loads(row.body)[0][0] == order["email"]
 
 
 def test_the_lead_is_longer_on_a_slower_machine() -> None:
