@@ -195,7 +195,7 @@ def test_the_tasks_of_a_held_line_are_shown_due_when_the_hold_ends(fleet: Fleet)
     fleet.worker(concurrency=1, **rates)
     delay = Delay(app)
 
-    wait_until(lambda: [line for line in delay.rates() if line.held_until_us])
+    wait_until(lambda: [line for line in delay.rates() if line.held_until_us] or None)
     held_until_us = delay.rates()[0].held_until_us
     assert held_until_us is not None
 
@@ -215,7 +215,7 @@ def test_a_task_that_was_turned_away_holds_its_line(fleet: Fleet) -> None:
     fleet.worker(concurrency=1, **rates)
     first = app.send_task("turned_away", (2.0,)).id
     fleet.record.wait_for(1)
-    wait_until(lambda: [line for line in Delay(app).rates() if line.held_until_us])
+    wait_until(lambda: [line for line in Delay(app).rates() if line.held_until_us] or None)
     others = [app.send_task("turned_away", (2.0, 0)).id for _ in range(5)]
     fleet.record.wait_for(7)
     runs = fleet.record.runs(name="turned_away")
