@@ -18,19 +18,15 @@ from time import monotonic, sleep
 from typing import Any
 from urllib.parse import quote
 
-from celery_native_delay.testing.errors import BrokerFailed
-from celery_native_delay.testing.ports import claim_ports, port_of
-from celery_native_delay.testing.processes import KeptServer
+from celery_native_delay.testing.processes import BrokerFailed, KeptServer, claim_ports, port_of
 from celery_native_delay.testing.redis import (
     PrivateRedis,
+    RedisInstallation,
+    ServerName,
     answers,
     client_of,
     private_redis,
     quoted,
-)
-from celery_native_delay.testing.redis_installation import (
-    RedisInstallation,
-    ServerName,
     require_redis,
 )
 
