@@ -24,6 +24,9 @@ CLOCK_SKEW_US = 1_000_000
 #: has gone to the broker and back.
 SHORTEST_WAIT_US = 100_000
 
+#: For so long a task waits again while records that decide about it are away, in microseconds.
+AWAY_US = 5_000_000
+
 
 @dataclass(eq=False)
 class Arrival:
@@ -93,6 +96,10 @@ class Arrival:
             and self.id not in state.revoked
             and not _past(self.fields.get("expires"), self.now_us)
         )
+
+    def until_records_answer(self, delivery_id: str | None = None) -> WaitUntil:
+        """The ruling while records that decide about the task are away."""
+        return WaitUntil(self.now_us + AWAY_US, delivery_id, AskAgain(AWAY_US / 1e6))
 
 
 @dataclass(frozen=True)

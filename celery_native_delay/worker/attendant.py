@@ -19,7 +19,13 @@ from typing import Any
 from amqp.exceptions import AMQPError
 from celery.utils.log import get_logger
 
-from ..errors import ManagementUnavailable, NativeDelayError, NotPermitted, RecordsUnavailable
+from ..errors import (
+    ManagementUnavailable,
+    NativeDelayError,
+    NotPermitted,
+    RecordsUnavailable,
+    described,
+)
 from ..finding import WRONG
 from ..settings import DelaySettings
 from ..transports.interface import Wait, WorkerPart
@@ -178,9 +184,7 @@ class Attendant(Thread):
         except Exception as exc:  # the thread must outlive whatever a message brings
             expected = isinstance(exc, (NativeDelayError, *self._errors))
             if not self._stopping.is_set():
-                logger.warning(
-                    "native delay: %s: %s", type(exc).__name__, exc, exc_info=not expected
-                )
+                logger.warning("native delay: %s", described(exc), exc_info=not expected)
             self._next_look = monotonic() + LONGEST_LOOK_SECONDS / 10
             self._disconnect()
             return False

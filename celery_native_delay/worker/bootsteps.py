@@ -72,7 +72,7 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         self._rated: Rated | None = None
         if settings.rates:
             self._rated = Rated(settings, c.app.tasks)
-            teach_retry_after(c.app, settings.rate_by_task)
+            teach_retry_after(c.app, settings.rate_by_task, self._rated.signatures)
         # Unique lets a task have its key, whose lease runs from then on: nothing waits behind it.
         passed = gates(settings, self._moved, self._fence, self._rated, Unique(c.app))
         c.strategies = GatedStrategies(c, passed, self._put_back, self._tallying)
@@ -92,7 +92,8 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         channel = c.connection.default_channel
         if hasattr(c.connection.transport, "waker"):
             c.strategies.wake = c.connection.transport.waker()
-        self._find_lines(channel)
+        if self._rated is not None:
+            self._rated.begin(lines_of(channel, self._installation.settings()))
         if not hasattr(channel, "worker_part"):
             return
         where = c.connection.as_uri()
@@ -123,14 +124,6 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         if self._promoter is None:
             self._promoter = part.promoter(c.app.connection_for_write)
             self._promote(c, self._promoter)
-
-    def _find_lines(self, channel: Any) -> None:
-        """Find where rated tasks are counted: a worker that cannot tell must not run them."""
-        if not self._installation.has("rates"):
-            return
-        settings = self._installation.settings()
-        if self._rated is not None:
-            self._rated.begin(lines_of(channel, settings))
 
     def _promote(self, c: Any, promoter: Promoter | None) -> None:
         if promoter is None:
