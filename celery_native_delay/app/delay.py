@@ -22,10 +22,9 @@ from ..records import waiting
 from ..records.waiting import Bar, Outcome, Page, Query, Verdict, Waiting, WaitingTasks
 from ..settings import DelaySettings
 from ..transports.aliases import delay_headers
-from .asking import ask_on_a_connection
+from .broker import ask_on_a_connection
 from .installation import checked_app, delaying_channel
-from .keyed import Edge, Keyed, Kind, Until
-from .results import KeyedResult, tell_revoked
+from .keyed import Edge, Keyed, KeyedResult, Kind, Until, tell_revoked
 
 logger = get_logger(__name__)
 

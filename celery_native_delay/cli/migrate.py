@@ -67,8 +67,7 @@ def migrate(
 
     Exit 1 if anything had to be left that should have been moved.
     """
-    from ..app.moving import Pace, Tally, move, moving
-    from ..app.moving_keys import MovingKeys
+    from ..app.moving import MovingKeys, Pace, Tally, move, moving
 
     installed_settings(ctx)
     with ExitStack() as stack:

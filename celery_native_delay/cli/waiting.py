@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from .group import (
+    Duration,
+    Moment,
     as_json_option,
     command,
     confirm,
@@ -20,7 +22,6 @@ from .group import (
     table,
     yes_option,
 )
-from .times import Duration, Moment
 
 if TYPE_CHECKING:
     from ..app.delay import Delay

@@ -12,8 +12,7 @@ from prometheus_client.registry import Collector
 
 from ..rates.lines import RateLine
 from ..worker.tally import BOUNDS
-from .counting import Counts
-from .listening import Listener
+from .listening import Counts, Listener
 from .polling import Poll, Reading
 
 #: By their names in a tally.

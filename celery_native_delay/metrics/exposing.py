@@ -7,8 +7,7 @@ from prometheus_client import REGISTRY, CollectorRegistry
 
 from ..app.installation import installed
 from .collector import DelayCollector
-from .counting import Counts
-from .listening import Listener
+from .listening import Counts, Listener
 from .polling import Poll
 
 POLL_SECONDS = 5.0
