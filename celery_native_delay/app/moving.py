@@ -29,7 +29,7 @@ from ..keyed import rules
 from ..keyed.publishing import AnotherStands, KeyedPublish
 from ..keyed.record import HEADER, Mark, Record
 from ..keyed.rules import Seen, Step
-from ..rates.lines import PLACE
+from ..records.waiting import PLACE
 from ..settings import DelaySettings, is_store_url
 from ..transports.aliases import OPTION, check_url, option_of
 from ..transports.moving import Moving, MovingPart, Reach, Source, Stays, Void
