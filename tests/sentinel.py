@@ -74,8 +74,8 @@ def private_sentinel(
     with ExitStack() as stack:
         nodes: list[PrivateRedis] = []
         for _ in range(1 + replicas):
-            master = nodes[0] if nodes else None
-            node = private_redis(server=server, password=password, replica_of=master, config=config)
+            copies = f"replicaof 127.0.0.1 {nodes[0].port}\n" if nodes else ""
+            node = private_redis(server=server, password=password, config=copies + config)
             nodes.append(stack.enter_context(node))
         for replica in nodes[1:]:
             _wait_until(partial(_is_linked, replica))

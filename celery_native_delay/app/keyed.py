@@ -34,7 +34,7 @@ logger = get_logger(__name__)
 
 Edge: TypeAlias = Literal["leading", "trailing", "both"]
 Until: TypeAlias = Literal["start", "end"]
-Kind: TypeAlias = Literal["debounce", "throttle", "throttle-trailing", "unique"]
+KeyKind: TypeAlias = Literal["debounce", "throttle", "throttle-trailing", "unique"]
 
 #: A rule that lacks what was seen, and the id of the new task.
 _Call: TypeAlias = Callable[[Seen, str], Step]
@@ -110,9 +110,9 @@ class Keyed:
                 call = partial(rules.unique, wait_us=max(round(countdown * 1_000_000), 0))
         return self._unless_another_stands(mark, call, signature)
 
-    def standing_id(self, kind: Kind, task: str, key: str) -> str | None:
+    def standing_id(self, kind: KeyKind, task: str, key: str) -> str | None:
         """The id of the last task that was sent for *key* to run later; it may have run."""
-        _check_word("kind", kind, Kind)
+        _check_word("kind", kind, KeyKind)
         _check_key(key)
         seen: Seen = self._ask(lambda records: records.read(name_of(kind, task, key)))
         return None if seen.record is None else seen.record.id

@@ -130,7 +130,7 @@ _REASONS = 20
 
 
 @dataclass
-class Tally:
+class Account:
     """The numbers of one source: *count* before, then what became of each message.
 
     *stays* are to stay, *refused* could not be moved, by reason; *void* were thrown away, being
@@ -190,8 +190,7 @@ class Pace:
 def move(
     source: Source,
     into: MovingPart,
-    tally: Tally,
-    *,
+    account: Account,
     pace: Pace,
     stopped: Callable[[], object],
     on_each: Callable[[], object],
@@ -207,14 +206,14 @@ def move(
             match found:
                 case Stays(why, should):
                     if should:
-                        tally.refuse(why)
+                        account.refuse(why)
                     else:
-                        tally.stays += 1
+                        account.stays += 1
                 case Void():
                     source.done()
-                    tally.void += 1
+                    account.void += 1
                 case Moving():
-                    _move_one(source, keys, found, tally, on_doubt)
+                    _move_one(source, keys, found, account, on_doubt)
                     pace.keep()
             on_each()
             if stopped():
@@ -225,13 +224,13 @@ def _move_one(
     source: Source,
     keys: MovingKeys,
     moving: Moving,
-    tally: Tally,
+    account: Account,
     on_doubt: Callable[[str | None], object],
 ) -> None:
     try:
         is_once = keys.take_in(moving)
     except NativeDelayError as exc:
-        tally.refuse(str(exc))
+        account.refuse(str(exc))
         return
     if not is_once:
         # Before it is gone: killed in between, the next run tells it.
@@ -239,12 +238,12 @@ def _move_one(
     is_gone = source.done()
     if is_once and not is_gone:
         on_doubt(moving.task_id)
-    tally.moved += 1
+    account.moved += 1
     if not (is_once and is_gone):
-        tally.doubt(moving.task_id)
+        account.doubt(moving.task_id)
     if moving.late_seconds is not None:
-        tally.computed += 1
-        tally.late_seconds = max(tally.late_seconds, moving.late_seconds)
+        account.computed += 1
+        account.late_seconds = max(account.late_seconds, moving.late_seconds)
 
 
 # ---- places ------------------------------------------------------------------------------------

@@ -165,7 +165,6 @@ def private_redis(
     tcp: bool = True,
     password: str | None = None,
     tls: tuple[Path, Path] | None = None,
-    replica_of: PrivateRedis | None = None,
     config: str = "",
 ) -> Iterator[PrivateRedis]:
     """Run a Redis or Valkey of our own until the block ends.
@@ -177,8 +176,7 @@ def private_redis(
         password: what clients have to give; None: nothing.
         tls: certificate and key, files in PEM; the port then speaks TLS only, and `url` trusts
             that certificate. Valkeys from the wheel are built without TLS.
-        replica_of: the server it copies, with the same password.
-        config: more lines of redis.conf.
+        config: more lines of redis.conf, such as "replicaof 127.0.0.1 6379".
 
     Raises:
         BrokerMissing: that server or redis-py is not installed; the message says how to get it.
@@ -190,7 +188,6 @@ def private_redis(
         tcp=tcp,
         password=password,
         tls=tls,
-        replica_of=replica_of,
         config=config,
     )
     with closing(redis):
@@ -227,11 +224,8 @@ class PrivateRedis:
         tcp: bool = True,
         password: str | None = None,
         tls: tuple[Path, Path] | None = None,
-        replica_of: PrivateRedis | None = None,
         config: str = "",
     ) -> None:
-        if replica_of is not None and replica_of.port is None:
-            raise BrokerFailed("a replica copies over TCP: expected its master to have a port")
         self.installation = installation
         self.password = password
         self._certificate = tls[0].absolute() if tls else None
@@ -259,8 +253,6 @@ class PrivateRedis:
             lines += [f"port {self.port or 0}"]
         if password is not None:
             lines += [f"requirepass {quoted(password)}\nmasterauth {quoted(password)}"]
-        if replica_of is not None:
-            lines += [f"replicaof 127.0.0.1 {replica_of.port}"]
         configuration = self.folder / "redis.conf"
         configuration.write_text("\n".join([*lines, config, ""]))
         self._server = KeptServer(

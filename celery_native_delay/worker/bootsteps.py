@@ -16,7 +16,7 @@ from celery.worker import state
 from celery.worker.consumer.tasks import Tasks
 
 from ..app import remote  # noqa: F401  registers its command
-from ..app.installation import Installation, installation_of, keep_celerys_own_off
+from ..app.installation import installation_of, keep_celerys_own_off
 from ..errors import NativeDelayError, SettingsError
 from ..records.opened import flush
 from ..settings import DelaySettings
@@ -65,7 +65,10 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         self._installation = installation
         if installation.has("rates"):
             _check_lines(c.app, installation.settings())
-        settings = _settings_of(installation)
+        try:
+            settings = installation.settings()
+        except SettingsError:
+            settings = DelaySettings()  # start() reports it, and nothing can be put back
         self._moved = Moved(settings)
         self._fence = Fence(settings, str(c.hostname))
         self._tallying = Tallying(c, settings.rate_by_task)
@@ -122,16 +125,14 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
             self._attendant.start()
         self._attendant.look_for_parked()
         if self._promoter is None:
-            self._promoter = part.promoter(c.app.connection_for_write)
-            self._promote(c, self._promoter)
-
-    def _promote(self, c: Any, promoter: Promoter | None) -> None:
-        if promoter is None:
-            return
-        if isinstance(promoter, GivesUp):
-            promoter.on_outage = partial(self._stop_worker, c)
-        self._promoting = Thread(target=promoter.run, name="native-delay-promoter", daemon=True)
-        self._promoting.start()
+            self._promoter = promoter = part.promoter(c.app.connection_for_write)
+            if promoter is None:
+                return
+            if isinstance(promoter, GivesUp):
+                promoter.on_outage = partial(self._stop_worker, c)
+            name = "native-delay-promoter"
+            self._promoting = Thread(target=promoter.run, name=name, daemon=True)
+            self._promoting.start()
 
     @staticmethod
     def _stop_worker(c: Any, outage: Outage) -> None:
@@ -191,13 +192,6 @@ def _check_lines(app: Any, settings: DelaySettings) -> None:
         except connection.connection_errors:
             return
         lines_of(connection.default_channel, settings).close()
-
-
-def _settings_of(installation: Installation) -> DelaySettings:
-    try:
-        return installation.settings()
-    except SettingsError:
-        return DelaySettings()  # start() reports it, and nothing can be put back
 
 
 @signals.task_received.connect(weak=False)  # type: ignore[untyped-decorator]

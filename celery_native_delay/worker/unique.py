@@ -17,8 +17,8 @@ from celery.utils.log import get_logger
 from celery.worker import state as worker_state
 
 from ..app.installation import installation_of
-from ..due_time import due_us
-from ..errors import InvalidDueTime, described
+from ..due_time import due_us_or_none
+from ..errors import described
 from ..keyed import rules
 from ..keyed.record import HEADER, Mark
 from .arrival import Arrival, AskAgain, Ruling, WaitUntil
@@ -173,7 +173,5 @@ def _wait_us(when: Any) -> int:
     """Microseconds until a retry, by its countdown or ETA."""
     if isinstance(when, int | float):
         return max(round(when * 1_000_000), 0)
-    try:
-        return max(due_us(when) - time_ns() // 1000, 0) if when else 0
-    except InvalidDueTime:
-        return 0
+    now_us = time_ns() // 1000
+    return max((due_us_or_none(when) or now_us) - now_us, 0)

@@ -157,13 +157,6 @@ def test_one_that_is_not_installed_says_what_to_install(
 def test_what_cannot_be_is_said_before_anything_starts() -> None:
     with pytest.raises(ValueError, match=r"expected server to be .*'reddis'"):
         require_redis("reddis")  # type: ignore[arg-type]
-    installed(require_redis)
-    with (
-        private_redis(tcp=False) as master,
-        pytest.raises(BrokerFailed, match="expected its master to have a port"),
-        private_redis(replica_of=master),
-    ):
-        pass
 
 
 def test_without_redis_py_it_says_so(
