@@ -15,7 +15,14 @@ from celery.result import AsyncResult
 from celery.utils.log import get_logger
 
 from ..due_time import due_us
-from ..errors import CannotDelay, InvalidQuery, NativeDelayError, NoRecords, RecordsUnavailable
+from ..errors import (
+    CannotDelay,
+    InvalidQuery,
+    NativeDelayError,
+    NoRecords,
+    RecordsUnavailable,
+    described,
+)
 from ..keyed.records import TRIES
 from ..rates.lines import RateLine
 from ..records import waiting
@@ -374,10 +381,9 @@ class Delay:
                 self._tells_results = False
                 logger.warning(
                     "native delay: %s is cancelled, results from it on will say so when a worker "
-                    "has announced it: %s: %s",
+                    "has announced it: %s",
                     task.id,
-                    type(exc).__name__,
-                    exc,
+                    described(exc),
                 )
 
 

@@ -19,12 +19,13 @@ from celery.utils.log import get_logger
 
 from ..due_time import due_us
 from ..durations import duration
-from ..errors import CannotDelay, InvalidDueTime, UnsupportedBroker
+from ..errors import CannotDelay, InvalidDueTime, UnsupportedBroker, described
 from ..keyed import rules
 from ..keyed.publishing import AnotherStands, KeyedPublish, publishing
 from ..keyed.record import HEADER, Mark, name_of
 from ..keyed.records import KeyRecords
 from ..keyed.rules import Seen, Step
+from ..texts import is_text
 from ..transports.aliases import LONGEST_COUNTDOWN_SECONDS, delay_headers
 from ..transports.interface import WHERE_KEYS_ARE_KEPT
 from .broker import ask_on_a_connection
@@ -163,11 +164,10 @@ class Keyed:
             tell_revoked(self._app, replaced, signature.task, reason=f"replaced by {task_id}")
         except Exception as exc:
             logger.warning(
-                "native delay: %s is replaced by %s, its result will not say so: %s: %s",
+                "native delay: %s is replaced by %s, its result will not say so: %s",
                 replaced,
                 task_id,
-                type(exc).__name__,
-                exc,
+                described(exc),
             )
 
     def _check(self) -> None:
@@ -228,13 +228,11 @@ def _mark_of(kind: str, signature: Any, key: object, until: str | None = None) -
 def _check_key(key: object) -> str:
     if not isinstance(key, str) or not key:
         raise TypeError(f"expected key to be a text such as 'user:7', got {key!r}")
-    try:
-        key.encode()
-    except UnicodeEncodeError as exc:
+    if not is_text(key):
         raise ValueError(
             f"expected key to be a text that UTF-8 can encode, got {key!r}: replace its lone "
             f"surrogates, for example by key.encode(errors='replace').decode()"
-        ) from exc
+        )
     return key
 
 

@@ -136,7 +136,7 @@ def errors_explained(ctx: click.Context) -> Iterator[None]:
 @contextmanager
 def broker(ctx: click.Context) -> Iterator[AdminPart]:
     """The admin part of the app's transport, on a fresh connection."""
-    from ..app.parts import admin_part
+    from ..app.installation import admin_part
 
     with reachable(ctx) as connection:
         yield admin_part(ctx.obj.app, connection)
@@ -150,8 +150,7 @@ def worker_part(
 
     For *queues*, where that matters; None for all of the app's.
     """
-    from ..app.installation import delaying_channel
-    from ..app.parts import serving
+    from ..app.installation import delaying_channel, serving
 
     with reachable(ctx) as connection:
         channel, chosen = delaying_channel(ctx.obj.app, connection)

@@ -220,8 +220,8 @@ def _remarks(account: Account) -> Iterator[str]:
     if account.computed:
         late = duration(account.late_seconds)
         yield (
-            f"{account.source}: {account.computed} had no ETA and are due by their level, never early, "
-            f"and late by {late} at most"
+            f"{account.source}: {account.computed} had no ETA and are due by their level, never "
+            f"early, and late by {late} at most"
         )
     if account.doubtful_count:
         yield f"{account.source}: {account.doubtful_count} may run twice, as told above"

@@ -16,6 +16,7 @@ from celery.events.receiver import EventReceiver
 from celery.utils.log import get_logger
 
 from ..backoff import Backoff
+from ..errors import described
 from ..worker.tally import EVENT, Tally, count_of
 
 logger = get_logger(__name__)
@@ -95,9 +96,7 @@ class Listener(Thread):
                     return
                 if not self._told:
                     self._told = True
-                    logger.warning(
-                        "native delay: hears no events of workers: %s: %s", type(exc).__name__, exc
-                    )
+                    logger.warning("native delay: hears no events of workers: %s", described(exc))
                 self._stopping.wait(self._backoff.failed())
 
     def _listen(self) -> None:
