@@ -34,7 +34,7 @@ class DelayCollector(Collector):
     """
 
     def __init__(
-        self, poll: Poll, counts: Counts, listener: Listener | None, rated: Iterable[str] = ()
+        self, poll: Poll, counts: Counts, listener: Listener, rated: Iterable[str] = ()
     ) -> None:
         self._poll = poll
         self._counts = counts
@@ -50,8 +50,8 @@ class DelayCollector(Collector):
         yield from _lines(None if reading is None else reading.lines, self._rated)
         yield _gauge(
             "events_up",
-            "Whether the events of workers are heard. Absent where another receives them.",
-            None if self._listener is None else float(self._listener.hears),
+            "Whether the events of workers are heard.",
+            float(self._listener.hears),
         )
         yield from self._counted()
 
@@ -184,15 +184,13 @@ POLL_SECONDS = 5.0
 class Exposed:
     """Metrics that :func:`expose` has put into a registry; :meth:`close` takes them out."""
 
-    def __init__(
-        self, app: Celery, registry: CollectorRegistry, *, poll_seconds: float, listens: bool
-    ) -> None:
+    def __init__(self, app: Celery, registry: CollectorRegistry, *, poll_seconds: float) -> None:
         rated = installed(app).settings().rate_by_task
         self.counts = Counts(app.amqp.queues, rated)
         self._registry = registry
         poll = Poll(app, every_seconds=poll_seconds)
-        listener = Listener(app, self.counts) if listens else None
-        self._threads = [thread for thread in (poll, listener) if thread is not None]
+        listener = Listener(app, self.counts)
+        self._threads: list[Poll | Listener] = [poll, listener]
         self._collector = DelayCollector(poll, self.counts, listener, rated)
         registry.register(self._collector)
         for thread in self._threads:
@@ -212,7 +210,6 @@ def expose(
     registry: CollectorRegistry = REGISTRY,
     *,
     poll_seconds: float = POLL_SECONDS,
-    listens: bool = True,
 ) -> Exposed:
     """Put into *registry* what waits for *app*, and what workers with events on say came of it.
 
@@ -222,11 +219,9 @@ def expose(
     Args:
         app: an installed app.
         poll_seconds: how often broker and records are read.
-        listens: False where the caller receives events anyway, and hands those of the type
-            ``delay-tally`` to ``.counts.hear(event)``.
 
     Raises:
         SettingsError: the app is not installed, or its settings are wrong.
         ValueError: it is exposed in this registry already.
     """
-    return Exposed(app, registry, poll_seconds=poll_seconds, listens=listens)
+    return Exposed(app, registry, poll_seconds=poll_seconds)
