@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from functools import wraps
@@ -18,7 +18,7 @@ from celery.bin.base import LOG_LEVEL, CeleryCommand, handle_preload_options
 
 if TYPE_CHECKING:
     from ..settings import DelaySettings
-    from ..transports.interface import AdminPart, Report, WorkerPart
+    from ..transports.interface import AdminPart, Report
 
 as_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts.")
 yes_option = click.option(
@@ -140,22 +140,6 @@ def broker(ctx: click.Context) -> Iterator[AdminPart]:
 
     with reachable(ctx) as connection:
         yield admin_part(ctx.obj.app, connection)
-
-
-@contextmanager
-def worker_part(
-    ctx: click.Context, queues: Sequence[str] | None = None
-) -> Iterator[tuple[WorkerPart, str]]:
-    """The worker part of the app's transport, on a fresh connection, and the broker's URL.
-
-    For *queues*, where that matters; None for all of the app's.
-    """
-    from ..app.installation import delaying_channel, serving
-
-    with reachable(ctx) as connection:
-        channel, chosen = delaying_channel(ctx.obj.app, connection)
-        part = serving(channel.worker_part(chosen), ctx.obj.app, queues)
-        yield part, ctx.obj.app.connection_for_write().as_uri()
 
 
 @contextmanager

@@ -191,11 +191,6 @@ class Attendant(Thread):
         return True
 
     def _part(self) -> WorkerPart:
-        channel = self._connect().default_channel
-        part: WorkerPart = channel.worker_part(self.settings)
-        return part
-
-    def _connect(self) -> Any:
         if self._connection is None:
             # Confirms for what became due meanwhile and is published at once.
             self._connection = self._app.connection_for_write(
@@ -204,7 +199,8 @@ class Attendant(Thread):
             transport = self._connection.transport
             self._errors = (*_ERRORS, *transport.connection_errors, *transport.channel_errors)
         self._connection.ensure_connection(max_retries=1)
-        return self._connection
+        part: WorkerPart = self._connection.default_channel.worker_part(self.settings)
+        return part
 
     def _disconnect(self) -> None:
         connection, self._connection = self._connection, None
