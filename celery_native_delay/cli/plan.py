@@ -100,7 +100,7 @@ def plan(
 
 
 def _load(topology: Topology | None, rate: float, ranges: tuple[tuple[float, float], ...]) -> _Told:
-    """What *rate* messages a second make of the broker; *topology* of RabbitMQ."""
+    """The load of *rate* messages a second on the broker; *topology* is that of RabbitMQ."""
     from ..durations import duration
     from ..transports.rabbitmq.load import CEILINGS, MEMORY_BYTES, Delays, queue_loads
 
