@@ -26,19 +26,19 @@ from .topology import is_delay_name
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Framed = FramedPublication | FramedTask
+Message = FramedPublication | FramedTask
 
 NACKED = "the broker refused it (basic.nack)"
 
 
-class Alone(Batch[Framed]):
+class Alone(Batch[Message]):
     """One message, which the broker answers for before the next is sent.
 
     It, or one that was sent with it, was not taken before.
     """
 
 
-class Outbox(outbox.Outbox[Framed, Batch[Framed]]):
+class Outbox(outbox.Outbox[Message, Batch[Message]]):
     """Many messages to RabbitMQ. Batches are what is not written; a channel keeps the others."""
 
     #: py-amqp raises AttributeError where a connection went away under it.
@@ -52,7 +52,7 @@ class Outbox(outbox.Outbox[Framed, Batch[Framed]]):
         #: Channel and size of frames that messages are encoded for.
         self._encoded_for = (0, 0)
 
-    def take(self, put: Framed) -> None:
+    def take(self, put: Message) -> None:
         put.encode(*self._encoded_for)
         super().take(put)
 
@@ -87,10 +87,10 @@ class Outbox(outbox.Outbox[Framed, Batch[Framed]]):
 
     # --- out and in ----------------------------------------------------------------------
 
-    def _reports(self, reason: str, puts: Iterable[Framed]) -> list[RefusedMessage]:
+    def _reports(self, reason: str, puts: Iterable[Message]) -> list[RefusedMessage]:
         return [put.refused(reason) for put in puts]
 
-    def _packed(self, puts: list[Framed]) -> Iterable[Batch[Framed]]:
+    def _packed(self, puts: list[Message]) -> Iterable[Batch[Message]]:
         return (Batch(puts),)
 
     def _write(self) -> None:
@@ -167,7 +167,7 @@ class Outbox(outbox.Outbox[Framed, Batch[Framed]]):
             self._refuse(reason, [put], returned=bool(returned))
         self._count()
 
-    def _refuse(self, reason: str, puts: Iterable[Framed], *, returned: bool = False) -> None:
+    def _refuse(self, reason: str, puts: Iterable[Message], *, returned: bool = False) -> None:
         refused = [replace(each, returned=returned) for each in self._reports(reason, puts)]
         if refused:
             logger.error(
