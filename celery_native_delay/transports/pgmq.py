@@ -12,11 +12,13 @@ from typing import Any
 from kombu.transport import pgmq
 
 from ..settings import DelaySettings
+from .bulk_publisher import BulkPublisher
 from .lasting import is_lasting_sql
-from .virtual.bulk_publisher import BulkPublisher
+from .outbox import Batch
 from .virtual.channel import DelayingTransport, PublishingChannel
 from .virtual.collecting import Collecting, PlainPut
-from .virtual.outbox import Batch, CallingOutbox, NotTaken
+from .virtual.learnt import publisher
+from .virtual.outbox import CallingOutbox, NotTaken
 
 
 class Channel(PublishingChannel, pgmq.Channel):  # type: ignore[misc]
@@ -94,4 +96,4 @@ class Transport(DelayingTransport, pgmq.Transport):  # type: ignore[misc]
         return "their queue of pgmq, invisible"
 
     def bulk_publisher(self, *, window: int) -> BulkPublisher:
-        return BulkPublisher(Outbox(self.client, window))
+        return publisher(Outbox(self.client, window))

@@ -163,10 +163,10 @@ class Transport(DelayingTransport, redis.Transport):  # type: ignore[misc]
         return Keys(prefix, settings.namespace).due
 
     def bulk_publisher(self, *, window: int) -> Any:
-        from ..virtual.bulk_publisher import BulkPublisher
+        from ..virtual.learnt import publisher
         from .outbox import Outbox
 
-        return BulkPublisher(Outbox(self.client, window))
+        return publisher(Outbox(self.client, window))
 
 
 #: Servers that cannot hold delayed messages and of which this process has said so.

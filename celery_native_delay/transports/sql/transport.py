@@ -165,10 +165,10 @@ class StoreDelayingTransport(DelayingTransport):
 
     def bulk_publisher(self: Any, *, window: int) -> Any:
         _require_sqlalchemy()
-        from ..virtual.bulk_publisher import BulkPublisher
+        from ..virtual.learnt import publisher
         from .outbox import Outbox
 
-        return BulkPublisher(Outbox(self.client, window))
+        return publisher(Outbox(self.client, window))
 
     def _store_url(self, settings: DelaySettings) -> str:
         return settings.store or "native_delay_store, which is not set"

@@ -18,8 +18,9 @@ from botocore.exceptions import (
     PartialCredentialsError,
 )
 
+from ..outbox import Batch
 from ..virtual.collecting import Collecting, PlainPut
-from ..virtual.outbox import Batch, CallingOutbox
+from ..virtual.outbox import CallingOutbox
 from .delay_queue import can_delay, delay_queue_of
 from .delays import Delays
 from .entry import Put, in_requests
