@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, TypeVar
 
+from ..records.opened import Place
+from ..settings import DelaySettings
 from ..transports.interface import AdminPart, ExpectsQueues, ServesQueues
 from .installation import delaying_channel
 
@@ -28,6 +30,17 @@ def bounded_connection(app: Any) -> Any:
     return app.connection_for_write(
         connect_timeout=TIMEOUT_SECONDS, transport_options=dict(_BOUNDED)
     )
+
+
+def records_place(app: Any, settings: DelaySettings) -> Place | None:
+    """The place of records of the whole *app*, such as fenced runs; None if none can be kept.
+
+    It is the same in every process and on every virtual host. No broker is asked.
+    """
+    if settings.records is not None:
+        return Place(settings.records, settings.namespace)
+    own_records = getattr(app.connection_for_write().transport, "own_records", None)
+    return own_records and own_records(settings)
 
 
 def admin_part(app: Any, connection: Any) -> AdminPart:

@@ -17,6 +17,7 @@ from celery.worker.consumer.tasks import Tasks
 
 from ..app import remote  # noqa: F401  registers its command
 from ..app.installation import Installation, installation_of, keep_celerys_own_off
+from ..app.parts import records_place
 from ..errors import NativeDelayError, SettingsError
 from ..records.opened import flush
 from ..settings import DelaySettings
@@ -67,7 +68,7 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
             _check_lines(c.app, installation.settings())
         settings = _settings_of(installation)
         self._moved = Moved(settings)
-        self._fence = Fence(settings, str(c.hostname))
+        self._fence = Fence(settings, str(c.hostname), records_place(c.app, settings))
         self._tallying = Tallying(c, settings.rate_by_task)
         self._rated: Rated | None = None
         if settings.rates:
