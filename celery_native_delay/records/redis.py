@@ -321,8 +321,6 @@ class RedisRecords(Records, Index):
             yield from findings(
                 client,
                 key=f"{self.keys.space}.trial",
-                check="records",
-                kept="what is known about waiting tasks",
                 where=f"native_delay_records at {self.where}",
             )
 

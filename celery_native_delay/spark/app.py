@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from celery import Celery
@@ -61,7 +61,7 @@ class AppFacts:
     route: str
     has_levels: bool
     spread: Spread | None = None
-    records: Place | None = None
+    records: Place | None = field(default=None, repr=False)  # its URL may hold a password
 
     @property
     def delay_settings(self) -> DelaySettings:
