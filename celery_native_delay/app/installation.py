@@ -16,6 +16,7 @@ from kombu.exceptions import OperationalError
 
 from ..due_time import check_countdown
 from ..errors import SettingsError, UnsupportedBroker
+from ..records.opened import Place
 from ..settings import DelaySettings
 from ..transports.aliases import OPTION, check_url, option_of, transport_of
 from ..transports.interface import AdminPart, ExpectsQueues, ServesQueues
@@ -297,6 +298,17 @@ def bounded_connection(app: Any) -> Any:
     return app.connection_for_write(
         connect_timeout=TIMEOUT_SECONDS, transport_options=dict(_BOUNDED)
     )
+
+
+def records_place(app: Any, settings: DelaySettings) -> Place | None:
+    """The place of records of the whole *app*, such as fenced runs; None if none can be kept.
+
+    It is the same in every process and on every virtual host. No broker is asked.
+    """
+    if settings.records is not None:
+        return Place(settings.records, settings.namespace)
+    own_records = getattr(app.connection_for_write().transport, "own_records", None)
+    return own_records and own_records(settings)
 
 
 def admin_part(app: Any, connection: Any) -> AdminPart:

@@ -55,7 +55,7 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
     """Say that delays work or, finding by finding, what to do; exit 1 unless they do.
 
     Asks for all that `delay verify` compares, and for what moves: who hands over, what is overdue,
-    parked or held up, records, rates, fence, telemetry and clocks.
+    parked or held up, records, rates, telemetry and clocks.
     """
     from ..app.doctor import examine
     from ..errors import SettingsError

@@ -16,7 +16,7 @@ from celery.worker import state
 from celery.worker.consumer.tasks import Tasks
 
 from ..app import remote  # noqa: F401  registers its command
-from ..app.installation import installation_of, keep_celerys_own_off
+from ..app.installation import installation_of, keep_celerys_own_off, records_place
 from ..errors import NativeDelayError, SettingsError
 from ..records.opened import flush
 from ..settings import DelaySettings
@@ -70,7 +70,7 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         except SettingsError:
             settings = DelaySettings()  # start() reports it, and nothing can be put back
         self._moved = Moved(settings)
-        self._fence = Fence(settings, str(c.hostname))
+        self._fence = Fence(settings, str(c.hostname), records_place(c.app, settings))
         self._tallying = Tallying(c, settings.rate_by_task)
         self._rated: Rated | None = None
         if settings.rates:

@@ -23,6 +23,7 @@ from ...errors import NativeDelayError, UnsupportedBroker
 from ...keyed.publishing import KeyedPublish, underway
 from ...keyed.records import KeyRecords
 from ...rates.lines import Lines
+from ...records.opened import Place
 from ...records.waiting import WaitingTasks
 from ...settings import DelaySettings, is_store_url
 from ...urls import without_password
@@ -162,6 +163,11 @@ class StoreDelayingTransport(DelayingTransport):
 
     def waits_in(self: Any, settings: DelaySettings) -> str:
         return f"{settings.namespace} of {without_password(self._store_url(settings))}"
+
+    def own_records(self: Any, settings: DelaySettings) -> Place | None:
+        """The place of records in the store; None without a store."""
+        url = self._store_url(settings)
+        return Place(url, settings.namespace) if is_store_url(url) else None
 
     def bulk_publisher(self: Any, *, window: int) -> Any:
         _require_sqlalchemy()
