@@ -68,7 +68,7 @@ def gate(bench: Bench, server: PrivateRedis, result: Result) -> None:
     connection = pool.make_connection()
     store = Store(f"sqlite:///{bench.folder}/rates.db", "bench")
     kept: dict[str, Lines] = {
-        "Redis": RedisLines(pool.make_connection, "bench", server.url),
+        "Redis": RedisLines(pool, "bench", server.url),
         "SQLite": RecordLines(store.records),
     }
     for where, lines in kept.items():

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ..records.interface import Change, RecordName, Records
-from .line import Line, name_of
+from .line import Line, name_of, seen_longest_first
 from .lines import RateLine, Turn
 from .rate import Rate
 
@@ -33,12 +33,7 @@ class RecordLines:
 
     def look(self, limit: int) -> list[RateLine]:
         at_us, found = self._records.latest("rate", limit)
-        seen = []
-        for name, text in found:
-            line, rate = Line.decoded(*text.split("\n"))
-            if rate is not None:
-                seen.append(line.seen(name, rate, at_us))
-        return sorted(seen, key=lambda line: -line.waiting)
+        return seen_longest_first(found, at_us)
 
     def close(self) -> None:
         """The records are the process's."""

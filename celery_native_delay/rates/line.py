@@ -15,6 +15,7 @@ lost, changes the order of a line, never its rate.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import lru_cache
 from typing import NamedTuple, Self
 
@@ -172,6 +173,16 @@ class Line(NamedTuple):
         numbers = zip(cls._fields, map(int, words[1:-2]), strict=False)
         line = cls()._replace(**dict(numbers), log=tuple(map(int, log.split())))
         return line, _rate(words[-2], int(words[-1]))
+
+
+def seen_longest_first(records: Iterable[tuple[str, str]], now_us: int) -> list[RateLine]:
+    """The lines of these names and records, for people."""
+    seen = []
+    for name, text in records:
+        line, rate = Line.decoded(*text.split("\n"))
+        if rate is not None:
+            seen.append(line.seen(name, rate, now_us))
+    return sorted(seen, key=lambda line: -line.waiting)
 
 
 def name_of(task: str, key: str | None) -> str:

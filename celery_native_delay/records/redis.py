@@ -11,9 +11,15 @@ from dataclasses import dataclass
 from time import time_ns
 from typing import Any
 
+import redis
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+from redis.retry import Retry
+
 from ..errors import CannotDelay, RecordsUnavailable
 from ..finding import Finding
-from ..urls import without_password
+from ..redis_server import findings
+from ..urls import redis_py_url, without_password
 from .interface import (
     ANSWER_SECONDS,
     MARK_GRACE_MS,
@@ -31,7 +37,7 @@ from .interface import (
     Standing,
     T,
 )
-from .redis_link import RedisLink, connection_maker, redis_options
+from .redis_link import NOW, RedisLink, latest
 from .redis_listing import THROW_AWAY, IndexKeys, RedisListing
 from .tasks import RecordedTasks, Republishes
 from .waiting import Waiting, WaitingTasks
@@ -45,11 +51,6 @@ TRIES = 100
 LISTED_KINDS = ("rate", "schedule")
 
 _SWEPT_AT_ONCE = 1000
-
-_NOW = """
-local time = redis.call('TIME')
-local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
-"""
 
 #: KEYS due, messages, ids. ARGV member, due µs, entry.
 _NOTE = """
@@ -84,7 +85,7 @@ return mark and 1 or 0
 #: KEYS record, ids, mark, due. ARGV TTL of the mark in ms, '' for none. Returns now in µs, the
 #: record or '', then of each message of the task that it names the member and its due time.
 _LOOK = (
-    _NOW
+    NOW
     + f"""
 if ARGV[1] ~= '' then redis.call('SET', KEYS[3], '{UNDECIDED}', 'PX', ARGV[1]) end
 local record = redis.call('GET', KEYS[1])
@@ -106,7 +107,7 @@ return found
 #: void, and nothing else was done.
 _COMPARE_AND_SET = (
     _REMOVE
-    + _NOW
+    + NOW
     + f"""
 local has_record, is_new = ARGV[1] ~= '', ARGV[5] ~= ''
 local as_it_was = not has_record or (redis.call('GET', KEYS[4]) or '') == ARGV[2]
@@ -144,20 +145,6 @@ if is_new then
     redis.call('DEL', KEYS[6])
 end
 return 1
-"""
-)
-
-#: KEYS names. ARGV limit, what keys of records begin with. Returns the time, then of each its name
-#: and its record.
-_LATEST = (
-    _NOW
-    + """
-local found = {now}
-for _, name in ipairs(redis.call('ZREVRANGEBYSCORE', KEYS[1], '+inf', now, 'LIMIT', 0, ARGV[1])) do
-    found[#found + 1] = name
-    found[#found + 1] = redis.call('GET', ARGV[2] .. name) or ''
-end
-return found
 """
 )
 
@@ -202,9 +189,11 @@ class RedisRecords(Records, Index):
         self.where = without_password(url)
         self.keys = RecordKeys(owner)
         self.missed = 0
+        self.pool = redis_client(url).connection_pool
+        what = f"the records at {self.where}"
         #: Publishing and receiving have less patience than people.
-        self._quick = RedisLink(connection_maker(url, timeout_seconds=PATIENCE_SECONDS), self.where)
-        self._patient = RedisLink(connection_maker(url, timeout_seconds=ANSWER_SECONDS), self.where)
+        self._quick = RedisLink(self.pool, what, timeout_seconds=PATIENCE_SECONDS)
+        self._patient = RedisLink(self.pool, what, timeout_seconds=ANSWER_SECONDS)
 
     # --- records -------------------------------------------------------------------------
 
@@ -227,9 +216,7 @@ class RedisRecords(Records, Index):
 
     def latest(self, kind: str, limit: int) -> tuple[int, list[tuple[str, str]]]:
         prefix = self.keys.record(RecordName(kind, ""))
-        now_us, *found = self._patient.run(_LATEST, [self.keys.names(kind)], limit, prefix)
-        texts = [text.decode() for text in found]
-        return now_us, [pair for pair in zip(texts[::2], texts[1::2], strict=True) if pair[1]]
+        return latest(self._patient, self.keys.names(kind), prefix, limit)
 
     def close(self) -> None:
         self._quick.close()
@@ -315,8 +302,6 @@ class RedisRecords(Records, Index):
 
     def findings(self) -> Iterator[Finding]:
         """Faults of the Redis."""
-        from ..redis_server import findings
-
         with redis_client(self.url) as client:
             yield from findings(
                 client,
@@ -354,8 +339,6 @@ class RedisTasks(RecordedTasks, RedisListing):
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        from redis.exceptions import RedisError
-
         self.index.flush()
         try:
             yield
@@ -366,10 +349,12 @@ class RedisTasks(RecordedTasks, RedisListing):
 
 def redis_client(url: str) -> Any:
     """A client of redis-py's for all that people ask."""
-    to, options = redis_options(url, timeout_seconds=ANSWER_SECONDS)
-    import redis
-
-    return redis.Redis.from_url(to, **options)
+    return redis.Redis.from_url(
+        redis_py_url(url),
+        socket_timeout=ANSWER_SECONDS,
+        socket_connect_timeout=ANSWER_SECONDS,
+        retry=Retry(NoBackoff(), 0),
+    )
 
 
 def too_often(name: RecordName) -> CannotDelay:

@@ -41,7 +41,7 @@ class SqlThread:
         self._engine = engine
         self._prepare = prepare
         self._write = write
-        self._away = Away(where)
+        self._away = Away(f"the records at {where}")
         self._jobs: SimpleQueue[Row | Job | None] = SimpleQueue()
         self._starting = Lock()
         self._thread: Thread | None = None
