@@ -372,7 +372,7 @@ def lines_of(channel: Any, settings: DelaySettings) -> Lines:
 #: The way out where no records of keys can be kept.
 WHERE_KEYS_ARE_KEPT = (
     "debounce, throttle and unique need the records of their keys in one place with what waits: "
-    'use a Redis broker, RabbitMQ with native_delay_records = "redis://…", a sqla+… broker, or one '
+    "use a Redis broker, RabbitMQ with native_delay_records set, a sqla+… broker, or one "
     "whose messages wait in native_delay_store"
 )
 

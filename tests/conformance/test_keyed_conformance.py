@@ -354,7 +354,7 @@ def test_the_clock_of_a_producer_does_not_matter(
     if "sqlite" in f"{url}{settings}":
         pytest.skip("SQLite has the clock of whoever asks")
     if url.startswith("amqp"):
-        settings = {"ledger": app._native_delay.settings().ledger}
+        settings = {"records": app._native_delay.settings().records}
     given = json.dumps([url, options_of(url), SETTINGS | settings, TASK, key])
     subprocess.run([sys.executable, "-c", SHIFTED, str(ahead_seconds), given], check=True)
     (arrival,) = jobs.wait_for(1)
