@@ -17,9 +17,9 @@ from celery.utils.log import get_logger
 
 from ..due_time import due_us
 from ..errors import CannotDelay, InvalidQuery, NativeDelayError, NoRecords, RecordsUnavailable
-from ..keyed.records import TRIES
 from ..rates.lines import RateLine
 from ..records import waiting
+from ..records.interface import TRIES
 from ..records.waiting import Bar, Outcome, Page, Query, Verdict, Waiting, WaitingTasks
 from ..settings import DelaySettings
 from ..transports.aliases import delay_headers

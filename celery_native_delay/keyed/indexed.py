@@ -12,10 +12,6 @@ from .record import Record
 from .records import ComparedRecords, of_key
 from .rules import InBroker, Seen, Step
 
-#: Publishes a delivery, given its due time, its id, and how far this process's clock is ahead of
-#: the records'; returns what the index lists.
-Put = Callable[[int, str, int], Listed]
-
 
 class IndexedKeyRecords(ComparedRecords):
     """The records of keys in one *index*; raises RecordsUnavailable."""
@@ -43,7 +39,10 @@ class IndexedKeyRecords(ComparedRecords):
         )
         return Seen(looked.now_us, record, waiting, sends, looked.text, ahead_us)
 
-    def write(self, name: str, seen: Seen, step: Step, put: Put | None) -> bool:
+    def write(
+        self, name: str, seen: Seen, step: Step, put: Callable[[int, str, int], Listed] | None
+    ) -> bool:
+        """*put* gets the due time, the delivery's id, and how far our clock is ahead of theirs."""
         new = None
         if step.due_us is not None:
             assert put is not None

@@ -16,7 +16,7 @@ from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 from redis.retry import Retry
 
-from ..errors import CannotDelay, RecordsUnavailable
+from ..errors import RecordsUnavailable
 from ..finding import Finding
 from ..redis_server import findings
 from ..urls import redis_py_url, without_password
@@ -36,16 +36,14 @@ from .interface import (
     Records,
     Standing,
     T,
+    tried_again,
 )
 from .redis_link import NOW, RedisLink, latest
 from .redis_listing import THROW_AWAY, IndexKeys, RedisListing
-from .tasks import RecordedTasks, Republishes
+from .replacing import RecordedTasks, Republishes
 from .waiting import Waiting, WaitingTasks
 
 VERSION = 1
-
-#: Another caller was quicker so often, each time. Of any number, one always gets through.
-TRIES = 100
 
 #: Kinds whose records can be listed: a sorted set has their names by the end of their TTL.
 LISTED_KINDS = ("rate", "schedule")
@@ -198,15 +196,16 @@ class RedisRecords(Records, Index):
     # --- records -------------------------------------------------------------------------
 
     def change(self, name: RecordName, decide: Callable[[str | None, int], Change[T]]) -> T:
-        for _ in range(TRIES):
+        def attempt() -> Change[T] | None:
             seen = self.look(name, None, 0)
             change = decide(seen.text, seen.now_us)
             if change.text is None and seen.text is None:
-                return change.answer
+                return change
             kept_ms = max(change.kept_us - seen.now_us, 0) // 1000 + 1
-            if self.compare_and_set(CompareAndSet(name, seen.text, change.text, kept_ms)):
-                return change.answer
-        raise too_often(name)
+            step = CompareAndSet(name, seen.text, change.text, kept_ms)
+            return change if self.compare_and_set(step) else None
+
+        return tried_again(name.name, attempt).answer
 
     def load(self, names: Sequence[RecordName]) -> list[str | None]:
         if not names:
@@ -354,14 +353,6 @@ def redis_client(url: str) -> Any:
         socket_timeout=ANSWER_SECONDS,
         socket_connect_timeout=ANSWER_SECONDS,
         retry=Retry(NoBackoff(), 0),
-    )
-
-
-def too_often(name: RecordName) -> CannotDelay:
-    """The error of a caller that others have overtaken :data:`TRIES` times."""
-    return CannotDelay(
-        f"the record of {name.name} was changed by others {TRIES} times while this call looked at "
-        f"it: try again, or let fewer producers share a key"
     )
 
 

@@ -131,9 +131,6 @@ class RedisListing(ReplacedOneByOne):
             yield from ids_by_page(self.page, query.due_within(query.from_us, ahead_us))
             yield from self._ids_ahead(ahead_us, query.until_us)
 
-    def get(self, task_id: str) -> list[Waiting]:
-        return [task for _, _, task in self._found(task_id)]
-
     def counts(self, edges_us: Sequence[int]) -> list[int]:
         with self._explained():
             return [int(count) for count in self._counts(keys=[self._due], args=list(edges_us))]

@@ -51,10 +51,10 @@ from .interface import (
     Standing,
     T,
 )
-from .sql_listing import DueRows, SqlTasks
+from .replacing import RecordedTasks, Republishes
+from .sql_listing import SqlListing
 from .sql_thread import SqlThread
-from .tasks import Republishes
-from .waiting import WaitingTasks
+from .waiting import Waiting, WaitingTasks
 
 METADATA = MetaData()
 
@@ -264,26 +264,7 @@ class SqlRecords(Records, Index):
         return self.look_up(looked)
 
     def tasks(self, republishes: Republishes) -> WaitingTasks:
-        shown = (_WAITING.task_id, _WAITING.delivery_id, _WAITING.entry, _WAITING.due_us)
-        rows = DueRows(
-            WAITING,
-            _WAITING.owner == self.owner,
-            _WAITING.due_us,
-            (_WAITING.task_id, _WAITING.delivery_id),
-            _WAITING.entry,
-            shown,
-        )
-        return SqlTasks(self, rows, republishes)
-
-    def entries(self, task_id: str) -> list[tuple[str, str, int]]:
-        """Members, entries and due times of the messages under *task_id*."""
-        asked = (
-            select(_WAITING.delivery_id, _WAITING.entry, _WAITING.due_us)
-            .where(_WAITING.owner == self.owner, _WAITING.task_id == task_id[:255])
-            .order_by(_WAITING.due_us)
-        )
-        rows = self.look_up(lambda connection: connection.execute(asked).all())
-        return [(f"{task_id}:{delivery_id}", entry, due_us) for delivery_id, entry, due_us in rows]
+        return SqlTasks(self, republishes)
 
     # --- upkeep --------------------------------------------------------------------------
 
@@ -446,6 +427,33 @@ class SqlRecords(Records, Index):
 
     def _strike(self, member: str) -> Any:
         return delete(WAITING).where(*self._listed(_delivery_of(member)))
+
+
+class SqlTasks(RecordedTasks, SqlListing):
+    """Waiting tasks that the index in a database lists."""
+
+    index: SqlRecords
+
+    def __init__(self, index: SqlRecords, republishes: Republishes) -> None:
+        names = (_WAITING.task_id, _WAITING.delivery_id)
+        shown = (*names, _WAITING.entry, _WAITING.due_us)
+        mine = _WAITING.owner == index.owner
+        SqlListing.__init__(self, mine, _WAITING.due_us, names, _WAITING.entry, shown)
+        self.index = index
+        self._delays = republishes
+
+    def _look_up(self, work: Callable[[Connection], T]) -> T:
+        return self.index.look_up(work)
+
+    def _found(self, task_id: str) -> list[tuple[str, str, Waiting]]:
+        asked = self._in_order.where(self._mine, _WAITING.task_id == task_id[:255])
+        rows = self._look_up(lambda connection: connection.execute(asked).all())
+        found = ((f"{task_id}:{row.delivery_id}", row.entry, self._decoded(row)) for row in rows)
+        return [(member, entry, task) for member, entry, task in found if task is not None]
+
+    def _decoded(self, row: Any) -> Waiting | None:
+        task_id, delivery_id, entry, due_us = row
+        return self._delays.waiting(f"{task_id}:{delivery_id}", entry, due_us)
 
 
 def _note_all(connection: Connection, rows: list[Mapping[str, Any]]) -> None:

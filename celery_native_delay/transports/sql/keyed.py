@@ -11,10 +11,11 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from ...errors import StoreUnavailable
 from ...keyed.record import Record
-from ...keyed.records import TRIES, KeyRecords, of_key
+from ...keyed.records import KeyRecords, of_key
 from ...keyed.rules import InBroker, Rule, Seen, Step
 from ...per_process import PerProcess
 from ...records.database import now_us
+from ...records.interface import TRIES
 from ..virtual.waiting import waiting_of
 from .delays import Put
 from .schema import MESSAGES
