@@ -113,7 +113,8 @@ class SqlRecords(Records, Index):
         self.where = without_password(url)
         self.owner = owner if len(owner) <= 64 else _digest(owner)
         self.engine = engine_of(url, setting="native_delay_records")
-        self._is_ready = False
+        #: True if the tables are there, as far as is known.
+        self.is_ready = False
         self._thread = SqlThread(self.engine, self.where, self.make_tables, _note_all)
 
     @property
@@ -124,7 +125,7 @@ class SqlRecords(Records, Index):
 
     def change(self, name: RecordName, decide: Callable[[str | None, int], Change[T]]) -> T:
         def changed(connection: Connection) -> T:
-            before = self.locked_row(connection, name)
+            before = self.read_row(connection, name, locked=True)
             # Asked for after the lock: another may have held it for a while.
             at_us = now_us(connection)
             text = None if before is None or before[1] < at_us else before[0]
@@ -220,7 +221,9 @@ class SqlRecords(Records, Index):
 
     def compare_and_set(self, step: CompareAndSet) -> bool:
         def done(connection: Connection) -> bool:
-            before = None if step.name is None else self.locked_row(connection, step.name)
+            before = (
+                None if step.name is None else self.read_row(connection, step.name, locked=True)
+            )
             gone = [_delivery_of(member) for member in step.gone]
             due_us = self._locked_due_us(connection, gone) if gone else {}
             new = None if step.new is None else _delivery_of(step.new.member)
@@ -279,7 +282,7 @@ class SqlRecords(Records, Index):
             return connection.execute(lost.where(_WAITING.due_us < at_us - STALE_AFTER_US)).rowcount
 
         # An app that never used records needs no right to make tables.
-        return self.do(swept) if self._is_ready else 0
+        return self.do(swept) if self.is_ready else 0
 
     def purge(self) -> None:
         mine = delete(WAITING).where(_WAITING.owner == self.owner)
@@ -324,12 +327,12 @@ class SqlRecords(Records, Index):
         self._thread.flush()
         for tries_left in reversed(range(_TRIES)):
             try:
-                if not self._is_ready:
+                if not self.is_ready:
                     self.make_tables()
                 with connect() as connection:
                     return work(connection)
             except (exc.IntegrityError, exc.OperationalError, exc.ProgrammingError) as error:
-                self._is_ready = False
+                self.is_ready = False
                 if not tries_left or _is_away(error):
                     raise self._unavailable(error) from error
             # A transaction of SQLite's is begun by the driver itself.
@@ -341,7 +344,7 @@ class SqlRecords(Records, Index):
         """Make the tables that are missing."""
         with self.engine.begin() as connection:
             METADATA.create_all(connection)
-        self._is_ready = True
+        self.is_ready = True
 
     def _unavailable(self, error: Exception) -> RecordsUnavailable:
         said = str(getattr(error, "orig", None) or error).strip().partition("\n")[0]
@@ -353,15 +356,15 @@ class SqlRecords(Records, Index):
         digest = _digest(name.name)
         return (_RECORD.owner == self.owner, _RECORD.kind == name.kind, _RECORD.digest == digest)
 
-    def read_row(self, connection: Connection, name: RecordName) -> tuple[str, int] | None:
-        """The text of a record, and until when it is kept, in microseconds; None without one."""
-        asked = select(_RECORD.text, _RECORD.kept_us).where(*self._this(name))
-        return connection.execute(asked).first()
+    def read_row(
+        self, connection: Connection, name: RecordName, *, locked: bool = False
+    ) -> tuple[str, int] | None:
+        """The text of a record, and until when it is kept, in microseconds; None without one.
 
-    def locked_row(self, connection: Connection, name: RecordName) -> tuple[str, int] | None:
-        """:meth:`read_row`, locked until the transaction ends."""
-        asked = select(_RECORD.text, _RECORD.kept_us).where(*self._this(name)).with_for_update()
-        return connection.execute(asked).first()
+        *locked* until the transaction ends.
+        """
+        asked = select(_RECORD.text, _RECORD.kept_us).where(*self._this(name))
+        return connection.execute(asked.with_for_update() if locked else asked).first()
 
     def write_row(
         self,

@@ -19,8 +19,8 @@ from sqlalchemy import create_engine, func, select, text
 
 from celery_native_delay import PublishRefused, UnsupportedBroker, install
 from celery_native_delay.bulk import bulk
-from celery_native_delay.transports.sql.batch_numbers import NumberedBatches
 from celery_native_delay.transports.sql.delays import BROADCAST, Put
+from celery_native_delay.transports.sql.outbox import NumberedBatches
 from celery_native_delay.transports.sql.schema import MESSAGES, METADATA, OUTBOXES
 from celery_native_delay.transports.sql.store import Store
 from tests.conformance.brokers import Broker, options_of, running_broker, settings_of

@@ -92,9 +92,9 @@ class StoreDelayingChannel(DelayingChannel):
 
     def key_records(self, settings: DelaySettings) -> KeyRecords:
         _require_sqlalchemy()
-        from .keyed import store_key_records
+        from .keyed import StoreKeyRecords
 
-        return store_key_records(self.delays.store)
+        return StoreKeyRecords(self.delays.store)
 
     def let_wait_keyed(self, queue: str, message: dict[str, Any], keyed: KeyedPublish) -> None:
         delays = self.delays
