@@ -17,7 +17,7 @@ from celery.utils.log import get_logger
 
 from ..due_time import due_us
 from ..errors import CannotDelay, InvalidQuery, NativeDelayError, NoRecords, RecordsUnavailable
-from ..rates.lines import RateLine
+from ..rates.line import RateLine
 from ..records import waiting
 from ..records.interface import TRIES
 from ..records.waiting import Bar, Outcome, Page, Query, Verdict, Waiting, WaitingTasks

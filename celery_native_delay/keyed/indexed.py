@@ -6,10 +6,10 @@ from collections.abc import Callable
 from secrets import token_hex
 from time import time_ns
 
-from ..records.interface import MARK_GRACE_MS, CompareAndSet, Index, Listed
+from ..records.interface import MARK_GRACE_MS, CompareAndSet, Index, Listed, RecordName
 from ..records.replacing import publish_undecided
 from .record import Record
-from .records import ComparedRecords, of_key
+from .records import ComparedRecords
 from .rules import InBroker, Seen, Step
 
 
@@ -28,7 +28,7 @@ class IndexedKeyRecords(ComparedRecords):
         return self._seen(name, token_hex(16))
 
     def _seen(self, name: str, sends: str | None) -> Seen:
-        looked = self._index.look(of_key(name), sends, self._mark_ms)
+        looked = self._index.look(RecordName("key", name), sends, self._mark_ms)
         # Read after the answer: too far ahead by the way back, so that no task is early.
         ahead_us = time_ns() // 1000 - looked.now_us
         record = None if looked.text is None else Record.decoded(looked.text)
@@ -53,7 +53,7 @@ class IndexedKeyRecords(ComparedRecords):
             )
         return self._index.compare_and_set(
             CompareAndSet(
-                of_key(name),
+                RecordName("key", name),
                 None if seen.record is None else seen.text,
                 None if step.record is None else step.record.encoded(),
                 max(step.kept_us - seen.now_us, 0) // 1000 + 1,

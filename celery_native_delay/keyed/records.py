@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-from ..records.interface import RecordName, tried_again
+from ..records.interface import tried_again
 from .rules import Rule, Seen, Step
 
 
@@ -55,8 +55,3 @@ class ComparedRecords(KeyRecords):
             return (seen, step) if self.write(name, seen, step, put) else None
 
         return tried_again(name, attempt)
-
-
-def of_key(name: str) -> RecordName:
-    """The name of a key's record among those of other kinds."""
-    return RecordName("key", name)

@@ -10,7 +10,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from ..rates.lines import RateLine
+from ..rates.line import RateLine
 from ..worker.tally import BOUNDS
 from .counting import Counts
 from .listening import Listener

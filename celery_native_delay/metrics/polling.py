@@ -14,7 +14,7 @@ from celery.utils.log import get_logger
 from ..app.installation import delaying_channel
 from ..app.parts import TIMEOUT_SECONDS, admin_part, bounded_connection
 from ..errors import NativeDelayError
-from ..rates.lines import RateLine
+from ..rates.line import RateLine
 from ..transports.interface import Backlog
 
 logger = get_logger(__name__)

@@ -6,15 +6,14 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ..records.interface import Change, RecordName, Records
-from .line import Line, name_of, seen_longest_first
-from .lines import RateLine, Turn
+from .line import Line, RateLine, Turn, name_of, seen_longest_first
 from .rate import Rate
 
 T = TypeVar("T")
 
 
 class RecordLines:
-    """The lines in *records*; see :class:`~.lines.Lines`."""
+    """The lines in *records*; see :class:`~.line.Lines`."""
 
     def __init__(self, records: Records) -> None:
         self._records = records

@@ -9,8 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from ..records.redis_link import RedisLink, latest
-from .line import KEPT_US, VERSION, name_of, seen_longest_first
-from .lines import RateLine, Turn
+from .line import KEPT_US, VERSION, RateLine, Turn, name_of, seen_longest_first
 from .rate import Rate
 
 #: Seconds that the server may take to connect, and for an answer.
@@ -130,7 +129,7 @@ return place
 
 
 class RedisLines:
-    """Lines under *space*, what all their keys begin with; see :class:`~.lines.Lines`."""
+    """Lines under *space*, what all their keys begin with; see :class:`~.line.Lines`."""
 
     def __init__(self, pool: Any, space: str, where: str) -> None:
         """*pool* is redis-py's, as :class:`RedisLink` has it; *where* is shown."""

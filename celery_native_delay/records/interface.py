@@ -107,6 +107,11 @@ class CompareAndSet:
     gone: Sequence[str] = ()
 
 
+def delivery_of(member: str) -> str:
+    """The delivery id of a member of the index."""
+    return member.rpartition(":")[2]
+
+
 def tried_again(name: str, attempt: Callable[[], T | None]) -> T:
     """The answer of *attempt* to change the record *name*; None: another caller was quicker."""
     for _ in range(TRIES):

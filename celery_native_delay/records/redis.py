@@ -36,6 +36,7 @@ from .interface import (
     Records,
     Standing,
     T,
+    delivery_of,
     tried_again,
 )
 from .redis_link import NOW, RedisLink, latest
@@ -239,7 +240,7 @@ class RedisRecords(Records, Index):
 
     def received(self, member: str) -> bool | None:
         try:
-            keys = [*self.keys.index, self.keys.marks + _delivery_of(member)]
+            keys = [*self.keys.index, self.keys.marks + delivery_of(member)]
             return not self._quick.run(_RECEIVED, keys, member)
         except RecordsUnavailable:
             self.missed += 1
@@ -265,7 +266,7 @@ class RedisRecords(Records, Index):
             *keys.index,
             keys.space if name is None else keys.record(name),
             keys.space if name is None else keys.names(name.kind),
-            keys.marks + ("" if new is None else _delivery_of(new.member)),
+            keys.marks + ("" if new is None else delivery_of(new.member)),
         ]
         done = self._patient.run(
             _COMPARE_AND_SET,
@@ -281,7 +282,7 @@ class RedisRecords(Records, Index):
         return bool(done)
 
     def standing(self, member: str) -> Standing:
-        mark = self._patient.ask("GET", self.keys.marks + _delivery_of(member))
+        mark = self._patient.ask("GET", self.keys.marks + delivery_of(member))
         if mark == VOID.encode():
             return Standing.VOID
         # One with a mark is about to take the place of another.
@@ -358,7 +359,3 @@ def redis_client(url: str) -> Any:
 
 def _message(listed: Listed) -> tuple[Any, ...]:
     return listed.member, listed.due_us, listed.entry
-
-
-def _delivery_of(member: str) -> str:
-    return member.rpartition(":")[2]

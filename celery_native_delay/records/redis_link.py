@@ -82,7 +82,7 @@ class RedisLink:
         words = (len(keys), *keys, *arguments)
         with self._lent() as connection:
             try:
-                return _answer(connection, "EVALSHA", _sha(script), *words)
+                return _answer(connection, "EVALSHA", digest_of(script), *words)
             except NoScriptError:
                 return _answer(connection, "EVAL", script, *words)
 
@@ -204,5 +204,6 @@ def _answer(connection: Any, *command: Any) -> Any:
 
 
 @lru_cache
-def _sha(script: str) -> str:
+def digest_of(script: str) -> str:
+    """The digest by which a server knows *script*."""
     return sha1(script.encode(), usedforsecurity=False).hexdigest()

@@ -50,6 +50,7 @@ from .interface import (
     Records,
     Standing,
     T,
+    delivery_of,
 )
 from .replacing import RecordedTasks, Republishes
 from .sql_listing import SqlListing
@@ -178,7 +179,7 @@ class SqlRecords(Records, Index):
         return self._thread.ask(lambda connection: self._received(connection, member))
 
     def _received(self, connection: Connection, member: str) -> bool:
-        delivery = _delivery_of(member)
+        delivery = delivery_of(member)
         mark = select(_MARK.mark).where(*self._marked(delivery))
         # In the usual case this is all, in one round trip.
         struck = self._strike(member).where(~mark.exists())
@@ -202,7 +203,7 @@ class SqlRecords(Records, Index):
             row = None if name is None else self.read_row(connection, name)
             if row is None or row[1] < at_us:
                 return Looked(at_us, None)
-            task_id = id_of(row[0])
+            task_id = json.loads(row[0]).get("id") if row[0].startswith("{") else None
             messages = () if task_id is None else tuple(self._messages(connection, task_id))
             return Looked(at_us, row[0], messages)
 
@@ -224,9 +225,9 @@ class SqlRecords(Records, Index):
             before = (
                 None if step.name is None else self.read_row(connection, step.name, locked=True)
             )
-            gone = [_delivery_of(member) for member in step.gone]
+            gone = [delivery_of(member) for member in step.gone]
             due_us = self._locked_due_us(connection, gone) if gone else {}
-            new = None if step.new is None else _delivery_of(step.new.member)
+            new = None if step.new is None else delivery_of(step.new.member)
             mark = None if new is None else self._mark(connection, new)
             at_us = now_us(connection)
             text = None if before is None or before[1] < at_us else before[0]
@@ -256,11 +257,11 @@ class SqlRecords(Records, Index):
 
     def standing(self, member: str) -> Standing:
         def looked(connection: Connection) -> Standing:
-            mark = self._mark(connection, _delivery_of(member))
+            mark = self._mark(connection, delivery_of(member))
             if mark == VOID:
                 return Standing.VOID
             # One that is not decided is about to take the place of another.
-            listed = select(_WAITING.due_us).where(*self._listed(_delivery_of(member)))
+            listed = select(_WAITING.due_us).where(*self._listed(delivery_of(member)))
             is_known = mark or connection.execute(listed).first()
             return Standing.KNOWN if is_known else Standing.UNKNOWN
 
@@ -333,7 +334,7 @@ class SqlRecords(Records, Index):
                     return work(connection)
             except (exc.IntegrityError, exc.OperationalError, exc.ProgrammingError) as error:
                 self.is_ready = False
-                if not tries_left or _is_away(error):
+                if not tries_left or error.connection_invalidated:
                     raise self._unavailable(error) from error
             # A transaction of SQLite's is begun by the driver itself.
             except (exc.SQLAlchemyError, self.engine.dialect.loaded_dbapi.Error) as error:
@@ -429,7 +430,7 @@ class SqlRecords(Records, Index):
         }
 
     def _strike(self, member: str) -> Any:
-        return delete(WAITING).where(*self._listed(_delivery_of(member)))
+        return delete(WAITING).where(*self._listed(delivery_of(member)))
 
 
 class SqlTasks(RecordedTasks, SqlListing):
@@ -469,18 +470,5 @@ def _note_all(connection: Connection, rows: list[Mapping[str, Any]]) -> None:
     connection.execute(statement, rows)
 
 
-def id_of(text: str) -> str | None:
-    """The task that a record in JSON names; None for a record of another form."""
-    return json.loads(text).get("id") if text.startswith("{") else None
-
-
-def _is_away(error: exc.DBAPIError) -> bool:
-    return error.connection_invalidated
-
-
 def _digest(name: str) -> str:
     return blake2b(name.encode(errors="surrogatepass"), digest_size=16).hexdigest()
-
-
-def _delivery_of(member: str) -> str:
-    return member.rpartition(":")[2]

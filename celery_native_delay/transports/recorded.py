@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import NoRecords
 from ..keyed.indexed import IndexedKeyRecords
 from ..message import Delayed
-from ..rates.lines import Lines
+from ..rates.line import Lines
 from ..records.opened import is_redis, records_of_process
 from ..settings import DelaySettings
 from ..texts import is_text

@@ -15,7 +15,7 @@ from redis.exceptions import RedisError
 from ...errors import SettingsError, UnsupportedBroker
 from ...keyed.publishing import KeyedPublish
 from ...keyed.records import KeyRecords
-from ...rates.lines import Lines
+from ...rates.line import Lines
 from ...records.waiting import WaitingTasks
 from ...settings import DelaySettings
 from ..interface import AdminPart, WorkerPart

@@ -11,10 +11,10 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from ...errors import StoreUnavailable
 from ...keyed.record import Record
-from ...keyed.records import KeyRecords, of_key
+from ...keyed.records import KeyRecords
 from ...keyed.rules import InBroker, Rule, Seen, Step
 from ...records.database import now_us
-from ...records.interface import TRIES
+from ...records.interface import RecordName, tried_again
 from ..virtual.waiting import waiting_of
 from .delays import Put
 from .schema import MESSAGES
@@ -58,16 +58,19 @@ class StoreKeyRecords(KeyRecords):
         self, name: str, rule: Rule, put: Callable[[int], Put] | None = None
     ) -> tuple[Seen, Step]:
         self._make()
-        for last_try in (*[False] * TRIES, True):
+
+        def attempt() -> tuple[Seen, Step] | None:
             try:
                 with self._store.noticed():
-                    seen, step = self._store.change(partial(self._change, name, rule, put))
-                break
+                    return self._store.change(partial(self._change, name, rule, put))
             except StoreUnavailable as error:
                 # Another was the first to write this record, at the same time.
-                if last_try or not isinstance(error.__cause__, exc.IntegrityError):
-                    self._records.is_ready = is_about_a_row(error)
-                    raise
+                if isinstance(error.__cause__, exc.IntegrityError):
+                    return None
+                self._records.is_ready = is_about_a_row(error)
+                raise
+
+        seen, step = tried_again(name, attempt)
         if step.due_us is not None:
             self._store.on_add(step.due_us)
         return seen, step
@@ -80,7 +83,7 @@ class StoreKeyRecords(KeyRecords):
         if step.due_us is None and step.record == seen.record:
             return seen, step
         text = None if step.record is None else step.record.encoded()
-        self._records.write_row(connection, of_key(name), text, step.kept_us, is_there)
+        self._records.write_row(connection, RecordName("key", name), text, step.kept_us, is_there)
         if step.due_us is None:
             return seen, step
         assert put is not None
@@ -100,7 +103,7 @@ class StoreKeyRecords(KeyRecords):
         self, connection: Connection, name: str, *, to_change: bool = False
     ) -> tuple[Seen, bool]:
         """The record of *name* and what waits for it, locked *to_change* them; is a row there?"""
-        found = self._records.read_row(connection, of_key(name), locked=to_change)
+        found = self._records.read_row(connection, RecordName("key", name), locked=to_change)
         # Asked for after the lock: another may have held it for a while.
         at_us = now_us(connection)
         if found is None:

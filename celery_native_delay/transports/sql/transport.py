@@ -22,7 +22,7 @@ from kombu.utils.json import dumps
 from ...errors import NativeDelayError, UnsupportedBroker
 from ...keyed.publishing import KeyedPublish, underway
 from ...keyed.records import KeyRecords
-from ...rates.lines import Lines
+from ...rates.line import Lines
 from ...records.waiting import WaitingTasks
 from ...settings import DelaySettings, is_store_url
 from ...urls import without_password
