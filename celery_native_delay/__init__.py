@@ -10,7 +10,7 @@ set ``transport_options={"native_delay": True}`` and publish with :func:`delay_h
 
 from .app.delay import Delay
 from .app.install import install
-from .app.results import KeyedResult
+from .app.keyed import KeyedResult
 from .errors import (
     BrokerFull,
     CannotDelay,

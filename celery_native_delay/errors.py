@@ -154,6 +154,11 @@ class ExtraMissing(ModuleNotFoundError):
     """A package of an extra is not installed; the text says what to install."""
 
 
+def described(error: BaseException) -> str:
+    """The error with its type, for a log or a sentence: ``ValueError: expected …``."""
+    return f"{type(error).__name__}: {error}"
+
+
 @contextmanager
 def brought_by(extra: str, *, whose: str) -> Iterator[None]:
     """A block of imports, in the module *whose*, that needs the packages of *extra*."""

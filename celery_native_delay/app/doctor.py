@@ -25,8 +25,7 @@ from ..finding import UNCHECKED, WRONG, Finding
 from ..settings import DelaySettings
 from ..transports.interface import lines_of
 from ..urls import without_password
-from .installation import installed
-from .parts import TIMEOUT_SECONDS, admin_part, bounded_connection
+from .installation import TIMEOUT_SECONDS, admin_part, bounded_connection, installed
 
 #: Bytes that are written to see whether a folder takes what workers are going to write there.
 _TRIED_BYTES = 65_536

@@ -20,7 +20,7 @@ from celery import Celery
 
 from celery_native_delay import install, redis_server, register_transports
 from celery_native_delay.app.doctor import examine
-from celery_native_delay.app.parts import admin_part
+from celery_native_delay.app.installation import admin_part
 from celery_native_delay.finding import ADVICE, UNCHECKED, WRONG, Finding
 from celery_native_delay.records import database
 from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, private_redis, vhost_name
@@ -300,7 +300,7 @@ def test_records_that_are_down_or_wrong_are_named(
         assert "mistyped" not in str(found_wrong)
         records.client.config_set("requirepass", "")
 
-        with private_redis(server="redis", replica_of=records) as replica:
+        with private_redis(server="redis", config=f"replicaof 127.0.0.1 {records.port}") as replica:
             wait_until(
                 lambda: replica.client.info()["master_link_status"] == "up",
                 timeout_seconds=PATIENCE_SECONDS,

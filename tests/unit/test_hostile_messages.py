@@ -24,10 +24,10 @@ from celery_native_delay.transports.rabbitmq.wrapping import unwrap
 from celery_native_delay.transports.recorded import member_of
 from celery_native_delay.transports.virtual.wrapping import unwrapped
 from celery_native_delay.worker import unique
-from celery_native_delay.worker.arrival import Arrival, AskAgain, LookUp, Ruling, WaitUntil
+from celery_native_delay.worker.arrival import AWAY_US, Arrival, AskAgain, LookUp, Ruling, WaitUntil
 from celery_native_delay.worker.fencing import Fence
 from celery_native_delay.worker.gates import Moved, gates
-from celery_native_delay.worker.rating import AWAY_US, PLACE, Rated
+from celery_native_delay.worker.rating import PLACE, Rated
 from celery_native_delay.worker.unique import Unique
 
 NOW_US = 1_795_176_000_000_000
