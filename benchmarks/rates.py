@@ -19,7 +19,7 @@ from celery_native_delay import Delay, Rate
 from celery_native_delay.bulk import bulk
 from celery_native_delay.rates.in_records import RecordLines
 from celery_native_delay.rates.in_redis import RedisLines
-from celery_native_delay.rates.lines import Lines
+from celery_native_delay.rates.line import Lines
 from celery_native_delay.testing import PrivateRedis, private_redis
 from celery_native_delay.transports.sql.store import Store
 
@@ -68,7 +68,7 @@ def gate(bench: Bench, server: PrivateRedis, result: Result) -> None:
     connection = pool.make_connection()
     store = Store(f"sqlite:///{bench.folder}/rates.db", "bench")
     kept: dict[str, Lines] = {
-        "Redis": RedisLines(pool.make_connection, "bench", server.url),
+        "Redis": RedisLines(pool, "bench", server.url),
         "SQLite": RecordLines(store.records),
     }
     for where, lines in kept.items():

@@ -27,8 +27,8 @@ from benchmarks.measuring import (
     percentile,
     quiet,
 )
-from celery_native_delay.transports.sql.batch import BATCH
 from celery_native_delay.transports.sql.handover import HandOver, hand_over_on
+from celery_native_delay.transports.sql.rows import BATCH
 from celery_native_delay.transports.sql.schema import MESSAGES
 from celery_native_delay.transports.sql.store import Store
 from example_project.folder_broker import SCHEME, settings_of

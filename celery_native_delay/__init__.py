@@ -32,7 +32,7 @@ from .errors import (
     TopologyMismatch,
     UnsupportedBroker,
 )
-from .rates.lines import RateLine
+from .rates.line import RateLine
 from .rates.rate import Rate
 from .rates.retry_after import RetryAfter
 from .records.waiting import Outcome, Query, Verdict, Waiting

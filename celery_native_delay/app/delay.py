@@ -23,9 +23,9 @@ from ..errors import (
     RecordsUnavailable,
     described,
 )
-from ..keyed.records import TRIES
-from ..rates.lines import RateLine
+from ..rates.line import RateLine
 from ..records import waiting
+from ..records.interface import TRIES
 from ..records.waiting import Bar, Outcome, Page, Query, Verdict, Waiting, WaitingTasks
 from ..settings import DelaySettings
 from ..transports.aliases import delay_headers

@@ -21,7 +21,7 @@ from .group import (
 )
 
 if TYPE_CHECKING:
-    from ..rates.lines import RateLine
+    from ..rates.line import RateLine
 
 #: So many lines are looked at at least: the longest in time need not have most waiting.
 _LOOKED_AT = 500

@@ -6,15 +6,11 @@ from collections.abc import Callable
 from secrets import token_hex
 from time import time_ns
 
-from ..records.interface import MARK_GRACE_MS, CompareAndSet, Index, Listed
+from ..records.interface import MARK_GRACE_MS, CompareAndSet, Index, Listed, RecordName
 from ..records.replacing import publish_undecided
 from .record import Record
-from .records import ComparedRecords, of_key
+from .records import ComparedRecords
 from .rules import InBroker, Seen, Step
-
-#: Publishes a delivery, given its due time, its id, and how far this process's clock is ahead of
-#: the records'; returns what the index lists.
-Put = Callable[[int, str, int], Listed]
 
 
 class IndexedKeyRecords(ComparedRecords):
@@ -32,7 +28,7 @@ class IndexedKeyRecords(ComparedRecords):
         return self._seen(name, token_hex(16))
 
     def _seen(self, name: str, sends: str | None) -> Seen:
-        looked = self._index.look(of_key(name), sends, self._mark_ms)
+        looked = self._index.look(RecordName("key", name), sends, self._mark_ms)
         # Read after the answer: too far ahead by the way back, so that no task is early.
         ahead_us = time_ns() // 1000 - looked.now_us
         record = None if looked.text is None else Record.decoded(looked.text)
@@ -43,7 +39,10 @@ class IndexedKeyRecords(ComparedRecords):
         )
         return Seen(looked.now_us, record, waiting, sends, looked.text, ahead_us)
 
-    def write(self, name: str, seen: Seen, step: Step, put: Put | None) -> bool:
+    def write(
+        self, name: str, seen: Seen, step: Step, put: Callable[[int, str, int], Listed] | None
+    ) -> bool:
+        """*put* gets the due time, the delivery's id, and how far our clock is ahead of theirs."""
         new = None
         if step.due_us is not None:
             assert put is not None
@@ -54,7 +53,7 @@ class IndexedKeyRecords(ComparedRecords):
             )
         return self._index.compare_and_set(
             CompareAndSet(
-                of_key(name),
+                RecordName("key", name),
                 None if seen.record is None else seen.text,
                 None if step.record is None else step.record.encoded(),
                 max(step.kept_us - seen.now_us, 0) // 1000 + 1,

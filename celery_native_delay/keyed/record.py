@@ -12,6 +12,7 @@ from hashlib import blake2b
 from typing import Any
 
 from ..errors import TopologyMismatch
+from ..texts import is_text
 
 VERSION = 1
 
@@ -109,7 +110,7 @@ class Mark:
         assert headers is not None
         required = [header.get("kind"), headers.get("task"), header.get("key")]
         optional = [header.get(name) for name in _OPTIONAL]
-        if not all(_is_text(each) for each in (*required, *filter(None, optional))):
+        if not all(is_text(each) for each in (*required, *filter(None, optional))):
             return None
         return cls(*required, *optional)  # type: ignore[arg-type]
 
@@ -121,14 +122,6 @@ def key_and_kind(headers: Mapping[str, Any]) -> tuple[str, str]:
     """The key and the kind of call that these *headers* of a task tell; "" for no such call."""
     mark = Mark.of(headers)
     return (mark.key, mark.kind) if mark else ("", "")
-
-
-def _is_text(value: Any) -> bool:
-    """True for a text that can be encoded, as one with a lone surrogate cannot."""
-    try:
-        return isinstance(value, str) and value.encode() is not None
-    except UnicodeEncodeError:
-        return False
 
 
 def name_of(kind: str, task: str, key: str) -> str:

@@ -5,12 +5,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any
 
-from ..errors import CannotDelay
-from ..records.interface import RecordName
+from ..records.interface import tried_again
 from .rules import Rule, Seen, Step
-
-#: Another caller was quicker so often, each time. Of any number, one always gets through.
-TRIES = 100
 
 
 class KeyRecords(ABC):
@@ -50,20 +46,12 @@ class ComparedRecords(KeyRecords):
         """Undo what was prepared when it was *seen*: nothing is sent."""
 
     def change(self, name: str, rule: Rule, put: Any = None) -> tuple[Seen, Step]:
-        for _ in range(TRIES):
+        def attempt() -> tuple[Seen, Step] | None:
             seen = self.read(name) if put is None else self.read_to_send(name)
             step = rule(seen)
             if step.due_us is None and step.record == seen.record:
                 self.leave(seen)
                 return seen, step
-            if self.write(name, seen, step, put):
-                return seen, step
-        raise CannotDelay(
-            f"the record of {name} was changed by others {TRIES} times while this call looked at "
-            f"it: try again, or let fewer producers share a key"
-        )
+            return (seen, step) if self.write(name, seen, step, put) else None
 
-
-def of_key(name: str) -> RecordName:
-    """The name of a key's record among those of other kinds."""
-    return RecordName("key", name)
+        return tried_again(name, attempt)

@@ -13,7 +13,7 @@ from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
 from ..app.installation import installed
-from ..rates.lines import RateLine
+from ..rates.line import RateLine
 from ..worker.tally import BOUNDS
 from .listening import Counts, Listener
 from .polling import Poll, Reading

@@ -13,7 +13,7 @@ from celery.utils.log import get_logger
 
 from ..app.installation import TIMEOUT_SECONDS, admin_part, bounded_connection, delaying_channel
 from ..errors import NativeDelayError, described
-from ..rates.lines import RateLine
+from ..rates.line import RateLine
 from ..transports.interface import Backlog
 
 logger = get_logger(__name__)

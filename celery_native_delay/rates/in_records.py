@@ -6,15 +6,14 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from ..records.interface import Change, RecordName, Records
-from .line import Line, name_of
-from .lines import RateLine, Turn
+from .line import Line, RateLine, Turn, name_of, seen_longest_first
 from .rate import Rate
 
 T = TypeVar("T")
 
 
 class RecordLines:
-    """The lines in *records*; see :class:`~.lines.Lines`."""
+    """The lines in *records*; see :class:`~.line.Lines`."""
 
     def __init__(self, records: Records) -> None:
         self._records = records
@@ -33,12 +32,7 @@ class RecordLines:
 
     def look(self, limit: int) -> list[RateLine]:
         at_us, found = self._records.latest("rate", limit)
-        seen = []
-        for name, text in found:
-            line, rate = Line.decoded(*text.split("\n"))
-            if rate is not None:
-                seen.append(line.seen(name, rate, at_us))
-        return sorted(seen, key=lambda line: -line.waiting)
+        return seen_longest_first(found, at_us)
 
     def close(self) -> None:
         """The records are the process's."""

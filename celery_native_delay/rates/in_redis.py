@@ -6,16 +6,10 @@ at which they end. Times are microseconds by the server's own clock.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
-from hashlib import sha1
-from time import monotonic
 from typing import Any
 
-from ..backoff import Backoff
-from ..errors import RecordsUnavailable
-from .line import KEPT_US, VERSION, Line, name_of
-from .lines import RateLine, Turn
+from ..records.redis_link import RedisLink, latest
+from .line import KEPT_US, VERSION, RateLine, Turn, name_of, seen_longest_first
 from .rate import Rate
 
 #: Seconds that the server may take to connect, and for an answer.
@@ -133,38 +127,22 @@ return place
 """
 )
 
-#: KEYS names of lines. ARGV limit, what keys of lines begin with. Returns the time, then of each
-#: its name and record.
-LOOK = """
-local time = redis.call('TIME')
-local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
-local found = {now}
-for _, name in ipairs(redis.call('ZREVRANGEBYSCORE', KEYS[1], '+inf', now, 'LIMIT', 0, ARGV[1])) do
-    found[#found + 1] = name
-    found[#found + 1] = redis.call('GET', ARGV[2] .. name) or ''
-end
-return found
-"""
-
-_SHAS = {script: sha1(script.encode(), usedforsecurity=False).hexdigest() for script in (ASK, HOLD)}
-
 
 class RedisLines:
-    """Lines under *space*, what all their keys begin with; see :class:`~.lines.Lines`.
+    """Lines under *space*, what all their keys begin with; see :class:`~.line.Lines`."""
 
-    On one connection of its own, past redis-py's client, which would take longer than the server.
-    """
-
-    def __init__(self, make_connection: Callable[[], Any], space: str, where: str) -> None:
-        """*make_connection* gives one of redis-py's, which connects when told; *where* is shown."""
-        self._make_connection = make_connection
+    def __init__(self, pool: Any, space: str, where: str) -> None:
+        """*pool* is redis-py's, as :class:`RedisLink` has it; *where* is shown."""
+        self._link = RedisLink(
+            pool,
+            f"the lines of rated tasks at {where}",
+            timeout_seconds=PATIENCE_SECONDS,
+            left_alone_seconds=LEFT_ALONE_SECONDS,
+            logs=False,  # the worker tells what it means
+        )
         self._prefix = f"{space}.rate."
         self._names = f"{space}.rates"
         self._starts = f"{space}.starts."
-        self._where = where
-        self._connection: Any = None
-        self._retry_at = 0.0
-        self._backoff = Backoff(*LEFT_ALONE_SECONDS)
 
     def ask(
         self,
@@ -188,29 +166,16 @@ class RedisLines:
         return int(self._run(HOLD, name_of(task, key), rate, now_us, wait_us))
 
     def look(self, limit: int) -> list[RateLine]:
-        if limit == 0:
-            return []
-        now_us, *found = self._call("EVAL", LOOK, 1, self._names, limit, self._prefix)
-        seen = []
-        for name, text in zip(found[::2], found[1::2], strict=True):
-            line, rate = Line.decoded(text.decode())
-            if rate is not None:
-                seen.append(line.seen(name.decode(), rate, now_us))
-        return sorted(seen, key=lambda line: -line.waiting)
+        now_us, found = latest(self._link, self._names, self._prefix, limit)
+        return seen_longest_first(found, now_us)
 
     def close(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            connection.disconnect()
-
-    # --- the connection ------------------------------------------------------------------
+        self._link.close()
 
     def _run(self, script: str, name: str, rate: Rate, now_us: int | None, *more: int | str) -> Any:
-        arguments = (
-            3,
-            self._prefix + name,
-            self._names,
-            self._starts + name,
+        return self._link.run(
+            script,
+            [self._prefix + name, self._names, self._starts + name],
             name,
             rate.spacing_us,
             rate.ahead_us,
@@ -223,48 +188,3 @@ class RedisLines:
             "" if now_us is None else now_us,
             *more,
         )
-        return self._call("EVALSHA", _SHAS[script], *arguments, instead=("EVAL", script))
-
-    def _call(self, *command: Any, instead: tuple[str, str] | None = None) -> Any:
-        """The answer to *command*; to one with *instead* in front, if its script is not known."""
-        if self._connection is None and monotonic() < self._retry_at:
-            raise RecordsUnavailable(f"the lines of rated tasks at {self._where} are out of reach")
-        try:
-            if self._connection is None:
-                self._connect()
-            try:
-                answer = self._answer(command)
-            except Exception as exc:
-                if instead is None or "NOSCRIPT" not in f"{type(exc).__name__} {exc}".upper():
-                    raise
-                answer = self._answer((*instead, *command[2:]))
-        except Exception as exc:  # redis-py's, the resolver's, TLS'
-            self._lose()
-            raise RecordsUnavailable(
-                f"the lines of rated tasks at {self._where} are out of reach: "
-                f"{type(exc).__name__}: {exc}"
-            ) from exc
-        self._backoff.reset()
-        return answer
-
-    def _connect(self) -> None:
-        from redis.backoff import NoBackoff
-        from redis.retry import Retry
-
-        connection = self._make_connection()
-        connection.retry = Retry(NoBackoff(), 0)
-        for timeout in ("socket_timeout", "socket_connect_timeout"):
-            setattr(connection, timeout, PATIENCE_SECONDS)
-        connection.connect()
-        self._connection = connection
-
-    def _answer(self, command: tuple[Any, ...]) -> Any:
-        self._connection.send_command(*command)
-        return self._connection.read_response()
-
-    def _lose(self) -> None:
-        connection, self._connection = self._connection, None
-        if connection is not None:
-            with suppress(Exception):
-                connection.disconnect()
-        self._retry_at = monotonic() + self._backoff.failed()

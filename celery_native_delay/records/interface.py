@@ -13,9 +13,13 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Generic, NamedTuple, TypeVar
 
+from ..errors import CannotDelay
 from .waiting import WaitingTasks
 
 T = TypeVar("T")
+
+#: Another caller was quicker so often, each time. Of any number, one always gets through.
+TRIES = 100
 
 #: Seconds that publishing and receiving wait for the records: to connect, and for an answer.
 PATIENCE_SECONDS = 0.3
@@ -101,6 +105,22 @@ class CompareAndSet:
     kept_ms: int = 0
     new: Listed | None = None
     gone: Sequence[str] = ()
+
+
+def delivery_of(member: str) -> str:
+    """The delivery id of a member of the index."""
+    return member.rpartition(":")[2]
+
+
+def tried_again(name: str, attempt: Callable[[], T | None]) -> T:
+    """The answer of *attempt* to change the record *name*; None: another caller was quicker."""
+    for _ in range(TRIES):
+        if (answer := attempt()) is not None:
+            return answer
+    raise CannotDelay(
+        f"the record of {name} was changed by others {TRIES} times while this call looked at it: "
+        f"try again, or let fewer producers share a key"
+    )
 
 
 class Standing(Enum):

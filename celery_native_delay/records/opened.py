@@ -25,8 +25,12 @@ _records: PerProcess[tuple[str, str], Any] = PerProcess(_inherited.append)
 def records_at(url: str, owner: str) -> Any:
     """New records of *owner* at *url*, a Redis' or one of SQLAlchemy's."""
     if is_redis(url):
-        from .redis import RedisRecords
-
+        try:
+            from .redis import RedisRecords
+        except ImportError as exc:
+            raise UnsupportedBroker(
+                "records in Redis need redis-py: pip install 'celery_native_delay[redis]'"
+            ) from exc
         return RedisRecords(url, owner)
     try:
         from .sql import SqlRecords

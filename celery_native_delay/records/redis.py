@@ -11,9 +11,15 @@ from dataclasses import dataclass
 from time import time_ns
 from typing import Any
 
-from ..errors import CannotDelay, RecordsUnavailable
+import redis
+from redis.backoff import NoBackoff
+from redis.exceptions import RedisError
+from redis.retry import Retry
+
+from ..errors import RecordsUnavailable
 from ..finding import Finding
-from ..urls import without_password
+from ..redis_server import findings
+from ..urls import redis_py_url, without_password
 from .interface import (
     ANSWER_SECONDS,
     MARK_GRACE_MS,
@@ -30,26 +36,20 @@ from .interface import (
     Records,
     Standing,
     T,
+    delivery_of,
+    tried_again,
 )
-from .redis_link import RedisLink, connection_maker, redis_options
+from .redis_link import NOW, RedisLink, latest
 from .redis_listing import THROW_AWAY, IndexKeys, RedisListing
-from .tasks import RecordedTasks, Republishes
+from .replacing import RecordedTasks, Republishes
 from .waiting import Waiting, WaitingTasks
 
 VERSION = 1
-
-#: Another caller was quicker so often, each time. Of any number, one always gets through.
-TRIES = 100
 
 #: Kinds whose records can be listed: a sorted set has their names by the end of their TTL.
 LISTED_KINDS = ("rate", "schedule")
 
 _SWEPT_AT_ONCE = 1000
-
-_NOW = """
-local time = redis.call('TIME')
-local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
-"""
 
 #: KEYS due, messages, ids. ARGV member, due µs, entry.
 _NOTE = """
@@ -84,7 +84,7 @@ return mark and 1 or 0
 #: KEYS record, ids, mark, due. ARGV TTL of the mark in ms, '' for none. Returns now in µs, the
 #: record or '', then of each message of the task that it names the member and its due time.
 _LOOK = (
-    _NOW
+    NOW
     + f"""
 if ARGV[1] ~= '' then redis.call('SET', KEYS[3], '{UNDECIDED}', 'PX', ARGV[1]) end
 local record = redis.call('GET', KEYS[1])
@@ -106,7 +106,7 @@ return found
 #: void, and nothing else was done.
 _COMPARE_AND_SET = (
     _REMOVE
-    + _NOW
+    + NOW
     + f"""
 local has_record, is_new = ARGV[1] ~= '', ARGV[5] ~= ''
 local as_it_was = not has_record or (redis.call('GET', KEYS[4]) or '') == ARGV[2]
@@ -144,20 +144,6 @@ if is_new then
     redis.call('DEL', KEYS[6])
 end
 return 1
-"""
-)
-
-#: KEYS names. ARGV limit, what keys of records begin with. Returns the time, then of each its name
-#: and its record.
-_LATEST = (
-    _NOW
-    + """
-local found = {now}
-for _, name in ipairs(redis.call('ZREVRANGEBYSCORE', KEYS[1], '+inf', now, 'LIMIT', 0, ARGV[1])) do
-    found[#found + 1] = name
-    found[#found + 1] = redis.call('GET', ARGV[2] .. name) or ''
-end
-return found
 """
 )
 
@@ -202,22 +188,25 @@ class RedisRecords(Records, Index):
         self.where = without_password(url)
         self.keys = RecordKeys(owner)
         self.missed = 0
+        self.pool = redis_client(url).connection_pool
+        what = f"the records at {self.where}"
         #: Publishing and receiving have less patience than people.
-        self._quick = RedisLink(connection_maker(url, timeout_seconds=PATIENCE_SECONDS), self.where)
-        self._patient = RedisLink(connection_maker(url, timeout_seconds=ANSWER_SECONDS), self.where)
+        self._quick = RedisLink(self.pool, what, timeout_seconds=PATIENCE_SECONDS)
+        self._patient = RedisLink(self.pool, what, timeout_seconds=ANSWER_SECONDS)
 
     # --- records -------------------------------------------------------------------------
 
     def change(self, name: RecordName, decide: Callable[[str | None, int], Change[T]]) -> T:
-        for _ in range(TRIES):
+        def attempt() -> Change[T] | None:
             seen = self.look(name, None, 0)
             change = decide(seen.text, seen.now_us)
             if change.text == seen.text:
-                return change.answer
+                return change
             kept_ms = max(change.kept_us - seen.now_us, 0) // 1000 + 1
-            if self.compare_and_set(CompareAndSet(name, seen.text, change.text, kept_ms)):
-                return change.answer
-        raise too_often(name)
+            step = CompareAndSet(name, seen.text, change.text, kept_ms)
+            return change if self.compare_and_set(step) else None
+
+        return tried_again(name.name, attempt).answer
 
     def load(self, names: Sequence[RecordName]) -> list[str | None]:
         if not names:
@@ -227,9 +216,7 @@ class RedisRecords(Records, Index):
 
     def latest(self, kind: str, limit: int) -> tuple[int, list[tuple[str, str]]]:
         prefix = self.keys.record(RecordName(kind, ""))
-        now_us, *found = self._patient.run(_LATEST, [self.keys.names(kind)], limit, prefix)
-        texts = [text.decode() for text in found]
-        return now_us, [pair for pair in zip(texts[::2], texts[1::2], strict=True) if pair[1]]
+        return latest(self._patient, self.keys.names(kind), prefix, limit)
 
     def close(self) -> None:
         self._quick.close()
@@ -253,7 +240,7 @@ class RedisRecords(Records, Index):
 
     def received(self, member: str) -> bool | None:
         try:
-            keys = [*self.keys.index, self.keys.marks + _delivery_of(member)]
+            keys = [*self.keys.index, self.keys.marks + delivery_of(member)]
             return not self._quick.run(_RECEIVED, keys, member)
         except RecordsUnavailable:
             self.missed += 1
@@ -279,7 +266,7 @@ class RedisRecords(Records, Index):
             *keys.index,
             keys.space if name is None else keys.record(name),
             keys.space if name is None else keys.names(name.kind),
-            keys.marks + ("" if new is None else _delivery_of(new.member)),
+            keys.marks + ("" if new is None else delivery_of(new.member)),
         ]
         done = self._patient.run(
             _COMPARE_AND_SET,
@@ -295,7 +282,7 @@ class RedisRecords(Records, Index):
         return bool(done)
 
     def standing(self, member: str) -> Standing:
-        mark = self._patient.ask("GET", self.keys.marks + _delivery_of(member))
+        mark = self._patient.ask("GET", self.keys.marks + delivery_of(member))
         if mark == VOID.encode():
             return Standing.VOID
         # One with a mark is about to take the place of another.
@@ -315,8 +302,6 @@ class RedisRecords(Records, Index):
 
     def findings(self) -> Iterator[Finding]:
         """Faults of the Redis."""
-        from ..redis_server import findings
-
         with redis_client(self.url) as client:
             yield from findings(
                 client,
@@ -352,8 +337,6 @@ class RedisTasks(RecordedTasks, RedisListing):
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        from redis.exceptions import RedisError
-
         self.index.flush()
         try:
             yield
@@ -364,23 +347,13 @@ class RedisTasks(RecordedTasks, RedisListing):
 
 def redis_client(url: str) -> Any:
     """A client of redis-py's for all that people ask."""
-    to, options = redis_options(url, timeout_seconds=ANSWER_SECONDS)
-    import redis
-
-    return redis.Redis.from_url(to, **options)
-
-
-def too_often(name: RecordName) -> CannotDelay:
-    """The error of a caller that others have overtaken :data:`TRIES` times."""
-    return CannotDelay(
-        f"the record of {name.name} was changed by others {TRIES} times while this call looked at "
-        f"it: try again, or let fewer producers share a key"
+    return redis.Redis.from_url(
+        redis_py_url(url),
+        socket_timeout=ANSWER_SECONDS,
+        socket_connect_timeout=ANSWER_SECONDS,
+        retry=Retry(NoBackoff(), 0),
     )
 
 
 def _message(listed: Listed) -> tuple[Any, ...]:
     return listed.member, listed.due_us, listed.entry
-
-
-def _delivery_of(member: str) -> str:
-    return member.rpartition(":")[2]

@@ -6,16 +6,19 @@ Past redis-py's client, which takes as long as the server.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from functools import lru_cache, partial
+from functools import lru_cache
 from hashlib import sha1
 from threading import Lock
 from time import monotonic
 from typing import Any
 
-from ..errors import RecordsUnavailable, UnsupportedBroker
-from ..urls import redis_py_url
+from redis.backoff import NoBackoff
+from redis.exceptions import NoScriptError, RedisError
+from redis.retry import Retry
+
+from ..errors import RecordsUnavailable
 from .away import Away
 from .interface import LEFT_ALONE_SECONDS, PATIENCE_SECONDS
 
@@ -23,53 +26,48 @@ from .interface import LEFT_ALONE_SECONDS, PATIENCE_SECONDS
 _READ_EVERY = 64
 _READ_AFTER_SECONDS = 0.05
 
+_ERRORS = RedisError, OSError
 
-def connection_maker(url: str, *, timeout_seconds: float) -> Callable[[], Any]:
-    """A function that makes connections of redis-py's, which connect when told.
+NOW = """
+local time = redis.call('TIME')
+local now = tonumber(time[1]) * 1000000 + tonumber(time[2])
+"""
 
-    Not their pool's own, which allows for so many in all: those that failed or were closed count.
-    """
-    to, options = redis_options(url, timeout_seconds=timeout_seconds)
-    from redis import ConnectionPool
-
-    pool = ConnectionPool.from_url(to, **options)
-    return partial(pool.connection_class, **pool.connection_kwargs)
-
-
-def redis_options(url: str, *, timeout_seconds: float) -> tuple[str, dict[str, Any]]:
-    """URL and options for redis-py; UnsupportedBroker without it."""
-    try:
-        from redis.backoff import NoBackoff
-        from redis.retry import Retry
-    except ImportError as exc:
-        raise UnsupportedBroker(
-            "records in Redis need redis-py: pip install 'celery_native_delay[redis]'"
-        ) from exc
-    # redis-py's own retries would sleep for seconds, also where there is no patience.
-    return redis_py_url(url), {
-        "socket_timeout": timeout_seconds,
-        "socket_connect_timeout": timeout_seconds,
-        "retry": Retry(NoBackoff(), 0),
-    }
+#: KEYS names. ARGV limit, what keys of records begin with. Returns the time, then of each its name
+#: and its record.
+_LATEST = (
+    NOW
+    + """
+local found = {now}
+for _, name in ipairs(redis.call('ZREVRANGEBYSCORE', KEYS[1], '+inf', now, 'LIMIT', 0, ARGV[1])) do
+    found[#found + 1] = name
+    found[#found + 1] = redis.call('GET', ARGV[2] .. name) or ''
+end
+return found
+"""
+)
 
 
 class RedisLink:
-    """A link to one Redis, for any thread; RecordsUnavailable while it is away or left alone."""
+    """A link to one Redis, for any thread; RecordsUnavailable while it is away or left alone.
+
+    Its connections are as redis-py's *pool* makes them, but not the pool's own, which allows for so
+    many in all: those that failed or were closed count.
+    """
 
     def __init__(
         self,
-        make_connection: Callable[[], Any],
-        where: str,
+        pool: Any,
+        what: str,
         *,
+        timeout_seconds: float,
         left_alone_seconds: tuple[float, float] = LEFT_ALONE_SECONDS,
+        logs: bool = True,
     ) -> None:
-        """*make_connection* gives one of redis-py's, which connects when told; *where* is shown."""
-        from redis.exceptions import NoScriptError, RedisError
-
-        self._no_script = NoScriptError
-        self._errors = RedisError, OSError
-        self._make_connection = make_connection
-        self._away = Away(where, left_alone_seconds=left_alone_seconds)
+        """*timeout_seconds* to connect, and for an answer; for the others see :class:`Away`."""
+        self._pool = pool
+        self._timeout_seconds = timeout_seconds
+        self._away = Away(what, left_alone_seconds=left_alone_seconds, logs=logs)
         #: Connections that are not in use.
         self._idle: list[Any] = []
         self._posting: Any = None
@@ -84,8 +82,8 @@ class RedisLink:
         words = (len(keys), *keys, *arguments)
         with self._lent() as connection:
             try:
-                return _answer(connection, "EVALSHA", _sha(script), *words)
-            except self._no_script:
+                return _answer(connection, "EVALSHA", digest_of(script), *words)
+            except NoScriptError:
                 return _answer(connection, "EVAL", script, *words)
 
     def ask(self, *command: Any) -> Any:
@@ -106,7 +104,7 @@ class RedisLink:
             connection = self._connected()
         try:
             yield connection
-        except self._errors as exc:
+        except _ERRORS as exc:
             connection.disconnect()
             raise self._away.failed(exc) from exc
         self._away.works()
@@ -122,7 +120,7 @@ class RedisLink:
                 connection = self._idle.pop()
             except IndexError:
                 return None
-            with suppress(*self._errors):
+            with suppress(*_ERRORS):
                 if not connection.can_read():
                     return connection
             connection.disconnect()
@@ -130,7 +128,11 @@ class RedisLink:
     def _connected(self) -> Any:
         self._away.check()
         try:
-            connection = self._make_connection()
+            connection = self._pool.connection_class(**self._pool.connection_kwargs)
+            # redis-py's own retries would sleep for seconds, also where there is no patience.
+            connection.retry = Retry(NoBackoff(), 0)
+            for timeout in ("socket_timeout", "socket_connect_timeout"):
+                setattr(connection, timeout, self._timeout_seconds)
             connection.connect()
         except Exception as exc:  # redis-py's, the resolver's, TLS'
             raise self._away.failed(exc) from exc
@@ -186,11 +188,22 @@ class RedisLink:
             self._idle.pop().disconnect()
 
 
+def latest(link: RedisLink, names: str, prefix: str, limit: int) -> tuple[int, list[Any]]:
+    """The time in µs, and names and texts of the records that are kept longest.
+
+    *names* is a sorted set of names by the end of their TTLs, *prefix* the beginning of their keys.
+    """
+    now_us, *found = link.run(_LATEST, [names], limit, prefix)
+    texts = [text.decode() for text in found]
+    return now_us, [pair for pair in zip(texts[::2], texts[1::2], strict=True) if pair[1]]
+
+
 def _answer(connection: Any, *command: Any) -> Any:
     connection.send_command(*command)
     return connection.read_response()
 
 
 @lru_cache
-def _sha(script: str) -> str:
+def digest_of(script: str) -> str:
+    """The digest by which a server knows *script*."""
     return sha1(script.encode(), usedforsecurity=False).hexdigest()

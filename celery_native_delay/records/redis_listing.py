@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Any
 
+from ..redis_server import now_us
 from . import waiting
 from .waiting import ALL, Page, Query, ReplacedOneByOne, Waiting, ids_by_page
 
@@ -125,14 +126,11 @@ class RedisListing(ReplacedOneByOne):
             return
         with self._explained():
             # A cancelled one, which is not to be seen, was due when it was cancelled.
-            ahead_us = max(self._now_us() + 1, query.from_us or 0)
+            ahead_us = max(now_us(self._client) + 1, query.from_us or 0)
             if query.until_us is not None:
                 ahead_us = min(ahead_us, query.until_us)
             yield from ids_by_page(self.page, query.due_within(query.from_us, ahead_us))
             yield from self._ids_ahead(ahead_us, query.until_us)
-
-    def get(self, task_id: str) -> list[Waiting]:
-        return [task for _, _, task in self._found(task_id)]
 
     def counts(self, edges_us: Sequence[int]) -> list[int]:
         with self._explained():
@@ -179,10 +177,6 @@ class RedisListing(ReplacedOneByOne):
             begins_there = from_us == last_us
             skipped = sum(score == last_us for _, score in found) + skipped * begins_there
             from_us = last_us
-
-    def _now_us(self) -> int:
-        seconds, microseconds = self._client.time()
-        return int(seconds) * 1_000_000 + int(microseconds)
 
     def _members(self, task_id: str) -> list[str]:
         """Members of what waits under *task_id*."""

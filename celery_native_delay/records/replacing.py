@@ -14,13 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from secrets import token_hex
 from time import time_ns
-from typing import TypeVar
+from typing import Any, Protocol
 
 from ..errors import NativeDelayError, RecordsUnavailable
-from .interface import MARK_GRACE_MS, Index
-
-T = TypeVar("T")
+from .interface import MARK_GRACE_MS, CompareAndSet, Index, Listed, T
+from .waiting import ReplacedOneByOne, Waiting
 
 
 def publish_undecided(index: Index, delivery_id: str, due_us: int, publish: Callable[[], T]) -> T:
@@ -36,3 +36,45 @@ def publish_undecided(index: Index, delivery_id: str, due_us: int, publish: Call
         with suppress(RecordsUnavailable):
             index.unmark(delivery_id, left_ms)
         raise
+
+
+class Republishes(Protocol):
+    """A transport's part: it reads its own entries, and publishes their messages again."""
+
+    def waiting(self, member: str, entry: str, due_us: int) -> Waiting | None:
+        """The task of an entry, as people see it."""
+
+    def publish_again(self, entry: str, due_us: int, delivery_id: str, *, cancelled: bool) -> str:
+        """Publish the message of *entry*, due then, and return its new entry."""
+
+    def check_reach(self, due_us: int) -> None:
+        """Raise DelayTooLong for a due time that is too far away."""
+
+
+class RecordedTasks(ReplacedOneByOne):
+    """Waiting tasks that an *index* lists; mixed in before the listing of a backend."""
+
+    index: Index
+    _delays: Republishes
+
+    def close(self) -> None:
+        """The records are the process's."""
+
+    def _replace(
+        self, member: str, entry: Any, task: Waiting, due_us: int | None, *, cancelled: bool
+    ) -> tuple[str, int] | None:
+        text = entry.decode() if isinstance(entry, bytes) else entry
+        new_due_us = time_ns() // 1000 if due_us is None else due_us
+        wait_ms = max(new_due_us // 1000 - time_ns() // 1_000_000, 0)
+        new_id = token_hex(16)
+        new_member = f"{member.rpartition(':')[0]}:{new_id}"
+        self.index.look(None, new_id, wait_ms + MARK_GRACE_MS)
+        new_entry = publish_undecided(
+            self.index,
+            new_id,
+            new_due_us,
+            lambda: self._delays.publish_again(text, new_due_us, new_id, cancelled=cancelled),
+        )
+        new = Listed(new_member, new_due_us, "" if cancelled else new_entry)
+        counts = self.index.compare_and_set(CompareAndSet(new=new, gone=[member]))
+        return (new_member, new_due_us) if counts else None

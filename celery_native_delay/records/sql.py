@@ -50,11 +50,12 @@ from .interface import (
     Records,
     Standing,
     T,
+    delivery_of,
 )
-from .sql_listing import DueRows, SqlTasks
+from .replacing import RecordedTasks, Republishes
+from .sql_listing import SqlListing
 from .sql_thread import SqlThread
-from .tasks import Republishes
-from .waiting import WaitingTasks
+from .waiting import Waiting, WaitingTasks
 
 METADATA = MetaData()
 
@@ -113,7 +114,8 @@ class SqlRecords(Records, Index):
         self.where = without_password(url)
         self.owner = owner if len(owner) <= 64 else _digest(owner)
         self.engine = engine_of(url, setting="native_delay_records")
-        self._is_ready = False
+        #: True if the tables are there, as far as is known.
+        self.is_ready = False
         self._thread = SqlThread(self.engine, self.where, self.make_tables, _note_all)
 
     @property
@@ -124,7 +126,7 @@ class SqlRecords(Records, Index):
 
     def change(self, name: RecordName, decide: Callable[[str | None, int], Change[T]]) -> T:
         def changed(connection: Connection) -> T:
-            before = self.locked_row(connection, name)
+            before = self.read_row(connection, name, locked=True)
             # Asked for after the lock: another may have held it for a while.
             at_us = now_us(connection)
             text = None if before is None or before[1] < at_us else before[0]
@@ -178,7 +180,7 @@ class SqlRecords(Records, Index):
         return self._thread.ask(lambda connection: self._received(connection, member))
 
     def _received(self, connection: Connection, member: str) -> bool:
-        delivery = _delivery_of(member)
+        delivery = delivery_of(member)
         mark = select(_MARK.mark).where(*self._marked(delivery))
         # In the usual case this is all, in one round trip.
         struck = self._strike(member).where(~mark.exists())
@@ -202,7 +204,7 @@ class SqlRecords(Records, Index):
             row = None if name is None else self.read_row(connection, name)
             if row is None or row[1] < at_us:
                 return Looked(at_us, None)
-            task_id = id_of(row[0])
+            task_id = json.loads(row[0]).get("id") if row[0].startswith("{") else None
             messages = () if task_id is None else tuple(self._messages(connection, task_id))
             return Looked(at_us, row[0], messages)
 
@@ -221,10 +223,12 @@ class SqlRecords(Records, Index):
 
     def compare_and_set(self, step: CompareAndSet) -> bool:
         def done(connection: Connection) -> bool:
-            before = None if step.name is None else self.locked_row(connection, step.name)
-            gone = [_delivery_of(member) for member in step.gone]
+            before = (
+                None if step.name is None else self.read_row(connection, step.name, locked=True)
+            )
+            gone = [delivery_of(member) for member in step.gone]
             due_us = self._locked_due_us(connection, gone) if gone else {}
-            new = None if step.new is None else _delivery_of(step.new.member)
+            new = None if step.new is None else delivery_of(step.new.member)
             mark = None if new is None else self._mark(connection, new)
             at_us = now_us(connection)
             text = None if before is None or before[1] < at_us else before[0]
@@ -254,37 +258,18 @@ class SqlRecords(Records, Index):
 
     def standing(self, member: str) -> Standing:
         def looked(connection: Connection) -> Standing:
-            mark = self._mark(connection, _delivery_of(member))
+            mark = self._mark(connection, delivery_of(member))
             if mark == VOID:
                 return Standing.VOID
             # One that is not decided is about to take the place of another.
-            listed = select(_WAITING.due_us).where(*self._listed(_delivery_of(member)))
+            listed = select(_WAITING.due_us).where(*self._listed(delivery_of(member)))
             is_known = mark or connection.execute(listed).first()
             return Standing.KNOWN if is_known else Standing.UNKNOWN
 
         return self.look_up(looked)
 
     def tasks(self, republishes: Republishes) -> WaitingTasks:
-        shown = (_WAITING.task_id, _WAITING.delivery_id, _WAITING.entry, _WAITING.due_us)
-        rows = DueRows(
-            WAITING,
-            _WAITING.owner == self.owner,
-            _WAITING.due_us,
-            (_WAITING.task_id, _WAITING.delivery_id),
-            _WAITING.entry,
-            shown,
-        )
-        return SqlTasks(self, rows, republishes)
-
-    def entries(self, task_id: str) -> list[tuple[str, str, int]]:
-        """Members, entries and due times of the messages under *task_id*."""
-        asked = (
-            select(_WAITING.delivery_id, _WAITING.entry, _WAITING.due_us)
-            .where(_WAITING.owner == self.owner, _WAITING.task_id == task_id[:255])
-            .order_by(_WAITING.due_us)
-        )
-        rows = self.look_up(lambda connection: connection.execute(asked).all())
-        return [(f"{task_id}:{delivery_id}", entry, due_us) for delivery_id, entry, due_us in rows]
+        return SqlTasks(self, republishes)
 
     # --- upkeep --------------------------------------------------------------------------
 
@@ -299,7 +284,7 @@ class SqlRecords(Records, Index):
             return connection.execute(lost.where(_WAITING.due_us < at_us - STALE_AFTER_US)).rowcount
 
         # An app that never used records needs no right to make tables.
-        return self.do(swept) if self._is_ready else 0
+        return self.do(swept) if self.is_ready else 0
 
     def purge(self) -> None:
         mine = delete(WAITING).where(_WAITING.owner == self.owner)
@@ -344,13 +329,13 @@ class SqlRecords(Records, Index):
         self._thread.flush()
         for tries_left in reversed(range(_TRIES)):
             try:
-                if not self._is_ready:
+                if not self.is_ready:
                     self.make_tables()
                 with connect() as connection:
                     return work(connection)
             except (exc.IntegrityError, exc.OperationalError, exc.ProgrammingError) as error:
-                self._is_ready = False
-                if not tries_left or _is_away(error):
+                self.is_ready = False
+                if not tries_left or error.connection_invalidated:
                     raise self._unavailable(error) from error
             # A transaction of SQLite's is begun by the driver itself.
             except (exc.SQLAlchemyError, self.engine.dialect.loaded_dbapi.Error) as error:
@@ -361,7 +346,7 @@ class SqlRecords(Records, Index):
         """Make the tables that are missing."""
         with self.engine.begin() as connection:
             METADATA.create_all(connection)
-        self._is_ready = True
+        self.is_ready = True
 
     def _unavailable(self, error: Exception) -> RecordsUnavailable:
         said = str(getattr(error, "orig", None) or error).strip().partition("\n")[0]
@@ -373,15 +358,15 @@ class SqlRecords(Records, Index):
         digest = _digest(name.name)
         return (_RECORD.owner == self.owner, _RECORD.kind == name.kind, _RECORD.digest == digest)
 
-    def read_row(self, connection: Connection, name: RecordName) -> tuple[str, int] | None:
-        """The text of a record, and until when it is kept, in microseconds; None without one."""
-        asked = select(_RECORD.text, _RECORD.kept_us).where(*self._this(name))
-        return connection.execute(asked).first()
+    def read_row(
+        self, connection: Connection, name: RecordName, *, locked: bool = False
+    ) -> tuple[str, int] | None:
+        """The text of a record, and until when it is kept, in microseconds; None without one.
 
-    def locked_row(self, connection: Connection, name: RecordName) -> tuple[str, int] | None:
-        """:meth:`read_row`, locked until the transaction ends."""
-        asked = select(_RECORD.text, _RECORD.kept_us).where(*self._this(name)).with_for_update()
-        return connection.execute(asked).first()
+        *locked* until the transaction ends.
+        """
+        asked = select(_RECORD.text, _RECORD.kept_us).where(*self._this(name))
+        return connection.execute(asked.with_for_update() if locked else asked).first()
 
     def write_row(
         self,
@@ -446,7 +431,34 @@ class SqlRecords(Records, Index):
         }
 
     def _strike(self, member: str) -> Any:
-        return delete(WAITING).where(*self._listed(_delivery_of(member)))
+        return delete(WAITING).where(*self._listed(delivery_of(member)))
+
+
+class SqlTasks(RecordedTasks, SqlListing):
+    """Waiting tasks that the index in a database lists."""
+
+    index: SqlRecords
+
+    def __init__(self, index: SqlRecords, republishes: Republishes) -> None:
+        names = (_WAITING.task_id, _WAITING.delivery_id)
+        shown = (*names, _WAITING.entry, _WAITING.due_us)
+        mine = _WAITING.owner == index.owner
+        SqlListing.__init__(self, mine, _WAITING.due_us, names, _WAITING.entry, shown)
+        self.index = index
+        self._delays = republishes
+
+    def _look_up(self, work: Callable[[Connection], T]) -> T:
+        return self.index.look_up(work)
+
+    def _found(self, task_id: str) -> list[tuple[str, str, Waiting]]:
+        asked = self._in_order.where(self._mine, _WAITING.task_id == task_id[:255])
+        rows = self._look_up(lambda connection: connection.execute(asked).all())
+        found = ((f"{task_id}:{row.delivery_id}", row.entry, self._decoded(row)) for row in rows)
+        return [(member, entry, task) for member, entry, task in found if task is not None]
+
+    def _decoded(self, row: Any) -> Waiting | None:
+        task_id, delivery_id, entry, due_us = row
+        return self._delays.waiting(f"{task_id}:{delivery_id}", entry, due_us)
 
 
 def _note_all(connection: Connection, rows: list[Mapping[str, Any]]) -> None:
@@ -459,18 +471,5 @@ def _note_all(connection: Connection, rows: list[Mapping[str, Any]]) -> None:
     connection.execute(statement, rows)
 
 
-def id_of(text: str) -> str | None:
-    """The task that a record in JSON names; None for a record of another form."""
-    return json.loads(text).get("id") if text.startswith("{") else None
-
-
-def _is_away(error: exc.DBAPIError) -> bool:
-    return error.connection_invalidated
-
-
 def _digest(name: str) -> str:
     return blake2b(name.encode(errors="surrogatepass"), digest_size=16).hexdigest()
-
-
-def _delivery_of(member: str) -> str:
-    return member.rpartition(":")[2]

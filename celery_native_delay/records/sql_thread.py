@@ -41,7 +41,7 @@ class SqlThread:
         self._engine = engine
         self._prepare = prepare
         self._write = write
-        self._away = Away(where)
+        self._away = Away(f"the records at {where}")
         self._jobs: SimpleQueue[Row | Job | None] = SimpleQueue()
         self._starting = Lock()
         self._thread: Thread | None = None
@@ -51,30 +51,22 @@ class SqlThread:
 
     def note(self, row: Row) -> None:
         """Queue *row* to be written."""
-        if self._is_stuck() or (self._jobs.qsize() >= _MOST_NOTES and not self.flush()):
+        if self._jobs.qsize() >= _MOST_NOTES and not self._is_stuck() and not self.flush():
             self.missed += 1
-            return
-        self._jobs.put(row)
-        self._start()
+        else:
+            self._queue(row)
 
     def post(self, work: Callable[[Connection], Any]) -> None:
         """Queue *work* to be done."""
-        if self._is_stuck():
-            self.missed += 1
-            return
-        self._jobs.put((work, None))
-        self._start()
+        self._queue((work, None))
 
     def ask(
         self, work: Callable[[Connection], T], timeout_seconds: float = PATIENCE_SECONDS
     ) -> T | None:
         """The answer of *work*; None if the database has none within *timeout_seconds*."""
-        if self._is_stuck():
-            self.missed += 1
-            return None
         future: Future[T] = Future()
-        self._jobs.put((work, future))
-        self._start()
+        if not self._queue((work, future)):
+            return None
         try:
             return future.result(timeout_seconds)
         except Exception:  # the thread has logged it
@@ -100,13 +92,19 @@ class SqlThread:
         since = self._busy_since
         return since is not None and monotonic() - since > PATIENCE_SECONDS
 
-    def _start(self) -> None:
+    def _queue(self, job: Row | Job) -> bool:
+        """Give *job* to the thread, which is started; False if it is stuck."""
+        if self._is_stuck():
+            self.missed += 1
+            return False
+        self._jobs.put(job)
         if self._thread is None:
             with self._starting:
                 if self._thread is None:
                     thread = Thread(target=self._run, name="native-delay-records", daemon=True)
                     thread.start()
                     self._thread = thread
+        return True
 
     # --- the thread ----------------------------------------------------------------------
 

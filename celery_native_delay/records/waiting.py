@@ -311,6 +311,9 @@ class ReplacedOneByOne(WaitingTasks):
     def _found(self, task_id: str) -> list[tuple[str, Any, Waiting]]:
         """Members and entries under *task_id*, and the tasks that people see."""
 
+    def get(self, task_id: str) -> list[Waiting]:
+        return [task for _, _, task in self._found(task_id)]
+
     @abstractmethod
     def _replace(
         self, member: str, entry: Any, task: Waiting, due_us: int | None, *, cancelled: bool

@@ -20,7 +20,7 @@ from ..durations import duration
 from ..errors import NativeDelayError, NoRecords, UnsupportedBroker
 from ..finding import Finding
 from ..message import Delayed
-from ..rates.lines import Lines
+from ..rates.line import Lines
 from ..settings import DelaySettings
 
 

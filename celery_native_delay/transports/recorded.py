@@ -8,8 +8,7 @@ from typing import Any
 from ..errors import NoRecords
 from ..keyed.indexed import IndexedKeyRecords
 from ..message import Delayed
-from ..rates.lines import Lines
-from ..records.interface import ANSWER_SECONDS
+from ..rates.line import Lines
 from ..records.opened import is_redis, records_of_process
 from ..settings import DelaySettings
 from ..texts import is_text
@@ -40,10 +39,8 @@ def lines_beside(records: Any) -> Lines:
 
         return RecordLines(records)
     from ..rates.in_redis import RedisLines
-    from ..records.redis_link import connection_maker
 
-    make_connection = connection_maker(records.url, timeout_seconds=ANSWER_SECONDS)
-    return RedisLines(make_connection, records.keys.space, records.where)
+    return RedisLines(records.pool, records.keys.space, records.where)
 
 
 def member_of(headers: Mapping[str, Any], delivery_id: str) -> str | None:

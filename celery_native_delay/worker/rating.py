@@ -30,7 +30,7 @@ from celery.worker import state
 
 from ..app.installation import delaying_channel
 from ..errors import RecordsUnavailable, described
-from ..rates.lines import Lines
+from ..rates.line import Lines
 from ..rates.rate import Rate
 from ..rates.retry_after import RetryAfter
 from ..records.waiting import PLACE

@@ -10,9 +10,8 @@ from time import time
 from typing import Any
 
 import pytest
-from celery_native_delay.app.parts import records_place
 
-from celery_native_delay.app.installation import installed
+from celery_native_delay.app.installation import installed, records_place
 from celery_native_delay.bulk import bulk
 from celery_native_delay.fence.in_records import Runs
 from celery_native_delay.fence.run import ABORTED, ALL, COMMITTED, HEADER, OPEN, Record, Stamp

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 from celery import Celery
-from celery_native_delay.app.parts import records_place
 
 from celery_native_delay import install
-from celery_native_delay.app.installation import installed
+from celery_native_delay.app.installation import installed, records_place
 from celery_native_delay.fence.in_records import Runs
 from celery_native_delay.fence.run import COMMITTED, Record
 from celery_native_delay.records.opened import Place, records_at

@@ -19,9 +19,9 @@ from sqlalchemy import create_engine, func, select, text
 
 from celery_native_delay import PublishRefused, UnsupportedBroker, install
 from celery_native_delay.bulk import bulk
-from celery_native_delay.transports.sql.batch_numbers import NumberedBatches
 from celery_native_delay.transports.sql.delays import BROADCAST, Put
-from celery_native_delay.transports.sql.schema import METADATA, OUTBOXES
+from celery_native_delay.transports.sql.outbox import NumberedBatches
+from celery_native_delay.transports.sql.schema import MESSAGES, METADATA, OUTBOXES
 from celery_native_delay.transports.sql.store import Store
 from tests.conformance.brokers import Broker, options_of, running_broker, settings_of
 from tests.waiting import wait_until
@@ -47,8 +47,8 @@ def store_of(app: Celery) -> Store:
 
 def numbers(store: Store) -> list[int]:
     """The first argument of each task in *store*."""
-    with store.rows() as rows:
-        envelopes = [row.envelope for row in rows.waiting(None, None)]
+    with store.engine.connect() as connection:
+        envelopes = connection.execute(select(MESSAGES.c.envelope)).scalars().all()
     bodies = [b64decode(json.loads(envelope)["body"]) for envelope in envelopes]
     return sorted(json.loads(body)[0][0] for body in bodies)
 
@@ -206,7 +206,7 @@ def test_a_broadcast_waits_for_all_who_listen_when_it_is_due(shop: Celery) -> No
         for number in range(3):
             batch.send("shop.remind", (number,), countdown=600, **to)
     with store_of(shop).rows() as rows:
-        assert [row.queue for row in rows.waiting(None, None)] == [BROADCAST] * 3
+        assert [row.queue for row, _ in rows.after(0, 0)] == [BROADCAST] * 3
 
 
 def test_without_a_store_it_is_refused_with_the_way_out() -> None:

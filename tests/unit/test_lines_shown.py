@@ -11,7 +11,7 @@ from celery_native_delay.cli.rates import shown
 from celery_native_delay.metrics.collector import DelayCollector
 from celery_native_delay.metrics.listening import Counts
 from celery_native_delay.metrics.polling import Reading
-from celery_native_delay.rates.lines import RateLine
+from celery_native_delay.rates.line import RateLine
 from celery_native_delay.transports.interface import Backlog
 
 NOW_US = 1_800_000_000_000_000

@@ -13,7 +13,7 @@ from celery.exceptions import Retry
 from celery.worker import state
 
 from celery_native_delay import DelaySettings, Rate, RecordsUnavailable, RetryAfter, SettingsError
-from celery_native_delay.rates.lines import Turn
+from celery_native_delay.rates.line import Turn
 from celery_native_delay.worker import rating
 from celery_native_delay.worker.arrival import AWAY_US, Arrival, AskAgain, Ruling, WaitUntil
 from celery_native_delay.worker.rating import (

@@ -15,7 +15,7 @@ from ...errors import SettingsError
 from ...keyed.publishing import keyed_publish, underway
 from ...keyed.records import KeyRecords
 from ...message import Delayed, due_of
-from ...rates.lines import Lines
+from ...rates.line import Lines
 from ...records.waiting import WaitingTasks
 from ...settings import DelaySettings
 from ..aliases import OPTION, asks_for_delays, settings_from_option

@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
-from hashlib import sha1
 from typing import Any, NamedTuple, Self
 from uuid import uuid4
 
 from redis import exceptions
 
 from ...errors import NativeDelayError
+from ...records.redis_link import digest_of
 from .. import outbox
 from ..virtual import outbox as virtual
 from ..virtual.collecting import Collecting
@@ -25,11 +25,6 @@ from .keys import Keys, member
 from .promoter import CONNECTION_OPTIONS
 from .scripts import ADD_MANY, PUSH
 from .store import refusals_explained
-
-_DIGESTS = {
-    script: sha1(script.encode(), usedforsecurity=False).hexdigest() for script in (ADD_MANY, PUSH)
-}
-
 
 #: A user, password or right that will not do.
 _NOT_LET_IN = (
@@ -95,7 +90,7 @@ class Batch(outbox.Batch[Put]):
 
     def packed(self, connection: Any, *, whole: bool = False) -> Any:
         """The command's bytes; *whole* with the script itself, for a server that forgot it."""
-        name = ("EVAL", self.script) if whole else ("EVALSHA", _DIGESTS[self.script])
+        name = ("EVAL", self.script) if whole else ("EVALSHA", digest_of(self.script))
         return connection.pack_command(*name, len(self.keys), *self.keys, *self.arguments)
 
 

@@ -10,13 +10,13 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from hashlib import sha1
 from time import monotonic
 from typing import Any
 
 from redis.exceptions import NoPermissionError, NoScriptError, OutOfMemoryError, ResponseError
 
 from ...errors import BrokerFull, NotPermitted
+from ...records.redis_link import digest_of
 from ...redis_server import now_us
 from ..virtual import status
 from ..virtual.watching import SHOWN_SECONDS
@@ -194,8 +194,7 @@ class Rounds:
         self._keys = keys
         script = _hand_over_on(version)
         words = (4, keys.due, keys.messages, keys.parked, keys.ids, BATCH, "")
-        sha = sha1(script.encode(), usedforsecurity=False).hexdigest()
-        self._evalsha = connection.pack_command("EVALSHA", sha, *words)
+        self._evalsha = connection.pack_command("EVALSHA", digest_of(script), *words)
         self._eval = connection.pack_command("EVAL", script, *words)
         #: When each round that waits for its answer was asked for.
         self._asked: deque[float] = deque()

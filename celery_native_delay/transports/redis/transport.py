@@ -7,7 +7,6 @@ back unacknowledged is pushed to its queue by kombu without passing here.
 from __future__ import annotations
 
 import logging
-from functools import partial
 from ssl import VerifyMode
 from typing import Any
 from urllib.parse import urlencode
@@ -18,7 +17,7 @@ from redis.exceptions import RedisError
 from ...errors import SettingsError, UnsupportedBroker
 from ...keyed.publishing import KeyedPublish
 from ...keyed.records import KeyRecords
-from ...rates.lines import Lines
+from ...rates.line import Lines
 from ...records.opened import Place
 from ...records.waiting import WaitingTasks
 from ...settings import DelaySettings
@@ -84,10 +83,7 @@ class RedisDelayingChannel(DelayingChannel):
     def lines(self: Any, settings: DelaySettings) -> Lines:
         from ...rates.in_redis import RedisLines
 
-        where = self.connection.client.as_uri()
-        # Not the pool's own, which counts those that were closed as well.
-        make_connection = partial(self.pool.connection_class, **self.pool.connection_kwargs)
-        return RedisLines(make_connection, self.delays.keys.space, where)
+        return RedisLines(self.pool, self.delays.keys.space, self.connection.client.as_uri())
 
     def let_wait(self, queue: str, message: dict[str, Any], *, due_us: int, **kwargs: Any) -> None:
         self.delays.publish(

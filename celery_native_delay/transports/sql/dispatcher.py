@@ -21,9 +21,9 @@ from ...errors import NativeDelayError, StoreUnavailable
 from ..aliases import OPTION
 from ..interface import Outage
 from ..virtual.watching import Sign
-from .batch import Batch
 from .breakers import Breaker, not_told
 from .handover import HandOver, hand_over_on
+from .rows import Batch
 from .store import Store
 
 logger = logging.getLogger(__name__)

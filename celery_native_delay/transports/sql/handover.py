@@ -17,8 +17,8 @@ from sqlalchemy import exc, insert, select
 
 from ...records.database import same_database
 from ..aliases import OPTION
-from .batch import Batch, Stored
 from .delays import BROADCAST
+from .rows import Batch, Stored
 from .store import Store, reason_of
 from .whole_files import is_folder, put_file
 

@@ -11,10 +11,10 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from ...errors import StoreUnavailable
 from ...keyed.record import Record
-from ...keyed.records import TRIES, KeyRecords, of_key
+from ...keyed.records import KeyRecords
 from ...keyed.rules import InBroker, Rule, Seen, Step
-from ...per_process import PerProcess
 from ...records.database import now_us
+from ...records.interface import RecordName, tried_again
 from ..virtual.waiting import waiting_of
 from .delays import Put
 from .schema import MESSAGES
@@ -49,7 +49,6 @@ class StoreKeyRecords(KeyRecords):
     def __init__(self, store: Store) -> None:
         self._store = store
         self._records = store.records
-        self._is_made = False
 
     def read(self, name: str) -> Seen:
         self._make()
@@ -59,16 +58,19 @@ class StoreKeyRecords(KeyRecords):
         self, name: str, rule: Rule, put: Callable[[int], Put] | None = None
     ) -> tuple[Seen, Step]:
         self._make()
-        for last_try in (*[False] * TRIES, True):
+
+        def attempt() -> tuple[Seen, Step] | None:
             try:
                 with self._store.noticed():
-                    seen, step = self._store.change(partial(self._change, name, rule, put))
-                break
+                    return self._store.change(partial(self._change, name, rule, put))
             except StoreUnavailable as error:
                 # Another was the first to write this record, at the same time.
-                if last_try or not isinstance(error.__cause__, exc.IntegrityError):
-                    self._is_made = is_about_a_row(error)
-                    raise
+                if isinstance(error.__cause__, exc.IntegrityError):
+                    return None
+                self._records.is_ready = is_about_a_row(error)
+                raise
+
+        seen, step = tried_again(name, attempt)
         if step.due_us is not None:
             self._store.on_add(step.due_us)
         return seen, step
@@ -81,7 +83,7 @@ class StoreKeyRecords(KeyRecords):
         if step.due_us is None and step.record == seen.record:
             return seen, step
         text = None if step.record is None else step.record.encoded()
-        self._records.write_row(connection, of_key(name), text, step.kept_us, is_there)
+        self._records.write_row(connection, RecordName("key", name), text, step.kept_us, is_there)
         if step.due_us is None:
             return seen, step
         assert put is not None
@@ -101,8 +103,7 @@ class StoreKeyRecords(KeyRecords):
         self, connection: Connection, name: str, *, to_change: bool = False
     ) -> tuple[Seen, bool]:
         """The record of *name* and what waits for it, locked *to_change* them; is a row there?"""
-        row_of = self._records.locked_row if to_change else self._records.read_row
-        found = row_of(connection, of_key(name))
+        found = self._records.read_row(connection, RecordName("key", name), locked=to_change)
         # Asked for after the lock: another may have held it for a while.
         at_us = now_us(connection)
         if found is None:
@@ -123,28 +124,16 @@ class StoreKeyRecords(KeyRecords):
         return Seen(at_us, record, waiting), True
 
     def _make(self) -> None:
-        if self._is_made:
-            return
         self._store.prepare()
+        if self._records.is_ready:
+            return
         try:
             self._records.make_tables()
         except SQLAlchemyError as error:
             raise StoreUnavailable(f"{self._store.shown_url}: {reason_of(error)}") from error
-        self._is_made = True
 
 
 def _is_cancelled(connection: Connection, row_id: int) -> bool:
     """True for a message, due at another time than its key says, that is to be announced."""
     envelope = connection.execute(_ENVELOPE, {"one": row_id}).scalar_one()
     return waiting_of(envelope, queue="", due_us=time_ns() // 1000) is None
-
-
-_records: PerProcess[tuple[str, str], StoreKeyRecords] = PerProcess()
-
-
-def store_key_records(store: Store) -> StoreKeyRecords:
-    """The process's records in *store*."""
-    key = store.url, store.namespace
-    return _records.get(
-        key, lambda: StoreKeyRecords(store), is_good=lambda found: found._store is store
-    )

@@ -11,7 +11,7 @@ from ...keyed.records import KeyRecords
 from ..moving import Found, Source
 from ..virtual import moving
 from ..virtual.wrapping import id_of
-from .keyed import store_key_records
+from .keyed import StoreKeyRecords
 from .rows import Row
 from .store import Store
 
@@ -50,7 +50,7 @@ class StoreSource(Source):
         self._last: Row | None = None
 
     def key_records(self) -> KeyRecords:
-        return store_key_records(self._store)
+        return StoreKeyRecords(self._store)
 
     def count(self) -> int:
         return self._store.census().waiting

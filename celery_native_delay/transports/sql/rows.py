@@ -1,17 +1,15 @@
-"""Looking into a store, and changing it, message by message."""
+"""Messages of a store: looked at and changed one by one, or taken out together."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
-from itertools import count
+from dataclasses import dataclass, field
 from typing import Any
 
-from sqlalchemy import Connection, and_, delete, func, or_, select, update
+from sqlalchemy import Connection, and_, bindparam, delete, or_, select, update
 
 from .schema import MESSAGES
 
-#: Rows that a search reads at a time.
+#: Messages that are moved to another broker are read so many at a time.
 _CHUNK = 1000
 
 #: The reason of a message that is being moved to another broker.
@@ -19,7 +17,7 @@ _MOVING = "being moved"
 
 _ROW = MESSAGES.c
 
-_SHOWN = select(_ROW.id, _ROW.queue, _ROW.envelope, _ROW.due_us)
+SHOWN = (_ROW.id, _ROW.queue, _ROW.envelope, _ROW.due_us)
 
 
 @dataclass(frozen=True)
@@ -40,41 +38,11 @@ class Rows:
         self._mine = _ROW.namespace == namespace
         self._to_change = to_change
 
-    def count(self, from_us: int | None, until_us: int | None) -> int:
-        """Number of those due from then until before then; None is without limit."""
-        statement = select(func.count()).select_from(MESSAGES)
-        statement = statement.where(self._mine, *_between(from_us, until_us))
-        return int(self._connection.execute(statement).scalar() or 0)
-
-    def span(self) -> tuple[int, int] | None:
-        """Due times of the first and the last; None if nothing waits."""
-        statement = select(func.min(_ROW.due_us), func.max(_ROW.due_us)).where(self._mine)
-        first_us, last_us = self._connection.execute(statement).one()
-        return None if first_us is None else (int(first_us), int(last_us))
-
-    def waiting(
-        self,
-        from_us: int | None,
-        until_us: int | None,
-        *,
-        offset: int = 0,
-        containing: str = "",
-    ) -> Iterator[Row]:
-        """Rows due in the range, earliest first, whose envelopes contain this text in any case."""
-        statement = _SHOWN.where(self._mine, *_between(from_us, until_us))
-        if containing:
-            statement = statement.where(_ROW.envelope.icontains(containing, autoescape=True))
-        statement = statement.order_by(_ROW.due_us, _ROW.id)
-        for start in count(offset, _CHUNK):
-            rows = self._connection.execute(statement.offset(start).limit(_CHUNK)).all()
-            for row in rows:
-                yield Row(*row)
-            if len(rows) < _CHUNK:
-                return
-
     def of(self, task_id: str) -> list[Row]:
         """Rows that wait or are parked under *task_id*; locked, if they are to be changed."""
-        statement = _SHOWN.where(self._mine, _ROW.task_id == task_id[:255]).order_by(_ROW.due_us)
+        statement = (
+            select(*SHOWN).where(self._mine, _ROW.task_id == task_id[:255]).order_by(_ROW.due_us)
+        )
         if self._to_change:
             statement = statement.with_for_update()
         return [Row(*row) for row in self._connection.execute(statement).all()]
@@ -83,7 +51,7 @@ class Rows:
         """The next of what waits, behind a due time and an id; and whether it was being moved."""
         behind = or_(_ROW.due_us > due_us, and_(_ROW.due_us == due_us, _ROW.id > row_id))
         statement = (
-            select(_ROW.id, _ROW.queue, _ROW.envelope, _ROW.due_us, _ROW.reason)
+            select(*SHOWN, _ROW.reason)
             .where(self._mine, _ROW.due_us.is_not(None), behind)
             .order_by(_ROW.due_us, _ROW.id)
             .limit(_CHUNK)
@@ -116,10 +84,54 @@ def _as_it_was(row: Row) -> list[Any]:
     return [_ROW.id == row.id, _ROW.due_us == row.due_us, _ROW.envelope == row.envelope]
 
 
-def _between(from_us: int | None, until_us: int | None) -> list[Any]:
-    conditions: list[Any] = [_ROW.due_us.is_not(None)]
-    if from_us is not None:
-        conditions.append(_ROW.due_us >= from_us)
-    if until_us is not None:
-        conditions.append(_ROW.due_us < until_us)
-    return conditions
+#: Messages that are taken at a time. More are no faster, and keep others waiting longer.
+BATCH = 100
+
+_MINE = (
+    select(_ROW.id, _ROW.queue, _ROW.envelope, _ROW.attempts)
+    .where(_ROW.namespace == bindparam("mine"))
+    .limit(BATCH)
+    .with_for_update(skip_locked=True)
+)
+#: What is due, earliest first. Parameters: ``mine``, the namespace; ``until``, in microseconds.
+DUE = _MINE.where(_ROW.due_us <= bindparam("until")).order_by(_ROW.due_us)
+#: What is parked. Parameters: ``mine``, the namespace; ``after``, an id.
+PARKED = _MINE.where(_ROW.due_us.is_(None), _ROW.id > bindparam("after")).order_by(_ROW.id)
+
+_REMOVE = delete(MESSAGES).where(_ROW.id.in_(bindparam("ids", expanding=True)))
+_PUT_OFF = (
+    update(MESSAGES)
+    .where(_ROW.id == bindparam("one"))
+    .values(due_us=bindparam("due"), attempts=bindparam("tries"), reason=bindparam("why"))
+)
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A message that was taken out of the store, and stays there unless it is handed over."""
+
+    id: int
+    queue: str
+    envelope: str
+    attempts: int
+
+
+@dataclass
+class Batch:
+    """Messages that this transaction alone has, and what became of them.
+
+    Those that are neither :attr:`delivered` nor :attr:`put_off` are as they were.
+    """
+
+    connection: Connection
+    messages: list[Stored]
+    delivered: list[int] = field(default_factory=list)
+    put_off: list[dict[str, Any]] = field(default_factory=list)
+    """Of each, the parameters that change it; without a due time it is parked."""
+
+    def settle(self) -> None:
+        """Write down what became of them, in this transaction."""
+        if self.delivered:
+            self.connection.execute(_REMOVE, {"ids": self.delivered})
+        if self.put_off:
+            self.connection.execute(_PUT_OFF, self.put_off)

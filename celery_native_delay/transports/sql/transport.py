@@ -22,7 +22,7 @@ from kombu.utils.json import dumps
 from ...errors import NativeDelayError, UnsupportedBroker
 from ...keyed.publishing import KeyedPublish, underway
 from ...keyed.records import KeyRecords
-from ...rates.lines import Lines
+from ...rates.line import Lines
 from ...records.opened import Place
 from ...records.waiting import WaitingTasks
 from ...settings import DelaySettings, is_store_url
@@ -93,9 +93,9 @@ class StoreDelayingChannel(DelayingChannel):
 
     def key_records(self, settings: DelaySettings) -> KeyRecords:
         _require_sqlalchemy()
-        from .keyed import store_key_records
+        from .keyed import StoreKeyRecords
 
-        return store_key_records(self.delays.store)
+        return StoreKeyRecords(self.delays.store)
 
     def let_wait_keyed(self, queue: str, message: dict[str, Any], keyed: KeyedPublish) -> None:
         delays = self.delays

@@ -6,22 +6,26 @@ another time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cached_property
-from itertools import islice, pairwise
 from time import time_ns
 from typing import Any
 
+from sqlalchemy import Connection
+
 from ...errors import RecordsUnavailable, StoreUnavailable, TopologyMismatch
-from ...records.waiting import ALL, Outcome, Page, Query, Verdict, Waiting, WaitingTasks
+from ...records.interface import T
+from ...records.sql_listing import SqlListing
+from ...records.waiting import Outcome, Verdict, Waiting
 from ..virtual.waiting import changed, waiting_of
 from .handover import HandOver, handing_over
-from .rows import Row
+from .rows import SHOWN
+from .schema import MESSAGES
 from .store import Store
 
 
-class StoreWaitingTasks(WaitingTasks):
+class StoreWaitingTasks(SqlListing):
     """A :class:`~celery_native_delay.records.waiting.WaitingTasks` on one channel."""
 
     def __init__(self, channel: Any) -> None:
@@ -29,45 +33,25 @@ class StoreWaitingTasks(WaitingTasks):
         self._delays = channel.delays
         self._store: Store = self._delays.store
         self._stack = ExitStack()
+        row = MESSAGES.c
+        mine = row.namespace == self._store.namespace
+        super().__init__(mine, row.due_us, (row.id,), row.envelope, SHOWN)
         with _explained():
             self._store.prepare()
 
     def close(self) -> None:
         self._stack.close()
 
-    def count(self, query: Query = ALL) -> int:
-        if not query.is_by_time_only:
-            return sum(1 for _ in self._matching(query))
-        with _explained(), self._store.rows() as rows:
-            return rows.count(query.from_us, query.until_us)
-
-    def page(self, query: Query = ALL, *, offset: int = 0, limit: int = 50) -> Page:
-        if not query.is_by_time_only:
-            return Page(tuple(islice(self._matching(query), offset, offset + limit)), None)
-        with _explained(), self._store.rows() as rows:
-            total = rows.count(query.from_us, query.until_us)
-            found = rows.waiting(query.from_us, query.until_us, offset=offset)
-            tasks = tuple(islice(filter(None, map(_decoded, found)), limit))
-        return Page(tasks, total)
-
     def get(self, task_id: str) -> list[Waiting]:
         with _explained(), self._store.rows() as rows:
-            return list(filter(None, map(_decoded, rows.of(task_id))))
+            return list(filter(None, map(self._decoded, rows.of(task_id))))
 
-    def counts(self, edges_us: Sequence[int]) -> list[int]:
-        with _explained(), self._store.rows() as rows:
-            return [rows.count(*pair) for pair in pairwise(edges_us)]
+    def _look_up(self, work: Callable[[Connection], T]) -> T:
+        with _explained():
+            return self._store.look(work)
 
-    def span(self) -> tuple[int, int] | None:
-        with _explained(), self._store.rows() as rows:
-            return rows.span()
-
-    def _matching(self, query: Query) -> Iterator[Waiting]:
-        with _explained(), self._store.rows() as rows:
-            for row in rows.waiting(query.from_us, query.until_us, containing=query.needle):
-                task = _decoded(row)
-                if task is not None and query.matches(task):
-                    yield task
+    def _decoded(self, row: Any) -> Waiting | None:
+        return waiting_of(row.envelope, queue=row.queue, due_us=row.due_us)
 
     def _change(self, task_id: str, due_us: int | None, *, cancelled: bool) -> Outcome:
         new_due_us = time_ns() // 1000 if due_us is None else due_us
@@ -76,7 +60,7 @@ class StoreWaitingTasks(WaitingTasks):
             seen = self.get(task_id)
             with self._store.rows(to_change=True) as rows:
                 for row in rows.of(task_id):
-                    task = _decoded(row)
+                    task = self._decoded(row)
                     if task is None:
                         continue
                     done.append(task)
@@ -112,7 +96,3 @@ def _explained() -> Iterator[None]:
         yield
     except (StoreUnavailable, TopologyMismatch) as exc:
         raise RecordsUnavailable(f"the store does not say what waits: {exc}") from exc
-
-
-def _decoded(row: Row) -> Waiting | None:
-    return waiting_of(row.envelope, queue=row.queue, due_us=row.due_us)

@@ -11,7 +11,7 @@ from kombu.transport import SQS
 
 from ...errors import NoRecords
 from ...message import HEADER
-from ...rates.lines import Lines
+from ...rates.line import Lines
 from ...settings import DelaySettings
 from ..interface import AdminPart, WorkerPart
 from ..virtual import channel as virtual
