@@ -1,4 +1,4 @@
-"""What is away is left alone for a while after each failure, and told of once."""
+"""Links that fail: each is left alone for a while, and one warning tells of it."""
 
 from __future__ import annotations
 
