@@ -22,7 +22,7 @@ from celery_native_delay.transports.interface import Answer, Wait
 from celery_native_delay.transports.sqs import delays
 from celery_native_delay.transports.sqs import relay as relay_module
 from example_project.private_sqs import PrivateSqs
-from tests.integration.sqs_traffic import part_of, relaying, waiting_on
+from tests.integration.sqs_traffic import part_of, relaying, url_of, waiting_on
 from tests.integration.waiting_promises import *  # noqa: F403
 from tests.traffic import eta_in, inbox
 from tests.waiting import wait_until
@@ -171,11 +171,14 @@ def test_a_task_that_sqs_refuses_is_not_listed(app: Celery, delay: Delay) -> Non
     assert delay.count() == 0
 
 
-def test_message_attributes_stay_with_a_task_that_is_moved(app: Celery, delay: Delay) -> None:
+def test_message_attributes_stay_with_a_task_that_is_moved(
+    app: Celery, shared_sqs: PrivateSqs, delay: Delay
+) -> None:
     told = {"customer": {"DataType": "Binary", "BinaryValue": b"\0\xff"}}
     send(app, 1, countdown=3600, message_attributes=told)  # noqa: F405
     assert delay.run_now("order-1")
-    with app.connection_for_read() as connection, inbox(connection, "reminders") as arriving:
-        (arrival,) = arriving.wait_for(1)
-        received = arrival.message.delivery_info["sqs_message"]["MessageAttributes"]
-    assert received["customer"]["BinaryValue"] == b"\0\xff"
+    answer = shared_sqs.client.receive_message(
+        QueueUrl=url_of(shared_sqs, "reminders"), MessageAttributeNames=["All"]
+    )
+    (received,) = answer["Messages"]
+    assert received["MessageAttributes"]["customer"]["BinaryValue"] == b"\0\xff"

@@ -90,11 +90,11 @@ def test_what_is_early() -> None:
 
 
 def test_the_order_of_the_gates() -> None:
-    """A copy that another has replaced is not announced; what is early may still be moved."""
+    """A copy that another has replaced is not announced; what is early is not asked about yet."""
 
     def fence(_: Arrival) -> None:
         return None
 
     moved = Moved(DelaySettings())
-    assert gates(DelaySettings(), moved, fence) == (moved, cancelled, expired, early, fence)
+    assert gates(DelaySettings(), moved, fence) == (early, moved, cancelled, expired, fence)
     assert early not in gates(DelaySettings(adopt=False), moved, fence)

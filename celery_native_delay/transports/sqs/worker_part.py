@@ -24,6 +24,9 @@ logger = logging.getLogger(__name__)
 
 
 class SqsWorkerPart(RecordedWorkerPart):
+    comes_back_late_seconds = 2.0
+    """A second is rounded up, and kombu rests for one after a poll that found nothing."""
+
     def __init__(self, channel: Any, settings: DelaySettings) -> None:
         super().__init__(channel, settings)
         self._queues: list[str] = []
