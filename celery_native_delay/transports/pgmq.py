@@ -19,9 +19,9 @@ from ..errors import SettingsError
 from ..finding import Finding
 from ..settings import DelaySettings
 from .aliases import OPTION, settings_from_option
-from .interface import Backlog, Rescue, Told, Wait
+from .interface import Backlog, Told, Wait
 from .lasting import is_lasting_sql
-from .recorded import RecordedWorkerPart, with_records
+from .recorded import NothingParked, RecordedWorkerPart, with_records
 from .virtual import recorded
 from .virtual.bulk_publisher import BulkPublisher
 from .virtual.channel import DelayingTransport, PublishingChannel
@@ -50,18 +50,8 @@ class Channel(PublishingChannel, pgmq.Channel):  # type: ignore[misc]
 class Delays(recorded.Delays):
     """Delayed delivery on one channel, beside records."""
 
-    def put_of(
-        self,
-        queue: str,
-        message: dict[str, Any],
-        *,
-        due_us: int,
-        delivery_id: str | None = None,
-        cancelled: bool = False,
-    ) -> PlainPut:
-        self.check_settings()
-        told = self._wrapped(message, due_us=due_us, delivery_id=delivery_id, cancelled=cancelled)
-        return PlainPut(queue, told, due_us)
+    def _put(self, queue: str, message: dict[str, Any], due_us: int) -> PlainPut:
+        return PlainPut(queue, message, due_us)
 
     def send(self, put: PlainPut, *, now_us: int) -> None:
         channel = self._channel
@@ -75,6 +65,7 @@ class RecordedChannel(recorded.Channel, Channel):
     delays_class = Delays
 
     def let_wait(self, queue: str, message: dict[str, Any], *, due_us: int, **kwargs: Any) -> Any:
+        self.delays.check_reach(due_us)
         self.delays.publish(queue, message, due_us=due_us)
 
     def _put_fanout(self, exchange: str, message: dict[str, Any], *args: Any, **more: Any) -> None:
@@ -118,7 +109,7 @@ class PgmqWorkerPart(RecordedWorkerPart):
             raise OperationalError(str(exc)) from exc
 
 
-class PgmqAdminPart:
+class PgmqAdminPart(NothingParked):
     """An :class:`~celery_native_delay.transports.interface.AdminPart`, of the queues served."""
 
     name = "the queues of this app"
@@ -151,15 +142,6 @@ class PgmqAdminPart:
     def purge(self) -> int:
         self._channel.delays.records.purge()
         return self._of_waiting("DELETE")
-
-    def parked(self, *, limit: int) -> tuple[int, list[Any]]:
-        return 0, []
-
-    def requeue(self) -> Rescue:
-        return Rescue()
-
-    def purge_parked(self) -> int:
-        return 0
 
     def _of_waiting(self, verb: str) -> int:
         """Do it to messages that are not due; their number."""

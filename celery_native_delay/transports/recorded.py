@@ -16,7 +16,7 @@ from ..records.interface import ANSWER_SECONDS
 from ..records.opened import is_redis, records_of_process
 from ..settings import DelaySettings
 from ..texts import is_text
-from .interface import Answer, Backlog, Receipts, WorkerPart
+from .interface import Answer, Backlog, ParkedTask, Receipts, Rescue, WorkerPart
 
 
 def records_beside(settings: DelaySettings, place: str) -> Any:
@@ -105,3 +105,16 @@ class RecordedWorkerPart(WorkerPart):
     def sweep(self) -> int:
         records = self._delays.records
         return 0 if records is None else records.sweep()
+
+
+class NothingParked:
+    """The part of an admin part on a broker where no message is ever parked."""
+
+    def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]]:
+        return 0, []
+
+    def requeue(self) -> Rescue:
+        return Rescue()
+
+    def purge_parked(self) -> int:
+        return 0

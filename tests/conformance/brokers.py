@@ -312,6 +312,7 @@ class Pgmq:
         (folder,) = parse_qs(database.query)["host"]
         url = f"pgmq://localhost/{database.path[1:]}@{quote(folder, safe='')}"
         self._execute(url, get_embedded_install_sql())
+        self._declare(url)
         return url
 
     def remove_space(self, url: str) -> None:
@@ -320,10 +321,16 @@ class Pgmq:
     def wipe(self, url: str) -> None:
         self._execute(url, "SELECT pgmq.drop_queue(queue_name) FROM pgmq.list_queues()")
         drop_tables(settings_of(url)["records"])
+        self._declare(url)
 
     def restart(self) -> None:
         self._server.stop()
         self._server.start()
+
+    def _declare(self, url: str) -> None:
+        """Create the queues of these tests: kombu publishes to no other, delayed or not."""
+        for queue in ("jobs", "other"):
+            self._execute(url, f"SELECT pgmq.create('{queue}')")
 
     @staticmethod
     def _execute(url: str, statement: str) -> None:

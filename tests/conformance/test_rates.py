@@ -84,13 +84,13 @@ def test_many_workers_count_in_one_line(fleet: Fleet) -> None:
             if name.startswith("native_delay_") and value is not None
         }
     )
-    until = time() + 1.5
 
     def ask(_: int) -> list[float]:
         starts: list[float] = []
         with app.connection_for_write() as connection, ExitStack() as stack:
             lines = stack.enter_context(closing(connection.default_channel.lines(settings)))
             places: list[int | None] = [None]
+            until = time() + 1.5
             while time() < until:
                 turn = lines.ask("call_api", "ada", rate, places[0])
                 places[0] = turn.place

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ...finding import MAY_DIFFER_IN_WHOLE_SECONDS, UNCHECKED, WRONG, Finding, clock_finding
-from ..interface import Backlog, ParkedTask, Rescue, Told
-from ..recorded import with_records
+from ..interface import Backlog, Told
+from ..recorded import NothingParked, with_records
 from .delay_queue import (
     LONGEST_NAME,
     advice,
@@ -83,7 +83,7 @@ class Status:
         ]
 
 
-class SqsAdminPart:
+class SqsAdminPart(NothingParked):
     """An :class:`~celery_native_delay.transports.interface.AdminPart` on one channel.
 
     Only of the queues that are served: others of the same account belong to other apps.
@@ -180,15 +180,6 @@ class SqsAdminPart:
                 )
             purged += waiting_in(attributes)
         return purged
-
-    def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]]:
-        return 0, []
-
-    def requeue(self) -> Rescue:
-        return Rescue()
-
-    def purge_parked(self) -> int:
-        return 0
 
     def _named(self) -> Iterator[tuple[str, str]]:
         for queue in self._queues:

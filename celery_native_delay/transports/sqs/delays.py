@@ -66,26 +66,15 @@ class Delays(recorded.Delays):
         ):
             self._send(queue, put.payload, put.seconds_here(now_us=now_us))
 
-    def put_of(
-        self,
-        queue: str,
-        message: dict[str, Any],
-        *,
-        due_us: int,
-        delivery_id: str | None = None,
-        cancelled: bool = False,
-    ) -> Put:
-        """kombu's *message* as it waits; or SettingsError, or CannotDelay for a FIFO queue."""
-        self.check_settings()
+    def _put(self, queue: str, message: dict[str, Any], due_us: int) -> Put:
         if not can_delay(queue):
             raise CannotDelay(
                 f"expected a queue that can delay, got the FIFO queue {queue!r}: SQS takes no "
                 f"delay for a single message there"
             )
-        told = self._wrapped(message, due_us=due_us, delivery_id=delivery_id, cancelled=cancelled)
-        tag = str(told["properties"]["delivery_tag"])
         base64 = self._channel.sqs_base64_encoding
-        return Put(queue, due_us, tag, Payload.of(told, base64=base64), base64)
+        payload = Payload.of(message, base64=base64)
+        return Put(queue, due_us, str(message["properties"]["delivery_tag"]), payload, base64)
 
     def check_size(self, put: Put, *, now_us: int) -> None:
         """Refuse what is too large for SQS, or for its destination if that is known."""

@@ -46,7 +46,6 @@ class Delays(delays.Delays):
         client, prefix = self._channel.connection.client, self._channel.queue_name_prefix
         return records_beside(self.settings, f"{client.virtual_host}.{prefix}")
 
-    @abstractmethod
     def put_of(
         self,
         queue: str,
@@ -56,10 +55,25 @@ class Delays(delays.Delays):
         delivery_id: str | None = None,
         cancelled: bool = False,
     ) -> Any:
-        """kombu's *message* as it waits for *queue*; or why it cannot.
+        """kombu's *message* as it waits for *queue*, with our header; or why it cannot.
 
         *delivery_id* tells this delivery from every other, None for a new one.
         """
+        self.check_settings()
+        properties = message["properties"]
+        if delivery_id is None:
+            info = properties.get("delivery_info") or {}
+            if self.records is not None and info.get("exchange"):
+                # It may lead to several queues, and each copy is an entry of its own.
+                message = {**message, "properties": {**properties, "delivery_tag": str(uuid4())}}
+            delivery_id = str(message["properties"]["delivery_tag"])
+        due_ms = milliseconds_up(due_us)
+        told = wrapped(message, due_ms=due_ms, delivery_id=delivery_id, cancelled=cancelled)
+        return self._put(queue, told, due_us)
+
+    @abstractmethod
+    def _put(self, queue: str, message: dict[str, Any], due_us: int) -> Any:
+        """A *message* that has our header, on its way to *queue*."""
 
     @abstractmethod
     def send(self, put: Any, *, now_us: int) -> None:
@@ -138,25 +152,6 @@ class Delays(delays.Delays):
             return None
         return member_of(headers, headers[HEADER]["id"])
 
-    def _wrapped(
-        self,
-        message: dict[str, Any],
-        *,
-        due_us: int,
-        delivery_id: str | None,
-        cancelled: bool,
-    ) -> dict[str, Any]:
-        """kombu's *message* with our header, which has the id of its delivery."""
-        properties = message["properties"]
-        if delivery_id is None:
-            info = properties.get("delivery_info") or {}
-            if self.records is not None and info.get("exchange"):
-                # It may lead to several queues, and each copy is an entry of its own.
-                message = {**message, "properties": {**properties, "delivery_tag": str(uuid4())}}
-            delivery_id = str(message["properties"]["delivery_tag"])
-        due_ms = milliseconds_up(due_us)
-        return wrapped(message, due_ms=due_ms, delivery_id=delivery_id, cancelled=cancelled)
-
 
 def _entry_of(put: Any) -> str:
     """The entry of a message: its queue as JSON, a newline, and kombu's message."""
@@ -186,16 +181,15 @@ class Channel(DelayingChannel):
     """A channel to a broker that cannot be looked into; its records list what waits, if any."""
 
     def let_wait_keyed(self, queue: str, message: dict[str, Any], keyed: KeyedPublish) -> Any:
-        if self.delays.records is None:
-            raise without_records(self)
-        return self.delays.publish_keyed(keyed, queue, message)
+        self.key_records(self.delays.settings)  # or the way out
+        self.delays.publish_keyed(keyed, queue, message)
 
     def key_records(self, settings: DelaySettings) -> KeyRecords:
         if self.delays.records is None:
             raise without_records(self)
         return key_records_beside(self.delays.records, settings)
 
-    def waiting_tasks(self, settings: DelaySettings) -> WaitingTasks:
+    def waiting_tasks(self: Any, settings: DelaySettings) -> WaitingTasks:
         """The tasks that wait on this broker, by the records; NoRecords without any."""
         if self.delays.records is None:
             raise NoRecords(
