@@ -85,6 +85,8 @@ def test_what_has_expired(late_ms: int, drops: bool) -> None:
 
 def test_what_is_early() -> None:
     assert early(arrival(eta=IN_A_MINUTE)) == WaitUntil(NOW_US + 60_000_000)
+    again = WaitUntil(NOW_US + 60_000_000, "d-1")
+    assert early(arrival(WAITED, eta=IN_A_MINUTE)) == again, "a mark must find it when it is due"
     assert early(arrival()) is None
     assert early(arrival(WAITED._replace(cancelled=True), eta=IN_A_MINUTE)) is None
 
