@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from contextlib import closing
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing, suppress
+from dataclasses import replace
 from datetime import UTC, datetime
 from functools import partial
 from time import time_ns
@@ -15,7 +16,7 @@ from celery.result import AsyncResult
 from celery.utils.log import get_logger
 
 from ..due_time import due_us
-from ..errors import CannotDelay, InvalidQuery, NoRecords, RecordsUnavailable
+from ..errors import CannotDelay, InvalidQuery, NativeDelayError, NoRecords, RecordsUnavailable
 from ..keyed.records import TRIES
 from ..rates.lines import RateLine
 from ..records import waiting
@@ -36,6 +37,9 @@ _COUNTED = 1000
 
 #: What names a task.
 TaskId: TypeAlias = str | AsyncResult | Waiting
+
+#: Lines of rated tasks that are looked through for holds.
+_MOST_LINES = 10_000
 
 
 class Delay:
@@ -67,12 +71,13 @@ class Delay:
         _check_count("limit", limit, least=0)
         _check_count("offset", offset, least=0)
         query = _query(search)
-        return self._ask(lambda found: found.page(query, offset=offset, limit=limit))
+        page = self._ask(lambda found: found.page(query, offset=offset, limit=limit))
+        return Page(tuple(self._as_held(page.tasks)), page.total)
 
     def show(self, task_id: TaskId) -> list[Waiting]:
         """Messages that wait under this id: one most often, none if it does not wait."""
         one = _id_of(task_id)
-        return self._ask(lambda found: found.get(one))
+        return self._as_held(self._ask(lambda found: found.get(one)))
 
     def ids(self, search: str | Query = "", *, limit: int | None = None) -> list[str]:
         """Ids of the tasks that match now, each once, earliest first; at most *limit*."""
@@ -109,6 +114,19 @@ class Delay:
                 return list(lines.look(limit))
 
         return self._ask_broker(looked)
+
+    def _as_held(self, tasks: Sequence[Waiting]) -> list[Waiting]:
+        """*tasks*, none of them due before the hold of its line ends."""
+        until_us: dict[tuple[str, str], int] = {}
+        if any(task.place for task in tasks):
+            with suppress(NativeDelayError):  # then the messages' own due times are shown
+                for line in self.rates(limit=_MOST_LINES):
+                    until_us[line.task, line.key or ""] = line.held_until_us or 0
+        return [
+            replace(task, due_us=max(task.due_us, until_us.get((task.name, key), 0)))
+            for task in tasks
+            for key in [task.place.partition(" ")[2]]
+        ]
 
     # --- changing ------------------------------------------------------------------------
 

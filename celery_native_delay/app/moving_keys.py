@@ -18,7 +18,7 @@ from ..keyed import rules
 from ..keyed.publishing import AnotherStands, KeyedPublish
 from ..keyed.record import HEADER, Mark, Record
 from ..keyed.rules import Seen, Step
-from ..rates.lines import PLACE
+from ..records.waiting import PLACE
 from ..transports.moving import Moving, MovingPart, Source
 
 _UNKNOWN = "nothing is named that records the keys (native_delay_records, --records)"

@@ -208,7 +208,8 @@ def let_go(seen: Seen, *, task_id: str) -> Step:
     known = seen.record
     if known is None or known.id != task_id:
         return Step(known)
-    return _kept(_without(known, task_id), seen.now_us)
+    left = replace(_without(known, task_id), window_us=0, opener=None)
+    return _kept(left, seen.now_us)
 
 
 def _waits(seen: Seen) -> bool:

@@ -9,9 +9,6 @@ from typing import Any, Protocol
 
 from .rate import Rate
 
-#: The header in which a task keeps its place: ``<place> <key>``.
-PLACE = "native_delay_place"
-
 
 @dataclass(frozen=True)
 class RateLine:

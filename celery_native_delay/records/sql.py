@@ -27,9 +27,8 @@ from sqlalchemy import (
     select,
     update,
 )
-from sqlalchemy import (
-    Index as TableIndex,
-)
+from sqlalchemy import Index as TableIndex
+from sqlalchemy import text as sql_text
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.dialects.mysql import LONGTEXT
 
@@ -184,6 +183,9 @@ class SqlRecords(Records, Index):
         struck = self._strike(member).where(~mark.exists())
         if connection.execute(struck).rowcount:
             return True
+        if connection.dialect.name == "postgresql":
+            # A void mark must outlive a crash of the database: its message was dropped.
+            connection.execute(sql_text("SET LOCAL synchronous_commit TO on"))
         void = update(MARKS).where(*self._marked(delivery), _MARK.mark == UNDECIDED)
         connection.execute(void.values(mark=VOID))
         connection.execute(self._strike(member))

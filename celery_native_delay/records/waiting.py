@@ -11,6 +11,9 @@ from typing import Any, Protocol, overload
 
 from .search import Word, is_itself_in_json, parse
 
+#: The header in which a rate-limited task keeps its place in a line: ``<place> <key>``.
+PLACE = "native_delay_place"
+
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
@@ -36,6 +39,7 @@ class Waiting:
     keeps_result: bool = True
     key: str = ""
     kind: str = ""
+    place: str = ""
 
     @classmethod
     def of(
@@ -68,6 +72,7 @@ class Waiting:
             not headers.get("ignore_result"),
             key,
             kind,
+            str(headers.get(PLACE) or ""),
         )
 
     @property

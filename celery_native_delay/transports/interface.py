@@ -372,8 +372,8 @@ def lines_of(channel: Any, settings: DelaySettings) -> Lines:
 #: The way out where no records of keys can be kept.
 WHERE_KEYS_ARE_KEPT = (
     "debounce, throttle and unique need the records of their keys in one place with what waits: "
-    'use a Redis broker, RabbitMQ, SQS or pgmq with native_delay_records = "redis://…" or the URL '
-    "of a database, a sqla+… broker, or one whose messages wait in native_delay_store"
+    "use a Redis broker, RabbitMQ, SQS or pgmq with native_delay_records set, a sqla+… broker, or "
+    "one whose messages wait in native_delay_store"
 )
 
 

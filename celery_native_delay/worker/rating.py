@@ -30,9 +30,10 @@ from celery.worker import state
 
 from ..app.installation import delaying_channel
 from ..errors import RecordsUnavailable
-from ..rates.lines import PLACE, Lines
+from ..rates.lines import Lines
 from ..rates.rate import Rate
 from ..rates.retry_after import RetryAfter
+from ..records.waiting import PLACE
 from ..settings import DelaySettings
 from .arrival import SHORTEST_WAIT_US, Arrival, AskAgain, Ruling, WaitUntil
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from celery_native_delay import Delay, DelaySettings, Rate
+from celery_native_delay import Delay, DelaySettings, Rate, Waiting
 from celery_native_delay.fence.run import HEADER as FENCE
 from celery_native_delay.keyed.record import HEADER as UNIQUE
 from celery_native_delay.message import HEADER
@@ -187,6 +187,28 @@ def test_one_worker_hands_a_line_over_in_its_order(fleet: Fleet) -> None:
         assert len(late) <= 5
 
 
+def test_the_tasks_of_a_held_line_are_shown_due_when_the_hold_ends(fleet: Fleet) -> None:
+    """Though their messages come back to ask for their turn before."""
+    rates = {"native_delay_rates": {"turned_away": "4/m"}}
+    app = fleet.app(**rates)
+    for _ in range(4):
+        app.send_task("turned_away", (60.0,))
+    fleet.worker(concurrency=1, **rates)
+    delay = Delay(app)
+
+    wait_until(lambda: [line for line in delay.rates() if line.held_until_us] or None)
+    held_until_us = delay.rates()[0].held_until_us
+    assert held_until_us is not None
+
+    def in_line() -> list[Waiting] | None:
+        tasks = [task for task in delay.ls() if task.place]
+        return tasks if len(tasks) >= 3 else None
+
+    tasks = wait_until(in_line)
+    assert all(task.due_us >= held_until_us for task in tasks)
+    assert delay.show(tasks[0].id)[0].due_us >= held_until_us
+
+
 def test_a_task_that_was_turned_away_holds_its_line(fleet: Fleet) -> None:
     """And is the first of it to come again."""
     rates = {"native_delay_rates": {"turned_away": "20/s"}}
@@ -194,7 +216,7 @@ def test_a_task_that_was_turned_away_holds_its_line(fleet: Fleet) -> None:
     fleet.worker(concurrency=1, **rates)
     first = app.send_task("turned_away", (2.0,)).id
     fleet.record.wait_for(1)
-    wait_until(lambda: [line for line in Delay(app).rates() if line.held_until_us])
+    wait_until(lambda: [line for line in Delay(app).rates() if line.held_until_us] or None)
     others = [app.send_task("turned_away", (2.0, 0)).id for _ in range(5)]
     fleet.record.wait_for(7)
     runs = fleet.record.runs(name="turned_away")

@@ -846,7 +846,7 @@ def test_plan_tells_what_a_load_makes_of_each_queue(project: Project) -> None:
     assert told["hops_per_message"] == pytest.approx(all_hops / 100)
     first, hops, *_, ceilings = project.lines(*load)
     assert first == "100 message(s) a second that wait 0.4 s or 0 s to 0.4 s"
-    assert re.fullmatch(r"\d\.\d\d hops each; 30 wait, in 0\.1 MB of memory", hops)
+    assert re.fullmatch(r"\d\.\d\d hops each; 30 wait, in 69\.0 kB of memory", hops)
     assert "through a single level queue" in ceilings
     assert project.told("plan", "--rate", "2", "--delay", "1m", "--transport", "sqs") == {
         "per_second": 2,

@@ -27,7 +27,7 @@ from celery_native_delay.app.moving import Pace, Tally, move, moving
 from celery_native_delay.cli import delay
 from celery_native_delay.keyed.record import HEADER as KEY
 from celery_native_delay.message import HEADER, Delayed
-from celery_native_delay.rates.lines import PLACE
+from celery_native_delay.records.waiting import PLACE
 from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, vhost_name
 from celery_native_delay.transports.moving import Moving
 from celery_native_delay.transports.rabbitmq.topology import Topology

@@ -55,7 +55,8 @@ class RedisKeyRecords(ComparedRecords):
         gone = [message.place for message in seen.waiting] if step.replaces else ()
         names = [keys.record(name), keys.due, keys.messages, keys.wake, keys.ids, keys.parked]
         with refusals_explained(keys):
-            return bool(self._write(keys=names, args=[seen.text, record, kept_ms, *message, *gone]))
+            args = [seen.text or "", record, kept_ms, *message, *gone]
+            return bool(self._write(keys=names, args=args))
 
 
 def _is_cancelled(entry: bytes) -> bool:
