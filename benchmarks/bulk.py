@@ -22,7 +22,6 @@ from celery_native_delay import delay_headers
 from celery_native_delay.bulk import bulk
 from celery_native_delay.due_time import due_us as due_us_of
 from celery_native_delay.testing import private_redis
-from celery_native_delay.transports.rabbitmq.bulk_publisher import BulkPublisher
 from celery_native_delay.transports.rabbitmq.channels import Publication, WindowChannel
 from example_project.folder_broker import SCHEME
 
@@ -136,7 +135,7 @@ def _seen(app: Any) -> Callable[[int], None]:
 
 def _template(app: Any) -> Callable[[int], None]:
     """What bulk() does for a message whose body and ids are there already."""
-    publisher = BulkPublisher(app.connection_for_write(), window=WINDOW)
+    publisher = app.connection_for_write().transport.bulk_publisher(window=WINDOW)
     task_id, body = "0" * 36, b"[[0], {}, {}]"
 
     def send(count: int) -> None:
@@ -150,7 +149,7 @@ def _template(app: Any) -> Callable[[int], None]:
         eta = datetime.fromtimestamp(time() + COUNTDOWN_SECONDS, UTC)
         due_us, text = due_us_of(eta), eta.isoformat()
         for _ in range(count):
-            assert publisher.send(kind, due_us, task_id, text, "(0,)", "{}", body)
+            assert publisher.send(kind, due_us, (task_id, text, "(0,)", "{}", body))
         publisher.outbox.settle(timeout_seconds=60)
 
     send(50)

@@ -15,7 +15,7 @@ from json import dumps
 from multiprocessing import get_context
 from multiprocessing.connection import Connection as Pipe
 from time import monotonic, sleep, time, time_ns
-from typing import Any
+from typing import Any, NoReturn
 
 import amqp
 import kombu
@@ -225,14 +225,20 @@ def _publish_immediate(pipe: Pipe, url: str, per_second: int, total: int) -> Non
         writer(1, channel.channel_id, Basic.Publish, arguments, message)
         head, _, tail = written.frames.rpartition(f"{number}, {due_us}".encode())
 
+        together: list[_Encoded] = []
+
         def send(number: int) -> None:
             if channel.unconfirmed_count >= WINDOW:
                 channel.read_down_to(WINDOW - 1)
             elif not number % 64:
                 channel.read_ready()
-            channel.send(_Encoded(b"%b%10d, %d%b" % (head, number, time_ns() // 1000, tail)))
+            together.append(_Encoded(b"%b%10d, %d%b" % (head, number, time_ns() // 1000, tail)))
 
-        _at_rate(pipe, per_second, total, send, channel.write_now)
+        def write() -> None:
+            channel.send_all(together)
+            together.clear()
+
+        _at_rate(pipe, per_second, total, send, write)
 
 
 class _Written:
@@ -246,12 +252,14 @@ class _Written:
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
-    """A message in its frames."""
+    """A message in its frames, which never comes back."""
 
     frames: bytes
+    exchange: str = ""
+    id: str = ""
 
-    def write(self, channel: WindowChannel) -> None:
-        channel.write_soon(self.frames)
+    def refused(self, reason: str) -> NoReturn:
+        raise AssertionError(reason)
 
 
 def _at_rate(

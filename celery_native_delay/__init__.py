@@ -10,13 +10,12 @@ set ``transport_options={"native_delay": True}`` and publish with :func:`delay_h
 
 from .app.delay import Delay
 from .app.install import install
-from .app.results import KeyedResult
+from .app.keyed import KeyedResult
 from .errors import (
     BrokerFull,
     CannotDelay,
     DelayTooLong,
     FanOutFailed,
-    FenceUnavailable,
     InvalidDueTime,
     InvalidFanOut,
     InvalidQuery,
@@ -50,7 +49,6 @@ __all__ = (
     "DelaySettings",
     "DelayTooLong",
     "FanOutFailed",
-    "FenceUnavailable",
     "InvalidDueTime",
     "InvalidFanOut",
     "InvalidQuery",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from datetime import UTC, datetime, timedelta
+from typing import Any
 
 from .durations import duration
 from .errors import DelayTooLong, InvalidDueTime
@@ -34,6 +35,14 @@ def due_us(eta: datetime | str) -> int:
     if eta.tzinfo is None:
         eta = eta.replace(tzinfo=UTC)
     return (eta - _EPOCH) // _MICROSECOND
+
+
+def due_us_or_none(eta: Any) -> int | None:
+    """:func:`due_us`; None for no ETA, and for one that is no time."""
+    try:
+        return due_us(eta) if eta else None
+    except InvalidDueTime:
+        return None
 
 
 def eta_of(due_us: int) -> str:

@@ -19,7 +19,6 @@
     │   └── NoRecords            the app has none
     ├── InvalidFanOut            an option or column of a Spark fan-out is impossible
     ├── FanOutFailed             rows of a Spark fan-out are not confirmed
-    ├── FenceUnavailable         the store of a fence cannot be reached or used
     └── ManagementUnavailable    RabbitMQ's management API cannot be read
 """
 
@@ -121,7 +120,7 @@ class RecordsUnavailable(NativeDelayError):
 
 
 class NoRecords(RecordsUnavailable):
-    """This app has no records beside a broker that cannot be looked into."""
+    """This app has no records, and its broker cannot keep any."""
 
 
 class InvalidFanOut(NativeDelayError, ValueError):
@@ -142,16 +141,17 @@ class FanOutFailed(NativeDelayError):
         return str(self.args[0])
 
 
-class FenceUnavailable(NativeDelayError):
-    """The store that a fence keeps its records in cannot be reached or used."""
-
-
 class ManagementUnavailable(NativeDelayError):
     """RabbitMQ's management API cannot be read; only inspection needs it."""
 
 
 class ExtraMissing(ModuleNotFoundError):
     """A package of an extra is not installed; the text says what to install."""
+
+
+def described(error: BaseException) -> str:
+    """The error with its type, for a log or a sentence: ``ValueError: expected …``."""
+    return f"{type(error).__name__}: {error}"
 
 
 @contextmanager

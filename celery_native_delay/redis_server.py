@@ -164,11 +164,12 @@ def clock_ahead_seconds(client: Any) -> float:
     return (server_us - (before_us + time_ns() // 1000) / 2) / 1_000_000
 
 
-def findings(client: Any, *, key: str, check: str, kept: str, where: str) -> Iterator[Finding]:
-    """Faults of a Redis beside the broker, in which something is *kept* with TTLs.
+def findings(client: Any, *, key: str, where: str) -> Iterator[Finding]:
+    """Faults of a Redis beside the broker, in which records are kept with TTLs.
 
     *where* is its URL, without a password; *key* one that may be written, and goes by itself.
     """
+    check, kept = "records", "what is known about waiting tasks"
     try:
         client.ping()
     except (RedisError, OSError) as exc:

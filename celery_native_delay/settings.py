@@ -53,9 +53,6 @@ _EXPECTED_RECORDS = (
     'SQLAlchemy URL of a database that outlives the process, such as "postgresql+psycopg://host/shop"'
 )
 
-_FENCE_SCHEMES = ("redis", "rediss", "redis+socket")
-FENCE_URLS_TEXT = "redis://, rediss:// or redis+socket://"
-
 
 @dataclass(frozen=True, kw_only=True)
 class DelaySettings:
@@ -104,7 +101,7 @@ class DelaySettings:
     """URL of a Redis, or SQLAlchemy URL of a database, that keeps what is known about waiting
     tasks, such as ``postgresql+psycopg://host/shop``. RabbitMQ, SQS and pgmq need it to list,
     cancel and move tasks, for keys and for rates. A Redis broker and ``native_delay_store``
-    keep records themselves. Defaults to None."""
+    keep records themselves. Fenced runs are kept here on any broker. Defaults to None."""
     records_away: str = "run"
     """While the records are unreachable, due tasks "run", even if one was cancelled or moved; or
     they "wait" in the broker."""
@@ -121,9 +118,6 @@ class DelaySettings:
     telemetry: str | None = None
     """Folder to which every process of a worker writes what its tasks did, one line of JSON when
     an attempt starts and one when it ends. Defaults to None: off."""
-    fence: str | None = None
-    """URL of the store that fenced fan-outs write to: workers ask it whose tasks run. Defaults to
-    None: they run all."""
     fence_policy: str = "run"
     """Fate of the tasks of a fenced run that was not sealed in time: workers "run" all of them,
     perhaps twice, or "drop" all of them."""
@@ -222,7 +216,7 @@ def _normal(name: str, value: Any) -> Any:
 def _check(name: str, value: Any) -> None:
     expected = _expected(name, value)
     if expected:
-        if name in ("fence", "store") and isinstance(value, str):
+        if name == "store" and isinstance(value, str):
             value = value.partition("://")[0]  # the rest may hold a password
         elif isinstance(value, str):
             value = without_password(value)
@@ -271,9 +265,6 @@ def _expected(name: str, value: Any) -> str:
         case "telemetry":
             fits = value is None or (isinstance(value, str) and value != "" and "\0" not in value)
             return "" if fits else "None or the path of a folder"
-        case "fence":
-            fits = value is None or is_fence_url(value)
-            return "" if fits else f"None or a URL that starts with {FENCE_URLS_TEXT}"
         case "fence_policy":
             return "" if value in ("run", "drop") else '"run" or "drop"'
         case "rates":
@@ -298,11 +289,6 @@ def lowest_bit(bit: int, *, fused_bits: int) -> int:
     if bit >= fused_bits:
         return bit
     return max(0, bit - (bit - FRACTION_BITS) % FUSED_WIDTH)
-
-
-def is_fence_url(value: object) -> bool:
-    """True if *value* is the URL of a store for the records of fenced runs."""
-    return isinstance(value, str) and "://" in value and urlsplit(value).scheme in _FENCE_SCHEMES
 
 
 def is_redis_url(value: object) -> bool:

@@ -22,9 +22,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
-from celery_native_delay.testing.errors import BrokerMissing
-from celery_native_delay.testing.ports import claim_ports, port_of
-from celery_native_delay.testing.processes import KeptServer
+from celery_native_delay.testing.processes import BrokerMissing, KeptServer, claim_ports, port_of
 
 _BOOT_SECONDS = 60
 """It takes half a second."""

@@ -23,7 +23,7 @@ from celery_native_delay.testing import (
     require_redis,
     vhost_name,
 )
-from celery_native_delay.testing.redis_installation import ServerName
+from celery_native_delay.testing.redis import ServerName
 from pytest_celery_native_delay import installed
 from tests import sockets
 from tests.brokers import MORTAL, in_ci, installed_rabbitmq

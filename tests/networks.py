@@ -7,7 +7,7 @@ import secrets
 import shutil
 import subprocess
 
-from celery_native_delay.testing.errors import BrokerFailed, BrokerMissing
+from celery_native_delay.testing.processes import BrokerFailed, BrokerMissing
 
 _TOOLS = ("ip", "nsenter", "unshare")
 

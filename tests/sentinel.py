@@ -18,19 +18,15 @@ from time import monotonic, sleep
 from typing import Any
 from urllib.parse import quote
 
-from celery_native_delay.testing.errors import BrokerFailed
-from celery_native_delay.testing.ports import claim_ports, port_of
-from celery_native_delay.testing.processes import KeptServer
+from celery_native_delay.testing.processes import BrokerFailed, KeptServer, claim_ports, port_of
 from celery_native_delay.testing.redis import (
     PrivateRedis,
+    RedisInstallation,
+    ServerName,
     answers,
     client_of,
     private_redis,
     quoted,
-)
-from celery_native_delay.testing.redis_installation import (
-    RedisInstallation,
-    ServerName,
     require_redis,
 )
 
@@ -78,8 +74,8 @@ def private_sentinel(
     with ExitStack() as stack:
         nodes: list[PrivateRedis] = []
         for _ in range(1 + replicas):
-            master = nodes[0] if nodes else None
-            node = private_redis(server=server, password=password, replica_of=master, config=config)
+            copies = f"replicaof 127.0.0.1 {nodes[0].port}\n" if nodes else ""
+            node = private_redis(server=server, password=password, config=copies + config)
             nodes.append(stack.enter_context(node))
         for replica in nodes[1:]:
             _wait_until(partial(_is_linked, replica))

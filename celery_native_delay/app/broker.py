@@ -1,11 +1,11 @@
-"""The broker of an app, as errors name it, and the reasons why nothing can wait there."""
+"""The broker of an app: asked questions, named in errors, and why nothing can wait there."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 from kombu.exceptions import OperationalError
 from kombu.transport import TRANSPORT_ALIASES
@@ -45,9 +45,9 @@ def told_on_command_lines() -> Iterator[None]:
         click = sys.modules.get("click")
         if click is None or click.get_current_context(silent=True) is None:
             raise
-        from . import command_line
-
-        raise command_line.UnsupportedBroker(str(exc)) from exc
+        # A ClickException is told in a sentence; one of ours is what callers may expect.
+        told = type("UnsupportedBroker", (UnsupportedBroker, click.ClickException), {})
+        raise told(str(exc)) from exc
 
 
 def name_broker(error: OperationalError, app: Any) -> None:
@@ -61,3 +61,28 @@ def shown_broker(app: Any) -> str:
     connection = app.connection_for_write()
     urls = [without_password(url) for url in connection.alt]
     return " or ".join(urls) if len(urls) > 1 else without_password(connection.as_uri())
+
+
+T = TypeVar("T")
+
+
+def ask_on_a_connection(app: Any, question: Callable[[Any], T]) -> T:
+    """The answer to *question*, which is asked on a connection.
+
+    Errors of kombu if the broker is not there.
+    """
+    try:
+        with app.connection_or_acquire() as connection:
+            for last_try in (False, True):
+                try:
+                    connection.ensure_connection(max_retries=1)
+                    return question(connection)
+                except connection.recoverable_connection_errors as exc:
+                    # A pooled connection whose broker was restarted knows when it is used.
+                    if last_try:
+                        raise OperationalError(str(exc)) from exc
+                    connection.collect()
+    except OperationalError as exc:
+        name_broker(exc, app)
+        raise
+    raise AssertionError("unreachable")

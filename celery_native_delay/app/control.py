@@ -54,11 +54,6 @@ class RevokesWaiting:
             )
 
 
-def revoking(control: type) -> type:
-    """A subclass of an app's *control* that reaches what waits."""
-    return type(control.__name__, (RevokesWaiting, control), {})
-
-
 def _listed(task_ids: Any) -> list[str]:
     if task_ids is None:
         return []

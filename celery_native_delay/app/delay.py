@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
-from functools import partial
 from time import time_ns
 from typing import Any, TypeAlias, TypeVar, overload
 
@@ -16,17 +15,23 @@ from celery.result import AsyncResult
 from celery.utils.log import get_logger
 
 from ..due_time import due_us
-from ..errors import CannotDelay, InvalidQuery, NativeDelayError, NoRecords, RecordsUnavailable
+from ..errors import (
+    CannotDelay,
+    InvalidQuery,
+    NativeDelayError,
+    NoRecords,
+    RecordsUnavailable,
+    described,
+)
 from ..keyed.records import TRIES
 from ..rates.lines import RateLine
 from ..records import waiting
 from ..records.waiting import Bar, Outcome, Page, Query, Verdict, Waiting, WaitingTasks
 from ..settings import DelaySettings
 from ..transports.aliases import delay_headers
-from .asking import ask_on_a_connection
+from .broker import ask_on_a_connection
 from .installation import checked_app, delaying_channel
-from .keyed import Edge, Keyed, Kind, Until
-from .results import KeyedResult, tell_revoked
+from .keyed import Edge, Keyed, KeyedResult, KeyKind, Until, tell_revoked
 
 logger = get_logger(__name__)
 
@@ -134,7 +139,7 @@ class Delay:
     def cancel(self, task_id: TaskId) -> Outcome: ...
 
     @overload
-    def cancel(self, *, key: str, task: str | Task | Signature, kind: Kind) -> Outcome: ...
+    def cancel(self, *, key: str, task: str | Task | Signature, kind: KeyKind) -> Outcome: ...
 
     def cancel(
         self,
@@ -142,7 +147,7 @@ class Delay:
         *,
         key: str | None = None,
         task: str | Task | Signature | None = None,
-        kind: Kind | None = None,
+        kind: KeyKind | None = None,
     ) -> Outcome:
         """Cancel a waiting task, by its id or by the key it was sent under: it never runs.
 
@@ -288,7 +293,7 @@ class Delay:
         """
         return self._keyed.unique(signature, key, countdown=countdown, eta=eta, until=until)
 
-    def _cancel_key(self, key: str, task: str, kind: Kind) -> Outcome:
+    def _cancel_key(self, key: str, task: str, kind: KeyKind) -> Outcome:
         reason = f"nothing waits for key {key!r} of {task} ({kind})"
         outcome = Outcome("", Verdict.UNKNOWN, reason=reason)
         for _ in range(TRIES):
@@ -312,13 +317,13 @@ class Delay:
     ) -> list[Outcome]:
         ids = _ids_of(task_ids)
         outcomes: list[Outcome] = []
-        begun: set[int] = set()
+        begun = -1
 
         def rest(found: WaitingTasks) -> list[Outcome]:
+            nonlocal begun
             # Asked once more on another connection, those that are changed are not waiting.
             for position, task_id in list(enumerate(ids))[len(outcomes) :]:
-                is_again = position in begun
-                begun.add(position)
+                is_again, begun = position == begun, position
                 try:
                     outcome = change(found, task_id)
                 except CannotDelay as exc:
@@ -342,7 +347,17 @@ class Delay:
             raise RecordsUnavailable(f"{done} of {len(ids)} were changed, then {exc}") from exc
 
     def _ask(self, question: Callable[[WaitingTasks], T]) -> T:
-        return self._ask_broker(partial(self._ask_tasks, question))
+        def ask(channel: Any, settings: DelaySettings) -> T:
+            found = channel.waiting_tasks(settings)
+            if found is None:
+                raise NoRecords(
+                    "RabbitMQ's delay levels cannot be looked into: set native_delay_records = "
+                    '"redis://…" in workers and producers'
+                )
+            with closing(found):
+                return question(found)
+
+        return self._ask_broker(ask)
 
     def _ask_broker(self, question: Callable[[Any, DelaySettings], T]) -> T:
         """*question* on a delaying channel, given the settings; once more on a new connection."""
@@ -351,19 +366,6 @@ class Delay:
             return question(*delaying_channel(self._app, connection))
 
         return ask_on_a_connection(self._app, ask)
-
-    @staticmethod
-    def _ask_tasks(
-        question: Callable[[WaitingTasks], T], channel: Any, settings: DelaySettings
-    ) -> T:
-        found = channel.waiting_tasks(settings)
-        if found is None:
-            raise NoRecords(
-                "RabbitMQ's delay levels cannot be looked into: set native_delay_records = "
-                '"redis://…" in workers and producers'
-            )
-        with closing(found):
-            return question(found)
 
     def _revoke_result(self, outcome: Outcome) -> None:
         """Tell the result backend now; chord and monitors are for the worker to tell, once.
@@ -379,10 +381,9 @@ class Delay:
                 self._tells_results = False
                 logger.warning(
                     "native delay: %s is cancelled, results from it on will say so when a worker "
-                    "has announced it: %s: %s",
+                    "has announced it: %s",
                     task.id,
-                    type(exc).__name__,
-                    exc,
+                    described(exc),
                 )
 
 

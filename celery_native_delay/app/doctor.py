@@ -13,20 +13,17 @@ from typing import Any
 from kombu.exceptions import OperationalError
 
 from ..errors import (
-    FenceUnavailable,
     NativeDelayError,
     NoRecords,
     NotPermitted,
     SettingsError,
     UnsupportedBroker,
 )
-from ..fence import fence_store
 from ..finding import UNCHECKED, WRONG, Finding
+from ..records.opened import records_at
 from ..settings import DelaySettings
 from ..transports.interface import lines_of
-from ..urls import without_password
-from .installation import installed
-from .parts import TIMEOUT_SECONDS, admin_part, bounded_connection
+from .installation import admin_part, bounded_connection, installed
 
 #: Bytes that are written to see whether a folder takes what workers are going to write there.
 _TRIED_BYTES = 65_536
@@ -57,8 +54,8 @@ def examine(app: Any) -> list[Finding]:
         return [_failed("settings", exc)]
     found = [
         *_of_broker(app, settings),
+        *_of_records(settings),
         *_of_rated_names(app, settings),
-        *_of_fence(settings),
         *_of_telemetry(settings),
     ]
     return list(dict.fromkeys(found))
@@ -122,6 +119,16 @@ def _of_lines(connection: Any, settings: DelaySettings) -> Iterator[Finding]:
         yield Finding("rates", WRONG, f"no rated task starts: {exc}", _START_THEM)
 
 
+def _of_records(settings: DelaySettings) -> Iterator[Finding]:
+    if settings.records is None:
+        return
+    try:
+        with closing(records_at(settings.records, settings.namespace)) as records:
+            yield from records.findings()
+    except NativeDelayError as exc:
+        yield _failed("records", exc)
+
+
 def _of_rated_names(app: Any, settings: DelaySettings) -> Iterator[Finding]:
     """Findings about the names and keys of rated tasks."""
     if not settings.rates:
@@ -149,17 +156,6 @@ def _of_rated_names(app: Any, settings: DelaySettings) -> Iterator[Finding]:
             f"native_delay_rates names {name}, no task that this app registers: it limits nothing",
             f"write the name of a task{meant}, or leave it to the apps whose workers run it",
         )
-
-
-def _of_fence(settings: DelaySettings) -> list[Finding]:
-    if settings.fence is None:
-        return []
-    try:
-        with fence_store(settings.fence, timeout_seconds=TIMEOUT_SECONDS) as store:
-            return store.findings()
-    except FenceUnavailable as exc:
-        where = without_password(settings.fence)
-        return [Finding("fence", WRONG, f"{where}: {exc}", "correct native_delay_fence")]
 
 
 def _of_telemetry(settings: DelaySettings) -> Iterator[Finding]:

@@ -73,9 +73,10 @@ class ControlOf:
     original: Any
 
     def __call__(self, app: Any) -> Any:
-        from .control import revoking
+        from .control import RevokesWaiting
 
-        return revoking(symbol_by_name(self.original))(app=app)
+        control = symbol_by_name(self.original)
+        return type(control.__name__, (RevokesWaiting, control), {})(app=app)
 
 
 def reinstall(app: Celery) -> None:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import partial
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import celery
 from celery import Celery
@@ -15,8 +16,10 @@ from kombu.exceptions import OperationalError
 
 from ..due_time import check_countdown
 from ..errors import SettingsError, UnsupportedBroker
+from ..records.opened import Place
 from ..settings import DelaySettings
 from ..transports.aliases import OPTION, check_url, option_of, transport_of
+from ..transports.interface import AdminPart, ExpectsQueues, ServesQueues
 from .broker import check_fits, name_broker, told_on_command_lines, why_nothing_waits
 
 logger = logging.getLogger(__name__)
@@ -77,9 +80,7 @@ class Installation:
         Asked with every delayed publish, where looking up a setting costs as much as all that we
         do to the message: as enabled as the connections that publish.
         """
-        if self._connected_enabled is None:
-            return self.enabled
-        return self._connected_enabled
+        return self.enabled if self._connected_enabled is None else self._connected_enabled
 
     # --- what replaces the app's own ----------------------------------------------------
 
@@ -113,7 +114,9 @@ class Installation:
         # What the levels can hold is checked when the message is published; here only what
         # Celery cannot turn into an ETA. Written so that NaN is caught.
         if isinstance(countdown, int | float) and not countdown < LONGEST_CELERY_SECONDS:
-            check_countdown(countdown, longest_delay_seconds=self._longest_delay_seconds())
+            settings = self._settings_or_error()
+            known = settings if isinstance(settings, DelaySettings) else DelaySettings()
+            check_countdown(countdown, longest_delay_seconds=known.longest_delay_seconds)
         if self._amqp is not self.app.amqp:
             self._amqp = self.app.amqp
             if self.app.conf.task_protocol == 1:
@@ -131,12 +134,6 @@ class Installation:
             return self.settings()
         except SettingsError as exc:
             return exc
-
-    def _longest_delay_seconds(self) -> float:
-        try:
-            return self.settings().longest_delay_seconds
-        except SettingsError:
-            return DelaySettings().longest_delay_seconds
 
     def _fits(self, connection: Connection, settings: DelaySettings | SettingsError) -> bool:
         """True if a transport of ours serves *connection*.
@@ -280,3 +277,52 @@ def _unless_installed(original: Any) -> Any:
 
     detect_quorum_queues.native_delay_original = original  # type: ignore[attr-defined]
     return detect_quorum_queues
+
+
+Part = TypeVar("Part")
+
+#: Seconds for each answer of a broker that is looked at.
+TIMEOUT_SECONDS = 5.0
+
+#: Transport options for that; py-amqp takes the first two, redis-py the others, and either passes
+#: over what is not its own.
+_BOUNDED = {
+    "read_timeout": TIMEOUT_SECONDS,
+    "write_timeout": TIMEOUT_SECONDS,
+    "socket_timeout": TIMEOUT_SECONDS,
+    "socket_connect_timeout": TIMEOUT_SECONDS,
+}
+
+
+def bounded_connection(app: Any) -> Any:
+    """A connection of *app* to look at its broker, whose every answer has a time limit."""
+    return app.connection_for_write(
+        connect_timeout=TIMEOUT_SECONDS, transport_options=dict(_BOUNDED)
+    )
+
+
+def records_place(app: Any, settings: DelaySettings) -> Place | None:
+    """The place of records of the whole *app*, such as fenced runs; None if none can be kept.
+
+    It is the same in every process and on every virtual host. No broker is asked.
+    """
+    if settings.records is not None:
+        return Place(settings.records, settings.namespace)
+    own_records = getattr(app.connection_for_write().transport, "own_records", None)
+    return own_records and own_records(settings)
+
+
+def admin_part(app: Any, connection: Any) -> AdminPart:
+    """The admin part for the broker of *connection*, which is one of *app*."""
+    channel, settings = delaying_channel(app, connection)
+    part: AdminPart = channel.admin_part(settings)
+    return serving(part, app)
+
+
+def serving(part: Part, app: Any, queues: Sequence[str] | None = None) -> Part:
+    """*part* itself, which knows now of *queues* if it must; None for all of the app's."""
+    if isinstance(part, ExpectsQueues):
+        part.expect(list(app.amqp.queues.values()))
+    if isinstance(part, ServesQueues):
+        part.serve(queues or [queue.name for queue in app.amqp.queues.values()])
+    return part

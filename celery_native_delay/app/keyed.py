@@ -11,29 +11,31 @@ from datetime import datetime
 from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
 
-from celery import Task, uuid
+from celery import Task, states, uuid
+from celery.backends.base import DisabledBackend
 from celery.canvas import Signature
+from celery.result import AsyncResult, EagerResult
 from celery.utils.log import get_logger
 
 from ..due_time import due_us
 from ..durations import duration
-from ..errors import CannotDelay, InvalidDueTime, UnsupportedBroker
+from ..errors import CannotDelay, InvalidDueTime, UnsupportedBroker, described
 from ..keyed import rules
 from ..keyed.publishing import AnotherStands, KeyedPublish, publishing
 from ..keyed.record import HEADER, Mark, name_of
 from ..keyed.records import KeyRecords
 from ..keyed.rules import Seen, Step
+from ..texts import is_text
 from ..transports.aliases import LONGEST_COUNTDOWN_SECONDS, delay_headers
 from ..transports.interface import WHERE_KEYS_ARE_KEPT
-from .asking import ask_on_a_connection
+from .broker import ask_on_a_connection
 from .installation import delaying_channel
-from .results import KeyedResult, keyed_result, tell_revoked
 
 logger = get_logger(__name__)
 
 Edge: TypeAlias = Literal["leading", "trailing", "both"]
 Until: TypeAlias = Literal["start", "end"]
-Kind: TypeAlias = Literal["debounce", "throttle", "throttle-trailing", "unique"]
+KeyKind: TypeAlias = Literal["debounce", "throttle", "throttle-trailing", "unique"]
 
 #: A rule that lacks what was seen, and the id of the new task.
 _Call: TypeAlias = Callable[[Seen, str], Step]
@@ -109,9 +111,9 @@ class Keyed:
                 call = partial(rules.unique, wait_us=max(round(countdown * 1_000_000), 0))
         return self._unless_another_stands(mark, call, signature)
 
-    def standing_id(self, kind: Kind, task: str, key: str) -> str | None:
+    def standing_id(self, kind: KeyKind, task: str, key: str) -> str | None:
         """The id of the last task that was sent for *key* to run later; it may have run."""
-        _check_word("kind", kind, Kind)
+        _check_word("kind", kind, KeyKind)
         _check_key(key)
         seen: Seen = self._ask(lambda records: records.read(name_of(kind, task, key)))
         return None if seen.record is None else seen.record.id
@@ -162,11 +164,10 @@ class Keyed:
             tell_revoked(self._app, replaced, signature.task, reason=f"replaced by {task_id}")
         except Exception as exc:
             logger.warning(
-                "native delay: %s is replaced by %s, its result will not say so: %s: %s",
+                "native delay: %s is replaced by %s, its result will not say so: %s",
                 replaced,
                 task_id,
-                type(exc).__name__,
-                exc,
+                described(exc),
             )
 
     def _check(self) -> None:
@@ -227,13 +228,11 @@ def _mark_of(kind: str, signature: Any, key: object, until: str | None = None) -
 def _check_key(key: object) -> str:
     if not isinstance(key, str) or not key:
         raise TypeError(f"expected key to be a text such as 'user:7', got {key!r}")
-    try:
-        key.encode()
-    except UnicodeEncodeError as exc:
+    if not is_text(key):
         raise ValueError(
             f"expected key to be a text that UTF-8 can encode, got {key!r}: replace its lone "
             f"surrogates, for example by key.encode(errors='replace').decode()"
-        ) from exc
+        )
     return key
 
 
@@ -260,3 +259,67 @@ def _refuse_times(signature: Signature) -> None:
             f"expected a signature without {given[0]}, for its key says when it runs: leave it out "
             f"of the signature's options"
         )
+
+
+#: A result in one of these is not the last one; Celery's own revoke overwrites the same.
+_UNREADY = (states.PENDING, states.RECEIVED, states.RETRY, states.REJECTED)
+
+
+class KeyedResult(AsyncResult):  # type: ignore[misc]  # Celery has no types
+    """An ``AsyncResult`` of the task that stands for a key, and what the call did.
+
+    *created* is False if another call's task stands for the key: this call has sent nothing.
+    *replaced* is the id of the waiting task that was taken out for the new one.
+    """
+
+    created: bool = True
+    replaced: str | None = None
+
+    def __init__(
+        self,
+        id: str,
+        backend: Any = None,
+        task_name: str | None = None,
+        app: Any = None,
+        parent: Any = None,
+        created: bool = True,
+        replaced: str | None = None,
+    ) -> None:
+        super().__init__(id, backend, task_name, app, parent)
+        self.created = created
+        self.replaced = replaced
+
+    def __reduce_args__(self) -> tuple[Any, ...]:
+        return (*super().__reduce_args__(), self.created, self.replaced)
+
+    def __copy__(self) -> KeyedResult:
+        return keyed_result(super().__copy__(), created=self.created, replaced=self.replaced)
+
+
+class EagerKeyedResult(EagerResult, KeyedResult):  # type: ignore[misc]
+    """A :class:`KeyedResult` with ``task_always_eager``: the task has run."""
+
+
+def keyed_result(
+    result: AsyncResult, *, created: bool = True, replaced: str | None = None
+) -> KeyedResult:
+    """Celery's *result*, which from now on tells what the call did, too.
+
+    It stays the same object. A copy would cost a round trip where results are in Redis: the
+    subscription of an id ends with each result object of that id that is dropped.
+    """
+    result.__class__ = EagerKeyedResult if isinstance(result, EagerResult) else KeyedResult
+    keyed: KeyedResult = result
+    keyed.created, keyed.replaced = created, replaced
+    return keyed
+
+
+def tell_revoked(app: Any, task_id: str, name: str, *, reason: str) -> None:
+    """Tell the result backend that task *task_id*, of that *name*, is revoked, and why.
+
+    Chord and monitors are for the worker to tell, once. Raises whatever the backend does.
+    """
+    registered = app.tasks.get(name)
+    backend = app.backend if registered is None else registered.backend
+    if not isinstance(backend, DisabledBackend) and backend.get_state(task_id) in _UNREADY:
+        backend.mark_as_revoked(task_id, reason=reason, store_result=True)

@@ -197,10 +197,9 @@ class Bulk:
             hooks = self._kinds.hooks(key, known)
             kind = self._kinds.of(key, hooks)
             if kind is not None:
-                made = self._made(known, args, kwargs or {}, eta, countdown)
+                made = self._made(known, args, kwargs or {}, eta, countdown, task_id)
                 if made is not None and kind.serves(made, self._publisher.outbox.connects):
-                    _, due_us, *others = made
-                    sent = self._publisher.send(kind.way, due_us, task_id, *others)
+                    sent = self._publisher.send(kind.learnt, made.due_us, made.values)
                     result.by_template += sent
         if not sent:
             self._send_the_long_way(task, known, args, kwargs, eta, countdown, task_id, options)
@@ -232,6 +231,7 @@ class Bulk:
         kwargs: Mapping[str, Any],
         eta: datetime | str | None,
         countdown: float | None,
+        task_id: str,
     ) -> Made | None:
         """Values that a template is filled with; None if only the long way will do."""
         if type(args) not in (list, tuple) or type(kwargs) is not dict:
@@ -250,14 +250,14 @@ class Bulk:
         args = args or ()  # as Celery, whose argsrepr shows it
         if known is not None and getattr(known, "typing", False):
             known.__header__(*args, **kwargs)
-        return Made(
-            at_us,
-            due_us,
+        values = (
+            task_id,
             text,
             self._repr(args, self._repr_sizes[0]),
             self._repr(kwargs, self._repr_sizes[1]),
             (_ENCODER.encode((args, kwargs))[:-1] + _NO_CANVAS).encode(),
         )
+        return Made(at_us, due_us, values)
 
     def _iso(self, due_us: int) -> str:
         """ISO 8601 text in the app's time zone; within one second only the fraction changes."""

@@ -18,32 +18,29 @@ from celery import Task
 from ..due_time import due_us as due_us_of
 from ..errors import InvalidDueTime
 from ..message import HEADER
+from ..transports.bulk_publisher import BulkPublisher, Learnt, TaskValues
 from .plain_publishing import PlainPublishing, same
 
 logger = logging.getLogger("celery_native_delay.bulk")
 
 
 class Made(NamedTuple):
-    """Values in which two tasks of one kind differ, but for the id; made *at_us*."""
+    """Values in which two tasks of one kind differ; made *at_us*."""
 
     at_us: int
     due_us: int
-    eta: str
-    argsrepr: str
-    kwargsrepr: str
-    body: bytes
+    values: TaskValues
 
 
 @dataclass(slots=True)
 class Kind:
-    """Tasks of one name with the same options; *way* is what the publisher has learnt of
-    them.
+    """Tasks of one name with the same options, and what the publisher has *learnt* of them.
 
     Valid on one connection, while *hooks* are what they were. Once *checked*, it serves for the
     arguments in *body*, and for all once that is None.
     """
 
-    way: Any
+    learnt: Learnt
     hooks: tuple[Any, ...]
     generation: int
     body: bytes | None
@@ -51,7 +48,7 @@ class Kind:
 
     def serves(self, made: Made, generation: int) -> bool:
         """True if its template, on this connection, has been seen to make the like of *made*."""
-        known = self.checked and (self.body is None or self.body == made.body)
+        known = self.checked and (self.body is None or self.body == made.values[-1])
         return known and self.generation == generation
 
 
@@ -72,7 +69,9 @@ class Sample(NamedTuple):
 class Kinds:
     """All kinds of tasks of one batch; keys are the caller's."""
 
-    def __init__(self, plain: PlainPublishing, publisher: Any, iso: Callable[[int], str]) -> None:
+    def __init__(
+        self, plain: PlainPublishing, publisher: BulkPublisher, iso: Callable[[int], str]
+    ) -> None:
         self._plain = plain
         self._publisher = publisher
         self._iso = iso
@@ -97,7 +96,7 @@ class Kinds:
         key, now_us = sample.key, time_ns() // 1000
         kind = self.of(key, sample.hooks)
         generation = self._publisher.outbox.connects
-        if kind is None or kind.generation != generation or now_us > kind.way.valid_until_us:
+        if kind is None or kind.generation != generation or now_us > kind.learnt.valid_until_us:
             self._begin(sample, kind, now_us)
         elif sample.made is not None and not (kind.checked and kind.body is None):
             found = self._difference(kind, sample, now_us)
@@ -107,7 +106,7 @@ class Kinds:
                 self._say(logging.WARNING, f"two tasks {name!r} differ unexpectedly in {found}")
             elif found is not None:
                 kind.checked = True
-                if sample.made.body != kind.body:
+                if sample.made.values[-1] != kind.body:
                     kind.body = None
 
     def _begin(self, sample: Sample, before: Kind | None, now_us: int) -> None:
@@ -124,10 +123,10 @@ class Kinds:
             self._say(logging.INFO, witness)
             return
         headers = self._publisher.last_headers or {}
-        way = self._publisher.learn() if headers.get("id") == sample.task_id else None
-        if way is None:
+        learnt = self._publisher.learn() if headers.get("id") == sample.task_id else None
+        if learnt is None:
             return
-        kind = Kind(way, hooks, self._publisher.outbox.connects, way.body)
+        kind = Kind(learnt, hooks, self._publisher.outbox.connects, learnt.body)
         alike = before is not None and self._difference(before, sample, now_us) == ""
         if before is not None and before.checked and alike:
             kind.checked, kind.body = True, before.body
@@ -141,7 +140,7 @@ class Kinds:
         if sample.made is None:
             return None
         headers = self._publisher.last_headers
-        at_us, due_us, eta, *others = sample.made
+        at_us, due_us, values = sample.made
         if headers is not None and HEADER not in headers:
             return "its wait" if due_us > now_us else None
         if sample.by_countdown and headers is not None:
@@ -151,8 +150,8 @@ class Kinds:
                 return "header 'eta'"
             if not due_us - 1 <= their_due_us <= due_us + now_us - at_us + 1:
                 return "header 'eta'"
-            eta = self._iso(their_due_us)
-        return str(self._publisher.difference(kind.way, sample.task_id, eta, *others))
+            values = (values[0], self._iso(their_due_us), *values[2:])
+        return self._publisher.difference(kind.learnt, values)
 
     def _say(self, level: int, why: str) -> None:
         """Log once in a batch why tasks do not go by template."""

@@ -3,10 +3,8 @@
 from . import (  # noqa: F401  each registers its commands
     broker,
     export,
-    exporter,
-    flower,
     migrate,
-    parked,
+    monitoring,
     plan,
     promote,
     rates,

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .group import as_json_option, command, fitting_connection, installed_settings, print_json
+from .group import as_json_option, command, fitting_connection, installed_settings, say
 
 if TYPE_CHECKING:
     from ..settings import DelaySettings
@@ -54,17 +54,13 @@ def export(
     exported = transport.export(chosen, queues, vhost=vhost, own_queues=not without_queues)
     for each in exported.left_out:
         click.echo(f"left out: {each}, which comes and goes with a process", err=True)
-    if output is None and not as_json:
-        click.echo(exported.text, nl=False)
-        return
     if output is not None:
         _write(output, exported.text)
-    if as_json:
-        report = {**exported.counts, "left_out": list(exported.left_out)}
-        print_json(report | ({"text": exported.text} if output is None else {"file": str(output)}))
-    else:
-        counts = ", ".join(f"{number} {kind}" for kind, number in exported.counts.items())
-        click.echo(f"{output}: {counts}")
+    counts = ", ".join(f"{number} {kind}" for kind, number in exported.counts.items())
+    report = {**exported.counts, "left_out": list(exported.left_out)}
+    report |= {"text": exported.text} if output is None else {"file": str(output)}
+    said = exported.text.removesuffix("\n") if output is None else f"{output}: {counts}"
+    say(as_json, report, said)
 
 
 def _write(output: Path, text: str) -> None:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from celery.bin.base import LOG_LEVEL, CeleryCommand, handle_preload_options
 
 if TYPE_CHECKING:
     from ..settings import DelaySettings
-    from ..transports.interface import AdminPart, Report, WorkerPart
+    from ..transports.interface import AdminPart, Report
 
 as_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for scripts.")
 yes_option = click.option(
@@ -31,6 +32,57 @@ loglevel_option = click.option(
     show_default=True,
     help="How much to log on standard error.",
 )
+
+
+class Duration(click.ParamType):  # type: ignore[type-arg]
+    """A duration, as a number of seconds."""
+
+    name = "duration"
+
+    def __init__(self, *, at_least: float | None = None) -> None:
+        self._at_least = at_least
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        from ..durations import duration, seconds_of
+        from ..errors import InvalidDueTime
+
+        try:
+            seconds = seconds_of(str(value))
+        except InvalidDueTime as exc:
+            self.fail(str(exc), param, ctx)
+        if self._at_least is not None and seconds < self._at_least:
+            self.fail(f"expected {duration(self._at_least)} at least, got {value}", param, ctx)
+        return seconds
+
+
+class Moment(click.ParamType):  # type: ignore[type-arg]
+    """A point in time: a duration from now, below 0 for the past, or ISO 8601; UTC without zone."""
+
+    name = "duration|time"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> datetime:
+        from ..durations import seconds_of
+        from ..errors import InvalidDueTime
+
+        try:
+            return datetime.now(UTC) + timedelta(seconds=seconds_of(value))
+        except OverflowError:
+            self.fail(f"{value} from now is beyond every calendar", param, ctx)
+        except InvalidDueTime:
+            pass
+        try:
+            found = datetime.fromisoformat(value)
+        except ValueError:
+            self.fail(
+                f"expected a duration from now such as 90 or 1h30m, or ISO 8601, got {value!r}",
+                param,
+                ctx,
+            )
+        return found if found.tzinfo else found.replace(tzinfo=UTC)
 
 
 @click.group(name="delay")
@@ -84,27 +136,10 @@ def errors_explained(ctx: click.Context) -> Iterator[None]:
 @contextmanager
 def broker(ctx: click.Context) -> Iterator[AdminPart]:
     """The admin part of the app's transport, on a fresh connection."""
-    from ..app.parts import admin_part
+    from ..app.installation import admin_part
 
     with reachable(ctx) as connection:
         yield admin_part(ctx.obj.app, connection)
-
-
-@contextmanager
-def worker_part(
-    ctx: click.Context, queues: Sequence[str] | None = None
-) -> Iterator[tuple[WorkerPart, str]]:
-    """The worker part of the app's transport, on a fresh connection, and the broker's URL.
-
-    For *queues*, where that matters; None for all of the app's.
-    """
-    from ..app.installation import delaying_channel
-    from ..app.parts import serving
-
-    with reachable(ctx) as connection:
-        channel, chosen = delaying_channel(ctx.obj.app, connection)
-        part = serving(channel.worker_part(chosen), ctx.obj.app, queues)
-        yield part, ctx.obj.app.connection_for_write().as_uri()
 
 
 @contextmanager

@@ -25,8 +25,8 @@ from .group import (
 )
 
 if TYPE_CHECKING:
-    from ..app.moving import Tally
-    from ..transports.moving import MovingPart, Remnant
+    from ..app.moving import Account
+    from ..transports.moving import Remnant
 
 
 @command(name="migrate")
@@ -67,40 +67,32 @@ def migrate(
 
     Exit 1 if anything had to be left that should have been moved.
     """
-    from ..app.moving import Pace, Tally, move, moving
-    from ..app.moving_keys import MovingKeys
+    from ..app.moving import Account, MovingKeys, Pace, move, moving
 
     installed_settings(ctx)
     with ExitStack() as stack:
         connection = stack.enter_context(reachable(ctx))
         opened = moving(ctx.obj.app, connection, names, records=records)
         part, sources = stack.enter_context(opened)
-        tallies = [Tally(source.name, source.count()) for source in sources]
-        total = sum(tally.count for tally in tallies)
-        for source, tally in zip(sources, tallies, strict=True):
-            if tally.count and (warning := MovingKeys(source, part).warning):
+        accounts = [Account(source.name, source.count()) for source in sources]
+        total = sum(account.count for account in accounts)
+        for source, account in zip(sources, accounts, strict=True):
+            if account.count and (warning := MovingKeys(source, part).warning):
                 click.echo(printable(f"{source.name}: {warning}"), err=True)
         if dry_run:
-            _show(part.name, tallies, as_json, dry_run=True)
+            _show(part.name, accounts, as_json, dry_run=True)
             return
         if total and not force:
-            _ask(part, tallies)
+            click.echo(_counts(accounts), err=True)
+            confirm(f"Move them into {part.name}?")
         part.prepare(list(ctx.obj.app.amqp.queues.values()))
         pace = Pace(rate)
         with _stopped() as stopped, _progress(total, hidden=as_json) as on_each:
-            for source, tally in zip(sources, tallies, strict=True):
+            for source, account in zip(sources, accounts, strict=True):
                 if not stopped:
-                    move(
-                        source,
-                        part,
-                        tally,
-                        pace=pace,
-                        stopped=stopped.__len__,
-                        on_each=on_each,
-                        on_doubt=_tell_doubt,
-                    )
-        _show(part.name, tallies, as_json, interrupted=bool(stopped))
-        ctx.exit(1 if stopped or any(tally.refused for tally in tallies) else 0)
+                    move(source, part, account, pace, stopped.__len__, on_each, _tell_doubt)
+        _show(part.name, accounts, as_json, interrupted=bool(stopped))
+        ctx.exit(1 if stopped or any(account.refused for account in accounts) else 0)
 
 
 @command(name="prune")
@@ -144,12 +136,8 @@ def prune(
             filled = {remnant.name for remnant in left}
             done = [remnant for remnant in empty if remnant.name not in filled]
     if as_json:
-        print_json(
-            {
-                "found": [asdict(remnant) for remnant in found],
-                "deleted": [remnant.name for remnant in done],
-            }
-        )
+        deleted = [remnant.name for remnant in done]
+        print_json({"found": [asdict(remnant) for remnant in found], "deleted": deleted})
     elif found and not dry_run:
         for remnant in left if empty else []:
             click.echo(f"{remnant.name} is left: {remnant.waiting} message(s) came meanwhile")
@@ -192,65 +180,51 @@ def _tell_doubt(task_id: str | None) -> None:
     click.echo(printable(f"may run twice, after a run that was interrupted: {task_id}"), err=True)
 
 
-def _ask(part: MovingPart, tallies: Sequence[Tally]) -> None:
-    for line in _counts(tallies):
-        click.echo(line, err=True)
-    confirm(f"Move them into {part.name}?")
-
-
-def _counts(tallies: Sequence[Tally]) -> list[str]:
-    return table(("from", "messages"), [(each.source, each.count) for each in tallies]).splitlines()
+def _counts(accounts: Sequence[Account]) -> str:
+    return table(("from", "messages"), [(each.source, each.count) for each in accounts])
 
 
 def _show(
     into: str,
-    tallies: Sequence[Tally],
+    accounts: Sequence[Account],
     as_json: bool,
     *,
     dry_run: bool = False,
     interrupted: bool = False,
 ) -> None:
-    moved = sum(tally.moved for tally in tallies)
+    moved = sum(account.moved for account in accounts)
     if as_json:
-        told = [tally.as_json() for tally in tallies]
-        print_json(
-            {
-                "into": into,
-                "dry_run": dry_run,
-                "moved": moved,
-                "interrupted": interrupted,
-                "sources": told,
-            }
-        )
+        told = {"into": into, "dry_run": dry_run, "moved": moved, "interrupted": interrupted}
+        print_json(told | {"sources": [account.as_json() for account in accounts]})
         return
     if dry_run:
-        total = sum(tally.count for tally in tallies)
-        click.echo("\n".join([*_counts(tallies), f"would go through {total:,} message(s)"]))
+        total = sum(account.count for account in accounts)
+        click.echo(f"{_counts(accounts)}\nwould go through {total:,} message(s)")
         return
     rows = [
-        (each.source, each.moved, each.stays, each.void, each.refused.total()) for each in tallies
+        (each.source, each.moved, each.stays, each.void, each.refused.total()) for each in accounts
     ]
     click.echo(table(("from", "moved", "stay", "void", "refused"), rows))
-    for tally in tallies:
-        for line in _remarks(tally):
+    for account in accounts:
+        for line in _remarks(account):
             click.echo(line)
     again = "; interrupted: run it again for the rest" if interrupted else ""
     click.echo(f"{moved:,} message(s) moved into {into}{again}")
 
 
-def _remarks(tally: Tally) -> Iterator[str]:
+def _remarks(account: Account) -> Iterator[str]:
     from ..durations import duration
 
-    for why, number in tally.refused.items():
-        yield printable(f"{tally.source}: {number} refused: {why}")
-    if tally.computed:
-        late = duration(tally.late_seconds)
+    for why, number in account.refused.items():
+        yield printable(f"{account.source}: {number} refused: {why}")
+    if account.computed:
+        late = duration(account.late_seconds)
         yield (
-            f"{tally.source}: {tally.computed} had no ETA and are due by their level, never early, "
-            f"and late by {late} at most"
+            f"{account.source}: {account.computed} had no ETA and are due by their level, never "
+            f"early, and late by {late} at most"
         )
-    if tally.doubtful_count:
-        yield f"{tally.source}: {tally.doubtful_count} may run twice, as told above"
+    if account.doubtful_count:
+        yield f"{account.source}: {account.doubtful_count} may run twice, as told above"
 
 
 def _show_remnants(found: Sequence[Remnant]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from .group import as_json_option, command, installed_settings, loglevel_option, say, worker_part
+from .group import as_json_option, command, installed_settings, loglevel_option, reachable, say
 
 
 @command(name="promote")
@@ -40,14 +40,18 @@ def relay(ctx: click.Context, loglevel: int, queues: str, as_json: bool) -> None
 def _run(ctx: click.Context, loglevel: int, queues: str, as_json: bool, *, done: str) -> None:
     import signal
 
-    from ..transports.interface import GivesUp, Outage, ServesQueues
+    from ..app.installation import delaying_channel, serving
+    from ..transports.interface import GivesUp, Outage, ServesQueues, WorkerPart
     from ..worker.outage import react
 
     app = ctx.obj.app
     installed_settings(ctx)
     app.log.setup_logging_subsystem(loglevel=loglevel)
     chosen = [name for name in queues.split(",") if name]
-    with worker_part(ctx, chosen) as (part, where):
+    with reachable(ctx) as connection:
+        where = connection.as_uri()
+        channel, settings = delaying_channel(app, connection)
+        part: WorkerPart = serving(channel.worker_part(settings), app, chosen)
         if chosen and not isinstance(part, ServesQueues):
             raise click.UsageError(f"{where} is not asked queue by queue: leave --queues out")
         prepared = part.prepare(where)

@@ -10,8 +10,15 @@ from typing import TYPE_CHECKING
 
 import click
 
-from .group import as_json_option, command, errors_explained, installed_settings, print_json, table
-from .times import Duration
+from .group import (
+    Duration,
+    as_json_option,
+    command,
+    errors_explained,
+    installed_settings,
+    print_json,
+    table,
+)
 
 if TYPE_CHECKING:
     from ..rates.lines import RateLine

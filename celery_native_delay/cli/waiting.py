@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from .group import (
+    Duration,
+    Moment,
     as_json_option,
     command,
     confirm,
@@ -20,7 +22,6 @@ from .group import (
     table,
     yes_option,
 )
-from .times import Duration, Moment
 
 if TYPE_CHECKING:
     from ..app.delay import Delay
@@ -163,10 +164,9 @@ def reschedule(
 
     A time that is past is refused, unless --yes says that they are to run at once.
     """
-    if countdown is None and eta is None:
-        raise click.UsageError("say when: --countdown or --eta")
-    if countdown is not None and eta is not None:
-        raise click.UsageError("give --countdown or --eta, not both")
+    if (countdown is None) is (eta is None):
+        both = "give --countdown or --eta, not both"
+        raise click.UsageError("say when: --countdown or --eta" if eta is None else both)
     if not chosen["force"]:
         _refuse_past(countdown, eta)
     _change(

@@ -1,19 +1,21 @@
 """Attempt fencing: of all attempts at a part of a Spark job, the tasks of one run. Pure.
 
-Every message of a fenced run says who sent it: ``run/partition/attempt``. A store outside the
-broker holds one record per run, which says whose tasks run. It is opened before the first message
-goes out and sealed once, by the driver when the job ends, or by a worker when the driver did not in
-time.
+Every message of a fenced run says who sent it: ``run/partition/attempt``. One record per run says
+whose tasks run. It is opened before the first message goes out. It is sealed once: by the driver
+when the job ends, or by a worker if the driver did not seal it in time.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from enum import Enum
 
 from ..texts import is_text
+
+#: A change in what a record holds, beyond new fields, is a new version.
+VERSION = 1
 
 #: The one header of a message that belongs to a fenced run.
 HEADER = "native_delay_fence"
@@ -27,7 +29,7 @@ MARGIN_SECONDS = 30 * 86_400
 SHORTEST_HOLD_SECONDS = 1.0
 LONGEST_HOLD_SECONDS = 30.0
 
-#: The same while the store cannot be asked.
+#: The same while the records cannot be asked.
 BLIND_HOLD_SECONDS = 5.0
 
 OPEN, COMMITTED, ABORTED, ALL = "open", "committed", "aborted", "all"
@@ -55,7 +57,7 @@ class Stamp:
 
 @dataclass(frozen=True)
 class Record:
-    """The state of a run in the store; times are seconds since the epoch.
+    """The state of a run; times are seconds since the epoch.
 
     *state* is "open"; "committed": of each partition, the attempt in *winners* runs; "aborted":
     none does; or "all": every attempt does, which only a worker decides.
@@ -69,24 +71,46 @@ class Record:
     winners: Mapping[str, str] = field(default_factory=dict)
     by: str = ""
     """The driver or worker that sealed it."""
-    jobs: Mapping[str, bool] = field(default_factory=dict)
+    jobs: tuple[str, ...] = ()
     """The jobs that have opened it. Another one may open it again after it was aborted."""
     rows: str = ""
     """Count and checksum of the rows of a committed run; "" if they were not counted."""
 
     def to_json(self) -> str:
-        return json.dumps(asdict(self), separators=(",", ":"))
+        return json.dumps({"v": VERSION, **asdict(self)}, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Record:
         """The record that :meth:`to_json` wrote; later releases may add to it."""
         values = json.loads(text)
-        return cls(**{name: values[name] for name in cls.__dataclass_fields__ if name in values})
+        known = {name: values[name] for name in cls.__dataclass_fields__ if name in values}
+        return cls(**known | {"jobs": tuple(known.get("jobs", ()))})
 
     @property
     def is_final(self) -> bool:
         """True if it stays as it is: a job that sends the run again opens an aborted one again."""
         return self.state in (COMMITTED, ALL)
+
+
+def opened(held: Record | None, new: Record, job: str) -> Record:
+    """The record of a run that *job* opens with *new*: a sealed one stays as it is.
+
+    One that is open already gets the later deadline. An aborted one is replaced, unless *job* had
+    opened that: workers may have dropped what the job has sent.
+    """
+    if held is None or (held.state == ABORTED and job not in held.jobs):
+        return replace(new, jobs=(job,))
+    if held.state != OPEN:
+        return held
+    jobs = held.jobs if job in held.jobs else (*held.jobs, job)
+    return replace(held, deadline=max(held.deadline, new.deadline), jobs=jobs)
+
+
+def sealed(held: Record | None, new: Record) -> Record:
+    """The record of a run that is sealed with *new*: a sealed one stays as it is."""
+    if held is None:
+        return new
+    return replace(new, jobs=held.jobs) if held.state == OPEN else held
 
 
 class Fate(Enum):
@@ -125,7 +149,7 @@ def given_up(policy: str, *, now: float, by: str) -> Record:
 
 
 def hold_seconds(record: Record | None, *, now: float) -> float:
-    """Seconds until the run of a message is looked up again; None: the store could not be asked."""
+    """Seconds until the run of a message is looked up again; None: the records are away."""
     if record is None:
         return BLIND_HOLD_SECONDS
     wait = min(max((now - record.at) / 10, SHORTEST_HOLD_SECONDS), LONGEST_HOLD_SECONDS)

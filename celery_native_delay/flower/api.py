@@ -40,6 +40,13 @@ class ApiHandler(Errors, BaseApiHandler):
             self.set_header("WWW-Authenticate", 'Basic realm="flower"')
         super().write_error(status_code, **kwargs)
 
+    def limit(self) -> int:
+        """The request's ``limit``."""
+        limit: int = self.get_argument("limit", 50, type=int)
+        if not 1 <= limit <= 10_000:
+            raise InvalidQuery(f"expected limit from 1 to 10000, got {limit}")
+        return limit
+
     def changes(self) -> None:
         """Refuse with 403 where nothing may be changed."""
         if self.application.options.read_only:
@@ -89,12 +96,7 @@ class ListDelays(ApiHandler):
 
         ``total`` is null where a search finds more than are counted.
         """
-        limit = self.get_argument("limit", 50, type=int)
-        offset = self.get_argument("offset", 0, type=int)
-        if not (1 <= limit <= 10_000 and offset >= 0):
-            raise InvalidQuery(
-                f"expected limit from 1 to 10000 and offset from 0, got {limit} and {offset}"
-            )
+        limit, offset = self.limit(), self.get_argument("offset", 0, type=int)
         query = self.query(self.get_argument("search", "", escape=False))
 
         def found(delay: Delay) -> bytes:
@@ -110,9 +112,7 @@ class ListRates(ApiHandler):
     @web.authenticated
     async def get(self) -> None:
         """``limit``; lines of rated tasks, those with most waiting first."""
-        limit = self.get_argument("limit", 50, type=int)
-        if not 1 <= limit <= 10_000:
-            raise InvalidQuery(f"expected limit from 1 to 10000, got {limit}")
+        limit = self.limit()
         lines = await self.asking.delay(lambda delay: delay.rates(limit=max(limit + 1, MOST_LINES)))
         await self.write_json(
             long_json(

@@ -1,12 +1,21 @@
-"""Flower's application with our pages in it."""
+"""Flower's application with our pages in it, and our links in the bar of its templates.
+
+Flower has no place for additions, so the links are made while its templates are loaded. Where a
+release has changed so much that one does not fit, it is left out, and the page works without.
+"""
 
 from __future__ import annotations
 
+import re
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
+import flower
+from celery.utils.log import get_logger
 from flower.app import Flower, rewrite_handler
+from tornado.template import Loader, Template
 from tornado.web import StaticFileHandler, url
 
 from ..app.installation import installed
@@ -14,7 +23,54 @@ from ..errors import NativeDelayError
 from ..metrics import Exposed, expose
 from . import api, pages
 from .asking import Asking
-from .patching import STATIC, PatchedTemplates
+
+logger = get_logger(__name__)
+
+OURS = Path(__file__).parent / "templates"
+
+_NAVBAR = """\\1
+        <li class="nav-item">
+          <a class="nav-link{% if active_tab == 'delays' %} active{% end %}"
+            href="{{ reverse_url('delays') }}"
+            {% if active_tab == 'delays' %}aria-current="page"{% end %}>Delays</a>
+        </li>
+        {% if handler.application.is_rated or active_tab == 'rates' %}
+        <li class="nav-item">
+          <a class="nav-link{% if active_tab == 'rates' %} active{% end %}"
+            href="{{ reverse_url('delays-rates') }}"
+            {% if active_tab == 'rates' %}aria-current="page"{% end %}>Rates</a>
+        </li>
+        {% end %}"""
+
+#: What the links are put behind.
+_BROKERS_LINK = r"(<li[^>]*>\s*<a(?:(?!</li>).)*reverse_url\('broker'\)(?:(?!</li>).)*</li>)"
+
+
+class PatchedTemplates(Loader):
+    """Loader of Flower's templates, patched, and of ours; tornado's ``template_loader``."""
+
+    def __init__(self) -> None:
+        super().__init__(str(Path(flower.__file__).parent / "templates"))
+
+    def resolve_path(self, name: str, parent_path: str | None = None) -> str:
+        """The name under which templates include each other: there are no folders."""
+        return name
+
+    def _create_template(self, name: str) -> Template:
+        ours = OURS / name
+        path = ours if ours.exists() else Path(self.root) / name
+        return Template(patched(name, path.read_text()), name=name, loader=self)
+
+
+def patched(name: str, text: str) -> str:
+    """The *text* of one of Flower's templates with our links in it."""
+    if name != "navbar.html":
+        return text
+    changed, times = re.subn(_BROKERS_LINK, _NAVBAR, text, count=1, flags=re.DOTALL)
+    if not times:
+        logger.warning("native delay: this Flower's %s is unknown, it stays as it is", name)
+    return changed
+
 
 HANDLERS = [
     url(r"/delays", pages.DelaysPage, name="delays"),
@@ -24,7 +80,9 @@ HANDLERS = [
     url(r"/delays/ids", pages.MatchingIds, name="delays-ids"),
     url(r"/delays/rates", pages.RatesPage, name="delays-rates"),
     url(r"/delays/rates/lines", pages.Lines, name="delays-lines"),
-    url(r"/delays/static/(.*)", StaticFileHandler, {"path": str(STATIC)}, name="delays-static"),
+    url(
+        r"/delays/static/(.*)", StaticFileHandler, {"path": str(pages.STATIC)}, name="delays-static"
+    ),
     url(r"/api/delays", api.ListDelays),
     url(r"/api/delays/rates", api.ListRates),
     url(r"/api/delays/parked", api.ListParked),

@@ -12,8 +12,7 @@ from celery import Celery
 from kombu.exceptions import OperationalError
 
 from ..app.delay import Delay
-from ..app.installation import installed
-from ..app.parts import admin_part
+from ..app.installation import admin_part, installed
 from ..durations import duration
 from ..errors import RecordsUnavailable
 from ..transports.interface import AdminPart

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterable
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from time import monotonic, time
 from typing import Any
 
@@ -18,7 +19,8 @@ from ..app.delay import Delay, listed
 from ..errors import InvalidQuery, NativeDelayError, NoRecords, RecordsUnavailable
 from ..records.waiting import Query
 from .asking import Asking
-from .patching import STATIC
+
+STATIC = str(Path(__file__).parent / "static")
 
 #: An answer that is no older serves every open page.
 _KEPT_SECONDS = 2.0
@@ -103,7 +105,7 @@ class PageHandler(Errors):
     def render_page(self, name: str, **values: Any) -> None:
         """Answer with the page *name*, given *values* and what all of them need."""
         prefix = self.reverse_url("delays-static", "")
-        ours = {"static_path": str(STATIC), "static_url_prefix": prefix}
+        ours = {"static_path": STATIC, "static_url_prefix": prefix}
         self.render(
             f"{name}.html",
             name=name,

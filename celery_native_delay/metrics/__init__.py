@@ -7,6 +7,6 @@ gets them there with :func:`expose`. Needs the extra ``metrics`` (Flower brings 
 from ..errors import brought_by
 
 with brought_by("metrics", whose=__name__):
-    from .exposing import Exposed, expose
+    from .collector import Exposed, expose
 
 __all__ = ("Exposed", "expose")

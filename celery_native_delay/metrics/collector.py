@@ -6,14 +6,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import accumulate
 from math import inf
 
+from celery import Celery
+from prometheus_client import REGISTRY, CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
+from ..app.installation import installed
 from ..rates.lines import RateLine
 from ..worker.tally import BOUNDS
-from .counting import Counts
-from .listening import Listener
+from .listening import Counts, Listener
 from .polling import Poll, Reading
 
 #: By their names in a tally.
@@ -32,7 +34,7 @@ class DelayCollector(Collector):
     """
 
     def __init__(
-        self, poll: Poll, counts: Counts, listener: Listener | None, rated: Iterable[str] = ()
+        self, poll: Poll, counts: Counts, listener: Listener, rated: Iterable[str] = ()
     ) -> None:
         self._poll = poll
         self._counts = counts
@@ -48,8 +50,8 @@ class DelayCollector(Collector):
         yield from _lines(None if reading is None else reading.lines, self._rated)
         yield _gauge(
             "events_up",
-            "Whether the events of workers are heard. Absent where another receives them.",
-            None if self._listener is None else float(self._listener.hears),
+            "Whether the events of workers are heard.",
+            float(self._listener.hears),
         )
         yield from self._counted()
 
@@ -174,3 +176,52 @@ def _gauge(name: str, documentation: str, value: float | None) -> GaugeMetricFam
 def _seconds(seconds: float) -> str:
     """A label that is a number to people."""
     return f"{seconds:.3f}".rstrip("0").rstrip(".")
+
+
+POLL_SECONDS = 5.0
+
+
+class Exposed:
+    """Metrics that :func:`expose` has put into a registry; :meth:`close` takes them out."""
+
+    def __init__(self, app: Celery, registry: CollectorRegistry, *, poll_seconds: float) -> None:
+        rated = installed(app).settings().rate_by_task
+        self.counts = Counts(app.amqp.queues, rated)
+        self._registry = registry
+        poll = Poll(app, every_seconds=poll_seconds)
+        listener = Listener(app, self.counts)
+        self._threads: list[Poll | Listener] = [poll, listener]
+        self._collector = DelayCollector(poll, self.counts, listener, rated)
+        registry.register(self._collector)
+        for thread in self._threads:
+            thread.start()
+
+    def close(self, *, timeout_seconds: float = 5.0) -> None:
+        """Take the metrics out of the registry and end the threads."""
+        self._registry.unregister(self._collector)
+        for thread in self._threads:
+            thread.stop()
+        for thread in self._threads:
+            thread.join(timeout_seconds)
+
+
+def expose(
+    app: Celery,
+    registry: CollectorRegistry = REGISTRY,
+    *,
+    poll_seconds: float = POLL_SECONDS,
+) -> Exposed:
+    """Put into *registry* what waits for *app*, and what workers with events on say came of it.
+
+    Broker and records are read by a thread, so that collecting does no I/O; while they are away it
+    says so, and goes on when they are back.
+
+    Args:
+        app: an installed app.
+        poll_seconds: how often broker and records are read.
+
+    Raises:
+        SettingsError: the app is not installed, or its settings are wrong.
+        ValueError: it is exposed in this registry already.
+    """
+    return Exposed(app, registry, poll_seconds=poll_seconds)

@@ -11,9 +11,8 @@ from typing import Any
 from celery import Celery
 from celery.utils.log import get_logger
 
-from ..app.installation import delaying_channel
-from ..app.parts import TIMEOUT_SECONDS, admin_part, bounded_connection
-from ..errors import NativeDelayError
+from ..app.installation import TIMEOUT_SECONDS, admin_part, bounded_connection, delaying_channel
+from ..errors import NativeDelayError, described
 from ..rates.lines import RateLine
 from ..transports.interface import Backlog
 
@@ -79,9 +78,7 @@ class Poll(Thread):
             if not self._told:
                 self._told = True
                 logger.warning(
-                    "native delay: the broker does not say what waits: %s: %s",
-                    type(exc).__name__,
-                    exc,
+                    "native delay: the broker does not say what waits: %s", described(exc)
                 )
             return Reading(None, monotonic(), monotonic() - begin)
         if self._told:

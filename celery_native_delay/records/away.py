@@ -22,11 +22,12 @@ class Away:
         self._backoff = Backoff(*left_alone_seconds)
         self._retry_at = 0.0
         self._is_told = False
+        self._said = f"the records at {where} are out of reach"
 
     def check(self) -> None:
         """Raise RecordsUnavailable while the records are left alone."""
         if monotonic() < self._retry_at:
-            raise RecordsUnavailable(f"the records at {self._where} are out of reach")
+            raise RecordsUnavailable(self._said)
 
     def works(self) -> None:
         """Note a success; the first one after a failure is logged."""
@@ -47,4 +48,5 @@ class Away:
                 self._where,
                 said,
             )
-        return RecordsUnavailable(f"the records at {self._where} are out of reach: {said}")
+        self._said = f"the records at {self._where} are out of reach: {said}"
+        return RecordsUnavailable(self._said)

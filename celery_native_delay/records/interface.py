@@ -53,7 +53,7 @@ class Change(Generic[T]):
     """A decision about a record: its new *text*, kept until *kept_us*, and the *answer* to give.
 
     None as text removes the record. *kept_us* counts microseconds since the epoch, by the clock of
-    the records.
+    the records. A text that stays the same is not written: the record is kept as long as before.
     """
 
     text: str | None

@@ -3,9 +3,18 @@
 from __future__ import annotations
 
 import atexit
-from typing import Any
+from typing import Any, NamedTuple
 
+from ..errors import UnsupportedBroker
 from ..per_process import PerProcess
+
+
+class Place(NamedTuple):
+    """A place of records: the *url* of a Redis or a database, and whose they are there."""
+
+    url: str
+    owner: str
+
 
 #: Of a parent process: a child must not close their connections, as forgetting them would.
 _inherited: list[Any] = []
@@ -19,8 +28,12 @@ def records_at(url: str, owner: str) -> Any:
         from .redis import RedisRecords
 
         return RedisRecords(url, owner)
-    from .sql import SqlRecords
-
+    try:
+        from .sql import SqlRecords
+    except ImportError as exc:
+        raise UnsupportedBroker(
+            "records in a database need SQLAlchemy 2: pip install 'celery_native_delay[sql]'"
+        ) from exc
     return SqlRecords(url, owner)
 
 

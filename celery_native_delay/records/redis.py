@@ -212,7 +212,7 @@ class RedisRecords(Records, Index):
         for _ in range(TRIES):
             seen = self.look(name, None, 0)
             change = decide(seen.text, seen.now_us)
-            if change.text is None and seen.text is None:
+            if change.text == seen.text:
                 return change.answer
             kept_ms = max(change.kept_us - seen.now_us, 0) // 1000 + 1
             if self.compare_and_set(CompareAndSet(name, seen.text, change.text, kept_ms)):
@@ -321,8 +321,6 @@ class RedisRecords(Records, Index):
             yield from findings(
                 client,
                 key=f"{self.keys.space}.trial",
-                check="records",
-                kept="what is known about waiting tasks",
                 where=f"native_delay_records at {self.where}",
             )
 

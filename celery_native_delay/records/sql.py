@@ -129,7 +129,8 @@ class SqlRecords(Records, Index):
             at_us = now_us(connection)
             text = None if before is None or before[1] < at_us else before[0]
             change = decide(text, at_us)
-            self.write_row(connection, name, change.text, change.kept_us, before is not None)
+            if change.text != text:
+                self.write_row(connection, name, change.text, change.kept_us, before is not None)
             return change.answer
 
         return self.do(changed)

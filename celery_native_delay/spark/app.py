@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from celery import Celery
@@ -15,10 +15,11 @@ from celery.app.routes import MapRoute
 from celery.local import Proxy
 from kombu.utils.imports import symbol_by_name
 
-from ..app.installation import installation_of
+from ..app.installation import installation_of, records_place
 from ..bulk.batch import check_broker
 from ..errors import InvalidFanOut, UnsupportedBroker
 from ..rates.rate import Rate
+from ..records.opened import Place
 from ..settings import DelaySettings
 from .options import FanOutOptions
 from .spreading import Spread, spread_of
@@ -50,7 +51,8 @@ class AppFacts:
 
     *queues* are those that the configuration names, *route* is where the task goes if the row does
     not say ("" for an exchange of its own), *has_levels* is true if its broker has delay levels;
-    *spread* is how due times are spread, None if they are not.
+    *spread* is how due times are spread, None if they are not; *records* is where fenced runs are
+    recorded, None if nothing can keep them.
     """
 
     settings: dict[str, Any]
@@ -58,6 +60,7 @@ class AppFacts:
     route: str
     has_levels: bool
     spread: Spread | None = None
+    records: Place | None = field(default=None, repr=False)  # its URL may hold a password
 
     @property
     def delay_settings(self) -> DelaySettings:
@@ -73,7 +76,9 @@ class AppFacts:
         """The facts that :meth:`to_json` made *text* of."""
         facts = json.loads(text)
         spread = facts["spread"] and Spread(**facts["spread"])
-        return cls(**facts | {"queues": tuple(facts["queues"]), "spread": spread})
+        records = facts["records"] and Place(*facts["records"])
+        queues = tuple(facts["queues"])
+        return cls(**facts | {"queues": queues, "spread": spread, "records": records})
 
 
 def load_app(path: str) -> Celery:
@@ -136,7 +141,8 @@ def describe(call: Call) -> AppFacts:
     settings = asdict(chosen)
     del settings["rates"]  # a key may be a function, which is no JSON
     names = tuple(sorted({*queues, route} - {""}))
-    return AppFacts(settings, names, route, driver == "amqp", _spread(call, task, chosen))
+    spread, records = _spread(call, task, chosen), records_place(app, chosen)
+    return AppFacts(settings, names, route, driver == "amqp", spread, records)
 
 
 def _spread(call: Call, task: Any, settings: DelaySettings) -> Spread | None:

@@ -260,7 +260,8 @@ class FanOut:
             FanOutFailed: some rows are not confirmed, which the error's *result* names: with
                 *fence* nothing of the run runs then. Or the fence was not sealed, or the run was
                 committed before, with other rows.
-            FenceUnavailable: the fence's store cannot be reached; nothing was sent.
+            RecordsUnavailable: with *fence*, if the records are away; nothing was sent.
+            NoRecords: with *fence*, if the app has no records; nothing was sent.
             pyspark.errors.PySparkException: the job failed, for a reason of the DataFrame's own.
         """
         spark = self._df.sparkSession

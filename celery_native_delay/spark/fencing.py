@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from secrets import token_hex
-from time import time
+from time import monotonic, sleep, time
 from typing import TYPE_CHECKING, Self
 
 from ..durations import duration
-from ..errors import FanOutFailed, FenceUnavailable
-from ..fence import fence_store
+from ..errors import FanOutFailed, NoRecords, RecordsUnavailable
+from ..fence.in_records import Runs
 from ..fence.run import ABORTED, ALL, COMMITTED, MARGIN_SECONDS, OPEN, Record, Stamp
+from ..records.opened import Place, records_at
 
 if TYPE_CHECKING:
     from .app import AppFacts
@@ -22,7 +24,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-#: Seconds to try on while the store cannot be reached: before anything is sent, and after all was.
+#: Seconds to try on while the records are away: before anything is sent, and after all was.
 OPEN_PATIENCE_SECONDS = 10.0
 SEAL_PATIENCE_SECONDS = 60.0
 
@@ -33,7 +35,7 @@ _BY = "the driver"
 class Fence:
     """The fence of one run, as it goes from the driver to its executors."""
 
-    url: str = field(repr=False)
+    records: Place = field(repr=False)
     run: str
     job: str
     """The job that sends the run. Another job may send the same run, as a batch that is replayed:
@@ -44,18 +46,21 @@ class Fence:
 
     @classmethod
     def of(cls, options: FanOutOptions, facts: AppFacts, job: str) -> Self | None:
-        """The fence that *options* ask for, None without one; as ids, a run is also of a task."""
-        if options.fence is None:
+        """The fence that *options* ask for, None without one; as ids, a run is also of a task.
+
+        NoRecords: nothing beside the app's broker can record the run.
+        """
+        if not options.fence:
             return None
-        settings = facts.delay_settings
-        if settings.fence is None:
-            logger.warning(
-                "native delay: the run is fenced, but %s has no native_delay_fence: workers "
-                "without that setting run what every attempt has sent",
-                options.app,
+        if facts.records is None:
+            raise NoRecords(
+                f"expected {options.app} to have records, which a fenced run needs: set "
+                f'native_delay_records = "redis://…", or the SQLAlchemy URL of a database, in '
+                f"workers and producers, or leave fence out; nothing was sent"
             )
         run = f"{options.run_id}:{options.task}"
-        return cls(options.fence, run, job, options.fence_timeout, settings.longest_delay_seconds)
+        longest_seconds = facts.delay_settings.longest_delay_seconds
+        return cls(facts.records, run, job, options.fence_timeout, longest_seconds)
 
     def stamp(self, partition: int, attempt: int) -> Stamp:
         """Stamp of the messages of one attempt, with random digits: Spark's numbers come again."""
@@ -65,16 +70,16 @@ class Fence:
         """Say that the run is being sent; the time-out starts again. If it is committed, send none.
 
         Raises:
-            FenceUnavailable: nothing must be sent.
+            RecordsUnavailable: nothing must be sent.
             FanOutFailed: this job's sending is aborted.
         """
         now = time()
-        with fence_store(self.url, patience_seconds=OPEN_PATIENCE_SECONDS) as store:
-            record = store.open(
-                self.run,
-                Record(OPEN, now, deadline=now + self.timeout_seconds),
-                ttl_seconds=self.longest_seconds + MARGIN_SECONDS,
-                job=self.job,
+        new = Record(OPEN, now, deadline=now + self.timeout_seconds)
+        kept_seconds = self.longest_seconds + MARGIN_SECONDS
+        with closing(records_at(*self.records)) as records:
+            record = _patiently(
+                lambda: Runs(records).open(self.run, new, job=self.job, kept_seconds=kept_seconds),
+                OPEN_PATIENCE_SECONDS,
             )
         if record.state == ABORTED:
             raise FanOutFailed(
@@ -102,7 +107,7 @@ class Fence:
         try:
             record = Record(COMMITTED, now, winners=winners, by=_BY, rows=rows)
             sealed = self._seal(record, wait_seconds)
-        except FenceUnavailable as exc:
+        except RecordsUnavailable as exc:
             raise FanOutFailed(
                 f"run {self.run} is sent but not sealed: {exc}; its tasks wait until "
                 f"{duration(self.timeout_seconds)} after it began, then native_delay_fence_policy "
@@ -135,7 +140,7 @@ class Fence:
         """Seal the run, so that nothing of this job runs; return what becomes of its tasks."""
         try:
             sealed = self._seal(Record(ABORTED, time(), by=_BY), self.longest_seconds)
-        except FenceUnavailable as exc:
+        except RecordsUnavailable as exc:
             logger.error(
                 "native delay: run %s has failed but could not be sealed, so that "
                 "native_delay_fence_policy of the workers decides about what was sent: %s",
@@ -150,8 +155,27 @@ class Fence:
         return "nothing of it runs"
 
     def _seal(self, record: Record, wait_seconds: float) -> Record:
-        with fence_store(self.url, patience_seconds=SEAL_PATIENCE_SECONDS) as store:
-            return store.seal(self.run, record, ttl_seconds=wait_seconds + MARGIN_SECONDS)
+        kept_seconds = wait_seconds + MARGIN_SECONDS
+        with closing(records_at(*self.records)) as records:
+            sealed = _patiently(
+                lambda: Runs(records).seal(self.run, record, kept_seconds=kept_seconds),
+                SEAL_PATIENCE_SECONDS,
+            )
+            with suppress(RecordsUnavailable):  # the next run tries again
+                records.sweep()
+        return sealed
+
+
+def _patiently(ask: Callable[[], Record], patience_seconds: float) -> Record:
+    """The answer of *ask*, which is asked again while the records are away."""
+    deadline = monotonic() + patience_seconds
+    while True:
+        try:
+            return ask()
+        except RecordsUnavailable:
+            if monotonic() >= deadline:
+                raise
+        sleep(0.2)
 
 
 def rows_of(receipts: Sequence[Receipt]) -> str:

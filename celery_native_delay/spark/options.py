@@ -13,7 +13,7 @@ from zoneinfo import ZoneInfo
 
 from ..errors import InvalidFanOut, SettingsError
 from ..rates.rate import Rate
-from ..settings import FENCE_URLS_TEXT, is_fence_url
+from ..urls import without_password
 
 #: The name of a column, or a ``pyspark.sql.Column``.
 Columnar = Any
@@ -76,10 +76,9 @@ class FanOutOptions:
     """Refuse a task that the app does not register. False for one that lives elsewhere."""
     check_queue: bool = True
     """Refuse queues that the app's configuration does not name."""
-    fence: str | None = field(default=None, repr=False)
-    """URL of a store, ``redis://…``: of all attempts that Spark makes at a partition, the tasks of
-    one run; of a job that fails none; a run_id that was committed is not sent again. Workers need
-    the same as ``native_delay_fence``."""
+    fence: bool = False
+    """Of all attempts that Spark makes at a partition, the tasks of one run; of a job that fails
+    none; a run_id that was committed is not sent again. The app needs records."""
     fence_timeout: float = 3600.0
     """Seconds that may pass between the start of a partition and the end of the job; after that
     workers take the driver for dead, and their ``native_delay_fence_policy`` decides."""
@@ -122,11 +121,7 @@ class FanOutOptions:
             ("max_body_bytes", "bytes from 1", _is_int(self.max_body_bytes, 1, 1 << 31)),
             ("check_task", "True or False", isinstance(self.check_task, bool)),
             ("check_queue", "True or False", isinstance(self.check_queue, bool)),
-            (
-                "fence",
-                f"None or a URL that starts with {FENCE_URLS_TEXT}",
-                self.fence is None or is_fence_url(self.fence),
-            ),
+            ("fence", "True or False", isinstance(self.fence, bool)),
             (
                 "fence_timeout",
                 "a number of seconds from 1",
@@ -204,9 +199,7 @@ def _keyword_columns(columns: Any) -> dict[str, Columnar]:
 
 def _value(options: FanOutOptions, name: str) -> str:
     value = getattr(options, name)
-    if name == "fence" and isinstance(value, str):
-        value = value.partition("://")[0]  # the rest may hold a password
-    return repr(value)
+    return repr(without_password(value) if isinstance(value, str) else value)
 
 
 def _matches(pattern: re.Pattern[str], value: object) -> bool:

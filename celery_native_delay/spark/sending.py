@@ -57,7 +57,7 @@ def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -
     Of a fenced run that is committed, rows are counted and nothing is sent.
 
     Raises:
-        FenceUnavailable, FanOutFailed: the run is fenced and not open; nothing was sent.
+        RecordsUnavailable, FanOutFailed: the run is fenced and not open; nothing was sent.
     """
     started = monotonic()
     headers = {}

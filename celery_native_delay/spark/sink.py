@@ -107,7 +107,7 @@ class Writer(DataSourceArrowWriter):
         Raises:
             FanOutFailed: some are not confirmed; Spark runs the partition again.
             InvalidFanOut: a row cannot be sent, and on_reject is "fail".
-            FenceUnavailable: the run is fenced and its store cannot be reached.
+            RecordsUnavailable: the run is fenced, and its records are away.
         """
         return self._send(iterator, self._options.fan_out.run_id, self._fence, self._job_id)
 
@@ -293,5 +293,5 @@ _PARSERS: dict[str, Any] = {
     **dict.fromkeys(("queue_col", "priority_col", "expires_col", "run_id", "past"), str),
     **{"smear": seconds_of, "max_rate": float, "connections": int, "max_body_bytes": int},
     **{"check_task": _flag, "check_queue": _flag, "on_reject": str},
-    **{"fence": str, "fence_timeout": seconds_of},
+    **{"fence": _flag, "fence_timeout": seconds_of},
 }

@@ -12,11 +12,23 @@ They listen on 127.0.0.1 only, never meet another broker of the same machine, an
 process, even if it is killed. Importing this imports nothing but the standard library.
 """
 
-from .errors import BrokerFailed, BrokerMissing
-from .rabbitmq import PrivateRabbitMQ, private_rabbitmq, vhost_name
-from .rabbitmq_installation import RabbitMQInstallation, find_rabbitmq, require_rabbitmq
-from .redis import PrivateRedis, embedded_broker, private_redis
-from .redis_installation import RedisInstallation, find_redis, require_redis
+from .processes import BrokerFailed, BrokerMissing
+from .rabbitmq import (
+    PrivateRabbitMQ,
+    RabbitMQInstallation,
+    find_rabbitmq,
+    private_rabbitmq,
+    require_rabbitmq,
+    vhost_name,
+)
+from .redis import (
+    PrivateRedis,
+    RedisInstallation,
+    embedded_broker,
+    find_redis,
+    private_redis,
+    require_redis,
+)
 
 __all__ = [
     "BrokerFailed",

@@ -7,7 +7,7 @@ import signal
 import sys
 from contextlib import suppress
 
-from .errors import BrokerFailed, BrokerMissing
+from .processes import BrokerFailed, BrokerMissing
 from .redis import embedded_broker
 
 

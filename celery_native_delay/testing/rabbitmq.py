@@ -10,6 +10,8 @@ and never meets a RabbitMQ that runs on the same machine.
 from __future__ import annotations
 
 import json
+import os
+import re
 import secrets
 import shlex
 import signal
@@ -19,17 +21,87 @@ import tempfile
 import urllib.error
 import urllib.request
 from base64 import b64encode
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import quote, unquote, urlsplit
 
-from .errors import BrokerFailed
-from .ports import claim_ports, port_of
-from .processes import KeptServer
-from .rabbitmq_installation import RabbitMQInstallation, require_rabbitmq
+from .processes import BrokerFailed, BrokerMissing, KeptServer, claim_ports, port_of
+
+ROOT_VARIABLE = "NATIVE_DELAY_RABBITMQ_43_ROOT"
+"""Environment variable: the folder that holds Debian testing with RabbitMQ 4.3."""
+
+_DEFAULT_ROOT = "~/.cache/celery_native_delay/rabbitmq-4.3"
+
+
+@dataclass(frozen=True)
+class RabbitMQInstallation:
+    """A RabbitMQ on this machine: its server script, its version and the root it lives in."""
+
+    server: Path
+    """The script as seen from *root*; not the wrapper on the PATH, which switches users."""
+    version: str
+    root: Path | None = None
+    """Folder to chroot into; None for the system itself."""
+
+
+def find_rabbitmq(version: str | None = None) -> RabbitMQInstallation | None:
+    """The installed RabbitMQ whose version starts with *version*; for None, the system's."""
+    for installation in _installations():
+        if version is None and installation.root is None:
+            return installation
+        if version is not None and f"{installation.version}.".startswith(f"{version}."):
+            return installation
+    return None
+
+
+def _installations() -> Iterator[RabbitMQInstallation]:
+    servers = [
+        Path("/usr/lib/rabbitmq/bin/rabbitmq-server"),
+        Path("/opt/homebrew/opt/rabbitmq/sbin/rabbitmq-server"),
+        Path("/usr/local/opt/rabbitmq/sbin/rabbitmq-server"),
+    ]
+    for server in servers:
+        if version := _version_of(server):
+            yield RabbitMQInstallation(server, version)
+            break
+    root = _rabbitmq_43_root()
+    may_enter = os.geteuid() == 0
+    if may_enter and (version := _version_of(root / servers[0].relative_to("/"))):
+        yield RabbitMQInstallation(servers[0], version, root)
+
+
+def _version_of(server: Path) -> str | None:
+    """Version of the release *server* belongs to, read from its folder of plugins."""
+    for plugin in server.resolve().parent.parent.glob("plugins/rabbit-*"):
+        if match := re.fullmatch(r"rabbit-(\d+\.\d+\.\d+.*?)(\.ez)?", plugin.name):
+            return match[1]
+    return None
+
+
+def _rabbitmq_43_root() -> Path:
+    return Path(os.environ.get(ROOT_VARIABLE) or _DEFAULT_ROOT).expanduser()
+
+
+def require_rabbitmq(version: str | None = None) -> RabbitMQInstallation:
+    """The installation that find_rabbitmq() finds; BrokerMissing says what to install."""
+    if installation := find_rabbitmq(version):
+        return installation
+    if version == "4.3":
+        raise BrokerMissing(
+            f"RabbitMQ 4.3 is not in {_rabbitmq_43_root()}, or only root may enter it (chroot): as "
+            f"root, run `scripts/setup_brokers.sh --with-4.3`, or name the folder that has it in "
+            f"{ROOT_VARIABLE}"
+        )
+    other = find_rabbitmq() if version else None
+    raise BrokerMissing(
+        f"RabbitMQ{f' {version}' if version else ''} is not installed: run "
+        f"`scripts/setup_brokers.sh`, `apt install rabbitmq-server` or `brew install rabbitmq`"
+        f"{f'; this machine has {other.version}' if other else ''}"
+    )
+
 
 _BOOT_SECONDS = 90
 """A cold start takes 3-8 s; a busy machine may need several times that."""
@@ -99,25 +171,6 @@ def private_rabbitmq(
         yield rabbitmq
 
 
-@dataclass(frozen=True, kw_only=True)
-class Membership:
-    """A node's place in a cluster, and what it shares with the other members."""
-
-    name: str
-    """Name of the node, such as "node1@localhost"."""
-    ip: str
-    """Address that it listens on."""
-    hosts: Mapping[str, str]
-    """Address of every host that a node's name may have after the @."""
-    cookie: str
-    """Secret by which members know each other."""
-    epmd_port: int
-    runs_epmd: bool
-    """True for one member of each host: it runs the daemon that tells the others' ports."""
-    enter: Sequence[str] = ()
-    """Command that runs another one where the node has its network."""
-
-
 class PrivateRabbitMQ:
     """A RabbitMQ node that belongs to this process; made by private_rabbitmq()."""
 
@@ -125,8 +178,8 @@ class PrivateRabbitMQ:
     """Version that the running node reports, such as "3.10.8"."""
     port: int
     """AMQP port on *ip*, the same after kill() and start()."""
-    ip: str
-    """Address it listens on: 127.0.0.1, or its own in a cluster whose network can be cut."""
+    ip: str = "127.0.0.1"
+    """Address that it listens on."""
     name: str
     """Name of the node for rabbitmqctl and the management API, such as "node1@localhost"."""
 
@@ -138,13 +191,10 @@ class PrivateRabbitMQ:
         config: str = "",
         advanced_config: str = "",
         erlang_arguments: str = "",
-        membership: Membership | None = None,
     ) -> None:
         self.installation = installation
         self.version = installation.version
         self.management = management
-        self._membership = membership
-        self.ip = membership.ip if membership else "127.0.0.1"
         self._erlang_arguments = f"{self._interface} {_ERLANG_ARGUMENTS} {erlang_arguments}"
         self._claims = claim_ports(4)
         self.port, self._management_port, self._distribution_port, self._epmd_port = map(
@@ -161,18 +211,14 @@ class PrivateRabbitMQ:
             "[rabbitmq_management].\n" if management else "[].\n"
         )
         self.name = f"{self._home.name}@localhost"
-        if membership:
-            self.name, self._epmd_port = membership.name, membership.epmd_port
-            self._meet(membership)
         self._environment = self._server_environment()
-        epmd = self._inside("epmd", "-address", self.ip, "-port", str(self._epmd_port))
         self._node = KeptServer(
             f"RabbitMQ {self.version}",
             self._inside(str(self.installation.server)),
             home=self._home,
             environment=self._environment,
             logs=["log/node.log"],
-            companion=epmd if membership is None or membership.runs_epmd else (),
+            companion=self._companion(),
         )
 
     @property
@@ -332,17 +378,11 @@ class PrivateRabbitMQ:
 
     @property
     def _interface(self) -> str:
-        return f"-kernel inet_dist_use_interface {_in_erlang(self.ip)}"
+        return f"-kernel inet_dist_use_interface {in_erlang(self.ip)}"
 
-    def _meet(self, membership: Membership) -> None:
-        """Leave in the node's folder what lets it meet the other members."""
-        cookie = self._home / ".erlang.cookie"
-        cookie.write_text(membership.cookie)
-        cookie.chmod(0o400)
-        hosts = [
-            f'{{host, {_in_erlang(ip)}, ["{name}"]}}.' for name, ip in membership.hosts.items()
-        ]
-        (self._home / "inetrc").write_text("\n".join([*hosts, "{lookup, [file, native]}.\n"]))
+    def _companion(self) -> list[str]:
+        """The command that runs as long as this object: the daemon that tells nodes' ports."""
+        return self._inside("epmd", "-address", self.ip, "-port", str(self._epmd_port))
 
     def _server_environment(self) -> dict[str, str]:
         """Everything the server scripts read; nothing of it is inherited from our own."""
@@ -373,20 +413,16 @@ class PrivateRabbitMQ:
             # The script then becomes the node instead of watching over it: our child process is
             # the node itself, and waiting for it means that it is really gone.
             "RUNNING_UNDER_SYSTEMD": "true",
-        } | ({"ERL_INETRC": str(home / "inetrc")} if self._membership else {})
+        }
 
     def _inside(self, *command: str) -> list[str]:
         """The *command* as it has to be run from here."""
-        enter = self._membership.enter if self._membership else ()
         if self.installation.root is None:
-            return [*enter, *command]
-        return [*enter, "unshare", "--mount", "sh", "-c", _ENTER_ROOT, str(self._root), *command]
+            return list(command)
+        return ["unshare", "--mount", "sh", "-c", _ENTER_ROOT, str(self._root), *command]
 
     def _serves(self) -> bool:
-        """True if AMQP and, if enabled, the HTTP API answer; keeps the node's real version.
-
-        A member of a cluster has to have ended its start as well.
-        """
+        """True if AMQP and, if enabled, the HTTP API answer; keeps the node's real version."""
         try:
             with socket.create_connection((self.ip, self.port), timeout=5) as connection:
                 connection.sendall(b"AMQP\x00\x00\x09\x01")
@@ -396,23 +432,14 @@ class PrivateRabbitMQ:
                 self.version = self.api("GET", "/overview")["rabbitmq_version"]
         except (OSError, BrokerFailed):
             return False
-        return self._membership is None or self._has_booted()
-
-    def _has_booted(self) -> bool:
-        """True if the log tells of the end of the last start, which API and port come before.
-
-        A virtual host that another node makes in that tenth of a second is never started here
-        (rabbit_vhost_sup_sup.erl v3.10).
-        """
-        log = (self._home / "log" / "node.log").read_bytes()
-        return log.rfind(b"Server startup complete") > log.rfind(b"Starting RabbitMQ")
+        return True
 
     def _url(self, user: str, password: str, vhost: str) -> str:
         user, password, vhost = (quote(part, safe="") for part in (user, password, vhost))
         return f"amqp://{user}:{password}@{self.ip}:{self.port}/{vhost}"
 
 
-def _in_erlang(ip: str) -> str:
+def in_erlang(ip: str) -> str:
     """The address as Erlang writes it: {127,0,0,1}."""
     return "{" + ip.replace(".", ",") + "}"
 

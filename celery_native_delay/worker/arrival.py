@@ -12,8 +12,7 @@ from typing import Any, TypeAlias
 
 from celery.worker import state
 
-from ..due_time import due_us
-from ..errors import InvalidDueTime
+from ..due_time import due_us_or_none
 from ..message import Delayed
 
 #: How much too early a message that waited may arrive and still count as due, in microseconds:
@@ -23,6 +22,9 @@ CLOCK_SKEW_US = 1_000_000
 #: A shorter wait, in microseconds, is left to Celery's timer: exact, and over before a message
 #: has gone to the broker and back.
 SHORTEST_WAIT_US = 100_000
+
+#: For so long a task waits again while records that decide about it are away, in microseconds.
+AWAY_US = 5_000_000
 
 
 @dataclass(eq=False)
@@ -81,18 +83,19 @@ class Arrival:
         Revoked and expired tasks are Celery's, and so is an ETA that is no date: it rejects them
         with its own words.
         """
-        eta = self.fields.get("eta")
-        if not eta or self.is_cancelled:
+        eta_us = due_us_or_none(self.fields.get("eta"))
+        if eta_us is None or self.is_cancelled:
             return False
-        try:
-            wait_us = due_us(eta) - self.now_us
-        except (InvalidDueTime, TypeError):
-            return False
+        expires_us = due_us_or_none(self.fields.get("expires"))
         return bool(
-            wait_us > (SHORTEST_WAIT_US if self.delayed is None else CLOCK_SKEW_US)
+            eta_us - self.now_us > (SHORTEST_WAIT_US if self.delayed is None else CLOCK_SKEW_US)
             and self.id not in state.revoked
-            and not _past(self.fields.get("expires"), self.now_us)
+            and (expires_us is None or expires_us >= self.now_us)
         )
+
+    def until_records_answer(self, delivery_id: str | None = None) -> WaitUntil:
+        """The ruling while records that decide about the task are away."""
+        return WaitUntil(self.now_us + AWAY_US, delivery_id, AskAgain(AWAY_US / 1e6))
 
 
 @dataclass(frozen=True)
@@ -168,10 +171,3 @@ def queue_of(consumer: Any, message: Any) -> str:
     tag = message.delivery_info.get("consumer_tag")
     tags = consumer.task_consumer._active_tags
     return next((queue for queue, active in tags.items() if active == tag), "")
-
-
-def _past(expires: Any, now_us: int) -> bool:
-    try:
-        return bool(expires) and due_us(expires) < now_us
-    except (InvalidDueTime, TypeError):
-        return False

@@ -19,7 +19,13 @@ from typing import Any
 from amqp.exceptions import AMQPError
 from celery.utils.log import get_logger
 
-from ..errors import ManagementUnavailable, NativeDelayError, NotPermitted, RecordsUnavailable
+from ..errors import (
+    ManagementUnavailable,
+    NativeDelayError,
+    NotPermitted,
+    RecordsUnavailable,
+    described,
+)
 from ..finding import WRONG
 from ..settings import DelaySettings
 from ..transports.interface import Wait, WorkerPart
@@ -178,20 +184,13 @@ class Attendant(Thread):
         except Exception as exc:  # the thread must outlive whatever a message brings
             expected = isinstance(exc, (NativeDelayError, *self._errors))
             if not self._stopping.is_set():
-                logger.warning(
-                    "native delay: %s: %s", type(exc).__name__, exc, exc_info=not expected
-                )
+                logger.warning("native delay: %s", described(exc), exc_info=not expected)
             self._next_look = monotonic() + LONGEST_LOOK_SECONDS / 10
             self._disconnect()
             return False
         return True
 
     def _part(self) -> WorkerPart:
-        channel = self._connect().default_channel
-        part: WorkerPart = channel.worker_part(self.settings)
-        return part
-
-    def _connect(self) -> Any:
         if self._connection is None:
             # Confirms for what became due meanwhile and is published at once.
             self._connection = self._app.connection_for_write(
@@ -200,7 +199,8 @@ class Attendant(Thread):
             transport = self._connection.transport
             self._errors = (*_ERRORS, *transport.connection_errors, *transport.channel_errors)
         self._connection.ensure_connection(max_retries=1)
-        return self._connection
+        part: WorkerPart = self._connection.default_channel.worker_part(self.settings)
+        return part
 
     def _disconnect(self) -> None:
         connection, self._connection = self._connection, None

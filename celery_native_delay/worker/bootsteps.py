@@ -16,7 +16,7 @@ from celery.worker import state
 from celery.worker.consumer.tasks import Tasks
 
 from ..app import remote  # noqa: F401  registers its command
-from ..app.installation import Installation, installation_of, keep_celerys_own_off
+from ..app.installation import installation_of, keep_celerys_own_off, records_place
 from ..errors import NativeDelayError, SettingsError
 from ..records.opened import flush
 from ..settings import DelaySettings
@@ -65,14 +65,17 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         self._installation = installation
         if installation.has("rates"):
             _check_lines(c.app, installation.settings())
-        settings = _settings_of(installation)
+        try:
+            settings = installation.settings()
+        except SettingsError:
+            settings = DelaySettings()  # start() reports it, and nothing can be put back
         self._moved = Moved(settings)
-        self._fence = Fence(settings, str(c.hostname))
+        self._fence = Fence(settings, str(c.hostname), records_place(c.app, settings))
         self._tallying = Tallying(c, settings.rate_by_task)
         self._rated: Rated | None = None
         if settings.rates:
             self._rated = Rated(settings, c.app.tasks)
-            teach_retry_after(c.app, settings.rate_by_task)
+            teach_retry_after(c.app, settings.rate_by_task, self._rated.signatures)
         # Unique lets a task have its key, whose lease runs from then on: nothing waits behind it.
         passed = gates(settings, self._moved, self._fence, self._rated, Unique(c.app))
         c.strategies = GatedStrategies(c, passed, self._put_back, self._tallying)
@@ -92,7 +95,8 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         channel = c.connection.default_channel
         if hasattr(c.connection.transport, "waker"):
             c.strategies.wake = c.connection.transport.waker()
-        self._find_lines(channel)
+        if self._rated is not None:
+            self._rated.begin(lines_of(channel, self._installation.settings()))
         if not hasattr(channel, "worker_part"):
             return
         where = c.connection.as_uri()
@@ -121,24 +125,14 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
             self._attendant.start()
         self._attendant.look_for_parked()
         if self._promoter is None:
-            self._promoter = part.promoter(c.app.connection_for_write)
-            self._promote(c, self._promoter)
-
-    def _find_lines(self, channel: Any) -> None:
-        """Find where rated tasks are counted: a worker that cannot tell must not run them."""
-        if not self._installation.has("rates"):
-            return
-        settings = self._installation.settings()
-        if self._rated is not None:
-            self._rated.begin(lines_of(channel, settings))
-
-    def _promote(self, c: Any, promoter: Promoter | None) -> None:
-        if promoter is None:
-            return
-        if isinstance(promoter, GivesUp):
-            promoter.on_outage = partial(self._stop_worker, c)
-        self._promoting = Thread(target=promoter.run, name="native-delay-promoter", daemon=True)
-        self._promoting.start()
+            self._promoter = promoter = part.promoter(c.app.connection_for_write)
+            if promoter is None:
+                return
+            if isinstance(promoter, GivesUp):
+                promoter.on_outage = partial(self._stop_worker, c)
+            name = "native-delay-promoter"
+            self._promoting = Thread(target=promoter.run, name=name, daemon=True)
+            self._promoting.start()
 
     @staticmethod
     def _stop_worker(c: Any, outage: Outage) -> None:
@@ -198,13 +192,6 @@ def _check_lines(app: Any, settings: DelaySettings) -> None:
         except connection.connection_errors:
             return
         lines_of(connection.default_channel, settings).close()
-
-
-def _settings_of(installation: Installation) -> DelaySettings:
-    try:
-        return installation.settings()
-    except SettingsError:
-        return DelaySettings()  # start() reports it, and nothing can be put back
 
 
 @signals.task_received.connect(weak=False)  # type: ignore[untyped-decorator]

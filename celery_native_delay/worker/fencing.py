@@ -1,15 +1,14 @@
 """The gate for tasks of fenced runs: run, dropped, or put back until that is known.
 
 What a worker knows of a sealed run it remembers. All others are looked up after their message has
-come, by a thread with a connection of its own; the event loop never waits for the store. Messages
-of a run that is not sealed, and all that cannot be looked up, wait in the broker, not here.
+come, by a thread of its own; the event loop never waits for the records. Messages of a run that is
+not sealed, and all that cannot be looked up, wait in the broker, not here.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, MutableMapping
-from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from queue import Empty, SimpleQueue
@@ -20,10 +19,11 @@ from typing import Any
 from celery.utils.log import get_logger
 from kombu.utils.functional import LRUCache
 
-from ..errors import FenceUnavailable
-from ..fence import FenceStore, fence_store
+from ..errors import RecordsUnavailable
 from ..fence import run as fence
+from ..fence.in_records import Runs
 from ..fence.run import Fate, Record, Stamp
+from ..records.opened import Place, records_of_process
 from ..settings import DelaySettings
 from .arrival import Arrival, AskAgain, Drop, LookUp, Ruling, WaitUntil
 
@@ -36,26 +36,24 @@ EVENT = "native_delay-fenced"
 #: Sealed runs that a worker remembers; one takes some hundred bytes per partition.
 MOST_RUNS = 256
 
-#: Of connecting to the store, and of each answer.
-STORE_TIMEOUT_SECONDS = 2.0
-
 #: Messages looked up together.
 _BATCH = 1000
 
 #: Until a message is looked up again which could not be put back.
 PAUSE_SECONDS = 1.0
 
-#: Between two warnings that the store does not serve.
+#: Between two warnings that the records are away.
 _TELL_SECONDS = 30.0
 
 
 class Fence:
-    """The gate for tasks of fenced runs; without ``native_delay_fence`` all of them run."""
+    """The gate for tasks of fenced runs; without records all of them run."""
 
-    def __init__(self, settings: DelaySettings, worker: str) -> None:
-        """*worker* is its name, by which it seals runs."""
+    def __init__(self, settings: DelaySettings, worker: str, place: Place | None) -> None:
+        """*worker* is its name, by which it seals runs; *place* is where those are recorded."""
         self._settings = settings
         self._worker = worker
+        self._place = place
         self._sealed: MutableMapping[str, Record] = LRUCache(limit=MOST_RUNS)
         self._lookup: Lookup | None = None
         self._told: set[str] = set()
@@ -94,11 +92,11 @@ class Fence:
 
     def _stamp(self, arrival: Arrival) -> Stamp | None:
         """The attempt that sent a message, None if its task runs whichever that was."""
-        if self._settings.fence is None:
+        if self._place is None:
             self._tell_once(
                 "native delay: task %s comes from a fenced run, and this worker has no "
-                "native_delay_fence: it runs what every attempt of Spark's has sent, also of jobs "
-                "that failed",
+                "native_delay_records: it runs what every attempt of Spark's has sent, also of "
+                "jobs that failed",
                 arrival.id,
             )
             return None
@@ -115,7 +113,8 @@ class Fence:
 
     def _look_up(self, run: str, found: Callable[[Record | None], None]) -> None:
         if self._lookup is None:
-            self._lookup = Lookup(self._settings, self._worker)
+            assert self._place is not None
+            self._lookup = Lookup(self._settings, self._worker, self._place)
             self._lookup.start()
         self._lookup.ask(Question(run, found))
 
@@ -144,25 +143,23 @@ def _lost(stamp: Stamp, record: Record) -> Drop:
 
 @dataclass(frozen=True)
 class Question:
-    """A question to the store, what became of *run*; *found* gets its record, or None."""
+    """A question to the records, what became of *run*; *found* gets its record, or None."""
 
     run: str
     found: Callable[[Record | None], None]
 
 
 class Lookup(Thread):
-    """The thread that asks the store, on its own connection, and seals what was not in time."""
+    """The thread that asks the records, and seals what was not sealed in time."""
 
-    def __init__(self, settings: DelaySettings, worker: str) -> None:
+    def __init__(self, settings: DelaySettings, worker: str, place: Place) -> None:
         super().__init__(name="native-delay-fence", daemon=True)
-        assert settings.fence is not None
-        self._url = settings.fence
+        self._place = place
         self._policy = settings.fence_policy
         self._keep_seconds = settings.longest_delay_seconds + fence.MARGIN_SECONDS
         self._worker = worker
         self._questions: SimpleQueue[Question | None] = SimpleQueue()
         self._stopping = Event()
-        self._store: FenceStore | None = None
         self._next_telling = 0.0
 
     def ask(self, question: Question) -> None:
@@ -176,12 +173,11 @@ class Lookup(Thread):
     # --- the thread ----------------------------------------------------------------------
 
     def run(self) -> None:
-        with ExitStack() as stack:
-            while not self._stopping.is_set():
-                batch = self._take_batch()
-                found = self._found({question.run for question in batch}, stack)
-                for question in batch:
-                    question.found(found.get(question.run))
+        while not self._stopping.is_set():
+            batch = self._take_batch()
+            found = self._found({question.run for question in batch})
+            for question in batch:
+                question.found(found.get(question.run))
 
     def _take_batch(self) -> list[Question]:
         batch: list[Question] = []
@@ -194,36 +190,32 @@ class Lookup(Thread):
                 break
         return [] if self._stopping.is_set() else batch
 
-    def _found(self, runs: set[str], stack: ExitStack) -> dict[str, Record]:
-        """The records of *runs*, those that had to be given up among them; none on an error."""
-        if not runs:
+    def _found(self, names: set[str]) -> dict[str, Record]:
+        """The records of these runs, also of those that are given up now; none on an error."""
+        if not names:
             return {}
         found: dict[str, Record] = {}
         try:
-            if self._store is None:
-                self._store = stack.enter_context(
-                    fence_store(self._url, timeout_seconds=STORE_TIMEOUT_SECONDS)
-                )
-            asked = sorted(runs)
-            for run, record in zip(asked, self._store.load(asked), strict=True):
+            runs, asked = Runs(records_of_process(*self._place)), sorted(names)
+            for run, record in zip(asked, runs.load(asked), strict=True):
                 now = time()
                 if record is None or fence.is_overdue(record, now=now):
-                    record = self._given_up(self._store, run, record, now)
+                    record = self._given_up(runs, run, record, now)
                 found[run] = record
-        except Exception as exc:  # the thread must outlive whatever a store answers
+        except Exception as exc:  # the thread must outlive whatever the records answer
             self._tell(exc)
         return found
 
-    def _given_up(self, store: FenceStore, run: str, record: Record | None, now: float) -> Record:
+    def _given_up(self, runs: Runs, run: str, record: Record | None, now: float) -> Record:
         """Seal *run* by policy, so that all workers do the same; what is sealed meanwhile stays."""
         mine = fence.given_up(self._policy, now=now, by=self._worker)
-        sealed = store.seal(run, mine, ttl_seconds=self._keep_seconds)
+        sealed = runs.seal(run, mine, kept_seconds=self._keep_seconds)
         if (sealed.state, sealed.by) == (mine.state, mine.by):
             logger.warning(
                 "native delay: %s: as native_delay_fence_policy says, %s",
                 f"run {run} was not sealed in time, has its driver died?"
                 if record is not None
-                else f"the fence's store has lost run {run}",
+                else f"the records have lost run {run}",
                 "all of its tasks run, perhaps twice"
                 if self._policy == "run"
                 else "its tasks are dropped",
@@ -239,5 +231,5 @@ class Lookup(Thread):
             "native delay: tasks of fenced runs wait in the broker, others run: %s: %s",
             type(exc).__name__,
             exc,
-            exc_info=not isinstance(exc, FenceUnavailable),
+            exc_info=not isinstance(exc, RecordsUnavailable),
         )

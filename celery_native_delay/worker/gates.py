@@ -11,10 +11,7 @@ from __future__ import annotations
 from ..due_time import due_us
 from ..settings import DelaySettings
 from ..transports.interface import Answer, Receipts
-from .arrival import Announce, Arrival, AskAgain, Drop, Gate, Ruling, WaitUntil
-
-#: For so long a task waits again while the records cannot say whether it may run, in microseconds.
-AWAY_US = 5_000_000
+from .arrival import Announce, Arrival, Drop, Gate, Ruling, WaitUntil
 
 
 def gates(settings: DelaySettings, moved: Moved, *more: Gate | None) -> tuple[Gate, ...]:
@@ -44,8 +41,7 @@ class Moved:
             case Answer.DROP:
                 return Drop("it was moved")
             case Answer.AWAY if self._waits and not delayed.cancelled:
-                until_us = arrival.now_us + AWAY_US
-                return WaitUntil(until_us, delayed.delivery_id, AskAgain(AWAY_US / 1e6))
+                return arrival.until_records_answer(delayed.delivery_id)
         return None
 
 

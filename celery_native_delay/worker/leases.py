@@ -18,6 +18,7 @@ from typing import Any
 from celery.utils.log import get_logger
 
 from ..app.keyed import key_records
+from ..errors import described
 from ..keyed import rules
 from ..keyed.records import KeyRecords
 from ..keyed.rules import RENEWED_EVERY_SECONDS, Rule, Step
@@ -83,10 +84,9 @@ class Leases:
             self._change(name, rule)
         except Exception as exc:
             logger.warning(
-                "native delay: the key %s stays taken until its record can be written: %s: %s",
+                "native delay: the key %s stays taken until its record can be written: %s",
                 name,
-                type(exc).__name__,
-                exc,
+                described(exc),
             )
             with self._changed:
                 self._owed.append((name, rule))
@@ -96,8 +96,8 @@ class Leases:
         """An attempt has ended without its process: its key is free, or waits for its retry."""
         with self._changed:
             gone = [held for held in self._held if held.task_id == task_id]
+        retry = None if retry_us is None else (task_id, retry_us)
         for held in gone:
-            retry = None if retry_us is None else (task_id, retry_us)
             rule = partial(rules.end, token=held.token, retry=retry)
             self.settle(held.name, rule, token=held.token)
 
@@ -139,11 +139,10 @@ class Leases:
                 step = self._change(held.name, partial(rules.renew, token=held.token))
             except Exception as exc:
                 logger.warning(
-                    "native delay: the lease of %s under the key %s is not renewed: %s: %s",
+                    "native delay: the lease of %s under the key %s is not renewed: %s",
                     held.task_id,
                     held.name,
-                    type(exc).__name__,
-                    exc,
+                    described(exc),
                 )
                 renewed = False
                 continue
@@ -157,41 +156,35 @@ class Leases:
             if held not in self._held:
                 return  # it has just ended
             self._held.remove(held)
-        if not held.runs:
-            return
-        logger.error(
-            "native delay: the lease of %s under the key %s has lapsed, another task may run "
-            "beside it: it could not be renewed for %d s, or its record is lost",
-            held.task_id,
-            held.name,
-            rules.LEASE_US // 1_000_000,
-        )
+        if held.runs:
+            logger.error(
+                "native delay: the lease of %s under the key %s has lapsed, another task may run "
+                "beside it: it could not be renewed for %d s, or its record is lost",
+                held.task_id,
+                held.name,
+                rules.LEASE_US // 1_000_000,
+            )
 
     # --- the records ---------------------------------------------------------------------
 
     def _change(self, name: str, rule: Rule) -> Step:
         with self._asking:
-            for last_try in (False, True):
-                is_new = self._records is None
-                try:
-                    return self._connected().change(name, rule)[1]
-                except Exception:
-                    self._disconnect()
-                    if last_try or is_new:
-                        raise
-        raise AssertionError("unreachable")
+            is_new = self._records is None
+            try:
+                return self._connected().change(name, rule)[1]
+            except Exception:
+                self._disconnect()
+                if is_new:
+                    raise
+            return self._change(name, rule)
 
     def _connected(self) -> KeyRecords:
         if self._records is None:
-            connection = self._app.connection_for_write()
-            try:
-                connection.ensure_connection(max_retries=1)
-                self._records = key_records(self._app, connection)
-                if self._records.needs_connection:
-                    self._connection, connection = connection, None
-            finally:
-                if connection is not None:
-                    connection.close()
+            self._connection = self._app.connection_for_write()
+            self._connection.ensure_connection(max_retries=1)
+            self._records = key_records(self._app, self._connection)
+            if not self._records.needs_connection:
+                self._connection.close()
         return self._records
 
     def _disconnect(self) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from functools import wraps
+from functools import partial, wraps
 from inspect import Signature
 from itertools import islice, takewhile
 from typing import Any
@@ -29,7 +29,7 @@ from celery.utils.log import get_logger
 from celery.worker import state
 
 from ..app.installation import delaying_channel
-from ..errors import RecordsUnavailable
+from ..errors import RecordsUnavailable, described
 from ..rates.lines import Lines
 from ..rates.rate import Rate
 from ..rates.retry_after import RetryAfter
@@ -43,9 +43,6 @@ _DIGITS = re.compile("[0-9]{1,19}")
 
 #: A place is at most ten years ahead: a forged one could close the line for longer, or break it.
 _FARTHEST_US = 10 * 365 * 86_400_000_000
-
-#: For so long a task waits again while its line is out of reach, in microseconds.
-AWAY_US = 5_000_000
 
 #: Until the first at the door looks again whether a process is free; the second twice as long, and
 #: so on to the last of so many, for a worker may have thousands.
@@ -77,7 +74,7 @@ class Rated:
         self.lines: Lines | None = None
         self.come_back_late_us = SHORTEST_WAIT_US
         self._rates = settings.rate_by_task
-        self._signatures = signatures(self._rates, tasks)
+        self.signatures = signatures(self._rates, tasks)
         #: What waits for longer comes back in between, and keeps its place.
         self._longest_us = round(settings.longest_delay_seconds * 900_000)
         #: By delivery tag, when those at the door asked last, the first to come first.
@@ -117,9 +114,11 @@ class Rated:
     # --- the order of a line -----------------------------------------------------------------
 
     def _standing_of(self, arrival: Arrival, rate: Rate) -> _Standing:
-        key = self._key(arrival, rate)
-        tag, headers = arrival.message.delivery_tag, arrival.message.headers
-        one = _Standing(tag, (arrival.name, key), _place(headers, key, arrival.now_us))
+        signature, message = self.signatures.get(arrival.name), arrival.message
+        call = partial(_arguments, arrival)
+        key = _key_of(arrival.name, arrival.id, rate, signature, call, arrival.fields)
+        place = _place(message.headers, key, arrival.now_us)
+        one = _Standing(message.delivery_tag, (arrival.name, key), place)
         if one.place is not None:
             self._stand(one)
         return one
@@ -143,6 +142,7 @@ class Rated:
 
     def _leave(self, one: _Standing) -> None:
         """It starts, or goes back into the broker: the next one asks."""
+        self._at_door.pop(one.tag, None)
         if self._standing.pop(one.tag, None) is None:
             return
         others = self._here[one.line]
@@ -157,20 +157,16 @@ class Rated:
 
     def _door(self, arrival: Arrival, room: int) -> AskAgain | None:
         """None for one that may go in; it is not at the door any more."""
-        ahead = self._ahead_at_door(arrival)
-        if ahead >= room:
-            return AskAgain(DOOR_SECONDS * (ahead + 1), from_here=True)
-        del self._at_door[arrival.message.delivery_tag]
-        return None
-
-    def _ahead_at_door(self, arrival: Arrival) -> int:
-        """Number of those at the door before it, as far as they are counted."""
         waiting, tag = self._at_door, arrival.message.delivery_tag
         while waiting and next(iter(waiting.values())) < arrival.now_us - _AT_DOOR_US:
             del waiting[next(iter(waiting))]  # its connection is gone
         waiting[tag] = arrival.now_us
         before = takewhile(lambda other: other != tag, islice(waiting, _LOOKING_OFTEN))
-        return sum(1 for _ in before)
+        ahead = sum(1 for _ in before)
+        if ahead >= room:
+            return AskAgain(DOOR_SECONDS * (ahead + 1), from_here=True)
+        del waiting[tag]
+        return None
 
     # --- the turn ----------------------------------------------------------------------------
 
@@ -178,17 +174,20 @@ class Rated:
         self, arrival: Arrival, rate: Rate, one: _Standing, door: AskAgain | None
     ) -> Ruling | None:
         """The ruling by the line's answer; a newcomer starts only if it would be the first here."""
-        headers, tag, (task, key) = arrival.message.headers, one.tag, one.line
+        headers, (task, key) = arrival.message.headers, one.line
         may_start = door is None and (one.place is not None or one.line not in self._here)
         try:
             if self.lines is None:
                 raise RecordsUnavailable("native delay is off in this worker")
             turn = self.lines.ask(task, key, rate, one.place, may_start=may_start)
         except RecordsUnavailable as exc:
-            self._tell(exc)
-            self._at_door.pop(tag, None)
+            if not self._told:
+                self._told = True
+                logger.warning(
+                    "native delay: tasks that have a rate wait until it answers: %s", exc
+                )
             self._leave(one)
-            return WaitUntil(arrival.now_us + AWAY_US, otherwise=AskAgain(AWAY_US / 1e6))
+            return arrival.until_records_answer()
         self._told = False
         if turn.starts:
             if headers.pop(PLACE, None) is not None:
@@ -200,7 +199,6 @@ class Rated:
         again = AskAgain(turn.wait_us / 1e6, beside_prefetch=True, from_here=True)
         ahead_us = self.come_back_late_us
         if turn.wait_us > ahead_us + SHORTEST_WAIT_US:
-            self._at_door.pop(tag, None)
             self._leave(one)
             wait_us = min(turn.wait_us - ahead_us, self._longest_us)
             return WaitUntil(arrival.now_us + wait_us, None, again, kept)
@@ -211,34 +209,32 @@ class Rated:
                 return self._behind(one)
         if door is not None and turn.wait_us == 0:
             return door
-        self._at_door.pop(tag, None)
+        self._at_door.pop(one.tag, None)
         return again
 
-    def _key(self, arrival: Arrival, rate: Rate) -> str | None:
-        if rate.key is None:
-            return None
-        try:
-            args, kwargs = _arguments(arrival)
-            return rate.key_of(args, kwargs, arrival.fields, self._signatures.get(arrival.name))
-        except Exception as exc:  # of a callable of the user's, or of a message that is no task
-            _tell_no_key(arrival.name, arrival.id, exc)
-            return None
 
-    def _tell(self, exc: RecordsUnavailable) -> None:
-        if not self._told:
-            self._told = True
-            logger.warning("native delay: tasks that have a rate wait until it answers: %s", exc)
-
-
-def _tell_no_key(task: str, task_id: str, exc: Exception) -> None:
-    logger.error(
-        "native delay: the key of %s[%s] cannot be told, it stands in the line of tasks without "
-        "one: %s: %s",
-        task,
-        task_id,
-        type(exc).__name__,
-        exc,
-    )
+def _key_of(
+    task: str,
+    task_id: str,
+    rate: Rate,
+    signature: Signature | None,
+    call: Callable[[], tuple[Any, Any]],
+    headers: Mapping[str, Any],
+) -> str | None:
+    """The key of a task, with the arguments of its *call*; None for none, or if it fails."""
+    if rate.key is None:
+        return None
+    try:
+        return rate.key_of(*call(), headers, signature)
+    except Exception as exc:  # of a callable of the user's, or of a message that is no task
+        logger.error(
+            "native delay: the key of %s[%s] cannot be told, it stands in the line of tasks "
+            "without one: %s",
+            task,
+            task_id,
+            described(exc),
+        )
+        return None
 
 
 def _free_processes(consumer: Any) -> int:
@@ -286,9 +282,11 @@ def signatures(rates: Mapping[str, Rate], tasks: Mapping[str, Any]) -> dict[str,
 # ---- RetryAfter --------------------------------------------------------------------------------
 
 
-def teach_retry_after(app: Any, rates: Mapping[str, Rate]) -> None:
-    """Let the rated tasks of *app* be retried with RetryAfter; before the pool forks."""
-    known = signatures(rates, app.tasks)
+def teach_retry_after(app: Any, rates: Mapping[str, Rate], known: Mapping[str, Signature]) -> None:
+    """Let the rated tasks of *app* be retried with RetryAfter; before the pool forks.
+
+    *known* are the tasks' :func:`signatures`.
+    """
     for name, rate in rates.items():
         task = app.tasks.get(name)
         if task is None:
@@ -313,19 +311,12 @@ def _retrying(
             seconds = exc.seconds(datetime.now(UTC))
             headers = dict(task.request.as_execution_options().get("headers") or {})
             headers.pop(PLACE, None)
-            try:
-                key = rate.key_of(args, kwargs, headers, known)
-            except Exception as problem:
-                _tell_no_key(task.name, task.request.id, problem)
-                key = None
+            key = _key_of(task.name, task.request.id, rate, known, lambda: (args, kwargs), headers)
             try:
                 headers[PLACE] = _header(_hold(app, task.name, key, rate, seconds), key)
             except Exception as problem:  # it is retried all the same
                 logger.error(
-                    "native delay: the line of %s is not held: %s: %s",
-                    task.name,
-                    type(problem).__name__,
-                    problem,
+                    "native delay: the line of %s is not held: %s", task.name, described(problem)
                 )
             raise task.retry(countdown=seconds, exc=exc, headers=headers) from exc
 

@@ -21,8 +21,7 @@ from celery import signals, states
 from celery.utils.log import get_logger
 
 from ..app.installation import Installation, installation_of
-from ..due_time import due_us
-from ..errors import InvalidDueTime
+from ..due_time import due_us_or_none
 from ..fence.run import HEADER
 from ..message import due_ms_of
 from . import attempt
@@ -189,7 +188,7 @@ class Telemetry:
             # Of a task that never started; without telemetry on its way, the routing key.
             get(QUEUE) or properties.get(QUEUE) or (get("delivery_info") or {}).get("routing_key"),
             get("retries"),
-            attempt.moment(eta_us(get("eta"))),
+            attempt.moment(due_us_or_none(get("eta"))),
             attempt.moment(started_us),
             attempt.moment(finished_us),
             outcome,
@@ -296,15 +295,7 @@ def retry_due_us(outcome: str, raised: Any, finished_us: int) -> int | None:
     when = getattr(raised, "when", None)
     if isinstance(when, int | float):
         return finished_us + round(when * 1e6)
-    return eta_us(when) or finished_us
-
-
-def eta_us(eta: Any) -> int | None:
-    """An ETA in microseconds since the epoch; None for none, and for one that is no time."""
-    try:
-        return due_us(eta) if eta else None
-    except InvalidDueTime:
-        return None
+    return due_us_or_none(when) or finished_us
 
 
 def now_us() -> int:

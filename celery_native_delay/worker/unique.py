@@ -17,17 +17,14 @@ from celery.utils.log import get_logger
 from celery.worker import state as worker_state
 
 from ..app.installation import installation_of
-from ..due_time import due_us
-from ..errors import InvalidDueTime
+from ..due_time import due_us_or_none
+from ..errors import described
 from ..keyed import rules
 from ..keyed.record import HEADER, Mark
 from .arrival import Arrival, AskAgain, Ruling, WaitUntil
 from .leases import Held, Leases, leases_of
 
 logger = get_logger(__name__)
-
-#: For so long a task waits again while its record cannot be asked for, in microseconds.
-AWAY_US = 5_000_000
 
 #: Until it is asked again of a message that cannot wait in the broker.
 PAUSE_SECONDS = 1.0
@@ -49,23 +46,19 @@ class Unique:
         try:
             token, step = leases_of(self._app).begin(mark.name, arrival.id, is_here, rule)
         except Exception as exc:
-            self._tell(exc)
-            return WaitUntil(arrival.now_us + AWAY_US, otherwise=AskAgain(AWAY_US / 1e6))
+            if not self._told:
+                self._told = True
+                logger.warning(
+                    "native delay: unique tasks wait until the records of their keys can be read: "
+                    "%s",
+                    described(exc),
+                )
+            return arrival.until_records_answer()
         self._told = False
         if step.free_us is not None:
             return WaitUntil(step.free_us, otherwise=AskAgain(PAUSE_SECONDS))
         arrival.message.headers[HEADER] = replace(mark, token=token).header()
         return None
-
-    def _tell(self, exc: Exception) -> None:
-        if not self._told:
-            self._told = True
-            logger.warning(
-                "native delay: unique tasks wait until the records of their keys can be read: "
-                "%s: %s",
-                type(exc).__name__,
-                exc,
-            )
 
 
 def _unique_mark_of(headers: Any) -> Mark | None:
@@ -180,7 +173,5 @@ def _wait_us(when: Any) -> int:
     """Microseconds until a retry, by its countdown or ETA."""
     if isinstance(when, int | float):
         return max(round(when * 1_000_000), 0)
-    try:
-        return max(due_us(when) - time_ns() // 1000, 0) if when else 0
-    except InvalidDueTime:
-        return 0
+    now_us = time_ns() // 1000
+    return max((due_us_or_none(when) or now_us) - now_us, 0)

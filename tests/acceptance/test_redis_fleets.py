@@ -15,7 +15,7 @@ import pytest
 
 from celery_native_delay import Delay
 from celery_native_delay.testing import private_redis, require_redis
-from celery_native_delay.testing.ports import claim_ports, port_of
+from celery_native_delay.testing.processes import claim_ports, port_of
 from pytest_celery_native_delay import installed
 from tests.acceptance.worker import REPOSITORY, Fleet, fleet_on
 from tests.brokers import in_ci

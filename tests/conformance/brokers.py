@@ -25,7 +25,7 @@ from celery_native_delay.testing import (
     require_redis,
     vhost_name,
 )
-from celery_native_delay.testing.redis_installation import ServerName
+from celery_native_delay.testing.redis import ServerName
 from example_project.private_sqs import PrivateSqs, private_sqs, require_sqs
 from pytest_celery_native_delay import installed
 from tests.brokers import CI, MORTAL, in_ci, installed_rabbitmq

@@ -424,7 +424,7 @@ def test_after_a_reconnect_one_message_shows_that_all_is_as_it_was(space: str) -
                 if number == 4:
                     outbox = batch._publisher.outbox
                     with outbox.lock:
-                        (outbox.lose if hasattr(outbox, "lose") else outbox._lose)()
+                        outbox._lose()
                     batch.send("shop.remind", (8,), countdown=0.2, headers={})  # connects
                 batch.send("shop.remind", (number,), countdown=2)
         # On RabbitMQ some may be there twice.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from threading import Thread
 from time import monotonic, time_ns
 from typing import Any
@@ -11,6 +12,9 @@ from typing import Any
 import pytest
 
 from celery_native_delay.errors import RecordsUnavailable
+from celery_native_delay.fence.in_records import Runs
+from celery_native_delay.fence.run import ABORTED, ALL, COMMITTED, OPEN
+from celery_native_delay.fence.run import Record as Run
 from celery_native_delay.records.interface import (
     UNDECIDED,
     Change,
@@ -24,6 +28,7 @@ from celery_native_delay.testing import private_redis, require_redis
 from pytest_celery_native_delay import installed
 from tests.brokers import in_ci
 from tests.postgresql import find_postgresql, private_postgresql
+from tests.waiting import wait_until
 
 HOUR_US = 3_600_000_000
 NAME = RecordName("key", "unique:shop.remind:user:7")
@@ -282,3 +287,56 @@ def test_an_undecided_mark_is_no_secret(records: Any) -> None:
     assert UNDECIDED
     assert records.received("order-2:delivery-2") is False
     assert records.standing("order-2:delivery-2") is Standing.VOID
+
+
+def test_a_record_whose_text_stays_is_kept_as_long_as_before(records: Any) -> None:
+    """Whoever looks at it with a rule neither shortens nor prolongs its life."""
+    brief_us = 1_500_000
+    records.change(NAME, lambda before, at_us: Change("same", at_us + brief_us, None))
+    records.change(NAME, lambda before, at_us: Change(before, at_us + HOUR_US, None))
+    wait_until(lambda: records.load([NAME]) == [None])
+
+
+# ---- fenced runs --------------------------------------------------------------------------------
+
+BEGUN = Run(OPEN, 1000.25, deadline=1060.0, jobs=("j",))
+DONE = Run(COMMITTED, 1009.0, winners={"0": "1-b"}, by="the driver")
+
+
+def test_a_run_is_sealed_once(records: Any) -> None:
+    """By whoever comes first, and its record is kept for as long as that one said."""
+    runs = Runs(records)
+    assert runs.load(["r/1:é", "other"]) == [None, None]
+    assert runs.open("r/1:é", BEGUN, kept_seconds=1000, job="j") == BEGUN
+    assert runs.load(["other", "r/1:é"]) == [None, BEGUN]
+    done = replace(DONE, jobs=BEGUN.jobs)
+    assert runs.seal("r/1:é", DONE, kept_seconds=500) == done
+    for late in (Run(ABORTED, 1010), Run(ALL, 1010), DONE):
+        assert runs.seal("r/1:é", late, kept_seconds=0.001) == done
+    assert runs.open("r/1:é", BEGUN, kept_seconds=0.001, job="k") == done
+    assert runs.load(["r/1:é"]) == [done]
+
+
+def test_a_run_whose_time_is_over_is_lost(records: Any) -> None:
+    runs = Runs(records)
+    runs.seal("r", DONE, kept_seconds=0.5)
+    wait_until(lambda: runs.load(["r"]) == [None])
+
+
+def test_of_all_who_seal_a_run_at_once_one_does(records: Any) -> None:
+    """And whoever opens it meanwhile is told which one."""
+    runs = Runs(records)
+    runs.open("r", BEGUN, kept_seconds=1000, job="j")
+    found: list[Run] = []
+
+    def seal(number: int) -> None:
+        found.append(runs.seal("r", Run(ABORTED, 0, by=f"w{number}"), kept_seconds=1000))
+        found.append(runs.open("r", BEGUN, kept_seconds=1000, job="j"))
+
+    threads = [Thread(target=seal, args=(number,)) for number in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(found) == 16
+    assert len({run.by for run in found}) == 1

@@ -21,15 +21,14 @@ from celery_native_delay.testing import (
     require_redis,
     vhost_name,
 )
-from celery_native_delay.transports.rabbitmq import bulk_publisher
-from celery_native_delay.transports.virtual import outbox
+from celery_native_delay.transports import outbox
 from pytest_celery_native_delay import installed
 from tests.brokers import on_one_version, self_signed_certificate
 from tests.integration.traffic import SETTINGS
 from tests.postgresql import private_postgresql
 
 #: No wait for a broker ends before that.
-PATIENCE_SECONDS = bulk_publisher.PATIENCE_SECONDS
+PATIENCE_SECONDS = outbox.PATIENCE_SECONDS
 
 NOBODY = "127.0.0.1:1"
 
@@ -147,22 +146,19 @@ def test_a_database_that_does_not_let_us_in_is_asked_once(
 
 
 @pytest.mark.parametrize(
-    ("url", "module"),
+    "url",
     [
-        pytest.param(f"amqp://{NOBODY}", bulk_publisher, id="rabbitmq", marks=pytest.mark.ci),
-        pytest.param(f"redis://{NOBODY}", outbox, id="redis"),
+        pytest.param(f"amqp://{NOBODY}", id="rabbitmq", marks=pytest.mark.ci),
+        pytest.param(f"redis://{NOBODY}", id="redis"),
         pytest.param(
-            f"sqla+postgresql+psycopg://postgres@{NOBODY}/shop",
-            outbox,
-            id="store",
-            marks=pytest.mark.ci,
+            f"sqla+postgresql+psycopg://postgres@{NOBODY}/shop", id="store", marks=pytest.mark.ci
         ),
     ],
 )
 def test_an_outage_is_waited_out_once_however_many_tasks_are_sent_meanwhile(
-    url: str, module: Any, monkeypatch: pytest.MonkeyPatch
+    url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "PATIENCE_SECONDS", 10.0)
+    monkeypatch.setattr(outbox, "PATIENCE_SECONDS", 10.0)
     took = []
     with bulk(make_app(url), check=False) as batch:
         for _ in range(5):
@@ -195,7 +191,7 @@ def test_what_is_not_confirmed_when_the_password_changes_is_waited_for_no_more(
             for _ in range(10):
                 batch.send("shop.remind", (text,), countdown=600)
             ctl("change_password", "bulk", "another")
-            ctl("close_all_connections", "changed")
+            ctl("close_all_connections", "--vhost", vhost_name(mortal_url), "changed")
             begun = monotonic()
         assert monotonic() - begun < longest_seconds / 2
         result = batch.result

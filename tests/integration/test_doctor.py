@@ -20,7 +20,7 @@ from celery import Celery
 
 from celery_native_delay import install, redis_server, register_transports
 from celery_native_delay.app.doctor import examine
-from celery_native_delay.app.parts import admin_part
+from celery_native_delay.app.installation import admin_part
 from celery_native_delay.finding import ADVICE, UNCHECKED, WRONG, Finding
 from celery_native_delay.records import database
 from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, private_redis, vhost_name
@@ -300,7 +300,7 @@ def test_records_that_are_down_or_wrong_are_named(
         assert "mistyped" not in str(found_wrong)
         records.client.config_set("requirepass", "")
 
-        with private_redis(server="redis", replica_of=records) as replica:
+        with private_redis(server="redis", config=f"replicaof 127.0.0.1 {records.port}") as replica:
             wait_until(
                 lambda: replica.client.info()["master_link_status"] == "up",
                 timeout_seconds=PATIENCE_SECONDS,
@@ -521,23 +521,24 @@ def test_a_clock_that_is_an_hour_slow_is_named(
     assert re.search(r"clock is (59 min|1 h) .*ahead of this machine's", found.problem)
 
 
-# ---- fence and telemetry -----------------------------------------------------------------------
+# ---- records and telemetry ---------------------------------------------------------------------
 
 
 @redis_only
-def test_a_fence_that_is_away_or_forgets_is_named(
+def test_records_beside_any_broker_are_looked_at(
     empty_redis: PrivateRedis, own_redis: PrivateRedis
 ) -> None:
-    app = app_on(empty_redis.url, fence=own_redis.url)
+    """Fenced runs are kept there."""
+    app = app_on(empty_redis.url, records=own_redis.url)
     empty_redis.client.set(Keys("", "celery_delay").promoting, "", ex=600)
     assert examine(app) == []
     own_redis.client.config_set("maxmemory-policy", "volatile-ttl")
-    assert "maxmemory-policy is volatile-ttl" in the_wrong(app, "fence").problem
+    assert "maxmemory-policy is volatile-ttl" in the_wrong(app, "records").problem
     own_redis.client.config_set("maxmemory-policy", "noeviction")
     own_redis.client.config_set("requirepass", "secret")
-    assert "AuthenticationError" in the_wrong(app, "fence").problem
+    assert "AuthenticationError" in the_wrong(app, "records").problem
     own_redis.stop()
-    assert "does not serve" in the_wrong(app, "fence").problem
+    assert "does not serve" in the_wrong(app, "records").problem
 
 
 @redis_only

@@ -19,7 +19,7 @@ from kombu import Exchange, Queue
 from celery_native_delay import PublishRefused, install
 from celery_native_delay.bulk import bulk
 from celery_native_delay.testing import PrivateRedis
-from celery_native_delay.testing.redis_installation import ServerName
+from celery_native_delay.testing.redis import ServerName
 from celery_native_delay.transports.redis.entry import opened_entry
 from celery_native_delay.transports.redis.keys import Keys
 from tests.integration.redis_traffic import connector, promoting

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from celery_native_delay.testing import PrivateRedis, private_redis, require_redis
-from celery_native_delay.testing.redis_installation import ServerName
+from celery_native_delay.testing.redis import ServerName
 from celery_native_delay.transports.redis import promoter as module
 from celery_native_delay.transports.redis.entry import Destination, entry_of
 from celery_native_delay.transports.redis.promoter import Promoter

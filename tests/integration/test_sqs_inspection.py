@@ -126,9 +126,9 @@ def test_plan_tells_hops_requests_and_price(shop: Project) -> None:
         "with nine others 1.6 0.0000008",
     ]
     Project(shop.folder).write(APP, "sqs://127.0.0.1:9")
-    told = shop.told("plan", "365d", "--price-per-million", "1")
+    told = shop.told("plan", "365d")
     assert (told["hop_count"], told["requests"]) == (35_039, 105_118)
-    assert told["price"] == pytest.approx(0.105118)
+    assert told["price"] == pytest.approx(0.052559)
     assert "expected a duration in seconds, or such as 1h30m" in shop.delay("plan", "1y").stderr
 
 

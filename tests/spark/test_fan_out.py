@@ -25,8 +25,7 @@ from celery_native_delay.spark import FanOut, task_id_of
 from celery_native_delay.spark.receipts import Receipt
 from celery_native_delay.spark.sending import SendJob, send_rows
 from celery_native_delay.testing import private_rabbitmq
-from celery_native_delay.transports.rabbitmq import bulk_publisher
-from celery_native_delay.transports.virtual import outbox
+from celery_native_delay.transports import outbox
 from tests.brokers import installed_rabbitmq
 from tests.integration import redis_traffic
 from tests.integration.redis_traffic import promoting
@@ -336,10 +335,10 @@ def test_nothing_is_warned_of_that_is_sent_in_time(
 
 
 @pytest.mark.parametrize(
-    ("url", "line", "said"),
+    ("url", "said"),
     [
-        ("amqp://127.0.0.1:1", bulk_publisher, "refused"),
-        ("sqla+sqlite:////nowhere/shop.db", outbox, "StoreUnavailable"),
+        ("amqp://127.0.0.1:1", "refused"),
+        ("sqla+sqlite:////nowhere/shop.db", "StoreUnavailable"),
     ],
     ids=["rabbitmq", "store"],
 )
@@ -348,12 +347,11 @@ def test_when_the_broker_stays_away_every_unsent_row_is_named(
     apps_folder: Any,
     monkeypatch: pytest.MonkeyPatch,
     url: str,
-    line: Any,
     said: str,
 ) -> None:
     """As an executor runs it; there it would try for a minute."""
     monkeypatch.syspath_prepend(str(apps_folder))
-    monkeypatch.setattr(line, "PATIENCE_SECONDS", 0.5)
+    monkeypatch.setattr(outbox, "PATIENCE_SECONDS", 0.5)
     app = make_app(url)
     due_us = time_ns() // 1000 + 3_600_000_000
     body = json.dumps([[1], {}])

@@ -21,12 +21,11 @@ pytest.importorskip("pyspark")
 
 from pyspark.errors import PySparkException
 
-from celery_native_delay import FanOutFailed, FenceUnavailable, InvalidFanOut
-from celery_native_delay.fence import fence_store
+from celery_native_delay import FanOutFailed, InvalidFanOut, NoRecords, RecordsUnavailable
 from celery_native_delay.fence.run import ABORTED, COMMITTED, OPEN, Record
 from celery_native_delay.spark import FanOut, task_id_of
 from tests.acceptance.worker import Fleet, fleet_on
-from tests.spark.conftest import LEVELS
+from tests.spark.conftest import LEVELS, runs_at
 from tests.waiting import PATIENCE_SECONDS, SLOWNESS, wait_until
 
 ROOT = Path(__file__).parents[2]
@@ -56,34 +55,32 @@ def header(number, lost_times=0):
     if number and number % {batch_rows} == {marked}:
         Path(__file__).with_name(f"{{__name__}}:app-{{number}}").touch()
 
-app = install(new_app(broker_url={url!r}), **{settings!r})
+app = install(new_app(broker_url={url!r}), **{settings!r}, records={records!r})
 app.tasks["note"].__header__ = header  # what is asked of every row's arguments
 """
 
 _numbers = itertools.count()
 
 
-@pytest.fixture(params=["rabbitmq", "redis"])
-def broker_url(request: pytest.FixtureRequest) -> str:
-    """The store is the same Redis where that is the broker, too."""
-    url: str = request.getfixturevalue(f"native_delay_{request.param}_url")
+@pytest.fixture(params=["redis", "sqlite"])
+def records_url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Of the records beside RabbitMQ."""
+    if request.param == "sqlite":
+        return f"sqlite:///{tmp_path}/records.db"
+    url: str = request.getfixturevalue("native_delay_redis_url")
     return url
 
 
 @pytest.fixture
-def store_url(native_delay_redis_url: str) -> str:
-    return native_delay_redis_url
-
-
-@pytest.fixture
-def make_fenced_app(apps_folder: Path) -> Callable[[str], str]:
+def make_fenced_app(apps_folder: Path) -> Callable[..., str]:
     """Makes an app with the tasks that tests' workers run; returns where to import it from."""
 
-    def make(url: str) -> str:
+    def make(url: str, records: str | None = None) -> str:
         name = f"fenced_{next(_numbers)}"
-        (apps_folder / f"{name}.py").write_text(
-            APP.format(url=url, settings=LEVELS, batch_rows=BATCH_ROWS, marked=MARKED)
+        source = APP.format(
+            url=url, settings=LEVELS, records=records, batch_rows=BATCH_ROWS, marked=MARKED
         )
+        (apps_folder / f"{name}.py").write_text(source)
         return f"{name}:app"
 
     return make
@@ -91,12 +88,12 @@ def make_fenced_app(apps_folder: Path) -> Callable[[str], str]:
 
 @contextmanager
 def fleet_with_worker(
-    url: str, folder: Path, store_url: str, policy: str = "run"
+    url: str, folder: Path, records: str | None = None, policy: str = "run"
 ) -> Iterator[tuple[Fleet, Any]]:
-    conf = {f"native_delay_{name}": value for name, value in LEVELS.items()}
-    fence = {"native_delay_fence": store_url, "native_delay_fence_policy": policy}
+    settings = LEVELS | {"records": records, "fence_policy": policy}
+    conf = {f"native_delay_{name}": value for name, value in settings.items()}
     with fleet_on(url, folder, **conf) as fleet:
-        yield fleet, fleet.worker(concurrency=1, **fence)
+        yield fleet, fleet.worker(concurrency=1)
 
 
 def rows(spark: Any, *, lost_times: int = 0) -> Any:
@@ -113,21 +110,21 @@ def fan_out(df: Any, app: str, run_id: str, **options: Any) -> FanOut:
 
 def test_a_partition_that_spark_runs_again_runs_once_behind_a_fence(
     spark: Any,
-    make_fenced_app: Callable[[str], str],
-    broker_url: str,
-    store_url: str,
+    make_fenced_app: Callable[..., str],
+    native_delay_rabbitmq_url: str,
+    records_url: str,
     tmp_path: Path,
 ) -> None:
     """And without one its tasks come twice, with equal ids, etas and arguments."""
-    app = make_fenced_app(broker_url)
+    app = make_fenced_app(native_delay_rabbitmq_url, records_url)
     df = rows(spark, lost_times=1)
-    for run_id, options in (("fenced", {"fence": store_url}), ("plain", {})):
-        result = fan_out(df, app, run_id, **options).send()
+    for run_id, fence in (("fenced", True), ("plain", False)):
+        result = fan_out(df, app, run_id, fence=fence).send()
         assert sorted(receipt.attempt for receipt in result.receipts) == [0, 1]
         assert result.confirmed == ROWS
     once = {task_id_of("fenced", "note", number) for number in range(ROWS)}
     twice = {task_id_of("plain", "note", number) for number in range(ROWS)}
-    with fleet_with_worker(broker_url, tmp_path, store_url) as (fleet, worker):
+    with fleet_with_worker(native_delay_rabbitmq_url, tmp_path, records_url) as (fleet, worker):
         fleet.record.wait_for_ids([*once, *twice])
         worker.wait_for_log("is dropped: attempt", count=LOST_AT)
         runs = fleet.record.wait_for(2 * ROWS + LOST_AT)
@@ -140,44 +137,44 @@ def test_a_partition_that_spark_runs_again_runs_once_behind_a_fence(
 
 def test_of_a_job_that_fails_nothing_runs(
     spark: Any,
-    make_fenced_app: Callable[[str], str],
+    make_fenced_app: Callable[..., str],
     native_delay_rabbitmq_url: str,
-    store_url: str,
+    native_delay_redis_url: str,
     tmp_path: Path,
 ) -> None:
     """Of a fan-out and of a sink; the sink's next job, which does not fail, runs."""
     pytest.importorskip("pyspark.sql.datasource", reason="Spark 3.5 has no data sources in Python")
     url = native_delay_rabbitmq_url
-    app = make_fenced_app(url)
+    app = make_fenced_app(url, native_delay_redis_url)
     df = rows(spark, lost_times=4)
     with pytest.raises(PySparkException, match="ExecutorLost"):
-        fan_out(df, app, "failed", fence=store_url).send()
+        fan_out(df, app, "failed", fence=True).send()
 
     def write(df: Any, run_id: str) -> None:
         options = {"app": app, "task": "note", "countdown_col": "wait"}
         options |= {"args_cols": "number,lost_times", "past": "send", "id_cols": "number"}
-        options |= {"run_id": run_id, "fence": store_url}
+        options |= {"run_id": run_id, "fence": "true"}
         df.write.format("celery").options(**options).mode("append").save()
 
     with pytest.raises(PySparkException, match="ExecutorLost"):
         write(df, "failed sink")
     write(rows(spark), "sink")
-    with fleet_with_worker(url, tmp_path, store_url) as (fleet, worker):
+    with fleet_with_worker(url, tmp_path, native_delay_redis_url) as (fleet, worker):
         fleet.record.wait_for(ROWS)
         # Of each of these jobs four attempts at its first partition.
         worker.wait_for_log("is dropped: run failed:", count=4 * LOST_AT)
         worker.wait_for_log("is dropped: run failed sink:", count=4 * LOST_AT)
         assert Counter(run.args[0] for run in fleet.record.runs()) == Counter(range(ROWS))
-    with fence_store(store_url) as store:
-        states = Counter(record.state for record in store.load(names(store_url)) if record)
+    with runs_at(native_delay_redis_url) as runs:
+        found = runs.load(names(native_delay_redis_url))
+    states = Counter(record.state for record in found if record)
     assert states == {ABORTED: 2, COMMITTED: 1}
 
 
 def test_a_run_that_was_committed_is_not_sent_again(
     spark: Any,
-    make_fenced_app: Callable[[str], str],
+    make_fenced_app: Callable[..., str],
     native_delay_redis_url: str,
-    store_url: str,
     tmp_path: Path,
 ) -> None:
     """A run is a run_id and a task, with the same rows each time.
@@ -187,18 +184,18 @@ def test_a_run_that_was_committed_is_not_sent_again(
     app = make_fenced_app(native_delay_redis_url)
     df = rows(spark)
     with pytest.raises(PySparkException, match="ExecutorLost"):
-        fan_out(rows(spark, lost_times=4), app, "run", fence=store_url).send()
+        fan_out(rows(spark, lost_times=4), app, "run", fence=True).send()
     with pytest.raises(FanOutFailed, match=r"not now; nothing of it runs; send all of it again"):
-        fan_out(rows(spark, lost_times=-1), app, "run", fence=store_url).send()
-    assert fan_out(df, app, "run", fence=store_url).send().confirmed == ROWS
-    again = fan_out(df.repartition(3), app, "run", fence=store_url).send()
+        fan_out(rows(spark, lost_times=-1), app, "run", fence=True).send()
+    assert fan_out(df, app, "run", fence=True).send().confirmed == ROWS
+    again = fan_out(df.repartition(3), app, "run", fence=True).send()
     assert (again.was_committed, again.rows, again.sent, again.failures) == (True, ROWS, 0, [])
     assert "nothing was sent again" in str(again)
     with pytest.raises(FanOutFailed, match=r"committed before, with other rows.*another run_id"):
-        fan_out(df.where("number > 0"), app, "run", fence=store_url).send()
-    other = fan_out(df.limit(7), app, "run", fence=store_url, task="other", check_task=False)
+        fan_out(df.where("number > 0"), app, "run", fence=True).send()
+    other = fan_out(df.limit(7), app, "run", fence=True, task="other", check_task=False)
     assert other.send().confirmed == 7
-    with fleet_with_worker(native_delay_redis_url, tmp_path, store_url) as (fleet, worker):
+    with fleet_with_worker(native_delay_redis_url, tmp_path) as (fleet, worker):
         fleet.record.wait_for(ROWS)
         worker.wait_for_log(
             "is dropped: attempt", "of run run:note lost", count=4 * LOST_AT + ROWS - 1
@@ -206,13 +203,14 @@ def test_a_run_that_was_committed_is_not_sent_again(
         assert Counter(run.args[0] for run in fleet.record.runs()) == Counter(range(ROWS))
 
 
-def names(store_url: str) -> list[str]:
-    """Of all runs in the store."""
+def names(records_url: str) -> list[str]:
+    """Of all runs in a Redis."""
     import redis
 
-    with redis.Redis.from_url(store_url) as client:
-        keys = client.keys("native_delay_fence:*")
-    return [key.decode().partition(":")[2] for key in keys]
+    begins_with = "tests.records.v1.run."
+    with redis.Redis.from_url(records_url) as client:
+        keys = client.keys(f"{begins_with}*")
+    return [key.decode().removeprefix(begins_with) for key in keys]
 
 
 def test_a_fence_that_cannot_be_opened_or_sealed_is_an_error(
@@ -221,38 +219,38 @@ def test_a_fence_that_cannot_be_opened_or_sealed_is_an_error(
     native_delay_redis: Any,
     native_delay_redis_url: str,
     monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Before a row is sent where that can be; afterwards the error has the result."""
     df = spark.range(10).selectExpr("id as number", "600 as wait", "'' as lost_times")
     app = make_app(native_delay_redis_url, levels=20)
     given = {"task": "shop.remind"}
-    with pytest.raises(InvalidFanOut, match=r"fence to be None or a URL.*got 'amqp'") as refused:
-        fan_out(df, app, "r", fence="amqp://guest:secret@broker", **given)
+    with pytest.raises(InvalidFanOut, match="fence to be True or False, got 'redis:") as refused:
+        fan_out(df, app, "r", fence="redis://:secret@h", **given)
     assert "secret" not in str(refused.value)
-    assert "secret" not in repr(fan_out(df, app, "r", fence="redis://:secret@h", **given).options)
 
+    with pytest.raises(NoRecords, match=r"set native_delay_records = .*nothing was sent"):
+        fan_out(df, make_app("amqp://127.0.0.1:1"), "r", fence=True, **given).send()
     monkeypatch.setattr("celery_native_delay.spark.fencing.OPEN_PATIENCE_SECONDS", 0.2)
-    with pytest.raises(FenceUnavailable, match="does not serve"):
-        fan_out(df, app, "r", fence="redis://127.0.0.1:1", **given).send()
+    away = make_app(native_delay_redis_url, records="redis://127.0.0.1:1")
+    with pytest.raises(RecordsUnavailable, match="out of reach: ConnectionError"):
+        fan_out(df, away, "r", fence=True, **given).send()
     assert native_delay_redis.client.keys("tests.*") == []
 
-    late = fan_out(df, app, "late", fence=native_delay_redis_url, **given)
+    late = fan_out(df, app, "late", fence=True, **given)
     late.facts  # noqa: B018  asked before, so that the next thing to happen is the opening
     real_collect = type(late.encoded).collect
 
     def given_up_meanwhile(frame: Any) -> Any:
         rows = real_collect(frame)
-        with fence_store(native_delay_redis_url) as store:
+        with runs_at(native_delay_redis_url) as runs:
             (run,) = names(native_delay_redis_url)
-            store.seal(run, Record(ABORTED, 0, by="worker-1"), ttl_seconds=60)
+            runs.seal(run, Record(ABORTED, 0, by="worker-1"), kept_seconds=60)
         return rows
 
     monkeypatch.setattr(type(late.encoded), "collect", given_up_meanwhile)
     with pytest.raises(FanOutFailed, match=r"10 confirmed.*given up by worker-1") as failed:
         late.send()
     assert failed.value.result.confirmed == 10
-    assert "has no native_delay_fence" in caplog.text
 
 
 def rows_of(batch: int) -> range:
@@ -260,11 +258,15 @@ def rows_of(batch: int) -> range:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(("policy", "fence_timeout"), [("run", 900), ("drop", 10 * SLOWNESS)])
+@pytest.mark.parametrize(
+    ("policy", "fence_timeout", "records_url"),
+    [("run", 900, "redis"), ("drop", 10 * SLOWNESS, "sqlite")],
+    indirect=["records_url"],
+)
 def test_batches_run_once_however_often_their_driver_is_killed(
-    make_fenced_app: Callable[[str], str],
+    make_fenced_app: Callable[..., str],
     native_delay_rabbitmq_url: str,
-    store_url: str,
+    records_url: str,
     apps_folder: Path,
     tmp_path: Path,
     policy: str,
@@ -280,9 +282,9 @@ def test_batches_run_once_however_often_their_driver_is_killed(
     for batch in range(BATCHES):
         lines = [json.dumps({"number": number, "wait": number % 3}) for number in rows_of(batch)]
         (source / f"{batch}.json").write_text("\n".join(lines))
-    app = make_fenced_app(native_delay_rabbitmq_url)
-    given = [app, store_url, str(fence_timeout), str(source)]
-    with fleet_with_worker(native_delay_rabbitmq_url, tmp_path, store_url, policy) as (
+    app = make_fenced_app(native_delay_rabbitmq_url, records_url)
+    given = [app, str(fence_timeout), str(source)]
+    with fleet_with_worker(native_delay_rabbitmq_url, tmp_path, records_url, policy) as (
         fleet,
         worker,
     ):
@@ -297,7 +299,7 @@ def test_batches_run_once_however_often_their_driver_is_killed(
                 with suppress(subprocess.TimeoutExpired):
                     process.wait(chance.uniform(0, 1))
             if policy == "drop":
-                wait_until(lambda run=f"reminders-{batch}:note": is_sealed(store_url, run))
+                wait_until(lambda run=f"reminders-{batch}:note": is_sealed(records_url, run))
         for dies_after, ends_with in ((BATCHES - 2, -signal.SIGKILL), (-1, 0)):
             for _ in range(5):
                 with driver(given, apps_folder, tmp_path, dies_after) as (process, said):
@@ -314,9 +316,9 @@ def test_batches_run_once_however_often_their_driver_is_killed(
     assert worker.log_lines("is dropped")
 
 
-def is_sealed(store_url: str, run: str) -> bool:
-    with fence_store(store_url) as store:
-        (record,) = store.load([run])
+def is_sealed(records_url: str, run: str) -> bool:
+    with runs_at(records_url) as runs:
+        (record,) = runs.load([run])
     return record is None or record.state != OPEN
 
 

@@ -13,9 +13,9 @@ import pytest
 
 pytest.importorskip("pyspark")
 
-from celery_native_delay.fence import fence_store
 from celery_native_delay.fence.run import ABORTED
 from celery_native_delay.spark import FanOut
+from tests.spark.conftest import runs_at
 from tests.waiting import wait_until
 
 
@@ -38,7 +38,7 @@ def test_an_interrupted_driver_says_what_it_has_sent(
         past="send",
         kwargs=["number"],
         run_id="r",
-        fence=native_delay_redis_url if fenced else None,
+        fence=fenced,
         max_rate=200,
     )
 
@@ -63,7 +63,7 @@ def test_an_interrupted_driver_says_what_it_has_sent(
     assert (sent, confirmed, in_doubt) == (arrived(), arrived(), 0)
     assert 100 <= sent < 20_000
     if fenced:
-        with fence_store(native_delay_redis_url) as store:
-            (record,) = store.load(["r:shop.remind"])
+        with runs_at(native_delay_redis_url) as runs:
+            (record,) = runs.load(["r:shop.remind"])
         assert record is not None
         assert record.state == ABORTED

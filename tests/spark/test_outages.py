@@ -22,7 +22,7 @@ from celery_native_delay.spark import FanOut
 from celery_native_delay.spark.receipts import Receipt
 from celery_native_delay.spark.sending import SendJob, send_rows
 from celery_native_delay.testing import private_redis, require_redis
-from celery_native_delay.transports.rabbitmq import bulk_publisher
+from celery_native_delay.transports import outbox
 from pytest_celery_native_delay import installed
 
 MakeApp = Callable[..., str]
@@ -58,7 +58,7 @@ def test_what_never_lets_us_in_is_asked_once(
     assert len(result.failures) == ROWS - result.rejected
     assert {failure.outcome for failure in result.failures} == {"unsent"}
     assert {failure.reason for failure in result.failures} == {result.failures[0].reason}
-    assert max(receipt.seconds for receipt in result.receipts) < bulk_publisher.PATIENCE_SECONDS
+    assert max(receipt.seconds for receipt in result.receipts) < outbox.PATIENCE_SECONDS
 
 
 def test_a_wrong_password_is_tried_once_in_each_slot(
@@ -72,7 +72,7 @@ def test_a_wrong_password_is_tried_once_in_each_slot(
         with pytest.raises(FanOutFailed, match="invalid username-password pair") as raised:
             fan_out(spark, app).send()
         refusals = sum(int(entry["count"]) for entry in redis.client.acl_log())
-    assert max(r.seconds for r in raised.value.result.receipts) < bulk_publisher.PATIENCE_SECONDS
+    assert max(r.seconds for r in raised.value.result.receipts) < outbox.PATIENCE_SECONDS
     # kombu asks twice before it raises, and two slots may do so at the same time.
     assert 1 <= refusals <= 4
 
@@ -107,8 +107,8 @@ def test_an_outage_is_waited_out_once_in_a_job(
         app = make_app(f"amqp://127.0.0.1:{server.server_address[1]}")
         module = apps_folder / f"{app.partition(':')[0]}.py"
         impatient = (
-            "from celery_native_delay.transports.rabbitmq import bulk_publisher\n"
-            f"bulk_publisher.PATIENCE_SECONDS = {patience_seconds}\n"
+            "from celery_native_delay.transports import outbox\n"
+            f"outbox.PATIENCE_SECONDS = {patience_seconds}\n"
         )
         module.write_text(module.read_text() + impatient)
         if way == "FanOut":

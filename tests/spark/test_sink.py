@@ -14,10 +14,10 @@ pytest.importorskip("pyspark.sql.datasource", reason="Spark 3.5 has no data sour
 from pyspark.errors import AnalysisException, PySparkException
 from pyspark.sql import functions as f
 
-from celery_native_delay.fence import fence_store
 from celery_native_delay.fence.run import HEADER, Fate, Stamp, fate
 from celery_native_delay.spark import task_id_of
 from tests.integration.traffic import inbox
+from tests.spark.conftest import runs_at
 from tests.spark.test_fan_out import number_of
 
 MakeApp = Callable[..., str]
@@ -101,9 +101,8 @@ def test_a_stream_sends_each_batch_under_ids_that_a_replay_repeats(
     fenced: bool,
 ) -> None:
     """Behind a fence, a batch that was committed is not sent again."""
-    fence = {"fence": native_delay_redis_url} if fenced else {}
     source, checkpoint = tmp_path / "source", tmp_path / "checkpoint"
-    app = make_app(native_delay_rabbitmq_url)
+    app = make_app(native_delay_rabbitmq_url, records=native_delay_redis_url)
 
     def run() -> None:
         stream = spark.readStream.schema("number long, at timestamp").json(str(source))
@@ -111,7 +110,7 @@ def test_a_stream_sends_each_batch_under_ids_that_a_replay_repeats(
             stream.writeStream.format("celery")
             .options(app=app, task="shop.remind", eta_col="at", past="send", kwargs_cols="number")
             .options(id_cols="number", run_id="stream", checkpointLocation=str(checkpoint))
-            .options(**fence)
+            .option("fence", fenced)
             .trigger(availableNow=True)
             .start()
         )
@@ -139,7 +138,7 @@ def test_a_stream_sends_each_batch_under_ids_that_a_replay_repeats(
     assert ids == expected
     stamps = [Stamp.parse(a.message.headers[HEADER]) for a in came if HEADER in a.message.headers]
     assert len({stamp.run for stamp in stamps}) == (2 if fenced else 0)
-    with fence_store(native_delay_redis_url) as store:
-        records = [record for stamp in stamps for record in store.load([stamp.run])]
+    with runs_at(native_delay_redis_url) as runs:
+        records = [record for stamp in stamps for record in runs.load([stamp.run])]
     fates = [fate(each, stamp) for each, stamp in zip(records, stamps, strict=True) if each]
     assert fates == [Fate.RUN] * len(stamps)

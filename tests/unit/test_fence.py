@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -20,8 +21,9 @@ from celery_native_delay.fence.run import (
     given_up,
     hold_seconds,
     is_overdue,
+    opened,
+    sealed,
 )
-from celery_native_delay.settings import is_fence_url
 
 NOW = 1_795_200_000.5
 
@@ -43,8 +45,9 @@ def test_another_header_is_not_guessed_at(text: object) -> None:
 
 
 def test_a_record_is_read_as_it_was_written_also_by_an_older_release() -> None:
-    record = Record(COMMITTED, NOW, winners={"0": "0-a", "7": "2-b"}, by="the driver")
+    record = Record(COMMITTED, NOW, winners={"0": "0-a", "7": "2-b"}, by="the driver", jobs=("j",))
     assert Record.from_json(record.to_json()) == record
+    assert json.loads(record.to_json())["v"] == 1
     assert Record.from_json(json.dumps(json.loads(record.to_json()) | {"new": 1})) == record
 
 
@@ -114,13 +117,33 @@ def test_a_message_is_looked_at_again_the_sooner_the_younger_its_run(
     assert SHORTEST_HOLD_SECONDS <= hold_seconds(None, now=NOW) <= LONGEST_HOLD_SECONDS
 
 
-@pytest.mark.parametrize("url", ["redis://h", "rediss://:pw@h:1/2", "redis+socket:///run/r.sock"])
-def test_urls_that_have_a_store(url: str) -> None:
-    assert is_fence_url(url)
+BEGUN = Record(OPEN, NOW, deadline=NOW + 60)
+SEALED = [Record(state, NOW, jobs=("j",)) for state in (COMMITTED, ABORTED, ALL)]
 
 
-@pytest.mark.parametrize(
-    "url", ["", "h:6379", "memcached://h", "sentinel://h", 5, None, b"redis://h"]
-)
-def test_urls_that_have_none(url: object) -> None:
-    assert not is_fence_url(url)
+def test_opening_again_puts_the_deadline_off() -> None:
+    """Executors do, whose clocks differ; when the run began stays."""
+    held = opened(None, BEGUN, "j")
+    assert held == replace(BEGUN, jobs=("j",))
+    later = Record(OPEN, NOW + 5, deadline=NOW + 65)
+    for new in (later, BEGUN):
+        held = opened(held, new, "j")
+        assert held == replace(BEGUN, deadline=NOW + 65, jobs=("j",))
+
+
+@pytest.mark.parametrize("held", SEALED, ids=lambda held: held.state)
+def test_a_sealed_run_stays_as_it_is(held: Record) -> None:
+    assert opened(held, BEGUN, "j") is held
+    assert [sealed(held, new) is held for new in SEALED] == [True] * 3
+
+
+def test_an_aborted_run_is_opened_again_by_another_job() -> None:
+    """Workers may have dropped what those that had opened it have sent."""
+    held = opened(opened(None, BEGUN, "j"), BEGUN, "k")
+    aborted = sealed(held, Record(ABORTED, NOW, by="worker"))
+    assert aborted.jobs == ("j", "k")
+    for job in ("j", "k"):
+        assert opened(aborted, BEGUN, job) is aborted
+    assert opened(aborted, BEGUN, "l") == replace(BEGUN, jobs=("l",))
+    lost = sealed(None, Record(ABORTED, NOW, by="worker"))
+    assert opened(lost, BEGUN, "j") == replace(BEGUN, jobs=("j",))

@@ -1,4 +1,4 @@
-"""The gate for messages of fenced runs, without a store."""
+"""The gate for messages of fenced runs, without records."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 from celery_native_delay import DelaySettings
 from celery_native_delay.fence.run import ABORTED, COMMITTED, HEADER, OPEN, Record
+from celery_native_delay.records.opened import Place
 from celery_native_delay.worker.arrival import Arrival, AskAgain, Drop, LookUp, WaitUntil
 from celery_native_delay.worker.fencing import EVENT, Fence
 
@@ -29,18 +30,18 @@ def found(fence: Fence, record: Record | None) -> Arrival:
 
 @pytest.fixture
 def fence() -> Fence:
-    return Fence(DelaySettings(fence="redis://127.0.0.1:1"), "worker-1")
+    return Fence(DelaySettings(), "worker-1", Place("redis://127.0.0.1:1", "celery_delay"))
 
 
-def test_a_worker_without_a_fence_runs_all_and_says_so_once(
+def test_a_worker_without_records_runs_all_and_says_so_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    unfenced = Fence(DelaySettings(), "worker-1")
+    unfenced = Fence(DelaySettings(), "worker-1", None)
     tasks = [arrival("run/0/0-a"), arrival("run/0/1-b")]
     assert list(map(unfenced, tasks)) == [None, None]
     assert [each.message.headers for each in tasks] == [{"id": "1"}] * 2  # nor will a retry have it
     (record,) = caplog.records
-    assert "native_delay_fence" in record.getMessage()
+    assert "has no native_delay_records" in record.getMessage()
 
 
 def test_a_header_that_cannot_be_read_is_named_and_its_task_runs(

@@ -11,9 +11,16 @@ import pytest
 from celery_native_delay.message import Delayed
 from celery_native_delay.settings import DelaySettings
 from celery_native_delay.transports.interface import Answer
-from celery_native_delay.worker.arrival import Announce, Arrival, AskAgain, Drop, Ruling, WaitUntil
-from celery_native_delay.worker.gates import (
+from celery_native_delay.worker.arrival import (
     AWAY_US,
+    Announce,
+    Arrival,
+    AskAgain,
+    Drop,
+    Ruling,
+    WaitUntil,
+)
+from celery_native_delay.worker.gates import (
     Moved,
     cancelled,
     early,

@@ -18,16 +18,16 @@ from celery_native_delay.keyed.record import HEADER as UNIQUE
 from celery_native_delay.keyed.rules import Step
 from celery_native_delay.message import HEADER, Delayed
 from celery_native_delay.rates.in_records import RecordLines
-from celery_native_delay.records.opened import records_at
+from celery_native_delay.records.opened import Place, records_at
 from celery_native_delay.transports.interface import Answer
 from celery_native_delay.transports.rabbitmq.wrapping import unwrap
 from celery_native_delay.transports.recorded import member_of
 from celery_native_delay.transports.virtual.wrapping import unwrapped
 from celery_native_delay.worker import unique
-from celery_native_delay.worker.arrival import Arrival, AskAgain, LookUp, Ruling, WaitUntil
+from celery_native_delay.worker.arrival import AWAY_US, Arrival, AskAgain, LookUp, Ruling, WaitUntil
 from celery_native_delay.worker.fencing import Fence
 from celery_native_delay.worker.gates import Moved, gates
-from celery_native_delay.worker.rating import AWAY_US, PLACE, Rated
+from celery_native_delay.worker.rating import PLACE, Rated
 from celery_native_delay.worker.unique import Unique
 
 NOW_US = 1_795_176_000_000_000
@@ -156,12 +156,12 @@ def test_no_gate_raises_and_none_keeps_a_task_for_ever(
 ) -> None:
     """Whatever a message holds: what cannot be encoded is no key, no place and no mark."""
     monkeypatch.setattr(unique, "leases_of", lambda app: Leases())
-    delay = DelaySettings(rates={RATED: Rate("10000/s", key=key)}, fence="redis://nowhere")
+    delay = DelaySettings(rates={RATED: Rate("10000/s", key=key)})
     rated = Rated(delay, {RATED: SimpleNamespace(run=call_api)})
     rated.lines = lines
     moved = Moved(delay)
     moved.receipts = WaitingTasks()
-    fence = Fence(delay, "worker")
+    fence = Fence(delay, "worker", Place("redis://nowhere", "celery_delay"))
     consumer = SimpleNamespace(pool=SimpleNamespace(num_processes=2))
     for arrival in messages(headers, payload, consumer):
         for gate in gates(delay, moved, fence, rated, Unique(None)):

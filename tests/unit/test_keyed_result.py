@@ -12,7 +12,7 @@ from celery import Celery
 from celery.result import AsyncResult, EagerResult
 
 from celery_native_delay import KeyedResult
-from celery_native_delay.app.results import EagerKeyedResult, keyed_result
+from celery_native_delay.app.keyed import EagerKeyedResult, keyed_result
 
 
 @pytest.fixture

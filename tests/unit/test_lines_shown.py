@@ -9,7 +9,7 @@ from typing import Any
 
 from celery_native_delay.cli.rates import shown
 from celery_native_delay.metrics.collector import DelayCollector
-from celery_native_delay.metrics.counting import Counts
+from celery_native_delay.metrics.listening import Counts
 from celery_native_delay.metrics.polling import Reading
 from celery_native_delay.rates.lines import RateLine
 from celery_native_delay.transports.interface import Backlog
@@ -58,7 +58,8 @@ def samples(lines: tuple[RateLine, ...] | None) -> Iterator[tuple[str, str, floa
     counts.hear({"queues": {}, "rate_starts": {"api": 1, "mail": 4}})
     reading = Reading(Backlog(0, 0), 0.0, 0.1, None, lines)
     poll: Any = SimpleNamespace(reading=lambda: reading)
-    for metric in DelayCollector(poll, counts, None, ["api", "idle"]).collect():
+    listener: Any = SimpleNamespace(hears=True)
+    for metric in DelayCollector(poll, counts, listener, ["api", "idle"]).collect():
         for sample in metric.samples:
             if sample.name.startswith("celery_delay_rate_"):
                 name = sample.name.removeprefix("celery_delay_rate_")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from celery_native_delay.app.moving import Pace, Tally, move
+from celery_native_delay.app.moving import Account, Pace, move
 from celery_native_delay.due_time import due_us
 from celery_native_delay.errors import CannotDelay
 from celery_native_delay.keyed.publishing import KeyedPublish
@@ -86,8 +86,8 @@ class Other:
         return not moving.again
 
 
-def moved(place: Place, other: Other, *, stop_after: int = 99) -> Tally:
-    tally = Tally(place.name, place.count())
+def moved(place: Place, other: Other, *, stop_after: int = 99) -> Account:
+    account = Account(place.name, place.count())
     count = iter(range(1, 99))
     stopped: list[int] = []
     told: list[str | None] = []
@@ -99,30 +99,30 @@ def moved(place: Place, other: Other, *, stop_after: int = 99) -> Tally:
     move(
         place,
         other,
-        tally,
+        account,
         pace=Pace(None),
         stopped=lambda: bool(stopped),
         on_each=on_each,
         on_doubt=told.append,
     )
-    assert told == tally.doubtful
-    return tally
+    assert told == account.doubtful
+    return account
 
 
 def test_a_message_is_gone_only_after_it_is_there() -> None:
     log: list[str] = []
-    tally = moved(Place(a_message("one"), a_message("two"), log=log), Other(log))
+    account = moved(Place(a_message("one"), a_message("two"), log=log), Other(log))
     assert log == ["one in", "one gone", "two in", "two gone", "closed"]
-    assert (tally.moved, tally.doubtful_count) == (2, 0)
+    assert (account.moved, account.doubtful_count) == (2, 0)
 
 
 def test_what_cannot_be_moved_stays() -> None:
     log: list[str] = []
     place = Place(a_message("far"), Stays("no"), Stays("not late", should=False), Void(), log=log)
-    tally = moved(place, Other(log, "far"))
+    account = moved(place, Other(log, "far"))
     assert log == ["Void gone", "closed"]
-    assert dict(tally.refused) == {"it is too far away": 1, "no": 1}
-    assert (tally.moved, tally.stays, tally.void) == (0, 1, 1)
+    assert dict(account.refused) == {"it is too far away": 1, "no": 1}
+    assert (account.moved, account.stays, account.void) == (0, 1, 1)
 
 
 def test_it_ends_after_the_present_message() -> None:
@@ -146,8 +146,8 @@ def test_an_error_of_the_broker_leaves_the_message_where_it_is() -> None:
 
 def test_what_may_run_twice_is_named() -> None:
     log: list[str] = []
-    tally = moved(Place(a_message("one", again=True), a_message("two"), log=log), Other(log))
-    assert (tally.doubtful, tally.moved) == (["one"], 2)
+    account = moved(Place(a_message("one", again=True), a_message("two"), log=log), Other(log))
+    assert (account.doubtful, account.moved) == (["one"], 2)
     assert moved(Place(a_message("three"), log=log, changing=True), Other(log)).doubtful == [
         "three"
     ]
@@ -156,8 +156,8 @@ def test_what_may_run_twice_is_named() -> None:
 def test_due_times_that_were_computed_are_counted_with_their_bound() -> None:
     log: list[str] = []
     place = Place(a_message("one", late_seconds=4.0), a_message("two", late_seconds=1.0), log=log)
-    tally = moved(place, Other(log))
-    assert (tally.computed, tally.late_seconds) == (2, 4.0)
+    account = moved(place, Other(log))
+    assert (account.computed, account.late_seconds) == (2, 4.0)
 
 
 class Records(ComparedRecords):
@@ -179,7 +179,7 @@ class Records(ComparedRecords):
 MARK = Mark("unique", "shop.remind", "ada", "end")
 
 
-def moved_with_records(one: Records, other: Records | None) -> tuple[list[str], Tally]:
+def moved_with_records(one: Records, other: Records | None) -> tuple[list[str], Account]:
     log: list[str] = []
     place, elsewhere = Place(a_message("one", {HEADER: MARK.header()}), log=log), Other(log)
     place.keeps_keys = False
@@ -198,9 +198,9 @@ def test_the_record_of_a_key_goes_before_its_message_is_gone() -> None:
 def test_a_task_stays_while_another_attempt_runs_under_its_key() -> None:
     run = Run("zero", "token", lease_us=200)
     records = Records(**{MARK.name: Record(id="one", due_us=5, run=run)})
-    log, tally = moved_with_records(records, None)
-    assert (log, tally.moved) == (["closed"], 0)
-    assert "runs under its key" in next(iter(tally.refused))
+    log, account = moved_with_records(records, None)
+    assert (log, account.moved) == (["closed"], 0)
+    assert "runs under its key" in next(iter(account.refused))
 
 
 def test_what_both_places_know_alike_stays_as_it_is() -> None:
@@ -212,14 +212,14 @@ def test_what_both_places_know_alike_stays_as_it_is() -> None:
 
 
 def test_reasons_are_told_up_to_a_number() -> None:
-    tally = Tally("somewhere", 0)
+    account = Account("somewhere", 0)
     for number in range(100):
-        tally.refuse(f"reason {number}")
-        tally.doubt(str(number) * 2)
-        tally.doubt(str(number))
-    assert len(tally.refused) == 21
-    assert tally.refused.total() == 100
-    assert (tally.doubtful_count, len(tally.doubtful)) == (200, 100)
+        account.refuse(f"reason {number}")
+        account.doubt(str(number) * 2)
+        account.doubt(str(number))
+    assert len(account.refused) == 21
+    assert account.refused.total() == 100
+    assert (account.doubtful_count, len(account.doubtful)) == (200, 100)
 
 
 def test_a_rate_is_kept_without_making_up_for_time_that_was_lost() -> None:

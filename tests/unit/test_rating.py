@@ -15,8 +15,14 @@ from celery.worker import state
 from celery_native_delay import DelaySettings, Rate, RecordsUnavailable, RetryAfter, SettingsError
 from celery_native_delay.rates.lines import Turn
 from celery_native_delay.worker import rating
-from celery_native_delay.worker.arrival import Arrival, AskAgain, Ruling, WaitUntil
-from celery_native_delay.worker.rating import AWAY_US, DOOR_SECONDS, PLACE, Rated, teach_retry_after
+from celery_native_delay.worker.arrival import AWAY_US, Arrival, AskAgain, Ruling, WaitUntil
+from celery_native_delay.worker.rating import (
+    DOOR_SECONDS,
+    PLACE,
+    Rated,
+    signatures,
+    teach_retry_after,
+)
 
 NOW_US = 1_795_176_000_000_000
 
@@ -335,8 +341,10 @@ def test_a_task_that_was_turned_away_is_retried_in_front_of_its_line(
         sent.append(dict(signature.options) | more)
 
     monkeypatch.setattr("celery.canvas.Signature.apply_async", apply_async)
-    teach_retry_after(app, RATES)
-    teach_retry_after(app, RATES)  # of a worker that starts in a process that had one
+    teach_retry_after(app, RATES, signatures(RATES, app.tasks))
+    teach_retry_after(
+        app, RATES, signatures(RATES, app.tasks)
+    )  # of a worker that starts in a process that had one
     turned_away.push_request(
         id="1",
         args=(tenant,),

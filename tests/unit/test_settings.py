@@ -13,7 +13,6 @@ from celery_native_delay import DelaySettings, SettingsError
 from celery_native_delay.settings import check_settings
 
 STORE = 'None or a SQLAlchemy URL of a database that outlives the process, such as "sqlite:////var/lib/shop/delays.db"'
-FENCE = "None or a URL that starts with redis://, rediss:// or redis+socket://"
 
 
 @pytest.mark.parametrize(
@@ -83,8 +82,6 @@ def test_the_default_levels_reach_eight_and_a_half_years() -> None:
         ("management_url", "https://guest:guest@rabbit:15671"),
         ("telemetry", "/var/log/shop/telemetry"),
         ("telemetry", "telemetry"),
-        ("fence", "rediss://:secret@store:6380/3"),
-        ("fence", "redis+socket:///run/redis.sock"),
         ("fence_policy", "drop"),
     ],
 )
@@ -163,8 +160,6 @@ RESOLUTION = "seconds from 0.001 to 3600, a whole number of milliseconds"
         ("strict", "yes", "True or False"),
         ("telemetry", "", "None or the path of a folder"),
         ("telemetry", True, "None or the path of a folder"),
-        ("fence", "store:6379", FENCE),
-        ("fence", True, FENCE),
         ("fence_policy", "hold", '"run" or "drop"'),
         ("fence_policy", None, '"run" or "drop"'),
     ],

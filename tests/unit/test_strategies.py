@@ -21,7 +21,7 @@ from celery_native_delay.fence.run import HEADER
 from celery_native_delay.message import Delayed
 from celery_native_delay.settings import DelaySettings
 from celery_native_delay.transports.interface import Answer, Wait
-from celery_native_delay.worker import announcing
+from celery_native_delay.worker import strategies
 from celery_native_delay.worker.arrival import (
     Arrival,
     AskAgain,
@@ -198,7 +198,7 @@ def in_seconds(seconds: float) -> str:
 def nothing_revoked() -> Iterator[None]:
     yield
     state.revoked.clear()
-    announcing._arrived.clear()
+    strategies._arrived.clear()
 
 
 def test_a_task_that_is_early_is_adopted_with_its_queue_and_due_time() -> None:

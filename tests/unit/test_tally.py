@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from celery_native_delay.metrics.counting import Counts
+from celery_native_delay.metrics.listening import Counts
 from celery_native_delay.worker.tally import Tally
 
 

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from celery_native_delay.bulk.batch import short_repr
 from celery_native_delay.message import Delayed
-from celery_native_delay.transports.rabbitmq.bulk_publisher import fields_of, frames_of
 from celery_native_delay.transports.rabbitmq.channels import Publication
+from celery_native_delay.transports.rabbitmq.learnt import fields_of, frames_of
 from celery_native_delay.transports.rabbitmq.template import FramedTask, Template
 from celery_native_delay.transports.rabbitmq.wrapping import wrap
 

@@ -20,10 +20,10 @@ from celery_native_delay.keyed.records import ComparedRecords
 from celery_native_delay.keyed.rules import LEASE_US, Seen, Step
 from celery_native_delay.worker import leases as leases_module
 from celery_native_delay.worker import unique as module
-from celery_native_delay.worker.arrival import Arrival, AskAgain, Drop, WaitUntil
+from celery_native_delay.worker.arrival import AWAY_US, Arrival, AskAgain, Drop, WaitUntil
 from celery_native_delay.worker.leases import Leases
 from celery_native_delay.worker.strategies import GatedStrategies
-from celery_native_delay.worker.unique import AWAY_US, PAUSE_SECONDS, Unique
+from celery_native_delay.worker.unique import PAUSE_SECONDS, Unique
 from tests.waiting import wait_until
 
 NOW_US = 1_795_176_000_000_000

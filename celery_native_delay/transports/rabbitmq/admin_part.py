@@ -57,8 +57,7 @@ class RabbitMQAdminPart:
 
     def examine(self) -> list[Finding]:
         with permissions_explained(self._topology):
-            found = examine(self._delays, self._api())
-            return [*found, *(self._records.findings() if self._records else ())]
+            return examine(self._delays, self._api())
 
     def status(self) -> Status:
         with permissions_explained(self._topology):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import select
 from collections import Counter, OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from time import monotonic
 from typing import Any, NamedTuple, Protocol
@@ -20,13 +20,8 @@ from amqp.exceptions import ChannelError, MessageNacked, RecoverableConnectionEr
 
 from ...errors import RefusedMessage
 from ...message import HEADER
-from .body import received
 
 logger = logging.getLogger(__name__)
-
-#: Frames that come ready-made are written so many at a time.
-WRITE_MESSAGES = 64
-WRITE_BYTES = 65_536
 
 
 class Sendable(Protocol):
@@ -40,11 +35,13 @@ class Sendable(Protocol):
     def id(self) -> Hashable:
         """The name by which the message is known when the broker returns it."""
 
-    def write(self, channel: Any) -> None:
-        """Write its frames for *channel* to the socket."""
 
-    def refused(self, reason: str) -> RefusedMessage:
-        """The report if the broker does not take it."""
+class Framed(Sendable, Protocol):
+    """A message whose frames are ready-made."""
+
+    @property
+    def frames(self) -> bytes:
+        """The bytes that publish it on the channel it is for."""
 
 
 class Publication(NamedTuple):
@@ -59,9 +56,6 @@ class Publication(NamedTuple):
     def id(self) -> Hashable:
         message = self.message
         return id_of(self.exchange, self.routing_key, message.properties, message.body)
-
-    def write(self, channel: Any) -> None:
-        channel.write_publish(*self)
 
     def refused(self, reason: str) -> RefusedMessage:
         headers = dict(self.message.properties.get("application_headers") or {})
@@ -80,6 +74,12 @@ def id_of(exchange: str, routing_key: str, properties: Any, body: bytes | str) -
     known_by = header.get("id") if isinstance(header, dict) else None
     known_by = known_by or properties.get("correlation_id") or body
     return exchange, routing_key, known_by.encode() if isinstance(known_by, str) else known_by
+
+
+def received(message: amqp.Message) -> amqp.Message:
+    """*message*, from a channel that decodes nothing, with a body that is bytes even when empty."""
+    message.body = message.body or b""
+    return message
 
 
 class OwnChannel(amqp.Channel):  # type: ignore[misc]
@@ -161,11 +161,8 @@ class WindowChannel(OwnChannel):
         self._unconfirmed: OrderedDict[int, Sendable] = OrderedDict()
         #: How often each message is known to come back; its confirm follows.
         self._returning: Counter[Hashable] = Counter()
-        self._unwritten: list[bytes] = []
-        self._unwritten_bytes = 0
-        self._unwritten_since = 0.0
-        self._came_back: list[Sendable] = []
-        self._nacked: list[Sendable] = []
+        self._came_back: list[Any] = []
+        self._nacked: list[Any] = []
         self.confirm_select()
 
     @property
@@ -173,63 +170,43 @@ class WindowChannel(OwnChannel):
         return len(self._unconfirmed)
 
     @property
-    def unwritten_seconds(self) -> float:
-        """The time for which the oldest message has waited to be written; 0 without one."""
-        return monotonic() - self._unwritten_since if self._unwritten else 0.0
-
-    @property
-    def unconfirmed(self) -> list[Sendable]:
+    def unconfirmed(self) -> list[Any]:
         """The messages that the broker has yet to confirm, oldest first."""
         return list(self._unconfirmed.values())
 
-    def send(self, message: Sendable, *, timeout_seconds: float | None = None) -> None:
+    def send(self, publication: Publication, *, timeout_seconds: float | None = None) -> None:
         """Publish without waiting; kept from here on unless this raises."""
         if self.connection is None:
             raise RecoverableConnectionError("connection already closed")
+        message, exchange, routing_key, mandatory = publication
+        arguments = (0, exchange, routing_key, mandatory, False)
+        publish = spec.Basic.Publish, "Bssbb", arguments, message
         try:
             if timeout_seconds is None:
-                message.write(self)
+                self.send_method(*publish)
             else:
                 with self.connection.transport.having_timeout(timeout_seconds):
-                    message.write(self)
+                    self.send_method(*publish)
         except TimeoutError as exc:
             # Half of it may be on its way: the connection is of no more use.
             self.connection.transport.connected = False
             raise RecoverableConnectionError("publishing timed out") from exc
         self._published += 1
-        self._unconfirmed[self._published] = message
+        self._unconfirmed[self._published] = publication
 
-    def write_publish(
-        self, message: amqp.Message, exchange: str, routing_key: str, mandatory: bool
-    ) -> None:
-        """Write the frames of a publish to the socket, behind what is still to be written."""
-        if self._unwritten:
-            self.write_now()
-        arguments = (0, exchange, routing_key, mandatory, False)
-        self.send_method(spec.Basic.Publish, "Bssbb", arguments, message)
-
-    def write_soon(self, frames: bytes) -> None:
-        """Write together with those that follow, before anything is waited for."""
-        if not self._unwritten:
-            self._unwritten_since = monotonic()
-        self._unwritten.append(frames)
-        self._unwritten_bytes += len(frames)
-        if len(self._unwritten) >= WRITE_MESSAGES or self._unwritten_bytes >= WRITE_BYTES:
-            self.write_now()
-
-    def write_now(self) -> None:
-        """Write what :meth:`write_soon` has collected."""
-        if self._unwritten:
-            frames, self._unwritten, self._unwritten_bytes = self._unwritten, [], 0
-            self._transport.write(b"".join(frames))
-            self.connection.bytes_sent += len(frames)
+    def send_all(self, messages: Sequence[Framed]) -> None:
+        """Write the frames of *messages* at once; they are kept also if this raises."""
+        for message in messages:
+            self._published += 1
+            self._unconfirmed[self._published] = message
+        self._transport.write(b"".join([message.frames for message in messages]))
 
     def take_returned(self) -> list[Any]:
         """Messages that came back because no queue is bound where they were to go."""
         back, self._came_back = self._came_back, []
         return back
 
-    def take_nacked(self) -> list[Sendable]:
+    def take_nacked(self) -> list[Any]:
         """Messages that the broker refused."""
         nacked, self._nacked = self._nacked, []
         return nacked
@@ -252,8 +229,6 @@ class WindowChannel(OwnChannel):
         """
         while len(self._unconfirmed) > unconfirmed:
             if deadline is None:
-                if self._unwritten:
-                    self.write_now()
                 _ = self._transport  # or it is gone
             elif not self.is_readable(max(deadline - monotonic(), 0)):
                 raise NotConfirmedInTime(
@@ -272,10 +247,6 @@ class WindowChannel(OwnChannel):
             nacked = len(self.take_nacked())
             raise MessageNacked(f"the broker refused {nacked} delayed message(s)")
 
-    def is_readable(self, timeout_seconds: float) -> bool:
-        self.write_now()
-        return super().is_readable(timeout_seconds)
-
     # --- what the broker says ------------------------------------------------------------
 
     def _on_basic_ack(self, delivery_tag: int, multiple: bool) -> None:
@@ -289,7 +260,7 @@ class WindowChannel(OwnChannel):
     def _on_basic_nack(self, delivery_tag: int, multiple: bool) -> None:
         self._nacked += self._settle(delivery_tag, multiple)
 
-    def _settle(self, delivery_tag: int, multiple: bool) -> list[Sendable]:
+    def _settle(self, delivery_tag: int, multiple: bool) -> list[Any]:
         """Take what the broker has decided on out of the unconfirmed."""
         unconfirmed = self._unconfirmed
         settled = []

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import amqp
 from amqp import spec
 from amqp.exceptions import (
     AccessRefused,
+    AMQPError,
     ChannelError,
     InternalError,
     NotFound,
     PreconditionFailed,
 )
+from kombu import Connection
 
 from ...errors import NotDeclared, NotPermitted, TopologyMismatch, UnsupportedBroker
 from .address import refusal_fits
 from .channels import OwnChannel, Publication
-from .own_connection import connection_like, hang_up
 from .topology import Binding, Change, Exchange, Queue, Topology, Unbinding
 
 #: At-least-once dead-lettering came with 3.10. https://www.rabbitmq.com/docs/quorum-queues
@@ -60,13 +61,18 @@ class Declarer:
         if self.refusal_fits(name):
             yield self.channel
             return
-        client = connection_like(self.connection.client)
+        # Another connection to the same broker, without heartbeats, which no thread would send.
+        client = Connection(**dict(self.connection.client._info(resolve=False), heartbeat=0))
         try:
             yield OwnChannel(client.connection)
         except (InternalError, UnicodeDecodeError) as exc:
             raise unreadable(f"RabbitMQ refused {name!r}") from exc
         finally:
-            hang_up(client)
+            # Whatever state it is in; py-amqp raises AttributeError where it went away.
+            with suppress(AMQPError, OSError, AttributeError):
+                if client._connection is not None:
+                    client._connection.collect()
+                client.close()
 
     def look_for_exchange(self, name: str, *, unreadable: type[ChannelError] = NotFound) -> None:
         """Ask for an exchange; raises NotFound or AccessRefused, or *unreadable* for either."""

@@ -1,239 +1,226 @@
-"""Messages of a batch on their way to RabbitMQ, kept until it has confirmed them.
+"""Messages that RabbitMQ has yet to confirm: a hundred in a write.
 
-An outbox has a connection of its own, so that reading confirms meets no other conversation, and a
-lock. What is unconfirmed when that connection dies goes out again on the next, under the same
-delivery id. A thread looks after messages that no further one follows.
+What is unconfirmed when the connection dies goes out again on the next, under the same delivery id.
 """
 
 from __future__ import annotations
 
 import logging
-from collections import deque
-from threading import Event, RLock, Thread
-from time import monotonic
-from typing import Any
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import replace
+from itertools import chain
+from typing import Any, TypeVar
 
-from amqp.exceptions import AccessRefused, NotAllowed
+from amqp.exceptions import AccessRefused, ChannelError, ConnectionError, NotAllowed, NotFound
+from kombu.exceptions import OperationalError
 
-from ...backoff import Backoff
-from ...durations import duration
-from ...errors import NativeDelayError, RefusedMessage
-from ..lasting import is_lasting_tls
-from .channels import NotConfirmedInTime, Sendable
-from .own_connection import LOST, connection_like, hang_up
-from .sending import Sender
+from ...errors import RefusedMessage
+from .. import outbox
+from ..outbox import BATCH, Batch
+from .channels import WindowChannel
+from .learnt import FramedPublication
+from .template import FramedTask
+from .topology import is_delay_name
 
 logger = logging.getLogger(__name__)
 
-#: Seconds that a message is held back at most, so that others are written with it.
-LINGER_SECONDS = 0.005
+T = TypeVar("T")
+Message = FramedPublication | FramedTask
 
-#: Seconds between two looks at what no further publish comes for.
-SETTLE_SECONDS = 0.5
-
-_LONGEST_RETRY_SECONDS = 5.0
-
-IN_DOUBT = "the connection was lost before the broker had confirmed it; it may have arrived"
+NACKED = "the broker refused it (basic.nack)"
 
 
-def is_lasting(error: BaseException) -> bool:
-    """True if what ended a connection, or kept it from being made, will be there tomorrow.
+class Alone(Batch[Message]):
+    """One message, which the broker answers for before the next is sent.
 
-    It is a wrong user or password, a virtual host that is not there or not for this user, TLS
-    where the other end has none; not a limit of connections, nor a virtual host that is down.
+    It, or one that was sent with it, was not taken before.
     """
-    if isinstance(error, NotAllowed):
-        text = str(error)
-        return "limit (" not in text and "is down" not in text
-    return isinstance(error, AccessRefused) or is_lasting_tls(error)
 
 
-class Outbox:
-    """A keeper of one batch's messages until the broker has confirmed them."""
+class Outbox(outbox.Outbox[Message, Batch[Message]]):
+    """Many messages to RabbitMQ. Batches are what is not written; a channel keeps the others."""
+
+    #: py-amqp raises AttributeError where a connection went away under it.
+    lost = (ConnectionError, OSError, OperationalError, AttributeError)
 
     def __init__(self, client: Any, window: int) -> None:
-        """*client* is a kombu connection to the same broker, which is not touched."""
-        self._client = connection_like(client)
-        self._window = window
-        #: Held while the connection is used.
-        self.lock = RLock()
-        self._sender: Sender | None = None
-        self._unsent: deque[Sendable] = deque()
-        self._refused: list[RefusedMessage] = []
-        self._published_at = monotonic()
-        self._settler: Thread | None = None
-        self._wake = Event()
-        self._is_settler_slow = False
-        self._is_closed = False
-        #: How often it has connected.
-        self.connects = 0
-        #: Set when the broker has been away for too long, or does not let us in.
-        self.has_given_up = False
+        super().__init__(client, window)
+        #: py-amqp's; and the channel in confirm mode.
+        self._connection: Any = None
+        self._confirming: WindowChannel | None = None
+        #: Channel and size of frames that messages are encoded for.
+        self._encoded_for = (0, 0)
 
-    def send(self, message: Sendable) -> None:
-        """Send without waiting, unless the window is full; it was not sent if this raises.
+    def take(self, put: Message) -> None:
+        put.encode(*self._encoded_for)
+        super().take(put)
 
-        Raises:
-            OSError, amqp.exceptions.AMQPError: there is no connection; earlier ones stay kept.
+    def patiently(self, attempt: Callable[[Any], T]) -> T:
+        def on_open_channel(channel: Any) -> T:
+            if channel.connection is None:  # the broker closed it for an earlier error
+                channel = self.channel = self._connection.bulk_channel()
+            try:
+                return attempt(channel)
+            except OperationalError as exc:  # Celery's word for other errors
+                raise exc.__cause__ or exc from None
+
+        try:
+            return super().patiently(on_open_channel)
+        except OperationalError as exc:
+            raise exc.__cause__ or exc from None
+
+    def is_lasting(self, error: BaseException) -> bool:
+        """True for a wrong user or password, and a virtual host that is not there or not for us.
+
+        Not for a limit of connections, nor for a virtual host that is down.
         """
-        with self.lock:
-            lost = False
-            while True:
-                try:
-                    sender = self._sender
-                    if sender is None or self._unsent:
-                        sender = self._ready_sender()
-                    sender.send(message)
-                    break
-                except LOST as exc:
-                    self.lose()
-                    if lost or is_lasting(exc):
-                        raise
-                    lost = True
-            self._published_at = monotonic()
-            if self._settler is None:
-                self._start_settler()
-            elif self._is_settler_slow:
-                self._wake.set()
-
-    def settle(self, *, timeout_seconds: float | None) -> None:
-        """Return when the broker has answered for everything; TimeoutError for what stays kept.
-
-        Without a connection there is one attempt if it :attr:`has_given_up`.
-        """
-        deadline = None if timeout_seconds is None else monotonic() + timeout_seconds
-        backoff = Backoff(0.05, _LONGEST_RETRY_SECONDS)
-        while lost := self._settle_all(deadline):
-            left = None if deadline is None else deadline - monotonic()
-            slow = isinstance(lost, NotConfirmedInTime)
-            gives_up = is_lasting(lost) or (self.has_given_up and not slow)
-            if gives_up or (left is not None and left <= 0):
-                raise TimeoutError(
-                    f"{self.unconfirmed_count} delayed message(s) not confirmed"
-                    f"{'' if gives_up else f' within {duration(timeout_seconds or 0.0)}'}"
-                    f"{'' if slow else f', {type(lost).__name__}: {lost}'}; "
-                    f"they are kept and will be sent again"
-                ) from lost
-            retry_seconds = backoff.failed()
-            self._wake.wait(min(retry_seconds, left or retry_seconds))
-
-    def take_refused(self) -> list[RefusedMessage]:
-        """Messages that the broker did not take since the last time; they have been logged."""
-        with self.lock:
-            if self._sender is not None:
-                self._refused += self._sender.take_refused()
-            refused, self._refused = self._refused, []
-            return refused
+        if isinstance(error, NotAllowed):
+            text = str(error)
+            return "limit (" not in text and "is down" not in text
+        return isinstance(error, AccessRefused) or super().is_lasting(error)
 
     def give_up(self) -> list[RefusedMessage]:
-        """Send nothing again; the messages in doubt, each of which may have arrived."""
         with self.lock:
-            self.lose()
-            in_doubt = [message.refused(IN_DOUBT) for message in self._unsent]
-            self._unsent.clear()
-            return in_doubt
+            self._recall()
+            return super().give_up()
 
-    def close(self) -> None:
-        """Give up the connection; what is in doubt is forgotten."""
-        with self.lock:
-            self.give_up()
-            self._is_closed = True
-            self._wake.set()
+    # --- out and in ----------------------------------------------------------------------
 
-    @property
-    def is_connected(self) -> bool:
-        """True if the connection is not known to be lost."""
-        return self._sender is not None and self._sender.is_usable
+    def _reports(self, reason: str, puts: Iterable[Message]) -> list[RefusedMessage]:
+        return [put.refused(reason) for put in puts]
 
-    @property
-    def connection(self) -> Any:
-        """The AMQP connection, made anew if it is lost."""
-        with self.lock:
-            self._ready_sender()
-            return self._client.connection
+    def _packed(self, puts: list[Message]) -> Iterable[Batch[Message]]:
+        return (Batch(puts),)
 
-    @property
-    def unconfirmed_count(self) -> int:
-        """Number of messages in doubt."""
-        sender = self._sender
-        return len(self._unsent) + (0 if sender is None else sender.in_doubt_count)
+    def _write(self) -> None:
+        self._connect()
+        while self._batches:
+            if isinstance(self._batches[0], Alone):
+                self._send_alone()
+            else:
+                self._heeding(self._write_next)
 
-    # --- under the lock ------------------------------------------------------------------
+    def _write_next(self, channel: WindowChannel) -> None:
+        channel.send_all(self._batches.popleft().puts)
+        channel.read_ready()
 
-    def _ready_sender(self) -> Sender:
-        """A sender that has sent everything kept."""
-        if self._sender is None or not self._sender.is_usable:
-            self.lose()
-            self._client.connect()
-            self._sender = Sender(self._client.connection, self._window)
-            self.connects += 1
-            self.has_given_up = False
-        while self._unsent:
-            self._sender.send(self._unsent[0])
-            self._unsent.popleft()
-        return self._sender
+    def _read_down(self) -> None:
+        most = self._window - self._batch_size
+        while self._unanswered > most:
+            self._write()
+            self._heeding(lambda channel: channel.read_down_to(most))
 
-    def _settle_all(self, deadline: float | None) -> Exception | None:
-        """The reason for which something is still in doubt; None if nothing is."""
-        with self.lock:
-            try:
-                if self.unconfirmed_count:
-                    self._ready_sender().settle(deadline=deadline)
-            except NotConfirmedInTime as exc:
-                return exc
-            except LOST as exc:
-                self.lose()
-                logger.debug("native delay: %s: %s", type(exc).__name__, exc)
-                return exc
-            return None
+    def _read_ready(self, *, timeout_seconds: float = 0) -> None:
+        def read(channel: WindowChannel) -> None:
+            if channel.is_readable(timeout_seconds):
+                channel.read_ready()
 
-    def lose(self) -> None:
-        """Close the connection; keep what is unconfirmed for the next one."""
-        sender, self._sender = self._sender, None
-        if sender is not None:
-            self._unsent.extendleft(reversed(sender.take_in_doubt()))
-            self._refused += sender.take_refused()
-        hang_up(self._client)
+        self._heeding(read)
 
-    # --- the thread ----------------------------------------------------------------------
+    def _heeding(self, attempt: Callable[[WindowChannel], None]) -> None:
+        """Do something on the channel, then see to what the broker has answered."""
+        channel = self._confirming
+        assert channel is not None
+        try:
+            attempt(channel)
+        except ChannelError as exc:
+            # The broker closed it for one of the messages: find out which it does not take.
+            # It forgets the confirms of such a channel, so some may arrive twice.
+            self._recall(alone=True)
+            self._open_confirming()
+            if isinstance(exc, NotFound):
+                self._declare_again()
+            return
+        self._refuse(NACKED, channel.take_nacked())
+        returned = channel.take_returned()
+        ours = [put for put in returned if is_delay_name(put.exchange)]
+        others = [put for put in returned if not is_delay_name(put.exchange)]
+        self._refuse("no queue is bound there (NO_ROUTE)", others, returned=True)
+        # The queues that they were to wait in were deleted.
+        self._batches.extendleft(Alone([put]) for put in reversed(ours))
+        self._count()
+        if ours:
+            self._declare_again()
 
-    def _start_settler(self) -> None:
-        if self._settler is None:
-            self._settler = Thread(target=self._settle, name="native-delay-outbox", daemon=True)
-            try:
-                self._settler.start()
-            except RuntimeError:  # the interpreter is ending
-                self._settler = None
+    def _send_alone(self) -> None:
+        """Send the next message once all before it are answered for, and await its own answer."""
+        channel = self._confirming
+        assert channel is not None
+        if channel.unconfirmed_count:
+            self._heeding(lambda channel: channel.read_down_to(0))
+            return
+        (put,) = self._batches.popleft().puts
+        reason = ""
+        try:
+            channel.send_all([put])
+            channel.read_down_to(0)
+        except ChannelError as exc:
+            reason = str(exc.reply_text)
+            self._open_confirming()
+        if channel.take_nacked():
+            reason = NACKED
+        returned = channel.take_returned()
+        if returned:
+            reason = f"{put.exchange} leads nowhere: see `celery -A PROJ delay verify`"
+        if reason:
+            self._refuse(reason, [put], returned=bool(returned))
+        self._count()
 
-    def _settle(self) -> None:
-        pause = LINGER_SECONDS
-        while True:
-            if self._wake.wait(pause):
-                self._wake.clear()
-            if self._is_closed:
-                return
-            pause = LINGER_SECONDS
-            sender = self._sender
-            lingers = sender is not None and sender.unwritten_seconds >= LINGER_SECONDS
-            if not lingers and monotonic() - self._published_at < SETTLE_SECONDS:
-                continue  # without the lock, which a fast loop needs all the time
-            with self.lock:
-                self._is_settler_slow = monotonic() - self._published_at >= SETTLE_SECONDS
-                if self._is_settler_slow:
-                    pause = SETTLE_SECONDS
-                if not self.unconfirmed_count:
-                    continue
-                try:
-                    self._ready_sender().look()
-                except Exception as exc:  # the thread must outlive whatever the broker says
-                    expected = isinstance(exc, (*LOST, NativeDelayError))
-                    logger.warning(
-                        "native delay: %d message(s) unconfirmed, trying on: %s: %s",
-                        self.unconfirmed_count,
-                        type(exc).__name__,
-                        exc,
-                        exc_info=not expected,
-                    )
-                    self.lose()
-                    self._is_settler_slow = True
-                    pause = _LONGEST_RETRY_SECONDS
+    def _refuse(self, reason: str, puts: Iterable[Message], *, returned: bool = False) -> None:
+        refused = [replace(each, returned=returned) for each in self._reports(reason, puts)]
+        if refused:
+            logger.error(
+                "native delay: %d message(s) not published, the first being %s; ids: %s",
+                len(refused),
+                refused[0],
+                ", ".join(str(message.task_id or message.delivery_id) for message in refused),
+            )
+            self._refused += refused
+
+    def _recall(self, *, alone: bool = False) -> None:
+        """Put back among the batches what the channel leaves unconfirmed."""
+        channel, self._confirming = self._confirming, None
+        if channel is not None:
+            self._refuse(NACKED, channel.take_nacked())
+            puts = [*channel.take_returned(), *channel.unconfirmed]
+            kind, most = (Alone, 1) if alone else (Batch, BATCH)
+            starts = reversed(range(0, len(puts), most))
+            self._batches.extendleft(kind(puts[at : at + most]) for at in starts)
+        self._count()
+
+    def _count(self) -> None:
+        written = 0 if self._confirming is None else self._confirming.unconfirmed_count
+        self._unanswered = written + sum(len(batch.puts) for batch in self._batches)
+
+    def _declare_again(self) -> None:
+        self._connection.delays.preparation.declare_again()
+
+    # --- the connection ------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        try:
+            super()._connect()
+        except ChannelError as exc:  # such as a wrong password, though there is no channel yet
+            raise OperationalError(str(exc)) from exc
+
+    def _opened(self, client: Any) -> Any:
+        self._connection = client.connection
+        channel = self._connection.bulk_channel()
+        self._open_confirming()
+        return channel
+
+    def _open_confirming(self) -> None:
+        self._confirming = WindowChannel(self._connection)
+        encoded_for = self._confirming.channel_id, self._connection.frame_max
+        if encoded_for != self._encoded_for:
+            self._encoded_for = encoded_for
+            for put in chain(self._held, *(batch.puts for batch in self._batches)):
+                put.encode(*encoded_for)
+
+    def _lose(self) -> None:
+        self._recall()
+        if self._client is not None:
+            with suppress(Exception):  # a dead peer answers no farewell
+                self._connection.collect()
+        super()._lose()

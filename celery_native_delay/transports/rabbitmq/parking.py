@@ -21,8 +21,7 @@ from ...errors import DelayTooLong
 from ...message import HEADER, Delayed, cancel
 from ..interface import Rescue
 from .address import queue_of_address
-from .body import received
-from .channels import OwnChannel, Publication, WindowChannel
+from .channels import OwnChannel, Publication, WindowChannel, received
 from .delays import Delays
 from .topology import Topology
 from .wrapping import COUNTED_BY_THE_QUEUE, keep_user_id, unwrap

@@ -20,8 +20,7 @@ from ...records.interface import Standing
 from ...settings import DelaySettings
 from ..moving import Found, Moving, Source, Void
 from ..recorded import key_records_beside, member_of, records_beside
-from .body import received
-from .channels import OwnChannel
+from .channels import OwnChannel, received
 from .declaring import permissions_explained
 from .delays import Delays
 from .elsewhere import deliveries_of, read_ours

@@ -136,15 +136,16 @@ class Template:
 
 
 class FramedTask:
-    """A task on its way whose frames come from a template; what a window keeps."""
+    """A task on its way through an outbox, whose frames come from a template."""
 
-    __slots__ = ("fields", "template", "to")
+    __slots__ = ("fields", "frames", "template", "to")
 
     def __init__(self, template: Template, fields: TaskFields, to: tuple[str, str]) -> None:
         """*to* is the user's own exchange and routing key."""
         self.template = template
         self.fields = fields
         self.to = to
+        self.frames = b""
 
     @property
     def exchange(self) -> str:
@@ -154,12 +155,13 @@ class FramedTask:
     def id(self) -> Hashable:
         return self.fields.exchange, self.fields.routing_key, self.fields.delivery_id.encode()
 
-    def write(self, channel: Any) -> None:
-        """Write its frames by *channel*, which sends many at a time."""
-        frame_max = channel.connection.frame_max
-        channel.write_soon(
-            self.template.frames(self.fields, channel_id=channel.channel_id, frame_max=frame_max)
-        )
+    @property
+    def size_bytes(self) -> int:
+        return len(self.frames)
+
+    def encode(self, channel_id: int, frame_max: int) -> None:
+        """Make its frames for a channel."""
+        self.frames = self.template.frames(self.fields, channel_id=channel_id, frame_max=frame_max)
 
     def refused(self, reason: str) -> RefusedMessage:
         headers = self.template.headers(self.fields)

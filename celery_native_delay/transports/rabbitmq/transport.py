@@ -22,16 +22,18 @@ from ..aliases import OPTION, asks_for_delays, settings_from_option
 from ..interface import AdminPart, WorkerPart, without_records
 from ..moving import MovingPart
 from ..recorded import key_records_beside, lines_beside, records_beside
-from .body import as_it_came, keep_bytes
 from .channels import Publication
 from .delays import Delays
+from .learnt import FramedPublication
 from .mirror import is_internal
-from .outbox import Outbox
 from .recording import Republisher
 from .wrapping import unwrap
 
 if TYPE_CHECKING:
     from ..interface import Exported
+
+#: Encodings whose text has the one form in bytes, so that nothing is lost by decoding it.
+_EXACT = frozenset((None, "utf-8", "UTF-8", "ascii", "us-ascii", "latin-1", "iso-8859-1"))
 
 #: Milliseconds until the kernel gives up on unacknowledged data. py-amqp's default of 1 s turns
 #: a broker that pauses (memory alarm, failover) into silent loss.
@@ -228,8 +230,8 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
 
     def dispatch_method(self, method_sig: tuple[int, int], payload: bytes, content: Any) -> Any:
         """Dispatch what the broker sent; a body that decoding would change is kept in bytes."""
-        if content is not None:
-            keep_bytes(content)
+        if content is not None and content.properties.get("content_encoding") not in _EXACT:
+            content.__dict__["bytes"] = content.body or b""
         return super().dispatch_method(method_sig, payload, content)
 
     def message_to_python(self, raw_message: Any) -> Any:
@@ -240,16 +242,15 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
             raw_message.properties, raw_message.delivery_info, delayed = unwrapped
         message = super().message_to_python(raw_message)
         message.native_delay = delayed
-        message.raw_body = as_it_came(raw_message)
+        message.raw_body = _as_it_came(raw_message)
         return message
 
 
 class BulkChannel(Channel):
-    """A channel whose publishes go through an outbox, and are remembered for a template."""
+    """A channel that collects what is published on it, for an outbox."""
 
-    outbox: Outbox
-    published: list[tuple[Publication, tuple[str, str]]]
-    """All that the last publish sent, each message with the user's own destination."""
+    collected: list[FramedPublication]
+    returned: list[Any]
 
     def basic_publish(
         self,
@@ -260,13 +261,12 @@ class BulkChannel(Channel):
         *_: Any,
         **__: Any,
     ) -> None:
-        """Send *msg* through the outbox, into the delay levels if it is due later."""
+        """Collect *msg*, on its way into the delay levels if it is due later."""
         publication = Publication(msg, exchange, routing_key, mandatory)
         due_us = due_of(msg.properties.get("application_headers"))
         if due_us is not None:
             publication = self.delays.into_levels(publication, due_us=due_us)
-        self.published.append((publication, (exchange, routing_key)))
-        self.outbox.send(publication)
+        self.collected.append(FramedPublication(publication, (exchange, routing_key)))
 
 
 class Connection(pyamqp.Connection):  # type: ignore[misc]
@@ -284,11 +284,10 @@ class Connection(pyamqp.Connection):  # type: ignore[misc]
             # Immediate messages are none of our business: only a delayed one is refused.
             self.delays = Delays(self, DelaySettings(), refusal=exc)
 
-    def bulk_channel(self, outbox: Outbox) -> BulkChannel:
-        """A new channel that publishes through *outbox*, whose connection this is."""
+    def bulk_channel(self) -> BulkChannel:
+        """A new channel that collects what is published on it."""
         channel = BulkChannel(self)
         channel.open()
-        channel.outbox, channel.published = outbox, []
         return channel
 
 
@@ -315,9 +314,11 @@ class Transport(pyamqp.Transport):  # type: ignore[misc]
         return export(settings, queues, vhost, own_queues=own_queues)
 
     def bulk_publisher(self, *, window: int) -> Any:
-        from .bulk_publisher import BulkPublisher
+        from ..bulk_publisher import BulkPublisher
+        from .learnt import Learnt
+        from .outbox import Outbox
 
-        return BulkPublisher(self.client, window=window)
+        return BulkPublisher(Outbox(self.client, window), Learnt)
 
 
 class SSLTransport(Transport, pyamqp.SSLTransport):  # type: ignore[misc]
@@ -328,3 +329,14 @@ def _patient(socket_settings: dict[int, int] | None) -> dict[int, int]:
     user_timeout = getattr(socket, "TCP_USER_TIMEOUT", None)
     ours = {} if user_timeout is None else {user_timeout: TCP_USER_TIMEOUT_MS}
     return ours | (socket_settings or {})
+
+
+def _as_it_came(message: Any) -> bytes:
+    """The body of a received message in the bytes that came.
+
+    py-amqp reads an empty body as an empty text.
+    """
+    body = message.__dict__.get("bytes", message.body)
+    if isinstance(body, str):
+        body = body.encode(message.properties["content_encoding"]) if body else b""
+    return bytes(body)

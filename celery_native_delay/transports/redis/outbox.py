@@ -16,7 +16,8 @@ from uuid import uuid4
 from redis import exceptions
 
 from ...errors import NativeDelayError
-from ..virtual import outbox
+from .. import outbox
+from ..virtual import outbox as virtual
 from ..virtual.collecting import Collecting
 from ..virtual.wrapping import encoded
 from .entry import Destination, front_of
@@ -98,7 +99,7 @@ class Batch(outbox.Batch[Put]):
         return connection.pack_command(*name, len(self.keys), *self.keys, *self.arguments)
 
 
-class Outbox(outbox.Outbox[Put, Batch]):
+class Outbox(virtual.Outbox[Put, Batch]):
     """Many messages to Redis: a hundred in a script."""
 
     lost = (

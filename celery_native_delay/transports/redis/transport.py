@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import logging
 from functools import partial
+from ssl import VerifyMode
 from typing import Any
+from urllib.parse import urlencode
 
 from kombu.transport import redis
 from redis.exceptions import RedisError
@@ -17,6 +19,7 @@ from ...errors import SettingsError, UnsupportedBroker
 from ...keyed.publishing import KeyedPublish
 from ...keyed.records import KeyRecords
 from ...rates.lines import Lines
+from ...records.opened import Place
 from ...records.waiting import WaitingTasks
 from ...settings import DelaySettings
 from ..interface import AdminPart, WorkerPart
@@ -162,11 +165,26 @@ class Transport(DelayingTransport, redis.Transport):  # type: ignore[misc]
         prefix = (self.client.transport_options or {}).get("global_keyprefix") or ""
         return Keys(prefix, settings.namespace).due
 
+    def own_records(self, settings: DelaySettings) -> Place | None:
+        """The place of records on the broker itself; None if no URL leads to it."""
+        prefix = (self.client.transport_options or {}).get("global_keyprefix") or ""
+        url = self.client.as_uri(include_password=True)
+        if isinstance(self.client.ssl, dict):
+            options = {
+                name: value.name.removeprefix("CERT_").lower()
+                if isinstance(value, VerifyMode)
+                else value
+                for name, value in self.client.ssl.items()
+                if value is not None
+            }
+            url = f"rediss://{url.partition('://')[2]}?{urlencode(options)}"
+        return Place(url, f"{prefix}{settings.namespace}")
+
     def bulk_publisher(self, *, window: int) -> Any:
-        from ..virtual.bulk_publisher import BulkPublisher
+        from ..virtual.learnt import publisher
         from .outbox import Outbox
 
-        return BulkPublisher(Outbox(self.client, window))
+        return publisher(Outbox(self.client, window))
 
 
 #: Servers that cannot hold delayed messages and of which this process has said so.
@@ -193,3 +211,6 @@ class SentinelTransport(Transport, redis.SentinelTransport):  # type: ignore[mis
 
     Channel = redis.SentinelChannel
     delaying_channel = SentinelChannel
+
+    def own_records(self, settings: DelaySettings) -> None:
+        """None: the master that Sentinel names has no URL that stays."""

@@ -12,8 +12,9 @@ from typing import Any
 
 from ...errors import StoreUnavailable
 from ..lasting import is_lasting_sql
+from ..outbox import Batch
 from ..virtual.collecting import Collecting, PlainPut
-from ..virtual.outbox import Batch, CallingOutbox, NotTaken
+from ..virtual.outbox import CallingOutbox, NotTaken
 from .batch_numbers import NumberedBatches
 from .delays import BROADCAST, Put
 from .store import is_about_a_row

@@ -23,6 +23,7 @@ from ...errors import NativeDelayError, UnsupportedBroker
 from ...keyed.publishing import KeyedPublish, underway
 from ...keyed.records import KeyRecords
 from ...rates.lines import Lines
+from ...records.opened import Place
 from ...records.waiting import WaitingTasks
 from ...settings import DelaySettings, is_store_url
 from ...urls import without_password
@@ -163,12 +164,17 @@ class StoreDelayingTransport(DelayingTransport):
     def waits_in(self: Any, settings: DelaySettings) -> str:
         return f"{settings.namespace} of {without_password(self._store_url(settings))}"
 
+    def own_records(self: Any, settings: DelaySettings) -> Place | None:
+        """The place of records in the store; None without a store."""
+        url = self._store_url(settings)
+        return Place(url, settings.namespace) if is_store_url(url) else None
+
     def bulk_publisher(self: Any, *, window: int) -> Any:
         _require_sqlalchemy()
-        from ..virtual.bulk_publisher import BulkPublisher
+        from ..virtual.learnt import publisher
         from .outbox import Outbox
 
-        return BulkPublisher(Outbox(self.client, window))
+        return publisher(Outbox(self.client, window))
 
     def _store_url(self, settings: DelaySettings) -> str:
         return settings.store or "native_delay_store, which is not set"

@@ -18,8 +18,8 @@ from botocore.exceptions import (
     PartialCredentialsError,
 )
 
+from ..outbox import Batch
 from ..virtual.collecting import Collecting, PlainPut
-from ..virtual.outbox import Batch
 from ..virtual.recorded import Outbox as RecordedOutbox
 from .delay_queue import can_delay, delay_queue_of
 from .delays import Delays

@@ -56,7 +56,7 @@ class Transport(DelayingTransport, SQS.Transport):  # type: ignore[misc]
         self.urls_by_queue: dict[str, str] = {}
 
     def bulk_publisher(self, *, window: int) -> Any:
-        from ..virtual.bulk_publisher import BulkPublisher
+        from ..virtual.learnt import publisher
         from .outbox import Outbox
 
-        return BulkPublisher(Outbox(self.client, window))
+        return publisher(Outbox(self.client, window))

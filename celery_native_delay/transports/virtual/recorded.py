@@ -213,7 +213,7 @@ class Outbox(CallingOutbox[PutT]):
             self.channel.delays.note(put)
         super().take(put)
 
-    def _refuse(self, reason: str, puts: Iterable[Put]) -> None:
+    def _refuse(self, reason: str, puts: Iterable[PutT]) -> None:
         refused = list(puts)
         for put in refused if hasattr(self.channel, "delays") else ():
             self.channel.delays.forget(put)

@@ -1,0 +1,79 @@
+"""Where an app records its fenced runs: the same place in every process."""
+
+from __future__ import annotations
+
+import ssl
+from contextlib import closing
+from typing import Any
+
+import pytest
+from celery import Celery
+from celery_native_delay.app.parts import records_place
+
+from celery_native_delay import install
+from celery_native_delay.app.installation import installed
+from celery_native_delay.fence.in_records import Runs
+from celery_native_delay.fence.run import COMMITTED, Record
+from celery_native_delay.records.opened import Place, records_at
+from celery_native_delay.testing import private_redis
+
+OWN = "celery_delay"
+TLS = {"ssl_cert_reqs": ssl.CERT_REQUIRED, "ssl_ca_certs": "/ca.pem", "ssl_keyfile": None}
+
+
+def place_of(broker_url: str, **conf: Any) -> Place | None:
+    app = Celery("shop", broker=broker_url, set_as_current=False)
+    app.conf.update(conf)
+    install(app)
+    return records_place(app, installed(app).settings())
+
+
+@pytest.mark.parametrize(
+    ("broker_url", "conf", "expected"),
+    [
+        ("redis://u:p%2F@h/3", {}, ("redis://u:p%2F@h:6379/3", OWN)),
+        (
+            "redis://h",
+            {"broker_transport_options": {"global_keyprefix": "{q}:"}},
+            ("redis://h:6379//", "{q}:celery_delay"),
+        ),
+        (
+            "rediss://h:1/2",
+            {"broker_use_ssl": TLS},
+            ("rediss://h:1/2?ssl_cert_reqs=required&ssl_ca_certs=%2Fca.pem", OWN),
+        ),
+        ("sentinel://h:26379", {"broker_transport_options": {"master_name": "m"}}, None),
+        ("sqla+postgresql://u:p@h/shop", {}, ("postgresql://u:p@h/shop", OWN)),
+        ("memory://", {"native_delay_store": "sqlite:////d.db"}, ("sqlite:////d.db", OWN)),
+        ("sqs://", {}, None),
+        ("amqp://h/shop", {}, None),
+        ("amqp://h/shop", {"native_delay_records": "redis://r"}, ("redis://r", OWN)),
+        ("redis://h", {"native_delay_records": "redis://r"}, ("redis://r", OWN)),
+        (
+            "sentinel://h:26379",
+            {"native_delay_records": "redis://r", "native_delay_namespace": "shop"},
+            ("redis://r", "shop"),
+        ),
+    ],
+)
+def test_the_setting_counts_first_then_the_broker_itself(
+    broker_url: str, conf: dict[str, Any], expected: tuple[str, str] | None
+) -> None:
+    """Whatever the virtual host; no broker is asked."""
+    assert place_of(broker_url, **conf) == expected
+
+
+def test_records_on_the_broker_are_reached_as_celery_reaches_it(server_name: Any) -> None:
+    """By a socket, with a password, and in a database of its number."""
+    done = Record(COMMITTED, 1.0)
+    with private_redis(server=server_name, password="s3 cret") as server:
+        for url, found in (
+            (server.url, []),
+            (server.socket_url, [done]),
+            (f"{server.socket_url}?virtual_host=3", []),
+        ):
+            place = place_of(url)
+            assert place is not None
+            with closing(records_at(*place)) as records:
+                assert [each for each in Runs(records).load(["r"]) if each] == found
+                Runs(records).seal("r", done, kept_seconds=100)
