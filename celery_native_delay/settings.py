@@ -99,9 +99,9 @@ class DelaySettings:
 
     records: str | None = None
     """URL of a Redis, or SQLAlchemy URL of a database, that keeps what is known about waiting
-    tasks, such as ``postgresql+psycopg://host/shop``. RabbitMQ needs it to list, cancel and move
-    tasks, for keys and for rates. A Redis broker and ``native_delay_store`` keep records
-    themselves. Fenced runs are kept here on any broker. Defaults to None."""
+    tasks, such as ``postgresql+psycopg://host/shop``. RabbitMQ, SQS and pgmq need it to list,
+    cancel and move tasks, for keys and for rates. A Redis broker and ``native_delay_store``
+    keep records themselves. Fenced runs are kept here on any broker. Defaults to None."""
     records_away: str = "run"
     """While the records are unreachable, due tasks "run", even if one was cancelled or moved; or
     they "wait" in the broker."""

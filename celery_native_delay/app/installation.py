@@ -213,7 +213,8 @@ def delaying_channel(app: Any, connection: Any) -> tuple[Any, DelaySettings]:
     channel = connection.default_channel
     if not hasattr(channel, "admin_part"):
         raise UnsupportedBroker(
-            f"{connection.as_uri()} delays by itself: there is nothing to ask or to do there"
+            f"{connection.as_uri()} delays by itself: there is nothing to ask or to do there; to "
+            f"list, cancel and move tasks, set native_delay_records in workers and producers"
         )
     return channel, settings
 

@@ -362,8 +362,8 @@ def lines_of(channel: Any, settings: DelaySettings) -> Lines:
     """The lines of rated tasks beside the broker of *channel*; or NoRecords."""
     if not hasattr(channel, "lines"):
         raise NoRecords(
-            "nothing beside this broker can count the tasks of native_delay_rates: use Redis, a "
-            "database, or RabbitMQ with native_delay_records as the broker"
+            "nothing beside this broker can count the tasks of native_delay_rates: use Redis or a "
+            "database as the broker, or RabbitMQ, SQS or pgmq with native_delay_records"
         )
     lines: Lines = channel.lines(settings)
     return lines
@@ -372,8 +372,8 @@ def lines_of(channel: Any, settings: DelaySettings) -> Lines:
 #: The way out where no records of keys can be kept.
 WHERE_KEYS_ARE_KEPT = (
     "debounce, throttle and unique need the records of their keys in one place with what waits: "
-    "use a Redis broker, RabbitMQ with native_delay_records set, a sqla+… broker, or one "
-    "whose messages wait in native_delay_store"
+    "use a Redis broker, RabbitMQ, SQS or pgmq with native_delay_records set, a sqla+… broker, or "
+    "one whose messages wait in native_delay_store"
 )
 
 

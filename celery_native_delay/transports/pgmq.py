@@ -1,24 +1,34 @@
 """kombu's pgmq transport, whose broker can delay by itself: its messages are told for how long.
 
-In kombu since 5.7. Delays are whole seconds there, so they are rounded up: never early.
+In kombu since 5.7. Delays are whole seconds there, so they are rounded up: never early. Beside
+records tasks carry our header, so that they can be listed, cancelled and moved.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from time import time_ns
 from typing import Any
+from uuid import uuid4
 
+from kombu.exceptions import OperationalError
 from kombu.transport import pgmq
 
+from ..errors import SettingsError
+from ..finding import Finding
 from ..settings import DelaySettings
+from .aliases import OPTION, settings_from_option
 from .bulk_publisher import BulkPublisher
+from .interface import Backlog, Told, Wait
 from .lasting import is_lasting_sql
 from .outbox import Batch
+from .recorded import NothingParked, RecordedWorkerPart, with_records
+from .virtual import recorded
 from .virtual.channel import DelayingTransport, PublishingChannel
 from .virtual.collecting import Collecting, PlainPut
 from .virtual.learnt import publisher
-from .virtual.outbox import CallingOutbox, NotTaken
+from .virtual.outbox import NotTaken
 
 
 class Channel(PublishingChannel, pgmq.Channel):  # type: ignore[misc]
@@ -27,19 +37,136 @@ class Channel(PublishingChannel, pgmq.Channel):  # type: ignore[misc]
     def _pgmq_send_kwargs(self, message: dict[str, Any]) -> dict[str, Any]:
         """Arguments that kombu hands to pgmq's ``send`` and ``send_topic``."""
         due_us = self.due_of(message)
-        if due_us is not None:
-            wait_us = due_us - time_ns() // 1000
-            seconds = max(-(-wait_us // 1_000_000), 1)
+        return self.told(message, 0 if due_us is None else due_us - time_ns() // 1000)
+
+    def told(self, message: dict[str, Any], wait_us: int) -> dict[str, Any]:
+        """Arguments with which *message* stays invisible for so long."""
+        if wait_us > 0:
+            seconds = -(-wait_us // 1_000_000)
             # In a copy: what is sent again, maybe when it is due, must not be delayed by this.
             message = {**message, "properties": {**message["properties"], "DelaySeconds": seconds}}
         found: dict[str, Any] = super()._pgmq_send_kwargs(message)
         return found
 
 
+class Delays(recorded.Delays):
+    """Delayed delivery on one channel, beside records."""
+
+    def _put(self, queue: str, message: dict[str, Any], due_us: int) -> PlainPut:
+        return PlainPut(queue, message, due_us)
+
+    def send(self, put: PlainPut, *, now_us: int) -> None:
+        channel = self._channel
+        name, told = channel._queue_name(put.queue), channel.told(put.message, put.due_us - now_us)
+        channel.pgmq.send(name, put.message, **told)
+
+
+class RecordedChannel(recorded.Channel, Channel):
+    """A channel beside records; what pgmq routes, of topics and fanouts, is not among them."""
+
+    delays_class = Delays
+
+    def let_wait(self, queue: str, message: dict[str, Any], *, due_us: int, **kwargs: Any) -> Any:
+        self.delays.check_reach(due_us)
+        self.delays.publish(queue, message, due_us=due_us)
+
+    def _put_fanout(self, exchange: str, message: dict[str, Any], *args: Any, **more: Any) -> None:
+        self.check_unkeyed(message, exchange)
+        super()._put_fanout(exchange, message, *args, **more)
+
+    def _put_topic(self, exchange: str, message: dict[str, Any], *args: Any, **more: Any) -> None:
+        self.check_unkeyed(message, exchange)
+        super()._put_topic(exchange, message, *args, **more)
+
+    def worker_part(self, settings: DelaySettings) -> PgmqWorkerPart:
+        return PgmqWorkerPart(self, settings)
+
+    def admin_part(self, settings: DelaySettings) -> PgmqAdminPart:
+        return PgmqAdminPart(self)
+
+
+class PgmqWorkerPart(RecordedWorkerPart):
+    comes_back_late_seconds = 2.0
+    """A second is rounded up, and kombu rests for one after a poll that found nothing."""
+
+    def prepare(self, where: str) -> str:
+        return f"{where} delays by itself; {self.terms}"
+
+    def put_one_back(self, wait: Wait) -> None:
+        message = wait.on(wait.message._raw)
+        properties = dict(message["properties"])
+        info = properties.get("delivery_info") or {}
+        own = {name: info[name] for name in info if not name.startswith("pgmq_")}
+        # Its present tag is about to be acknowledged.
+        message["properties"] = properties | {"delivery_info": own, "delivery_tag": str(uuid4())}
+        try:
+            self._delays.publish(
+                wait.queue,
+                message,
+                due_us=wait.due_us,
+                delivery_id=wait.delivery_id,
+                recorded=wait.delivery_id is None,
+            )
+        except pgmq.psycopg.Error as exc:
+            raise OperationalError(str(exc)) from exc
+
+
+class PgmqAdminPart(NothingParked):
+    """An :class:`~celery_native_delay.transports.interface.AdminPart`, of the queues served."""
+
+    name = "the queues of this app"
+    parking = "none: nothing is parked"
+
+    def __init__(self, channel: Any) -> None:
+        self._channel = channel
+        self._queues: Sequence[str] = ()
+
+    def serve(self, queues: Sequence[str]) -> None:
+        self._queues = queues
+
+    def declare(self, queues: Sequence[Any]) -> Told:
+        return Told({"queues": []}, ["pgmq delays by itself: nothing to declare"])
+
+    def verify(self) -> list[Finding]:
+        return []
+
+    def examine(self) -> list[Finding]:
+        return list(self._channel.delays.records.findings())
+
+    def status(self) -> Told:
+        waiting = self._of_waiting("SELECT")
+        return Told({"waiting": waiting, "parked": 0}, [f"waiting   {waiting}"])
+
+    def backlog(self) -> Backlog:
+        backlog = Backlog(self._of_waiting("SELECT"), 0)
+        return with_records(backlog, self._channel, self._channel.delays.settings)
+
+    def purge(self) -> int:
+        self._channel.delays.records.purge()
+        return self._of_waiting("DELETE")
+
+    def _of_waiting(self, verb: str) -> int:
+        """Do it to messages that are not due; their number."""
+        count = 0
+        for queue in self._queues:
+            table = f"q_{self._channel._queue_name(queue)}"
+            statement = pgmq.psycopg.sql.SQL(
+                f"{verb} FROM pgmq.{{}} WHERE read_ct = 0 AND vt > clock_timestamp()"
+            ).format(pgmq.psycopg.sql.Identifier(table))
+            if self._channel._has_queue(queue):
+                with self._channel.pgmq.pool.connection() as connection:
+                    count += connection.execute(statement).rowcount
+        return count
+
+
 class PgmqCollecting(Collecting):
     """A channel that collects messages; what pgmq itself routes goes its way one by one."""
 
-    def put_for(self, queue: str, message: dict[str, Any]) -> PlainPut:
+    def put_for(self: Any, queue: str, message: dict[str, Any]) -> PlainPut:
+        due_us = self.due_of(message)
+        if due_us is not None and isinstance(self, RecordedChannel):
+            self.delays.check_reach(due_us)
+            message = self.delays.put_of(queue, message, due_us=due_us).message
         return PlainPut(queue, message)
 
     def _put_fanout(self, *args: Any, **kwargs: Any) -> None:
@@ -51,7 +178,7 @@ class PgmqCollecting(Collecting):
         super()._put_topic(*args, **kwargs)  # type: ignore[misc]
 
 
-class Outbox(CallingOutbox[PlainPut]):
+class Outbox(recorded.Outbox[PlainPut]):
     """Many messages to pgmq: a hundred in a transaction, those together that wait as long."""
 
     collecting = PgmqCollecting
@@ -89,7 +216,12 @@ class Outbox(CallingOutbox[PlainPut]):
 class Transport(DelayingTransport, pgmq.Transport):  # type: ignore[misc]
     """kombu's pgmq transport; with the ``native_delay`` option, messages wait in the broker."""
 
-    delaying_channel = Channel
+    @property
+    def delaying_channel(self) -> type[Channel]:  # type: ignore[override]
+        with suppress(SettingsError):
+            if settings_from_option(self.client.transport_options[OPTION]).records is not None:
+                return RecordedChannel
+        return Channel
 
     def waits_in(self, settings: DelaySettings) -> str:
         """The place where delayed messages wait; needs no connection."""

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import closing
+from dataclasses import replace
+from time import time_ns
 from typing import Any
 
-from ..errors import NoRecords
+from ..errors import NoRecords, RecordsUnavailable
 from ..keyed.indexed import IndexedKeyRecords
 from ..message import Delayed
 from ..rates.line import Lines
 from ..records.opened import is_redis, records_of_process
 from ..settings import DelaySettings
 from ..texts import is_text
-from .interface import Answer
+from .interface import Answer, Backlog, ParkedTask, Receipts, Rescue, WorkerPart
 
 
 def records_beside(settings: DelaySettings, place: str) -> Any:
@@ -54,6 +57,19 @@ def member_of(headers: Mapping[str, Any], delivery_id: str) -> str | None:
     return f"{task_id}:{delivery_id}"
 
 
+def with_records(backlog: Backlog, channel: Any, settings: DelaySettings) -> Backlog:
+    """*backlog* of the broker of *channel*, with what the records beside it say, if any."""
+    if channel.delays.records is None:
+        return backlog
+    try:
+        with closing(channel.waiting_tasks(settings)) as tasks:
+            span, known = tasks.span(), tasks.count()
+    except RecordsUnavailable:
+        return replace(backlog, records_answer=False)
+    first_us = None if span is None else span[0] - time_ns() // 1000
+    return replace(backlog, records_answer=True, until_first_us=first_us, in_records=known)
+
+
 class IndexReceipts:
     """Receipts from *records*, which are asked each time."""
 
@@ -68,3 +84,34 @@ class IndexReceipts:
 
     def close(self) -> None:
         """The records are the process's."""
+
+
+class RecordedWorkerPart(WorkerPart):
+    """A worker's part on a broker that cannot be looked into, with records beside it or without."""
+
+    @property
+    def terms(self) -> str:
+        records = self._delays.records
+        where = "no records" if records is None else f"records at {records.where}"
+        return f"{super().terms}; {where}"
+
+    def receipts(self) -> Receipts | None:
+        records = self._delays.records
+        return None if records is None else IndexReceipts(records)
+
+    def sweep(self) -> int:
+        records = self._delays.records
+        return 0 if records is None else records.sweep()
+
+
+class NothingParked:
+    """The part of an admin part on a broker where no message is ever parked."""
+
+    def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]]:
+        return 0, []
+
+    def requeue(self) -> Rescue:
+        return Rescue()
+
+    def purge_parked(self) -> int:
+        return 0

@@ -16,7 +16,8 @@ from .arrival import Announce, Arrival, Drop, Gate, Ruling, WaitUntil
 
 def gates(settings: DelaySettings, moved: Moved, *more: Gate | None) -> tuple[Gate, ...]:
     """The gates of a worker, in the order in which a task passes them; *more* come last."""
-    ordered = (moved, cancelled, expired, early if settings.adopt else None, *more)
+    # One that comes early goes back unasked: the records are asked once, when it is due.
+    ordered = (early if settings.adopt else None, moved, cancelled, expired, *more)
     return tuple(gate for gate in ordered if gate is not None)
 
 
@@ -65,6 +66,11 @@ def expired(arrival: Arrival) -> Ruling | None:
 def early(arrival: Arrival) -> Ruling | None:
     """The gate for a task that comes before its ETA, and waits in the broker, not in memory.
 
-    Such come from producers without this package, from another language or an older release.
+    Such come from producers without this package, from another language or an older release. One
+    that waits for longer than its broker can keep it comes early, too, and keeps its delivery id.
     """
-    return WaitUntil(due_us(arrival.fields["eta"])) if arrival.is_early else None
+    if not arrival.is_early:
+        return None
+    delayed = arrival.delayed
+    delivery_id = None if delayed is None else delayed.delivery_id
+    return WaitUntil(due_us(arrival.fields["eta"]), delivery_id)

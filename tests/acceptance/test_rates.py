@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from threading import Thread
 from time import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -66,12 +67,13 @@ def test_celerys_test_worker_raises_that_it_cannot_count(rate: str, error: type[
     assert isinstance(raised[0], error), raised
 
 
-def test_sqs_has_nothing_to_count_in() -> None:
+def test_sqs_has_nothing_to_count_in_without_records() -> None:
     app = install(new_app(broker_url="sqs://"), rates={"call_api": "1/s"})
     connection = app.connection_for_write()
     channel = connection.transport.delaying_channel
-    with pytest.raises(NoRecords, match="SQS keeps nothing that could be counted in"):
-        channel.lines(None, None)
+    without_records = SimpleNamespace(delays=SimpleNamespace(records=None))
+    with pytest.raises(NoRecords, match="set native_delay_records"):
+        channel.lines(without_records, None)
 
 
 @on_one_version

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from itertools import count
 from pathlib import Path
 from typing import Any, Protocol
-from urllib.parse import quote
+from urllib.parse import parse_qs, quote, unquote, urlsplit
 
 import pytest
 from kombu.transport import filesystem
@@ -40,9 +40,11 @@ KEEPING_KEYS = [
     "filesystem",
     in_ci("filesystem-postgresql"),
     in_ci("sqla"),
+    in_ci("sqs"),
+    in_ci("pgmq"),
 ]
 
-BROKERS = [*KEEPING_KEYS, in_ci("sqs")]
+BROKERS = KEEPING_KEYS
 
 
 def at_home_on(*names: str) -> list[Any]:
@@ -89,6 +91,12 @@ def running_broker(name: str, running_rabbitmq: Callable[..., PrivateRabbitMQ]) 
         case ["sqla"]:
             with folder() as spaces:
                 yield Database(spaces)
+        case ["pgmq"]:
+            pytest.importorskip("kombu.transport.pgmq", reason="kombu before 5.7")
+            pytest.importorskip("pgmq.install")
+            installed(find_postgresql)
+            with private_postgresql() as server:
+                yield Pgmq(server)
         case ["sqs"]:
             installed(require_sqs)
             with ExitStack() as stack:
@@ -101,14 +109,19 @@ def knows_bindings(url: str) -> bool:
     """Whether all who are connected know every binding, so that broadcasts and remote control work.
 
     kombu's sqlalchemy and SQS transports keep those of each connection to itself, and have no
-    broadcasts.
+    broadcasts. Its pgmq keeps those of direct exchanges to itself.
     """
-    return not url.startswith(("sqla+", "sqs://"))
+    return not url.startswith(("sqla+", "sqs://", "pgmq://"))
+
+
+def keeps_no_records(url: str) -> bool:
+    """Whether records there need a place beside it, as a Redis."""
+    return url.startswith(("amqp", "sqs://"))
 
 
 def whole_seconds(url: str) -> bool:
     """Whether a delay ends with a whole second there, so that 0.5 s are 1 s."""
-    return url.startswith("sqs://")
+    return url.startswith(("sqs://", "pgmq://"))
 
 
 @contextmanager
@@ -123,6 +136,11 @@ def options_of(url: str) -> dict[str, Any]:
     if scheme == "sqs":
         # One who drains several queues asks for one after the other.
         return {"wait_time_seconds": 0, "polling_interval": 0.1}
+    if scheme == "pgmq":
+        more = {"init_extension": False, "wait_time_seconds": 0, "polling_interval": 0.1}
+        name, folder = database_of(url)
+        # It takes no URL of a socket.
+        return {"conn_string": f"user=postgres dbname={name} host={folder}", **more}
     if scheme != "filesystem":
         return {}
     queues = f"{path}/queues"
@@ -137,7 +155,16 @@ def options_of(url: str) -> dict[str, Any]:
 def settings_of(url: str) -> dict[str, Any]:
     """The settings without which nothing can wait there."""
     scheme, _, path = url.partition("://")
+    if scheme == "pgmq":
+        name, folder = database_of(url)
+        return {"records": f"postgresql+psycopg://postgres@/{name}?host={folder}"}
     return {"store": Path(path, "store").read_text()} if scheme == "filesystem" else {}
+
+
+def database_of(url: str) -> tuple[str, str]:
+    """The database of a pgmq, and the folder of its server's socket."""
+    name, _, folder = url.rpartition("/")[2].partition("@")
+    return name, unquote(folder)
 
 
 def redis_server(name: ServerName) -> ServerName:
@@ -270,6 +297,47 @@ def drop_tables(url: str) -> None:
             else:
                 table.drop(connection)
     engine.dispose()
+
+
+class Pgmq:
+    """A space is a database with the functions of pgmq, which keeps its records as well."""
+
+    def __init__(self, server: PrivatePostgreSQL) -> None:
+        self._server = server
+
+    def new_space(self) -> str:
+        from pgmq.install import get_embedded_install_sql
+
+        database = urlsplit(self._server.new_database())
+        (folder,) = parse_qs(database.query)["host"]
+        url = f"pgmq://localhost/{database.path[1:]}@{quote(folder, safe='')}"
+        self._execute(url, get_embedded_install_sql())
+        self._declare(url)
+        return url
+
+    def remove_space(self, url: str) -> None:
+        """The server goes soon."""
+
+    def wipe(self, url: str) -> None:
+        self._execute(url, "SELECT pgmq.drop_queue(queue_name) FROM pgmq.list_queues()")
+        drop_tables(settings_of(url)["records"])
+        self._declare(url)
+
+    def restart(self) -> None:
+        self._server.stop()
+        self._server.start()
+
+    def _declare(self, url: str) -> None:
+        """Create the queues of these tests: kombu publishes to no other, delayed or not."""
+        for queue in ("jobs", "other"):
+            self._execute(url, f"SELECT pgmq.create('{queue}')")
+
+    @staticmethod
+    def _execute(url: str, statement: str) -> None:
+        import psycopg
+
+        with psycopg.connect(options_of(url)["conn_string"], autocommit=True) as connection:
+            connection.execute(statement)
 
 
 class SQS:

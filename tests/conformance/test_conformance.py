@@ -92,6 +92,8 @@ def overtaken_seconds(arrivals: list[Arrival]) -> float:
 def test_it_arrives_exactly_where_and_as_the_undelayed_one(url: str) -> None:
     headers = {"id": "task-1", "customer": {"n": 1.0}}
     routes = {name: ROUTES[name] for name in ROUTES if name != "fanout" or knows_bindings(url)}
+    if url.startswith("pgmq://"):  # where kombu 5.7 publishes no header to a topic, delayed or not
+        routes = {name: routes[name] for name in ("default", "direct")}
     boxes: dict[str, Inbox] = {}
     with attended(url), delaying(url) as connection:
         for queue in EVERY_QUEUE:

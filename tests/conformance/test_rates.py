@@ -21,7 +21,7 @@ from celery_native_delay.testing import PrivateRedis, private_redis
 from celery_native_delay.worker.rating import PLACE
 from tests.acceptance.worker import FEW_LEVELS, Fleet, Run, fleet_on
 from tests.brokers import in_ci
-from tests.conformance.brokers import options_of, settings_of
+from tests.conformance.brokers import keeps_no_records, options_of, settings_of
 from tests.lines import LOOKED_AT, most_in_a_window
 from tests.waiting import SLOWNESS, wait_until
 
@@ -31,6 +31,7 @@ BROKERS = [
     pytest.param("redis", marks=pytest.mark.redis),
     "filesystem",
     in_ci("filesystem-postgresql"),
+    in_ci("sqs"),
 ]
 
 RATE = Rate("40/4s", key="tenant")
@@ -50,7 +51,7 @@ def conf_of(url: str, request: pytest.FixtureRequest) -> dict[str, Any]:
     """A configuration with which lines are kept there."""
     conf = {f"native_delay_{name}": value for name, value in settings_of(url).items()}
     conf |= {"broker_transport_options": options_of(url), "native_delay_levels": FEW_LEVELS}
-    if url.startswith("amqp"):
+    if keeps_no_records(url):
         server: PrivateRedis = request.getfixturevalue("records")
         conf["native_delay_records"] = f"redis://127.0.0.1:{server.port}/{next(_databases)}"
     return conf
@@ -83,13 +84,13 @@ def test_many_workers_count_in_one_line(fleet: Fleet) -> None:
             if name.startswith("native_delay_") and value is not None
         }
     )
-    until = time() + 1.5
 
     def ask(_: int) -> list[float]:
         starts: list[float] = []
         with app.connection_for_write() as connection, ExitStack() as stack:
             lines = stack.enter_context(closing(connection.default_channel.lines(settings)))
             places: list[int | None] = [None]
+            until = time() + 1.5
             while time() < until:
                 turn = lines.ask("call_api", "ada", rate, places[0])
                 places[0] = turn.place

@@ -92,16 +92,18 @@ def test_what_has_expired(late_ms: int, drops: bool) -> None:
 
 def test_what_is_early() -> None:
     assert early(arrival(eta=IN_A_MINUTE)) == WaitUntil(NOW_US + 60_000_000)
+    again = WaitUntil(NOW_US + 60_000_000, "d-1")
+    assert early(arrival(WAITED, eta=IN_A_MINUTE)) == again, "a mark must find it when it is due"
     assert early(arrival()) is None
     assert early(arrival(WAITED._replace(cancelled=True), eta=IN_A_MINUTE)) is None
 
 
 def test_the_order_of_the_gates() -> None:
-    """A copy that another has replaced is not announced; what is early may still be moved."""
+    """A copy that another has replaced is not announced; what is early is not asked about yet."""
 
     def fence(_: Arrival) -> None:
         return None
 
     moved = Moved(DelaySettings())
-    assert gates(DelaySettings(), moved, fence) == (moved, cancelled, expired, early, fence)
+    assert gates(DelaySettings(), moved, fence) == (early, moved, cancelled, expired, fence)
     assert early not in gates(DelaySettings(adopt=False), moved, fence)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from kombu import Connection
 
 from tests.traffic import eta_in
 
@@ -40,5 +41,13 @@ def test_a_second_attempt_is_not_delayed_by_what_was_left_at_the_first() -> None
 
 
 def test_a_connection_delays_if_it_is_asked_to() -> None:
-    assert issubclass(pgmq.Transport.delaying_channel, pgmq.Transport.Channel)
+    """By the option of the connection; beside records its messages carry our header."""
+    chosen = {}
+    for records in (None, "redis://localhost"):
+        transport = object.__new__(pgmq.Transport)
+        transport.client = Connection(
+            "pgmq://", transport_options={"native_delay": {"records": records}}
+        )
+        chosen[records] = transport.delaying_channel
+    assert chosen == {None: pgmq.Channel, "redis://localhost": pgmq.RecordedChannel}
     assert pgmq.Transport.Channel.__module__ == "kombu.transport.pgmq"

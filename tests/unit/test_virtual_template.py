@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from kombu.utils.json import dumps
 
+from celery_native_delay.due_time import eta_of
 from celery_native_delay.transports.virtual.template import Template, fields_of, refused_of
 from celery_native_delay.transports.virtual.wrapping import encoded, wrapped
 
@@ -43,6 +44,7 @@ def envelope(draw: Any, kind: dict[str, Any]) -> dict[str, Any]:
     """As our channel stores it."""
     task_id = draw(ids)
     body = draw(st.binary(max_size=200))
+    due_ms = draw(st.integers(2**40, 2**41))
     message = {
         "body": b64encode(body).decode(),
         "content-encoding": "utf-8",
@@ -51,7 +53,7 @@ def envelope(draw: Any, kind: dict[str, Any]) -> dict[str, Any]:
             "lang": "py",
             "task": kind["task"],
             "id": task_id,
-            "eta": draw(st.sampled_from(["2026-11-20T12:00:00+00:00", "2026-11-20T12:00:00.5"])),
+            "eta": eta_of(due_ms * 1000),
             "root_id": task_id if kind["is_root"] else "root",
             "argsrepr": draw(texts),
             "kwargsrepr": draw(texts),
@@ -67,7 +69,7 @@ def envelope(draw: Any, kind: dict[str, Any]) -> dict[str, Any]:
             "delivery_tag": draw(ids),
         },
     }
-    return wrapped(message, due_ms=draw(st.integers(2**40, 2**41)))
+    return wrapped(message, due_ms=due_ms)
 
 
 @given(st.data(), kinds())

@@ -61,3 +61,13 @@ def test_whatever_else_carries_our_header_did_not_wait(headers: dict[str, Any]) 
 @pytest.mark.parametrize(("us", "ms"), [(0, 0), (1, 1), (999, 1), (1000, 1), (1001, 2), (-1, 0)])
 def test_milliseconds_are_rounded_up(us: int, ms: int) -> None:
     assert milliseconds_up(us) == ms
+
+
+def test_a_message_that_waits_past_its_eta_says_so_and_keeps_its_own_delivery_id() -> None:
+    """For its turn, say; its delivery tag is another one when it comes back."""
+    for eta in (ETA, None):
+        went_in = wrapped(message(task="t", eta=eta), due_ms=DUE_MS + 5000, delivery_id="own")
+        _, delayed = unwrapped(went_in["headers"], went_in["properties"])
+        assert delayed == Delayed("own", (DUE_MS + 5000) * 1000, "shop", "orders.new")
+        retried = {**went_in["headers"], "eta": "2026-11-20T13:00:00+00:00"}
+        assert unwrapped(retried, went_in["properties"])[1] is None

@@ -10,13 +10,11 @@ from typing import Any
 
 from amqp.exceptions import NotFound, ResourceLocked
 
-from ...errors import (
-    NativeDelayError,
-    RecordsUnavailable,
-)
+from ...errors import NativeDelayError
 from ...finding import Finding
 from ...settings import DelaySettings
 from ..interface import Backlog, ParkedTask, Rescue, Told
+from ..recorded import with_records
 from .declaring import not_declared, permissions_explained
 from .inspection import examine, verify
 from .management import ManagementAPI, management_of
@@ -73,17 +71,8 @@ class RabbitMQAdminPart:
         """Numbers over AMQP alone; due times from the records."""
         with permissions_explained(self._topology):
             found, parked = tuple(levels(self._delays)), count(self._delays)
-        waiting = sum(level.waiting for level in found)
-        tasks = self._channel.waiting_tasks(self._settings)
-        if tasks is None:
-            return Backlog(waiting, parked, found)
-        with closing(tasks):
-            try:
-                span, known = tasks.span(), tasks.count()
-            except RecordsUnavailable:
-                return Backlog(waiting, parked, found, records_answer=False)
-        first_us = None if span is None else span[0] - time_ns() // 1000
-        return Backlog(waiting, parked, found, True, first_us, known)
+        backlog = Backlog(sum(level.waiting for level in found), parked, found)
+        return with_records(backlog, self._channel, self._settings)
 
     def purge(self) -> int:
         """Empty every level queue; what landing queues hold stays."""

@@ -11,13 +11,13 @@ from ...durations import duration
 from ...errors import NativeDelayError, NotPermitted
 from ...finding import Finding
 from ...message import Delayed
-from ..interface import Receipts, Rescue, Wait, WorkerPart
-from ..recorded import IndexReceipts
+from ..interface import Rescue, Wait, WorkerPart
+from ..recorded import RecordedWorkerPart
 from .management import management_of, overriding_policies
 from .parking import rescue
 
 
-class RabbitMQWorkerPart(WorkerPart):
+class RabbitMQWorkerPart(RecordedWorkerPart):
     def prepare(self, where: str) -> str:
         prepared = self._delays.prepare(consuming=True)
         settings = self.settings
@@ -25,7 +25,7 @@ class RabbitMQWorkerPart(WorkerPart):
             f"{settings.levels} {settings.queue_type} levels of {duration(settings.resolution)} on "
             f"{where}, {'declared' if prepared.declared else 'found declared'} in "
             f"{prepared.seconds * 1000:.0f} ms; {len(self._delays.mirror.known)} bindings; "
-            f"{self.terms}; {self._where_records_are}"
+            f"{self.terms}"
             + (
                 "; classic levels may lose what hops while the broker crashes"
                 if settings.queue_type == "classic"
@@ -53,20 +53,7 @@ class RabbitMQWorkerPart(WorkerPart):
             headers = properties.get("application_headers") or {}
             properties["application_headers"] = {**headers, **wait.headers}
         message = amqp.Message(wait.message.raw_body, **properties)
-        self._delays.put_back(message, _delayed(wait))
-
-    @property
-    def _where_records_are(self) -> str:
-        records = self._delays.records
-        return "no records" if records is None else f"records at {records.where}"
-
-    def receipts(self) -> Receipts | None:
-        records = self._delays.records
-        return None if records is None else IndexReceipts(records)
-
-    def sweep(self) -> int:
-        records = self._delays.records
-        return 0 if records is None else records.sweep()
+        self._delays.put_back(message, _delayed(wait), recorded=wait.delivery_id is None)
 
     def rescue(self) -> Rescue | None:
         try:

@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from ...finding import MAY_DIFFER_IN_WHOLE_SECONDS, UNCHECKED, WRONG, Finding, clock_finding
-from ..interface import Backlog, ParkedTask, Rescue, Told
+from ..interface import Backlog, Told
+from ..recorded import NothingParked, with_records
 from .delay_queue import (
     LONGEST_NAME,
     advice,
@@ -82,7 +83,7 @@ class Status:
         ]
 
 
-class SqsAdminPart:
+class SqsAdminPart(NothingParked):
     """An :class:`~celery_native_delay.transports.interface.AdminPart` on one channel.
 
     Only of the queues that are served: others of the same account belong to other apps.
@@ -141,7 +142,8 @@ class SqsAdminPart:
                 f"that have done their wait, and none lies there"
             )
             found.append(Finding("relaying", UNCHECKED, problem, f"make sure of it: {_RELAY}"))
-        return [*found, *self._clocks()]
+        records = self._delays.records
+        return [*found, *self._clocks(), *(() if records is None else records.findings())]
 
     def _clocks(self) -> Iterator[Finding]:
         yield from clock_finding(
@@ -156,10 +158,16 @@ class SqsAdminPart:
         return Status(self.name, [self._status(queue) for queue in self._queues])
 
     def backlog(self) -> Backlog:
-        return Backlog(self.status().waiting, 0)
+        backlog = Backlog(self.status().waiting, 0)
+        return with_records(backlog, self._channel, self._delays.settings)
 
     def purge(self) -> int:
-        """Empty the delay queues. What waits in its own queue stays: SQS cannot tell it apart."""
+        """Empty the delay queues, and the records.
+
+        What waits in its own queue stays, for SQS cannot tell it apart, and is listed no more.
+        """
+        if self._delays.records is not None:
+            self._delays.records.purge()
         purged = 0
         for queue, name in self._named():
             attributes = self._attributes(queue)
@@ -172,15 +180,6 @@ class SqsAdminPart:
                 )
             purged += waiting_in(attributes)
         return purged
-
-    def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]]:
-        return 0, []
-
-    def requeue(self) -> Rescue:
-        return Rescue()
-
-    def purge_parked(self) -> int:
-        return 0
 
     def _named(self) -> Iterator[tuple[str, str]]:
         for queue in self._queues:

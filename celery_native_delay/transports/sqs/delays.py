@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import logging
-from time import monotonic, time_ns
+from time import monotonic
 from typing import Any, NamedTuple
 
 from botocore.exceptions import ClientError
 
-from ...due_time import milliseconds_up
 from ...durations import duration
 from ...errors import CannotDelay, NotPermitted, TopologyMismatch
-from ...message import HEADER
 from ...settings import DelaySettings
-from ..virtual import delays
-from ..virtual.wrapping import wrapped
+from ..virtual import recorded
 from . import hops
 from .delay_queue import (
     LONGEST_NAME,
@@ -44,67 +41,40 @@ class Look(NamedTuple):
     most_bytes: int = MOST_BYTES
 
 
-class Delays(delays.Delays):
+class Delays(recorded.Delays):
     """Delayed delivery on one SQS channel."""
 
     def __init__(self, channel: Any, settings: DelaySettings) -> None:
-        super().__init__(settings)
+        super().__init__(channel, settings)
         self.queues = Queues(channel)
-        self._channel = channel
         self._looks: dict[str, Look] = {}
 
-    def publish(
-        self,
-        queue: str,
-        message: dict[str, Any],
-        *,
-        due_us: int,
-        delivery_id: str | None = None,
-        entry_id: str | None = None,
-    ) -> None:
-        """Let kombu's *message* wait for *queue*.
+    def send(self, put: Put, *, now_us: int) -> None:
+        """Send a message, to wait.
 
-        *delivery_id* tells this delivery from every other, None for its delivery tag; *entry_id*
-        the same for this wait, as far as it goes through the delay queue: a second attempt changes
-        nothing.
-
-        It may be further away than a producer's limit, which :meth:`check_reach` holds.
+        In the delay queue its delivery tag tells this wait from every other: a second attempt
+        changes nothing.
 
         Raises:
-            CannotDelay: it is too large, or for a FIFO queue.
-            SettingsError, TopologyMismatch, NotPermitted: nothing was sent.
+            CannotDelay: it is too large.
+            TopologyMismatch, NotPermitted: nothing was sent.
         """
-        put = self.put_of(queue, message, due_us=due_us, delivery_id=delivery_id)
-        if entry_id is not None:
-            put = put._replace(id=entry_id)
-        now_us = time_ns() // 1000
+        queue = put.queue
         self.check_size(put, now_us=now_us)
         if not put.is_far(now_us=now_us) or not self._send_into_delay_queue(
             queue, put.entry(now_us=now_us)
         ):
             self._send(queue, put.payload, put.seconds_here(now_us=now_us))
 
-    def put_of(
-        self,
-        queue: str,
-        message: dict[str, Any],
-        *,
-        due_us: int,
-        delivery_id: str | None = None,
-    ) -> Put:
-        """kombu's *message* as it waits; raises as :meth:`publish`, but for its size."""
-        self.check_settings()
+    def _put(self, queue: str, message: dict[str, Any], due_us: int) -> Put:
         if not can_delay(queue):
             raise CannotDelay(
                 f"expected a queue that can delay, got the FIFO queue {queue!r}: SQS takes no "
                 f"delay for a single message there"
             )
-        delivery_id = delivery_id or str(message["properties"]["delivery_tag"])
-        told = wrapped(message, due_ms=milliseconds_up(due_us))
-        # SQS puts a receipt where other brokers leave the delivery tag.
-        told["headers"][HEADER]["id"] = delivery_id
         base64 = self._channel.sqs_base64_encoding
-        return Put(queue, due_us, delivery_id, Payload.of(told, base64=base64), base64)
+        payload = Payload.of(message, base64=base64)
+        return Put(queue, due_us, str(message["properties"]["delivery_tag"]), payload, base64)
 
     def check_size(self, put: Put, *, now_us: int) -> None:
         """Refuse what is too large for SQS, or for its destination if that is known."""

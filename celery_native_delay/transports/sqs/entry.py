@@ -131,6 +131,14 @@ class Put(NamedTuple):
         return b64decode(body).decode() if self.base64 else body
 
     @property
+    def message(self) -> dict[str, Any]:
+        """kombu's message, with its attributes."""
+        message: dict[str, Any] = loads(self.envelope)
+        if self.payload.attributes:
+            message["properties"][_ATTRIBUTES] = self.payload.attributes
+        return message
+
+    @property
     def size_bytes(self) -> int:
         return len(self.payload.body)
 

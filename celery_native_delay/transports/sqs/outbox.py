@@ -20,7 +20,7 @@ from botocore.exceptions import (
 
 from ..outbox import Batch
 from ..virtual.collecting import Collecting, PlainPut
-from ..virtual.outbox import CallingOutbox
+from ..virtual.recorded import Outbox as RecordedOutbox
 from .delay_queue import can_delay, delay_queue_of
 from .delays import Delays
 from .entry import Put, in_requests
@@ -64,10 +64,10 @@ class SqsCollecting(Collecting):
             delays.queues.url(put.queue)
 
 
-class Outbox(CallingOutbox[Put | PlainPut]):
+class Outbox(RecordedOutbox[Put | PlainPut]):
     """Many messages to SQS, ten in a request; what does not wait is sent as ever, one by one."""
 
-    lost = (*CallingOutbox.lost, BotoCoreError, ClientError, NotYet)
+    lost = (*RecordedOutbox.lost, BotoCoreError, ClientError, NotYet)
     collecting = SqsCollecting
 
     def is_lasting(self, error: BaseException) -> bool:

@@ -9,30 +9,17 @@ from typing import Any
 
 from kombu.transport import SQS
 
-from ...errors import NoRecords
-from ...message import HEADER
-from ...rates.line import Lines
 from ...settings import DelaySettings
 from ..interface import AdminPart, WorkerPart
-from ..virtual import channel as virtual
+from ..virtual import recorded
+from ..virtual.channel import DelayingTransport
 from .delay_queue import can_delay
 from .delays import Delays, leave_to_celery
 
 
-class Message(virtual.Message):
-    """A received message; its delivery tag is a receipt, so the id of its wait is in our header."""
-
-    def __init__(self, payload: Any, channel: Any = None, **kwargs: Any) -> None:
-        super().__init__(payload, channel=channel, **kwargs)
-        if self.native_delay is not None:
-            delivery_id = str(payload["headers"][HEADER].get("id"))
-            self.native_delay = self.native_delay._replace(delivery_id=delivery_id)
-
-
-class Channel(virtual.DelayingChannel, SQS.Channel):  # type: ignore[misc]
+class Channel(recorded.Channel, SQS.Channel):  # type: ignore[misc]
     """A channel whose messages with an ETA ahead wait in SQS."""
 
-    Message = Message
     delays_class = Delays
 
     @property
@@ -58,21 +45,8 @@ class Channel(virtual.DelayingChannel, SQS.Channel):  # type: ignore[misc]
 
         return SqsAdminPart(self)
 
-    def waiting_tasks(self, settings: DelaySettings) -> None:
-        raise NoRecords(
-            "SQS does not show what waits and gives nothing back before it is due: tasks cannot be "
-            "listed, cancelled or moved there. What remains: `expires`, a check in the task itself "
-            "when it runs, or Redis or RabbitMQ with native_delay_records as the broker"
-        )
 
-    def lines(self, settings: DelaySettings) -> Lines:
-        raise NoRecords(
-            "SQS keeps nothing that could be counted in: native_delay_rates needs Redis, a "
-            "database, or RabbitMQ with native_delay_records as the broker"
-        )
-
-
-class Transport(virtual.DelayingTransport, SQS.Transport):  # type: ignore[misc]
+class Transport(DelayingTransport, SQS.Transport):  # type: ignore[misc]
     """kombu's SQS transport; with the ``native_delay`` option, messages wait in the broker."""
 
     delaying_channel = Channel

@@ -14,7 +14,8 @@ from ...durations import duration
 from ...errors import TopologyMismatch
 from ...finding import Finding
 from ...settings import DelaySettings
-from ..interface import Wait, WorkerPart
+from ..interface import Wait
+from ..recorded import RecordedWorkerPart
 from . import hops
 from .delay_queue import can_delay, delay_queue_of, mismatches, why_not_made
 from .relay import Relay
@@ -22,7 +23,10 @@ from .relay import Relay
 logger = logging.getLogger(__name__)
 
 
-class SqsWorkerPart(WorkerPart):
+class SqsWorkerPart(RecordedWorkerPart):
+    comes_back_late_seconds = 2.0
+    """A second is rounded up, and kombu rests for one after a poll that found nothing."""
+
     def __init__(self, channel: Any, settings: DelaySettings) -> None:
         super().__init__(channel, settings)
         self._queues: list[str] = []
@@ -61,7 +65,7 @@ class SqsWorkerPart(WorkerPart):
                 message,
                 due_us=wait.due_us,
                 delivery_id=wait.delivery_id or message_id,
-                entry_id=message_id,
+                recorded=wait.delivery_id is None,
             )
         except (ClientError, BotoCoreError) as exc:
             raise OperationalError(str(exc)) from exc

@@ -13,7 +13,7 @@ from ...errors import CannotDelay
 from ...keyed.record import key_and_kind
 from ...message import CANCELLED, HEADER
 from ...records.waiting import Waiting
-from .wrapping import encoded, unwrapped, wrapped
+from .wrapping import delivery_id_of, encoded, unwrapped, wrapped
 
 
 def waiting_of(envelope: str | bytes, *, queue: str, due_us: int | None) -> Waiting | None:
@@ -36,7 +36,7 @@ def waiting_of(envelope: str | bytes, *, queue: str, due_us: int | None) -> Wait
         exchange=info.get("exchange") or "",
         routing_key=info.get("routing_key") or "",
         due_us=due_us or header.get("due", 0) * 1000,
-        delivery_id=str(properties.get("delivery_tag")),
+        delivery_id=delivery_id_of(header, properties),
         key=key,
         kind=kind,
     )

@@ -11,13 +11,24 @@ from ...due_time import eta_of
 from ...message import HEADER, VERSION, Delayed, cancel, due_ms_of, is_own, uncover
 
 
-def wrapped(message: Mapping[str, Any], *, due_ms: int, cancelled: bool = False) -> dict[str, Any]:
+def wrapped(
+    message: Mapping[str, Any],
+    *,
+    due_ms: int,
+    cancelled: bool = False,
+    delivery_id: str | None = None,
+) -> dict[str, Any]:
     """A copy of kombu's *message* that tells of its wait; what it told of an earlier one is gone.
 
-    If it was *cancelled*, no worker may run it.
+    If it was *cancelled*, no worker may run it. Its delivery tag may change on the way: then it
+    needs a *delivery_id*.
     """
     headers = dict(message.get("headers") or {})
     header: dict[str, Any] = {"v": VERSION, "due": due_ms}
+    if delivery_id is not None:
+        header["id"] = delivery_id
+    if "eta" in headers and due_ms_of(headers) != due_ms:
+        header["eta"] = due_ms_of(headers)
     if cancelled:
         cancel(headers, header)
     headers[HEADER] = header
@@ -42,6 +53,11 @@ def encoded(message: Mapping[str, Any]) -> str:
     return text
 
 
+def delivery_id_of(header: Mapping[str, Any], properties: Mapping[str, Any]) -> str:
+    """The id of a delivery: that in our *header*, else its delivery tag."""
+    return str(header.get("id") or properties.get("delivery_tag"))
+
+
 def unwrapped(
     headers: Mapping[str, Any] | None, properties: Mapping[str, Any]
 ) -> tuple[dict[str, Any], Delayed | None]:
@@ -55,11 +71,11 @@ def unwrapped(
     if not is_own(header):
         return opened, None
     # Task protocol 1 has its ETA in the body; only we give it the header.
-    if "eta" in opened and header.get("due") != due_ms_of(opened):
+    if "eta" in opened and header.get("eta", header.get("due")) != due_ms_of(opened):
         return opened, None
     info = properties.get("delivery_info") or {}
     delayed = Delayed(
-        delivery_id=str(properties.get("delivery_tag")),
+        delivery_id=delivery_id_of(header, properties),
         due_us=header["due"] * 1000,
         exchange=info.get("exchange") or "",
         routing_key=info.get("routing_key") or "",

@@ -1,0 +1,184 @@
+"""Beside SQS, waiting tasks are listed in records: the same promises, in each backend."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from celery import Celery
+from kombu import Exchange, Queue
+
+from celery_native_delay import (
+    Delay,
+    DelaySettings,
+    NoRecords,
+    UnsupportedBroker,
+    install,
+    register_transports,
+)
+from celery_native_delay.testing import PrivateRedis
+from celery_native_delay.transports.interface import Answer, Wait
+from celery_native_delay.transports.sqs import delays
+from celery_native_delay.transports.sqs import relay as relay_module
+from example_project.private_sqs import PrivateSqs
+from tests.integration.sqs_traffic import part_of, relaying, url_of, waiting_on
+from tests.integration.waiting_promises import *  # noqa: F403
+from tests.traffic import eta_in, inbox
+from tests.waiting import wait_until
+
+pytestmark = [*([pytestmark] if not isinstance(pytestmark, list) else pytestmark), pytest.mark.ci]  # noqa: F405
+
+
+OPTIONS = {"wait_time_seconds": 0, "polling_interval": 0.1}
+
+
+@pytest.fixture(scope="module", params=["redis", "sqlite"])
+def records_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
+    if request.param == "redis":
+        server: PrivateRedis = request.getfixturevalue("records_server")
+        return server.url
+    return f"sqlite:///{tmp_path_factory.mktemp('records')}/records.db"
+
+
+def empty(app: Celery, server: PrivateRedis) -> None:
+    """Remove all that other tests have left in the records."""
+    server.client.flushall()
+    with app.connection_for_write() as connection:
+        records = connection.default_channel.delays.records
+    if hasattr(records, "engine"):
+        from celery_native_delay.records.sql import METADATA
+
+        METADATA.drop_all(records.engine)
+
+
+def new_app(url: str, **settings: Any) -> Celery:
+    app = Celery("shop", broker=url, set_as_current=False)
+    app.conf.broker_transport_options = OPTIONS
+    return install(app, **settings) if settings else app
+
+
+@pytest.fixture
+def app(
+    shared_sqs: PrivateSqs,
+    records_url: str,
+    records_server: PrivateRedis,
+    monkeypatch: pytest.MonkeyPatch,
+) -> Iterator[Celery]:
+    """With empty records, on an SQS without queues."""
+    register_transports()
+    shared_sqs.wipe()
+    monkeypatch.setattr(delays, "_said", set())
+    monkeypatch.setattr(relay_module, "LONG_POLL_SECONDS", 1)
+    app = new_app(shared_sqs.url, records=records_url)
+    app.conf.result_backend = records_server.url.replace("/0", "/1")
+    empty(app, records_server)
+    with app.connection_for_write() as connection:
+        part_of(connection, "reminders").prepare(shared_sqs.url)
+    yield app
+    close_results(app)  # noqa: F405
+    app.close()
+
+
+@pytest.fixture
+def plain_app(app: Celery, shared_sqs: PrivateSqs) -> Iterator[Celery]:
+    with new_app(shared_sqs.url) as app:
+        yield app
+
+
+def receipts_on(connection: Any) -> Any:
+    return connection.default_channel.worker_part(DelaySettings()).receipts()
+
+
+def test_without_records_the_way_out_is_told(shared_sqs: PrivateSqs) -> None:
+    with install(new_app(shared_sqs.url)) as app:
+        with pytest.raises(NoRecords, match="set native_delay_records"):
+            Delay(app).ls()
+        with pytest.raises(UnsupportedBroker, match="SQS or pgmq with native_delay_records"):
+            Delay(app).unique(app.signature("shop.remind"), key="user:7")
+        assert [task.id for task in app.control.revoke("order-1") or ()] == []  # as ever
+
+
+@pytest.mark.usefixtures("short_hops")
+def test_the_records_know_a_task_through_all_its_hops(
+    app: Celery, shared_sqs: PrivateSqs, delay: Delay
+) -> None:
+    """One that was cancelled meanwhile is dropped at the end, and the other one is run."""
+    with app.connection_for_write() as connection, relaying(app.connection_for_write, "reminders"):
+        for number in (1, 2):
+            send(app, number, countdown=4)  # noqa: F405
+        (first,), (second,) = delay.show("order-1"), delay.show("order-2")
+        wait_until(lambda: waiting_on(shared_sqs, "reminders-delay.fifo") == 2)
+        assert delay.cancel("order-1")
+        receipts = receipts_on(connection)
+        with inbox(connection, "reminders") as arriving:
+            came = {
+                arrival.message.native_delay.delivery_id: arrival.message
+                for arrival in arriving.wait_for(3)
+            }
+    assert {first.delivery_id, second.delivery_id} < came.keys()
+    answers = {
+        delivery_id: receipts.may_run(message.headers, message.native_delay)
+        for delivery_id, message in came.items()
+    }
+    assert answers.pop(first.delivery_id) is Answer.DROP
+    assert set(answers.values()) == {Answer.RUN}
+    assert delay.count() == 0
+
+
+@pytest.mark.usefixtures("short_hops")
+def test_a_task_that_comes_early_is_put_back_under_its_delivery_id_and_stays_listed(
+    app: Celery, delay: Delay
+) -> None:
+    """Without a relay a long delay comes to a worker after each hop."""
+    send(app, 1, countdown=3600, queue="lonely")  # noqa: F405
+    (task,) = delay.show("order-1")
+    with app.connection_for_write() as connection:
+        part = part_of(connection, "lonely")
+        channel = connection.default_channel
+        with inbox(connection, "lonely") as arriving:
+            (arrival,) = arriving.wait_for(1)
+            wait = Wait(arrival.message, "lonely", task.due_us, task.delivery_id)
+            assert part.put_back([wait]) == [None]
+            assert delay.cancel("order-1")
+            assert part.put_back([wait]) == [None]
+            assert delay.count() == 0, "a message that is void is not listed again"
+        assert channel.delays.records.received(f"order-1:{task.delivery_id}") is False
+
+
+def test_each_copy_of_a_task_for_several_queues_is_listed_and_moved_by_itself(
+    app: Celery, shared_sqs: PrivateSqs, delay: Delay
+) -> None:
+    orders = Exchange("orders", type="topic")
+    queues = [Queue(name, orders, routing_key="new.#") for name in ("ship", "bill")]
+    with app.connection_for_write() as connection, inbox(connection, *queues) as arriving:
+        producer = connection.Producer()
+        headers = {"task": "shop.remind", "id": "order-1", "eta": eta_in(3600)}
+        producer.publish("…", exchange=orders, routing_key="new.today", headers=headers)
+        assert sorted(task.queue for task in delay.show("order-1")) == ["bill", "ship"]
+        assert delay.run_now("order-1")
+        came = arriving.wait_for(2)
+        receipts = receipts_on(connection)
+        for arrival in came:
+            wait = arrival.message.native_delay
+            assert receipts.may_run(arrival.message.headers, wait) is Answer.RUN
+    assert sorted(arrival.message.consumed_from for arrival in came) == ["bill", "ship"]
+
+
+def test_a_task_that_sqs_refuses_is_not_listed(app: Celery, delay: Delay) -> None:
+    with pytest.raises(Exception, match="at most"):
+        app.send_task("shop.remind", ("x" * 1_100_000,), countdown=60, queue="reminders")
+    assert delay.count() == 0
+
+
+def test_message_attributes_stay_with_a_task_that_is_moved(
+    app: Celery, shared_sqs: PrivateSqs, delay: Delay
+) -> None:
+    told = {"customer": {"DataType": "Binary", "BinaryValue": b"\0\xff"}}
+    send(app, 1, countdown=3600, message_attributes=told)  # noqa: F405
+    assert delay.run_now("order-1")
+    answer = shared_sqs.client.receive_message(
+        QueueUrl=url_of(shared_sqs, "reminders"), MessageAttributeNames=["All"]
+    )
+    (received,) = answer["Messages"]
+    assert received["MessageAttributes"]["customer"]["BinaryValue"] == b"\0\xff"
