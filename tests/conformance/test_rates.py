@@ -210,8 +210,8 @@ def test_the_tasks_of_a_held_line_are_shown_due_when_the_hold_ends(fleet: Fleet)
 
 
 def test_a_task_that_was_turned_away_holds_its_line(fleet: Fleet) -> None:
-    """And is the first of it to come again."""
-    rates = {"native_delay_rates": {"turned_away": "20/s"}}
+    """And is the first of it to come again, as slots are further apart than a broker is late."""
+    rates = {"native_delay_rates": {"turned_away": "2/s"}}
     app = fleet.app(**rates)
     fleet.worker(concurrency=1, **rates)
     first = app.send_task("turned_away", (2.0,)).id
