@@ -153,6 +153,16 @@ class DelaySettings:
         return {name: Rate.of(rate) for name, rate in dict(self.rates).items()}
 
     @property
+    def while_records_are_away(self) -> str:
+        """The consequences of records that do not answer, for an error to tell."""
+        due = (
+            "tasks wait and run as ever, those that were cancelled or moved as well"
+            if self.records_away == "run"
+            else "tasks that are due wait in the broker"
+        )
+        return f"until they do {due}, and none can be listed, cancelled or moved"
+
+    @property
     def longest_delay_seconds(self) -> float:
         """The longest delay that the levels can hold, in seconds."""
         return ((1 << self.levels) - 1) * self.resolution_ms / 1000

@@ -351,11 +351,16 @@ class Delay:
             found = channel.waiting_tasks(settings)
             if found is None:
                 raise NoRecords(
-                    "RabbitMQ's delay levels cannot be looked into: set native_delay_records = "
-                    '"redis://…" in workers and producers'
+                    "RabbitMQ's delay levels cannot be looked into: set native_delay_records to the "
+                    "URL of a Redis or a database in workers and producers"
                 )
             with closing(found):
-                return question(found)
+                try:
+                    return question(found)
+                except RecordsUnavailable as exc:
+                    if settings.records is None:  # then they are the broker's, or the store's
+                        raise
+                    raise RecordsUnavailable(f"{exc}; {settings.while_records_are_away}") from exc
 
         return self._ask_broker(ask)
 
