@@ -145,9 +145,9 @@ def test_a_missing_broker_skips_at_home_and_fails_in_ci(
     project.makeconftest(
         """
         import pytest
-        from celery_native_delay.testing import rabbitmq_installation, redis_installation
+        from celery_native_delay.testing import rabbitmq, redis
 
-        rabbitmq_installation._installations = redis_installation._installations = lambda: ()
+        rabbitmq._installations = redis._installations = lambda: ()
         """
     )
     project.makepyfile(
