@@ -115,6 +115,8 @@ class BulkPublisher:
             if channel is None or channel.connection is None:  # the long way connects again
                 return False
             outbox.make_room()
+            if outbox.channel is not channel or channel.connection is None:
+                return False  # lost while room was made
             message = learnt.another(channel, self._ids, due_us, values)
             if message is not None:
                 outbox.take(message)

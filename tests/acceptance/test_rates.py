@@ -30,7 +30,9 @@ def test_a_worker_that_cannot_count_does_not_start(fleet: Fleet) -> None:
     app.send_task("call_api", ("ada",))
     worker = fleet.worker(wait=False, **RATES)
     assert worker.process.wait(PATIENCE_SECONDS) != 0
-    assert worker.log_lines("native_delay_rates needs records beside this broker", "native_delay_records")
+    assert worker.log_lines(
+        "native_delay_rates needs records beside this broker", "native_delay_records"
+    )
     assert fleet.record.runs() == []
     with pytest.raises(NoRecords, match="set native_delay_records"):
         Delay(app).rates()

@@ -46,11 +46,14 @@ KEEPING_KEYS = [
 
 BROKERS = KEEPING_KEYS
 
+#: kombu 5.7 sends a topic message with headers through a function that pgmq does not have.
+WITH_TOPICS = [each for each in BROKERS if "pgmq" not in getattr(each, "values", (each,))]
+
 
 def at_home_on(*names: str) -> list[Any]:
     """All of them, of which ``make test`` at home takes those of *names* alone."""
     brokers = []
-    for broker in BROKERS:
+    for broker in WITH_TOPICS:
         (name,), marks = getattr(broker, "values", (broker,)), getattr(broker, "marks", ())
         brokers.append(broker if name in names else pytest.param(name, marks=[*marks, CI]))
     return brokers

@@ -15,11 +15,19 @@ from kombu import Exchange, Queue
 
 from celery_native_delay import DelayTooLong, InvalidDueTime, UnsupportedBroker, install
 from celery_native_delay.bulk import BulkResult, bulk
-from tests.conformance.brokers import Broker, options_of, settings_of, whole_seconds
+from tests.conformance.brokers import (
+    WITH_TOPICS,
+    Broker,
+    options_of,
+    settings_of,
+    whole_seconds,
+)
 from tests.conformance.traffic import SETTINGS, attended, delaying
 from tests.integration.traffic import Arrival, Inbox, bodies
 from tests.traffic import eta_in
 from tests.waiting import wait_until
+
+BROKERS = WITH_TOPICS
 
 ORDERS = Queue("orders", Exchange("shop", type="topic"), routing_key="order.#")
 PLAIN = Queue("plain")
