@@ -351,8 +351,8 @@ class Delay:
             found = channel.waiting_tasks(settings)
             if found is None:
                 raise NoRecords(
-                    "RabbitMQ's delay levels cannot be looked into: set native_delay_records to the "
-                    "URL of a Redis or a database in workers and producers"
+                    "RabbitMQ's delay levels cannot be looked into: set native_delay_records to "
+                    "the URL of a Redis or a database in workers and producers"
                 )
             with closing(found):
                 try:
