@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 
 from .errors import SettingsError
 from .rates.rate import Rate
-from .urls import without_password
+from .urls import is_redis_url, without_password
 
 #: RabbitMQ refuses a longer ``x-message-ttl``: rabbit_misc.erl, check_expiry/1.
 MAX_TTL_MS = 315_360_000_000
@@ -34,7 +34,6 @@ _PREFIX = "native_delay_"
 _NAMESPACE = re.compile(r"[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 _NAMESPACE_BYTES = 64
 
-_REDIS_URLS = ("redis://", "rediss://", "redis+socket://")
 
 # Not SQLite in memory: no other process would see it, and it ends with its own.
 _STORE_URL = re.compile(
@@ -299,11 +298,6 @@ def lowest_bit(bit: int, *, fused_bits: int) -> int:
     if bit >= fused_bits:
         return bit
     return max(0, bit - (bit - FRACTION_BITS) % FUSED_WIDTH)
-
-
-def is_redis_url(value: object) -> bool:
-    """True if *value* is the URL of a Redis."""
-    return isinstance(value, str) and value.startswith(_REDIS_URLS)
 
 
 def _is_records_url(value: Any) -> bool:

@@ -19,3 +19,8 @@ def redis_py_url(url: str) -> str:
     if not url.startswith("redis+socket://"):
         return url
     return url.replace("redis+socket://", "unix://", 1).replace("virtual_host=", "db=")
+
+
+def is_redis_url(url: str) -> bool:
+    """True if *url* leads to a Redis, by its scheme."""
+    return url.startswith(("redis://", "rediss://", "redis+socket://"))

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from ..errors import UnsupportedBroker
 from ..per_process import PerProcess
+from ..urls import is_redis_url
 
 
 class Place(NamedTuple):
@@ -24,7 +25,7 @@ _records: PerProcess[tuple[str, str], Any] = PerProcess(_inherited.append)
 
 def records_at(url: str, owner: str) -> Any:
     """New records of *owner* at *url*, a Redis' or one of SQLAlchemy's."""
-    if is_redis(url):
+    if is_redis_url(url):
         try:
             from .redis import RedisRecords
         except ImportError as exc:
@@ -39,10 +40,6 @@ def records_at(url: str, owner: str) -> Any:
             "records in a database need SQLAlchemy 2: pip install 'celery_native_delay[sql]'"
         ) from exc
     return SqlRecords(url, owner)
-
-
-def is_redis(url: str) -> bool:
-    return url.startswith(("redis://", "rediss://", "redis+socket://"))
 
 
 def records_of_process(url: str, owner: str) -> Any:

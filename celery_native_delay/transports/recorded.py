@@ -12,9 +12,10 @@ from ..errors import NoRecords, RecordsUnavailable
 from ..keyed.indexed import IndexedKeyRecords
 from ..message import Delayed
 from ..rates.line import Lines
-from ..records.opened import is_redis, records_of_process
+from ..records.opened import records_of_process
 from ..settings import DelaySettings
 from ..texts import is_text
+from ..urls import is_redis_url
 from .interface import Answer, Backlog, ParkedTask, Receipts, Rescue, WorkerPart
 
 
@@ -37,7 +38,7 @@ def lines_beside(records: Any) -> Lines:
             "native_delay_rates needs records beside this broker: set native_delay_records = "
             '"redis://…", or the SQLAlchemy URL of a database, in workers and producers'
         )
-    if not is_redis(records.url):
+    if not is_redis_url(records.url):
         from ..rates.in_records import RecordLines
 
         return RecordLines(records)
