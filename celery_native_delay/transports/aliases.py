@@ -186,7 +186,6 @@ _NOT_FOR_PUBLISHING = (
     "telemetry",
     "fence_policy",
     "records_away",
-    "store_outage_seconds",
     "strict",
     "rates",
 )

@@ -155,29 +155,6 @@ class ServesQueues(Protocol):
         """Take care of these, by name: those a worker consumes from, or all of the app's."""
 
 
-@dataclass(frozen=True)
-class Outage:
-    """Something that delayed messages cannot do without has been away for too long.
-
-    *what* is done in vain, such as "fetching what is due"; *reason* is what it said last.
-    """
-
-    what: str
-    seconds: float
-    reason: str
-
-    def __str__(self) -> str:
-        return f"{self.what} has failed for {duration(self.seconds)}: {self.reason}"
-
-
-@runtime_checkable
-class GivesUp(Protocol):
-    """A promoter whose messages wait in a store of their own, which may stay away."""
-
-    on_outage: Callable[[Outage], object]
-    """Called in its thread when that has been away for too long, once each time."""
-
-
 class Answer(Enum):
     """The records' word on a message that waited."""
 

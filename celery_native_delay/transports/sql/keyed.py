@@ -61,8 +61,7 @@ class StoreKeyRecords(KeyRecords):
 
         def attempt() -> tuple[Seen, Step] | None:
             try:
-                with self._store.noticed():
-                    return self._store.change(partial(self._change, name, rule, put))
+                return self._store.change(partial(self._change, name, rule, put))
             except StoreUnavailable as error:
                 # Another was the first to write this record, at the same time.
                 if isinstance(error.__cause__, exc.IntegrityError):

@@ -130,8 +130,7 @@ class NumberedBatches:
             if self._moves_on(connection, number):
                 connection.execute(ADD, rows)
 
-        with self._store.noticed():
-            self._store.change(store)
+        self._store.change(store)
         self._store.on_add(min(put.due_us for put in puts))
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from contextlib import AbstractContextManager, contextmanager
 from hashlib import blake2b
 from pathlib import Path
 from threading import Lock
-from time import monotonic, time_ns
+from time import time_ns
 from typing import Any, TypeVar
 
 from sqlalchemy import Connection, bindparam, delete, exc, func, insert, inspect, select, update
@@ -25,7 +25,6 @@ from ...records.opened import records_of_process
 from ...urls import without_password
 from ..virtual.status import Census
 from ..virtual.watching import SHOWN_SECONDS
-from .breakers import Breakers
 from .rows import DUE, PARKED, Batch, Rows, Stored
 from .schema import MESSAGES, METADATA, OUTBOXES, SCHEMA, VERSION
 
@@ -60,7 +59,6 @@ class Store:
         self.url = url
         self.namespace = namespace
         self.engine = engine_of(url)
-        self.breakers = Breakers(float("inf"))
         #: Called with the due time of whatever this process adds.
         self.on_add: Callable[[int], object] = lambda due_us: None
         #: What this process has put and could not remove: hashes of envelopes, by id.
@@ -163,8 +161,7 @@ class Store:
     def add(self, queue: str, envelope: str, *, due_us: int, task_id: str) -> None:
         """Store *envelope* for *queue* until *due_us*; it is there when this returns."""
         values = self.row(queue, envelope, due_us, task_id)
-        with self.noticed():
-            self.change(lambda connection: connection.execute(ADD, values))
+        self.change(lambda connection: connection.execute(ADD, values))
         self.on_add(due_us)
 
     def row(self, queue: str, envelope: str, due_us: int, task_id: str) -> dict[str, Any]:
@@ -175,17 +172,6 @@ class Store:
             "envelope": envelope,
             "task_id": task_id[:255],
         }
-
-    @contextmanager
-    def noticed(self) -> Iterator[None]:
-        """A block that adds to the store, and tells the breaker whether that works."""
-        try:
-            yield
-        except StoreUnavailable as error:
-            if not is_about_a_row(error):
-                self.breakers.failed(self.breakers.store, error, now=monotonic())
-            raise
-        self.breakers.store.succeeded(now=monotonic())
 
     # --- out -----------------------------------------------------------------------------
 

@@ -63,9 +63,7 @@ class StoreWorkerPart(WorkerPart):
         return int(self._delays.store.records.sweep())
 
     def promoter(self, connect: Callable[..., Any]) -> Dispatcher:
-        store: Store = self._delays.store
-        store.breakers.give_up_after(self.settings.store_outage_seconds)
-        return Dispatcher(store, connect)
+        return Dispatcher(self._delays.store, connect)
 
 
 def rescue(channel: Any, store: Store) -> Rescue:
