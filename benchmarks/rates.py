@@ -21,6 +21,7 @@ from celery_native_delay.rates.in_records import RecordLines
 from celery_native_delay.rates.in_redis import RedisLines
 from celery_native_delay.rates.line import Lines
 from celery_native_delay.testing import PrivateRedis, private_redis
+from celery_native_delay.transports.sql.records import records_of
 from celery_native_delay.transports.sql.store import Store
 
 ASKED = 2_000
@@ -69,7 +70,7 @@ def gate(bench: Bench, server: PrivateRedis, result: Result) -> None:
     store = Store(f"sqlite:///{bench.folder}/rates.db", "bench")
     kept: dict[str, Lines] = {
         "Redis": RedisLines(pool, "bench", server.url),
-        "SQLite": RecordLines(store.records),
+        "SQLite": RecordLines(records_of(store)),
     }
     for where, lines in kept.items():
         starting: list[float] = []

@@ -15,6 +15,7 @@ from typing import Any
 
 from ..redis_server import now_us
 from . import waiting
+from .interface import RecordName
 from .waiting import ALL, Page, Query, ReplacedOneByOne, Waiting, ids_by_page
 
 #: Entries that one script looks into, so that it keeps Redis from others for 1-2 ms only.
@@ -82,6 +83,19 @@ class IndexKeys:
     def messages(self) -> str:
         """Hash: member → entry, of what is due, waits or is parked."""
         return f"{self.space}.messages"
+
+    @property
+    def marks(self) -> str:
+        """The beginning of the keys of marks; the delivery id follows."""
+        return f"{self.space}.mark."
+
+    def record(self, name: RecordName) -> str:
+        """String with a TTL: a record."""
+        return f"{self.space}.{name.kind}.{name.name}"
+
+    def names(self, kind: str) -> str:
+        """Sorted set: names of a kind's records by the time in µs until which they are kept."""
+        return f"{self.space}.{kind}s"
 
     @property
     def ids(self) -> str:

@@ -43,16 +43,16 @@ from .interface import (
     VOID,
     Change,
     CompareAndSet,
-    Index,
+    Decide,
     Listed,
     Looked,
+    Put,
     RecordName,
-    Records,
     Standing,
     T,
     delivery_of,
 )
-from .replacing import RecordedTasks, Republishes
+from .replacing import ComparedRecords, RecordedTasks, Republishes
 from .sql_listing import SqlListing
 from .sql_thread import SqlThread
 from .waiting import Waiting, WaitingTasks
@@ -106,7 +106,7 @@ _RECORD, _WAITING, _MARK = RECORDS.c, WAITING.c, MARKS.c
 _TRIES = 6
 
 
-class SqlRecords(Records, Index):
+class SqlRecords(ComparedRecords):
     """Records and index of one *owner* in the database at *url*."""
 
     def __init__(self, url: str, owner: str) -> None:
@@ -124,18 +124,27 @@ class SqlRecords(Records, Index):
 
     # --- records -------------------------------------------------------------------------
 
-    def change(self, name: RecordName, decide: Callable[[str | None, int], Change[T]]) -> T:
+    def change(self, name: RecordName, decide: Decide[T], put: Put | None = None) -> T:
+        if put is not None and self.has_marks:
+            return super().change(name, decide, put)
+
         def changed(connection: Connection) -> T:
-            before = self.read_row(connection, name, locked=True)
-            # Asked for after the lock: another may have held it for a while.
-            at_us = now_us(connection)
-            text = None if before is None or before[1] < at_us else before[0]
-            change = decide(text, at_us)
-            if change.text != text:
-                self.write_row(connection, name, change.text, change.kept_us, before is not None)
+            row = self.read_row(connection, name, locked=True)
+            looked = self._looked(connection, row, locked=True)
+            change = decide(looked)
+            if change.text != looked.text:
+                self.write_row(connection, name, change.text, change.kept_us, row is not None)
+            if change.due_us is not None:
+                self._put_in(connection, looked, change, put)
             return change.answer
 
         return self.do(changed)
+
+    def _put_in(
+        self, connection: Connection, looked: Looked, change: Change[Any], put: Put | None
+    ) -> None:
+        """Put the message of *put* into the broker, where that is this database."""
+        raise NotImplementedError
 
     def load(self, names: Sequence[RecordName]) -> list[str | None]:
         def loaded(connection: Connection) -> list[str | None]:
@@ -198,17 +207,26 @@ class SqlRecords(Records, Index):
 
     def look(self, name: RecordName | None, undecided: str | None, mark_ms: int) -> Looked:
         def looked(connection: Connection) -> Looked:
-            at_us = now_us(connection)
             if undecided:
-                self._set_mark(connection, undecided, UNDECIDED, at_us + mark_ms * 1000)
+                kept_us = now_us(connection) + mark_ms * 1000
+                self._set_mark(connection, undecided, UNDECIDED, kept_us)
             row = None if name is None else self.read_row(connection, name)
-            if row is None or row[1] < at_us:
-                return Looked(at_us, None)
-            task_id = json.loads(row[0]).get("id") if row[0].startswith("{") else None
-            messages = () if task_id is None else tuple(self._messages(connection, task_id))
-            return Looked(at_us, row[0], messages)
+            return self._looked(connection, row)
 
         return self.do(looked) if undecided else self.look_up(looked)
+
+    def _looked(
+        self, connection: Connection, row: tuple[str, int] | None, *, locked: bool = False
+    ) -> Looked:
+        """A record as *row* has it, and its messages, which are *locked* to be changed."""
+        # Asked for after the lock: another may have held it for a while.
+        at_us = now_us(connection)
+        if row is None or row[1] < at_us:
+            return Looked(at_us, None)
+        task_id = json.loads(row[0]).get("id") if row[0].startswith("{") else None
+        if task_id is None:
+            return Looked(at_us, row[0])
+        return Looked(at_us, row[0], self._messages(connection, task_id, locked=locked))
 
     def unmark(self, delivery_id: str, left_ms: int = 0) -> None:
         def unmarked(connection: Connection) -> None:
@@ -391,12 +409,15 @@ class SqlRecords(Records, Index):
             row |= {"name": name.name.replace("\0", "\ufffd"), "text": text, "kept_us": kept_us}
             connection.execute(insert(RECORDS).values(row))
 
-    def _messages(self, connection: Connection, task_id: str) -> list[tuple[str, int]]:
+    def _messages(
+        self, connection: Connection, task_id: str, *, locked: bool
+    ) -> tuple[tuple[Any, int], ...]:
+        """Messages of a task; those of this index need no lock to be read."""
         asked = select(_WAITING.delivery_id, _WAITING.due_us).where(
             _WAITING.owner == self.owner, _WAITING.task_id == task_id[:255]
         )
         rows = connection.execute(asked)
-        return [(f"{task_id}:{delivery_id}", due_us) for delivery_id, due_us in rows]
+        return tuple((f"{task_id}:{delivery_id}", due_us) for delivery_id, due_us in rows)
 
     def _locked_due_us(self, connection: Connection, deliveries: Sequence[str]) -> dict[str, int]:
         asked = select(_WAITING.delivery_id, _WAITING.due_us).where(

@@ -9,7 +9,6 @@ from time import time_ns
 from typing import Any
 
 from ..errors import NoRecords, RecordsUnavailable
-from ..keyed.indexed import IndexedKeyRecords
 from ..message import Delayed
 from ..rates.line import Lines
 from ..records.opened import records_of_process
@@ -24,11 +23,6 @@ def records_beside(settings: DelaySettings, place: str) -> Any:
     if settings.records is None:
         return None
     return records_of_process(settings.records, f"{settings.namespace}.{place}")
-
-
-def key_records_beside(records: Any, settings: DelaySettings) -> IndexedKeyRecords:
-    """The records of keys in *records*."""
-    return IndexedKeyRecords(records, settings.longest_delay_seconds)
 
 
 def lines_beside(records: Any) -> Lines:

@@ -26,7 +26,7 @@ from ...message import Delayed
 from ...records.interface import Listed
 from ...settings import DelaySettings
 from ..moving import expires_ms_of
-from ..recorded import key_records_beside, records_beside
+from ..recorded import records_beside
 from .address import landing_address
 from .channels import OwnChannel, Publication, WindowChannel
 from .declaring import Declarer, broker_version, not_declared, not_permitted
@@ -216,7 +216,7 @@ class Delays:
             member = f"{keyed.task_id}:{delivery_id}"
             return Listed(member, due_us, Entry(own, body, *where).encoded())
 
-        keyed.settle(key_records_beside(self.records, self.settings), put)
+        keyed.settle(self.records, put)
 
     # --- putting back --------------------------------------------------------------------
 

@@ -55,10 +55,9 @@ class RabbitMQMovingPart:
 
     def key_records(self) -> KeyRecords | None:
         try:
-            records: KeyRecords = self._channel.key_records(self._settings)
+            return KeyRecords(self._channel.records(self._settings))
         except UnsupportedBroker:
             return None
-        return records
 
     def take_in(self, moving: Moving, keyed: KeyedPublish | None = None) -> bool:
         """Put a message into the levels, confirmed; then note it, as a sign that it is there."""

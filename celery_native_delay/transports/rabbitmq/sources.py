@@ -19,7 +19,7 @@ from ...keyed.records import KeyRecords
 from ...records.interface import Standing
 from ...settings import DelaySettings
 from ..moving import Found, Moving, Source, Void
-from ..recorded import key_records_beside, member_of, records_beside
+from ..recorded import member_of, records_beside
 from .channels import OwnChannel, received
 from .declaring import permissions_explained
 from .delays import Delays
@@ -110,7 +110,7 @@ class SetSource(QueueSource):
     def key_records(self) -> KeyRecords | None:
         settings = self._topology.settings
         records = records_beside(settings, self._delays.connection.virtual_host)
-        return None if records is None else key_records_beside(records, settings)
+        return None if records is None else KeyRecords(records)
 
     def found(self) -> Iterator[Found]:
         vhost = self._delays.connection.virtual_host

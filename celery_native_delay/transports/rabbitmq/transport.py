@@ -13,15 +13,15 @@ from kombu.transport import pyamqp
 
 from ...errors import SettingsError
 from ...keyed.publishing import keyed_publish, underway
-from ...keyed.records import KeyRecords
 from ...message import Delayed, due_of
 from ...rates.line import Lines
+from ...records.interface import Records
 from ...records.waiting import WaitingTasks
 from ...settings import DelaySettings
 from ..aliases import OPTION, asks_for_delays, settings_from_option
 from ..interface import AdminPart, WorkerPart, without_records
 from ..moving import MovingPart
-from ..recorded import key_records_beside, lines_beside, records_beside
+from ..recorded import lines_beside, records_beside
 from .channels import Publication
 from .delays import Delays
 from .learnt import FramedPublication
@@ -88,12 +88,12 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
         tasks: WaitingTasks | None = records and records.tasks(Republisher(self.delays))
         return tasks
 
-    def key_records(self, settings: DelaySettings) -> KeyRecords:
-        """The records of keys; UnsupportedBroker without any."""
-        records = self._records(settings)
+    def records(self, settings: DelaySettings) -> Records:
+        """The records beside this broker; UnsupportedBroker without any."""
+        records: Records | None = self._records(settings)
         if records is None:
             raise without_records(self)
-        return key_records_beside(records, settings)
+        return records
 
     def lines(self, settings: DelaySettings) -> Lines:
         """The lines of rated tasks, which are kept in the records; NoRecords without any."""

@@ -16,8 +16,8 @@ from redis.exceptions import RedisError
 
 from ...errors import SettingsError, UnsupportedBroker
 from ...keyed.publishing import KeyedPublish
-from ...keyed.records import KeyRecords
 from ...rates.line import Lines
+from ...records.interface import Records
 from ...records.opened import Place
 from ...records.waiting import WaitingTasks
 from ...settings import DelaySettings
@@ -93,9 +93,9 @@ class RedisDelayingChannel(DelayingChannel):
             batch=kwargs.get("_publish_batch"),
         )
 
-    def key_records(self, settings: DelaySettings) -> KeyRecords:
+    def records(self, settings: DelaySettings) -> Records:
         self.delays.prepare()
-        records: KeyRecords = self.delays.records
+        records: Records = self.delays.records
         return records
 
     def let_wait_keyed(self, queue: str, message: dict[str, Any], keyed: KeyedPublish) -> None:

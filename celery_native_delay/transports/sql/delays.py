@@ -7,13 +7,13 @@ from uuid import uuid4
 
 from ...due_time import milliseconds_up
 from ...keyed.publishing import KeyedPublish
-from ...keyed.records import KeyRecords
 from ...settings import DelaySettings
 from ...urls import without_password
 from ..virtual import delays
 from ..virtual.status import Status
 from ..virtual.watching import warn_if_nothing_promotes
 from ..virtual.wrapping import due_then, encoded, id_of, wrapped
+from .records import StoreRecords, records_of
 from .store import Store
 
 #: The queue of a message for all that listen to its exchange.
@@ -50,6 +50,11 @@ class Delays(delays.Delays):
         self.check_settings()
         return Store.of(self._url, self.settings.namespace)
 
+    @property
+    def records(self) -> StoreRecords:
+        """The records beside what waits."""
+        return records_of(self.store)
+
     def publish(self, message: dict[str, Any], queue: str, *, due_us: int) -> None:
         """Store kombu's *message* for *queue*, or for :data:`BROADCAST`.
 
@@ -58,14 +63,13 @@ class Delays(delays.Delays):
         """
         self._add(self.stored(message, queue, due_us=due_us))
 
-    def publish_keyed(
-        self, keyed: KeyedPublish, message: dict[str, Any], queue: str, records: KeyRecords
-    ) -> None:
+    def publish_keyed(self, keyed: KeyedPublish, message: dict[str, Any], queue: str) -> None:
         """Store kombu's *message* as its key has it; raises as :meth:`publish`, AnotherStands."""
-        keyed.settle(
-            records,
-            lambda due_us: self.stored(due_then(message, due_us), queue, due_us=due_us),
-        )
+
+        def put(due_us: int, *_: object) -> Put:
+            return self.stored(due_then(message, due_us), queue, due_us=due_us)
+
+        keyed.settle(self.records, put)
         self.watch()
 
     def watch(self) -> None:

@@ -11,7 +11,7 @@ from ...keyed.records import KeyRecords
 from ..moving import Found, Source
 from ..virtual import moving
 from ..virtual.wrapping import id_of
-from .keyed import StoreKeyRecords
+from .records import records_of
 from .rows import Row
 from .store import Store
 
@@ -50,7 +50,7 @@ class StoreSource(Source):
         self._last: Row | None = None
 
     def key_records(self) -> KeyRecords:
-        return StoreKeyRecords(self._store)
+        return KeyRecords(records_of(self._store))
 
     def count(self) -> int:
         return self._store.census().waiting

@@ -21,7 +21,6 @@ from sqlalchemy import Connection, bindparam, delete, exc, func, insert, inspect
 from ...errors import StoreUnavailable, TopologyMismatch
 from ...per_process import PerProcess
 from ...records.database import READS, clock_ahead_seconds, engine_of
-from ...records.opened import records_of_process
 from ...urls import without_password
 from ..virtual.status import Census
 from ..virtual.watching import SHOWN_SECONDS
@@ -91,11 +90,6 @@ class Store:
     def path(self) -> str:
         """The path of SQLite's file."""
         return (self.engine.url.database or "").removeprefix("file:")
-
-    @property
-    def records(self) -> Any:
-        """The records of this namespace in the same database."""
-        return records_of_process(self.url, self.namespace)
 
     # --- the tables ----------------------------------------------------------------------
 

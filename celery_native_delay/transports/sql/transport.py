@@ -21,8 +21,8 @@ from kombu.utils.json import dumps
 
 from ...errors import NativeDelayError, UnsupportedBroker
 from ...keyed.publishing import KeyedPublish, underway
-from ...keyed.records import KeyRecords
 from ...rates.line import Lines
+from ...records.interface import Records
 from ...records.opened import Place
 from ...records.waiting import WaitingTasks
 from ...settings import DelaySettings, is_store_url
@@ -83,23 +83,19 @@ class StoreDelayingChannel(DelayingChannel):
         return StoreWaitingTasks(self)
 
     def lines(self, settings: DelaySettings) -> Lines:
-        _require_sqlalchemy()
         from ...rates.in_records import RecordLines
 
-        return RecordLines(self.delays.store.records)
+        return RecordLines(self.records(settings))
 
     def let_wait(self, queue: str, message: dict[str, Any], *, due_us: int, **kwargs: Any) -> None:
         self.delays.publish(message, queue, due_us=due_us)
 
-    def key_records(self, settings: DelaySettings) -> KeyRecords:
-        _require_sqlalchemy()
-        from .keyed import StoreKeyRecords
-
-        return StoreKeyRecords(self.delays.store)
+    def records(self, settings: DelaySettings) -> Records:
+        records: Records = self.delays.records
+        return records
 
     def let_wait_keyed(self, queue: str, message: dict[str, Any], keyed: KeyedPublish) -> None:
-        delays = self.delays
-        delays.publish_keyed(keyed, message, queue, self.key_records(delays.settings))
+        self.delays.publish_keyed(keyed, message, queue)
 
     def _put_fanout(
         self, exchange: str, message: dict[str, Any], routing_key: str, **kwargs: Any

@@ -60,7 +60,7 @@ class StoreWorkerPart(WorkerPart):
 
     def sweep(self) -> int:
         """Remove records that say nothing any more."""
-        return int(self._delays.store.records.sweep())
+        return int(self._delays.records.sweep())
 
     def promoter(self, connect: Callable[..., Any]) -> Dispatcher:
         return Dispatcher(self._delays.store, connect)

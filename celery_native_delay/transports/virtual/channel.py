@@ -15,8 +15,8 @@ from kombu.transport import virtual
 
 from ...errors import CannotDelay, SettingsError
 from ...keyed.publishing import KeyedPublish, keyed_publish, underway
-from ...keyed.records import KeyRecords
 from ...message import Delayed, due_of
+from ...records.interface import Records
 from ...settings import DelaySettings
 from ..aliases import OPTION, asks_for_delays, settings_from_option
 from ..interface import without_records
@@ -90,8 +90,8 @@ class DelayingChannel(PublishingChannel):
         """Put kombu's *message* in as its key has it; AnotherStands if that has another."""
         raise without_records(self)
 
-    def key_records(self, settings: DelaySettings) -> KeyRecords:
-        """The records of keys; UnsupportedBroker where they cannot be kept beside what waits."""
+    def records(self, settings: DelaySettings) -> Records:
+        """The records that change with what waits; UnsupportedBroker where there are none."""
         raise without_records(self)
 
     @property

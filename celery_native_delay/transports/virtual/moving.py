@@ -59,10 +59,9 @@ class MovingPart(ABC):
         """The records of keys here; None if none can be kept."""
         channel = self._channel
         try:
-            records: KeyRecords = channel.key_records(channel.delays.settings)
+            return KeyRecords(channel.records(channel.delays.settings))
         except UnsupportedBroker:
             return None
-        return records
 
     def take_in(self, moving: Moving, keyed: KeyedPublish | None = None) -> bool:
         """Let *moving* wait for each queue that it leads to."""

@@ -15,14 +15,13 @@ from kombu.utils.json import dumps, loads
 from ...due_time import check_due, milliseconds_up
 from ...errors import NoRecords
 from ...keyed.publishing import KeyedPublish
-from ...keyed.records import KeyRecords
 from ...message import HEADER
 from ...rates.line import Lines
-from ...records.interface import Listed
+from ...records.interface import Listed, Records
 from ...records.waiting import Waiting, WaitingTasks
 from ...settings import DelaySettings
 from ..interface import without_records
-from ..recorded import key_records_beside, lines_beside, member_of, records_beside
+from ..recorded import lines_beside, member_of, records_beside
 from . import delays
 from .channel import DelayingChannel
 from .collecting import Put
@@ -113,7 +112,7 @@ class Delays(delays.Delays):
             entry = self.send_undecided(queue, message, due_us, delivery_id, now_us=now_us)
             return Listed(f"{keyed.task_id}:{delivery_id}", due_us, entry)
 
-        keyed.settle(key_records_beside(self.records, self.settings), put)
+        keyed.settle(self.records, put)
 
     def send_undecided(
         self,
@@ -181,13 +180,14 @@ class Channel(DelayingChannel):
     """A channel to a broker that cannot be looked into; its records list what waits, if any."""
 
     def let_wait_keyed(self, queue: str, message: dict[str, Any], keyed: KeyedPublish) -> Any:
-        self.key_records(self.delays.settings)  # or the way out
+        self.records(self.delays.settings)  # or the way out
         self.delays.publish_keyed(keyed, queue, message)
 
-    def key_records(self, settings: DelaySettings) -> KeyRecords:
-        if self.delays.records is None:
+    def records(self, settings: DelaySettings) -> Records:
+        records: Records | None = self.delays.records
+        if records is None:
             raise without_records(self)
-        return key_records_beside(self.delays.records, settings)
+        return records
 
     def waiting_tasks(self: Any, settings: DelaySettings) -> WaitingTasks:
         """The tasks that wait on this broker, by the records; NoRecords without any."""
