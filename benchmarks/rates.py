@@ -21,7 +21,6 @@ from celery_native_delay.rates.in_records import RecordLines
 from celery_native_delay.rates.in_redis import RedisLines
 from celery_native_delay.rates.line import Lines
 from celery_native_delay.testing import PrivateRedis, private_redis
-from celery_native_delay.transports.sql.records import records_of
 from celery_native_delay.transports.sql.store import Store
 
 ASKED = 2_000
@@ -70,7 +69,7 @@ def gate(bench: Bench, server: PrivateRedis, result: Result) -> None:
     store = Store(f"sqlite:///{bench.folder}/rates.db", "bench")
     kept: dict[str, Lines] = {
         "Redis": RedisLines(pool, "bench", server.url),
-        "SQLite": RecordLines(records_of(store)),
+        "SQLite": RecordLines(store.records),
     }
     for where, lines in kept.items():
         starting: list[float] = []

@@ -27,7 +27,7 @@ class StoreAdminPart(AdminPart):
 
     def declare(self, queues: Sequence[Any]) -> Told:
         """Make the tables, if they are not there."""
-        self._store.prepare()
+        self._store.records.make_tables()
         sentence = f"{self.name}: its tables are there, in version {VERSION}"
         return Told({"name": self.name, "version": VERSION}, [sentence])
 

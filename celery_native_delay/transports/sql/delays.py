@@ -13,7 +13,7 @@ from ..virtual import delays
 from ..virtual.status import Status
 from ..virtual.watching import warn_if_nothing_promotes
 from ..virtual.wrapping import due_then, encoded, id_of, wrapped
-from .records import StoreRecords, records_of
+from .records import StoreRecords
 from .store import Store
 
 #: The queue of a message for all that listen to its exchange.
@@ -53,7 +53,7 @@ class Delays(delays.Delays):
     @property
     def records(self) -> StoreRecords:
         """The records beside what waits."""
-        return records_of(self.store)
+        return self.store.records
 
     def publish(self, message: dict[str, Any], queue: str, *, due_us: int) -> None:
         """Store kombu's *message* for *queue*, or for :data:`BROADCAST`.

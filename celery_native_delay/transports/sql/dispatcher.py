@@ -16,7 +16,7 @@ from time import monotonic, time_ns
 from typing import Any
 
 from ...backoff import Backoff
-from ...errors import NativeDelayError, StoreUnavailable
+from ...errors import NativeDelayError, RecordsUnavailable, StoreUnavailable
 from ..aliases import OPTION
 from ..virtual.watching import Sign
 from .handover import HandOver, hand_over_on
@@ -56,7 +56,7 @@ class Dispatcher:
         self._stopping = Event()
         #: Whatever is put here ends the present pause, or else the next one. A signal handler may.
         self._alarm: SimpleQueue[None] = SimpleQueue()
-        self._sign = Sign(store.show_dispatching, StoreUnavailable)
+        self._sign = Sign(store.show_dispatching, RecordsUnavailable)
         self._sleeps_until_us = 0
         self._backoff = Backoff(*RETRY_SECONDS)
         #: "fetching what is due" or "dispatching what is due", if that failed last; else "".

@@ -11,7 +11,6 @@ from ...keyed.records import KeyRecords
 from ..moving import Found, Source
 from ..virtual import moving
 from ..virtual.wrapping import id_of
-from .records import records_of
 from .rows import Row
 from .store import Store
 
@@ -50,7 +49,7 @@ class StoreSource(Source):
         self._last: Row | None = None
 
     def key_records(self) -> KeyRecords:
-        return KeyRecords(records_of(self._store))
+        return KeyRecords(self._store.records)
 
     def count(self) -> int:
         return self._store.census().waiting

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, delete, select, update
+from sqlalchemy import Connection, bindparam, delete, insert, select, update
 
 from ...errors import RecordsUnavailable, StoreUnavailable
-from ...per_process import PerProcess
 from ...records.interface import Change, Decide, Looked, Put, RecordName, T
 from ...records.sql import SqlRecords
 from .schema import MESSAGES
-from .store import ADD, Store
 
 _ROW = MESSAGES.c
 _SEE = select(_ROW.id, _ROW.due_us).where(
@@ -38,7 +36,7 @@ class StoreRecords(SqlRecords):
 
     has_marks = False
 
-    def __init__(self, store: Store) -> None:
+    def __init__(self, store: Any) -> None:
         super().__init__(store.url, store.namespace)
         self._store = store
 
@@ -86,15 +84,4 @@ class StoreRecords(SqlRecords):
             return
         for row_id in gone:
             connection.execute(_TAKE_OUT, {"one": row_id})
-        connection.execute(ADD, row)
-
-
-#: Of a parent process: a child must not close their connections, as forgetting them would.
-_inherited: list[StoreRecords] = []
-
-_records: PerProcess[tuple[str, str], StoreRecords] = PerProcess(_inherited.append)
-
-
-def records_of(store: Store) -> StoreRecords:
-    """The records beside the messages of *store*, which this process shares."""
-    return _records.get((store.url, store.namespace), lambda: StoreRecords(store))
+        connection.execute(insert(MESSAGES), row)

@@ -48,13 +48,3 @@ MESSAGES = Table(
     Index("native_delay_message_due", "namespace", "due_us"),
     Index("native_delay_message_task", "namespace", "task_id"),
 )
-
-#: A row for each outbox, with the number of the last batch that is there, and for each sign that
-#: something dispatches.
-OUTBOXES = Table(
-    "native_delay_line",
-    METADATA,
-    Column("name", String(32), primary_key=True),
-    Column("number", BigInteger, nullable=False),
-    Column("used_us", BigInteger, nullable=False),
-)

@@ -10,22 +10,24 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from hashlib import blake2b
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
 from time import time_ns
 from typing import Any, TypeVar
 
-from sqlalchemy import Connection, bindparam, delete, exc, func, insert, inspect, select, update
+from sqlalchemy import Connection, bindparam, delete, exc, func, insert, inspect, select
 
 from ...errors import StoreUnavailable, TopologyMismatch
 from ...per_process import PerProcess
 from ...records.database import READS, clock_ahead_seconds, engine_of
+from ...records.interface import Change, Looked, RecordName
 from ...urls import without_password
 from ..virtual.status import Census
 from ..virtual.watching import SHOWN_SECONDS
+from .records import StoreRecords
 from .rows import DUE, PARKED, Batch, Rows, Stored
-from .schema import MESSAGES, METADATA, OUTBOXES, SCHEMA, VERSION
+from .schema import MESSAGES, METADATA, SCHEMA, VERSION
 
 T = TypeVar("T")
 
@@ -38,11 +40,8 @@ _MINE = _ROW.namespace == bindparam("mine")
 _NEXT = select(func.min(_ROW.due_us)).where(_MINE)
 _CHANGE_NOTHING = delete(MESSAGES).where(_ROW.id < 0)
 
-#: The sign that something dispatches: a row whose time is renewed. Its table is that of the
-#: numbered batches, whose rows are removed a day after the last change.
-_SIGN = OUTBOXES.c.name == bindparam("this")
-_RENEW_SIGN = update(OUTBOXES).where(_SIGN).values(used_us=bindparam("now"))
-_FIND_SIGN = select(OUTBOXES.c.used_us).where(_SIGN)
+#: The record that a dispatcher runs, which it renews.
+_DISPATCHING = RecordName("sign", "dispatching")
 
 #: Of its parent: a child must not close their connections, as forgetting them would.
 _inherited: list[Store] = []
@@ -90,6 +89,11 @@ class Store:
     def path(self) -> str:
         """The path of SQLite's file."""
         return (self.engine.url.database or "").removeprefix("file:")
+
+    @cached_property
+    def records(self) -> StoreRecords:
+        """The records beside the messages, in the same database."""
+        return StoreRecords(self)
 
     # --- the tables ----------------------------------------------------------------------
 
@@ -202,24 +206,14 @@ class Store:
     def show_dispatching(self) -> None:
         """Let others know for :data:`SHOWN_SECONDS` that there is a dispatcher."""
 
-        def show(connection: Connection) -> None:
-            name, now_us = self._sign, time_ns() // 1000
-            if not connection.execute(_RENEW_SIGN, {"this": name, "now": now_us}).rowcount:
-                row = {"name": name, "number": 0, "used_us": now_us}
-                connection.execute(insert(OUTBOXES).values(row))
+        def renewed(seen: Looked) -> Change[None]:
+            return Change(str(seen.now_us), seen.now_us + SHOWN_SECONDS * 1_000_000, None)
 
-        self.change(show)
+        self.records.change(_DISPATCHING, renewed)
 
-    def _is_shown(self, connection: Connection) -> bool:
+    def _is_shown(self) -> bool:
         """True if a dispatcher has shown itself lately."""
-        shown_us = connection.execute(_FIND_SIGN, {"this": self._sign}).scalar()
-        ago_us = abs(time_ns() // 1000 - int(shown_us or 0))
-        return ago_us < SHOWN_SECONDS * 1_000_000
-
-    @property
-    def _sign(self) -> str:
-        # The name of a row has 32 characters, a namespace may have 64.
-        return "dispatching." + blake2b(self.namespace.encode(), digest_size=9).hexdigest()
+        return self.records.read(_DISPATCHING).text is not None
 
     # --- looking -------------------------------------------------------------------------
 
@@ -233,18 +227,16 @@ class Store:
             overdue = connection.execute(
                 select(func.count()).select_from(MESSAGES).where(_MINE, _ROW.due_us <= now_us), mine
             ).scalar()
-            promoting = self._is_shown(connection)
         until_first_us = None if first_us is None else int(first_us) - now_us
         parked = int(total) - int(waiting)
-        return Census(int(waiting), parked, int(overdue or 0), until_first_us, promoting)
+        return Census(int(waiting), parked, int(overdue or 0), until_first_us, self._is_shown())
 
     def look_for_dispatcher(self) -> Census:
         """A census without counting, which takes long where much waits: *overdue* is 1 or 0."""
         due_us = self.next_due_us()
-        promoting = self.look(self._is_shown)
         until_us = None if due_us is None else due_us - time_ns() // 1000
         overdue = until_us is not None and until_us <= 0
-        return Census(int(due_us is not None), 0, int(overdue), until_us, promoting)
+        return Census(int(due_us is not None), 0, int(overdue), until_us, self._is_shown())
 
     @contextmanager
     def rows(self, *, to_change: bool = False) -> Iterator[Rows]:
@@ -314,7 +306,7 @@ class Store:
         return f"the store {self.shown_url} cannot be used: {reason_of(error)}"
 
 
-def is_about_a_row(error: StoreUnavailable) -> bool:
+def is_about_a_row(error: Exception) -> bool:
     """True if the database refuses what it was given, and would take something else."""
     return isinstance(error.__cause__, exc.DataError | exc.IntegrityError)
 

@@ -1,9 +1,3 @@
-CREATE TABLE native_delay_line (
-	name VARCHAR(32) NOT NULL, 
-	number BIGINT NOT NULL, 
-	used_us BIGINT NOT NULL, 
-	PRIMARY KEY (name)
-);
 CREATE TABLE native_delay_message (
 	id BIGINT NOT NULL AUTO_INCREMENT, 
 	namespace VARCHAR(64) NOT NULL, 
