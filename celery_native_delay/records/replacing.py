@@ -34,7 +34,7 @@ from .interface import (
     T,
     tried_again,
 )
-from .waiting import ReplacedOneByOne, Waiting
+from .waiting import Waiting, WaitingTasks
 
 #: The mark of an undecided delivery is kept for longer than any message can wait: 25 years, in ms.
 _UNDECIDED_MS = 25 * 366 * 86_400_000
@@ -102,14 +102,11 @@ class Republishes(Protocol):
         """Raise DelayTooLong for a due time that is too far away."""
 
 
-class RecordedTasks(ReplacedOneByOne):
+class RecordedTasks(WaitingTasks):
     """Waiting tasks that an *index* lists; mixed in before the listing of a backend."""
 
     index: Index
     _delays: Republishes
-
-    def close(self) -> None:
-        """The records are the process's."""
 
     def _replace(
         self, member: str, entry: Any, task: Waiting, due_us: int | None, *, cancelled: bool

@@ -65,7 +65,7 @@ class StoreAdminPart(AdminPart):
     def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]]:
         self._store.prepare()
         found = self._store.parked(limit=limit)
-        return self._store.count_parked(), [parked_task(envelope) for envelope, _ in found]
+        return self._store.count_parked(), [parked_task(envelope) for envelope in found]
 
     def requeue(self) -> Rescue:
         self._store.prepare()

@@ -18,7 +18,7 @@ from sqlalchemy import exc, insert, select
 from ...records.database import same_database
 from ..aliases import OPTION
 from .delays import BROADCAST
-from .rows import Batch, Stored
+from .rows import Batch
 from .store import Store, reason_of
 from .whole_files import is_folder, put_file
 
@@ -101,7 +101,7 @@ class ThroughKombu:
                 break
         return None
 
-    def _put(self, message: Stored) -> None:
+    def _put(self, message: Any) -> None:
         channel = self._channel
         if message.queue != BROADCAST and is_folder(channel):
             put_file(channel, message.queue, message.envelope)
@@ -135,7 +135,7 @@ class IntoTheSameDatabase:
                     refuse(batch, message, error, park=park)
         return None
 
-    def _refusal(self, batch: Batch, messages: list[Stored]) -> exc.DBAPIError | None:
+    def _refusal(self, batch: Batch, messages: list[Any]) -> exc.DBAPIError | None:
         """Insert *messages*, all or none; the reason why none are."""
         self._ids.clear()  # a row that was made by a transaction that failed is not there
         try:
@@ -169,7 +169,7 @@ class IntoTheSameDatabase:
         return self._ids[queue]
 
 
-def refuse(batch: Batch, message: Stored, error: Exception, *, park: bool) -> None:
+def refuse(batch: Batch, message: Any, error: Exception, *, park: bool) -> None:
     """Put *message* off, or park it if that was so often enough."""
     tries = message.attempts + 1
     parked = park or tries >= TRIES

@@ -26,7 +26,7 @@ from ...urls import without_password
 from ..virtual.status import Census
 from ..virtual.watching import SHOWN_SECONDS
 from .records import StoreRecords
-from .rows import DUE, PARKED, Batch, Rows, Stored
+from .rows import DUE, PARKED, Batch
 from .schema import MESSAGES, METADATA, SCHEMA, VERSION
 
 T = TypeVar("T")
@@ -194,8 +194,7 @@ class Store:
     @contextmanager
     def _batch(self, which: Any, parameters: dict[str, Any]) -> Iterator[Batch]:
         with self._explained(), self.engine.begin() as connection:
-            found = [Stored(*row) for row in connection.execute(which, parameters)]
-            batch = Batch(connection, found)
+            batch = Batch(connection, list(connection.execute(which, parameters)))
             yield batch
             batch.settle()
         for one in batch.delivered:
@@ -238,30 +237,18 @@ class Store:
         overdue = until_us is not None and until_us <= 0
         return Census(int(due_us is not None), 0, int(overdue), until_us, self._is_shown())
 
-    @contextmanager
-    def rows(self, *, to_change: bool = False) -> Iterator[Rows]:
-        """Rows of all messages; locked when they are looked at *to_change* them."""
-        connect: Callable[[], AbstractContextManager[Connection]]
-        connect = self.engine.begin if to_change else self._reading
-        with self._explained(), connect() as connection:
-            yield Rows(connection, self.namespace, to_change=to_change)
-
     def count_parked(self) -> int:
         statement = select(func.count()).select_from(MESSAGES).where(_MINE, _ROW.due_us.is_(None))
         mine = {"mine": self.namespace}
         return int(self.look(lambda connection: connection.execute(statement, mine).scalar()) or 0)
 
-    def parked(self, *, limit: int) -> list[tuple[str, str]]:
-        """Envelopes of the first *limit* parked messages, and why each was refused."""
+    def parked(self, *, limit: int) -> list[str]:
+        """Envelopes of the first *limit* parked messages."""
         statement = (
-            select(_ROW.envelope, _ROW.reason)
-            .where(_MINE, _ROW.due_us.is_(None))
-            .order_by(_ROW.id)
-            .limit(limit)
+            select(_ROW.envelope).where(_MINE, _ROW.due_us.is_(None)).order_by(_ROW.id).limit(limit)
         )
         mine = {"mine": self.namespace}
-        rows = self.look(lambda connection: connection.execute(statement, mine).all())
-        return [(envelope, reason or "") for envelope, reason in rows]
+        return self.look(lambda connection: list(connection.execute(statement, mine).scalars()))
 
     def purge(self, *, parked: bool) -> int:
         """Throw away all that waits, or all that is parked; how many."""
