@@ -20,8 +20,7 @@ from ..virtual.watching import warn_if_nothing_promotes
 from ..virtual.wrapping import due_then, encoded, wrapped
 from .entry import Destination, entry_of
 from .keys import Keys, member_of
-from .records import BrokerRecords
-from .store import Store
+from .store import BrokerRecords, Store
 
 
 class Delays(delays.Delays):

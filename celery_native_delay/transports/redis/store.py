@@ -7,7 +7,7 @@ commands and to the first key of a script, and to none of the others.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import monotonic
@@ -16,6 +16,7 @@ from typing import Any
 from redis.exceptions import NoPermissionError, NoScriptError, OutOfMemoryError, ResponseError
 
 from ...errors import BrokerFull, NotPermitted
+from ...records.redis import RedisRecords
 from ...records.redis_link import digest_of
 from ...redis_server import now_us
 from ..virtual import status
@@ -157,11 +158,6 @@ class Store:
         entries = self.client.hmget(self.keys.messages, members) if members else []
         return [entry for entry in entries if entry is not None]
 
-    def kinds(self, names: Iterable[str]) -> dict[str, str]:
-        """Key → its Redis type, of those of *names* that exist."""
-        kinds = {name: self.client.type(name).decode() for name in names}
-        return {name: kind for name, kind in kinds.items() if kind != "none"}
-
     # --- throwing away -------------------------------------------------------------------
 
     def purge(self, *, parked: bool) -> int:
@@ -174,6 +170,21 @@ class Store:
             thrown += taken
             if taken < 1000:
                 return thrown
+
+
+class BrokerRecords(RedisRecords):
+    """Records beside the messages of one *store*.
+
+    They raise redis-py's errors, BrokerFull and NotPermitted.
+    """
+
+    needs_connection = True
+    has_marks = False
+
+    def __init__(self, store: Store) -> None:
+        self.keys = store.keys
+        self._of_broker = store.keys.wake, store.keys.parked
+        self._patient = store
 
 
 class Rounds:

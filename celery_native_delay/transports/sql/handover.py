@@ -5,10 +5,10 @@ The dispatcher's last step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic, time_ns
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import sqlalchemy
 from kombu import Connection
@@ -34,15 +34,9 @@ TRIES = 8
 _MOST_ATTEMPTS = 30_000
 
 
-class HandOver(Protocol):
-    """A way to hand over one batch."""
-
-    def __call__(self, batch: Batch, *, park: bool) -> Exception | None:
-        """Mark what is delivered, and what is put off; with *park* that is parked at once.
-
-        Returns:
-            why no more can be handed over now: the broker is away.
-        """
+#: Hands over one batch: marks what is delivered, and what is put off, which with *park* is parked
+#: at once. It returns why no more can be handed over now, if the broker is away.
+HandOver: TypeAlias = Callable[..., Exception | None]
 
 
 def hand_over_on(channel: Any, store: Store) -> HandOver:
