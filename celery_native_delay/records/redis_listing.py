@@ -148,34 +148,22 @@ class RedisListing(WaitingTasks):
         """A block whose errors of redis-py say that the records are away."""
 
     def _found(self, task_id: str) -> list[tuple[str, bytes, Waiting]]:
-        """Members and entries under *task_id*, and what people see of them."""
-        found = []
-        with self._explained():
-            for member, entry, due_us in self._entries(task_id):
-                task = self._decoded(member, entry, due_us or 0)
-                if task is not None:
-                    found.append((member, entry, task))
-        return found
-
-    def _members(self, task_id: str) -> list[str]:
-        """Members of what waits under *task_id*."""
-        prefix = f"{task_id}:"
-        # ";" follows ":".
-        found = self._client.zrangebylex(self._ids, f"[{prefix}", f"({task_id};")
-        members = [member.decode() for member in found]
-        return [member for member in members if member.rpartition(":")[0] == task_id]
-
-    def _entries(self, task_id: str) -> list[tuple[str, bytes, int | None]]:
-        """Member, entry and due time, None for one that is parked, of what waits under *task_id*.
+        """Members and entries under *task_id*, parked ones too, and what people see of them.
 
         The due time is read first: a message that is moved in between shows up as changed.
         """
-        found: list[tuple[str, bytes, int | None]] = []
-        for member in self._members(task_id):
-            score = self._client.zscore(self._due, member)
-            entry = self._client.hget(self._messages, member)
-            if entry is not None:
-                found.append((member, entry, None if score is None else int(score)))
+        found = []
+        with self._explained():
+            # ";" follows ":".
+            members = self._client.zrangebylex(self._ids, f"[{task_id}:", f"({task_id};")
+            for member in map(bytes.decode, members):
+                if member.rpartition(":")[0] != task_id:
+                    continue
+                due_us = self._client.zscore(self._due, member)
+                entry = self._client.hget(self._messages, member)
+                task = None if entry is None else self._decoded(member, entry, int(due_us or 0))
+                if task is not None:
+                    found.append((member, entry, task))
         return found
 
     def _ranks(self, query: Query) -> tuple[int, int]:

@@ -65,11 +65,10 @@ class Delays(delays.Delays):
 
     def publish_keyed(self, keyed: KeyedPublish, message: dict[str, Any], queue: str) -> None:
         """Store kombu's *message* as its key has it; raises as :meth:`publish`, AnotherStands."""
-
-        def put(due_us: int, *_: object) -> Put:
-            return self.stored(due_then(message, due_us), queue, due_us=due_us)
-
-        keyed.settle(self.records, put)
+        keyed.settle(
+            self.records,
+            lambda due_us, *_: self.stored(due_then(message, due_us), queue, due_us=due_us),
+        )
         self.watch()
 
     def watch(self) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from sqlalchemy import Connection, bindparam, delete, insert, select, update
+from sqlalchemy import Connection, bindparam, delete, insert, select
 
 from ...errors import RecordsUnavailable, StoreUnavailable
 from ...records.interface import Change, Decide, Looked, Put, RecordName, T
@@ -16,19 +16,6 @@ _SEE = select(_ROW.id, _ROW.due_us).where(
     _ROW.namespace == bindparam("mine"), _ROW.task_id == bindparam("task")
 )
 _TAKE_OUT = delete(MESSAGES).where(_ROW.id == bindparam("one"))
-#: A new message in the place of another one; the row stays.
-_PUT_IN_PLACE = (
-    update(MESSAGES)
-    .where(_ROW.id == bindparam("one"))
-    .values(
-        queue=bindparam("queue_"),
-        envelope=bindparam("envelope_"),
-        due_us=bindparam("due"),
-        task_id=bindparam("task"),
-        attempts=0,
-        reason=None,
-    )
-)
 
 
 class StoreRecords(SqlRecords):
@@ -76,12 +63,7 @@ class StoreRecords(SqlRecords):
         assert put is not None
         assert change.due_us is not None
         queue, due_us, task_id, envelope = put(change.due_us, "", 0)
-        gone = [row_id for row_id, _ in looked.messages] if change.replaces else []
-        row = self._store.row(queue, envelope, due_us, task_id)
-        if len(gone) == 1:
-            new = {"queue_": queue, "envelope_": envelope, "due": due_us, "task": row["task_id"]}
-            connection.execute(_PUT_IN_PLACE, {"one": gone[0], **new})
-            return
-        for row_id in gone:
+        for row_id, _ in looked.messages if change.replaces else ():
             connection.execute(_TAKE_OUT, {"one": row_id})
+        row = self._store.row(queue, envelope, due_us, task_id)
         connection.execute(insert(MESSAGES), row)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from queue import Empty
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
@@ -31,7 +30,7 @@ from ..aliases import OPTION, originals
 from ..interface import AdminPart, WorkerPart
 from ..moving import MovingPart
 from ..virtual.channel import DelayingChannel, DelayingTransport, Message
-from .whole_files import is_folder, put_file, take_file
+from .whole_files import is_folder, put_file
 
 
 class StoreDelayingChannel(DelayingChannel):
@@ -186,12 +185,6 @@ class FolderChannel(StoreDelayingChannel):
             return put_file(self, queue, dumps(message))
         except OSError as exc:
             raise ChannelError(f"Cannot add a file for {queue!r} to directory: {exc}") from exc
-
-    def _get(self, queue: str) -> Any:
-        message = take_file(self, queue)
-        if message is None:
-            raise Empty
-        return message
 
 
 class DatabaseChannel(StoreDelayingChannel):
