@@ -22,7 +22,6 @@ from sqlalchemy import (
     Table,
     Text,
     delete,
-    exc,
     insert,
     select,
     update,
@@ -32,10 +31,9 @@ from sqlalchemy import text as sql_text
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.dialects.mysql import LONGTEXT
 
-from ..errors import RecordsUnavailable
+from ..errors import NativeDelayError, RecordsUnavailable
 from ..finding import WRONG, Finding, clock_finding
-from ..urls import without_password
-from .database import READS, clock_ahead_seconds, engine_of, now_us
+from .database import Database, clock_ahead_seconds, now_us
 from .interface import (
     MARK_GRACE_MS,
     STALE_AFTER_US,
@@ -102,20 +100,15 @@ MARKS = Table(
 
 _RECORD, _WAITING, _MARK = RECORDS.c, WAITING.c, MARKS.c
 
-#: Another may make the tables, or write the same row, at the same time.
-_TRIES = 6
 
-
-class SqlRecords(ComparedRecords):
+class SqlRecords(Database, ComparedRecords):
     """Records and index of one *owner* in the database at *url*."""
 
+    tables = METADATA
+
     def __init__(self, url: str, owner: str) -> None:
-        self.url = url
-        self.where = without_password(url)
+        super().__init__(url, setting="native_delay_records")
         self.owner = owner if len(owner) <= 64 else _digest(owner)
-        self.engine = engine_of(url, setting="native_delay_records")
-        #: True if the tables are there, as far as is known.
-        self.is_ready = False
         self._thread = SqlThread(self.engine, self.where, self.make_tables, _note_all)
 
     @property
@@ -333,42 +326,14 @@ class SqlRecords(ComparedRecords):
 
     # --- transactions --------------------------------------------------------------------
 
-    def do(self, work: Callable[[Connection], T]) -> T:
-        """*work* in a transaction; again if another has made the tables or the row meanwhile."""
-        return self._asked(self.engine.begin, work)
-
-    def look_up(self, work: Callable[[Connection], T]) -> T:
-        """*work* in a transaction that only reads."""
-        return self._asked(lambda: self.engine.connect().execution_options(**{READS: True}), work)
-
-    def _asked(
+    def _tried(
         self, connect: Callable[[], AbstractContextManager[Connection]], work: Callable[[Any], T]
     ) -> T:
         self._thread.flush()
-        for tries_left in reversed(range(_TRIES)):
-            try:
-                if not self.is_ready:
-                    self.make_tables()
-                with connect() as connection:
-                    return work(connection)
-            except (exc.IntegrityError, exc.OperationalError, exc.ProgrammingError) as error:
-                self.is_ready = False
-                if not tries_left or error.connection_invalidated:
-                    raise self._unavailable(error) from error
-            # A transaction of SQLite's is begun by the driver itself.
-            except (exc.SQLAlchemyError, self.engine.dialect.loaded_dbapi.Error) as error:
-                raise self._unavailable(error) from error
-        raise AssertionError("unreachable")
+        return super()._tried(connect, work)
 
-    def make_tables(self) -> None:
-        """Make the tables that are missing."""
-        with self.engine.begin() as connection:
-            METADATA.create_all(connection)
-        self.is_ready = True
-
-    def _unavailable(self, error: Exception) -> RecordsUnavailable:
-        said = str(getattr(error, "orig", None) or error).strip().partition("\n")[0]
-        return RecordsUnavailable(f"the records at {self.where} are out of reach: {said}")
+    def _unavailable(self, reason: str) -> NativeDelayError:
+        return RecordsUnavailable(f"the records at {self.where} are out of reach: {reason}")
 
     # --- rows ----------------------------------------------------------------------------
 

@@ -431,21 +431,6 @@ def test_a_store_that_somebody_locks_is_named(folder_url: str, store_app: Celery
     connection.close()
 
 
-def test_a_store_of_another_release_is_named(folder_url: str, project: Project) -> None:
-    app_on_store(folder_url).send_task("shop.remind", countdown=600)
-    with sqlite3.connect(file_of(folder_url)) as connection:
-        connection.execute("UPDATE native_delay_schema SET version = 7")
-    connection.close()
-    source = APP + f"app.conf.broker_transport_options = {options(folder_url)}\n".replace(
-        "{", "{{"
-    ).replace("}", "}}")
-    project.write(source, folder_url, **settings_of(folder_url))
-    told = project.told("doctor", status=1)
-    (finding,) = told["findings"]
-    assert "found version 7" in finding["problem"]
-    assert finding["remedy"].startswith("use the release of celery_native_delay that has made them")
-
-
 @pytest.mark.parametrize("kind", ["filesystem", in_ci("filesystem-postgresql"), in_ci("sqla")])
 def test_from_a_store_nothing_dispatches_until_something_does(kind: str, project: Project) -> None:
     with running_broker(kind, pytest.fail) as broker:

@@ -21,7 +21,6 @@ from sqlalchemy import create_engine, text
 from celery_native_delay import (
     DelaySettings,
     StoreUnavailable,
-    TopologyMismatch,
     UnsupportedBroker,
 )
 from celery_native_delay.durations import seconds_of
@@ -427,17 +426,6 @@ def test_the_command_line_declares_looks_and_promotes(folder_url: str, tmp_path:
         told, _ = promote.communicate(timeout=PATIENCE_SECONDS)
     assert told == "1 message(s) promoted, 0 parked\n"
     assert promote.returncode == 0
-
-
-def test_tables_of_another_version_are_left_alone(folder_url: str) -> None:
-    with delaying(folder_url) as connection:
-        store = store_of(connection)
-        store.prepare()
-        with store.engine.begin() as transaction:
-            transaction.execute(text("UPDATE native_delay_schema SET version = 7"))
-        other = Store(store.url, store.namespace)
-        with pytest.raises(TopologyMismatch, match=r"the tables of version 1 .* version 7"):
-            other.add("jobs", "{}", due_us=1, task_id="task-1")
 
 
 def test_a_broker_without_a_store_refuses_what_is_delayed_and_says_the_way_out() -> None:

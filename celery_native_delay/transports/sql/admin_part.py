@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from ...errors import StoreUnavailable, TopologyMismatch
+from ...errors import StoreUnavailable
 from ...finding import UNCHECKED, WRONG, Finding, clock_finding
 from ..interface import ParkedTask, Rescue, Told
 from ..virtual.admin_part import AdminPart, parked_task
@@ -22,8 +22,8 @@ class StoreAdminPart(AdminPart):
     def __init__(self, channel: Any) -> None:
         self._channel = channel
         self._store: Store = channel.delays.store
-        self.name = f"{self._store.namespace} of {self._store.shown_url}"
-        self.parking = f"{MESSAGES.name} of {self._store.shown_url}, parked"
+        self.name = f"{self._store.namespace} of {self._store.where}"
+        self.parking = f"{MESSAGES.name} of {self._store.where}, parked"
 
     def declare(self, queues: Sequence[Any]) -> Told:
         """Make the tables, if they are not there."""
@@ -37,7 +37,7 @@ class StoreAdminPart(AdminPart):
                 self._store.prepare()
                 self._store.try_to_write()
             else:
-                problem = f"{self._store.shown_url} has none of our tables"
+                problem = f"{self._store.where} has none of our tables"
                 way_out = (
                     "start a worker or run `celery -A PROJ delay declare`, which make them, or "
                     "correct native_delay_store, in workers and producers"
@@ -55,7 +55,7 @@ class StoreAdminPart(AdminPart):
     def _clocks(self) -> Iterator[Finding]:
         ahead_seconds = self._store.clock_ahead_seconds()
         if ahead_seconds is None:
-            problem = f"the clock of {self._store.shown_url}: it is not known how to ask for it"
+            problem = f"the clock of {self._store.where}: it is not known how to ask for it"
             way_out = "have all machines follow one time server"
             yield Finding("clocks", UNCHECKED, problem, way_out)
             return
@@ -84,5 +84,3 @@ def _told() -> Iterator[list[Finding]]:
             "native_delay_store, in workers and producers"
         )
         found.append(Finding("store", WRONG, str(exc), way_out))
-    except TopologyMismatch as exc:
-        found.append(Finding.of_sentence("store", WRONG, str(exc)))

@@ -58,8 +58,7 @@ class Delays(delays.Delays):
     def publish(self, message: dict[str, Any], queue: str, *, due_us: int) -> None:
         """Store kombu's *message* for *queue*, or for :data:`BROADCAST`.
 
-        DelayTooLong, SettingsError, StoreUnavailable, TopologyMismatch, UnsupportedBroker: nothing
-        was stored.
+        DelayTooLong, SettingsError, StoreUnavailable, UnsupportedBroker: nothing was stored.
         """
         self._add(self.stored(message, queue, due_us=due_us))
 

@@ -15,11 +15,11 @@ from kombu import Connection
 from kombu.utils.json import loads
 from sqlalchemy import exc, insert, select
 
-from ...records.database import same_database
+from ...records.database import reason_of, same_database
 from ..aliases import OPTION
 from .delays import BROADCAST
 from .rows import Batch
-from .store import Store, reason_of
+from .store import Store
 from .whole_files import is_folder, put_file
 
 #: Seconds after which a batch ends however much of it is left, for others wait meanwhile:

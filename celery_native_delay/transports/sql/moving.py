@@ -24,7 +24,7 @@ class StoreMovingPart(moving.MovingPart):
     def __init__(self, channel: Any) -> None:
         super().__init__(channel)
         self._store: Store = channel.delays.store
-        self.name = f"{self._store.namespace} of {self._store.shown_url}"
+        self.name = f"{self._store.namespace} of {self._store.where}"
 
     def prepare(self, queues: Any) -> None:
         """Make the tables, if they are not there, and declare *queues*."""
@@ -38,7 +38,7 @@ class StoreMovingPart(moving.MovingPart):
             row.task_id == id_of(message)[:255],
             row.due_us == self._channel.due_of(message),
         )
-        return queue in self._store.look(lambda found: found.execute(this).scalars().all())
+        return queue in self._store.look_up(lambda found: found.execute(this).scalars().all())
 
     def _source(self) -> Source:
         return StoreSource(self._store, self.name)
@@ -65,7 +65,7 @@ class StoreSource(Source):
         after, left = (0, 0), census.waiting
         while left > 0:
             following = behind(store.namespace, *after)
-            chunk = store.look(lambda found, asked=following: found.execute(asked).all())  # type: ignore[misc]
+            chunk = store.look_up(lambda found, asked=following: found.execute(asked).all())  # type: ignore[misc]
             if not chunk:
                 return
             for row in chunk[:left]:
@@ -85,4 +85,4 @@ class StoreSource(Source):
 
     def _do(self, statement: Any) -> bool:
         """True if *statement* found its message."""
-        return bool(self._store.change(lambda found: found.execute(statement).rowcount))
+        return bool(self._store.do(lambda found: found.execute(statement).rowcount))

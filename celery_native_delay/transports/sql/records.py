@@ -47,7 +47,7 @@ class StoreRecords(SqlRecords):
         return answer
 
     def make_tables(self) -> None:
-        self._store.prepare()
+        self._store.make_tables()
         super().make_tables()
 
     def _messages(

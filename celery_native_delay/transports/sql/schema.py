@@ -19,13 +19,6 @@ VERSION = 1
 
 METADATA = MetaData()
 
-#: One row: the version of the other tables.
-SCHEMA = Table(
-    "native_delay_schema",
-    METADATA,
-    Column("version", Integer, primary_key=True, autoincrement=False),
-)
-
 #: A message that waits, or is parked.
 MESSAGES = Table(
     "native_delay_message",

@@ -14,7 +14,7 @@ from typing import Any
 
 from sqlalchemy import Connection, delete, select, update
 
-from ...errors import RecordsUnavailable, StoreUnavailable, TopologyMismatch
+from ...errors import RecordsUnavailable, StoreUnavailable
 from ...records.interface import T
 from ...records.sql_listing import SqlListing
 from ...records.waiting import Outcome, Waiting
@@ -44,7 +44,7 @@ class StoreWaitingTasks(SqlListing):
 
     def _look_up(self, work: Callable[[Connection], T]) -> T:
         with _explained():
-            return self._store.look(work)
+            return self._store.look_up(work)
 
     def _decoded(self, row: Any) -> Waiting | None:
         return waiting_of(row.envelope, queue=row.queue, due_us=row.due_us)
@@ -67,7 +67,7 @@ class StoreWaitingTasks(SqlListing):
             statement = update(MESSAGES).values(values)
         this = statement.where(*as_it_was(entry))
         with _explained():
-            done = self._store.change(lambda connection: connection.execute(this).rowcount)
+            done = self._store.do(lambda connection: connection.execute(this).rowcount)
         return (member, new_due_us) if done else None
 
     def _change(self, task_id: str, due_us: int | None, *, cancelled: bool) -> Outcome:
@@ -96,5 +96,5 @@ class StoreWaitingTasks(SqlListing):
 def _explained() -> Iterator[None]:
     try:
         yield
-    except (StoreUnavailable, TopologyMismatch) as exc:
+    except StoreUnavailable as exc:
         raise RecordsUnavailable(f"the store does not say what waits: {exc}") from exc

@@ -30,7 +30,7 @@ class StoreWorkerPart(WorkerPart):
             logger.warning("native delay: %s; it is asked again until it answers", exc)
             found = "how many is not known yet"
         return (
-            f"{store.shown_url} holds delayed tasks of {where}: {found}; "
+            f"{store.where} holds delayed tasks of {where}: {found}; "
             f"dispatching in this worker; {self.terms}"
         )
 

@@ -11,7 +11,3 @@ CREATE TABLE native_delay_message (
 );
 CREATE INDEX native_delay_message_due ON native_delay_message (namespace, due_us);
 CREATE INDEX native_delay_message_task ON native_delay_message (namespace, task_id);
-CREATE TABLE native_delay_schema (
-	version INTEGER NOT NULL, 
-	PRIMARY KEY (version)
-);
