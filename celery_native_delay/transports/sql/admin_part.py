@@ -6,8 +6,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+from sqlalchemy import delete
+
 from ...errors import StoreUnavailable
 from ...finding import UNCHECKED, WRONG, Finding, clock_finding
+from ...records.database import clock_ahead_seconds
 from ..interface import ParkedTask, Rescue, Told
 from ..virtual.admin_part import AdminPart, parked_task
 from ..virtual.status import Status
@@ -34,8 +37,9 @@ class StoreAdminPart(AdminPart):
     def verify(self) -> list[Finding]:
         with _told() as found:
             if self._store.is_made():
-                self._store.prepare()
-                self._store.try_to_write()
+                # Only a user who may write can delete, even if there is nothing to be deleted.
+                nothing = delete(MESSAGES).where(MESSAGES.c.id < 0)
+                self._store.do(lambda connection: connection.execute(nothing))
             else:
                 problem = f"{self._store.where} has none of our tables"
                 way_out = (
@@ -53,7 +57,7 @@ class StoreAdminPart(AdminPart):
         return found
 
     def _clocks(self) -> Iterator[Finding]:
-        ahead_seconds = self._store.clock_ahead_seconds()
+        ahead_seconds = self._store.look_up(clock_ahead_seconds)
         if ahead_seconds is None:
             problem = f"the clock of {self._store.where}: it is not known how to ask for it"
             way_out = "have all machines follow one time server"
@@ -63,12 +67,10 @@ class StoreAdminPart(AdminPart):
         yield from clock_finding("the database's clock", ahead_seconds, effect)
 
     def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]]:
-        self._store.prepare()
         found = self._store.parked(limit=limit)
         return self._store.count_parked(), [parked_task(envelope) for envelope in found]
 
     def requeue(self) -> Rescue:
-        self._store.prepare()
         return rescue(self._channel, self._store)
 
 

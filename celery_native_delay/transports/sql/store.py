@@ -19,7 +19,7 @@ from sqlalchemy import Connection, bindparam, delete, exc, func, insert, inspect
 
 from ...errors import NativeDelayError, StoreUnavailable
 from ...per_process import PerProcess
-from ...records.database import Database, clock_ahead_seconds
+from ...records.database import Database
 from ...records.interface import Change, Looked, RecordName
 from ..virtual.status import Census
 from ..virtual.watching import SHOWN_SECONDS
@@ -34,7 +34,6 @@ _ROW = MESSAGES.c
 ADD = insert(MESSAGES)
 _MINE = _ROW.namespace == bindparam("mine")
 _NEXT = select(func.min(_ROW.due_us)).where(_MINE)
-_CHANGE_NOTHING = delete(MESSAGES).where(_ROW.id < 0)
 
 #: The record that a dispatcher runs, which it renews.
 _DISPATCHING = RecordName("sign", "dispatching")
@@ -103,13 +102,6 @@ class Store(Database):
         with self.explained(), self.engine.connect() as connection:
             found = inspect(connection)
             return all(found.has_table(table.name) for table in self.tables.sorted_tables)
-
-    def try_to_write(self) -> None:
-        """Change nothing, which only a user who may write can do."""
-        self.do(lambda connection: connection.execute(_CHANGE_NOTHING))
-
-    def clock_ahead_seconds(self) -> float | None:
-        return self.look_up(clock_ahead_seconds)
 
     def _unavailable(self, reason: str) -> NativeDelayError:
         return StoreUnavailable(f"the store {self.where} cannot be used: {reason}")
