@@ -8,12 +8,10 @@ pickling and failover.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import fields
 from datetime import UTC, datetime, timedelta
-from difflib import get_close_matches
-from importlib.util import find_spec
 from typing import Any
 
 from kombu import transport
@@ -70,27 +68,8 @@ ALIASES = {
     **{alias: f"{_SQL}:{alias}" for alias in _WITHOUT_DELAYS},
 }
 
-#: What kombu's transports import, by their aliases, and what to install for it.
-_PACKAGES: dict[str, tuple[tuple[str, ...], str]] = {
-    alias: (modules, requirement)
-    for aliases, modules, requirement in (
-        ("redis rediss sentinel", ("redis",), "celery_native_delay[redis]"),
-        ("sqs SQS", ("boto3", "botocore"), "celery_native_delay[sqs]"),
-        ("sqlalchemy sqla", ("sqlalchemy",), "celery_native_delay[sql]"),
-        ("pgmq", ("pgmq", "psycopg"), "kombu[pgmq]"),
-        ("mongodb", ("pymongo",), "kombu[mongodb]"),
-        ("zookeeper", ("kazoo",), "kombu[zookeeper]"),
-        ("consul", ("consul",), "kombu[consul]"),
-        ("etcd", ("etcd",), "python-etcd"),
-        ("pyro", ("Pyro4",), "kombu[pyro]"),
-        ("slmq SLMQ", ("softlayer_messaging",), "kombu[slmq]"),
-        ("azurestoragequeues", ("azure.storage.queue",), "kombu[azurestoragequeues]"),
-        ("azureservicebus", ("azure.servicebus",), "kombu[azureservicebus]"),
-        ("confluentkafka kafka", ("confluent_kafka",), "kombu[confluentkafka]"),
-        ("gcpubsub", ("google.cloud.pubsub_v1",), "kombu[gcpubsub]"),
-    )
-    for alias in aliases.split()
-}
+#: Extras of this package, by the Python packages that they install.
+_EXTRAS = {"redis": "redis", "botocore": "sqs", "sqlalchemy": "sql"}
 
 #: What the aliases led to before.
 originals: dict[str, Any] = {}
@@ -131,49 +110,24 @@ def transport_of(alias: object, *, store: str | None) -> str | None:
     return path.partition(":")[0].rpartition(".")[2]
 
 
-def check_url(url: str | Sequence[str] | None, *, alias: str | None = None) -> None:
-    """Refuse a broker's URL of which kombu would raise no more than what it did not find.
-
-    *url* is as Celery takes it, one or several, None for kombu's default; *alias* the transport
-    that is asked for besides it. UnsupportedBroker: no such scheme, or a package is not installed.
-    """
-    for each in url.split(";") if isinstance(url, str) else url or ():
-        scheme, found, _ = str(each).partition("://")
-        prefix, plus, _ = scheme.partition("+")
-        _check_alias(prefix if found and plus else alias or (scheme.lower() if found else None))
-
-
-#: Of whose transports everything is there.
-_checked: set[str] = set()
-
-
-def _check_alias(alias: str | None) -> None:
-    if alias in _checked or not isinstance(alias, str) or "." in alias or ":" in alias:
-        return
-    if alias not in transport.TRANSPORT_ALIASES:
-        close = get_close_matches(alias, transport.TRANSPORT_ALIASES, n=1)
-        known = ", ".join(sorted({each.lower() for each in transport.TRANSPORT_ALIASES}))
-        way_out = f"did you mean {close[0]}://?" if close else f"known: {known}"
-        raise UnsupportedBroker(
-            f"expected a broker URL with a scheme that kombu knows, got {alias}://; {way_out}"
-        )
-    modules, requirement = _PACKAGES.get(alias, ((), ""))
-    missing = [module for module in modules if not _is_there(module)]
-    if missing:
-        raise UnsupportedBroker(
-            f"a broker at {alias}:// needs the Python package {missing[0]}, which is not "
-            f"installed: pip install '{requirement}'"
-        )
-    _checked.add(alias)
-
-
-def _is_there(module: str) -> bool:
-    if module in sys.modules:
-        return sys.modules[module] is not None
+@contextmanager
+def url_errors_explained() -> Iterator[None]:
+    """Turn what kombu raises for an unknown URL scheme or a missing package into our error."""
     try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # not even what it is in
-        return False
+        yield
+    except ModuleNotFoundError as exc:
+        extra = _EXTRAS.get(str(exc.name))
+        package = exc.name if extra is None else f"celery_native_delay[{extra}]"
+        raise UnsupportedBroker(
+            f"this broker needs the Python package {exc.name}, which is not installed: "
+            f"pip install '{package}'"
+        ) from None
+    except KeyError as exc:
+        if not str(exc.args[0]).startswith("No such transport"):
+            raise
+        raise UnsupportedBroker(
+            f"expected a broker URL with a scheme that kombu knows: {exc.args[0]}"
+        ) from None
 
 
 def needs_store(alias: object) -> bool:

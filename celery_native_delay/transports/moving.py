@@ -8,10 +8,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import sha256
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple
 
 from ..due_time import due_us
-from ..errors import InvalidDueTime
+from ..errors import InvalidDueTime, UnsupportedBroker
 from ..keyed.publishing import KeyedPublish
 from ..keyed.records import KeyRecords
 from ..message import Delayed
@@ -21,15 +21,14 @@ from ..message import Delayed
 class Moving:
     """A message as it was published, and the wait that it is to have in another place.
 
-    *properties* are AMQP's, with the headers under ``application_headers``. It may come later than
-    it was due by *late_seconds*, where that had to be computed. With *again* the other place may
-    have it already: a run was interrupted. One that is *known* stands in the records as it is.
+    *properties* are AMQP's, with the headers under ``application_headers``. With *again* the other
+    place may have it already: a run was interrupted. One that is *known* stands in the records as
+    it is.
     """
 
     body: bytes
     properties: Mapping[str, Any]
     delayed: Delayed
-    late_seconds: float | None = None
     again: bool = False
     known: bool = False
 
@@ -108,15 +107,21 @@ class Reach(NamedTuple):
     queue: str
 
 
-class MovingPart(Protocol):
-    """The part of a transport that messages are moved from, or to."""
+class MovingPart(ABC):
+    """The part of a transport that messages are moved from, or to; on one channel."""
 
     name: str
     """The place that messages are moved into."""
 
+    def __init__(self, channel: Any) -> None:
+        self._channel = channel
+
     def prepare(self, queues: Sequence[Any]) -> None:
         """Declare what messages need to wait, and *queues*, the app's."""
+        for queue in queues:
+            queue(self._channel).declare()
 
+    @abstractmethod
     def sources(self, what: str | None, reaches: Sequence[Reach]) -> list[Source]:
         """The places named *what*, such as ``celery``; None: all that wait on this broker.
 
@@ -126,7 +131,12 @@ class MovingPart(Protocol):
 
     def key_records(self) -> KeyRecords | None:
         """The records of keys here; None if none can be kept."""
+        try:
+            return KeyRecords(self._channel.records(self._channel.delays.settings))
+        except UnsupportedBroker:
+            return None
 
+    @abstractmethod
     def take_in(self, moving: Moving, keyed: KeyedPublish | None = None) -> bool:
         """Let a message wait here; it is here for sure when this returns. False: perhaps twice.
 
@@ -148,27 +158,6 @@ class Remnant:
     queues: int
     exchanges: int
     bindings: tuple[str, ...] = ()
-
-
-class Pruning(Protocol):
-    """A look for remnants, and the deletion of what it has found."""
-
-    def remnants(self, namespaces: Sequence[str], reaches: Sequence[Reach]) -> list[Remnant]:
-        """Remnants of the app's namespace and of these, and of Celery's own way.
-
-        *reaches* are the bindings of the app's queues, which are not taken for remnants.
-        """
-
-    def prune(self, chosen: Sequence[Remnant]) -> list[Remnant]:
-        """Delete those of *chosen* that are empty, and stay so; what had to be left."""
-
-
-@runtime_checkable
-class Prunes(Protocol):
-    """An admin part on a broker where other settings mean other declarations."""
-
-    def pruning(self) -> Pruning:
-        """A new look."""
 
 
 def task_id_of(headers: Mapping[str, Any], properties: Mapping[str, Any]) -> str | None:

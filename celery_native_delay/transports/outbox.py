@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 
-class Put(Protocol):
+class OutboxMessage(Protocol):
     """A message on its way to the broker."""
 
     @property
@@ -34,7 +34,7 @@ class Put(Protocol):
         """Bytes that it adds to a batch, about."""
 
 
-PutT = TypeVar("PutT", bound=Put)
+MessageT = TypeVar("MessageT", bound=OutboxMessage)
 
 #: Messages that are written at a time. More are no faster, and keep others waiting longer.
 BATCH = 100
@@ -54,17 +54,17 @@ PAUSE_SECONDS = 0.2
 _BATCH_BYTES = 1_000_000
 
 
-class Batch(Generic[PutT]):
+class OutboxBatch(Generic[MessageT]):
     """Messages that go out together; those that the broker has taken are not in it any more."""
 
-    def __init__(self, puts: Sequence[PutT]) -> None:
+    def __init__(self, puts: Sequence[MessageT]) -> None:
         self.puts = list(puts)
 
 
-BatchT = TypeVar("BatchT", bound=Batch[Any])
+BatchT = TypeVar("BatchT", bound=OutboxBatch[Any])
 
 
-class Outbox(ABC, Generic[PutT, BatchT]):
+class Outbox(ABC, Generic[MessageT, BatchT]):
     """Messages kept until the broker has answered for them.
 
     For one thread; what it holds back, a second one sends in time.
@@ -93,7 +93,7 @@ class Outbox(ABC, Generic[PutT, BatchT]):
         self.connects = 0
         self._client: Any = None
         #: What the next batch is to take.
-        self._held: list[PutT] = []
+        self._held: list[MessageT] = []
         self._held_bytes = 0
         self._held_since = 0.0
         self._batches: deque[BatchT] = deque()
@@ -108,7 +108,7 @@ class Outbox(ABC, Generic[PutT, BatchT]):
         self._closed = Event()
         self._thread = Thread(target=self._send_in_time, name="native-delay-bulk", daemon=True)
 
-    def take(self, put: PutT) -> None:
+    def take(self, put: MessageT) -> None:
         """Send a message, soon, together with others; after :meth:`make_room`."""
         if not self._held:
             self._held_since = monotonic()
@@ -225,11 +225,11 @@ class Outbox(ABC, Generic[PutT, BatchT]):
         """A channel that collects what is published on it, on a kombu connection that stands."""
 
     @abstractmethod
-    def _reports(self, reason: str, puts: Iterable[PutT]) -> list[RefusedMessage]:
+    def _reports(self, reason: str, puts: Iterable[MessageT]) -> list[RefusedMessage]:
         """The reports about messages that were not taken."""
 
     @abstractmethod
-    def _packed(self, puts: list[PutT]) -> Iterable[BatchT]:
+    def _packed(self, puts: list[MessageT]) -> Iterable[BatchT]:
         """Batches of the messages that are to go out; there may be no connection now."""
 
     @abstractmethod
@@ -259,7 +259,7 @@ class Outbox(ABC, Generic[PutT, BatchT]):
         self._unanswered += len(batch.puts)
         self._want()
 
-    def _refuse(self, reason: str, puts: Iterable[PutT]) -> None:
+    def _refuse(self, reason: str, puts: Iterable[MessageT]) -> None:
         self._refused += self._reports(reason, puts)
 
     # --- the connection ------------------------------------------------------------------

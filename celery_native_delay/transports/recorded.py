@@ -6,16 +6,26 @@ from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import replace
 from time import time_ns
-from typing import Any
+from typing import Any, ClassVar
 
 from ..errors import NoRecords, RecordsUnavailable
 from ..message import Delayed
 from ..rates.line import Lines
+from ..records.interface import Records
 from ..records.opened import records_of_process
+from ..records.waiting import WaitingTasks
 from ..settings import DelaySettings
 from ..texts import is_text
 from ..urls import is_redis_url
-from .interface import Answer, Backlog, ParkedTask, Receipts, Rescue, WorkerPart
+from .interface import (
+    Answer,
+    Backlog,
+    ParkedTask,
+    Receipts,
+    Rescue,
+    WorkerPart,
+    without_records,
+)
 
 
 def records_beside(settings: DelaySettings, place: str) -> Any:
@@ -63,6 +73,38 @@ def with_records(backlog: Backlog, channel: Any, settings: DelaySettings) -> Bac
         return replace(backlog, records_answer=False)
     first_us = None if span is None else span[0] - time_ns() // 1000
     return replace(backlog, records_answer=True, until_first_us=first_us, in_records=known)
+
+
+class RecordedChannel:
+    """A channel to a broker that cannot be looked into; its records list what waits, if any."""
+
+    connection: Any
+    delays: Any
+
+    republisher: ClassVar[type[Any]]
+    """The broker's reader of entries, made of :attr:`delays`."""
+
+    def records(self, settings: DelaySettings) -> Records:
+        """The records beside this broker; UnsupportedBroker without any."""
+        records: Records | None = self.delays.records
+        if records is None:
+            raise without_records(self)
+        return records
+
+    def waiting_tasks(self, settings: DelaySettings) -> WaitingTasks:
+        """The tasks that wait on this broker, by the records; NoRecords without any."""
+        if self.delays.records is None:
+            raise NoRecords(
+                f"{self.connection.client.as_uri()} does not show what waits and gives nothing "
+                f"back before it is due: to list, cancel and move tasks, set native_delay_records "
+                f'= "redis://…", or the SQLAlchemy URL of a database, in workers and producers'
+            )
+        tasks: WaitingTasks = self.delays.records.tasks(self.republisher(self.delays))
+        return tasks
+
+    def lines(self, settings: DelaySettings) -> Lines:
+        """The lines of rated tasks, which are kept in the records; NoRecords without any."""
+        return lines_beside(self.delays.records)
 
 
 class IndexReceipts:

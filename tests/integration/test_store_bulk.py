@@ -20,7 +20,7 @@ from sqlalchemy import create_engine, func, select, text
 from celery_native_delay import PublishRefused, UnsupportedBroker, install
 from celery_native_delay.bulk import bulk
 from celery_native_delay.records.sql import RECORDS
-from celery_native_delay.transports.sql.delays import BROADCAST, Put
+from celery_native_delay.transports.sql.delays import BROADCAST, StoreMessage
 from celery_native_delay.transports.sql.outbox import NumberedBatches
 from celery_native_delay.transports.sql.schema import MESSAGES, METADATA
 from celery_native_delay.transports.sql.store import Store
@@ -89,7 +89,7 @@ def test_a_batch_that_is_stored_again_changes_nothing(app: Celery) -> None:
     """Whether it still waits or was handed over since; nor does it take the next one's place."""
     store = store_of(app)
     batches, due_us = NumberedBatches(store), time_ns() // 1000
-    puts = [[Put("plain", due_us, f"task-{number}", f'"{number}"')] for number in range(3)]
+    puts = [[StoreMessage("plain", due_us, f"task-{number}", f'"{number}"')] for number in range(3)]
     for _ in range(2):
         batches.store(1, puts[0])
     assert store.census().waiting == 1

@@ -153,13 +153,6 @@ def test_what_may_run_twice_is_named() -> None:
     ]
 
 
-def test_due_times_that_were_computed_are_counted_with_their_bound() -> None:
-    log: list[str] = []
-    place = Place(a_message("one", late_seconds=4.0), a_message("two", late_seconds=1.0), log=log)
-    account = moved(place, Other(log))
-    assert (account.computed, account.late_seconds) == (2, 4.0)
-
-
 class Records(KeyRecords):
     """Records in a dict."""
 

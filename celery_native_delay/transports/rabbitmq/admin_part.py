@@ -61,10 +61,7 @@ class RabbitMQAdminPart:
 
     def status(self) -> Status:
         with permissions_explained(self._topology):
-            return status(self._delays, self._api())
-
-    def status_with_records(self) -> Status:
-        found = self.status()
+            found = status(self._delays, self._api())
         return replace(found, records=self._records_status()) if self._records else found
 
     def backlog(self) -> Backlog:
@@ -97,9 +94,7 @@ class RabbitMQAdminPart:
     def purge_parked(self) -> int:
         """Empty the parking queue; the records forget what was there."""
         with permissions_explained(self._topology):
-            if self._records is not None:
-                return purge(self._delays)
-            return self._purged(self.parking)
+            return purge(self._delays)
 
     def pruning(self) -> Pruning:
         return Pruning(self._delays, self._api(), self._settings)

@@ -6,15 +6,31 @@ known at once, from the settings and the queues of the app's configuration.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
 from kombu.transport.base import to_rabbitmq_queue_arguments
 
+from ...settings import DelaySettings
 from .mirror import BUILTIN_TYPES, HASHING_TYPES, MIRRORED_TYPES, Mirror, is_internal
 from .topology import Binding, Declaration, Exchange, Queue, Topology, Unbinding
+
+
+@dataclass(frozen=True)
+class Exported:
+    """All that a broker needs before the first message waits, as *text* for other tools to declare.
+
+    *counts* are the declarations of each kind. *left_out* are queues and exchanges that come and go
+    with a process, which declares them itself.
+    """
+
+    text: str
+    counts: Mapping[str, int]
+    left_out: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -63,6 +79,52 @@ def blueprint(topology: Topology, queues: Sequence[Any]) -> Blueprint:
     changes = chain(*marks, *map(mirror.declarations, bindings))
     surroundings = [change for change in changes if not isinstance(change, Unbinding)]
     return Blueprint(topology, tuple(own), tuple(_once(surroundings)), tuple(left_out))
+
+
+def export(
+    settings: DelaySettings, queues: Sequence[Any], vhost: str, *, own_queues: bool = True
+) -> Exported:
+    """The definitions of all that *settings* and *queues*, of kombu, have on the broker.
+
+    Without *own_queues* the app's own are taken to be there.
+    """
+    plan = blueprint(Topology(settings), queues)
+    if not own_queues:
+        plan = replace(plan, own=())
+    kinds = Counter(f"{type(each).__name__.lower()}s" for each in plan.declarations())
+    return Exported(definitions(plan, vhost), kinds, plan.left_out)
+
+
+def definitions(plan: Blueprint, vhost: str) -> str:
+    """The broker's own JSON, one item in each line. https://www.rabbitmq.com/docs/definitions
+
+    Every item names its virtual host, as ``rabbitmqctl import_definitions`` and ``POST
+    /api/definitions`` want it. The host itself is not in the file: it was made by others.
+    """
+    items: dict[str, list[dict[str, Any]]] = {"exchanges": [], "queues": [], "bindings": []}
+    lasting = {"vhost": vhost, "durable": True, "auto_delete": False}
+    for declaration in plan.declarations():
+        match declaration:
+            case Exchange(name, kind, arguments):
+                item = {"name": name, "type": kind, **lasting, "internal": False}
+                items["exchanges"].append(item | {"arguments": arguments})
+            case Queue(name, arguments):
+                items["queues"].append({"name": name, **lasting, "arguments": arguments})
+            case Binding(source, destination, routing_key, to_exchange, arguments):
+                item = {
+                    "source": source,
+                    "vhost": vhost,
+                    "destination": destination,
+                    "destination_type": "exchange" if to_exchange else "queue",
+                    "routing_key": routing_key,
+                }
+                items["bindings"].append(item | {"arguments": arguments})
+    parts = (f' "{kind}": [\n{_lines(found)}\n ]' for kind, found in items.items())
+    return "{\n" + ",\n".join(parts) + "\n}\n"
+
+
+def _lines(items: list[dict[str, Any]]) -> str:
+    return ",\n".join(f"  {json.dumps(item, ensure_ascii=False)}" for item in items)
 
 
 def _own(queues: Sequence[Any]) -> tuple[list[Declaration], list[str]]:

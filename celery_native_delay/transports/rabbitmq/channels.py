@@ -12,7 +12,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Hashable, Sequence
 from contextlib import suppress
 from time import monotonic
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import amqp
 from amqp import spec
@@ -22,26 +22,6 @@ from ...errors import RefusedMessage
 from ...message import HEADER
 
 logger = logging.getLogger(__name__)
-
-
-class Sendable(Protocol):
-    """A message that can be sent, kept until it is confirmed, and sent again."""
-
-    @property
-    def exchange(self) -> str:
-        """The exchange it is published to."""
-
-    @property
-    def id(self) -> Hashable:
-        """The name by which the message is known when the broker returns it."""
-
-
-class Framed(Sendable, Protocol):
-    """A message whose frames are ready-made."""
-
-    @property
-    def frames(self) -> bytes:
-        """The bytes that publish it on the channel it is for."""
 
 
 class Publication(NamedTuple):
@@ -147,10 +127,6 @@ class OwnChannel(amqp.Channel):  # type: ignore[misc]
         raise error_for_code(reply_code, reply_text, (class_id, method_id), ChannelError)
 
 
-class NotConfirmedInTime(TimeoutError):
-    """The broker is slow; unlike other timeouts, the connection is as it was."""
-
-
 class WindowChannel(OwnChannel):
     """A channel that publishes without waiting, and keeps what is not confirmed yet."""
 
@@ -158,7 +134,7 @@ class WindowChannel(OwnChannel):
         super().__init__(connection)
         self._published = 0
         #: By delivery tag.
-        self._unconfirmed: OrderedDict[int, Sendable] = OrderedDict()
+        self._unconfirmed: OrderedDict[int, Any] = OrderedDict()
         #: How often each message is known to come back; its confirm follows.
         self._returning: Counter[Hashable] = Counter()
         self._came_back: list[Any] = []
@@ -194,7 +170,7 @@ class WindowChannel(OwnChannel):
         self._published += 1
         self._unconfirmed[self._published] = publication
 
-    def send_all(self, messages: Sequence[Framed]) -> None:
+    def send_all(self, messages: Sequence[Any]) -> None:
         """Write the frames of *messages* at once; they are kept also if this raises."""
         for message in messages:
             self._published += 1
@@ -224,22 +200,20 @@ class WindowChannel(OwnChannel):
     def read_down_to(self, unconfirmed: int, *, deadline: float | None = None) -> None:
         """Take in what the broker sends until at most so many are *unconfirmed*.
 
-        Raises as :meth:`read_ready`, and NotConfirmedInTime where it takes longer than until
+        Raises as :meth:`read_ready`, and TimeoutError where it takes longer than until
         *deadline*, in seconds of the monotonic clock.
         """
         while len(self._unconfirmed) > unconfirmed:
             if deadline is None:
                 _ = self._transport  # or it is gone
             elif not self.is_readable(max(deadline - monotonic(), 0)):
-                raise NotConfirmedInTime(
-                    f"{len(self._unconfirmed)} message(s) not confirmed in time"
-                )
+                raise TimeoutError(f"{len(self._unconfirmed)} message(s) not confirmed in time")
             self.read()
 
     def wait_all(self, *, timeout_seconds: float | None = None) -> None:
         """Return when the broker has taken responsibility for everything.
 
-        Raises MessageNacked for what it refused, NotConfirmedInTime without an answer in time.
+        Raises MessageNacked for what it refused, TimeoutError without an answer in time.
         """
         deadline = None if timeout_seconds is None else monotonic() + timeout_seconds
         self.read_down_to(0, deadline=deadline)

@@ -30,10 +30,9 @@ from ..recorded import records_beside
 from .address import landing_address
 from .channels import OwnChannel, Publication, WindowChannel
 from .declaring import Declarer, broker_version, not_declared, not_permitted
-from .entry import Entry
+from .entry import Entry, Recorder
 from .mirror import Mirror
 from .preparation import Preparation, Prepared
-from .recording import Recorder
 from .routes import Routes
 from .topology import Topology
 from .wrapping import COUNTED_BY_THE_QUEUE, wrap
@@ -161,10 +160,7 @@ class Delays:
         if not self.units(due_us, now_us=time_ns() // 1000):
             return publication
         message, exchange, routing_key, _ = publication
-        if isinstance(message.body, str):
-            # As py-amqp would: a text that is sent again would get another encoding, or none.
-            encoding = message.properties.setdefault("content_encoding", "utf-8")
-            message = amqp.Message(message.body.encode(encoding), **message.properties)
+        message = _in_bytes(message)
         is_seen_to = not exchange and self._seen_to.get(routing_key) == self.mirror.version
         if not (is_seen_to and self.preparation.is_ready):
             self._see_to(exchange, routing_key)
@@ -186,21 +182,12 @@ class Delays:
         if not exchange and not self.mirror.is_pending:
             self._seen_to[routing_key] = self.mirror.version
 
-    def publish_keyed(
-        self, keyed: KeyedPublish, message: amqp.Message, exchange: str, routing_key: str
-    ) -> None:
-        """Send a message as its key has it, always confirmed; raises as :meth:`publish`.
+    def publish_keyed(self, keyed: KeyedPublish, message: amqp.Message, like: Delayed) -> None:
+        """Send a message as its key has it, to where *like* says; confirmed, as :meth:`publish`.
 
         RecordsUnavailable, AnotherStands: what was sent, if anything, is void.
         """
-        properties, body = message.properties, message.body
-        if isinstance(body, str):
-            body = body.encode(properties.setdefault("content_encoding", "utf-8"))
-        like = Delayed("", 0, exchange, routing_key)
-        self.put_in_keyed(keyed, amqp.Message(body, **properties), like)
-
-    def put_in_keyed(self, keyed: KeyedPublish, message: amqp.Message, like: Delayed) -> None:
-        """:meth:`publish_keyed` to where *like* says; *message* has its body in bytes."""
+        message = _in_bytes(message)
         properties, body = message.properties, message.body
         headers = properties.get("application_headers") or {}
 
@@ -299,9 +286,8 @@ class Delays:
             limit_priority=self._limits_priority,
             user=user,
         )
-        first_ttl_ms = topology.first_ttl_ms(units, remaining_us=delayed.due_us - now_us)
-        if first_ttl_ms is not None:
-            properties["expiration"] = str(first_ttl_ms)
+        remaining_us = delayed.due_us - now_us
+        properties["expiration"] = str(topology.first_ttl_ms(units, remaining_us=remaining_us))
         exchange, routing_key = delayed.exchange, delayed.routing_key
         if delayed.queue is not None:
             exchange, routing_key = "", delayed.queue
@@ -373,3 +359,14 @@ class Delays:
                 f"{returned[0].exchange} leads nowhere although it was declared: see "
                 f"`celery -A PROJ delay verify`"
             )
+
+
+def _in_bytes(message: amqp.Message) -> amqp.Message:
+    """*message* with its body in bytes, encoded as py-amqp would.
+
+    A text that is sent again would get another encoding, or none.
+    """
+    if not isinstance(message.body, str):
+        return message
+    encoding = message.properties.setdefault("content_encoding", "utf-8")
+    return amqp.Message(message.body.encode(encoding), **message.properties)

@@ -9,11 +9,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from secrets import token_hex
 from typing import Any
 
-from ...due_time import due_us
 from ...errors import InvalidDueTime, SettingsError
 from ...message import Delayed, due_of
 from ...settings import DelaySettings
@@ -71,71 +69,30 @@ def is_celerys_level(name: str) -> bool:
     return _CELERYS.fullmatch(name) is not None
 
 
-@dataclass(frozen=True)
-class Way:
-    """A binding of *exchange* behind the delivery exchange: its *pattern* meets the whole key.
-
-    *routing_key* is the user's own, which it was made for.
-    """
-
-    exchange: str
-    pattern: str
-    routing_key: str
-
-
-def ways_of(reaches: Iterable[Reach]) -> list[Way]:
-    """The bindings that Celery makes for the app's queues.
-
-    https://github.com/celery/kombu/blob/v5.7.0/kombu/transport/native_delayed_delivery.py
-    """
-    return [
-        Way(each.exchange, celerys_pattern(each.routing_key), each.routing_key)
-        for each in reaches
-        if each.exchange and each.kind != "direct"
-    ]
-
-
-def way_of_binding(exchange: str, pattern: str) -> Way:
-    """The way that a binding of the delivery exchange to *exchange* stands for."""
-    return Way(exchange, pattern, pattern.removeprefix("#."))
-
-
-def celerys_pattern(routing_key: str) -> str:
-    """The key by which Celery binds for *routing_key*, in two places."""
-    return routing_key if routing_key.startswith("#") else f"#.{routing_key}"
-
-
 def read_celerys(
     body: bytes,
     properties: Mapping[str, Any],
     info: Mapping[str, Any],
     *,
-    level: int,
     now_us: int,
-    ways: Sequence[Sequence[Way]],
+    reaches: Sequence[Reach],
 ) -> Found:
-    """A message out of one of Celery's own levels; *info* is how it was delivered.
-
-    Of *ways*, the first that lead anywhere count.
-    """
+    """A message out of one of Celery's own levels; *info* is how it was delivered."""
     whole_key = str(info["routing_key"])
     words = whole_key.split(".", CELERYS_BITS)
     if len(words) <= CELERYS_BITS or not set(words[:CELERYS_BITS]) <= {"0", "1"}:
         return Stays("its routing key is none of Celery's delayed delivery")
     routing_key = words[CELERYS_BITS]
-    tiers = (_exchanges_of(whole_key, routing_key, tier) for tier in ways)
-    exchanges = next(filter(None, tiers), [])
+    exchanges = _exchanges_of(whole_key, routing_key, reaches)
     if len(exchanges) != 1:
         return Stays(_nowhere(routing_key, exchanges))
     headers = dict(properties.get("application_headers") or {})
-    late_seconds = None
     try:
         due = due_of(headers)
     except InvalidDueTime as exc:
         return Stays(str(exc))
     if due is None:
-        seconds = int("".join(words[:CELERYS_BITS]), 2)
-        due, late_seconds = _due_by_key(seconds, level, headers.get("x-death"), now_us)
+        return Stays("it has no ETA in its headers, so only its level knows when it is due")
     own = {**properties, "application_headers": without_deaths(headers, is_celerys_level)}
     delivery_id = derived_id(headers, properties, body, exchanges[0], routing_key)
     delayed = Delayed(
@@ -145,17 +102,27 @@ def read_celerys(
         routing_key,
         expires_ms=expires_ms_of(own, now_us=now_us),
     )
-    return Moving(body, own, delayed, late_seconds, again=bool(info.get("redelivered")))
+    return Moving(body, own, delayed, again=bool(info.get("redelivered")))
 
 
-def _exchanges_of(whole_key: str, routing_key: str, ways: Sequence[Way]) -> list[str]:
+def _exchanges_of(whole_key: str, routing_key: str, reaches: Iterable[Reach]) -> list[str]:
     """Exchanges that Celery would deliver to; if several, those that are meant by the key itself.
 
-    Celery's bindings meet every key that ends like theirs, of any exchange.
+    Celery binds each queue for ``#.<key>``, so for every key that ends alike, of any exchange.
+    https://github.com/celery/kombu/blob/v5.7.0/kombu/transport/native_delayed_delivery.py
     """
-    behind = [way for way in ways if topic_matches(way.pattern, whole_key)]
-    exact = [way for way in behind if topic_matches(way.routing_key, routing_key)]
-    return sorted({way.exchange for way in exact or behind})
+    keys = [
+        (each.exchange, each.routing_key)
+        for each in reaches
+        if each.exchange and each.kind != "direct"
+    ]
+    bound = [
+        (exchange, key)
+        for exchange, key in keys
+        if topic_matches(key if key.startswith("#") else f"#.{key}", whole_key)
+    ]
+    exact = {exchange for exchange, key in bound if topic_matches(key, routing_key)}
+    return sorted(exact or {exchange for exchange, _ in bound})
 
 
 def _nowhere(routing_key: str, exchanges: list[str]) -> str:
@@ -168,24 +135,6 @@ def _nowhere(routing_key: str, exchanges: list[str]) -> str:
         f"the routing key {routing_key!r} leads to the exchanges {', '.join(exchanges)}, and "
         f"Celery would deliver to all of them: run this with an app that has one of them"
     )
-
-
-def _due_by_key(seconds: int, level: int, deaths: Any, now_us: int) -> tuple[int, float]:
-    """The due time of a message without an ETA, and by how much that may be too late.
-
-    It waits in its level for 2**level seconds, and for the bits below. It came there when it left
-    the level before, to the second; into its first at any time within the last 2**level seconds.
-    """
-    ahead = (1 << level) + seconds % (1 << level)
-    left = [
-        at if at.tzinfo else at.replace(tzinfo=UTC)
-        for death in (deaths if isinstance(deaths, list) else ())
-        if isinstance(death, dict) and is_celerys_level(str(death.get("queue")))
-        if isinstance(at := death.get("time"), datetime)
-    ]
-    if left:
-        return due_us(max(left)) + (1 + ahead) * 1_000_000, 1.0
-    return now_us + ahead * 1_000_000, float(1 << level)
 
 
 # ---- earlier sets of ours ----------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""Entries of the records: all of a message that is needed to publish it again. Pure."""
+"""Entries of the records: all of a message that is needed to publish it again."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from dataclasses import dataclass, replace
 from json import JSONDecoder
 from typing import Any
 
+import amqp
 from kombu.utils.json import JSONEncoder, loads
 
 from ...due_time import eta_of
 from ...keyed.record import key_and_kind
-from ...message import Delayed
+from ...message import HEADER, Delayed
+from ...records.interface import Index, Listed
 from ...records.waiting import Waiting
+from ..recorded import member_of
 
 #: kombu's dumps() makes an encoder for each call, which takes three times as long.
 _as_json: Callable[[Any], str] = JSONEncoder(separators=(",", ":")).encode
@@ -54,18 +57,6 @@ class Entry:
             body = f"={b64encode(self.body).decode()}"
         return f"{_as_json(known)}\n{body}"
 
-    def wait(self, delivery_id: str, due_us: int, *, cancelled: bool) -> Delayed:
-        """The wait of a copy that is sent in its stead."""
-        return Delayed(
-            delivery_id,
-            due_us,
-            self.exchange,
-            self.routing_key,
-            self.queue,
-            self.expires_ms,
-            cancelled,
-        )
-
     @classmethod
     def decoded(cls, text: str) -> Entry:
         """The opposite of :meth:`encoded`."""
@@ -95,7 +86,63 @@ def waiting(member: str, text: str, due_us: int) -> Waiting:
     )
 
 
-def due_then(entry: Entry, due_us: int) -> Entry:
-    """*entry*, due at another time; its ``expiration`` ends when it did."""
-    headers = {**entry.headers, "eta": eta_of(due_us)}
-    return replace(entry, properties={**entry.properties, "application_headers": headers})
+class Recorder:
+    """Tells the records what one connection sends. Never fails, hardly ever waits."""
+
+    def __init__(self, index: Index) -> None:
+        self._index = index
+
+    def record(self, message: amqp.Message, wrapped: amqp.Message, delayed: Delayed) -> None:
+        """Note down what is about to be sent: a worker may have it soon."""
+        header = wrapped.properties["application_headers"][HEADER]
+        headers = message.properties.get("application_headers") or {}
+        member = member_of(headers, delayed.delivery_id)
+        if member is None:
+            return
+        body = message.body
+        entry = Entry(
+            message.properties,
+            body.encode() if isinstance(body, str) else bytes(body),
+            delayed.exchange,
+            delayed.routing_key,
+            delayed.queue,
+            header.get("expires"),
+        )
+        self.note(member, delayed.due_us, entry)
+
+    def note(self, member: str, due_us: int, entry: Entry) -> None:
+        """Note down an entry."""
+        self._index.note(Listed(member, due_us, entry.encoded()))
+
+    def forget(self, message: amqp.Message, delivery_id: str) -> None:
+        """Strike what the broker did not take."""
+        headers = message.properties.get("application_headers") or {}
+        member = member_of(headers, delivery_id)
+        if member is not None:
+            self._index.forget(member)
+
+
+class Republisher:
+    """Reads entries of the records, and publishes their messages again, on one connection."""
+
+    def __init__(self, delays: Any) -> None:
+        self._delays = delays
+
+    def waiting(self, member: str, entry: str, due_us: int) -> Waiting:
+        return waiting(member, entry, due_us)
+
+    def publish_again(self, entry: str, due_us: int, delivery_id: str, *, cancelled: bool) -> str:
+        """Publish an entry's message, due at another time; its ``expiration`` ends when it did."""
+        before = Entry.decoded(entry)
+        headers = {**before.headers, "eta": eta_of(due_us)}
+        again = replace(before, properties={**before.properties, "application_headers": headers})
+        where = again.exchange, again.routing_key, again.queue, again.expires_ms
+        self._delays.put_back(
+            amqp.Message(again.body, **again.properties),
+            Delayed(delivery_id, due_us, *where, cancelled),
+            recorded=False,
+        )
+        return again.encoded()
+
+    def check_reach(self, due_us: int) -> None:
+        self._delays.check_reach(due_us)

@@ -6,15 +6,17 @@ from collections.abc import Iterator, Sequence
 from time import sleep
 from typing import Any
 
-from amqp.exceptions import AccessRefused, NotFound, PreconditionFailed
-
 from ...errors import ManagementUnavailable
-from ...finding import MAY_DIFFER_IN_WHOLE_SECONDS, UNCHECKED, WRONG, Finding, clock_finding
+from ...finding import (
+    ADVICE,
+    UNCHECKED,
+    WRONG,
+    Finding,
+)
 from ..virtual.status import parked_finding
 from .blueprint import blueprint
 from .declaring import broker_version
 from .delays import Delays
-from .known_faults import known_faults
 from .management import ManagementAPI, overriding_policies
 from .status import Status, status
 from .topology import Binding, Declaration, Exchange, Queue, Topology
@@ -39,7 +41,7 @@ _HELD_UP = (
 
 
 def verify(delays: Delays, api: ManagementAPI, queues: Sequence[Any] = ()) -> list[Finding]:
-    """Compare the broker with the plan, through the management API where it answers.
+    """Compare the broker with the plan, through the management API.
 
     What leads to *queues*, which are the app's, is only compared where workers may not declare it.
     """
@@ -49,19 +51,17 @@ def verify(delays: Delays, api: ManagementAPI, queues: Sequence[Any] = ()) -> li
     else:
         plan = list(blueprint(topology, queues).delays())
     try:
-        found = [*_compare_by_api(topology, plan, api), *overriding_policies(api, topology)]
+        found = [*_compare(topology, plan, api), *overriding_policies(api, topology)]
         queues = api.named("queues", f"{topology.space}.")
         replicated = any(len(queue.get("members") or ()) > 1 for queue in queues)
         return found + known_faults(broker_version(delays.connection), replicated=replicated)
     except ManagementUnavailable as exc:
-        sentence = f"bindings and policies: {exc}"
-        unchecked = Finding.of_sentence("policies", UNCHECKED, sentence)
-        found = [unchecked, *_compare_by_amqp(delays, plan)]
-        return found + known_faults(broker_version(delays.connection), replicated=None)
+        unchecked = Finding.of_sentence("delay levels", UNCHECKED, f"levels and policies: {exc}")
+        return [unchecked, *known_faults(broker_version(delays.connection), replicated=None)]
 
 
 def examine(delays: Delays, api: ManagementAPI) -> list[Finding]:
-    """Look at what is parked or held up, and at the clock of the broker's machine."""
+    """Look at what is parked or held up."""
     found = status(delays, api)
     findings = []
     if found.parked:
@@ -75,18 +75,9 @@ def examine(delays: Delays, api: ManagementAPI) -> list[Finding]:
             if queue in suspected
         ]
     if found.stuck is None:
-        problem = "what is stuck between two levels, and the broker's clock: see policies"
+        problem = "what is stuck between two levels: see delay levels"
         way_out = "have the management API answer"
         findings.append(Finding("dead-lettering", UNCHECKED, problem, way_out))
-    ahead_seconds = api.clock_ahead_seconds
-    if ahead_seconds is not None:
-        findings += clock_finding(
-            "the broker's clock",
-            ahead_seconds,
-            "it is no matter to RabbitMQ but, if this machine's is wrong, delayed tasks from here "
-            "are that much early or late",
-            may_differ_seconds=MAY_DIFFER_IN_WHOLE_SECONDS,
-        )
     return findings
 
 
@@ -103,7 +94,7 @@ def _held_up(found: Status) -> dict[str, str]:
     }
 
 
-def _compare_by_api(
+def _compare(
     topology: Topology, plan: Sequence[Declaration], api: ManagementAPI
 ) -> Iterator[Finding]:
     way_out = _WAYS_OUT[topology.settings.declare]
@@ -155,42 +146,38 @@ def _differing(
     for key in sorted(expected.keys() | found.keys()):
         if expected.get(key) != found.get(key):
             problem = f"{name}: {key} {found.get(key)!r}, expected {expected.get(key)!r}"
-            yield _made_otherwise(problem, way_out)
+            first = f"delete it when it is empty and {way_out}"
+            yield _finding(problem, f"{first}; or choose another native_delay_namespace")
 
 
 def _finding(problem: str, way_out: str) -> Finding:
     return Finding("delay levels", WRONG, problem, way_out)
 
 
-def _made_otherwise(problem: str, way_out: str) -> Finding:
-    first = f"delete it when it is empty and {way_out}"
-    return _finding(problem, f"{first}; or choose another native_delay_namespace")
+def known_faults(version: tuple[int, ...], *, replicated: bool | None) -> list[Finding]:
+    """Known faults of a release such as (4, 3, 6), and the way out where there is a choice.
 
-
-def _compare_by_amqp(delays: Delays, plan: Sequence[Declaration]) -> Iterator[Finding]:
-    way_out = _WAYS_OUT[delays.settings.declare]
-    for declaration in plan:
-        if isinstance(declaration, Binding):
-            continue
-        name = declaration.name
-        try:
-            # Passive first: comparing must not declare what is missing.
-            _declare(delays, declaration, passive=True)
-            _declare(delays, declaration, passive=False)
-        except NotFound:
-            problem = f"{name}: {type(declaration).__name__.lower()} is missing"
-            yield _finding(problem, way_out)
-        except PreconditionFailed as exc:
-            yield _made_otherwise(f"{name}: {exc.reply_text}", way_out)
-        except AccessRefused as exc:
-            remedy = "ask as a user who may configure it"
-            yield Finding("delay levels", UNCHECKED, f"{name}: {exc.reply_text}", remedy)
-
-
-def _declare(delays: Delays, declaration: Exchange | Queue, *, passive: bool) -> None:
-    name, arguments = declaration.name, declaration.arguments
-    common = {"passive": passive, "durable": True, "auto_delete": False, "arguments": arguments}
-    if isinstance(declaration, Exchange):
-        delays.declarer.channel.exchange_declare(name, declaration.type, **common)
-    else:
-        delays.declarer.channel.queue_declare(name, **common)
+    *replicated*: the delay levels have several members; None where that is not known.
+    """
+    name = f"RabbitMQ {'.'.join(map(str, version))}"
+    found = []
+    # https://github.com/rabbitmq/rabbitmq-server/pull/16203
+    if replicated is not False and ((4, 2) <= version < (4, 2, 7) or (4, 3) <= version < (4, 3, 1)):
+        problem = (
+            f"{name}: at-least-once dead lettering may ask the wrong replica (rabbitmq-server "
+            f"#16203), so that delayed messages of a cluster hang between two levels"
+        )
+        fixed = "4.3.1" if version >= (4, 3) else "4.2.7"
+        way_out = f"upgrade to {fixed} or newer, where you may choose the release"
+        found.append(Finding("release", WRONG, problem, way_out))
+    if version[:1] == (3,):
+        problem = (
+            f"{name}: messages that were between two levels when a node died or restarted hang for "
+            f"dead_letter_worker_publisher_confirm_timeout, 180 s by default"
+        )
+        way_out = (
+            "where you may write advanced.config, set it to 10000-30000 ms (application rabbit); "
+            "RabbitMQ 4 is quicker by itself"
+        )
+        found.append(Finding("release", ADVICE, problem, way_out))
+    return found

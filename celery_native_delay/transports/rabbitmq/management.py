@@ -6,8 +6,6 @@ import json
 import re
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
-from email.utils import parsedate_to_datetime
-from time import time
 from typing import Any
 from urllib.error import URLError
 from urllib.parse import quote, unquote, urlsplit, urlunsplit
@@ -59,9 +57,6 @@ class ManagementAPI:
         self.vhost = vhost
         self._cluster = cluster
         self._checked = False
-        #: By its last answer: how far its machine's clock, told in whole seconds, is ahead of ours,
-        #: negative if behind; None before the first.
-        self.clock_ahead_seconds: float | None = None
         token = b64encode(f"{user}:{password}".encode()).decode()
         self._headers = {"Authorization": f"Basic {token}"}
 
@@ -112,9 +107,6 @@ class ManagementAPI:
         request = Request(f"{self.url}/api/{path}", headers=self._headers)
         try:
             with urlopen(request, timeout=TIMEOUT_SECONDS) as response:
-                if dated := response.headers.get("date"):
-                    told = parsedate_to_datetime(dated).timestamp()
-                    self.clock_ahead_seconds = told + 0.5 - time()
                 return json.load(response)
         except (URLError, OSError, ValueError) as exc:
             raise ManagementUnavailable(

@@ -17,10 +17,9 @@ from kombu.exceptions import OperationalError
 
 from ...errors import RefusedMessage
 from .. import outbox
-from ..outbox import BATCH, Batch
+from ..outbox import BATCH, OutboxBatch
 from .channels import WindowChannel
-from .learnt import FramedPublication
-from .template import FramedTask
+from .template import FramedPublication, FramedTask
 from .topology import is_delay_name
 
 logger = logging.getLogger(__name__)
@@ -31,14 +30,14 @@ Message = FramedPublication | FramedTask
 NACKED = "the broker refused it (basic.nack)"
 
 
-class Alone(Batch[Message]):
+class Alone(OutboxBatch[Message]):
     """One message, which the broker answers for before the next is sent.
 
     It, or one that was sent with it, was not taken before.
     """
 
 
-class Outbox(outbox.Outbox[Message, Batch[Message]]):
+class Outbox(outbox.Outbox[Message, OutboxBatch[Message]]):
     """Many messages to RabbitMQ. Batches are what is not written; a channel keeps the others."""
 
     #: py-amqp raises AttributeError where a connection went away under it.
@@ -90,8 +89,8 @@ class Outbox(outbox.Outbox[Message, Batch[Message]]):
     def _reports(self, reason: str, puts: Iterable[Message]) -> list[RefusedMessage]:
         return [put.refused(reason) for put in puts]
 
-    def _packed(self, puts: list[Message]) -> Iterable[Batch[Message]]:
-        return (Batch(puts),)
+    def _packed(self, puts: list[Message]) -> Iterable[OutboxBatch[Message]]:
+        return (OutboxBatch(puts),)
 
     def _write(self) -> None:
         self._connect()
@@ -184,7 +183,7 @@ class Outbox(outbox.Outbox[Message, Batch[Message]]):
         if channel is not None:
             self._refuse(NACKED, channel.take_nacked())
             puts = [*channel.take_returned(), *channel.unconfirmed]
-            kind, most = (Alone, 1) if alone else (Batch, BATCH)
+            kind, most = (Alone, 1) if alone else (OutboxBatch, BATCH)
             starts = reversed(range(0, len(puts), most))
             self._batches.extendleft(kind(puts[at : at + most]) for at in starts)
         self._count()

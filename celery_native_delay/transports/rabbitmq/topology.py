@@ -187,8 +187,8 @@ class Topology:
         """
         return self._first_hop(units).entry if units else self.delivery_exchange
 
-    def first_ttl_ms(self, units: int, *, remaining_us: int) -> int | None:
-        """The expiration that makes up for rounding *remaining_us* up to *units*, or None.
+    def first_ttl_ms(self, units: int, *, remaining_us: int) -> int:
+        """The expiration that makes up for rounding *remaining_us* up to *units*.
 
         RabbitMQ takes the lower of the queue's TTL and the message's, and drops the latter at the
         first hop. In one queue the two differ by less than a unit, so a message behind one that
@@ -197,8 +197,7 @@ class Topology:
         """
         ttl_ms = self._first_hop(units).ttl_ms
         excess_us = units * self.resolution_ms * 1000 - remaining_us
-        shortened_ms = max(1, -(-(ttl_ms * 1000 - excess_us) // 1000))
-        return shortened_ms if shortened_ms < ttl_ms else None
+        return max(1, -(-(ttl_ms * 1000 - excess_us) // 1000))
 
     def routing_key(self, units: int, address: str) -> str:
         """The routing key of a message that waits *units* and then goes to *address*.

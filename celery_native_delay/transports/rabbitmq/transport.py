@@ -14,26 +14,20 @@ from kombu.transport import pyamqp
 from ...errors import SettingsError
 from ...keyed.publishing import keyed_publish, underway
 from ...message import Delayed, due_of
-from ...rates.line import Lines
-from ...records.interface import Records
-from ...records.waiting import WaitingTasks
 from ...settings import DelaySettings
 from ..aliases import OPTION, asks_for_delays, settings_from_option
-from ..interface import AdminPart, WorkerPart, without_records
+from ..interface import AdminPart, WorkerPart
 from ..moving import MovingPart
-from ..recorded import lines_beside, records_beside
+from ..recorded import RecordedChannel
 from .channels import Publication
 from .delays import Delays
-from .learnt import FramedPublication
+from .entry import Republisher
 from .mirror import is_internal
-from .recording import Republisher
+from .template import FramedPublication, TaskTemplate
 from .wrapping import unwrap
 
 if TYPE_CHECKING:
-    from ..interface import Exported
-
-#: Encodings whose text has the one form in bytes, so that nothing is lost by decoding it.
-_EXACT = frozenset((None, "utf-8", "UTF-8", "ascii", "us-ascii", "latin-1", "iso-8859-1"))
+    from .blueprint import Exported
 
 #: Milliseconds until the kernel gives up on unacknowledged data. py-amqp's default of 1 s turns
 #: a broker that pauses (memory alarm, failover) into silent loss.
@@ -51,10 +45,11 @@ class Message(pyamqp.Message):  # type: ignore[misc]
     raw_body: bytes = b""
 
 
-class Channel(pyamqp.Channel):  # type: ignore[misc]
+class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
     """A channel whose messages with an ETA ahead wait in the delay levels."""
 
     Message = Message
+    republisher = Republisher
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -82,26 +77,6 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
 
         return RabbitMQMovingPart(self, settings)
 
-    def waiting_tasks(self, settings: DelaySettings) -> WaitingTasks | None:
-        """The tasks that wait on this broker, by the records; None without any."""
-        records = self._records(settings)
-        tasks: WaitingTasks | None = records and records.tasks(Republisher(self.delays))
-        return tasks
-
-    def records(self, settings: DelaySettings) -> Records:
-        """The records beside this broker; UnsupportedBroker without any."""
-        records: Records | None = self._records(settings)
-        if records is None:
-            raise without_records(self)
-        return records
-
-    def lines(self, settings: DelaySettings) -> Lines:
-        """The lines of rated tasks, which are kept in the records; NoRecords without any."""
-        return lines_beside(self._records(settings))
-
-    def _records(self, settings: DelaySettings) -> Any:
-        return records_beside(settings, self.connection.virtual_host)
-
     def basic_publish(
         self,
         msg: Any,
@@ -120,7 +95,7 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
         connection, headers = self.connection, msg.properties.get("application_headers")
         keyed = underway.get() and keyed_publish(headers)
         if keyed is not None and connection is not None:
-            connection.delays.publish_keyed(keyed, msg, exchange, routing_key)
+            connection.delays.publish_keyed(keyed, msg, Delayed("", 0, exchange, routing_key))
             return None
         due_us = due_of(headers)
         if due_us is not None and connection is not None:
@@ -148,22 +123,12 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
     # --- the user's declarations, noted for mirroring ------------------------------------
 
     def exchange_declare(
-        self,
-        exchange: str,
-        type: str,
-        passive: bool = False,
-        durable: bool = False,
-        auto_delete: bool = True,
-        nowait: bool = False,
-        arguments: dict[str, Any] | None = None,
-        **kwargs: Any,
+        self, exchange: str, type: str, passive: bool = False, *args: Any, **kwargs: Any
     ) -> Any:
         """Declare an exchange, and note its type."""
-        result = super().exchange_declare(
-            exchange, type, passive, durable, auto_delete, nowait, arguments, **kwargs
-        )
+        result = super().exchange_declare(exchange, type, passive, *args, **kwargs)
         if not passive:
-            self.delays.mirror.exchange_declared(exchange, type, arguments)
+            self.delays.mirror.exchange_declared(exchange, type, kwargs.get("arguments"))
         return result
 
     def exchange_delete(self, exchange: str, *args: Any, **kwargs: Any) -> Any:
@@ -179,23 +144,16 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
         return result
 
     def queue_declare(
-        self,
-        queue: str = "",
-        passive: bool = False,
-        durable: bool = False,
-        exclusive: bool = False,
-        auto_delete: bool = True,
-        nowait: bool = False,
-        arguments: dict[str, Any] | None = None,
-        **kwargs: Any,
+        self, queue: str = "", passive: bool = False, *args: Any, **kwargs: Any
     ) -> Any:
         """Declare a queue, which is to be mirrored by its name."""
-        result = super().queue_declare(
-            queue, passive, durable, exclusive, auto_delete, nowait, arguments, **kwargs
-        )
+        result = super().queue_declare(queue, passive, *args, **kwargs)
         if not passive:
-            name = result.queue if result else queue
-            self.delays.mirror.queue_declared(name, arguments, short_lived=exclusive or auto_delete)
+            # py-amqp deletes a queue with its last consumer unless told otherwise.
+            short_lived = kwargs.get("exclusive") or kwargs.get("auto_delete", True)
+            self.delays.mirror.queue_declared(
+                result.queue if result else queue, kwargs.get("arguments"), short_lived=short_lived
+            )
         return result
 
     def queue_bind(
@@ -229,9 +187,9 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
         return super().basic_consume(queue, *args, **kwargs)
 
     def dispatch_method(self, method_sig: tuple[int, int], payload: bytes, content: Any) -> Any:
-        """Dispatch what the broker sent; a body that decoding would change is kept in bytes."""
-        if content is not None and content.properties.get("content_encoding") not in _EXACT:
-            content.__dict__["bytes"] = content.body or b""
+        """Dispatch what the broker sent; a body is kept in bytes, which decoding may change."""
+        if content is not None:
+            content.__dict__["raw_body"] = bytes(content.body or b"")
         return super().dispatch_method(method_sig, payload, content)
 
     def message_to_python(self, raw_message: Any) -> Any:
@@ -242,7 +200,7 @@ class Channel(pyamqp.Channel):  # type: ignore[misc]
             raw_message.properties, raw_message.delivery_info, delayed = unwrapped
         message = super().message_to_python(raw_message)
         message.native_delay = delayed
-        message.raw_body = _as_it_came(raw_message)
+        message.raw_body = raw_message.__dict__.get("raw_body", b"")
         return message
 
 
@@ -308,17 +266,20 @@ class Transport(pyamqp.Transport):  # type: ignore[misc]
         vhost: str | None = None,
         own_queues: bool = True,
     ) -> Exported:
-        from .definitions import export
+        """All that *settings* and the app's *queues* need on the broker; not connected.
+
+        *vhost* None is that of the connection. Without *own_queues* the app's own are left out.
+        """
+        from .blueprint import export
 
         vhost = vhost or self.client.virtual_host or "/"
         return export(settings, queues, vhost, own_queues=own_queues)
 
     def bulk_publisher(self, *, window: int) -> Any:
         from ..bulk_publisher import BulkPublisher
-        from .learnt import Learnt
         from .outbox import Outbox
 
-        return BulkPublisher(Outbox(self.client, window), Learnt)
+        return BulkPublisher(Outbox(self.client, window), TaskTemplate)
 
 
 class SSLTransport(Transport, pyamqp.SSLTransport):  # type: ignore[misc]
@@ -329,14 +290,3 @@ def _patient(socket_settings: dict[int, int] | None) -> dict[int, int]:
     user_timeout = getattr(socket, "TCP_USER_TIMEOUT", None)
     ours = {} if user_timeout is None else {user_timeout: TCP_USER_TIMEOUT_MS}
     return ours | (socket_settings or {})
-
-
-def _as_it_came(message: Any) -> bytes:
-    """The body of a received message in the bytes that came.
-
-    py-amqp reads an empty body as an empty text.
-    """
-    body = message.__dict__.get("bytes", message.body)
-    if isinstance(body, str):
-        body = body.encode(message.properties["content_encoding"]) if body else b""
-    return bytes(body)

@@ -18,7 +18,7 @@ from sqlalchemy import exc, insert, select
 from ...records.database import reason_of, same_database
 from ..aliases import OPTION
 from .delays import BROADCAST
-from .rows import Batch
+from .rows import DispatchBatch
 from .store import Store
 from .whole_files import is_folder, put_file
 
@@ -73,7 +73,7 @@ class ThroughKombu:
             *getattr(channel.connection, "recoverable_connection_errors", ()),
         )
 
-    def __call__(self, batch: Batch, *, park: bool) -> Exception | None:
+    def __call__(self, batch: DispatchBatch, *, park: bool) -> Exception | None:
         end = monotonic() + LONGEST_BATCH_SECONDS
         for message in batch.messages:
             # SQLite gives an id again, so it alone would not tell.
@@ -121,7 +121,7 @@ class IntoTheSameDatabase:
         self._messages = channel.message_cls.__table__
         self._ids: dict[str, int] = {}
 
-    def __call__(self, batch: Batch, *, park: bool) -> Exception | None:
+    def __call__(self, batch: DispatchBatch, *, park: bool) -> Exception | None:
         if batch.messages and self._refusal(batch, batch.messages):
             # One is refused, and the others must not wait for it.
             for message in batch.messages:
@@ -129,7 +129,7 @@ class IntoTheSameDatabase:
                     refuse(batch, message, error, park=park)
         return None
 
-    def _refusal(self, batch: Batch, messages: list[Any]) -> exc.DBAPIError | None:
+    def _refusal(self, batch: DispatchBatch, messages: list[Any]) -> exc.DBAPIError | None:
         """Insert *messages*, all or none; the reason why none are."""
         self._ids.clear()  # a row that was made by a transaction that failed is not there
         try:
@@ -163,7 +163,7 @@ class IntoTheSameDatabase:
         return self._ids[queue]
 
 
-def refuse(batch: Batch, message: Any, error: Exception, *, park: bool) -> None:
+def refuse(batch: DispatchBatch, message: Any, error: Exception, *, park: bool) -> None:
     """Put *message* off, or park it if that was so often enough."""
     tries = message.attempts + 1
     parked = park or tries >= TRIES

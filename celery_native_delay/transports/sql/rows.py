@@ -65,7 +65,7 @@ _PUT_OFF = (
 
 
 @dataclass
-class Batch:
+class DispatchBatch:
     """Messages that this transaction alone has, and what became of them.
 
     Those that are neither :attr:`delivered` nor :attr:`put_off` are as they were.

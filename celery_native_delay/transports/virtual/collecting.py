@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol, Self
 from kombu.utils.json import dumps
 
 
-class Put(Protocol):
+class CollectedMessage(Protocol):
     """A message on its way to one destination."""
 
     @property
@@ -26,7 +26,7 @@ class Put(Protocol):
         """Another one that waits for the same destination."""
 
 
-class PlainPut(NamedTuple):
+class PlainMessage(NamedTuple):
     """A message that goes to *queue* as kombu would have it go."""
 
     queue: str
@@ -56,17 +56,17 @@ class Collecting:
     returned: list[bytes]
     _is_routed = False
 
-    def put_for(self, queue: str, message: dict[str, Any]) -> Put:
+    def put_for(self, queue: str, message: dict[str, Any]) -> CollectedMessage:
         """kombu's *message* on its way to *queue*; NativeDelayError if it cannot wait."""
         raise NotImplementedError
 
     def put_for_all(
         self, exchange: str, message: dict[str, Any], routing_key: str, *, due_us: int
-    ) -> Put:
+    ) -> CollectedMessage:
         """kombu's *message* on its way to all that listen to *exchange* when it is due."""
         raise NotImplementedError
 
-    def put_plainly(self, put: PlainPut) -> None:
+    def put_plainly(self, put: PlainMessage) -> None:
         """Send by kombu what does not wait; it may be tried again."""
         message = put.message
         # Some of kombu's take out what they have sent elsewhere.

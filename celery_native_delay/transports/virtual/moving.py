@@ -6,7 +6,7 @@ A message has another form there: kombu's envelope, whose body is text.
 from __future__ import annotations
 
 import json
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from base64 import b64decode
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -16,8 +16,8 @@ from typing import Any
 from ...due_time import eta_of, milliseconds_up
 from ...errors import CannotDelay, UnsupportedBroker
 from ...keyed.publishing import KeyedPublish, publishing
-from ...keyed.records import KeyRecords
 from ...message import Delayed, cancel, due_ms_of
+from .. import moving
 from ..moving import Moving, Reach, Source, Stays, derived_id, expires_ms_of
 from .wrapping import unwrapped
 
@@ -29,18 +29,8 @@ LEFT = Stays("it is about to be handed over, where it is", should=False)
 _KOMBUS = ("body_encoding", "delivery_info", "delivery_tag")
 
 
-class MovingPart(ABC):
-    """A :class:`~celery_native_delay.transports.moving.MovingPart`, on one channel."""
-
-    name: str
-
-    def __init__(self, channel: Any) -> None:
-        self._channel = channel
-
-    def prepare(self, queues: Sequence[Any]) -> None:
-        """Declare *queues*, so that exchanges are known to lead to them."""
-        for queue in queues:
-            queue(self._channel).declare()
+class MovingPart(moving.MovingPart):
+    """The part of a broker on one of kombu's virtual transports."""
 
     def sources(self, what: str | None, reaches: Sequence[Reach]) -> list[Source]:
         """All that waits here; there are no other places.
@@ -54,14 +44,6 @@ class MovingPart(ABC):
                 f"{self._channel.connection.client.as_uri()}: give the URL of the one to move from"
             )
         return [self._source()]
-
-    def key_records(self) -> KeyRecords | None:
-        """The records of keys here; None if none can be kept."""
-        channel = self._channel
-        try:
-            return KeyRecords(channel.records(channel.delays.settings))
-        except UnsupportedBroker:
-            return None
 
     def take_in(self, moving: Moving, keyed: KeyedPublish | None = None) -> bool:
         """Let *moving* wait for each queue that it leads to."""

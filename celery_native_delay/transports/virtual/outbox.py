@@ -9,17 +9,17 @@ from typing import Any, ClassVar, TypeVar
 
 from ...errors import NativeDelayError, RefusedMessage
 from .. import outbox
-from ..outbox import Batch
-from .collecting import Collecting, PlainPut, Put
+from ..outbox import OutboxBatch
+from .collecting import CollectedMessage, Collecting, PlainMessage
 from .template import refused_of
 
 NOWHERE = "no queue is bound for it"
 
-PutT = TypeVar("PutT", bound=Put)
-BatchT = TypeVar("BatchT", bound=Batch[Any])
+MessageT = TypeVar("MessageT", bound=CollectedMessage)
+BatchT = TypeVar("BatchT", bound=OutboxBatch[Any])
 
 
-class Outbox(outbox.Outbox[PutT, BatchT]):
+class Outbox(outbox.Outbox[MessageT, BatchT]):
     """An outbox whose messages are envelopes of kombu's, collected by a channel."""
 
     collecting: ClassVar[type[Collecting]]
@@ -45,7 +45,7 @@ class Outbox(outbox.Outbox[PutT, BatchT]):
         self._prepare(channel)
         return channel
 
-    def _reports(self, reason: str, puts: Iterable[PutT]) -> list[RefusedMessage]:
+    def _reports(self, reason: str, puts: Iterable[MessageT]) -> list[RefusedMessage]:
         return self._named(reason, [put.envelope for put in puts])
 
     def _named(self, reason: str, envelopes: Iterable[str | bytes]) -> list[RefusedMessage]:
@@ -63,17 +63,17 @@ class NotTaken(Exception):
     """The broker does not take one of these messages, or all of them; it has taken none."""
 
 
-class CallingOutbox(Outbox[PutT, Batch[PutT]]):
+class CallingOutbox(Outbox[MessageT, OutboxBatch[MessageT]]):
     """An outbox for a broker whose answer is the return of a call."""
 
     @abstractmethod
-    def _deliver(self, batch: Batch[PutT]) -> None:
+    def _deliver(self, batch: OutboxBatch[MessageT]) -> None:
         """Hand over *batch*; what the broker has taken, or refused for good, leaves it.
 
         One of :attr:`lost`: what is left of it is to be tried again. NotTaken: one by one.
         """
 
-    def _put_plainly(self, put: PlainPut) -> None:
+    def _put_plainly(self, put: PlainMessage) -> None:
         try:
             self.channel.put_plainly(put)
         except self.lost:
@@ -90,7 +90,7 @@ class CallingOutbox(Outbox[PutT, Batch[PutT]]):
             except NotTaken as exc:
                 self._batches.popleft()
                 if len(batch.puts) > 1:  # not all of them for one
-                    self._batches.extendleft(Batch([put]) for put in reversed(batch.puts))
+                    self._batches.extendleft(OutboxBatch([put]) for put in reversed(batch.puts))
                     continue
                 self._unanswered -= len(batch.puts)
                 self._refuse(str(exc), batch.puts)
@@ -103,7 +103,9 @@ class CallingOutbox(Outbox[PutT, Batch[PutT]]):
                 self._settled(batch, batch.puts)
                 self._batches.popleft()
 
-    def _settled(self, batch: Batch[PutT], puts: Sequence[PutT], *, reason: str = "") -> None:
+    def _settled(
+        self, batch: OutboxBatch[MessageT], puts: Sequence[MessageT], *, reason: str = ""
+    ) -> None:
         """The broker has answered for *puts* of *batch*: refused them, if there is a *reason*."""
         if reason:
             self._refuse(reason, puts)

@@ -13,23 +13,20 @@ from uuid import uuid4
 from kombu.utils.json import dumps, loads
 
 from ...due_time import check_due, milliseconds_up
-from ...errors import NoRecords
 from ...keyed.publishing import KeyedPublish
 from ...message import HEADER
-from ...rates.line import Lines
-from ...records.interface import Listed, Records
-from ...records.waiting import Waiting, WaitingTasks
+from ...records.interface import Listed
+from ...records.waiting import Waiting
 from ...settings import DelaySettings
-from ..interface import without_records
-from ..recorded import lines_beside, member_of, records_beside
+from ..recorded import RecordedChannel, member_of, records_beside
 from . import delays
 from .channel import DelayingChannel
-from .collecting import Put
+from .collecting import CollectedMessage
 from .outbox import CallingOutbox
 from .waiting import waiting_of
 from .wrapping import due_then, encoded, wrapped
 
-PutT = TypeVar("PutT", bound=Put)
+MessageT = TypeVar("MessageT", bound=CollectedMessage)
 
 
 class Delays(delays.Delays):
@@ -176,44 +173,25 @@ class Republisher:
         )
 
 
-class Channel(DelayingChannel):
-    """A channel to a broker that cannot be looked into; its records list what waits, if any."""
+class Channel(RecordedChannel, DelayingChannel):
+    """A channel on kombu's virtual transports, with records beside its broker, if any."""
+
+    republisher = Republisher
 
     def let_wait_keyed(self, queue: str, message: dict[str, Any], keyed: KeyedPublish) -> Any:
         self.records(self.delays.settings)  # or the way out
         self.delays.publish_keyed(keyed, queue, message)
 
-    def records(self, settings: DelaySettings) -> Records:
-        records: Records | None = self.delays.records
-        if records is None:
-            raise without_records(self)
-        return records
 
-    def waiting_tasks(self: Any, settings: DelaySettings) -> WaitingTasks:
-        """The tasks that wait on this broker, by the records; NoRecords without any."""
-        if self.delays.records is None:
-            raise NoRecords(
-                f"{self.connection.client.as_uri()} does not show what waits and gives nothing "
-                f"back before it is due: to list, cancel and move tasks, set native_delay_records "
-                f'= "redis://…", or the SQLAlchemy URL of a database, in workers and producers'
-            )
-        tasks: WaitingTasks = self.delays.records.tasks(Republisher(self.delays))
-        return tasks
-
-    def lines(self, settings: DelaySettings) -> Lines:
-        """The lines of rated tasks, which are kept in the records; NoRecords without any."""
-        return lines_beside(self.delays.records)
-
-
-class Outbox(CallingOutbox[PutT]):
+class Outbox(CallingOutbox[MessageT]):
     """An outbox that notes in the records what is to wait."""
 
-    def take(self, put: PutT) -> None:
+    def take(self, put: MessageT) -> None:
         if hasattr(self.channel, "delays"):
             self.channel.delays.note(put)
         super().take(put)
 
-    def _refuse(self, reason: str, puts: Iterable[PutT]) -> None:
+    def _refuse(self, reason: str, puts: Iterable[MessageT]) -> None:
         refused = list(puts)
         for put in refused if hasattr(self.channel, "delays") else ():
             self.channel.delays.forget(put)
