@@ -1,4 +1,4 @@
-"""What workers, the command line and ``bulk(app)`` ask of any transport.
+"""The questions of workers, the command line and ``bulk(app)`` to any transport.
 
 A channel that can delay has ``worker_part(settings)`` and ``admin_part(settings)``. Its transport
 has ``bulk_publisher(window=…)``. So no caller needs to know which broker it talks to.
@@ -71,7 +71,7 @@ class Rescue:
 
 
 class WorkerPart(ABC):
-    """What a worker does for its broker besides consuming, on a channel of its own."""
+    """The tasks of a worker for its broker besides consuming, on a channel of its own."""
 
     def __init__(self, channel: Any, settings: DelaySettings) -> None:
         self.settings = settings
@@ -161,7 +161,7 @@ class ServesQueues(Protocol):
 
 
 class Answer(Enum):
-    """Whether a worker may run a message that waited, by the records."""
+    """The answer of the records to the question whether a worker may run a message."""
 
     RUN = "run"
     DROP = "drop"
@@ -174,7 +174,7 @@ class Receipts(Protocol):
     """The records, as a worker asks them about every message that waited."""
 
     def may_run(self, headers: Mapping[str, Any], delayed: Delayed) -> Answer:
-        """Whether a message may run, by its *headers* and its wait."""
+        """The answer for a message with these *headers* that waited as *delayed* says."""
 
     def close(self) -> None: ...
 
@@ -252,7 +252,7 @@ class Backlog:
 
 
 class AdminPart(Protocol):
-    """What the command line asks of a broker."""
+    """The questions of the command line to a broker."""
 
     name: str
     """The name of the place where messages wait, such as ``celery_delay.v1.31x125ms.quorum``."""

@@ -1,7 +1,7 @@
-"""All that an app has on its broker, as data: delay levels, its own queues, what leads to those.
+"""Every queue, exchange and binding that one app needs on RabbitMQ, as data; and its export.
 
-The same that workers and producers declare one by one, as :mod:`~.preparation` says; here it is
-known at once, from the settings and the queues of the app's configuration.
+Workers and producers declare them one by one (:mod:`~.preparation`). Here they are computed from
+the settings and the queues of the app's configuration.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from .topology import Binding, Declaration, Exchange, Queue, Topology, Unbinding
 
 @dataclass(frozen=True)
 class Exported:
-    """All that a broker needs before the first message waits, as *text* for other tools to declare.
+    """RabbitMQ's definitions of what an app needs, as *text*, for other tools to import.
 
-    *counts* are the declarations of each kind. *left_out* are queues and exchanges that come and go
-    with a process, which declares them itself.
+    *counts* are the numbers of exchanges, queues and bindings. *left_out* names the queues and
+    exchanges that are not durable: the process that uses them declares them.
     """
 
     text: str
@@ -37,8 +37,8 @@ class Exported:
 class Blueprint:
     """The declarations for one app.
 
-    *own* are the app's exchanges, queues and bindings; *surroundings* lead from the delay levels to
-    them. *left_out* names what comes and goes, so that it cannot be declared beforehand.
+    *own* are the app's exchanges, queues and bindings. *surroundings* are the bindings and landing
+    queues that lead from the delay levels to them. *left_out* is as in :class:`Exported`.
     """
 
     topology: Topology
@@ -47,7 +47,7 @@ class Blueprint:
     left_out: tuple[str, ...]
 
     def delays(self) -> Iterator[Declaration]:
-        """All of ours."""
+        """The declarations of this package."""
         yield from self.topology.plan()
         yield from self.surroundings
 
@@ -57,7 +57,7 @@ class Blueprint:
 
 
 def blueprint(topology: Topology, queues: Sequence[Any]) -> Blueprint:
-    """The blueprint for *queues*, which are the app's, of kombu."""
+    """The blueprint for *queues*, the app's queues as kombu's objects."""
     own, left_out = _own(queues)
     mirror = Mirror(topology)
     for declaration in own:
@@ -74,7 +74,7 @@ def blueprint(topology: Topology, queues: Sequence[Any]) -> Blueprint:
     unlike = (*MIRRORED_TYPES, *HASHING_TYPES)
     landing = {name for name in named if mirror.types[name] not in unlike}
     landing |= set(topology.settings.landing_exchanges)
-    # With a mark for all of them: who may not ask for the type of an exchange sees that.
+    # Each with its marker exchange: a producer that may not ask for an exchange's type finds it.
     marks = mirror.marks(bindings, sorted(landing.union(landings)), consuming=True)
     changes = chain(*marks, *map(mirror.declarations, bindings))
     surroundings = [change for change in changes if not isinstance(change, Unbinding)]
@@ -84,9 +84,9 @@ def blueprint(topology: Topology, queues: Sequence[Any]) -> Blueprint:
 def export(
     settings: DelaySettings, queues: Sequence[Any], vhost: str, *, own_queues: bool = True
 ) -> Exported:
-    """The definitions of all that *settings* and *queues*, of kombu, have on the broker.
+    """RabbitMQ's definitions of what *settings* and *queues*, kombu's, need on the broker.
 
-    Without *own_queues* the app's own are taken to be there.
+    Without *own_queues* the app's own queues and exchanges are left out.
     """
     plan = blueprint(Topology(settings), queues)
     if not own_queues:
@@ -96,10 +96,10 @@ def export(
 
 
 def definitions(plan: Blueprint, vhost: str) -> str:
-    """The broker's own JSON, one item in each line. https://www.rabbitmq.com/docs/definitions
+    """RabbitMQ's definitions as JSON, one item a line. https://www.rabbitmq.com/docs/definitions
 
     Every item names its virtual host, as ``rabbitmqctl import_definitions`` and ``POST
-    /api/definitions`` want it. The host itself is not in the file: it was made by others.
+    /api/definitions`` expect. The file does not create the virtual host.
     """
     items: dict[str, list[dict[str, Any]]] = {"exchanges": [], "queues": [], "bindings": []}
     lasting = {"vhost": vhost, "durable": True, "auto_delete": False}
@@ -128,9 +128,9 @@ def _lines(items: list[dict[str, Any]]) -> str:
 
 
 def _own(queues: Sequence[Any]) -> tuple[list[Declaration], list[str]]:
-    """The app's own declarations as kombu would make them, and what comes and goes instead.
+    """The app's own declarations, as kombu makes them; and the names of those that do not last.
 
-    Also those of entities with ``no_declare``: this app does not declare them, so others must.
+    Entities with ``no_declare`` are among them: another app must declare them.
     """
     exchanges: dict[str, Exchange] = {}
     lasting: list[Declaration] = []
@@ -157,12 +157,12 @@ def _own(queues: Sequence[Any]) -> tuple[list[Declaration], list[str]]:
 
 
 def _lasts(entity: Any) -> bool:
-    """True if a queue or exchange stays where it is declared."""
+    """True if a queue or exchange is durable, and not Celery's or kombu's own."""
     return entity.durable and not entity.auto_delete and not is_internal(entity.name)
 
 
 def _bindings(queue: Any) -> Iterator[tuple[Any, str, dict[str, Any]]]:
-    """Exchange, routing key and arguments of each binding of *queue*, but to the default one."""
+    """Exchange, routing key and arguments of each binding of *queue* to a named exchange."""
     if queue.exchange is not None and queue.exchange.name:
         yield queue.exchange, queue.routing_key or "", queue.binding_arguments or {}
     further = [each for each in queue.bindings if each.exchange and each.exchange.name]
@@ -183,5 +183,5 @@ def _arguments(queue: Any) -> dict[str, Any]:
 
 
 def _once(declarations: list[Declaration]) -> list[Declaration]:
-    """*declarations* without those that were there before."""
+    """*declarations* without duplicates."""
     return [item for place, item in enumerate(declarations) if item not in declarations[:place]]

@@ -1,6 +1,6 @@
-"""Moving what waits on RabbitMQ: out of Celery's own levels and earlier sets; into ours.
+"""Moving waiting messages on RabbitMQ: from Celery's own levels and former ones of ours, into ours.
 
-Each message is taken by ``basic.get``: none is fetched ahead, so a process that dies returns one.
+Each message is taken by ``basic.get``, without prefetch: a process that dies returns one message.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ from .entry import Entry
 from .management import ManagementAPI, management_of
 from .topology import Topology
 
-#: A message that a quorum queue has had to take back so often is not taken from it again: RabbitMQ
-#: 4 throws it away at its 21st return.
+#: A message that was returned to a quorum queue more often is not taken from it again: RabbitMQ 4
+#: drops it at its 21st return.
 _MOST_DELIVERIES = 12
 
-#: Gets body, properties and delivery info of a message, and *now_us*.
+#: A function of body, properties and delivery info of a message, and *now_us*.
 Read = Callable[..., Found]
 
 
 class QueueSource(Source):
-    """Queues that are gone through in order, each once: what comes later is not waited for."""
+    """Queues that are emptied in order, each once; messages that arrive later stay."""
 
     def __init__(self, delays: Delays, name: str, queues: Sequence[str], read: Read) -> None:
         self.name = name
@@ -57,7 +57,7 @@ class QueueSource(Source):
         self._tag: int | None = None
 
     def count(self) -> int:
-        """Messages that are ready; what is on its way between two levels is not among them."""
+        """The number of ready messages; those between two levels are not counted."""
         return sum(self._depth(queue) for queue in self._queues)
 
     def found(self) -> Iterator[Found]:
@@ -73,9 +73,9 @@ class QueueSource(Source):
                 self._tag = message.delivery_tag
                 if deliveries_of(message.properties) > _MOST_DELIVERIES:
                     raise CannotDelay(
-                        f"{queue!r} has had to take a message back more than {_MOST_DELIVERIES} "
-                        f"times, and RabbitMQ 4 throws it away at its 21st return: find out who "
-                        f"takes it and does not want it"
+                        f"a message in {queue!r} was returned more than {_MOST_DELIVERIES} times, "
+                        f"and RabbitMQ 4 drops it at the 21st return: find out which consumer "
+                        f"returns it"
                     )
                 message = received(message)
                 own = message.body, message.properties, message.delivery_info
@@ -91,7 +91,7 @@ class QueueSource(Source):
         self._give_back()
 
     def _give_back(self) -> None:
-        """Return what was not done with to its place, with the channel."""
+        """Close the channel, which returns the message that was not acked to its queue."""
         channel, self._channel = self._channel, None
         if channel is not None and channel.connection is not None:
             with suppress(AMQPError, OSError):
@@ -103,18 +103,18 @@ class QueueSource(Source):
 
 
 class SetSource(QueueSource):
-    """The levels of one of our own sets; what the records say of each message holds."""
+    """A set of delay levels of ours; cancelled and rescheduled tasks stay so, by the records."""
 
     def __init__(
         self, delays: Delays, topology: Topology, settings: DelaySettings, *, here: bool
     ) -> None:
-        """*settings* are those of the app; *here*: what is moved stays on this broker."""
-        # The longest first: what hops meanwhile is met further down.
+        """*settings* are the app's; *here*: messages stay on this broker."""
+        # The longest first: messages that hop meanwhile are found in a later queue.
         queues = [hop.queue for hop in reversed(topology.level_queues)]
         super().__init__(delays, topology.name, queues, self._read_set)
         self._topology = topology
         self._settings = settings
-        #: Both sets have the same records, in which moved messages and keys stay as they are.
+        #: True if both sets have the same records: moved messages and keys stay as they are.
         self.keeps_keys = here and topology.settings.namespace == settings.namespace
         self._records: Any = None
 
@@ -145,7 +145,7 @@ class SetSource(QueueSource):
         return found
 
     def _received(self, member: str, found: Moving) -> Found:
-        """*found*, which the records do not list any more; Void if it must not run."""
+        """*found*, after deleting its entry in the records; Void if it must not run."""
         may_run = self._records.received(member)
         if may_run is None:
             raise RecordsUnavailable(
@@ -156,7 +156,7 @@ class SetSource(QueueSource):
 
 
 class RabbitMQMovingPart(MovingPart):
-    """RabbitMQ's part: levels of ours, and Celery's own."""
+    """Moves waiting messages from and to RabbitMQ."""
 
     def __init__(self, channel: Any, settings: DelaySettings) -> None:
         super().__init__(channel)
@@ -168,13 +168,13 @@ class RabbitMQMovingPart(MovingPart):
     # --- into our levels -----------------------------------------------------------------
 
     def prepare(self, queues: Sequence[Any]) -> None:
-        """Make sure of the levels, and bind *queues* to them."""
+        """Declare *queues* and the delay levels, and bind them."""
         with permissions_explained(self._topology):
             super().prepare(queues)
             self._delays.prepare(consuming=True)
 
     def take_in(self, moving: Moving, keyed: KeyedPublish | None = None) -> bool:
-        """Put a message into the levels, confirmed; then note it, as a sign that it is there."""
+        """Publish a message into the levels, confirmed; then note it in the records."""
         member = member_of(moving.headers, moving.delayed.delivery_id)
         if moving.again and not moving.known and self._is_in_records(moving, member):
             return True
@@ -209,7 +209,7 @@ class RabbitMQMovingPart(MovingPart):
             return bool(records.standing(member) is Standing.KNOWN)
         return False
 
-    # --- out of anything -----------------------------------------------------------------
+    # --- sources -------------------------------------------------------------------------
 
     def sources(self, what: str | None, reaches: Sequence[Reach]) -> list[Source]:
         kind, _, name = (what or "").partition(":")
@@ -237,19 +237,19 @@ class RabbitMQMovingPart(MovingPart):
         return QueueSource(self._delays, levels.name, levels.queues, read)
 
     def _sets(self, name: str, *, here: bool) -> list[Source]:
-        """Sets of a namespace, "" for this app's, or one that is named whole.
+        """Sets of levels in a namespace ("" for the app's), or the set with this full name.
 
-        Those that are *here* are moved into this part's own, which is none of them then.
+        *here*: without the app's present set, into which the messages are moved.
         """
         wanted = name or self._settings.namespace
         try:
             names = self._api.names("queues", containing="level-")
         except ManagementUnavailable as exc:
-            # What is named whole need not be looked for.
+            # A full name needs no search.
             names = [wanted] if here or name else [self.name]
             if not sets_of(names, self._settings):
                 raise ManagementUnavailable(
-                    f"earlier sets cannot be looked for: {exc}; or name one whole, such as "
+                    f"sets of levels cannot be listed: {exc}; or give a full name, such as "
                     f"--from sets:{self.name}"
                 ) from exc
         found = [

@@ -1,6 +1,7 @@
-"""Messages that RabbitMQ has yet to confirm: a hundred in a write.
+"""Bulk publishing to RabbitMQ: a hundred messages in one write, confirmed in a window.
 
-What is unconfirmed when the connection dies goes out again on the next, under the same delivery id.
+Messages that are unconfirmed when the connection is lost are sent again on the next one, with the
+same delivery ids.
 """
 
 from __future__ import annotations
@@ -31,24 +32,24 @@ NACKED = "the broker refused it (basic.nack)"
 
 
 class Alone(OutboxBatch[Message]):
-    """One message, which the broker answers for before the next is sent.
+    """A batch of one message, whose confirm is awaited before the next message is sent.
 
-    It, or one that was sent with it, was not taken before.
+    The broker closed the channel for this message, or for one that was sent with it.
     """
 
 
 class Outbox(outbox.Outbox[Message, OutboxBatch[Message]]):
-    """Many messages to RabbitMQ. Batches are what is not written; a channel keeps the others."""
+    """The outbox for RabbitMQ. Its batches are not sent; the channel keeps the sent messages."""
 
     #: py-amqp raises AttributeError where a connection went away under it.
     lost = (ConnectionError, OSError, OperationalError, AttributeError)
 
     def __init__(self, client: Any, window: int) -> None:
         super().__init__(client, window)
-        #: py-amqp's; and the channel in confirm mode.
+        #: py-amqp's connection, and our channel in confirm mode.
         self._connection: Any = None
         self._confirming: WindowChannel | None = None
-        #: Channel and size of frames that messages are encoded for.
+        #: The channel number and frame size that messages are encoded for.
         self._encoded_for = (0, 0)
 
     def take(self, put: Message) -> None:
@@ -61,7 +62,7 @@ class Outbox(outbox.Outbox[Message, OutboxBatch[Message]]):
                 channel = self.channel = self._connection.bulk_channel()
             try:
                 return attempt(channel)
-            except OperationalError as exc:  # Celery's word for other errors
+            except OperationalError as exc:  # Celery wraps other errors in it
                 raise exc.__cause__ or exc from None
 
         try:
@@ -70,9 +71,9 @@ class Outbox(outbox.Outbox[Message, OutboxBatch[Message]]):
             raise exc.__cause__ or exc from None
 
     def is_lasting(self, error: BaseException) -> bool:
-        """True for a wrong user or password, and a virtual host that is not there or not for us.
+        """True for a wrong user or password, and a missing or forbidden virtual host.
 
-        Not for a limit of connections, nor for a virtual host that is down.
+        False for a limit of connections, and for a virtual host that is down.
         """
         if isinstance(error, NotAllowed):
             text = str(error)
@@ -84,7 +85,7 @@ class Outbox(outbox.Outbox[Message, OutboxBatch[Message]]):
             self._recall()
             return super().give_up()
 
-    # --- out and in ----------------------------------------------------------------------
+    # --- sending and confirms ------------------------------------------------------------
 
     def _reports(self, reason: str, puts: Iterable[Message]) -> list[RefusedMessage]:
         return [put.refused(reason) for put in puts]
@@ -118,14 +119,14 @@ class Outbox(outbox.Outbox[Message, OutboxBatch[Message]]):
         self._heeding(read)
 
     def _heeding(self, attempt: Callable[[WindowChannel], None]) -> None:
-        """Do something on the channel, then see to what the broker has answered."""
+        """Call *attempt* with the channel, then process confirms, nacks and returns."""
         channel = self._confirming
         assert channel is not None
         try:
             attempt(channel)
         except ChannelError as exc:
-            # The broker closed it for one of the messages: find out which it does not take.
-            # It forgets the confirms of such a channel, so some may arrive twice.
+            # The broker closed it for one of the messages: send each alone, to find out which.
+            # The confirms of the channel are lost, so some messages may arrive twice.
             self._recall(alone=True)
             self._open_confirming()
             if isinstance(exc, NotFound):
@@ -136,14 +137,14 @@ class Outbox(outbox.Outbox[Message, OutboxBatch[Message]]):
         ours = [put for put in returned if is_delay_name(put.exchange)]
         others = [put for put in returned if not is_delay_name(put.exchange)]
         self._refuse("no queue is bound there (NO_ROUTE)", others, returned=True)
-        # The queues that they were to wait in were deleted.
+        # The level queues of these messages were deleted.
         self._batches.extendleft(Alone([put]) for put in reversed(ours))
         self._count()
         if ours:
             self._declare_again()
 
     def _send_alone(self) -> None:
-        """Send the next message once all before it are answered for, and await its own answer."""
+        """Wait for all confirms, send the next message, and wait for its own."""
         channel = self._confirming
         assert channel is not None
         if channel.unconfirmed_count:
@@ -161,7 +162,7 @@ class Outbox(outbox.Outbox[Message, OutboxBatch[Message]]):
             reason = NACKED
         returned = channel.take_returned()
         if returned:
-            reason = f"{put.exchange} leads nowhere: see `celery -A PROJ delay verify`"
+            reason = f"no queue is bound to {put.exchange}: see `celery -A PROJ delay verify`"
         if reason:
             self._refuse(reason, [put], returned=bool(returned))
         self._count()
@@ -178,7 +179,7 @@ class Outbox(outbox.Outbox[Message, OutboxBatch[Message]]):
             self._refused += refused
 
     def _recall(self, *, alone: bool = False) -> None:
-        """Put back among the batches what the channel leaves unconfirmed."""
+        """Make batches again of the messages that are unconfirmed on the channel."""
         channel, self._confirming = self._confirming, None
         if channel is not None:
             self._refuse(NACKED, channel.take_nacked())
@@ -200,7 +201,7 @@ class Outbox(outbox.Outbox[Message, OutboxBatch[Message]]):
     def _connect(self) -> None:
         try:
             super()._connect()
-        except ChannelError as exc:  # such as a wrong password, though there is no channel yet
+        except ChannelError as exc:  # py-amqp raises it for a wrong password, too
             raise OperationalError(str(exc)) from exc
 
     def _opened(self, client: Any) -> Any:
@@ -220,6 +221,6 @@ class Outbox(outbox.Outbox[Message, OutboxBatch[Message]]):
     def _lose(self) -> None:
         self._recall()
         if self._client is not None:
-            with suppress(Exception):  # a dead peer answers no farewell
+            with suppress(Exception):  # the connection may be lost
                 self._connection.collect()
         super()._lose()
