@@ -485,7 +485,7 @@ def test_status_counts_what_a_landing_queue_holds(
     found = examine(delays_of(connection), api_of(connection, rabbitmq.management_url))
     (held,) = [finding for finding in found if finding.level == WRONG]
     assert "news" in held.problem
-    assert "holds 3 message(s): its destination takes none of them" in held.problem
+    assert "holds 3 message(s): their destination rejects them" in held.problem
 
 
 # ---- the command line --------------------------------------------------------------------------
@@ -641,18 +641,18 @@ def test_status_tells_tasks_by_the_records_and_explains_the_copies_in_the_levels
         waiting = lines.index("waiting 3")
         assert re.fullmatch(r"next due overdue, then in 1 h (10|9) min", lines[waiting + 1])
         assert re.fullmatch(
-            r"overdue 1, the first for .* s: no installed worker has received it",
+            r"overdue 1, the first for .* s; no installed worker has received them",
             lines[waiting + 2],
         )
         assert lines[waiting + 3].startswith(
-            "in levels 4, 2 of them listed in the records; the others are cancelled or moved tasks"
+            "in levels 4 messages, 2 of them not in the records: of cancelled or rescheduled tasks"
         )
 
         records.stop()
         lines = shop.lines("status")
-        waiting = lines.index("waiting 4, or fewer: what was cancelled or moved is among them")
+        waiting = lines.index("waiting 4, with the messages of cancelled and rescheduled tasks")
         assert lines[waiting + 1] == "next due within 2 h 17 min"
-        assert lines[waiting + 2] == "overdue unknown (the records are away)"
+        assert lines[waiting + 2] == "overdue unknown (the records are unreachable)"
         assert lines[waiting + 3 : waiting + 5] == ["parked 0", "stuck 0"]
         assert lines[-1].startswith(f"records the records at {records.url} are out of reach: ")
         told = shop.told("status")

@@ -1,7 +1,7 @@
-"""The frames of a publish, encoded once and filled in for each message.
+"""AMQP frames of delayed tasks by template: encoded once, then filled in for each task.
 
-py-amqp takes some 60 µs to encode the headers of a task. Between tasks of one kind only a few
-fields differ; the bytes around them are py-amqp's own, split where a marked value stood.
+py-amqp takes some 60 µs to encode the headers of a task. Tasks with the same options differ in a
+few fields. A template is py-amqp's own bytes for marked values, split at the marks.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ from .wrapping import unwrap
 FRAME = Struct(">BHI")
 FRAME_END = b"\xce"
 
-#: What each frame takes beside its payload; the payload of one is at most frame_max less this.
+#: Bytes of a frame besides its payload; a payload has at most frame_max less these.
 FRAME_BYTES = 8
 
 LONG = Struct(">I")
 
-#: The channel and the size of frames for which two encodings are compared.
+#: Any channel and frame size, to compare two encodings.
 _SOMEWHERE = {"channel_id": 7, "frame_max": 131_072}
 
-#: Packing a number takes longer than finding it.
+#: Encoded numbers: to pack a number takes longer than to find it here.
 LONGS = [LONG.pack(number) for number in range(1024)]
 BYTES = [bytes((number,)) for number in range(256)]
 
@@ -48,14 +48,14 @@ _DUE = Struct(">q")
 
 _DELIVERY_ID_BYTES = 32
 
-#: What stands in for the fields that differ, in the order in which Celery's headers have them.
+#: Marks for the fields that differ, in the order of Celery's headers.
 _ID, _ETA, _ARGS, _KWARGS = "\0task id\0", "\0eta\0", "\0argsrepr\0", "\0kwargsrepr\0"
 _DELIVERY, _DUE_MS = "\0" * _DELIVERY_ID_BYTES, 0x7EED_0DE1_0DE1_0DE1
 _EXPIRATION = "\0expiration\0"
 
 
 class TaskFields(NamedTuple):
-    """Fields that two tasks of a kind differ in; *body* is encoded."""
+    """The fields in which tasks with the same options differ; *body* is encoded."""
 
     exchange: str
     routing_key: str
@@ -70,9 +70,9 @@ class TaskFields(NamedTuple):
 
 
 class Template:
-    """Frames for tasks like *properties*, those of one that was wrapped the long way.
+    """Makes frames for tasks like the one with *properties*, which were wrapped for the levels.
 
-    ValueError if they are not a delayed task's: nothing is known then about what differs.
+    Raises ValueError if they are not a delayed Celery task's.
     """
 
     def __init__(self, properties: Mapping[str, Any]) -> None:
@@ -95,7 +95,7 @@ class Template:
         self._form, self._form_bytes = _frame(table, properties)
 
     def frames(self, fields: TaskFields, *, channel_id: int, frame_max: int) -> bytes:
-        """The bytes that publish *fields* on a channel, as py-amqp writes them."""
+        """The bytes that publish a task with *fields* on a channel, as py-amqp writes them."""
         exchange, key, task_id, eta, argsrepr, kwargsrepr, body, delivery, due_ms, expires = fields
         method = _method(channel_id, exchange, key)
         id_ = task_id.encode()
@@ -130,7 +130,7 @@ class Template:
         )
 
     def headers(self, fields: TaskFields) -> dict[str, Any]:
-        """The user's headers of a task, as they would be without the template."""
+        """The headers of a task, without ours."""
         headers = self.user_headers | {
             "id": fields.task_id,
             "eta": fields.eta,
@@ -141,7 +141,7 @@ class Template:
 
 
 class FramedTask:
-    """A task on its way through an outbox, whose frames come from a template."""
+    """A task in an outbox, whose frames a template makes."""
 
     __slots__ = ("fields", "frames", "template", "to")
 
@@ -165,7 +165,7 @@ class FramedTask:
         return len(self.frames)
 
     def encode(self, channel_id: int, frame_max: int) -> None:
-        """Make its frames for a channel."""
+        """Make the frames for a channel."""
         self.frames = self.template.frames(self.fields, channel_id=channel_id, frame_max=frame_max)
 
     def refused(self, reason: str) -> RefusedMessage:
@@ -183,9 +183,9 @@ def _method(channel_id: int, exchange: str, routing_key: str) -> bytes:
 
 
 def _with_holes(table: bytes, marks: list[bytes]) -> bytes:
-    """*table* as a format that takes one value, or two for a string, where each mark stands.
+    """*table* as a format with a hole at each mark: one value, or two for a string.
 
-    ValueError if they do not stand in this order.
+    Raises ValueError if the marks are not in this order.
     """
     parts = []
     at = 0
@@ -198,7 +198,7 @@ def _with_holes(table: bytes, marks: list[bytes]) -> bytes:
 
 
 def _frame(table: bytes, properties: Mapping[str, Any]) -> tuple[bytes, int]:
-    """The header frame and what follows as a format, and its size without what fills it."""
+    """The header frame and the following bytes as a format, and its size with empty holes."""
     marks = {"correlation_id": _ID, "expiration": _EXPIRATION}
     marked = {**properties, "application_headers": {}, **marks}
     whole = bytes(amqp.Message("", **marked)._serialize_properties())
@@ -222,7 +222,7 @@ def _body_frames(body: bytes, channel_id: int, most: int) -> bytes:
 
 
 def short_string(text: str) -> bytes:
-    """*text* behind its length in one byte; IndexError for more than 255 bytes."""
+    """*text* after its length in one byte. Raises IndexError for more than 255 bytes."""
     encoded = text.encode("utf-8", "surrogatepass")
     return BYTES[len(encoded)] + encoded
 
@@ -237,7 +237,7 @@ def _long_string(text: str) -> bytes:
 
 
 class FramedPublication:
-    """A publication on its way through an outbox."""
+    """A message in an outbox, as kombu made it."""
 
     def __init__(self, publication: Publication, to: tuple[str, str]) -> None:
         """*to* is the user's own exchange and routing key."""
@@ -262,7 +262,7 @@ class FramedPublication:
 
 
 class TaskTemplate(bulk_publisher.TaskTemplate):
-    """A template of frames, for tasks that go where one task went."""
+    """A template for tasks with the destination and options of one task."""
 
     def __init__(
         self,
@@ -282,8 +282,7 @@ class TaskTemplate(bulk_publisher.TaskTemplate):
         }
         self._recorder = recorder
         self._address = topology.address(*to)
-        #: Entry exchange and routing key of a message that waits so many units; or DelayTooLong.
-        #: Remembered for as many as there are due times close to each other.
+        #: Entry exchange and routing key for a delay in units, cached. Raises DelayTooLong.
         self._way = lru_cache(maxsize=4096)(self._way_of)
 
     @classmethod
@@ -350,7 +349,7 @@ def _is_made_by(template: Template, fields: TaskFields, publication: Publication
 
 
 def fields_of(publication: Publication) -> TaskFields:
-    """The fields with which a template makes *publication* again; ValueError if it lacks one."""
+    """The fields of *publication* for a template. Raises ValueError if one is missing."""
     message = publication.message
     headers = message.properties["application_headers"]
     body = message.body
@@ -372,7 +371,7 @@ def fields_of(publication: Publication) -> TaskFields:
 
 
 class _Written:
-    """A connection and its transport, as far as py-amqp's frame writer looks at them."""
+    """A connection and its transport for py-amqp's frame writer, which keeps the bytes."""
 
     def __init__(self, frame_max: int) -> None:
         self.frame_max = frame_max

@@ -1,6 +1,6 @@
-"""kombu's AMQP transport, taught to let messages wait in the broker.
+"""kombu's AMQP transport, whose messages with an ETA wait in the broker.
 
-Without ``transport_options["native_delay"]`` it is kombu's own in every respect.
+Without ``transport_options["native_delay"]`` it behaves exactly as kombu's.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from .wrapping import unwrap
 if TYPE_CHECKING:
     from .blueprint import Exported
 
-#: Milliseconds until the kernel gives up on unacknowledged data. py-amqp's default of 1 s turns
-#: a broker that pauses (memory alarm, failover) into silent loss.
+#: Milliseconds until the kernel gives up on unacknowledged data. With py-amqp's 1 s, messages are
+#: lost without an error when the broker pauses (memory alarm, failover).
 TCP_USER_TIMEOUT_MS = 60_000
 
 
 class Message(pyamqp.Message):  # type: ignore[misc]
-    """A received message; one that waited looks as if it had not.
+    """A received message, as it was published.
 
-    *native_delay* tells of its wait, None if there was none; *raw_body* is the body as received,
+    *native_delay* describes its wait, None if it did not wait. *raw_body* is the body as received,
     before kombu decompresses it.
     """
 
@@ -46,7 +46,7 @@ class Message(pyamqp.Message):  # type: ignore[misc]
 
 
 class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
-    """A channel whose messages with an ETA ahead wait in the delay levels."""
+    """A channel whose messages with a future ETA wait in the delay levels."""
 
     Message = Message
     republisher = Republisher
@@ -88,9 +88,9 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
         confirm_timeout: float | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Publish; a message whose ``eta`` header lies in the future waits in the broker.
+        """Publish a message; with a header ``eta`` in the future it waits in the broker.
 
-        NativeDelayError: it cannot wait there; nothing was sent.
+        Raises NativeDelayError if it cannot wait there; then it was not sent.
         """
         connection, headers = self.connection, msg.properties.get("application_headers")
         keyed = underway.get() and keyed_publish(headers)
@@ -120,7 +120,7 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
             **kwargs,
         )
 
-    # --- the user's declarations, noted for mirroring ------------------------------------
+    # --- the user's declarations, noted by the mirror ------------------------------------
 
     def exchange_declare(
         self, exchange: str, type: str, passive: bool = False, *args: Any, **kwargs: Any
@@ -132,13 +132,13 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
         return result
 
     def exchange_delete(self, exchange: str, *args: Any, **kwargs: Any) -> Any:
-        """Delete an exchange, and unbind what mirrors bindings to it."""
+        """Delete an exchange, and the copies of its bindings."""
         result = super().exchange_delete(exchange, *args, **kwargs)
         self.delays.preparation.exchange_deleted(exchange)
         return result
 
     def exchange_bind(self, destination: str, source: str = "", *args: Any, **kwargs: Any) -> Any:
-        """Bind an exchange to *source*, which gets a landing queue."""
+        """Bind an exchange to *source*, and note that *source* needs a landing queue."""
         result = super().exchange_bind(destination, source, *args, **kwargs)
         self.delays.mirror.exchange_bound(source)
         return result
@@ -146,7 +146,7 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
     def queue_declare(
         self, queue: str = "", passive: bool = False, *args: Any, **kwargs: Any
     ) -> Any:
-        """Declare a queue, which is to be mirrored by its name."""
+        """Declare a queue, and note it: delayed messages may go to it by its name."""
         result = super().queue_declare(queue, passive, *args, **kwargs)
         if not passive:
             # py-amqp deletes a queue with its last consumer unless told otherwise.
@@ -159,7 +159,7 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
     def queue_bind(
         self, queue: str, exchange: str = "", routing_key: str = "", *args: Any, **kwargs: Any
     ) -> Any:
-        """Bind a queue, which is to be mirrored."""
+        """Bind a queue, and note the binding."""
         result = super().queue_bind(queue, exchange, routing_key, *args, **kwargs)
         self.delays.mirror.queue_bound(queue, exchange, routing_key)
         return result
@@ -167,7 +167,7 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
     def queue_unbind(
         self, queue: str, exchange: str, routing_key: str = "", *args: Any, **kwargs: Any
     ) -> Any:
-        """Unbind a queue, and what mirrors the binding."""
+        """Unbind a queue, and remove the copy of the binding."""
         result = super().queue_unbind(queue, exchange, routing_key, *args, **kwargs)
         self.delays.preparation.queue_unbound(queue, exchange, routing_key)
         return result
@@ -181,19 +181,19 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
     # --- receiving -----------------------------------------------------------------------
 
     def basic_consume(self, queue: str = "", *args: Any, **kwargs: Any) -> Any:
-        """Consume from a queue, after mirroring what was declared so far."""
+        """Consume from a queue, after copying the bindings noted so far."""
         if not is_internal(queue):
             self.delays.preparation.prepare_to_consume(queue)
         return super().basic_consume(queue, *args, **kwargs)
 
     def dispatch_method(self, method_sig: tuple[int, int], payload: bytes, content: Any) -> Any:
-        """Dispatch what the broker sent; a body is kept in bytes, which decoding may change."""
+        """Dispatch a method of the broker; keep a body in bytes, before py-amqp decodes it."""
         if content is not None:
             content.__dict__["raw_body"] = bytes(content.body or b"")
         return super().dispatch_method(method_sig, payload, content)
 
     def message_to_python(self, raw_message: Any) -> Any:
-        """The received message as it would be without its wait."""
+        """The received message, unwrapped."""
         unwrapped = unwrap(raw_message.properties, raw_message.delivery_info)
         delayed = None
         if unwrapped is not None:
@@ -205,7 +205,7 @@ class Channel(RecordedChannel, pyamqp.Channel):  # type: ignore[misc]
 
 
 class BulkChannel(Channel):
-    """A channel that collects what is published on it, for an outbox."""
+    """A channel that collects published messages, for an outbox."""
 
     collected: list[FramedPublication]
     returned: list[Any]
@@ -219,7 +219,7 @@ class BulkChannel(Channel):
         *_: Any,
         **__: Any,
     ) -> None:
-        """Collect *msg*, on its way into the delay levels if it is due later."""
+        """Collect *msg*, wrapped for the delay levels if its ETA is in the future."""
         publication = Publication(msg, exchange, routing_key, mandatory)
         due_us = due_of(msg.properties.get("application_headers"))
         if due_us is not None:
@@ -239,11 +239,11 @@ class Connection(pyamqp.Connection):  # type: ignore[misc]
         try:
             self.delays = Delays(self, settings_from_option(option))
         except SettingsError as exc:
-            # Immediate messages are none of our business: only a delayed one is refused.
+            # Immediate messages are published as ever; each delayed one raises the error.
             self.delays = Delays(self, DelaySettings(), refusal=exc)
 
     def bulk_channel(self) -> BulkChannel:
-        """A new channel that collects what is published on it."""
+        """A new channel that collects published messages."""
         channel = BulkChannel(self)
         channel.open()
         return channel
@@ -266,9 +266,9 @@ class Transport(pyamqp.Transport):  # type: ignore[misc]
         vhost: str | None = None,
         own_queues: bool = True,
     ) -> Exported:
-        """All that *settings* and the app's *queues* need on the broker; not connected.
+        """RabbitMQ's definitions for *settings* and the app's *queues*; it does not connect.
 
-        *vhost* None is that of the connection. Without *own_queues* the app's own are left out.
+        *vhost* None is the connection's. Without *own_queues* the app's own are left out.
         """
         from .blueprint import export
 
@@ -283,7 +283,7 @@ class Transport(pyamqp.Transport):  # type: ignore[misc]
 
 
 class SSLTransport(Transport, pyamqp.SSLTransport):  # type: ignore[misc]
-    """kombu's pyamqp transport over TLS, in which messages wait in the broker."""
+    """kombu's pyamqp transport over TLS; with the ``native_delay`` option, messages wait."""
 
 
 def _patient(socket_settings: dict[int, int] | None) -> dict[int, int]:
