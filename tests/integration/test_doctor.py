@@ -135,7 +135,7 @@ def test_a_promoter_that_may_not_hand_over_is_told_from_one_that_does_not_run(
     app.send_task("shop.remind", countdown=600)
     make_overdue(empty_redis, 1)
     empty_redis.client.set(Keys("", "celery_delay").promoting, "", ex=60)
-    assert "although something promotes" in the_wrong(app, "promoting").problem
+    assert "although a promoter runs" in the_wrong(app, "promoting").problem
 
 
 @redis_only

@@ -1,4 +1,4 @@
-"""Outboxes on kombu's virtual transports: a channel collects what kombu would have it send."""
+"""The base of outboxes on kombu's virtual transports, whose channels collect messages."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ BatchT = TypeVar("BatchT", bound=OutboxBatch[Any])
 
 
 class Outbox(outbox.Outbox[MessageT, BatchT]):
-    """An outbox whose messages are envelopes of kombu's, collected by a channel."""
+    """An outbox for kombu's envelopes, which a channel collects."""
 
     collecting: ClassVar[type[Collecting]]
-    """The class that is mixed in before the transport's own channel."""
+    """The class that is mixed in before the transport's own channel, and collects."""
 
     def __init__(self, client: Any, window: int) -> None:
         super().__init__(client, window)
         self._already_named: set[tuple[str | None, str | None]] = set()
 
     def refuse_returned(self, envelopes: list[bytes]) -> None:
-        """Report messages that no queue is bound for."""
+        """Report messages as refused because no queue is bound for them."""
         self._refused += [replace(each, returned=True) for each in self._named(NOWHERE, envelopes)]
 
     def _prepare(self, channel: Any) -> None:
-        """Make a new *channel*, and whatever else it takes to write, ready."""
+        """Prepare a new *channel* for sending."""
 
     def _opened(self, client: Any) -> Collecting:
         delaying = client.transport.delaying_channel
@@ -49,7 +49,7 @@ class Outbox(outbox.Outbox[MessageT, BatchT]):
         return self._named(reason, [put.envelope for put in puts])
 
     def _named(self, reason: str, envelopes: Iterable[str | bytes]) -> list[RefusedMessage]:
-        """Each message once, to however many queues it was going."""
+        """Reports of messages: one for each, also if it was for several queues."""
         messages = {
             (message.delivery_id, message.task_id): message
             for message in (refused_of(reason, envelope) for envelope in envelopes)
@@ -60,17 +60,18 @@ class Outbox(outbox.Outbox[MessageT, BatchT]):
 
 
 class NotTaken(Exception):
-    """The broker does not take one of these messages, or all of them; it has taken none."""
+    """The broker rejected a batch, for one of its messages; it has none of them."""
 
 
 class CallingOutbox(Outbox[MessageT, OutboxBatch[MessageT]]):
-    """An outbox for a broker whose answer is the return of a call."""
+    """An outbox for a broker that confirms by the return of a call."""
 
     @abstractmethod
     def _deliver(self, batch: OutboxBatch[MessageT]) -> None:
-        """Hand over *batch*; what the broker has taken, or refused for good, leaves it.
+        """Send *batch*; confirmed and refused messages are removed from it.
 
-        One of :attr:`lost`: what is left of it is to be tried again. NotTaken: one by one.
+        If it raises one of :attr:`lost`, the rest is sent again. After NotTaken each message is
+        sent alone.
         """
 
     def _put_plainly(self, put: PlainMessage) -> None:
@@ -89,7 +90,7 @@ class CallingOutbox(Outbox[MessageT, OutboxBatch[MessageT]]):
                 self._deliver(batch)
             except NotTaken as exc:
                 self._batches.popleft()
-                if len(batch.puts) > 1:  # not all of them for one
+                if len(batch.puts) > 1:  # one message may be the reason
                     self._batches.extendleft(OutboxBatch([put]) for put in reversed(batch.puts))
                     continue
                 self._unanswered -= len(batch.puts)
@@ -106,7 +107,7 @@ class CallingOutbox(Outbox[MessageT, OutboxBatch[MessageT]]):
     def _settled(
         self, batch: OutboxBatch[MessageT], puts: Sequence[MessageT], *, reason: str = ""
     ) -> None:
-        """The broker has answered for *puts* of *batch*: refused them, if there is a *reason*."""
+        """Remove *puts* from *batch*: confirmed, or refused if there is a *reason*."""
         if reason:
             self._refuse(reason, puts)
         self._unanswered -= len(puts)
