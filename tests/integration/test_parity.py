@@ -416,8 +416,8 @@ class Site:
         for exchange in self.graph.exchanges:
             if exchange.name not in BUILT_IN:
                 channel.exchange_delete(exchange.name)
-            channel.exchange_delete(TOPOLOGY.lands_marker(exchange.name))
-            channel.exchange_delete(TOPOLOGY.mirrored_marker(exchange.name))
+            channel.exchange_delete(TOPOLOGY.landing_marker(exchange.name))
+            channel.exchange_delete(TOPOLOGY.copied_marker(exchange.name))
 
     def send(self, message: Message, eta: str) -> None:
         body, content = message.payload()

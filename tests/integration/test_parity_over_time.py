@@ -361,7 +361,7 @@ class Graph:
             exchange = self.exchange(index)
             channel.queue_delete(f"c{exchange}")
             channel.queue_delete(TOPOLOGY.landing_queue(exchange))
-            names = exchange, TOPOLOGY.lands_marker(exchange), TOPOLOGY.mirrored_marker(exchange)
+            names = exchange, TOPOLOGY.landing_marker(exchange), TOPOLOGY.copied_marker(exchange)
             for name in names:
                 channel.exchange_delete(name)
 

@@ -134,7 +134,7 @@ def test_exchanges_that_foreign_consumers_bind_to_land() -> None:
     plan = plan_of(landing_exchanges=("theirs",))
     topology = plan.topology
     names = {each.name for each in plan.surroundings if not isinstance(each, Binding)}
-    assert names == {topology.landing_queue("theirs"), topology.lands_marker("theirs")}
+    assert names == {topology.landing_queue("theirs"), topology.landing_marker("theirs")}
 
 
 def test_queue_arguments_are_those_that_kombu_makes() -> None:

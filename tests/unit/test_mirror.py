@@ -10,7 +10,7 @@ from celery_native_delay.transports.rabbitmq.mirror import (
     Mirrored,
     is_internal,
     landing_declarations,
-    must_land_declarations,
+    marked_landing,
 )
 from celery_native_delay.transports.rabbitmq.topology import (
     Binding,
@@ -94,7 +94,7 @@ def test_a_topic_pattern_that_does_not_fit_gets_its_exchange_a_landing_queue(
     mirror: Mirror,
 ) -> None:
     mirror.exchange_declared("news", "topic", None)
-    landing = list(must_land_declarations(TOPOLOGY, "news"))
+    landing = list(marked_landing(TOPOLOGY, "news"))
     assert mirrored(mirror, "q", "news", "k" * 254) == landing
     assert mirror.binding_of(Mirrored("q", "news", "k" * 254)) is None
 
@@ -250,7 +250,7 @@ def test_a_landing_queue_is_declared_before_it_is_bound() -> None:
 
 
 def test_who_has_to_land_learns_it_from_a_mark_declared_last() -> None:
-    *landing, mark = must_land_declarations(TOPOLOGY, "news.eu")
+    *landing, mark = marked_landing(TOPOLOGY, "news.eu")
     assert landing == list(landing_declarations(TOPOLOGY, "news.eu"))
     assert mark == Exchange("celery_delay.v1.2x125ms.f15.quorum.lands.news%2Eeu", "fanout")
 

@@ -68,7 +68,7 @@ class Delays:
         self._channels: dict[bool, OwnChannel] = {}
         self._in_batch = False
         #: Queues that are bound by their names, with the version of the mirror at that time.
-        self._seen_to: dict[str, int] = {}
+        self._declared_queues: dict[str, int] = {}
 
     @property
     def user(self) -> str:
@@ -161,9 +161,9 @@ class Delays:
             return publication
         message, exchange, routing_key, _ = publication
         message = _in_bytes(message)
-        is_seen_to = not exchange and self._seen_to.get(routing_key) == self.mirror.version
-        if not (is_seen_to and self.preparation.is_ready):
-            self._see_to(exchange, routing_key)
+        is_declared = not exchange and self._declared_queues.get(routing_key) == self.mirror.version
+        if not (is_declared and self.preparation.is_ready):
+            self._declare_for(exchange, routing_key)
         lands = exchange != "" and self.routes.lands(exchange, routing_key)
         # Computed after declaring, which may have taken a second.
         now_us = time_ns() // 1000
@@ -171,16 +171,16 @@ class Delays:
         if not units:
             return publication
         delayed = Delayed(delivery_id or token_hex(16), due_us, exchange, routing_key)
-        return self._entering(message, delayed, now_us=now_us, units=units, lands=lands)
+        return self._wrapped(message, delayed, now_us=now_us, units=units, lands=lands)
 
-    def _see_to(self, exchange: str, routing_key: str) -> None:
+    def _declare_for(self, exchange: str, routing_key: str) -> None:
         """Declare what a message to this destination needs."""
         if not exchange:  # the routing key is the name of a queue
             self.mirror.queue_bound_once(routing_key)
         if not self.preparation.is_ready or self.mirror.is_pending:
             self.preparation.prepare()
         if not exchange and not self.mirror.is_pending:
-            self._seen_to[routing_key] = self.mirror.version
+            self._declared_queues[routing_key] = self.mirror.version
 
     def publish_keyed(self, keyed: KeyedPublish, message: amqp.Message, like: Delayed) -> None:
         """Publish a message under a key, confirmed, to the destination of *like*.
@@ -235,7 +235,7 @@ class Delays:
         headers = message.properties.get("application_headers") or {}
         own = {name: headers[name] for name in headers if name not in COUNTED_BY_THE_QUEUE}
         message = amqp.Message(message.body, **{**message.properties, "application_headers": own})
-        publication = self._entering(
+        publication = self._wrapped(
             message,
             delayed,
             now_us=now_us,
@@ -263,7 +263,7 @@ class Delays:
         finally:
             self._in_batch = False
 
-    def _entering(
+    def _wrapped(
         self,
         message: amqp.Message,
         delayed: Delayed,

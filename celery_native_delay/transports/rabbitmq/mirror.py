@@ -156,7 +156,7 @@ class Mirror:
         self.pending, self.pending_landings = {}, {}
         return pending
 
-    def not_mirrored(self, bindings: list[Mirrored]) -> None:
+    def keep_pending(self, bindings: list[Mirrored]) -> None:
         """Make *bindings* pending again: they could not be copied."""
         self.pending = dict.fromkeys(bindings) | self.pending
 
@@ -173,7 +173,7 @@ class Mirror:
             return
         binding = self.binding_of(mirrored)
         if binding is None:
-            yield from must_land_declarations(self._topology, mirrored.exchange)
+            yield from marked_landing(self._topology, mirrored.exchange)
             return
         topology, queue = self._topology, mirrored.queue
         if self.rejects.get(queue):
@@ -186,7 +186,7 @@ class Mirror:
             )
         yield binding
 
-    def marks(
+    def marker_declarations(
         self, bindings: list[Mirrored], landings: list[str], *, consuming: bool
     ) -> list[list[Declaration]]:
         """Landing queues and marker exchanges for *bindings* and *landings*, grouped by exchange.
@@ -194,10 +194,10 @@ class Mirror:
         Publishers look for the markers. With *consuming* there is a marker for each exchange whose
         consumers copy their bindings.
         """
-        groups = [list(must_land_declarations(self._topology, exchange)) for exchange in landings]
+        groups = [list(marked_landing(self._topology, exchange)) for exchange in landings]
         if consuming:
             named = sorted({binding.exchange for binding in bindings if binding.exchange})
-            groups += [[Exchange(self._topology.mirrored_marker(name), "fanout")] for name in named]
+            groups += [[Exchange(self._topology.copied_marker(name), "fanout")] for name in named]
         return groups
 
     def binding_of(self, mirrored: Mirrored) -> Binding | None:
@@ -230,7 +230,7 @@ def landing_declarations(topology: Topology, exchange: str) -> Iterator[Declarat
     yield Binding(topology.delivery_exchange, landing.name, pattern)
 
 
-def must_land_declarations(topology: Topology, exchange: str) -> Iterator[Declaration]:
+def marked_landing(topology: Topology, exchange: str) -> Iterator[Declaration]:
     """The landing queue of *exchange*, and the marker exchange that tells publishers to use it."""
     yield from landing_declarations(topology, exchange)
-    yield Exchange(topology.lands_marker(exchange), "fanout")
+    yield Exchange(topology.landing_marker(exchange), "fanout")

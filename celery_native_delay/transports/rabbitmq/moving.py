@@ -80,7 +80,7 @@ class QueueSource(Source):
                 message = received(message)
                 own = message.body, message.properties, message.delivery_info
                 yield self._read(*own, now_us=time_ns() // 1000)
-            self._give_back()
+            self._return_last()
 
     def done(self) -> bool:
         assert self._channel is not None
@@ -88,9 +88,9 @@ class QueueSource(Source):
         return True
 
     def close(self) -> None:
-        self._give_back()
+        self._return_last()
 
-    def _give_back(self) -> None:
+    def _return_last(self) -> None:
         """Close the channel, which returns the message that was not acked to its queue."""
         channel, self._channel = self._channel, None
         if channel is not None and channel.connection is not None:
