@@ -164,14 +164,14 @@ class Delays:
         is_declared = not exchange and self._declared_queues.get(routing_key) == self.mirror.version
         if not (is_declared and self.preparation.is_ready):
             self._declare_for(exchange, routing_key)
-        lands = exchange != "" and self.routes.lands(exchange, routing_key)
+        landing = exchange != "" and self.routes.needs_landing(exchange, routing_key)
         # Computed after declaring, which may have taken a second.
         now_us = time_ns() // 1000
         units = self.units(due_us, now_us=now_us)
         if not units:
             return publication
         delayed = Delayed(delivery_id or token_hex(16), due_us, exchange, routing_key)
-        return self._wrapped(message, delayed, now_us=now_us, units=units, lands=lands)
+        return self._wrapped(message, delayed, now_us=now_us, units=units, landing=landing)
 
     def _declare_for(self, exchange: str, routing_key: str) -> None:
         """Declare what a message to this destination needs."""
@@ -226,7 +226,9 @@ class Delays:
         if queue is not None or not exchange:
             self.mirror.queue_bound_once(routing_key if queue is None else queue)
         self.preparation.prepare()
-        lands = queue is None and exchange != "" and self.routes.lands(exchange, routing_key)
+        landing = (
+            queue is None and exchange != "" and self.routes.needs_landing(exchange, routing_key)
+        )
         now_us = time_ns() // 1000 - clock_ahead_us
         units = units_until(
             delayed.due_us, now_us=now_us, resolution_ms=self.topology.resolution_ms
@@ -240,7 +242,7 @@ class Delays:
             delayed,
             now_us=now_us,
             units=units,
-            lands=lands,
+            landing=landing,
             user=self.user,
             recorded=recorded,
         )
@@ -270,13 +272,13 @@ class Delays:
         *,
         now_us: int,
         units: int,
-        lands: bool,
+        landing: bool,
         user: str | None = None,
         recorded: bool = True,
     ) -> Publication:
         """*message* as it enters the levels: wrapped, and noted in the records if *recorded*.
 
-        With *lands* it goes through a landing queue: it keeps its own routing key, and ours is in
+        With *landing* it goes through a landing queue: it keeps its own routing key, and ours is in
         the header BCC.
         """
         topology = self.topology
@@ -292,7 +294,7 @@ class Delays:
         exchange, routing_key = delayed.exchange, delayed.routing_key
         if delayed.queue is not None:
             exchange, routing_key = "", delayed.queue
-        if lands:
+        if landing:
             if topology.collides(routing_key):
                 raise CannotDelay(
                     f"a delayed message to exchange {exchange!r}, which needs a landing queue, "

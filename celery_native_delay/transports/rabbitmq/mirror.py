@@ -26,7 +26,7 @@ BUILTIN_TYPES = {
 #: Types of exchanges whose bindings the delivery exchange, a topic, can copy.
 MIRRORED_TYPES = ("direct", "topic")
 
-#: Types that choose a queue by a hash of each routing key; a message that lands has two keys.
+#: Types that choose a queue by a hash of each routing key; a landing message has two keys.
 HASHING_TYPES = ("x-consistent-hash", "x-modulus-hash")
 
 #: Celery's and kombu's own queues: remote control, its replies, events. Never delayed.
@@ -73,7 +73,7 @@ class Mirror:
         self.types[exchange] = kind
         self.version += 1
         if arguments and "alternate-exchange" in arguments:
-            self._lands(exchange)
+            self._note_landing(exchange)
 
     def exchange_bound(self, source: str) -> None:
         """The user bound an exchange to *source*.
@@ -81,7 +81,7 @@ class Mirror:
         The bindings behind it cannot be copied: delayed messages go through a landing queue.
         """
         if not is_internal(source):
-            self._lands(source)
+            self._note_landing(source)
 
     def exchange_deleted(self, exchange: str) -> list[Binding]:
         """The user deleted *exchange*; return the copies of its bindings, to be removed."""
@@ -218,7 +218,7 @@ class Mirror:
         destination = topology.queue_landing_queue(queue) if self.rejects.get(queue) else queue
         return Binding(topology.delivery_exchange, destination, topology.delivery_pattern(address))
 
-    def _lands(self, exchange: str) -> None:
+    def _note_landing(self, exchange: str) -> None:
         self._landings[exchange] = self.pending_landings[exchange] = None
 
 

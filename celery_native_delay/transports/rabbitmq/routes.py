@@ -28,11 +28,11 @@ ASKED_TYPES = ("direct", "topic", "fanout", "headers")
 class _KnownExchange:
     """The knowledge of one exchange, valid until a time in seconds of the monotonic clock.
 
-    *lands*: all its messages go through the landing queue. *mirrored*: its consumers copy their
-    bindings.
+    *needs_landing*: all its messages go through its landing queue. *mirrored*: its consumers copy
+    their bindings.
     """
 
-    lands: bool
+    needs_landing: bool
     mirrored: bool
     until: float
 
@@ -49,7 +49,7 @@ class Routes:
         self._landings: dict[str, bool] = {}
         self._version = mirror.version
 
-    def lands(self, exchange: str, routing_key: str) -> bool:
+    def needs_landing(self, exchange: str, routing_key: str) -> bool:
         """True if a message must go through the landing queue of *exchange*, which it declares.
 
         It must if bindings of the exchange cannot be copied, or if no consumer copies them: its
@@ -69,7 +69,7 @@ class Routes:
             known = self._known[exchange] = self._ask_about(exchange)
         if (exchange, routing_key) in self._reached:
             return False
-        if known.lands or self._is_too_long(exchange, routing_key):
+        if known.needs_landing or self._is_too_long(exchange, routing_key):
             self._require_landing(exchange)
             return True
         if self._mirror.reaches(exchange, routing_key):
@@ -121,12 +121,12 @@ class Routes:
         topology = self._topology
         listed = exchange in topology.settings.landing_exchanges
         if listed or kind not in MIRRORED_TYPES:
-            return _KnownExchange(lands=True, mirrored=False, until=until)
+            return _KnownExchange(needs_landing=True, mirrored=False, until=until)
         if self._declarer.has_exchange(topology.landing_marker(exchange), if_refused=False):
-            return _KnownExchange(lands=True, mirrored=False, until=until)
+            return _KnownExchange(needs_landing=True, mirrored=False, until=until)
         # A user who may not ask may not declare a landing queue either.
         mirrored = self._declarer.has_exchange(topology.copied_marker(exchange), if_refused=True)
-        return _KnownExchange(lands=False, mirrored=mirrored, until=until)
+        return _KnownExchange(needs_landing=False, mirrored=mirrored, until=until)
 
     def _is_too_long(self, exchange: str, routing_key: str) -> bool:
         """True for a topic key that is too long behind the bits: patterns cannot match a hash."""
