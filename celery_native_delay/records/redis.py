@@ -35,7 +35,7 @@ from .interface import (
     delivery_of,
 )
 from .redis_link import NOW, RedisLink, latest
-from .redis_listing import THROW_AWAY, IndexKeys, RedisListing
+from .redis_listing import IndexKeys, RedisListing, throw_away
 from .replacing import ComparedRecords, RecordedTasks, Republishes
 from .waiting import Waiting, WaitingTasks
 
@@ -43,8 +43,6 @@ VERSION = 1
 
 #: Kinds whose records can be listed: a sorted set has their names by the end of their TTL.
 LISTED_KINDS = ("rate", "schedule")
-
-_SWEPT_AT_ONCE = 1000
 
 #: KEYS due, messages, ids. ARGV member, due µs, entry.
 _NOTE = """
@@ -149,14 +147,6 @@ end
 if has_mark then redis.call('DEL', KEYS[6]) end
 return 1
 """
-)
-
-#: KEYS due, messages, ids. ARGV from µs, until µs, limit. Returns how many entries it removed.
-_SWEEP = (
-    """
-local members = redis.call('ZRANGE', KEYS[1], ARGV[1], ARGV[2], 'BYSCORE', 'LIMIT', 0, ARGV[3])
-"""
-    + THROW_AWAY
 )
 
 
@@ -279,10 +269,11 @@ class RedisRecords(ComparedRecords):
     # --- upkeep --------------------------------------------------------------------------
 
     def sweep(self) -> int:
-        return self._throw_away("-inf", time_ns() // 1000 - STALE_AFTER_US)
+        until_us = time_ns() // 1000 - STALE_AFTER_US
+        return throw_away(self._patient, self.keys.index, "-inf", until_us)
 
     def purge(self) -> None:
-        self._throw_away(time_ns() // 1000, "+inf")
+        throw_away(self._patient, self.keys.index, time_ns() // 1000, "+inf")
 
     def findings(self) -> Iterator[Finding]:
         """Faults of the Redis."""
@@ -292,16 +283,6 @@ class RedisRecords(ComparedRecords):
                 key=f"{self.keys.space}.trial",
                 where=f"native_delay_records at {self.where}",
             )
-
-    def _throw_away(self, from_us: int | str, until_us: int | str) -> int:
-        swept = 0
-        while True:
-            taken: int = self._patient.run(
-                _SWEEP, self.keys.index, from_us, until_us, _SWEPT_AT_ONCE
-            )
-            swept += taken
-            if taken < _SWEPT_AT_ONCE:
-                return swept
 
 
 class RedisTasks(RecordedTasks, RedisListing):

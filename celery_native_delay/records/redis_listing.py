@@ -49,9 +49,10 @@ end
 return counts
 """
 
-#: The end of a script that has put into `members` what it throws away. KEYS any sorted set,
-#: messages, ids.
-THROW_AWAY = """
+#: KEYS any sorted set, messages, ids. ARGV lowest score, highest, limit. Returns how many members
+#: it threw away.
+_THROW_AWAY = """
+local members = redis.call('ZRANGE', KEYS[1], ARGV[1], ARGV[2], 'BYSCORE', 'LIMIT', 0, ARGV[3])
 if #members > 0 then
     redis.call('ZREM', KEYS[1], unpack(members))
     redis.call('HDEL', KEYS[2], unpack(members))
@@ -59,6 +60,8 @@ if #members > 0 then
 end
 return #members
 """
+
+_THROWN_AT_ONCE = 1000
 
 #: Of a member with its entry and due time in microseconds; None for what is not to be seen.
 Decode = Callable[[str, bytes, int], Waiting | None]
@@ -184,3 +187,16 @@ class RedisListing(WaitingTasks):
                 task = self._decoded(member.decode(), entry, int(float(score)))
                 if task is not None and query.matches(task):
                     yield task
+
+
+def throw_away(link: Any, keys: Sequence[str], lowest: int | str, highest: int | str) -> int:
+    """Throw away what has such a score in the first of *keys*; how many.
+
+    *link* runs a script. The other keys are those of the messages and their ids.
+    """
+    thrown = 0
+    while True:
+        taken: int = link.run(_THROW_AWAY, keys, lowest, highest, _THROWN_AT_ONCE)
+        thrown += taken
+        if taken < _THROWN_AT_ONCE:
+            return thrown
