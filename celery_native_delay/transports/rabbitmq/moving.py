@@ -13,7 +13,7 @@ from amqp.exceptions import MessageNacked, NotFound
 from ...errors import CannotDelay, ManagementUnavailable, RecordsUnavailable, UnsupportedBroker
 from ...keyed.publishing import KeyedPublish
 from ...keyed.records import KeyRecords
-from ...records.interface import Standing
+from ...records.interface import MessageState
 from ...settings import DelaySettings
 from ..moving import Found, Moving, Reach, Source
 from ..recorded import member_of
@@ -92,7 +92,7 @@ class RabbitMQMovingPart:
         if records is None or member is None:
             return False
         with suppress(RecordsUnavailable):
-            return bool(records.standing(member) is Standing.KNOWN)
+            return bool(records.state_of(member) is MessageState.KNOWN)
         return False
 
     # --- out of anything -----------------------------------------------------------------

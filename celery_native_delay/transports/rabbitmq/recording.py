@@ -7,7 +7,7 @@ from typing import Any
 import amqp
 
 from ...message import HEADER, Delayed
-from ...records.interface import Index, Listed
+from ...records.interface import Index, IndexEntry
 from ...records.waiting import Waiting
 from ..recorded import member_of
 from .entry import Entry, due_then, waiting
@@ -39,7 +39,7 @@ class Recorder:
 
     def note(self, member: str, due_us: int, entry: Entry) -> None:
         """Note down an entry."""
-        self._index.note(Listed(member, due_us, entry.encoded()))
+        self._index.note(IndexEntry(member, due_us, entry.encoded()))
 
     def forget(self, message: amqp.Message, delivery_id: str) -> None:
         """Strike what the broker did not take."""

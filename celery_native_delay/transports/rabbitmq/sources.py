@@ -16,7 +16,7 @@ from amqp.exceptions import AMQPError
 
 from ...errors import CannotDelay, RecordsUnavailable
 from ...keyed.records import KeyRecords
-from ...records.interface import Standing
+from ...records.interface import MessageState
 from ...settings import DelaySettings
 from ..moving import Found, Moving, Source, Void
 from ..recorded import member_of, records_beside
@@ -126,10 +126,10 @@ class SetSource(QueueSource):
             return found
         if not self.keeps_keys:
             return self._received(member, found)
-        match self._records.standing(member):
-            case Standing.VOID:
+        match self._records.state_of(member):
+            case MessageState.VOID:
                 return Void()
-            case Standing.KNOWN:
+            case MessageState.KNOWN:
                 return replace(found, known=True)
         return found
 

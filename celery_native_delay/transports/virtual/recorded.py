@@ -17,7 +17,7 @@ from ...errors import NoRecords
 from ...keyed.publishing import KeyedPublish
 from ...message import HEADER
 from ...rates.line import Lines
-from ...records.interface import Listed, Records
+from ...records.interface import IndexEntry, Records
 from ...records.waiting import Waiting, WaitingTasks
 from ...settings import DelaySettings
 from ..interface import without_records
@@ -105,12 +105,12 @@ class Delays(delays.Delays):
     def publish_keyed(self, keyed: KeyedPublish, queue: str, message: dict[str, Any]) -> None:
         """Send kombu's *message* as its key has it; raises as :meth:`publish`, AnotherStands."""
 
-        def put(due_us: int, delivery_id: str, clock_ahead_us: int) -> Listed:
+        def put(due_us: int, delivery_id: str, clock_ahead_us: int) -> IndexEntry:
             now_us = time_ns() // 1000 - clock_ahead_us
             longest_seconds = self.settings.longest_delay_seconds
             check_due(due_us, now_us=now_us, longest_delay_seconds=longest_seconds)
             entry = self.send_undecided(queue, message, due_us, delivery_id, now_us=now_us)
-            return Listed(f"{keyed.task_id}:{delivery_id}", due_us, entry)
+            return IndexEntry(f"{keyed.task_id}:{delivery_id}", due_us, entry)
 
         keyed.settle(self.records, put)
 
@@ -137,7 +137,7 @@ class Delays(delays.Delays):
         member = self._member_of(put)
         if member is not None:
             due_us = put.message["headers"][HEADER]["due"] * 1000
-            self.records.note(Listed(member, due_us, _entry_of(put)))
+            self.records.note(IndexEntry(member, due_us, _entry_of(put)))
 
     def forget(self, put: Any) -> None:
         """Strike what the broker did not take."""
