@@ -64,8 +64,8 @@ class ThroughKombu:
 
     def __init__(self, channel: Any, store: Store) -> None:
         self._channel = channel
-        self._put_already = store.put_already
-        self._lost: tuple[type[Exception], ...] = (
+        self._delivered_but_kept = store.delivered_but_kept
+        self._connection_errors: tuple[type[Exception], ...] = (
             OSError,
             *channel.connection.client.connection_errors,
             *getattr(channel.connection, "recoverable_connection_errors", ()),
@@ -76,18 +76,18 @@ class ThroughKombu:
         for message in batch.messages:
             # The envelope is compared as well, because SQLite reuses ids.
             known = hash(message.envelope)
-            if self._put_already.get(message.id) == known:
+            if self._delivered_but_kept.get(message.id) == known:
                 batch.delivered.append(message.id)
                 continue
             try:
                 self._put(message)
-            except self._lost as error:
+            except self._connection_errors as error:
                 gone: Exception = error
                 return gone
             except Exception as error:  # a transport may raise anything
                 refuse(batch, message, error, park=park)
             else:
-                self._put_already[message.id] = known
+                self._delivered_but_kept[message.id] = known
                 batch.delivered.append(message.id)
             if monotonic() > end:
                 break
@@ -168,4 +168,4 @@ def refuse(batch: Batch, message: Any, error: Exception, *, park: bool) -> None:
     due_us = None if parked else time_ns() // 1000 + (1_000_000 << (tries - 1))
     why = f"{type(error).__name__}: {reason_of(error)}"[:1000]
     tries = min(tries, _MOST_ATTEMPTS)
-    batch.put_off.append({"one": message.id, "due": due_us, "tries": tries, "why": why})
+    batch.refused.append({"one": message.id, "due": due_us, "tries": tries, "why": why})

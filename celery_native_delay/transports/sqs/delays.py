@@ -33,7 +33,7 @@ LOOK_SECONDS = 600.0
 LOOK_FOR_SECONDS = 60.0
 
 
-class Look(NamedTuple):
+class KnownDelayQueue(NamedTuple):
     """What a producer knows of a delay queue, read *at* a monotonic time.
 
     *url* is None if the delay queue does not exist. *most_bytes* is the largest message that the
@@ -51,7 +51,7 @@ class Delays(recorded.Delays):
     def __init__(self, channel: Any, settings: DelaySettings) -> None:
         super().__init__(channel, settings)
         self.queues = Queues(channel)
-        self._looks: dict[str, Look] = {}
+        self._known: dict[str, KnownDelayQueue] = {}
 
     def send(self, put: Put, *, now_us: int) -> None:
         """Send a message to its queue with a delay, or to its delay queue.
@@ -86,7 +86,7 @@ class Delays(recorded.Delays):
             return
         check_size(put.entry(now_us=now_us).size_bytes, queue=put.queue)
         # At the end of the wait it would be too late to raise an error.
-        most_bytes = self.usable(put.queue).most_bytes
+        most_bytes = self.known_delay_queue(put.queue).most_bytes
         check_size(put.payload.size_bytes, queue=put.queue, most_bytes=most_bytes)
 
     def _send(self, queue: str, payload: Payload, delay_seconds: int) -> None:
@@ -105,7 +105,7 @@ class Delays(recorded.Delays):
         """Send to the delay queue of *queue*. False if it does not exist (any more)."""
         name = delay_queue_of(queue)
         for _ in range(2):
-            url = self.usable(queue).url
+            url = self.known_delay_queue(queue).url
             if url is None:
                 return False
             try:
@@ -115,27 +115,27 @@ class Delays(recorded.Delays):
                 if not is_gone(exc):
                     raise
                 self.queues.forget(name)
-                self._looks.pop(queue, None)
+                self._known.pop(queue, None)
         return False
 
     def _send_to(self, queue: str, url: str, arguments: dict[str, Any]) -> None:
         with explained(self.queues.name(queue), "sqs:SendMessage"):
             self.queues.client(queue).send_message(QueueUrl=url, **arguments)
 
-    def usable(self, queue: str) -> Look:
+    def known_delay_queue(self, queue: str) -> KnownDelayQueue:
         """What is known of the delay queue of *queue*, read again after some minutes.
 
         It warns if the delay queue does not exist, or if no relay seems to receive from it. Raises
         TopologyMismatch if its attributes are wrong.
         """
-        look = self._looks.get(queue)
-        if look is None or monotonic() - look.at > (
-            LOOK_SECONDS if look.url is not None else LOOK_FOR_SECONDS
+        known = self._known.get(queue)
+        if known is None or monotonic() - known.at > (
+            LOOK_SECONDS if known.url is not None else LOOK_FOR_SECONDS
         ):
-            look = self._looks[queue] = self._look_at(queue)
-        return look
+            known = self._known[queue] = self._look_at(queue)
+        return known
 
-    def _look_at(self, queue: str) -> Look:
+    def _look_at(self, queue: str) -> KnownDelayQueue:
         name = self.queues.name(delay_queue_of(queue))
         url = self.queues.find(delay_queue_of(queue))
         attributes = None if url is None else self.queues.attributes(delay_queue_of(queue), url)
@@ -149,7 +149,7 @@ class Delays(recorded.Delays):
                 f"than {duration(hops.HOP_SECONDS)} wait for so long in SQS, and then in the "
                 f"memory of a plain worker, where visibility_timeout may run them twice: {way_out}"
             )
-            return Look(monotonic(), None)
+            return KnownDelayQueue(monotonic(), None)
         found = mismatches(name, attributes)
         if found:
             raise TopologyMismatch("; ".join(map(str, found)))
@@ -163,7 +163,7 @@ class Delays(recorded.Delays):
                 overdue,
                 queue,
             )
-        return Look(monotonic(), url, self._most_bytes(queue))
+        return KnownDelayQueue(monotonic(), url, self._most_bytes(queue))
 
     def _most_bytes(self, queue: str) -> int:
         url = self.queues.find(queue)

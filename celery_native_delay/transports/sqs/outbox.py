@@ -107,7 +107,7 @@ class Outbox(RecordedOutbox[Put | PlainPut]):
         delays, now_us = self._delays, time_ns() // 1000
         queue = waiting[0].queue
         far = [put for put in waiting if put.is_far(now_us=now_us)]
-        url = delays.usable(queue).url if far else None
+        url = delays.known_delay_queue(queue).url if far else None
         far = far if url else []
         near = [put for put in waiting if put not in far]
         if far:

@@ -190,11 +190,11 @@ class QueueRelay:
         # In this order: SQS recognises a repeated send to the delay queue only while the message
         # that it repeats is there, and that may be one of those that go to the destination.
         try:
-            self._relay.count(relayed=self._send_all(self._source, onward, self._onward))
+            self._relay.count(relayed=self._send_all(self._source, onward, self._to_delay_queue))
         except BaseException:
             self._let_rest([(each.receipt, 0) for each in home])
             raise
-        self._relay.count(promoted=self._send_all(self._destination, home, self._home))
+        self._relay.count(promoted=self._send_all(self._destination, home, self._to_destination))
 
     def _read(self, messages: Sequence[dict[str, Any]], *, now_ms: int) -> Iterator[_Received]:
         at = monotonic()
@@ -217,10 +217,10 @@ class QueueRelay:
 
     # --- sending on ----------------------------------------------------------------------
 
-    def _home(self, each: _Received) -> dict[str, Any]:
+    def _to_destination(self, each: _Received) -> dict[str, Any]:
         return each.entry.payload.arguments() | {"DelaySeconds": seconds_up(each.left_ms)}
 
-    def _onward(self, each: _Received) -> dict[str, Any]:
+    def _to_delay_queue(self, each: _Received) -> dict[str, Any]:
         return each.entry.again(each.left_ms).arguments()
 
     def _send_all(
