@@ -93,7 +93,7 @@ def test_poison_is_parked_and_said(
         publish(connection, "good", "jobs", delay=0.3)
         wait_until(lambda: promoter.promoted == 1)
         assert promoter.parked == 1
-    assert "parked 1 message(s), their destination refused them: WRONGTYPE" in caplog.text
+    assert "parked 1 message(s) that their queue has refused: WRONGTYPE" in caplog.text
 
 
 def test_a_promoter_stops_at_once(

@@ -78,9 +78,9 @@ def test_status_counts_by_queue_and_purge_spares_what_it_cannot_tell_apart(
         told = shop.told("status")
         assert (told["name"], told["waiting"], told["parked"]) == (NAME, 2, 0)
         overdue = (
-            "jobs: about 2 message(s) have done their wait and no relay takes them from its delay "
-            "queue: start an installed worker that consumes from there or, where all workers are "
-            "plain ones, run `celery -A PROJ delay relay` beside them"
+            "jobs: about 2 message(s) have done their wait and no relay receives them from its "
+            "delay queue: start an installed worker that consumes from there or, where all workers "
+            "are plain ones, run `celery -A PROJ delay relay` beside them"
         )
         assert shop.lines("status") == [
             "queue waiting here in its delay queue",

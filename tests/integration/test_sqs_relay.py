@@ -430,7 +430,7 @@ def test_a_sender_is_told_that_nobody_relays_now(
         assert "no `celery -A PROJ delay relay` is running" in said.problem
     with delaying(sqs.url) as connection:
         publish(connection, "hello", "jobs", delay=60)
-        assert "about 1 message(s) have done their wait and no relay takes them" in caplog.text
+        assert "about 1 message(s) have done their wait and no relay receives them" in caplog.text
         assert waiting_on(sqs) == 2
 
 

@@ -1,9 +1,8 @@
-"""The command line's part on SQS."""
+"""What the command line does on SQS."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from ...finding import UNCHECKED, WRONG, Finding
@@ -30,49 +29,33 @@ _RELAY = (
 _DELAYED = "ApproximateNumberOfMessagesDelayed"
 
 
-@dataclass(frozen=True)
-class QueueStatus:
-    """About how many messages wait for one destination.
+class Status:
+    """Approximate numbers of waiting messages. SQS does not tell due times, and none is parked.
 
-    *here* in the destination itself, for less than a hop; *on_the_way* in its delay queue, None
-    where there is none; *overdue* there, without a relay that takes them.
+    For each queue: *here* is the number in the queue itself, for less than 15 minutes. *on_the_way*
+    is the number in its delay queue, None if there is none. *overdue* messages have finished their
+    wait in the delay queue, and no relay receives them.
     """
 
-    queue: str
-    here: int
-    on_the_way: int | None
-    overdue: int
-
-
-@dataclass(frozen=True)
-class Status:
-    """Numbers of what waits in SQS, which tells no due time; nothing is parked."""
-
-    name: str
-    queues: list[QueueStatus]
-    parked: int = 0
-
-    @property
-    def waiting(self) -> int:
-        return sum(each.here + (each.on_the_way or 0) for each in self.queues)
-
-    @property
-    def overdue(self) -> int:
-        return sum(each.overdue for each in self.queues)
+    def __init__(self, name: str, queues: list[dict[str, Any]]) -> None:
+        self.name = name
+        self.queues = queues
+        self.waiting = sum(each["here"] + (each["on_the_way"] or 0) for each in queues)
+        self.overdue = sum(each["overdue"] for each in queues)
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self) | {"waiting": self.waiting, "overdue": self.overdue}
+        return {"parked": 0, **vars(self)}
 
     def lines(self, table: Callable[..., str]) -> list[str]:
         rows = [
-            (each.queue, each.here, "-" if each.on_the_way is None else each.on_the_way)
+            (each["queue"], each["here"], "-" if each["on_the_way"] is None else each["on_the_way"])
             for each in self.queues
         ]
         overdue = [
-            f"{each.queue}: about {each.overdue} message(s) have done their wait and no relay "
-            f"takes them from its delay queue: {_RELAY}"
+            f"{each['queue']}: about {each['overdue']} message(s) have done their wait and no "
+            f"relay receives them from its delay queue: {_RELAY}"
             for each in self.queues
-            if each.overdue
+            if each["overdue"]
         ]
         return [
             table(("queue", "waiting here", "in its delay queue"), rows),
@@ -84,12 +67,9 @@ class Status:
 
 
 class SqsAdminPart(NothingParked):
-    """An :class:`~celery_native_delay.transports.interface.AdminPart` on one channel.
+    """The :class:`~celery_native_delay.transports.interface.AdminPart` of SQS."""
 
-    Only of the queues that are served: others of the same account belong to other apps.
-    """
-
-    parking = "none: what cannot be delivered is tried again from its delay queue"
+    parking = "none: a message that cannot be delivered is tried again from its delay queue"
 
     def __init__(self, channel: Any) -> None:
         self._channel = channel
@@ -146,7 +126,7 @@ class SqsAdminPart(NothingParked):
         return [*found, *(() if records is None else records.findings())]
 
     def status(self) -> Status:
-        """Count what waits, as far as SQS tells: its numbers are some seconds old."""
+        """Count waiting messages. SQS' numbers are approximate and some seconds old."""
         return Status(self.name, [self._status(queue) for queue in self._queues])
 
     def backlog(self) -> Backlog:
@@ -154,9 +134,10 @@ class SqsAdminPart(NothingParked):
         return with_records(backlog, self._channel, self._delays.settings)
 
     def purge(self) -> int:
-        """Empty the delay queues, and the records.
+        """Empty the delay queues and the records. Returns the number of messages.
 
-        What waits in its own queue stays, for SQS cannot tell it apart, and is listed no more.
+        Messages that wait in their own queue stay, because SQS cannot purge them separately. They
+        are no longer listed.
         """
         if self._delays.records is not None:
             self._delays.records.purge()
@@ -187,11 +168,12 @@ class SqsAdminPart(NothingParked):
     def _attributes(self, queue: str) -> dict[str, str] | None:
         return self._asked(delay_queue_of(queue))
 
-    def _status(self, queue: str) -> QueueStatus:
+    def _status(self, queue: str) -> dict[str, Any]:
         attributes = self._attributes(queue)
         on_the_way = None if attributes is None else waiting_in(attributes)
         here = int((self._asked(queue) or {}).get(_DELAYED) or 0)
-        return QueueStatus(queue, here, on_the_way, overdue_in(attributes or {}))
+        overdue = overdue_in(attributes or {})
+        return {"queue": queue, "here": here, "on_the_way": on_the_way, "overdue": overdue}
 
     def _asked(self, queue: str) -> dict[str, str] | None:
         url = self._delays.queues.find(queue)
