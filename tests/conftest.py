@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 import warnings
@@ -89,6 +90,15 @@ def unshare_tasks() -> Iterator[None]:
     shared = set(_state._on_app_finalizers)
     yield
     _state._on_app_finalizers.intersection_update(shared)
+
+
+@pytest.fixture(autouse=True)
+def restore_root_logger() -> Iterator[None]:
+    """Celery's `start_worker` sets the level of the root logger, and `caplog` needs the old one."""
+    root = logging.getLogger()
+    level = root.level
+    yield
+    root.setLevel(level)
 
 
 @pytest.hookimpl(wrapper=True)
