@@ -93,12 +93,18 @@ def unshare_tasks() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def restore_root_logger() -> Iterator[None]:
-    """Celery's `start_worker` sets the level of the root logger, and `caplog` needs the old one."""
+def undo_start_worker() -> Iterator[None]:
+    """Celery's `start_worker` changes the process, and does not change it back if it fails.
+
+    It sets the level of the root logger, the current app, and a flag that refuses `result.get()`.
+    """
     root = logging.getLogger()
-    level = root.level
+    level, default_app = root.level, _state.default_app
+    current_app, joins_block = _state._tls.current_app, _state.task_join_will_block()
     yield
     root.setLevel(level)
+    _state.default_app, _state._tls.current_app = default_app, current_app
+    _state._set_task_join_will_block(joins_block)
 
 
 @pytest.hookimpl(wrapper=True)
