@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import tempfile
 import warnings
@@ -99,21 +98,6 @@ def unshare_celery() -> Iterator[None]:
     yield
     _state._on_app_finalizers.intersection_update(shared)
     _state._set_task_join_will_block(False)
-
-
-@pytest.fixture(autouse=True)
-def undo_start_worker() -> Iterator[None]:
-    """Celery's `start_worker` changes the process, and does not change it back if it fails.
-
-    It sets the level of the root logger, the current app, and a flag that refuses `result.get()`.
-    """
-    root = logging.getLogger()
-    level, default_app = root.level, _state.default_app
-    current_app, joins_block = _state._tls.current_app, _state.task_join_will_block()
-    yield
-    root.setLevel(level)
-    _state.default_app, _state._tls.current_app = default_app, current_app
-    _state._set_task_join_will_block(joins_block)
 
 
 @pytest.hookimpl(wrapper=True)
