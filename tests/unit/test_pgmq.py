@@ -8,6 +8,7 @@ import pytest
 from kombu import Connection
 
 from celery_native_delay.due_time import eta_of
+from celery_native_delay.transports.virtual import channel
 
 pgmq = pytest.importorskip(
     "celery_native_delay.transports.pgmq", reason="kombu before 5.7", exc_type=ImportError
@@ -19,7 +20,8 @@ NOON_NS = 1_795_176_000_000_000_000
 
 @pytest.fixture(autouse=True)
 def noon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pgmq, "time_ns", lambda: NOON_NS)
+    for module in (pgmq, channel):
+        monkeypatch.setattr(module, "time_ns", lambda: NOON_NS)
 
 
 def eta_in(seconds: float) -> str:
@@ -28,9 +30,9 @@ def eta_in(seconds: float) -> str:
 
 def sent(**headers: Any) -> dict[str, Any]:
     """What kombu hands to pgmq's ``send`` for a message with these headers."""
-    channel = object.__new__(pgmq.Channel)
+    made = object.__new__(pgmq.Channel)
     message = {"headers": headers, "properties": {"priority": 0}}
-    found: dict[str, Any] = channel._pgmq_send_kwargs(message)
+    found: dict[str, Any] = made._pgmq_send_kwargs(message)
     return found
 
 
@@ -45,11 +47,11 @@ def test_what_is_due_or_not_delayed_is_sent_at_once() -> None:
 
 
 def test_a_second_attempt_is_not_delayed_by_what_was_left_at_the_first() -> None:
-    channel = object.__new__(pgmq.Channel)
+    made = object.__new__(pgmq.Channel)
     message = {"headers": {"eta": eta_in(60)}, "properties": {"priority": 0}}
-    assert channel._pgmq_send_kwargs(message)["delay"] == 60
+    assert made._pgmq_send_kwargs(message)["delay"] == 60
     message["headers"]["eta"] = eta_in(-1)  # as if the first had taken so long
-    assert "delay" not in channel._pgmq_send_kwargs(message)
+    assert "delay" not in made._pgmq_send_kwargs(message)
 
 
 def test_a_connection_delays_if_it_is_asked_to() -> None:
