@@ -20,11 +20,6 @@ from tests.waiting import wait_until
 
 
 @pytest.fixture
-def margin_seconds() -> float:
-    return 0.0
-
-
-@pytest.fixture
 def fleet(vhost_url: str, records_redis: PrivateRedis, tmp_path: Path) -> Iterator[Fleet]:
     conf = {"native_delay_records": records_redis.url} | results_in(records_redis)  # noqa: F405
     with fleet_on(vhost_url, tmp_path, **conf) as fleet:

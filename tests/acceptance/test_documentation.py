@@ -34,7 +34,7 @@ from example_project.private_sqs import private_sqs, require_sqs
 from pytest_celery_native_delay import installed
 from tests.documents import EXAMPLES, PAGES, ROOT, Example, code_beside, only, shown
 from tests.processes import processes_of
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 pytest_plugins = ["pytester"]
 
@@ -205,7 +205,7 @@ def test_the_line_for_development_runs_a_broker_that_keeps_what_waits(short_path
                     app.send_task("shop.remind", countdown=600)
                 assert Delay(app).count() == 1
             process.send_signal(signal.SIGINT)
-            _, said = process.communicate(timeout=60)
+            _, said = process.communicate(timeout=PATIENCE_SECONDS)
         assert (process.returncode, said) == (0, "")
     assert processes_of(short_path.name) == []
 
@@ -373,13 +373,13 @@ def test_the_first_five_minutes_are_as_shown(
             try:
                 yield process
                 process.send_signal(signal.SIGINT)
-                process.wait(timeout=60)
+                process.wait(timeout=PATIENCE_SECONDS)
             finally:
                 process.kill()
 
     def said(beginning: str) -> str:
         with running(beginning) as process:
-            out, _ = process.communicate(timeout=60)
+            out, _ = process.communicate(timeout=PATIENCE_SECONDS)
         assert process.returncode == 0, out
         return str(out)
 

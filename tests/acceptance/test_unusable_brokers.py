@@ -13,6 +13,7 @@ import pytest
 
 from tests.acceptance.worker import FEW_LEVELS
 from tests.brokers import on_one_version
+from tests.waiting import PATIENCE_SECONDS
 
 PASSWORD = "s3cret"
 
@@ -50,8 +51,6 @@ sys.meta_path[:] = [Hiding(finder) for finder in sys.meta_path]
 DELAYED = "shop.app.send_task('remind', countdown=60, retry=False)"
 IMMEDIATE = "shop.app.send_task('remind', retry=False)"
 
-_PATIENCE_SECONDS = 60
-
 
 @dataclass
 class Shop:
@@ -77,7 +76,7 @@ class Shop:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=_PATIENCE_SECONDS,
+            timeout=PATIENCE_SECONDS,
         )
         assert PASSWORD not in done.stdout + done.stderr
         return done
