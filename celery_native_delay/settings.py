@@ -109,8 +109,6 @@ class DelaySettings:
     """SQLAlchemy URL of the database in which messages wait whose broker can delay nothing, such
     as ``sqlite:////var/lib/shop/delays.db``. Defaults to None: a ``sqla+…`` broker is its own
     store, with other brokers Celery keeps its own way."""
-    store_outage_seconds: float = 120.0
-    """So long the store may be away before a worker calls it critical, and stops warmly."""
     strict: bool = False
     """An app whose broker no transport of ours fits raises, instead of a warning."""
 
@@ -268,9 +266,6 @@ def _expected(name: str, value: Any) -> str:
         case "store":
             fits = value is None or (isinstance(value, str) and is_store_url(value))
             return "" if fits else _EXPECTED_STORE
-        case "store_outage_seconds":
-            fits = _is_number(value) and 0 < value <= 86_400
-            return "" if fits else "seconds, more than 0 and at most 86400"
         case "telemetry":
             fits = value is None or (isinstance(value, str) and value != "" and "\0" not in value)
             return "" if fits else "None or the path of a folder"

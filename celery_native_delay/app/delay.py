@@ -19,7 +19,6 @@ from ..errors import (
     CannotDelay,
     InvalidQuery,
     NativeDelayError,
-    NoRecords,
     RecordsUnavailable,
     described,
 )
@@ -348,13 +347,7 @@ class Delay:
 
     def _ask(self, question: Callable[[WaitingTasks], T]) -> T:
         def ask(channel: Any, settings: DelaySettings) -> T:
-            found = channel.waiting_tasks(settings)
-            if found is None:
-                raise NoRecords(
-                    "RabbitMQ's delay levels cannot be looked into: set native_delay_records to "
-                    "the URL of a Redis or a database in workers and producers"
-                )
-            with closing(found):
+            with closing(channel.waiting_tasks(settings)) as found:
                 try:
                     return question(found)
                 except RecordsUnavailable as exc:

@@ -30,7 +30,7 @@ from ..due_time import due_us as due_us_of
 from ..durations import duration
 from ..errors import PublishRefused, RefusedMessage, UnsupportedBroker
 from ..transports.aliases import OPTION, asks_for_delays
-from ..transports.random_ids import RandomIds
+from ..transports.bulk_publisher import RandomIds
 from .kinds import Kinds, Made, Sample
 from .plain_publishing import PlainPublishing
 

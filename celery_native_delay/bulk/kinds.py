@@ -18,7 +18,7 @@ from celery import Task
 from ..due_time import due_us as due_us_of
 from ..errors import InvalidDueTime
 from ..message import HEADER
-from ..transports.bulk_publisher import BulkPublisher, Learnt, TaskValues
+from ..transports.bulk_publisher import BulkPublisher, TaskTemplate, TaskValues
 from .plain_publishing import PlainPublishing, same
 
 logger = logging.getLogger("celery_native_delay.bulk")
@@ -40,7 +40,7 @@ class Kind:
     arguments in *body*, and for all once that is None.
     """
 
-    learnt: Learnt
+    learnt: TaskTemplate
     hooks: tuple[Any, ...]
     generation: int
     body: bytes | None
@@ -99,12 +99,12 @@ class Kinds:
         if kind is None or kind.generation != generation or now_us > kind.learnt.valid_until_us:
             self._begin(sample, kind, now_us)
         elif sample.made is not None and not (kind.checked and kind.body is None):
-            found = self._difference(kind, sample, now_us)
-            if found:
+            alike = self._made_by(kind, sample, now_us)
+            if alike is False:
                 self._unlike.add(key)
                 name = (self._publisher.last_headers or {}).get("task")
-                self._say(logging.WARNING, f"two tasks {name!r} differ unexpectedly in {found}")
-            elif found is not None:
+                self._say(logging.WARNING, f"two tasks {name!r} differ unexpectedly")
+            elif alike:
                 kind.checked = True
                 if sample.made.values[-1] != kind.body:
                     kind.body = None
@@ -127,13 +127,12 @@ class Kinds:
         if learnt is None:
             return
         kind = Kind(learnt, hooks, self._publisher.outbox.connects, learnt.body)
-        alike = before is not None and self._difference(before, sample, now_us) == ""
-        if before is not None and before.checked and alike:
+        if before is not None and before.checked and self._made_by(before, sample, now_us):
             kind.checked, kind.body = True, before.body
         self._kinds[key] = kind
 
-    def _difference(self, kind: Kind, sample: Sample, now_us: int) -> str | None:
-        """The part of the last message that the template would make otherwise; "" if none.
+    def _made_by(self, kind: Kind, sample: Sample, now_us: int) -> bool | None:
+        """True if the template would have made the last message.
 
         None if that cannot be told: it was due already, or could not have gone by template.
         """
@@ -142,16 +141,16 @@ class Kinds:
         headers = self._publisher.last_headers
         at_us, due_us, values = sample.made
         if headers is not None and HEADER not in headers:
-            return "its wait" if due_us > now_us else None
+            return False if due_us > now_us else None
         if sample.by_countdown and headers is not None:
             try:
                 their_due_us = due_us_of(headers["eta"])
             except (InvalidDueTime, KeyError):
-                return "header 'eta'"
+                return False
             if not due_us - 1 <= their_due_us <= due_us + now_us - at_us + 1:
-                return "header 'eta'"
+                return False
             values = (values[0], self._iso(their_due_us), *values[2:])
-        return self._publisher.difference(kind.learnt, values)
+        return self._publisher.made_by(kind.learnt, values)
 
     def _say(self, level: int, why: str) -> None:
         """Log once in a batch why tasks do not go by template."""

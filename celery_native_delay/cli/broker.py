@@ -73,10 +73,8 @@ def status(ctx: click.Context, as_json: bool) -> None:
     On RabbitMQ with records tasks are counted as `ls` lists them; levels hold more: what was
     cancelled or moved stays there until it was due.
     """
-    from ..transports.interface import CountsByRecords
-
     with broker(ctx) as part:
-        found = part.status_with_records() if isinstance(part, CountsByRecords) else part.status()
+        found = part.status()
     show(found, as_json)
 
 

@@ -41,12 +41,11 @@ def export(
     """
     from ..app.broker import shown_broker
     from ..errors import UnsupportedBroker
-    from ..transports.interface import Exports
 
     app = ctx.obj.app
     chosen = installed_settings(ctx)
     transport = fitting_connection(ctx, chosen).transport
-    if not isinstance(transport, Exports):
+    if not hasattr(transport, "export"):
         raise UnsupportedBroker(
             f"expected RabbitMQ, got {shown_broker(app)}: {_why_nothing(transport, chosen)}"
         )

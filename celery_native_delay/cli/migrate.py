@@ -115,10 +115,9 @@ def prune(
     may use Celery's own way on this virtual host any more.
     """
     from ..app.moving import reaches_of
-    from ..transports.moving import Prunes
 
     with broker(ctx) as part:
-        if not isinstance(part, Prunes):
+        if not hasattr(part, "pruning"):
             raise click.UsageError(
                 f"{part.name} is all there is: nothing is left of other settings"
             )
@@ -213,16 +212,8 @@ def _show(
 
 
 def _remarks(account: Account) -> Iterator[str]:
-    from ..durations import duration
-
     for why, number in account.refused.items():
         yield printable(f"{account.source}: {number} refused: {why}")
-    if account.computed:
-        late = duration(account.late_seconds)
-        yield (
-            f"{account.source}: {account.computed} had no ETA and are due by their level, never "
-            f"early, and late by {late} at most"
-        )
     if account.doubtful_count:
         yield f"{account.source}: {account.doubtful_count} may run twice, as told above"
 

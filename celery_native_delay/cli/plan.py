@@ -168,26 +168,28 @@ def _levels(topology: Topology, seconds: float, queue: str) -> _Told:
 def _hops(seconds: float, queue: str) -> _Told:
     """A delay on SQS, hop by hop: a relay sends the message on after each."""
     from ..durations import duration
-    from ..transports.sqs.hops import HOP_SECONDS, Itinerary
+    from ..transports.sqs.hops import BATCH, HOP_SECONDS, REQUESTS_PER_HOP, remainders
 
-    way = Itinerary.of(max(seconds, 0))
-    alone, batched = way.requests, way.requests_in_batches
+    left_seconds = remainders(-(-round(max(seconds, 0) * 1_000_000) // 1000))
+    hop_count = len(left_seconds) - 1
+    alone = 1 + hop_count * REQUESTS_PER_HOP
+    batched = 1 + hop_count * REQUESTS_PER_HOP / BATCH
     prices = [number * _PRICE_PER_MILLION / 1e6 for number in (alone, batched)]
     told = {
-        "waits_seconds": way.waits_seconds,
+        "waits_seconds": left_seconds[0],
         "hop_seconds": HOP_SECONDS,
-        "hop_count": way.hops,
+        "hop_count": hop_count,
         "requests": alone,
         "requests_in_batches": batched,
         "price": prices[0],
         "price_in_batches": prices[1],
     }
-    hops = f"in {way.hops:,} hop(s) of {duration(HOP_SECONDS)}"
-    lines = [_waits(seconds, way.waits_seconds, hops, queue)]
-    if way.hops < _SHOWN:
+    hops = f"in {hop_count:,} hop(s) of {duration(HOP_SECONDS)}"
+    lines = [_waits(seconds, left_seconds[0], hops, queue)]
+    if hop_count < _SHOWN:
         rows = [
-            (f"{queue}-delay.fifo" if number < way.hops else queue, duration(left, exact=True))
-            for number, left in enumerate(way.remainders)
+            (f"{queue}-delay.fifo" if number < hop_count else queue, duration(left, exact=True))
+            for number, left in enumerate(left_seconds)
         ]
         lines.append(table(("sent to", "left"), rows))
     costs = [

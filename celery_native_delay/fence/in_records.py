@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from ..records.interface import Change, RecordName, Records
+from ..records.interface import Change, Looked, RecordName, Records
 from .run import Record, opened, sealed
 
 
@@ -30,12 +30,12 @@ class Runs:
     def _change(
         self, run: str, rule: Callable[[Record | None], Record], kept_seconds: float
     ) -> Record:
-        def decide(text: str | None, now_us: int) -> Change[Record]:
-            before = None if text is None else Record.from_json(text)
+        def decide(looked: Looked) -> Change[Record]:
+            before = None if looked.text is None else Record.from_json(looked.text)
             after = rule(before)
             # What a later release has added to a record that stays as it is stays, too.
-            new = text if after == before else after.to_json()
-            return Change(new, now_us + round(kept_seconds * 1_000_000), after)
+            new = looked.text if after == before else after.to_json()
+            return Change(new, looked.now_us + round(kept_seconds * 1_000_000), after)
 
         return self._records.change(_name_of(run), decide)
 

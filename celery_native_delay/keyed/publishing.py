@@ -12,6 +12,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
+from ..records.interface import Put, Records
 from .records import KeyRecords
 from .rules import Rule, Step
 
@@ -42,9 +43,9 @@ class KeyedPublish:
         """The due time, once the message is there."""
         return None if self.step is None else self.step.due_us
 
-    def settle(self, records: KeyRecords, put: Any) -> None:
-        """Put the message in by *records*; AnotherStands if it is not wanted any more."""
-        seen, step = records.change(self.name, self.rule, put)
+    def settle(self, records: Records, put: Put) -> None:
+        """Put the message in by *records* and *put*; AnotherStands if it is not wanted any more."""
+        seen, step = KeyRecords(records).change(self.name, self.rule, put)
         # Its own id: an attempt before, whose answer was lost, has done it.
         if step.stands not in (None, self.task_id):
             raise AnotherStands(str(step.stands))

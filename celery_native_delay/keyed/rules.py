@@ -27,28 +27,15 @@ _OWN_US = 2_000_000
 
 
 @dataclass(frozen=True)
-class InBroker:
-    """A waiting message: its *place*, in terms of the broker, and its due time, 0 if parked."""
-
-    place: Any
-    due_us: int
-
-
-@dataclass(frozen=True)
 class Seen:
     """A *record* as it was read at *now_us*, and the messages of its task that still wait.
 
-    A cancelled message does not wait any more. *text* is the record as it was written, to be
-    compared; *sends* the id of the delivery that was prepared, where a broker needs that.
-    *clock_ahead_us* is how far the clock of this process was ahead of that of the records.
+    Each with its due time, 0 if it is parked; see :class:`~..records.interface.Looked`.
     """
 
     now_us: int
     record: Record | None
-    waiting: tuple[InBroker, ...] = ()
-    sends: str | None = None
-    text: Any = None
-    clock_ahead_us: int = 0
+    waiting: tuple[tuple[Any, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -214,7 +201,7 @@ def let_go(seen: Seen, *, task_id: str) -> Step:
 
 def _waits(seen: Seen) -> bool:
     """True if a message of the record's task is due later, wherever a user may have moved it."""
-    return any(seen.now_us < message.due_us for message in seen.waiting)
+    return any(seen.now_us < due_us for _, due_us in seen.waiting)
 
 
 def _runs(run: Run | None, now_us: int) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from ..records.interface import Change, RecordName, Records
+from ..records.interface import Change, Looked, RecordName, Records
 from .line import Line, RateLine, Turn, name_of, seen_longest_first
 from .rate import Rate
 
@@ -44,9 +44,10 @@ class RecordLines:
         rate: Rate,
         decide: Callable[[Line, int], tuple[Line, T]],
     ) -> T:
-        def change(text: str | None, now_us: int) -> Change[T]:
+        def change(looked: Looked) -> Change[T]:
+            text = looked.text
             before = Line() if text is None else Line.decoded(*text.split("\n"))[0]
-            line, answer = decide(before, now_us)
+            line, answer = decide(before, looked.now_us)
             log = " ".join(map(str, line.log))
             return Change(f"{line.encoded(rate)}\n{log}", line.ends_us(rate), answer)
 

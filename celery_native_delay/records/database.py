@@ -1,15 +1,19 @@
-"""The engine of a database that keeps messages or records: what each kind needs."""
+"""A database that keeps messages or records: its engine, its clock, its transactions."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from time import time, time_ns
-from typing import Any
+from time import monotonic, time, time_ns
+from typing import Any, ClassVar, TypeVar
 
 from sqlalchemy import (
     URL,
     Connection,
     Engine,
+    MetaData,
     create_engine,
     event,
     exc,
@@ -17,8 +21,16 @@ from sqlalchemy import (
     text,
 )
 
-from ..errors import SettingsError
+from ..errors import NativeDelayError, SettingsError
 from ..urls import without_password
+
+T = TypeVar("T")
+
+#: Another may make the tables, or write the same row, at the same time.
+_TRIES = 6
+
+#: What took longer than this, in seconds, is not tried again.
+_QUICK_SECONDS = 2.0
 
 #: An option of our own in the URL of a SQLite store; in lower case the first is the default.
 SYNCHRONOUS = ("normal", "full")
@@ -151,3 +163,67 @@ def _identity(file: Path) -> tuple[int, int] | None:
     except OSError:
         return None
     return found.st_dev, found.st_ino
+
+
+class Database(ABC):
+    """Transactions in one database, whose tables are made when they are missing; for any thread."""
+
+    tables: ClassVar[MetaData]
+
+    def __init__(self, url: str, *, setting: str) -> None:
+        self.url = url
+        self.where = without_password(url)
+        self.engine = engine_of(url, setting=setting)
+        #: True if the tables are there, as far as is known.
+        self.is_ready = False
+
+    @abstractmethod
+    def _unavailable(self, reason: str) -> NativeDelayError:
+        """The error to raise when the database cannot be used, for that *reason*."""
+
+    def do(self, work: Callable[[Connection], T]) -> T:
+        """*work* in a transaction; again if another has made the tables or the row meanwhile."""
+        return self._tried(self.engine.begin, work)
+
+    def look_up(self, work: Callable[[Connection], T]) -> T:
+        """*work* in a transaction that only reads."""
+        return self._tried(lambda: self.engine.connect().execution_options(**{READS: True}), work)
+
+    def make_tables(self) -> None:
+        """Make the tables that are missing."""
+        with self.engine.begin() as connection:
+            self.tables.create_all(connection)
+        self.is_ready = True
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """A block whose errors of the driver are ours."""
+        try:
+            yield
+        # A transaction of SQLite's is begun by the driver itself.
+        except (exc.SQLAlchemyError, self.engine.dialect.loaded_dbapi.Error) as error:
+            raise self._unavailable(reason_of(error)) from error
+
+    def _tried(
+        self, connect: Callable[[], AbstractContextManager[Connection]], work: Callable[[Any], T]
+    ) -> T:
+        with self.explained():
+            for tries_left in reversed(range(_TRIES)):
+                began = monotonic()
+                try:
+                    if not self.is_ready:
+                        self.make_tables()
+                    with connect() as connection:
+                        return work(connection)
+                except (exc.IntegrityError, exc.OperationalError, exc.ProgrammingError) as error:
+                    self.is_ready = False
+                    is_slow = monotonic() - began > _QUICK_SECONDS
+                    if not tries_left or is_slow or error.connection_invalidated:
+                        raise
+        raise AssertionError("unreachable")
+
+
+def reason_of(error: BaseException) -> str:
+    """The driver's own words, in one line."""
+    said = str(getattr(error, "orig", None) or error).strip()
+    return said.splitlines()[0] if said else type(error).__name__

@@ -1,8 +1,9 @@
 """The interface of records, whichever keeps them: a Redis or a database.
 
-A record is a text under a kind and a name. A pure rule decides about its new text, which is written
-only if the record still is as the rule saw it. Beside a broker that cannot be looked into, an index
-lists the waiting messages, and a mark tells a worker not to run the message that it received.
+A record is a text under a kind and a name. A pure rule decides about its new text, and about a
+message that is put into the broker with it. Both happen in one step, and only if the record is
+still as the rule saw it. Beside a broker that cannot be looked into, an index lists the waiting
+messages, and a mark tells a worker not to run the message that it received.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 from ..errors import CannotDelay
 from .waiting import WaitingTasks
@@ -53,29 +54,41 @@ class RecordName(NamedTuple):
 
 
 @dataclass(frozen=True)
+class Looked:
+    """A record as it was read at *now_us*, and the waiting *messages* of the task that it names.
+
+    *now_us* is in microseconds since the epoch, by the clock of the records. *text* is None without
+    a record. The field ``id`` of a record in JSON names a task. A message is a broker's own name of
+    it and its due time in microseconds, 0 if it is parked.
+    """
+
+    now_us: int
+    text: str | None
+    messages: tuple[tuple[Any, int], ...] = ()
+
+
+@dataclass(frozen=True)
 class Change(Generic[T]):
     """A decision about a record: its new *text*, kept until *kept_us*, and the *answer* to give.
 
-    None as text removes the record. *kept_us* counts microseconds since the epoch, by the clock of
-    the records. A text that stays the same is not written: the record is kept as long as before.
+    None as text removes the record. A text that stays the same is not written: the record is kept
+    as long as before. With *due_us* the caller's message is put into the broker, due then; if it
+    *replaces* the messages that the rule saw, those are taken out.
     """
 
     text: str | None
     kept_us: int
     answer: T
+    due_us: int | None = None
+    replaces: bool = False
 
 
-@dataclass(frozen=True)
-class Looked:
-    """A record as it was read at *now_us*, and the *messages* of the task that it names.
+#: A pure rule: it may be called several times.
+Decide: TypeAlias = Callable[[Looked], Change[T]]
 
-    Messages are members of the index with their due times in microseconds.
-    *text* is None without a record. The field ``id`` of a record in JSON names a task.
-    """
-
-    now_us: int
-    text: str | None
-    messages: tuple[tuple[str, int], ...] = ()
+#: Makes or publishes the caller's message. It gets the due time, the id of the new delivery, and by
+#: how much our clock is ahead of the clock of the records, in microseconds.
+Put: TypeAlias = Callable[[int, str, int], Any]
 
 
 @dataclass(frozen=True)
@@ -87,7 +100,7 @@ class Listed:
 
     member: str
     due_us: int
-    entry: str
+    entry: str | bytes
 
 
 @dataclass(frozen=True)
@@ -138,12 +151,18 @@ class Records(ABC):
     where: str
     """The URL, without its password."""
 
-    @abstractmethod
-    def change(self, name: RecordName, decide: Callable[[str | None, int], Change[T]]) -> T:
-        """Change a record as *decide* says, and return its answer.
+    needs_connection = False
+    """True if the records go through the connection of the channel that they were asked for."""
 
-        *decide* gets the text of the record, None without one, and the time in microseconds since
-        the epoch by the clock of the records. It may be called several times.
+    @abstractmethod
+    def read(self, name: RecordName) -> Looked:
+        """The record as it is now."""
+
+    @abstractmethod
+    def change(self, name: RecordName, decide: Decide[T], put: Put | None = None) -> T:
+        """Change a record, and put a message into the broker, as *decide* says; its answer.
+
+        *put* makes the message; a rule that asks for none needs none.
         """
 
     @abstractmethod

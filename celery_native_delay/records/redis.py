@@ -5,7 +5,7 @@ A change in what the keys hold is a new VERSION.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import time_ns
@@ -27,21 +27,16 @@ from .interface import (
     STALE_AFTER_US,
     UNDECIDED,
     VOID,
-    Change,
     CompareAndSet,
-    Index,
     Listed,
     Looked,
     RecordName,
-    Records,
     Standing,
-    T,
     delivery_of,
-    tried_again,
 )
 from .redis_link import NOW, RedisLink, latest
 from .redis_listing import THROW_AWAY, IndexKeys, RedisListing
-from .replacing import RecordedTasks, Republishes
+from .replacing import ComparedRecords, RecordedTasks, Republishes
 from .waiting import Waiting, WaitingTasks
 
 VERSION = 1
@@ -93,29 +88,33 @@ if not record or string.sub(record, 1, 1) ~= '{{' then return found end
 local id = cjson.decode(record).id
 if not id then return found end
 for _, member in ipairs(redis.call('ZRANGEBYLEX', KEYS[2], '[' .. id .. ':', '(' .. id .. ';')) do
-    found[#found + 1] = {{member, redis.call('ZSCORE', KEYS[4], member)}}
+    if not string.find(member, ':', #id + 2, true) then
+        found[#found + 1] = {{member, redis.call('ZSCORE', KEYS[4], member)}}
+    end
 end
 return found
 """
 )
 
-#: KEYS due, messages, ids, record, names of records of its kind, mark of the new message. ARGV ''
-#: for no record, its name if its kind is listed, else '-'; the record as it was read, the new one,
-#: its TTL in ms; of the new message, or '' thrice: member, due µs, entry; what keys of marks begin
-#: with; the members that become void. Returns 0 if all is not as it was: then the new message is
-#: void, and nothing else was done.
+#: KEYS due, messages, ids, record, names of records of its kind, mark of the new message; in a
+#: broker, whose messages have no marks, also wake and parked. ARGV '' for no record, its name if
+#: its kind is listed, else '-'; the record as it was read, the new one, its TTL in ms; of the new
+#: message, or '' thrice: member, due µs, entry; what keys of marks begin with; the members that
+#: become void, or are taken out of a broker. Returns 0 if all is not as it was: then the new
+#: message is void, and nothing else was done. What needs memory is written first.
 _COMPARE_AND_SET = (
     _REMOVE
     + NOW
     + f"""
-local has_record, is_new = ARGV[1] ~= '', ARGV[5] ~= ''
+local has_record, is_new, in_broker = ARGV[1] ~= '', ARGV[5] ~= '', #KEYS > 6
 local as_it_was = not has_record or (redis.call('GET', KEYS[4]) or '') == ARGV[2]
-if is_new and redis.call('GET', KEYS[6]) ~= '{UNDECIDED}' then as_it_was = false end
+local has_mark = is_new and not in_broker
+if has_mark and redis.call('GET', KEYS[6]) ~= '{UNDECIDED}' then as_it_was = false end
 for at = 9, #ARGV do
     if not redis.call('ZSCORE', KEYS[3], ARGV[at]) then as_it_was = false end
 end
 if not as_it_was then
-    if is_new then redis.call('SET', KEYS[6], '{VOID}', 'XX', 'KEEPTTL') end
+    if has_mark then redis.call('SET', KEYS[6], '{VOID}', 'XX', 'KEEPTTL') end
     return 0
 end
 if has_record and ARGV[3] == '' then
@@ -129,20 +128,25 @@ elseif has_record then
     end
 end
 for at = 9, #ARGV do
-    local due = redis.call('ZSCORE', KEYS[1], ARGV[at]) or 0
-    local left = math.max(math.ceil((tonumber(due) - now) / 1000), 0)
-    local mark = ARGV[8] .. string.match(ARGV[at], '[^:]*$')
-    redis.call('SET', mark, '{VOID}', 'PX', left + {MARK_GRACE_MS})
+    if in_broker then
+        redis.call('ZREM', KEYS[8], ARGV[at])
+    else
+        local due = redis.call('ZSCORE', KEYS[1], ARGV[at]) or 0
+        local left = math.max(math.ceil((tonumber(due) - now) / 1000), 0)
+        local mark = ARGV[8] .. string.match(ARGV[at], '[^:]*$')
+        redis.call('SET', mark, '{VOID}', 'PX', left + {MARK_GRACE_MS})
+    end
     remove(ARGV[at])
 end
-if is_new then
-    if ARGV[7] ~= '' then
-        redis.call('HSET', KEYS[2], ARGV[5], ARGV[7])
-        redis.call('ZADD', KEYS[1], ARGV[6], ARGV[5])
-        redis.call('ZADD', KEYS[3], 0, ARGV[5])
+if is_new and ARGV[7] ~= '' then
+    redis.call('HSET', KEYS[2], ARGV[5], ARGV[7])
+    redis.call('ZADD', KEYS[1], ARGV[6], ARGV[5])
+    redis.call('ZADD', KEYS[3], 0, ARGV[5])
+    if in_broker and redis.call('ZRANGE', KEYS[1], 0, 0)[1] == ARGV[5] then
+        redis.call('ZADD', KEYS[7], ARGV[6], 'earlier')
     end
-    redis.call('DEL', KEYS[6])
 end
+if has_mark then redis.call('DEL', KEYS[6]) end
 return 1
 """
 )
@@ -167,46 +171,25 @@ class RecordKeys(IndexKeys):
         """The beginning of all keys, without the last dot."""
         return f"{self.owner}.records.v{VERSION}"
 
-    @property
-    def marks(self) -> str:
-        """The beginning of the keys of marks; the delivery id follows."""
-        return f"{self.space}.mark."
 
-    def record(self, name: RecordName) -> str:
-        return f"{self.space}.{name.kind}.{name.name}"
-
-    def names(self, kind: str) -> str:
-        """Sorted set: names of a kind's records by the time in µs until which they are kept."""
-        return f"{self.space}.{kind}s"
-
-
-class RedisRecords(Records, Index):
+class RedisRecords(ComparedRecords):
     """Records and index under the keys of one *owner*."""
+
+    _of_broker: tuple[str, ...] = ()
+    """Further keys of a broker: of the mark that wakes promoters, and of parked messages."""
 
     def __init__(self, url: str, owner: str) -> None:
         self.url = url
         self.where = without_password(url)
-        self.keys = RecordKeys(owner)
+        self.keys: IndexKeys = RecordKeys(owner)
         self.missed = 0
         self.pool = redis_client(url).connection_pool
         what = f"the records at {self.where}"
         #: Publishing and receiving have less patience than people.
         self._quick = RedisLink(self.pool, what, timeout_seconds=PATIENCE_SECONDS)
-        self._patient = RedisLink(self.pool, what, timeout_seconds=ANSWER_SECONDS)
+        self._patient: Any = RedisLink(self.pool, what, timeout_seconds=ANSWER_SECONDS)
 
     # --- records -------------------------------------------------------------------------
-
-    def change(self, name: RecordName, decide: Callable[[str | None, int], Change[T]]) -> T:
-        def attempt() -> Change[T] | None:
-            seen = self.look(name, None, 0)
-            change = decide(seen.text, seen.now_us)
-            if change.text == seen.text:
-                return change
-            kept_ms = max(change.kept_us - seen.now_us, 0) // 1000 + 1
-            step = CompareAndSet(name, seen.text, change.text, kept_ms)
-            return change if self.compare_and_set(step) else None
-
-        return tried_again(name.name, attempt).answer
 
     def load(self, names: Sequence[RecordName]) -> list[str | None]:
         if not names:
@@ -267,6 +250,7 @@ class RedisRecords(Records, Index):
             keys.space if name is None else keys.record(name),
             keys.space if name is None else keys.names(name.kind),
             keys.marks + ("" if new is None else delivery_of(new.member)),
+            *self._of_broker,
         ]
         done = self._patient.run(
             _COMPARE_AND_SET,

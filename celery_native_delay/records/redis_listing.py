@@ -13,9 +13,8 @@ from contextlib import AbstractContextManager
 from itertools import islice
 from typing import Any
 
-from ..redis_server import now_us
-from . import waiting
-from .waiting import ALL, Page, Query, ReplacedOneByOne, Waiting, ids_by_page
+from .interface import RecordName
+from .waiting import ALL, Page, Query, Waiting, WaitingTasks
 
 #: Entries that one script looks into, so that it keeps Redis from others for 1-2 ms only.
 CHUNK = 500
@@ -84,6 +83,19 @@ class IndexKeys:
         return f"{self.space}.messages"
 
     @property
+    def marks(self) -> str:
+        """The beginning of the keys of marks; the delivery id follows."""
+        return f"{self.space}.mark."
+
+    def record(self, name: RecordName) -> str:
+        """String with a TTL: a record."""
+        return f"{self.space}.{name.kind}.{name.name}"
+
+    def names(self, kind: str) -> str:
+        """Sorted set: names of a kind's records by the time in µs until which they are kept."""
+        return f"{self.space}.{kind}s"
+
+    @property
     def ids(self) -> str:
         """Sorted set: the members of the hash, all with score 0, so in the order of task ids."""
         return f"{self.space}.ids"
@@ -93,7 +105,7 @@ class IndexKeys:
         return self.due, self.messages, self.ids
 
 
-class RedisListing(ReplacedOneByOne):
+class RedisListing(WaitingTasks):
     """The waiting tasks that the three keys list."""
 
     def __init__(self, client: Any, keys: IndexKeys, decode: Decode) -> None:
@@ -102,6 +114,7 @@ class RedisListing(ReplacedOneByOne):
         self._due, self._messages, self._ids = keys.index
         self._decoded = decode
         self._counts = client.register_script(COUNTS)
+        self._search = client.register_script(SEARCH)
 
     def count(self, query: Query = ALL) -> int:
         with self._explained():
@@ -120,18 +133,6 @@ class RedisListing(ReplacedOneByOne):
             matching = self._matching(query, first, end)
             return Page(tuple(islice(matching, offset, offset + limit)), None)
 
-    def ids(self, query: Query = ALL) -> Iterator[str]:
-        if not query.is_by_time_only:
-            yield from ids_by_page(self.page, query)
-            return
-        with self._explained():
-            # A cancelled one, which is not to be seen, was due when it was cancelled.
-            ahead_us = max(now_us(self._client) + 1, query.from_us or 0)
-            if query.until_us is not None:
-                ahead_us = min(ahead_us, query.until_us)
-            yield from ids_by_page(self.page, query.due_within(query.from_us, ahead_us))
-            yield from self._ids_ahead(ahead_us, query.until_us)
-
     def counts(self, edges_us: Sequence[int]) -> list[int]:
         with self._explained():
             return [int(count) for count in self._counts(keys=[self._due], args=list(edges_us))]
@@ -147,56 +148,22 @@ class RedisListing(ReplacedOneByOne):
         """A block whose errors of redis-py say that the records are away."""
 
     def _found(self, task_id: str) -> list[tuple[str, bytes, Waiting]]:
-        """Members and entries under *task_id*, and what people see of them."""
-        found = []
-        with self._explained():
-            for member, entry, due_us in self._entries(task_id):
-                task = self._decoded(member, entry, due_us or 0)
-                if task is not None:
-                    found.append((member, entry, task))
-        return found
-
-    def _ids_ahead(self, from_us: int, until_us: int | None) -> Iterator[str]:
-        """The ids of all due in the range, which is ahead, by their members alone."""
-        skipped, until = 0, "+inf" if until_us is None else f"({until_us}"
-        while True:
-            found = self._client.zrange(
-                self._due,
-                from_us,
-                until,
-                byscore=True,
-                withscores=True,
-                offset=skipped,
-                num=waiting.IDS_AT_ONCE,
-            )
-            for member, _ in found:
-                yield member.decode().rpartition(":")[0]
-            if len(found) < waiting.IDS_AT_ONCE:
-                return
-            last_us = int(found[-1][1])
-            begins_there = from_us == last_us
-            skipped = sum(score == last_us for _, score in found) + skipped * begins_there
-            from_us = last_us
-
-    def _members(self, task_id: str) -> list[str]:
-        """Members of what waits under *task_id*."""
-        prefix = f"{task_id}:"
-        # ";" follows ":".
-        found = self._client.zrangebylex(self._ids, f"[{prefix}", f"({task_id};")
-        members = [member.decode() for member in found]
-        return [member for member in members if member.rpartition(":")[0] == task_id]
-
-    def _entries(self, task_id: str) -> list[tuple[str, bytes, int | None]]:
-        """Member, entry and due time, None for one that is parked, of what waits under *task_id*.
+        """Members and entries under *task_id*, parked ones too, and what people see of them.
 
         The due time is read first: a message that is moved in between shows up as changed.
         """
-        found: list[tuple[str, bytes, int | None]] = []
-        for member in self._members(task_id):
-            score = self._client.zscore(self._due, member)
-            entry = self._client.hget(self._messages, member)
-            if entry is not None:
-                found.append((member, entry, None if score is None else int(score)))
+        found = []
+        with self._explained():
+            # ";" follows ":".
+            members = self._client.zrangebylex(self._ids, f"[{task_id}:", f"({task_id};")
+            for member in map(bytes.decode, members):
+                if member.rpartition(":")[0] != task_id:
+                    continue
+                due_us = self._client.zscore(self._due, member)
+                entry = self._client.hget(self._messages, member)
+                task = None if entry is None else self._decoded(member, entry, int(due_us or 0))
+                if task is not None:
+                    found.append((member, entry, task))
         return found
 
     def _ranks(self, query: Query) -> tuple[int, int]:
@@ -210,27 +177,10 @@ class RedisListing(ReplacedOneByOne):
     def _matching(
         self, query: Query, first: int, end: int, *, chunk: int = CHUNK
     ) -> Iterator[Waiting]:
-        ranges = [(start, min(start + chunk, end) - 1) for start in range(first, end, chunk)]
-        for found in self._searched(ranges, query.needle):
+        keys = [self._due, self._messages]
+        for start in range(first, end, chunk):
+            found = self._search(keys=keys, args=[start, min(start + chunk, end) - 1, query.needle])
             for member, score, entry in zip(found[::3], found[1::3], found[2::3], strict=True):
                 task = self._decoded(member.decode(), entry, int(float(score)))
                 if task is not None and query.matches(task):
                     yield task
-
-    def _searched(self, ranges: Sequence[tuple[int, int]], text: str) -> Iterator[list[bytes]]:
-        """Findings in each of *ranges*. After the first, Redis is one ahead of the reader."""
-        keys = 2, self._due, self._messages
-        unread = 0
-        with self._client.client() as client:
-            try:
-                for number, ranks in enumerate([*ranges, None]):
-                    if ranks is not None:
-                        client.connection.send_command("EVAL", SEARCH, *keys, *ranks, text)
-                        unread += 1
-                    if unread and number != 1:
-                        found = client.parse_response(client.connection, "EVAL")
-                        unread -= 1
-                        yield found
-            finally:
-                if unread:  # a search that ends early leaves no answer to the next
-                    client.connection.disconnect()

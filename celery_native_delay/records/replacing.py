@@ -14,13 +14,64 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from secrets import token_hex
 from time import time_ns
 from typing import Any, Protocol
 
 from ..errors import NativeDelayError, RecordsUnavailable
-from .interface import MARK_GRACE_MS, CompareAndSet, Index, Listed, T
-from .waiting import ReplacedOneByOne, Waiting
+from .interface import (
+    MARK_GRACE_MS,
+    Change,
+    CompareAndSet,
+    Decide,
+    Index,
+    Listed,
+    Looked,
+    Put,
+    RecordName,
+    Records,
+    T,
+    tried_again,
+)
+from .waiting import Waiting, WaitingTasks
+
+#: The mark of an undecided delivery is kept for longer than any message can wait: 25 years, in ms.
+_UNDECIDED_MS = 25 * 366 * 86_400_000
+
+
+class ComparedRecords(Records, Index):
+    """Records that are read, and written if they are still the same: else from the beginning."""
+
+    has_marks = True
+    """False if the waiting messages themselves are the index, and are taken out of the broker."""
+
+    def read(self, name: RecordName) -> Looked:
+        return self.look(name, None, 0)
+
+    def change(self, name: RecordName, decide: Decide[T], put: Put | None = None) -> T:
+        def attempt() -> Change[T] | None:
+            delivery_id = "" if put is None else token_hex(16)
+            marked = delivery_id if self.has_marks else ""
+            looked = self.look(name, marked, _UNDECIDED_MS)
+            # Read after the answer: too far ahead by the way back, so that no task is early.
+            ahead_us = time_ns() // 1000 - looked.now_us
+            change = decide(looked)
+            new, due_us = None, change.due_us
+            if due_us is not None:
+                assert put is not None
+                publish = partial(put, due_us, delivery_id, ahead_us)
+                new = publish_undecided(self, marked, due_us, publish) if marked else publish()
+            elif marked:
+                self.unmark(marked)
+            if new is None and change.text == looked.text:
+                return change
+            kept_ms = max(change.kept_us - looked.now_us, 0) // 1000 + 1
+            gone = [member for member, _ in looked.messages] if change.replaces else ()
+            step = CompareAndSet(name, looked.text, change.text, kept_ms, new, gone)
+            return change if self.compare_and_set(step) else None
+
+        return tried_again(name.name, attempt).answer
 
 
 def publish_undecided(index: Index, delivery_id: str, due_us: int, publish: Callable[[], T]) -> T:
@@ -51,14 +102,11 @@ class Republishes(Protocol):
         """Raise DelayTooLong for a due time that is too far away."""
 
 
-class RecordedTasks(ReplacedOneByOne):
+class RecordedTasks(WaitingTasks):
     """Waiting tasks that an *index* lists; mixed in before the listing of a backend."""
 
     index: Index
     _delays: Republishes
-
-    def close(self) -> None:
-        """The records are the process's."""
 
     def _replace(
         self, member: str, entry: Any, task: Waiting, due_us: int | None, *, cancelled: bool

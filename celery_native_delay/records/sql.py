@@ -22,7 +22,6 @@ from sqlalchemy import (
     Table,
     Text,
     delete,
-    exc,
     insert,
     select,
     update,
@@ -32,10 +31,9 @@ from sqlalchemy import text as sql_text
 from sqlalchemy.dialects import postgresql
 from sqlalchemy.dialects.mysql import LONGTEXT
 
-from ..errors import RecordsUnavailable
+from ..errors import NativeDelayError, RecordsUnavailable
 from ..finding import WRONG, Finding, clock_finding
-from ..urls import without_password
-from .database import READS, clock_ahead_seconds, engine_of, now_us
+from .database import Database, clock_ahead_seconds, now_us
 from .interface import (
     MARK_GRACE_MS,
     STALE_AFTER_US,
@@ -43,16 +41,16 @@ from .interface import (
     VOID,
     Change,
     CompareAndSet,
-    Index,
+    Decide,
     Listed,
     Looked,
+    Put,
     RecordName,
-    Records,
     Standing,
     T,
     delivery_of,
 )
-from .replacing import RecordedTasks, Republishes
+from .replacing import ComparedRecords, RecordedTasks, Republishes
 from .sql_listing import SqlListing
 from .sql_thread import SqlThread
 from .waiting import Waiting, WaitingTasks
@@ -102,20 +100,15 @@ MARKS = Table(
 
 _RECORD, _WAITING, _MARK = RECORDS.c, WAITING.c, MARKS.c
 
-#: Another may make the tables, or write the same row, at the same time.
-_TRIES = 6
 
-
-class SqlRecords(Records, Index):
+class SqlRecords(Database, ComparedRecords):
     """Records and index of one *owner* in the database at *url*."""
 
+    tables = METADATA
+
     def __init__(self, url: str, owner: str) -> None:
-        self.url = url
-        self.where = without_password(url)
+        super().__init__(url, setting="native_delay_records")
         self.owner = owner if len(owner) <= 64 else _digest(owner)
-        self.engine = engine_of(url, setting="native_delay_records")
-        #: True if the tables are there, as far as is known.
-        self.is_ready = False
         self._thread = SqlThread(self.engine, self.where, self.make_tables, _note_all)
 
     @property
@@ -124,18 +117,27 @@ class SqlRecords(Records, Index):
 
     # --- records -------------------------------------------------------------------------
 
-    def change(self, name: RecordName, decide: Callable[[str | None, int], Change[T]]) -> T:
+    def change(self, name: RecordName, decide: Decide[T], put: Put | None = None) -> T:
+        if put is not None and self.has_marks:
+            return super().change(name, decide, put)
+
         def changed(connection: Connection) -> T:
-            before = self.read_row(connection, name, locked=True)
-            # Asked for after the lock: another may have held it for a while.
-            at_us = now_us(connection)
-            text = None if before is None or before[1] < at_us else before[0]
-            change = decide(text, at_us)
-            if change.text != text:
-                self.write_row(connection, name, change.text, change.kept_us, before is not None)
+            row = self.read_row(connection, name, locked=True)
+            looked = self._looked(connection, row, locked=True)
+            change = decide(looked)
+            if change.text != looked.text:
+                self.write_row(connection, name, change.text, change.kept_us, row is not None)
+            if change.due_us is not None:
+                self._put_in(connection, looked, change, put)
             return change.answer
 
         return self.do(changed)
+
+    def _put_in(
+        self, connection: Connection, looked: Looked, change: Change[Any], put: Put | None
+    ) -> None:
+        """Put the message of *put* into the broker, where that is this database."""
+        raise NotImplementedError
 
     def load(self, names: Sequence[RecordName]) -> list[str | None]:
         def loaded(connection: Connection) -> list[str | None]:
@@ -198,17 +200,26 @@ class SqlRecords(Records, Index):
 
     def look(self, name: RecordName | None, undecided: str | None, mark_ms: int) -> Looked:
         def looked(connection: Connection) -> Looked:
-            at_us = now_us(connection)
             if undecided:
-                self._set_mark(connection, undecided, UNDECIDED, at_us + mark_ms * 1000)
+                kept_us = now_us(connection) + mark_ms * 1000
+                self._set_mark(connection, undecided, UNDECIDED, kept_us)
             row = None if name is None else self.read_row(connection, name)
-            if row is None or row[1] < at_us:
-                return Looked(at_us, None)
-            task_id = json.loads(row[0]).get("id") if row[0].startswith("{") else None
-            messages = () if task_id is None else tuple(self._messages(connection, task_id))
-            return Looked(at_us, row[0], messages)
+            return self._looked(connection, row)
 
         return self.do(looked) if undecided else self.look_up(looked)
+
+    def _looked(
+        self, connection: Connection, row: tuple[str, int] | None, *, locked: bool = False
+    ) -> Looked:
+        """A record as *row* has it, and its messages, which are *locked* to be changed."""
+        # Asked for after the lock: another may have held it for a while.
+        at_us = now_us(connection)
+        if row is None or row[1] < at_us:
+            return Looked(at_us, None)
+        task_id = json.loads(row[0]).get("id") if row[0].startswith("{") else None
+        if task_id is None:
+            return Looked(at_us, row[0])
+        return Looked(at_us, row[0], self._messages(connection, task_id, locked=locked))
 
     def unmark(self, delivery_id: str, left_ms: int = 0) -> None:
         def unmarked(connection: Connection) -> None:
@@ -315,42 +326,14 @@ class SqlRecords(Records, Index):
 
     # --- transactions --------------------------------------------------------------------
 
-    def do(self, work: Callable[[Connection], T]) -> T:
-        """*work* in a transaction; again if another has made the tables or the row meanwhile."""
-        return self._asked(self.engine.begin, work)
-
-    def look_up(self, work: Callable[[Connection], T]) -> T:
-        """*work* in a transaction that only reads."""
-        return self._asked(lambda: self.engine.connect().execution_options(**{READS: True}), work)
-
-    def _asked(
+    def _tried(
         self, connect: Callable[[], AbstractContextManager[Connection]], work: Callable[[Any], T]
     ) -> T:
         self._thread.flush()
-        for tries_left in reversed(range(_TRIES)):
-            try:
-                if not self.is_ready:
-                    self.make_tables()
-                with connect() as connection:
-                    return work(connection)
-            except (exc.IntegrityError, exc.OperationalError, exc.ProgrammingError) as error:
-                self.is_ready = False
-                if not tries_left or error.connection_invalidated:
-                    raise self._unavailable(error) from error
-            # A transaction of SQLite's is begun by the driver itself.
-            except (exc.SQLAlchemyError, self.engine.dialect.loaded_dbapi.Error) as error:
-                raise self._unavailable(error) from error
-        raise AssertionError("unreachable")
+        return super()._tried(connect, work)
 
-    def make_tables(self) -> None:
-        """Make the tables that are missing."""
-        with self.engine.begin() as connection:
-            METADATA.create_all(connection)
-        self.is_ready = True
-
-    def _unavailable(self, error: Exception) -> RecordsUnavailable:
-        said = str(getattr(error, "orig", None) or error).strip().partition("\n")[0]
-        return RecordsUnavailable(f"the records at {self.where} are out of reach: {said}")
+    def _unavailable(self, reason: str) -> NativeDelayError:
+        return RecordsUnavailable(f"the records at {self.where} are out of reach: {reason}")
 
     # --- rows ----------------------------------------------------------------------------
 
@@ -391,12 +374,15 @@ class SqlRecords(Records, Index):
             row |= {"name": name.name.replace("\0", "\ufffd"), "text": text, "kept_us": kept_us}
             connection.execute(insert(RECORDS).values(row))
 
-    def _messages(self, connection: Connection, task_id: str) -> list[tuple[str, int]]:
+    def _messages(
+        self, connection: Connection, task_id: str, *, locked: bool
+    ) -> tuple[tuple[Any, int], ...]:
+        """Messages of a task; those of this index need no lock to be read."""
         asked = select(_WAITING.delivery_id, _WAITING.due_us).where(
             _WAITING.owner == self.owner, _WAITING.task_id == task_id[:255]
         )
         rows = connection.execute(asked)
-        return [(f"{task_id}:{delivery_id}", due_us) for delivery_id, due_us in rows]
+        return tuple((f"{task_id}:{delivery_id}", due_us) for delivery_id, due_us in rows)
 
     def _locked_due_us(self, connection: Connection, deliveries: Sequence[str]) -> dict[str, int]:
         asked = select(_WAITING.delivery_id, _WAITING.due_us).where(

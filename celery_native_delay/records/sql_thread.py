@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
+from itertools import groupby
 from queue import Empty, SimpleQueue
 from threading import Lock, Thread
 from time import monotonic
@@ -109,30 +110,21 @@ class SqlThread:
     # --- the thread ----------------------------------------------------------------------
 
     def _run(self) -> None:
-        job = self._jobs.get()
-        while job is not None:
-            if isinstance(job, Mapping):
-                rows, job = self._notes(job)
-                self._do(partial(self._write, rows=rows), None, len(rows))
-                if job is not _NOTHING:
+        while True:
+            jobs = [self._jobs.get()]
+            with suppress(Empty):
+                while len(jobs) < _AT_ONCE:
+                    jobs.append(self._jobs.get_nowait())
+            for are_notes, group in groupby(jobs, lambda job: isinstance(job, Mapping)):
+                together: list[Any] = list(group)
+                if are_notes:
+                    self._do(partial(self._write, rows=together), None, len(together))
                     continue
-            else:
-                self._do(*job)
-            job = self._jobs.get()
-        self._disconnect()
-
-    def _notes(self, first: Row) -> tuple[list[Row], Any]:
-        """*first* and the notes behind it, and the job behind those or :data:`_NOTHING`."""
-        rows = [first]
-        while len(rows) < _AT_ONCE:
-            try:
-                job = self._jobs.get_nowait()
-            except Empty:
-                break
-            if not isinstance(job, Mapping):
-                return rows, job
-            rows.append(job)
-        return rows, _NOTHING
+                for job in together:
+                    if job is None:
+                        self._disconnect()
+                        return
+                    self._do(*job)
 
     def _do(
         self,
@@ -188,6 +180,3 @@ class SqlThread:
             with suppress(Exception):
                 connection.invalidate()
                 connection.close()
-
-
-_NOTHING: Any = object()

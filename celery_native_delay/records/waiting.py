@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from enum import Enum
-from typing import Any, Protocol, overload
+from typing import Any, overload
 
 from .search import Word, is_itself_in_json, parse
 
@@ -257,8 +257,8 @@ class Outcome:
         return f"{self.id}: {reason}" if self.id else reason
 
 
-class WaitingTasks(Protocol):
-    """The tasks that wait on one broker, by due time.
+class WaitingTasks(ABC):
+    """The tasks that wait on one broker, by due time; each is changed in one step.
 
     Every method may raise RecordsUnavailable.
     """
@@ -266,9 +266,11 @@ class WaitingTasks(Protocol):
     _delays: Any
     """Those of the broker's channel, which know how long a message can wait."""
 
+    @abstractmethod
     def count(self, query: Query = ALL) -> int:
         """The number of those that match."""
 
+    @abstractmethod
     def page(self, query: Query = ALL, *, offset: int = 0, limit: int = 50) -> Page:
         """Matching tasks, earliest first, from the *offset*-th on."""
 
@@ -278,14 +280,18 @@ class WaitingTasks(Protocol):
 
     def get(self, task_id: str) -> list[Waiting]:
         """Messages that wait under this id: most often one, none if it does not wait."""
+        return [task for _, _, task in self._found(task_id)]
 
+    @abstractmethod
     def counts(self, edges_us: Sequence[int]) -> list[int]:
         """Numbers of those that are due between each two neighbours of *edges_us*."""
 
+    @abstractmethod
     def span(self) -> tuple[int, int] | None:
         """Due times of the first and the last; None if nothing waits."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:  # noqa: B027  nothing to do where nothing is held
+        """Give up what was held to answer."""
 
     def cancel(self, task_id: str) -> Outcome:
         """Cancel the task: its message is handed over at once, for a worker to announce."""
@@ -300,30 +306,21 @@ class WaitingTasks(Protocol):
             self._delays.check_reach(due_us)
         return self._change(task_id, due_us, cancelled=False)
 
-    def _change(self, task_id: str, due_us: int | None, *, cancelled: bool) -> Outcome:
-        """Replace everything that waits under *task_id*, to be due then; None for now."""
-
-
-class ReplacedOneByOne(WaitingTasks):
-    """Waiting tasks whose messages are replaced one after the other, each in one step."""
-
     @abstractmethod
-    def _found(self, task_id: str) -> list[tuple[str, Any, Waiting]]:
+    def _found(self, task_id: str) -> list[tuple[Any, Any, Waiting]]:
         """Members and entries under *task_id*, and the tasks that people see."""
-
-    def get(self, task_id: str) -> list[Waiting]:
-        return [task for _, _, task in self._found(task_id)]
 
     @abstractmethod
     def _replace(
-        self, member: str, entry: Any, task: Waiting, due_us: int | None, *, cancelled: bool
-    ) -> tuple[str, int] | None:
+        self, member: Any, entry: Any, task: Waiting, due_us: int | None, *, cancelled: bool
+    ) -> tuple[Any, int] | None:
         """The member that replaced this one and its due time; None if a worker was quicker."""
 
     def _change(self, task_id: str, due_us: int | None, *, cancelled: bool) -> Outcome:
-        seen: dict[str, Waiting] = {}
+        """Replace everything that waits under *task_id*, to be due then; None for now."""
+        seen: dict[Any, Waiting] = {}
         #: Members that are as they were to be.
-        made: set[str] = set()
+        made: set[Any] = set()
         is_due_us = due_us
         for _ in range(_TRIES):
             found = [each for each in self._found(task_id) if each[0] not in made]

@@ -14,7 +14,6 @@ from kombu import Connection
 
 from celery_native_delay import NotDeclared, install
 from celery_native_delay.testing import PrivateRabbitMQ
-from celery_native_delay.transports.interface import Exports
 from celery_native_delay.transports.rabbitmq.topology import Topology
 from tests.acceptance.worker import FEW_LEVELS, Fleet, fleet_on
 from tests.documents import ROOT, only
@@ -42,7 +41,6 @@ def limited(rabbitmq: PrivateRabbitMQ, vhost: str, tmp_path: Path) -> Iterator[F
 def import_export(rabbitmq: PrivateRabbitMQ, app: Celery) -> Topology:
     """Have all that *app* needs; returns the plan of it."""
     transport = app.connection_for_write().transport
-    assert isinstance(transport, Exports)
     settings = install(app)._native_delay.settings()
     queues = list(app.amqp.queues.values())
     exported = transport.export(settings, queues)

@@ -110,10 +110,8 @@ def shop(tmp_path: Path) -> Shop:
 
 MISSING = [
     ("redis://:s3cret@localhost", "redis", "celery_native_delay[redis]"),
-    ("sqs://key:s3cret@", "boto3", "celery_native_delay[sqs]"),
+    ("sqs://key:s3cret@", "botocore", "celery_native_delay[sqs]"),
     ("sqla+postgresql://shop:s3cret@localhost/shop", "sqlalchemy", "celery_native_delay[sql]"),
-    ("pgmq://shop:s3cret@localhost/shop", "pgmq", "kombu[pgmq]"),
-    ("amqp://localhost;redis://:s3cret@localhost", "redis", "celery_native_delay[redis]"),
 ]
 
 
@@ -233,8 +231,8 @@ def test_a_scheme_that_kombu_does_not_know(shop: Shop) -> None:
         raised = shop.raised(code)
         assert raised.count("Traceback") == 1
         said.append(raised.splitlines()[-1].partition("UnsupportedBroker: ")[2])
-    expected = "expected a broker URL with a scheme that kombu knows, got amqpp://"
-    assert set(said) == {f"{expected}; did you mean amqp://?"}
+    expected = "expected a broker URL with a scheme that kombu knows: No such transport: amqpp."
+    assert set(said) == {f"{expected}  Did you mean amqp?"}
 
 
 # ---- nobody answers ---------------------------------------------------------------------------

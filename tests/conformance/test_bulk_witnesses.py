@@ -332,13 +332,13 @@ OF_ARGUMENT = adding(lambda body: f"of {body[0][0]}")
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "around", "named"),
+    ("module", "name", "around"),
     [
-        ("celery.app.amqp", "task_message", RANDOM, "header 'trace'"),
-        ("celery.app.amqp", "task_message", OF_ARGUMENT, "header 'trace'"),
-        ("celery.app.amqp", "saferepr", masking, "header 'argsrepr'"),
-        ("celery.app.amqp", "add_seconds_to_datetime", jittering, "header 'eta'"),
-        ("kombu.messaging", "dumps", compact, "body"),
+        ("celery.app.amqp", "task_message", RANDOM),
+        ("celery.app.amqp", "task_message", OF_ARGUMENT),
+        ("celery.app.amqp", "saferepr", masking),
+        ("celery.app.amqp", "add_seconds_to_datetime", jittering),
+        ("kombu.messaging", "dumps", compact),
     ],
     ids=["random", "by argument", "argsrepr", "eta", "body"],
 )
@@ -349,9 +349,8 @@ def test_what_a_template_would_not_have_made_goes_as_apply_async_sends_it(
     module: str,
     name: str,
     around: Any,
-    named: str,
 ) -> None:
-    """A second message shows it, of other arguments; the log names what differs, not its value."""
+    """A second message, with other arguments, shows it; the log says so."""
     caplog.set_level(logging.INFO, "celery_native_delay.bulk")
     owner = importlib.import_module(module)
     app, sent = make_app(space), (1, 2, 3, 4, 4)
@@ -376,8 +375,7 @@ def test_what_a_template_would_not_have_made_goes_as_apply_async_sends_it(
     assert of_batch == sorted(seen(a) for a in came if a.message.headers["id"] not in ids)
     assert batch.result.by_template == 0
     (line,) = told(caplog)
-    assert line.startswith("two tasks 'shop.remind' differ unexpectedly in ")
-    assert line.endswith((named, f"part {named!r}"))
+    assert line.endswith("two tasks 'shop.remind' differ unexpectedly")
 
 
 def test_a_template_of_equal_tasks_serves_for_their_like_only(

@@ -20,6 +20,7 @@ from celery_native_delay.records.interface import (
     Change,
     CompareAndSet,
     Listed,
+    Looked,
     RecordName,
     Standing,
 )
@@ -75,17 +76,17 @@ def note(records: Any, *numbers: int) -> list[str]:
 
 
 def put(records: Any, text: str) -> None:
-    records.change(NAME, lambda before, at_us: Change(text, at_us + HOUR_US, None))
+    records.change(NAME, lambda seen: Change(text, seen.now_us + HOUR_US, None))
 
 
 def test_a_record_is_changed_by_a_rule_that_sees_it(records: Any) -> None:
     seen: list[Any] = []
 
-    def count(before: str | None, at_us: int) -> Change[int]:
-        seen.append(before)
-        assert abs(at_us - now_us()) < 60_000_000
-        number = int(before or 0) + 1
-        return Change(str(number), at_us + HOUR_US, number)
+    def count(looked: Looked) -> Change[int]:
+        seen.append(looked.text)
+        assert abs(looked.now_us - now_us()) < 60_000_000
+        number = int(looked.text or 0) + 1
+        return Change(str(number), looked.now_us + HOUR_US, number)
 
     assert [records.change(NAME, count) for _ in range(3)] == [1, 2, 3]
     assert seen == [None, "1", "2"]
@@ -94,23 +95,23 @@ def test_a_record_is_changed_by_a_rule_that_sees_it(records: Any) -> None:
         None,
         None,
     ]
-    records.change(NAME, lambda before, at_us: Change(None, 0, None))
+    records.change(NAME, lambda seen: Change(None, 0, None))
     assert records.load([NAME]) == [None]
     assert records.load([]) == []
 
 
 def test_names_and_texts_may_be_long_and_in_any_language(records: Any) -> None:
     long = RecordName("key", "ключ\n" * 500)
-    records.change(long, lambda before, at_us: Change("値" * 100_000, at_us + HOUR_US, None))
+    records.change(long, lambda seen: Change("値" * 100_000, seen.now_us + HOUR_US, None))
     assert records.load([long]) == ["値" * 100_000]
 
 
 def test_a_record_that_is_kept_no_longer_is_none(records: Any) -> None:
-    records.change(NAME, lambda before, at_us: Change("over", at_us - 5_000_000, None))
+    records.change(NAME, lambda seen: Change("over", seen.now_us - 5_000_000, None))
     deadline = monotonic() + 10
     while records.load([NAME]) != [None] and monotonic() < deadline:
         pass
-    assert records.change(NAME, lambda before, at_us: Change("new", at_us, before)) is None
+    assert records.change(NAME, lambda seen: Change("new", seen.now_us, seen.text)) is None
 
 
 def test_callers_that_change_one_record_at_the_same_time_lose_nothing(
@@ -118,8 +119,8 @@ def test_callers_that_change_one_record_at_the_same_time_lose_nothing(
 ) -> None:
     """From four threads, and of a record that is not there at first."""
 
-    def count(before: str | None, at_us: int) -> Change[None]:
-        return Change(str(int(before or 0) + 1), at_us + HOUR_US, None)
+    def count(seen: Looked) -> Change[None]:
+        return Change(str(int(seen.text or 0) + 1), seen.now_us + HOUR_US, None)
 
     def work() -> None:
         for _ in range(25):
@@ -137,7 +138,7 @@ def test_the_records_that_are_kept_longest_are_listed_first(records: Any) -> Non
     for number in (2, 3, 1):
         records.change(
             RecordName("rate", f"line {number}"),
-            lambda before, at_us, number=number: Change("{}", at_us + number * HOUR_US, None),
+            lambda seen, number=number: Change("{}", seen.now_us + number * HOUR_US, None),
         )
     at_us, found = records.latest("rate", 2)
     assert found == [("line 3", "{}"), ("line 2", "{}")]
@@ -292,8 +293,8 @@ def test_an_undecided_mark_is_no_secret(records: Any) -> None:
 def test_a_record_whose_text_stays_is_kept_as_long_as_before(records: Any) -> None:
     """Whoever looks at it with a rule neither shortens nor prolongs its life."""
     brief_us = 1_500_000
-    records.change(NAME, lambda before, at_us: Change("same", at_us + brief_us, None))
-    records.change(NAME, lambda before, at_us: Change(before, at_us + HOUR_US, None))
+    records.change(NAME, lambda seen: Change("same", seen.now_us + brief_us, None))
+    records.change(NAME, lambda seen: Change(seen.text, seen.now_us + HOUR_US, None))
     wait_until(lambda: records.load([NAME]) == [None])
 
 

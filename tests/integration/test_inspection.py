@@ -106,8 +106,6 @@ class Damage:
     name: str
     make: Callable[[Any], object]
     by_api: list[str]
-    by_amqp: list[str]
-    """Beginnings of what is found without the management API."""
 
 
 def other_kind_of_exchange(connection: Any) -> None:
@@ -141,43 +139,36 @@ DAMAGES = [
         "missing queue",
         lambda connection: connection.default_channel.queue_delete(LEVEL),
         [f"{LEVEL}: queue is missing"],
-        [f"{LEVEL}: queue is missing"],
     ),
     Damage(
         "missing parking queue",
         lambda connection: connection.default_channel.queue_delete(TOPOLOGY.parking_queue),
-        [f"{TOPOLOGY.parking_queue}: queue is missing"],
         [f"{TOPOLOGY.parking_queue}: queue is missing"],
     ),
     Damage(
         "other ttl",
         lambda connection: declared_with(connection, LEVEL, **{"x-message-ttl": 999}),
         [f"{LEVEL}: x-message-ttl 999, expected 160"],
-        [f"{LEVEL}: PRECONDITION_FAILED - inequivalent arg 'x-message-ttl'"],
     ),
     Damage(
         "argument too many",
         lambda connection: declared_with(connection, LEVEL, **{"x-max-length": 5}),
         [f"{LEVEL}: x-max-length 5, expected None"],
-        [f"{LEVEL}: PRECONDITION_FAILED - inequivalent arg 'x-max-length'"],
     ),
     Damage(
         "missing exchange",
         lambda connection: connection.default_channel.exchange_delete(TOPOLOGY.level_exchange(4)),
-        [f"{TOPOLOGY.level_exchange(4)}: exchange is missing"],
         [f"{TOPOLOGY.level_exchange(4)}: exchange is missing"],
     ),
     Damage(
         "other type of exchange",
         other_kind_of_exchange,
         [f"{TOPOLOGY.ready_exchange}: type 'direct', expected 'fanout'"],
-        [f"{TOPOLOGY.ready_exchange}: PRECONDITION_FAILED - inequivalent arg 'type'"],
     ),
     Damage(
         "no alternate exchange",
         without_alternate,
         [f"{DELIVERY}: alternate-exchange None, expected {TOPOLOGY.parking_exchange!r}"],
-        [f"{DELIVERY}: PRECONDITION_FAILED - inequivalent arg 'alternate-exchange'"],
     ),
     Damage(
         "missing binding of a queue",
@@ -185,21 +176,15 @@ DAMAGES = [
             LEVEL, ONTO_QUEUE.source, ONTO_QUEUE.routing_key
         ),
         [not_bound(ONTO_QUEUE)],
-        [],
     ),
     Damage(
         "missing binding of an exchange",
         unbind_exchange,
         [not_bound(ONTO_EXCHANGE)],
-        [],
     ),
 ]
 
 each_damage = pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.name)
-
-
-def begin_alike(sentences: list[str], beginnings: list[str]) -> bool:
-    return len(sentences) == len(beginnings) and all(map(str.startswith, sentences, beginnings))
 
 
 @pytest.mark.parametrize(
@@ -223,7 +208,7 @@ def test_what_was_just_declared_is_as_planned(
         bind(connection, "orders", "shop", "orders.#")
         delays_of(connection).prepare(consuming=True)
         publish(connection, "hello", "", exchange="news", delay=0.1)
-        for url in (rabbitmq.management_url, f"{rabbitmq.management_url}/", NOBODY_LISTENS):
+        for url in (rabbitmq.management_url, f"{rabbitmq.management_url}/"):
             assert verified(connection, url).differences == [], url
         assert verified(connection, rabbitmq.management_url).unchecked == []
 
@@ -237,15 +222,14 @@ def test_nothing_declared_is_found_missing_and_stays_so(
             for declaration in TOPOLOGY.plan()
             if not isinstance(declaration, Binding)
         ]
-        for url in (NOBODY_LISTENS, rabbitmq.management_url):
-            assert verified(connection, url).differences == expected
+        for _ in range(2):
+            assert verified(connection, rabbitmq.management_url).differences == expected
 
 
 @each_damage
 def test_each_difference_is_found(
     rabbitmq: PrivateRabbitMQ, connection: Any, damage: Damage
 ) -> None:
-    """With the management API exactly; without it all but bindings."""
     assert verified(connection, rabbitmq.management_url).differences == []
     damage.make(connection)
 
@@ -253,10 +237,6 @@ def test_each_difference_is_found(
     assert found.differences == damage.by_api
     assert found.unchecked == []
 
-    found = verified(connection, NOBODY_LISTENS)
-    assert begin_alike(found.differences, damage.by_amqp), found.differences
-    [unchecked] = found.unchecked
-    assert unchecked.startswith("bindings and policies: ")
     # Looking has changed nothing.
     assert verified(connection, rabbitmq.management_url).differences == damage.by_api
 
@@ -387,15 +367,12 @@ def bare_rabbitmq(rabbitmq_version: str) -> Iterator[PrivateRabbitMQ]:
 
 @pytest.mark.ci
 @on_one_version
-def test_without_the_plugin_queues_and_exchanges_are_still_compared(
+def test_without_the_plugin_nothing_is_compared_and_messages_are_still_counted(
     bare_rabbitmq: PrivateRabbitMQ, rabbitmq: PrivateRabbitMQ
 ) -> None:
-    missing = [LEVEL, TOPOLOGY.level_exchange(5)]
-    expected = [f"{missing[1]}: exchange is missing", f"{missing[0]}: queue is missing"]
     with delaying(bare_rabbitmq.url) as connection:
         delays_of(connection).prepare()
-        connection.default_channel.queue_delete(missing[0])
-        connection.default_channel.exchange_delete(missing[1])
+        connection.default_channel.queue_delete(LEVEL)
         # The second is the API of another broker, where none of it is to be looked for.
         for url, reason in (
             (bare_rabbitmq.management_url, "does not answer"),
@@ -404,9 +381,9 @@ def test_without_the_plugin_queues_and_exchanges_are_still_compared(
             (None, "management API at http://127.0.0.1:15672"),
         ):
             found = verified(connection, url)
-            assert found.differences == expected, url
+            assert found.differences == [], url
             [unchecked] = found.unchecked
-            assert unchecked.startswith("bindings and policies: ")
+            assert unchecked.startswith("levels and policies: ")
             assert reason in unchecked
 
             counts = counted(connection, url)
@@ -508,7 +485,7 @@ def test_status_counts_what_a_landing_queue_holds(
     found = examine(delays_of(connection), api_of(connection, rabbitmq.management_url))
     (held,) = [finding for finding in found if finding.level == WRONG]
     assert "news" in held.problem
-    assert "holds 3 message(s): its destination takes none of them" in held.problem
+    assert "holds 3 message(s): their destination rejects them" in held.problem
 
 
 # ---- the command line --------------------------------------------------------------------------
@@ -577,7 +554,7 @@ def test_declare_then_verify(shop: Project, rabbitmq: PrivateRabbitMQ, vhost_url
     shop.write(INSTALLED, vhost_url, management_url=NOBODY_LISTENS)
     done = shop.delay("verify")
     assert done.returncode == 1
-    assert "not checked: policies: bindings and policies: " in done.stdout
+    assert "not checked: delay levels: levels and policies: " in done.stdout
     assert shop.delay("declare").returncode == 0
     assert shop.delay("verify").returncode == 0
 
@@ -664,18 +641,18 @@ def test_status_tells_tasks_by_the_records_and_explains_the_copies_in_the_levels
         waiting = lines.index("waiting 3")
         assert re.fullmatch(r"next due overdue, then in 1 h (10|9) min", lines[waiting + 1])
         assert re.fullmatch(
-            r"overdue 1, the first for .* s: no installed worker has received it",
+            r"overdue 1, the first for .* s; no installed worker has received them",
             lines[waiting + 2],
         )
         assert lines[waiting + 3].startswith(
-            "in levels 4, 2 of them listed in the records; the others are cancelled or moved tasks"
+            "in levels 4 messages, 2 of them not in the records: of cancelled or rescheduled tasks"
         )
 
         records.stop()
         lines = shop.lines("status")
-        waiting = lines.index("waiting 4, or fewer: what was cancelled or moved is among them")
+        waiting = lines.index("waiting 4, with the messages of cancelled and rescheduled tasks")
         assert lines[waiting + 1] == "next due within 2 h 17 min"
-        assert lines[waiting + 2] == "overdue unknown (the records are away)"
+        assert lines[waiting + 2] == "overdue unknown (the records are unreachable)"
         assert lines[waiting + 3 : waiting + 5] == ["parked 0", "stuck 0"]
         assert lines[-1].startswith(f"records the records at {records.url} are out of reach: ")
         told = shop.told("status")

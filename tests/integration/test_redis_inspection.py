@@ -83,12 +83,6 @@ def test_verify_names_what_may_lose_messages(shop: Project, empty_redis: Private
     assert done.stdout.endswith("\n2 thing(s) to mend\n")
 
 
-def test_verify_names_keys_of_another_kind(connection: Any, empty_redis: PrivateRedis) -> None:
-    empty_redis.client.set(f"{NAME}.due", "not ours")
-    (found,) = RedisAdminPart(connection.default_channel).verify()
-    assert found.problem == f"{NAME}.due: is a string, expected a zset"
-
-
 def test_examine_names_what_nothing_promotes(connection: Any, empty_redis: PrivateRedis) -> None:
     publish(connection, "late", "jobs", delay=60)
     store = store_of(connection)

@@ -531,7 +531,7 @@ def test_a_producer_goes_on_after_its_delay_queue_was_deleted(
 
 def test_nobody_can_look_into_sqs_and_that_is_said(sqs: PrivateSqs) -> None:
     with delaying(sqs.url) as connection:
-        with pytest.raises(NoRecords, match="does not show what waits"):
+        with pytest.raises(NoRecords, match="cannot list its waiting messages"):
             connection.default_channel.waiting_tasks(None)
 
 

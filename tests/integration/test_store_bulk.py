@@ -19,9 +19,10 @@ from sqlalchemy import create_engine, func, select, text
 
 from celery_native_delay import PublishRefused, UnsupportedBroker, install
 from celery_native_delay.bulk import bulk
-from celery_native_delay.transports.sql.delays import BROADCAST, Put
+from celery_native_delay.records.sql import RECORDS
+from celery_native_delay.transports.sql.delays import BROADCAST, StoreMessage
 from celery_native_delay.transports.sql.outbox import NumberedBatches
-from celery_native_delay.transports.sql.schema import MESSAGES, METADATA, OUTBOXES
+from celery_native_delay.transports.sql.schema import MESSAGES, METADATA
 from celery_native_delay.transports.sql.store import Store
 from tests.conformance.brokers import Broker, options_of, running_broker, settings_of
 from tests.waiting import wait_until
@@ -53,9 +54,10 @@ def numbers(store: Store) -> list[int]:
     return sorted(json.loads(body)[0][0] for body in bodies)
 
 
-def lines(store: Store) -> int:
+def outboxes(store: Store) -> int:
     with store.engine.connect() as connection:
-        return int(connection.execute(select(func.count()).select_from(OUTBOXES)).scalar_one())
+        asked = select(func.count()).where(RECORDS.c.kind == "outbox")
+        return int(connection.execute(asked).scalar_one())
 
 
 @pytest.fixture
@@ -87,8 +89,7 @@ def test_a_batch_that_is_stored_again_changes_nothing(app: Celery) -> None:
     """Whether it still waits or was handed over since; nor does it take the next one's place."""
     store = store_of(app)
     batches, due_us = NumberedBatches(store), time_ns() // 1000
-    batches.open()
-    puts = [[Put("plain", due_us, f"task-{number}", f'"{number}"')] for number in range(3)]
+    puts = [[StoreMessage("plain", due_us, f"task-{number}", f'"{number}"')] for number in range(3)]
     for _ in range(2):
         batches.store(1, puts[0])
     assert store.census().waiting == 1
@@ -103,7 +104,7 @@ def test_a_batch_that_is_stored_again_changes_nothing(app: Celery) -> None:
     batches.store(3, puts[2])
     assert store.census().waiting == 1
     batches.close()
-    assert lines(store) == 0
+    assert outboxes(store) == 0
 
 
 @pytest.mark.ci
@@ -135,7 +136,7 @@ def test_connections_that_are_killed_again_and_again(shop: Celery) -> None:
     admin.dispose()
     assert batch.result.confirmed == sent
     assert numbers(store) == list(range(sent))
-    assert lines(store) == 0
+    assert outboxes(store) == 0
 
 
 @pytest.mark.ci

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from uuid import RFC_4122, UUID
 
-from celery_native_delay.transports.random_ids import RandomIds
+from celery_native_delay.transports.bulk_publisher import RandomIds
 
 
 def test_uuids_are_valid_and_differ() -> None:

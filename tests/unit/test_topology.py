@@ -579,16 +579,17 @@ def test_the_first_wait_is_shortened_by_what_rounding_up_added(
     assume(0 < units <= levels.max_units)
     first, *others = (hop.ttl_ms for hop in levels.path(units))
     shortened = levels.first_ttl_ms(units, remaining_us=remaining_us)
-    assert shortened is None or 1 <= shortened < first
+    assert 1 <= shortened <= first
     # In one queue the TTLs differ by less than a unit, so none waits longer behind another.
-    assert first - (shortened or first) <= resolution_ms
-    waits_us = ((shortened or first) + sum(others)) * 1000
+    assert first - shortened <= resolution_ms
+    waits_us = (shortened + sum(others)) * 1000
     assert 0 <= waits_us - remaining_us < 1000
 
 
 def test_a_whole_number_of_units_is_not_shortened() -> None:
-    assert topology().first_ttl_ms(40, remaining_us=5_000_000) is None
-    assert topology().first_ttl_ms(40, remaining_us=4_999_500) is None
+    whole_ms = topology().path(40)[0].ttl_ms
+    assert topology().first_ttl_ms(40, remaining_us=5_000_000) == whole_ms
+    assert topology().first_ttl_ms(40, remaining_us=4_999_500) == whole_ms
     assert topology().first_ttl_ms(3, remaining_us=300_000) == 300  # in the queue of 375 ms
     binary = topology(fused_bits=0)
     assert binary.first_ttl_ms(3, remaining_us=300_000) == 175  # 250 + 125 for 300 ms

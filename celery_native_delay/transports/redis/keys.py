@@ -59,10 +59,6 @@ class Keys(IndexKeys):
         """String: the member that is being moved to another broker."""
         return f"{self.space}.moving"
 
-    def record(self, name: str) -> str:
-        """String with a TTL: the record of a key, for debounce, throttle or unique."""
-        return f"{self.space}.key.{name}"
-
     def taken(self, outbox: str) -> str:
         """Set: the numbers of what an outbox has sent and the server has taken."""
         return f"{self.space}.taken.{outbox}"

@@ -6,8 +6,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from ...errors import StoreUnavailable, TopologyMismatch
+from sqlalchemy import delete
+
+from ...errors import StoreUnavailable
 from ...finding import UNCHECKED, WRONG, Finding, clock_finding
+from ...records.database import clock_ahead_seconds
 from ..interface import ParkedTask, Rescue, Told
 from ..virtual.admin_part import AdminPart, parked_task
 from ..virtual.status import Status
@@ -22,22 +25,23 @@ class StoreAdminPart(AdminPart):
     def __init__(self, channel: Any) -> None:
         self._channel = channel
         self._store: Store = channel.delays.store
-        self.name = f"{self._store.namespace} of {self._store.shown_url}"
-        self.parking = f"{MESSAGES.name} of {self._store.shown_url}, parked"
+        self.name = f"{self._store.namespace} of {self._store.where}"
+        self.parking = f"{MESSAGES.name} of {self._store.where}, parked"
 
     def declare(self, queues: Sequence[Any]) -> Told:
         """Make the tables, if they are not there."""
-        self._store.prepare()
+        self._store.records.make_tables()
         sentence = f"{self.name}: its tables are there, in version {VERSION}"
         return Told({"name": self.name, "version": VERSION}, [sentence])
 
     def verify(self) -> list[Finding]:
         with _told() as found:
             if self._store.is_made():
-                self._store.prepare()
-                self._store.try_to_write()
+                # Only a user who may write can delete, even if there is nothing to be deleted.
+                nothing = delete(MESSAGES).where(MESSAGES.c.id < 0)
+                self._store.do(lambda connection: connection.execute(nothing))
             else:
-                problem = f"{self._store.shown_url} has none of our tables"
+                problem = f"{self._store.where} has none of our tables"
                 way_out = (
                     "start a worker or run `celery -A PROJ delay declare`, which make them, or "
                     "correct native_delay_store, in workers and producers"
@@ -53,9 +57,9 @@ class StoreAdminPart(AdminPart):
         return found
 
     def _clocks(self) -> Iterator[Finding]:
-        ahead_seconds = self._store.clock_ahead_seconds()
+        ahead_seconds = self._store.look_up(clock_ahead_seconds)
         if ahead_seconds is None:
-            problem = f"the clock of {self._store.shown_url}: it is not known how to ask for it"
+            problem = f"the clock of {self._store.where}: it is not known how to ask for it"
             way_out = "have all machines follow one time server"
             yield Finding("clocks", UNCHECKED, problem, way_out)
             return
@@ -63,12 +67,10 @@ class StoreAdminPart(AdminPart):
         yield from clock_finding("the database's clock", ahead_seconds, effect)
 
     def parked(self, *, limit: int) -> tuple[int, list[ParkedTask]]:
-        self._store.prepare()
         found = self._store.parked(limit=limit)
-        return self._store.count_parked(), [parked_task(envelope) for envelope, _ in found]
+        return self._store.count_parked(), [parked_task(envelope) for envelope in found]
 
     def requeue(self) -> Rescue:
-        self._store.prepare()
         return rescue(self._channel, self._store)
 
 
@@ -84,5 +86,3 @@ def _told() -> Iterator[list[Finding]]:
             "native_delay_store, in workers and producers"
         )
         found.append(Finding("store", WRONG, str(exc), way_out))
-    except TopologyMismatch as exc:
-        found.append(Finding.of_sentence("store", WRONG, str(exc)))

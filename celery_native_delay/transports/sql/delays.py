@@ -7,20 +7,20 @@ from uuid import uuid4
 
 from ...due_time import milliseconds_up
 from ...keyed.publishing import KeyedPublish
-from ...keyed.records import KeyRecords
 from ...settings import DelaySettings
 from ...urls import without_password
 from ..virtual import delays
 from ..virtual.status import Status
 from ..virtual.watching import warn_if_nothing_promotes
 from ..virtual.wrapping import due_then, encoded, id_of, wrapped
+from .records import StoreRecords
 from .store import Store
 
 #: The queue of a message for all that listen to its exchange.
 BROADCAST = ""
 
 
-class Put(NamedTuple):
+class StoreMessage(NamedTuple):
     """A message that is to wait for *queue* under *task_id*."""
 
     queue: str
@@ -50,21 +50,23 @@ class Delays(delays.Delays):
         self.check_settings()
         return Store.of(self._url, self.settings.namespace)
 
+    @property
+    def records(self) -> StoreRecords:
+        """The records beside what waits."""
+        return self.store.records
+
     def publish(self, message: dict[str, Any], queue: str, *, due_us: int) -> None:
         """Store kombu's *message* for *queue*, or for :data:`BROADCAST`.
 
-        DelayTooLong, SettingsError, StoreUnavailable, TopologyMismatch, UnsupportedBroker: nothing
-        was stored.
+        DelayTooLong, SettingsError, StoreUnavailable, UnsupportedBroker: nothing was stored.
         """
         self._add(self.stored(message, queue, due_us=due_us))
 
-    def publish_keyed(
-        self, keyed: KeyedPublish, message: dict[str, Any], queue: str, records: KeyRecords
-    ) -> None:
+    def publish_keyed(self, keyed: KeyedPublish, message: dict[str, Any], queue: str) -> None:
         """Store kombu's *message* as its key has it; raises as :meth:`publish`, AnotherStands."""
         keyed.settle(
-            records,
-            lambda due_us: self.stored(due_then(message, due_us), queue, due_us=due_us),
+            self.records,
+            lambda due_us, *_: self.stored(due_then(message, due_us), queue, due_us=due_us),
         )
         self.watch()
 
@@ -74,7 +76,7 @@ class Delays(delays.Delays):
             self._place, lambda: Status.of(self._place, self.store.look_for_dispatcher())
         )
 
-    def stored(self, message: dict[str, Any], queue: str, *, due_us: int) -> Put:
+    def stored(self, message: dict[str, Any], queue: str, *, due_us: int) -> StoreMessage:
         """kombu's *message* as it is stored; raises as :meth:`publish`."""
         self.check_reach(due_us)
         return self._put(message, queue, due_us)
@@ -88,11 +90,11 @@ class Delays(delays.Delays):
         properties = {**message["properties"], "delivery_tag": str(uuid4())}
         self._add(self._put({**message, "properties": properties}, queue, due_us))
 
-    def _add(self, put: Put) -> None:
+    def _add(self, put: StoreMessage) -> None:
         self.store.add(put.queue, put.envelope, due_us=put.due_us, task_id=put.task_id)
         self.watch()
 
     @staticmethod
-    def _put(message: dict[str, Any], queue: str, due_us: int) -> Put:
+    def _put(message: dict[str, Any], queue: str, due_us: int) -> StoreMessage:
         envelope = encoded(wrapped(message, due_ms=milliseconds_up(due_us)))
-        return Put(queue, due_us, id_of(message), envelope)
+        return StoreMessage(queue, due_us, id_of(message), envelope)

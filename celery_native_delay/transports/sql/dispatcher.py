@@ -8,22 +8,19 @@ delays shorter than that: a longer one is known long before it is over.
 from __future__ import annotations
 
 import logging
-import selectors
 from collections.abc import Callable
 from contextlib import suppress
-from socket import socketpair
+from queue import Empty, SimpleQueue
 from threading import Event
 from time import monotonic, time_ns
 from typing import Any
 
 from ...backoff import Backoff
-from ...errors import NativeDelayError, StoreUnavailable
+from ...errors import NativeDelayError, RecordsUnavailable, StoreUnavailable
 from ..aliases import OPTION
-from ..interface import Outage
 from ..virtual.watching import Sign
-from .breakers import Breaker, not_told
 from .handover import HandOver, hand_over_on
-from .rows import Batch
+from .rows import DispatchBatch
 from .store import Store
 
 logger = logging.getLogger(__name__)
@@ -42,6 +39,8 @@ _TAKEN_PAUSE_SECONDS = 0.02
 #: has waiting processes look every 0.1 s, and give up after 5 s.
 _LEFT_TO_OTHERS = 0.25
 
+_FETCHING, _DISPATCHING = "fetching what is due", "dispatching what is due"
+
 
 class Dispatcher:
     """A loop that dispatches what is due. *promoted* and *parked* count messages so far."""
@@ -50,41 +49,45 @@ class Dispatcher:
         """*connect* makes a kombu connection, given its ``transport_options``."""
         self.promoted = 0
         self.parked = 0
-        self.on_outage: Callable[[Outage], object] = not_told
-        """Called when the store or the broker has been away for too long, once each time."""
         self._store = store
         self._connect = connect
         self._connection: Any = None
         self._hand_over: HandOver | None = None
         self._stopping = Event()
-        self._alarm = _Alarm()
-        self._sign = Sign(store.show_dispatching, StoreUnavailable)
+        #: Whatever is put here ends the present pause, or else the next one. A signal handler may.
+        self._alarm: SimpleQueue[None] = SimpleQueue()
+        self._sign = Sign(store.show_dispatching, RecordsUnavailable)
         self._sleeps_until_us = 0
         self._backoff = Backoff(*RETRY_SECONDS)
+        #: "fetching what is due" or "dispatching what is due", if that failed last; else "".
+        self._failing = ""
 
     def run(self) -> None:
         """Dispatch until :meth:`stop`; what is away is tried again, however long it takes."""
         self._store.on_add = self._note_added
-        self._store.breakers.on_outage = lambda outage: self.on_outage(outage)
         try:
             while not self._stopping.is_set():
                 self._step()
         finally:
             self._store.on_add = lambda due_us: None
-            self._store.breakers.on_outage = not_told
             self._disconnect()
-            self._alarm.close()
 
     def stop(self) -> None:
         self._stopping.set()
-        self._alarm.ring()
+        self._alarm.put(None)
 
     def _note_added(self, due_us: int) -> None:
         if due_us < self._sleeps_until_us:
-            self._alarm.ring()
+            self._alarm.put(None)
+
+    def _pause(self, seconds: float) -> None:
+        """Wait for so long, or until the alarm ends it."""
+        with suppress(Empty):
+            self._alarm.get(timeout=max(seconds, 0))
+            while True:
+                self._alarm.get_nowait()
 
     def _step(self) -> None:
-        breakers = self._store.breakers
         try:
             self._store.prepare()
             self._sign.keep_up()
@@ -92,27 +95,27 @@ class Dispatcher:
             self._sleeps_until_us = 1 << 62
             next_us = self._store.next_due_us()
         except Exception as error:  # the loop must outlive whatever a driver brings
-            self._wait_for(breakers.fetch, error)
+            self._wait_for(_FETCHING, error)
             return
-        self._works(breakers.fetch)
+        self._works(_FETCHING)
         now_us = time_ns() // 1000
         if next_us is None or next_us > now_us:
-            self._works(breakers.dispatch)  # others may have done it
+            self._works(_DISPATCHING)  # others may have done it
             self._sleep(next_us, now_us)
             return
         try:
             away = self._hand_over_batch()
         except StoreUnavailable as error:
             # It can be read, and not written to: the broker is not to blame.
-            self._wait_for(breakers.dispatch, error)
+            self._wait_for(_DISPATCHING, error)
             return
         except Exception as error:
             away = error
         if away is None:
-            self._works(breakers.dispatch)
+            self._works(_DISPATCHING)
         else:
             self._disconnect()
-            self._wait_for(breakers.dispatch, away)
+            self._wait_for(_DISPATCHING, away)
 
     def _sleep(self, next_us: int | None, now_us: int) -> None:
         look_seconds = FILE_LOOK_SECONDS if self._store.is_file else SERVER_LOOK_SECONDS
@@ -121,7 +124,7 @@ class Dispatcher:
             until_us = min(until_us, next_us)
         self._sleeps_until_us = until_us
         if not self._stopping.is_set():
-            self._alarm.wait((until_us - time_ns() // 1000) / 1_000_000)
+            self._pause((until_us - time_ns() // 1000) / 1_000_000)
 
     def _hand_over_batch(self) -> Exception | None:
         """Hand over what is due now, one batch; why no more can be, if the broker is away."""
@@ -133,16 +136,14 @@ class Dispatcher:
         if self._store.is_file:
             self._stopping.wait((monotonic() - began) * _LEFT_TO_OTHERS)
         self.promoted += len(batch.delivered)
-        if batch.delivered:
-            self._works(self._store.breakers.store)
         if batch.put_off:
             self._tell_of(batch)
         if not batch.messages and away is None:
             # Others have taken what is due, and may put it back.
-            self._alarm.wait(_TAKEN_PAUSE_SECONDS)
+            self._pause(_TAKEN_PAUSE_SECONDS)
         return away
 
-    def _tell_of(self, batch: Batch) -> None:
+    def _tell_of(self, batch: DispatchBatch) -> None:
         parked = sum(each["due"] is None for each in batch.put_off)
         self.parked += parked
         reason = batch.put_off[-1]["why"]
@@ -174,52 +175,24 @@ class Dispatcher:
             with suppress(Exception):  # it is gone, whatever it says to that
                 connection.close()
 
-    def _works(self, breaker: Breaker) -> None:
-        away_seconds = breaker.succeeded(now=monotonic())
-        if away_seconds is not None:
-            logger.warning("native delay: %s works again, after %.1f s", breaker.what, away_seconds)
+    def _works(self, what: str) -> None:
+        if self._failing == what:
+            self._failing = ""
             self._backoff.reset()
+            logger.warning("native delay: %s works again", what)
 
-    def _wait_for(self, breaker: Breaker, error: Exception) -> None:
+    def _wait_for(self, what: str, error: Exception) -> None:
         if self._stopping.is_set():
             return
         expected = isinstance(error, NativeDelayError | OSError) or self._connection is None
         logger.warning(
             "native delay: %s failed, next attempt in %.1f s: %s: %s",
-            breaker.what,
+            what,
             self._backoff.seconds,
             type(error).__name__,
             error,
             exc_info=None if expected else error,
         )
-        self._store.breakers.failed(breaker, error, now=monotonic())
+        self._failing = what
         self._sleeps_until_us = 0
-        pause_seconds = self._backoff.failed()
-        if not self._stopping.is_set():
-            self._alarm.wait(pause_seconds)
-
-
-class _Alarm:
-    """An alarm for one sleeping thread; any thread or signal handler may ring."""
-
-    def __init__(self) -> None:
-        self._reader, self._writer = socketpair()
-        self._reader.setblocking(False)
-        self._writer.setblocking(False)
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._reader, selectors.EVENT_READ)
-
-    def ring(self) -> None:
-        """End the present :meth:`wait`, or else the next one."""
-        with suppress(OSError):  # full: it is awake already; closed: it sleeps no more
-            self._writer.send(b"\0")
-
-    def wait(self, seconds: float) -> None:
-        if self._selector.select(max(seconds, 0)):
-            with suppress(OSError):
-                self._reader.recv(4096)
-
-    def close(self) -> None:
-        self._selector.close()
-        self._reader.close()
-        self._writer.close()
+        self._pause(self._backoff.failed())

@@ -5,21 +5,21 @@ The dispatcher's last step.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import monotonic, time_ns
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import sqlalchemy
 from kombu import Connection
 from kombu.utils.json import loads
 from sqlalchemy import exc, insert, select
 
-from ...records.database import same_database
+from ...records.database import reason_of, same_database
 from ..aliases import OPTION
 from .delays import BROADCAST
-from .rows import Batch, Stored
-from .store import Store, reason_of
+from .rows import DispatchBatch
+from .store import Store
 from .whole_files import is_folder, put_file
 
 #: Seconds after which a batch ends however much of it is left, for others wait meanwhile:
@@ -34,15 +34,9 @@ TRIES = 8
 _MOST_ATTEMPTS = 30_000
 
 
-class HandOver(Protocol):
-    """A way to hand over one batch."""
-
-    def __call__(self, batch: Batch, *, park: bool) -> Exception | None:
-        """Mark what is delivered, and what is put off; with *park* that is parked at once.
-
-        Returns:
-            why no more can be handed over now: the broker is away.
-        """
+#: Hands over one batch: marks what is delivered, and what is put off, which with *park* is parked
+#: at once. It returns why no more can be handed over now, if the broker is away.
+HandOver: TypeAlias = Callable[..., Exception | None]
 
 
 def hand_over_on(channel: Any, store: Store) -> HandOver:
@@ -79,7 +73,7 @@ class ThroughKombu:
             *getattr(channel.connection, "recoverable_connection_errors", ()),
         )
 
-    def __call__(self, batch: Batch, *, park: bool) -> Exception | None:
+    def __call__(self, batch: DispatchBatch, *, park: bool) -> Exception | None:
         end = monotonic() + LONGEST_BATCH_SECONDS
         for message in batch.messages:
             # SQLite gives an id again, so it alone would not tell.
@@ -101,7 +95,7 @@ class ThroughKombu:
                 break
         return None
 
-    def _put(self, message: Stored) -> None:
+    def _put(self, message: Any) -> None:
         channel = self._channel
         if message.queue != BROADCAST and is_folder(channel):
             put_file(channel, message.queue, message.envelope)
@@ -127,7 +121,7 @@ class IntoTheSameDatabase:
         self._messages = channel.message_cls.__table__
         self._ids: dict[str, int] = {}
 
-    def __call__(self, batch: Batch, *, park: bool) -> Exception | None:
+    def __call__(self, batch: DispatchBatch, *, park: bool) -> Exception | None:
         if batch.messages and self._refusal(batch, batch.messages):
             # One is refused, and the others must not wait for it.
             for message in batch.messages:
@@ -135,7 +129,7 @@ class IntoTheSameDatabase:
                     refuse(batch, message, error, park=park)
         return None
 
-    def _refusal(self, batch: Batch, messages: list[Stored]) -> exc.DBAPIError | None:
+    def _refusal(self, batch: DispatchBatch, messages: list[Any]) -> exc.DBAPIError | None:
         """Insert *messages*, all or none; the reason why none are."""
         self._ids.clear()  # a row that was made by a transaction that failed is not there
         try:
@@ -169,7 +163,7 @@ class IntoTheSameDatabase:
         return self._ids[queue]
 
 
-def refuse(batch: Batch, message: Stored, error: Exception, *, park: bool) -> None:
+def refuse(batch: DispatchBatch, message: Any, error: Exception, *, park: bool) -> None:
     """Put *message* off, or park it if that was so often enough."""
     tries = message.attempts + 1
     parked = park or tries >= TRIES

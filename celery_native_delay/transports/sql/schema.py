@@ -19,13 +19,6 @@ VERSION = 1
 
 METADATA = MetaData()
 
-#: One row: the version of the other tables.
-SCHEMA = Table(
-    "native_delay_schema",
-    METADATA,
-    Column("version", Integer, primary_key=True, autoincrement=False),
-)
-
 #: A message that waits, or is parked.
 MESSAGES = Table(
     "native_delay_message",
@@ -47,14 +40,4 @@ MESSAGES = Table(
     Column("reason", Text),
     Index("native_delay_message_due", "namespace", "due_us"),
     Index("native_delay_message_task", "namespace", "task_id"),
-)
-
-#: A row for each outbox, with the number of the last batch that is there, and for each sign that
-#: something dispatches.
-OUTBOXES = Table(
-    "native_delay_line",
-    METADATA,
-    Column("name", String(32), primary_key=True),
-    Column("number", BigInteger, nullable=False),
-    Column("used_us", BigInteger, nullable=False),
 )

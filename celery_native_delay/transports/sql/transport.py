@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from queue import Empty
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
@@ -21,8 +20,8 @@ from kombu.utils.json import dumps
 
 from ...errors import NativeDelayError, UnsupportedBroker
 from ...keyed.publishing import KeyedPublish, underway
-from ...keyed.records import KeyRecords
 from ...rates.line import Lines
+from ...records.interface import Records
 from ...records.opened import Place
 from ...records.waiting import WaitingTasks
 from ...settings import DelaySettings, is_store_url
@@ -31,7 +30,7 @@ from ..aliases import OPTION, originals
 from ..interface import AdminPart, WorkerPart
 from ..moving import MovingPart
 from ..virtual.channel import DelayingChannel, DelayingTransport, Message
-from .whole_files import is_folder, put_file, take_file
+from .whole_files import is_folder, put_file
 
 
 class StoreDelayingChannel(DelayingChannel):
@@ -83,23 +82,19 @@ class StoreDelayingChannel(DelayingChannel):
         return StoreWaitingTasks(self)
 
     def lines(self, settings: DelaySettings) -> Lines:
-        _require_sqlalchemy()
         from ...rates.in_records import RecordLines
 
-        return RecordLines(self.delays.store.records)
+        return RecordLines(self.records(settings))
 
     def let_wait(self, queue: str, message: dict[str, Any], *, due_us: int, **kwargs: Any) -> None:
         self.delays.publish(message, queue, due_us=due_us)
 
-    def key_records(self, settings: DelaySettings) -> KeyRecords:
-        _require_sqlalchemy()
-        from .keyed import StoreKeyRecords
-
-        return StoreKeyRecords(self.delays.store)
+    def records(self, settings: DelaySettings) -> Records:
+        records: Records = self.delays.records
+        return records
 
     def let_wait_keyed(self, queue: str, message: dict[str, Any], keyed: KeyedPublish) -> None:
-        delays = self.delays
-        delays.publish_keyed(keyed, message, queue, self.key_records(delays.settings))
+        self.delays.publish_keyed(keyed, message, queue)
 
     def _put_fanout(
         self, exchange: str, message: dict[str, Any], routing_key: str, **kwargs: Any
@@ -171,7 +166,7 @@ class StoreDelayingTransport(DelayingTransport):
 
     def bulk_publisher(self: Any, *, window: int) -> Any:
         _require_sqlalchemy()
-        from ..virtual.learnt import publisher
+        from ..virtual.template import publisher
         from .outbox import Outbox
 
         return publisher(Outbox(self.client, window))
@@ -190,12 +185,6 @@ class FolderChannel(StoreDelayingChannel):
             return put_file(self, queue, dumps(message))
         except OSError as exc:
             raise ChannelError(f"Cannot add a file for {queue!r} to directory: {exc}") from exc
-
-    def _get(self, queue: str) -> Any:
-        message = take_file(self, queue)
-        if message is None:
-            raise Empty
-        return message
 
 
 class DatabaseChannel(StoreDelayingChannel):

@@ -30,7 +30,7 @@ class StoreWorkerPart(WorkerPart):
             logger.warning("native delay: %s; it is asked again until it answers", exc)
             found = "how many is not known yet"
         return (
-            f"{store.shown_url} holds delayed tasks of {where}: {found}; "
+            f"{store.where} holds delayed tasks of {where}: {found}; "
             f"dispatching in this worker; {self.terms}"
         )
 
@@ -60,12 +60,10 @@ class StoreWorkerPart(WorkerPart):
 
     def sweep(self) -> int:
         """Remove records that say nothing any more."""
-        return int(self._delays.store.records.sweep())
+        return int(self._delays.records.sweep())
 
     def promoter(self, connect: Callable[..., Any]) -> Dispatcher:
-        store: Store = self._delays.store
-        store.breakers.give_up_after(self.settings.store_outage_seconds)
-        return Dispatcher(store, connect)
+        return Dispatcher(self._delays.store, connect)
 
 
 def rescue(channel: Any, store: Store) -> Rescue:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from ...finding import MAY_DIFFER_IN_WHOLE_SECONDS, UNCHECKED, WRONG, Finding, clock_finding
+from ...finding import UNCHECKED, WRONG, Finding
 from ..interface import Backlog, Told
 from ..recorded import NothingParked, with_records
 from .delay_queue import (
@@ -143,15 +143,7 @@ class SqsAdminPart(NothingParked):
             )
             found.append(Finding("relaying", UNCHECKED, problem, f"make sure of it: {_RELAY}"))
         records = self._delays.records
-        return [*found, *self._clocks(), *(() if records is None else records.findings())]
-
-    def _clocks(self) -> Iterator[Finding]:
-        yield from clock_finding(
-            "SQS' clock",
-            self._delays.queues.clock_ahead_seconds or 0.0,
-            "delayed tasks from here are that much early or late",
-            may_differ_seconds=MAY_DIFFER_IN_WHOLE_SECONDS,
-        )
+        return [*found, *(() if records is None else records.findings())]
 
     def status(self) -> Status:
         """Count what waits, as far as SQS tells: its numbers are some seconds old."""
