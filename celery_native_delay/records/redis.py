@@ -1,6 +1,7 @@
-"""Records and index in a Redis or Valkey. Scripts make each step atomic, by the server's own clock.
+"""Records and an index of waiting messages in a Redis or Valkey.
 
-A change in what the keys hold is a new VERSION.
+Lua scripts make each step atomic and use the server's clock. A change in what the keys hold needs a
+new VERSION.
 """
 
 from __future__ import annotations
@@ -28,23 +29,21 @@ from .interface import (
     UNDECIDED,
     VOID,
     CompareAndSet,
-    Listed,
-    Looked,
+    IndexEntry,
+    MessageState,
     RecordName,
-    Standing,
+    Snapshot,
     delivery_of,
 )
 from .redis_link import NOW, RedisLink, latest
-from .redis_listing import THROW_AWAY, IndexKeys, RedisListing
+from .redis_listing import IndexKeys, RedisListing, throw_away
 from .replacing import ComparedRecords, RecordedTasks, Republishes
 from .waiting import Waiting, WaitingTasks
 
 VERSION = 1
 
-#: Kinds whose records can be listed: a sorted set has their names by the end of their TTL.
+#: Kinds of records that :meth:`RedisRecords.latest` lists: a sorted set holds their names.
 LISTED_KINDS = ("rate", "schedule")
-
-_SWEPT_AT_ONCE = 1000
 
 #: KEYS due, messages, ids. ARGV member, due µs, entry.
 _NOTE = """
@@ -64,8 +63,8 @@ end
 #: KEYS due, messages, ids. ARGV member.
 _FORGET = _REMOVE + "remove(ARGV[1])"
 
-#: A worker has got a message. KEYS due, messages, ids, its mark. ARGV member. Returns 1 if it must
-#: not be run.
+#: A worker has received a message. KEYS due, messages, ids, its mark. ARGV member. Returns 1 if the
+#: worker must not run the message.
 _RECEIVED = (
     _REMOVE
     + f"""
@@ -76,8 +75,8 @@ return mark and 1 or 0
 """
 )
 
-#: KEYS record, ids, mark, due. ARGV TTL of the mark in ms, '' for none. Returns now in µs, the
-#: record or '', then of each message of the task that it names the member and its due time.
+#: KEYS record, ids, mark, due. ARGV TTL of the mark in ms, or '' for no mark. Returns the time in
+#: µs, the text of the record or '', then member and due time of each message of the record's task.
 _LOOK = (
     NOW
     + f"""
@@ -96,12 +95,13 @@ return found
 """
 )
 
-#: KEYS due, messages, ids, record, names of records of its kind, mark of the new message; in a
-#: broker, whose messages have no marks, also wake and parked. ARGV '' for no record, its name if
-#: its kind is listed, else '-'; the record as it was read, the new one, its TTL in ms; of the new
-#: message, or '' thrice: member, due µs, entry; what keys of marks begin with; the members that
-#: become void, or are taken out of a broker. Returns 0 if all is not as it was: then the new
-#: message is void, and nothing else was done. What needs memory is written first.
+#: KEYS due, messages, ids, record, names of the record's kind, mark of the new message; on a Redis
+#: broker, whose messages have no marks, also wake and parked.
+#: ARGV 1: '' without a record, its name if its kind is listed, else '-'; 2-4: text of the record as
+#: it was read, new text, TTL in ms; 5-7: member, due time in µs and entry of the new message, or ''
+#: three times; 8: prefix of marks; from 9 on: members that become void, or that a broker removes.
+#: Returns 0 if the record, a mark or a member has changed: then the new message becomes void, and
+#: nothing else is written. Commands that need memory come first.
 _COMPARE_AND_SET = (
     _REMOVE
     + NOW
@@ -151,32 +151,24 @@ return 1
 """
 )
 
-#: KEYS due, messages, ids. ARGV from µs, until µs, limit. Returns how many entries it removed.
-_SWEEP = (
-    """
-local members = redis.call('ZRANGE', KEYS[1], ARGV[1], ARGV[2], 'BYSCORE', 'LIMIT', 0, ARGV[3])
-"""
-    + THROW_AWAY
-)
-
 
 @dataclass(frozen=True)
 class RecordKeys(IndexKeys):
-    """The keys of one *owner*: a namespace of a broker. Several owners may share a Redis."""
+    """The names of the keys of one *owner*, a namespace. Several owners may share a Redis."""
 
     owner: str
 
     @property
     def space(self) -> str:
-        """The beginning of all keys, without the last dot."""
+        """The prefix of all keys, without the last dot."""
         return f"{self.owner}.records.v{VERSION}"
 
 
 class RedisRecords(ComparedRecords):
-    """Records and index under the keys of one *owner*."""
+    """The records and the index of one *owner* in a Redis."""
 
     _of_broker: tuple[str, ...] = ()
-    """Further keys of a broker: of the mark that wakes promoters, and of parked messages."""
+    """On a Redis broker: the keys ``wake``, which wakes promoters, and ``parked``."""
 
     def __init__(self, url: str, owner: str) -> None:
         self.url = url
@@ -185,7 +177,7 @@ class RedisRecords(ComparedRecords):
         self.missed = 0
         self.pool = redis_client(url).connection_pool
         what = f"the records at {self.where}"
-        #: Publishing and receiving have less patience than people.
+        #: For publishes and workers, which wait 0.3 s, and for people, who wait 5 s.
         self._quick = RedisLink(self.pool, what, timeout_seconds=PATIENCE_SECONDS)
         self._patient: Any = RedisLink(self.pool, what, timeout_seconds=ANSWER_SECONDS)
 
@@ -207,7 +199,7 @@ class RedisRecords(ComparedRecords):
 
     # --- publishing and receiving ----------------------------------------------------------
 
-    def note(self, listed: Listed) -> None:
+    def note(self, listed: IndexEntry) -> None:
         if not self._quick.post(_NOTE, self.keys.index, *_message(listed)):
             self.missed += 1
 
@@ -231,12 +223,12 @@ class RedisRecords(ComparedRecords):
 
     # --- replacing -----------------------------------------------------------------------
 
-    def look(self, name: RecordName | None, undecided: str | None, mark_ms: int) -> Looked:
+    def look(self, name: RecordName | None, undecided: str | None, mark_ms: int) -> Snapshot:
         record = self.keys.space if name is None else self.keys.record(name)
         keys = [record, self.keys.ids, f"{self.keys.marks}{undecided or ''}", self.keys.due]
         now_us, text, *found = self._patient.run(_LOOK, keys, mark_ms if undecided else "")
         messages = tuple((member.decode(), int(due_us or 0)) for member, due_us in found)
-        return Looked(now_us, text.decode() or None, messages)
+        return Snapshot(now_us, text.decode() or None, messages)
 
     def unmark(self, delivery_id: str, left_ms: int = 0) -> None:
         mark = self.keys.marks + delivery_id
@@ -265,13 +257,13 @@ class RedisRecords(ComparedRecords):
         )
         return bool(done)
 
-    def standing(self, member: str) -> Standing:
+    def state_of(self, member: str) -> MessageState:
         mark = self._patient.ask("GET", self.keys.marks + delivery_of(member))
         if mark == VOID.encode():
-            return Standing.VOID
-        # One with a mark is about to take the place of another.
+            return MessageState.VOID
+        # A message with the mark "undecided" is about to replace another message.
         is_known = mark or self._patient.ask("HEXISTS", self.keys.messages, member)
-        return Standing.KNOWN if is_known else Standing.UNKNOWN
+        return MessageState.KNOWN if is_known else MessageState.UNKNOWN
 
     def tasks(self, republishes: Republishes) -> WaitingTasks:
         return RedisTasks(self, republishes)
@@ -279,13 +271,14 @@ class RedisRecords(ComparedRecords):
     # --- upkeep --------------------------------------------------------------------------
 
     def sweep(self) -> int:
-        return self._throw_away("-inf", time_ns() // 1000 - STALE_AFTER_US)
+        until_us = time_ns() // 1000 - STALE_AFTER_US
+        return throw_away(self._patient, self.keys.index, "-inf", until_us)
 
     def purge(self) -> None:
-        self._throw_away(time_ns() // 1000, "+inf")
+        throw_away(self._patient, self.keys.index, time_ns() // 1000, "+inf")
 
     def findings(self) -> Iterator[Finding]:
-        """Faults of the Redis."""
+        """Look for problems of the Redis: settings, version, clock."""
         with redis_client(self.url) as client:
             yield from findings(
                 client,
@@ -293,19 +286,9 @@ class RedisRecords(ComparedRecords):
                 where=f"native_delay_records at {self.where}",
             )
 
-    def _throw_away(self, from_us: int | str, until_us: int | str) -> int:
-        swept = 0
-        while True:
-            taken: int = self._patient.run(
-                _SWEEP, self.keys.index, from_us, until_us, _SWEPT_AT_ONCE
-            )
-            swept += taken
-            if taken < _SWEPT_AT_ONCE:
-                return swept
-
 
 class RedisTasks(RecordedTasks, RedisListing):
-    """Waiting tasks that the index in a Redis lists, on a client of their own."""
+    """The waiting tasks in an index in a Redis, read with a client of their own."""
 
     def __init__(self, index: RedisRecords, republishes: Republishes) -> None:
         def decode(member: str, entry: bytes, due_us: int) -> Waiting | None:
@@ -325,12 +308,12 @@ class RedisTasks(RecordedTasks, RedisListing):
         try:
             yield
         except (RedisError, OSError) as exc:
-            where = f"the records at {self._where} are out of reach"
+            where = f"the records at {self._where} are unreachable"
             raise RecordsUnavailable(f"{where}: {str(exc).rstrip('.')}") from exc
 
 
 def redis_client(url: str) -> Any:
-    """A client of redis-py's for all that people ask."""
+    """A redis-py client for questions of people, with a timeout of 5 s and no retries."""
     return redis.Redis.from_url(
         redis_py_url(url),
         socket_timeout=ANSWER_SECONDS,
@@ -339,5 +322,5 @@ def redis_client(url: str) -> Any:
     )
 
 
-def _message(listed: Listed) -> tuple[Any, ...]:
+def _message(listed: IndexEntry) -> tuple[Any, ...]:
     return listed.member, listed.due_us, listed.entry

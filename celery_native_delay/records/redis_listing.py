@@ -1,8 +1,11 @@
-"""Looking at what waits in Redis: by due time, by task id, by what stands in it.
+"""Lists and searches the waiting tasks in a Redis.
 
-Three keys: a sorted set of members by due time in microseconds, a hash of their entries, and a
-sorted set of the same members, all with score 0, so that those of one task id stand together. A
-member is ``<task id>:<what tells messages of one id apart>``. A producer keeps all three.
+Each waiting message has a *member*, ``<task id>:<digest or delivery id>``, and an *entry*, the
+message itself. Three keys hold them:
+
+- ``due``: a sorted set of members by due time in microseconds;
+- ``messages``: a hash of entries by member;
+- ``ids``: a sorted set of members with score 0, so in the order of task ids.
 """
 
 from __future__ import annotations
@@ -16,12 +19,12 @@ from typing import Any
 from .interface import RecordName
 from .waiting import ALL, Page, Query, Waiting, WaitingTasks
 
-#: Entries that one script looks into, so that it keeps Redis from others for 1-2 ms only.
+#: Entries that one script searches: so many take 1-2 ms, in which Redis serves no other client.
 CHUNK = 500
 
-#: KEYS due, messages. ARGV first rank, last rank, a text in lower case or ''. Returns members, due
-#: times and entries that contain it in any case. 25 entries at once fit into the processor's cache.
-#: Few entries match as a rule, so only their due times are asked for.
+#: KEYS due, messages. ARGV first rank, last rank, a text in lower case or ''. Returns member, due
+#: time and entry of each message whose entry contains the text in any case. 25 entries at once fit
+#: into the processor's cache.
 SEARCH = """
 local call, find, lower, text = redis.call, string.find, string.lower, ARGV[3]
 local names, found = call('ZRANGE', KEYS[1], ARGV[1], ARGV[2]), {}
@@ -40,7 +43,7 @@ end
 return found
 """
 
-#: KEYS due. ARGV edges. Returns how many are due between each two of them.
+#: KEYS due. ARGV times in µs. Returns the number of messages due between each two of these times.
 COUNTS = """
 local counts = {}
 for at = 1, #ARGV - 1 do
@@ -49,9 +52,10 @@ end
 return counts
 """
 
-#: The end of a script that has put into `members` what it throws away. KEYS any sorted set,
-#: messages, ids.
-THROW_AWAY = """
+#: KEYS any sorted set, messages, ids. ARGV lowest score, highest score, limit. Removes messages,
+#: and returns their number.
+_THROW_AWAY = """
+local members = redis.call('ZRANGE', KEYS[1], ARGV[1], ARGV[2], 'BYSCORE', 'LIMIT', 0, ARGV[3])
 if #members > 0 then
     redis.call('ZREM', KEYS[1], unpack(members))
     redis.call('HDEL', KEYS[2], unpack(members))
@@ -60,16 +64,19 @@ end
 return #members
 """
 
-#: Of a member with its entry and due time in microseconds; None for what is not to be seen.
+_THROWN_AT_ONCE = 1000
+
+#: Makes a waiting task of a member, its entry and its due time in microseconds. None for a
+#: cancelled task, which is not shown.
 Decode = Callable[[str, bytes, int], Waiting | None]
 
 
 class IndexKeys:
-    """The three keys, and what all keys of their kind begin with."""
+    """The names of the keys of one namespace in a Redis."""
 
     @property
     def space(self) -> str:
-        """The beginning of all keys, without the last dot."""
+        """The prefix of all keys, without the last dot."""
         raise NotImplementedError
 
     @property
@@ -79,12 +86,12 @@ class IndexKeys:
 
     @property
     def messages(self) -> str:
-        """Hash: member → entry, of what is due, waits or is parked."""
+        """Hash: entries by member, of messages that wait, are due, or are parked."""
         return f"{self.space}.messages"
 
     @property
     def marks(self) -> str:
-        """The beginning of the keys of marks; the delivery id follows."""
+        """The prefix of the keys of marks; a delivery id follows."""
         return f"{self.space}.mark."
 
     def record(self, name: RecordName) -> str:
@@ -92,12 +99,12 @@ class IndexKeys:
         return f"{self.space}.{name.kind}.{name.name}"
 
     def names(self, kind: str) -> str:
-        """Sorted set: names of a kind's records by the time in µs until which they are kept."""
+        """Sorted set: the names of all records of a *kind* by the end of their TTL in µs."""
         return f"{self.space}.{kind}s"
 
     @property
     def ids(self) -> str:
-        """Sorted set: the members of the hash, all with score 0, so in the order of task ids."""
+        """Sorted set: members of the hash, all with score 0, so in the order of task ids."""
         return f"{self.space}.ids"
 
     @property
@@ -106,10 +113,10 @@ class IndexKeys:
 
 
 class RedisListing(WaitingTasks):
-    """The waiting tasks that the three keys list."""
+    """The waiting tasks in the keys ``due``, ``messages`` and ``ids``."""
 
     def __init__(self, client: Any, keys: IndexKeys, decode: Decode) -> None:
-        """*client* is a redis.Redis that returns bytes."""
+        """*client* is a ``redis.Redis`` that returns bytes. *decode* reads an entry."""
         self._client = client
         self._due, self._messages, self._ids = keys.index
         self._decoded = decode
@@ -127,7 +134,7 @@ class RedisListing(WaitingTasks):
         with self._explained():
             first, end = self._ranks(query)
             if query.is_by_time_only:
-                # Those that are not to be seen are made up for by the next.
+                # The page is filled up from the next entries if some are not shown.
                 matching = self._matching(query, first + offset, end, chunk=min(limit, CHUNK))
                 return Page(tuple(islice(matching, limit)), end - first)
             matching = self._matching(query, first, end)
@@ -145,16 +152,17 @@ class RedisListing(WaitingTasks):
 
     @abstractmethod
     def _explained(self) -> AbstractContextManager[None]:
-        """A block whose errors of redis-py say that the records are away."""
+        """Turn redis-py's errors into RecordsUnavailable within a block."""
 
     def _found(self, task_id: str) -> list[tuple[str, bytes, Waiting]]:
-        """Members and entries under *task_id*, parked ones too, and what people see of them.
+        """Member, entry and task of each message with this task id, parked messages included.
 
-        The due time is read first: a message that is moved in between shows up as changed.
+        The due time is read before the entry. If the message is moved in between, a later change
+        finds another entry, and fails.
         """
         found = []
         with self._explained():
-            # ";" follows ":".
+            # In ASCII ";" follows ":".
             members = self._client.zrangebylex(self._ids, f"[{task_id}:", f"({task_id};")
             for member in map(bytes.decode, members):
                 if member.rpartition(":")[0] != task_id:
@@ -167,7 +175,7 @@ class RedisListing(WaitingTasks):
         return found
 
     def _ranks(self, query: Query) -> tuple[int, int]:
-        """The rank of the first that is due in the range, and that behind the last."""
+        """The rank of the first message due in the range, and the rank behind the last."""
         count = self._client.zcount
         first = 0 if query.from_us is None else count(self._due, "-inf", f"({query.from_us}")
         if query.until_us is None:
@@ -184,3 +192,16 @@ class RedisListing(WaitingTasks):
                 task = self._decoded(member.decode(), entry, int(float(score)))
                 if task is not None and query.matches(task):
                     yield task
+
+
+def throw_away(link: Any, keys: Sequence[str], lowest: int | str, highest: int | str) -> int:
+    """Remove all messages whose score in the first of *keys* is in a range; return their number.
+
+    *link* runs the script. The other two *keys* are ``messages`` and ``ids``.
+    """
+    thrown = 0
+    while True:
+        taken: int = link.run(_THROW_AWAY, keys, lowest, highest, _THROWN_AT_ONCE)
+        thrown += taken
+        if taken < _THROWN_AT_ONCE:
+            return thrown

@@ -48,7 +48,7 @@ def test_due_tasks_wait_for_records_that_are_away(vhost_url: str, tmp_path: Path
             assert Delay(app).cancel(dropped.id)
             worker.wait_for_log("Discarding revoked task", dropped.id)
             records.kill()
-            worker.wait_for_log("the records at", "are away")
+            worker.wait_for_log("the records at", "are unreachable")
             sleep(max(due + 1 - time(), 0))
             assert fleet.record.runs() == []
             records.start()

@@ -353,12 +353,12 @@ def test_without_its_records_the_page_shows_what_the_broker_knows(
                 records.kill()
                 shows_the_brokers_own(
                     page,
-                    f"records at {records.url.replace('hush', '**')} are out of reach: ",
+                    f"records at {records.url.replace('hush', '**')} are unreachable: ",
                     meaning,
                 )
                 page = DelaysPage(chrome, flower)  # for whoever opens it now, as well
                 page.wait(lambda: "Connection refused" in page.text("#delays-error"))
-                shows_the_brokers_own(page, "out of reach", meaning)
+                shows_the_brokers_own(page, "unreachable", meaning)
                 assert "hush" not in chrome.page_source
                 records.start()
                 page.lists(38)

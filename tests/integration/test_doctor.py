@@ -20,12 +20,10 @@ from celery import Celery
 
 from celery_native_delay import install, redis_server, register_transports
 from celery_native_delay.app.doctor import examine
-from celery_native_delay.app.installation import admin_part
 from celery_native_delay.finding import ADVICE, UNCHECKED, WRONG, Finding
 from celery_native_delay.records import database
 from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, private_redis
 from celery_native_delay.transports.redis.keys import Keys
-from celery_native_delay.transports.sqs import queues
 from example_project.private_sqs import PrivateSqs
 from tests.brokers import in_ci
 from tests.conformance.brokers import running_broker, settings_of
@@ -465,7 +463,7 @@ def test_a_producer_says_that_nothing_dispatches(folder_url: str, project: Proje
 AN_HOUR_SECONDS = 3600
 
 
-@pytest.fixture(params=["redis", in_ci("sqs"), in_ci("filesystem-postgresql")])
+@pytest.fixture(params=["redis", in_ci("filesystem-postgresql")])
 def declared_app(
     request: pytest.FixtureRequest,
 ) -> Iterator[tuple[Celery, ModuleType, str]]:
@@ -474,13 +472,6 @@ def declared_app(
         case "redis":
             with private_redis(server="redis") as server:
                 yield app_on(server.url), redis_server, "time_ns"
-        case "sqs":
-            sqs: PrivateSqs = request.getfixturevalue("shared_sqs")
-            sqs.wipe()
-            app = app_on(sqs.url)
-            with app.connection_for_write() as connection:
-                admin_part(app, connection).declare(list(app.amqp.queues.values()))
-            yield app, queues, "time"
         case kind:
             with running_broker(kind, pytest.fail) as broker_with_store:
                 app = app_on_store(broker_with_store.new_space())

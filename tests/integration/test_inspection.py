@@ -654,10 +654,10 @@ def test_status_tells_tasks_by_the_records_and_explains_the_copies_in_the_levels
         assert lines[waiting + 1] == "next due within 2 h 17 min"
         assert lines[waiting + 2] == "overdue unknown (the records are unreachable)"
         assert lines[waiting + 3 : waiting + 5] == ["parked 0", "stuck 0"]
-        assert lines[-1].startswith(f"records the records at {records.url} are out of reach: ")
+        assert lines[-1].startswith(f"records the records at {records.url} are unreachable: ")
         told = shop.told("status")
         assert (told["waiting"], told["in_levels"], told["overdue"]) == (4, 4, None)
-        assert "are out of reach" in told["records"]["error"]
+        assert "are unreachable" in told["records"]["error"]
 
 
 @on_one_version

@@ -18,8 +18,8 @@ from celery_native_delay.records.interface import (
     PATIENCE_SECONDS,
     STALE_AFTER_US,
     Index,
-    Listed,
-    Standing,
+    IndexEntry,
+    MessageState,
 )
 from celery_native_delay.records.opened import records_of_process
 from celery_native_delay.testing import (
@@ -151,7 +151,7 @@ def test_a_template_records_what_apply_async_does(app: Celery, delay: Delay) -> 
 
     class Noting:
         @staticmethod
-        def note(listed: Listed) -> None:
+        def note(listed: IndexEntry) -> None:
             entries[listed.member.partition(":")[0]] = Entry.decoded(listed.entry)
 
     records.note = Noting.note
@@ -185,11 +185,11 @@ def test_what_was_never_sent_is_not_listed_and_a_purge_keeps_what_is_due(
     assert delay.ls().tasks == ()
     send(app, 2, countdown=3600)  # noqa: F405
     records = records_of(app)
-    records.note(Listed("due:d", time_ns() // 1000, '["", "q", null, null, {}]\n{}'))
+    records.note(IndexEntry("due:d", time_ns() // 1000, '["", "q", null, null, {}]\n{}'))
     records.flush()
     with app.connection_for_write() as connection:
         assert connection.default_channel.admin_part(app._native_delay.settings()).purge()
-    assert records.standing("due:d") is Standing.KNOWN
+    assert records.state_of("due:d") is MessageState.KNOWN
     assert delay.show("order-2") == []
 
 
@@ -227,7 +227,7 @@ def test_publishing_goes_on_while_the_records_are_away(
 
         def told() -> int:
             timed(app, 1)
-            return sum("are away" in record.message for record in caplog.records)
+            return sum("are unreachable" in record.message for record in caplog.records)
 
         wait_until(lambda: told() or None)
         if how == "down":
@@ -274,14 +274,14 @@ def test_a_sweep_removes_what_no_worker_told_the_records_of(app: Celery) -> None
     records, now_us = records_of(app), time_ns() // 1000
     for number in range(3):
         due_us = now_us - number * 2 * STALE_AFTER_US // 3
-        records.note(Listed(f"task-{number}:d{number}", due_us, "[]\n"))
+        records.note(IndexEntry(f"task-{number}:d{number}", due_us, "[]\n"))
     records.flush()
     with app.connection_for_write() as connection:
         part = connection.default_channel.worker_part(app._native_delay.settings())
         assert part.sweep() == 1
         assert part.sweep() == 0
-    standings = [records.standing(f"task-{number}:d{number}") for number in range(3)]
-    assert standings == [Standing.KNOWN, Standing.KNOWN, Standing.UNKNOWN]
+    standings = [records.state_of(f"task-{number}:d{number}") for number in range(3)]
+    assert standings == [MessageState.KNOWN, MessageState.KNOWN, MessageState.UNKNOWN]
 
 
 def test_calls_under_a_key_leave_no_mark_of_what_was_not_sent_or_counts(

@@ -232,7 +232,7 @@ def test_a_fence_that_cannot_be_opened_or_sealed_is_an_error(
         fan_out(df, make_app("amqp://127.0.0.1:1"), "r", fence=True, **given).send()
     monkeypatch.setattr("celery_native_delay.spark.fencing.OPEN_PATIENCE_SECONDS", 0.2)
     away = make_app(native_delay_redis_url, records="redis://127.0.0.1:1")
-    with pytest.raises(RecordsUnavailable, match="out of reach: ConnectionError"):
+    with pytest.raises(RecordsUnavailable, match="unreachable: ConnectionError"):
         fan_out(df, away, "r", fence=True, **given).send()
     assert native_delay_redis.client.keys("tests.*") == []
 

@@ -23,7 +23,7 @@ from ...due_time import check_reach, eta_of, units_until
 from ...errors import CannotDelay, NativeDelayError, TopologyMismatch
 from ...keyed.publishing import KeyedPublish
 from ...message import Delayed
-from ...records.interface import Listed
+from ...records.interface import IndexEntry
 from ...settings import DelaySettings
 from ..moving import expires_ms_of
 from ..recorded import records_beside
@@ -192,7 +192,7 @@ class Delays:
         properties, body = message.properties, message.body
         headers = properties.get("application_headers") or {}
 
-        def put(due_us: int, delivery_id: str, clock_ahead_us: int) -> Listed:
+        def put(due_us: int, delivery_id: str, clock_ahead_us: int) -> IndexEntry:
             now_us = time_ns() // 1000 - clock_ahead_us
             self.units(due_us, now_us=now_us)  # or DelayTooLong
             own = {**properties, "application_headers": {**headers, "eta": eta_of(due_us)}}
@@ -202,7 +202,7 @@ class Delays:
             message = amqp.Message(body, **own)
             self.put_back(message, delayed, recorded=False, clock_ahead_us=clock_ahead_us)
             member = f"{keyed.task_id}:{delivery_id}"
-            return Listed(member, due_us, Entry(own, body, *where).encoded())
+            return IndexEntry(member, due_us, Entry(own, body, *where).encoded())
 
         keyed.settle(self.records, put)
 

@@ -14,7 +14,7 @@ from kombu.utils.json import JSONEncoder, loads
 from ...due_time import eta_of
 from ...keyed.record import key_and_kind
 from ...message import HEADER, Delayed
-from ...records.interface import Index, Listed
+from ...records.interface import Index, IndexEntry
 from ...records.waiting import Waiting
 from ..recorded import member_of
 
@@ -112,7 +112,7 @@ class Recorder:
 
     def note(self, member: str, due_us: int, entry: Entry) -> None:
         """Note an entry."""
-        self._index.note(Listed(member, due_us, entry.encoded()))
+        self._index.note(IndexEntry(member, due_us, entry.encoded()))
 
     def forget(self, message: amqp.Message, delivery_id: str) -> None:
         """Delete the entry of a message that the broker refused."""

@@ -18,7 +18,7 @@ from amqp.exceptions import AMQPError, MessageNacked, NotFound
 from ...errors import CannotDelay, ManagementUnavailable, RecordsUnavailable, UnsupportedBroker
 from ...keyed.publishing import KeyedPublish
 from ...keyed.records import KeyRecords
-from ...records.interface import Standing
+from ...records.interface import MessageState
 from ...settings import DelaySettings
 from ..moving import Found, Moving, MovingPart, Reach, Source, Void
 from ..recorded import member_of, records_beside
@@ -137,10 +137,10 @@ class SetSource(QueueSource):
             return found
         if not self.keeps_keys:
             return self._received(member, found)
-        match self._records.standing(member):
-            case Standing.VOID:
+        match self._records.state_of(member):
+            case MessageState.VOID:
                 return Void()
-            case Standing.KNOWN:
+            case MessageState.KNOWN:
                 return replace(found, known=True)
         return found
 
@@ -206,7 +206,7 @@ class RabbitMQMovingPart(MovingPart):
         if records is None or member is None:
             return False
         with suppress(RecordsUnavailable):
-            return bool(records.standing(member) is Standing.KNOWN)
+            return bool(records.state_of(member) is MessageState.KNOWN)
         return False
 
     # --- sources -------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import redis
 from ...due_time import milliseconds_up
 from ...finding import Finding
 from ...keyed.publishing import KeyedPublish
-from ...records.interface import Listed
+from ...records.interface import IndexEntry
 from ...redis_server import Server, check_server, clock_ahead_seconds, keeping, server_of
 from ...settings import DelaySettings
 from ..virtual import delays
@@ -87,9 +87,9 @@ class Delays(delays.Delays):
     ) -> None:
         """Store kombu's *message* as its key has it; raises as :meth:`publish`, AnotherStands."""
 
-        def put(due_us: int, *_: object) -> Listed:
+        def put(due_us: int, *_: object) -> IndexEntry:
             member, entry = self.stored(due_then(message, due_us), destination, due_us=due_us)
-            return Listed(member, due_us, entry)
+            return IndexEntry(member, due_us, entry)
 
         keyed.settle(self.records, put)
         self.watch()

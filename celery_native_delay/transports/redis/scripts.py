@@ -7,8 +7,6 @@ a server that insists on it (cluster mode) needs them in one slot.
 
 from __future__ import annotations
 
-from ...records.redis_listing import THROW_AWAY
-
 #: KEYS due, messages, wake, ids. ARGV member, due µs, entry.
 #: The marker is touched only by what comes first of all, so it costs nothing in the usual case.
 ADD = """
@@ -192,14 +190,6 @@ return {
     redis.call('EXISTS', KEYS[4]),
 }
 """
-
-#: KEYS sorted set, messages, ids. ARGV limit. Returns how many entries it threw away.
-DISCARD = (
-    """
-local members = redis.call('ZRANGE', KEYS[1], 0, tonumber(ARGV[1]) - 1)
-"""
-    + THROW_AWAY
-)
 
 #: Another due time and entry for a message that is still there, parked or not. KEYS due, messages,
 #: wake, parked. ARGV member, the entry it had, due µs or '' for now, the new entry. Returns when

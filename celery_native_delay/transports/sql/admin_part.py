@@ -1,4 +1,4 @@
-"""The command line's part with a store."""
+"""What the command line does with a store."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .worker_part import rescue
 
 
 class StoreAdminPart(AdminPart):
-    """An :class:`~celery_native_delay.transports.interface.AdminPart` on one channel."""
+    """The :class:`~celery_native_delay.transports.interface.AdminPart` of a store."""
 
     def __init__(self, channel: Any) -> None:
         self._channel = channel
@@ -29,7 +29,7 @@ class StoreAdminPart(AdminPart):
         self.parking = f"{MESSAGES.name} of {self._store.where}, parked"
 
     def declare(self, queues: Sequence[Any]) -> Told:
-        """Make the tables, if they are not there."""
+        """Create the tables that are missing."""
         self._store.records.make_tables()
         sentence = f"{self.name}: its tables are there, in version {VERSION}"
         return Told({"name": self.name, "version": VERSION}, [sentence])
@@ -37,7 +37,7 @@ class StoreAdminPart(AdminPart):
     def verify(self) -> list[Finding]:
         with _told() as found:
             if self._store.is_made():
-                # Only a user who may write can delete, even if there is nothing to be deleted.
+                # Fails if this user may not write, although no row matches.
                 nothing = delete(MESSAGES).where(MESSAGES.c.id < 0)
                 self._store.do(lambda connection: connection.execute(nothing))
             else:
@@ -76,7 +76,7 @@ class StoreAdminPart(AdminPart):
 
 @contextmanager
 def _told() -> Iterator[list[Finding]]:
-    """A list of findings, to which is added what ended the block."""
+    """A list of findings. A StoreUnavailable within the block becomes one more finding."""
     found: list[Finding] = []
     try:
         yield found

@@ -1,8 +1,8 @@
-"""Dispatching what is due: in every worker, or in a process of its own. No leader.
+"""Dispatching due messages from the store, in every worker or in ``delay promote``. No leader.
 
-It asks for the next due time and sleeps until then. What this process adds meanwhile and is due
-sooner wakes it up. What other processes add it sees when it looks again, which matters only to
-delays shorter than that: a longer one is known long before it is over.
+The dispatcher asks for the next due time and sleeps until then. A message that this process stores
+meanwhile wakes it up if it is due sooner. The dispatcher sees messages of other processes when it
+looks again, after 0.05 s (file) or 0.25 s (server). Only a shorter delay may be late by that.
 """
 
 from __future__ import annotations
@@ -25,28 +25,28 @@ from .store import Store
 
 logger = logging.getLogger(__name__)
 
-#: Seconds between two looks at a file, and at a server.
+#: Seconds between two looks at a SQLite file, and at a database server.
 FILE_LOOK_SECONDS = 0.05
 SERVER_LOOK_SECONDS = 0.25
 
 #: Seconds between attempts to reach the database: the first, and at most.
 RETRY_SECONDS = (0.1, 5.0)
 
-#: Seconds until a look at what others were about to hand over.
+#: Seconds until the next look if other dispatchers have locked the due messages.
 _TAKEN_PAUSE_SECONDS = 0.02
 
-#: For so much of the time that a batch has kept a file locked it is then left to others: SQLite
-#: has waiting processes look every 0.1 s, and give up after 5 s.
+#: After a batch the SQLite file is left to other processes for this part of the time that the batch
+#: took. SQLite's waiting processes look every 0.1 s, and give up after 5 s.
 _LEFT_TO_OTHERS = 0.25
 
 _FETCHING, _DISPATCHING = "fetching what is due", "dispatching what is due"
 
 
 class Dispatcher:
-    """A loop that dispatches what is due. *promoted* and *parked* count messages so far."""
+    """A loop that dispatches due messages. *promoted* and *parked* count messages so far."""
 
     def __init__(self, store: Store, connect: Callable[..., Any]) -> None:
-        """*connect* makes a kombu connection, given its ``transport_options``."""
+        """*connect* opens a kombu connection with the given ``transport_options``."""
         self.promoted = 0
         self.parked = 0
         self._store = store
@@ -54,16 +54,17 @@ class Dispatcher:
         self._connection: Any = None
         self._hand_over: HandOver | None = None
         self._stopping = Event()
-        #: Whatever is put here ends the present pause, or else the next one. A signal handler may.
+        #: An item in this queue ends the present pause, or else the next one. Signal handlers may
+        #: use it.
         self._alarm: SimpleQueue[None] = SimpleQueue()
         self._sign = Sign(store.show_dispatching, RecordsUnavailable)
         self._sleeps_until_us = 0
         self._backoff = Backoff(*RETRY_SECONDS)
-        #: "fetching what is due" or "dispatching what is due", if that failed last; else "".
+        #: The activity that failed last, for the log; "" if the last one succeeded.
         self._failing = ""
 
     def run(self) -> None:
-        """Dispatch until :meth:`stop`; what is away is tried again, however long it takes."""
+        """Dispatch until :meth:`stop`. While store or broker are unreachable, keep trying."""
         self._store.on_add = self._note_added
         try:
             while not self._stopping.is_set():
@@ -81,7 +82,7 @@ class Dispatcher:
             self._alarm.put(None)
 
     def _pause(self, seconds: float) -> None:
-        """Wait for so long, or until the alarm ends it."""
+        """Sleep for so many seconds, or until the alarm rings."""
         with suppress(Empty):
             self._alarm.get(timeout=max(seconds, 0))
             while True:
@@ -91,22 +92,22 @@ class Dispatcher:
         try:
             self._store.prepare()
             self._sign.keep_up()
-            # What is added from here on rings.
+            # From here on every message that this process stores rings the alarm.
             self._sleeps_until_us = 1 << 62
             next_us = self._store.next_due_us()
-        except Exception as error:  # the loop must outlive whatever a driver brings
+        except Exception as error:  # the loop must survive any error of a driver
             self._wait_for(_FETCHING, error)
             return
         self._works(_FETCHING)
         now_us = time_ns() // 1000
         if next_us is None or next_us > now_us:
-            self._works(_DISPATCHING)  # others may have done it
+            self._works(_DISPATCHING)  # another dispatcher may have done it
             self._sleep(next_us, now_us)
             return
         try:
             away = self._hand_over_batch()
         except StoreUnavailable as error:
-            # It can be read, and not written to: the broker is not to blame.
+            # The store can be read but not written: the broker connection can be kept.
             self._wait_for(_DISPATCHING, error)
             return
         except Exception as error:
@@ -127,7 +128,7 @@ class Dispatcher:
             self._pause((until_us - time_ns() // 1000) / 1_000_000)
 
     def _hand_over_batch(self) -> Exception | None:
-        """Hand over what is due now, one batch; why no more can be, if the broker is away."""
+        """Deliver one batch of due messages. Returns the error if the broker cannot be reached."""
         if self._hand_over is None:
             self._hand_over = self._connected()
         began = monotonic()
@@ -139,7 +140,7 @@ class Dispatcher:
         if batch.put_off:
             self._tell_of(batch)
         if not batch.messages and away is None:
-            # Others have taken what is due, and may put it back.
+            # Other dispatchers have locked the due messages, and may release them.
             self._pause(_TAKEN_PAUSE_SECONDS)
         return away
 
@@ -149,22 +150,22 @@ class Dispatcher:
         reason = batch.put_off[-1]["why"]
         if parked:
             logger.error(
-                "native delay: parked %d message(s), their destination refused them again and "
-                "again: %s; see `celery -A PROJ delay parked list`",
+                "native delay: parked %d message(s) that their queue has refused 8 times: %s; see "
+                "`celery -A PROJ delay parked list`",
                 parked,
                 reason,
             )
         if later := len(batch.put_off) - parked:
             logger.warning(
-                "native delay: put off %d message(s), their destination refused them: %s",
+                "native delay: %d message(s) were refused by their queue and are tried again: %s",
                 later,
                 reason,
             )
 
     def _connected(self) -> HandOver:
-        # kombu's own channel: what is due is not to wait once more.
+        # kombu's own channel, because ours would delay the messages once more.
         self._connection = self._connect(transport_options={OPTION: False})
-        # Once for each URL; the pauses between attempts are ours.
+        # One attempt for each URL: the pauses between attempts are made here.
         tries = len(self._connection.alt) or 1
         self._connection.ensure_connection(max_retries=tries, interval_start=0, interval_step=0)
         return hand_over_on(self._connection.default_channel, self._store)
@@ -172,7 +173,7 @@ class Dispatcher:
     def _disconnect(self) -> None:
         connection, self._connection, self._hand_over = self._connection, None, None
         if connection is not None:
-            with suppress(Exception):  # it is gone, whatever it says to that
+            with suppress(Exception):  # the connection is given up anyway
                 connection.close()
 
     def _works(self, what: str) -> None:

@@ -1,4 +1,4 @@
-"""Moving what waits to and from a store."""
+"""Migrating waiting messages to and from a store."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StoreMovingPart(moving.MovingPart):
         self.name = f"{self._store.namespace} of {self._store.where}"
 
     def prepare(self, queues: Any) -> None:
-        """Make the tables, if they are not there, and declare *queues*."""
+        """Create the tables that are missing, and declare *queues*."""
         self._store.prepare()
         super().prepare(queues)
 
@@ -45,7 +45,7 @@ class StoreMovingPart(moving.MovingPart):
 
 
 class StoreSource(Source):
-    """All that waits in a store, earliest first."""
+    """All waiting messages in a store, earliest due time first."""
 
     keeps_keys = False
 
@@ -65,7 +65,8 @@ class StoreSource(Source):
         after, left = (0, 0), census.waiting
         while left > 0:
             following = behind(store.namespace, *after)
-            chunk = store.look_up(lambda found, asked=following: found.execute(asked).all())  # type: ignore[misc]
+            with store.explained(), store.engine.connect() as connection:
+                chunk = connection.execute(following).all()
             if not chunk:
                 return
             for row in chunk[:left]:
@@ -75,7 +76,7 @@ class StoreSource(Source):
                     yield moving.LEFT
                     continue
                 if not self._do(update(MESSAGES).where(*as_it_was(row)).values(reason=MOVING)):
-                    continue  # handed over meanwhile
+                    continue  # it was delivered meanwhile
                 self._last = row
                 found = moving.moving_of(row.envelope, queue=row.queue, due_us=row.due_us)
                 yield replace(found, again=row.reason == MOVING)
@@ -84,5 +85,5 @@ class StoreSource(Source):
         return self._do(delete(MESSAGES).where(*as_it_was(self._last)))
 
     def _do(self, statement: Any) -> bool:
-        """True if *statement* found its message."""
+        """Execute *statement*. True if its message was unchanged."""
         return bool(self._store.do(lambda found: found.execute(statement).rowcount))

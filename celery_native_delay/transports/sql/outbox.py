@@ -1,8 +1,8 @@
-"""Many messages into a store: a hundred in a transaction, none twice whatever is lost on the way.
+"""Bulk publishing into a store: 100 messages in a transaction, and no message twice.
 
-Each batch has a number, which the transaction that stores it writes into a record of its outbox.
-One that is done again, because its commit was not answered, finds its number and changes nothing:
-neither for a message that still waits, nor for one that has been handed over since.
+Each batch has a number, which its transaction writes into the record of the outbox. If the answer
+to a commit is lost, the batch is stored again. Then it finds its number in the record, and stores
+nothing.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from ..virtual.outbox import CallingOutbox, NotTaken
 from .delays import BROADCAST, StoreMessage
 from .store import ADD, Store, is_about_a_row
 
-#: The record of an outbox is kept for a day, in microseconds, after its last batch.
+#: Microseconds, a day: the record of an outbox is kept for so long after its last batch.
 _KEPT_US = 86_400_000_000
 
 
 class StoreCollecting(Collecting):
-    """A channel that collects messages as they are stored."""
+    """A channel that collects messages in the form in which the store keeps them."""
 
     def put_for(self: Any, queue: str, message: dict[str, Any]) -> StoreMessage | PlainMessage:
         due_us = self.due_of(message)
@@ -43,7 +43,7 @@ class StoreCollecting(Collecting):
 
 
 class Outbox(CallingOutbox[StoreMessage | PlainMessage]):
-    """Many messages into a store, a hundred in a transaction; others go to the broker as ever."""
+    """Stores delayed messages, 100 in a transaction. Immediate messages go to the broker."""
 
     collecting = StoreCollecting
 
@@ -56,7 +56,7 @@ class Outbox(CallingOutbox[StoreMessage | PlainMessage]):
             *client.recoverable_connection_errors,
         )
         self._numbered: NumberedBatches | None = None
-        #: Of the last batch that is stored.
+        #: The number of the last batch that was stored.
         self._number = 0
 
     def is_lasting(self, error: BaseException) -> bool:
@@ -98,17 +98,17 @@ class Outbox(CallingOutbox[StoreMessage | PlainMessage]):
 
 
 class NumberedBatches:
-    """The batches of one outbox. Every method raises RecordsUnavailable."""
+    """Stores the numbered batches of one outbox. Methods may raise RecordsUnavailable."""
 
     def __init__(self, store: Store) -> None:
         self._name = RecordName("outbox", uuid4().hex)
         self._store = store
 
     def store(self, number: int, puts: Sequence[StoreMessage]) -> None:
-        """Store all of *puts* as batch *number*; or none of them if this raises.
+        """Store all *puts* as batch *number*, or none if this raises an error.
 
-        A batch that is stored again waits for the transaction of its first attempt, should that
-        still be under way: both write the same record.
+        If the transaction of an earlier attempt is still running, this one waits for it, because
+        both write the same record.
         """
         records = self._store.records
         rows = [self._store.row(put.queue, put.envelope, put.due_us, put.task_id) for put in puts]
@@ -124,5 +124,5 @@ class NumberedBatches:
         self._store.on_add(min(put.due_us for put in puts))
 
     def close(self) -> None:
-        """Remove the record: no batch comes any more."""
+        """Remove the record after the last batch."""
         self._store.records.change(self._name, lambda _: Change(None, 0, None))

@@ -1,4 +1,4 @@
-"""Records in a store, beside the messages that wait: one transaction changes both."""
+"""Records in a store. One transaction changes a record and a waiting message."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 from sqlalchemy import Connection, bindparam, delete, insert, select
 
 from ...errors import RecordsUnavailable, StoreUnavailable
-from ...records.interface import Change, Decide, Looked, Put, RecordName, T
+from ...records.interface import Change, Decide, Publish, RecordName, Snapshot, T
 from ...records.sql import SqlRecords
 from .schema import MESSAGES
 
@@ -19,28 +19,28 @@ _TAKE_OUT = delete(MESSAGES).where(_ROW.id == bindparam("one"))
 
 
 class StoreRecords(SqlRecords):
-    """Records beside the messages of one *store*."""
+    """The records in the database of one *store*."""
 
     has_marks = False
 
     def __init__(self, store: Any) -> None:
-        super().__init__(store.url, store.namespace)
+        super().__init__(store.url, store.namespace, engine=store.engine)
         self._store = store
 
-    def change(self, name: RecordName, decide: Decide[T], put: Put | None = None) -> T:
-        if put is None:
+    def change(self, name: RecordName, decide: Decide[T], publish: Publish | None = None) -> T:
+        if publish is None:
             return super().change(name, decide)
         due_us: int | None = None
 
-        def noting(looked: Looked) -> Change[T]:
+        def noting(snapshot: Snapshot) -> Change[T]:
             nonlocal due_us
-            change = decide(looked)
+            change = decide(snapshot)
             due_us = change.due_us
             return change
 
         try:
-            answer = super().change(name, noting, put)
-        except RecordsUnavailable as error:  # a publish has failed
+            answer = super().change(name, noting, publish)
+        except RecordsUnavailable as error:  # for the caller it is a publish that failed
             raise StoreUnavailable(str(error)) from error
         if due_us is not None:
             self._store.on_add(due_us)
@@ -57,13 +57,17 @@ class StoreRecords(SqlRecords):
         rows = connection.execute(_SEE.with_for_update() if locked else _SEE, mine)
         return tuple((row_id, due_us or 0) for row_id, due_us in rows)
 
-    def _put_in(
-        self, connection: Connection, looked: Looked, change: Change[Any], put: Put | None
+    def _publish(
+        self,
+        connection: Connection,
+        snapshot: Snapshot,
+        change: Change[Any],
+        publish: Publish | None,
     ) -> None:
-        assert put is not None
+        assert publish is not None
         assert change.due_us is not None
-        queue, due_us, task_id, envelope = put(change.due_us, "", 0)
-        for row_id, _ in looked.messages if change.replaces else ():
+        queue, due_us, task_id, envelope = publish(change.due_us, "", 0)
+        for row_id, _ in snapshot.messages if change.replaces else ():
             connection.execute(_TAKE_OUT, {"one": row_id})
         row = self._store.row(queue, envelope, due_us, task_id)
         connection.execute(insert(MESSAGES), row)

@@ -1,4 +1,4 @@
-"""Messages of a store: looked at and changed one by one, or taken out together."""
+"""Statements on the messages of a store: one by one for changes, in batches for dispatching."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from sqlalchemy import (
 
 from .schema import MESSAGES
 
-#: Messages that are moved to another broker are read so many at a time.
+#: Messages that a migration to another broker reads at once.
 _CHUNK = 1000
 
-#: The reason of a message that is being moved to another broker.
+#: The text in the column ``reason`` of a message that is being moved to another broker.
 MOVING = "being moved"
 
 _ROW = MESSAGES.c
@@ -31,18 +31,18 @@ SHOWN = (_ROW.id, _ROW.queue, _ROW.envelope, _ROW.due_us, _ROW.reason)
 
 
 def behind(namespace: str, due_us: int, row_id: int) -> Select[Any]:
-    """The next waiting messages, behind a due time and an id."""
+    """Selects the next waiting messages, behind a due time and an id."""
     later = or_(_ROW.due_us > due_us, and_(_ROW.due_us == due_us, _ROW.id > row_id))
     waiting = select(*SHOWN).where(_ROW.namespace == namespace, _ROW.due_us.is_not(None), later)
     return waiting.order_by(_ROW.due_us, _ROW.id).limit(_CHUNK)
 
 
 def as_it_was(row: Any) -> list[ColumnElement[bool]]:
-    """The conditions that a message is still as *row* was read."""
+    """Conditions that match a message only if it is unchanged since *row* was read."""
     return [_ROW.id == row.id, _ROW.due_us == row.due_us, _ROW.envelope == row.envelope]
 
 
-#: Messages that are taken at a time. More are no faster, and keep others waiting longer.
+#: Messages that a dispatcher takes at once. More are no faster, and block other processes longer.
 BATCH = 100
 
 _MINE = (
@@ -51,9 +51,9 @@ _MINE = (
     .limit(BATCH)
     .with_for_update(skip_locked=True)
 )
-#: What is due, earliest first. Parameters: ``mine``, the namespace; ``until``, in microseconds.
+#: Due messages, earliest first. Parameters: ``mine``, the namespace; ``until``, in microseconds.
 DUE = _MINE.where(_ROW.due_us <= bindparam("until")).order_by(_ROW.due_us)
-#: What is parked. Parameters: ``mine``, the namespace; ``after``, an id.
+#: Parked messages. Parameters: ``mine``, the namespace; ``after``, an id.
 PARKED = _MINE.where(_ROW.due_us.is_(None), _ROW.id > bindparam("after")).order_by(_ROW.id)
 
 _REMOVE = delete(MESSAGES).where(_ROW.id.in_(bindparam("ids", expanding=True)))
@@ -66,9 +66,9 @@ _PUT_OFF = (
 
 @dataclass
 class DispatchBatch:
-    """Messages that this transaction alone has, and what became of them.
+    """Messages that one transaction has locked, and what was done with them.
 
-    Those that are neither :attr:`delivered` nor :attr:`put_off` are as they were.
+    Messages that are neither :attr:`delivered` nor :attr:`put_off` stay unchanged.
     """
 
     connection: Connection
@@ -76,10 +76,10 @@ class DispatchBatch:
     """Rows with an *id*, a *queue*, an *envelope*, and *attempts* so far."""
     delivered: list[int] = field(default_factory=list)
     put_off: list[dict[str, Any]] = field(default_factory=list)
-    """Of each, the parameters that change it; without a due time it is parked."""
+    """Refused messages: the new values of each. One without a due time is parked."""
 
     def settle(self) -> None:
-        """Write down what became of them, in this transaction."""
+        """Remove delivered messages and update refused messages, in this transaction."""
         if self.delivered:
             self.connection.execute(_REMOVE, {"ids": self.delivered})
         if self.put_off:

@@ -1,8 +1,8 @@
-"""Messages that wait in a table, by due time.
+"""The store: a table of waiting messages, sorted by due time.
 
-Threads may share a store; after a fork the child makes its own. Several processes may dispatch
-from one: PostgreSQL and MySQL lock the rows that are taken and skip those that others have taken,
-SQLite locks the file while a batch is handed over.
+Threads may share a store; after a fork the child opens its own. Several processes may dispatch from
+one store. PostgreSQL and MySQL lock the rows of a batch, and other dispatchers skip these rows.
+SQLite locks the whole file while a batch is delivered.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from sqlalchemy import Connection, bindparam, delete, exc, func, insert, inspect
 from ...errors import NativeDelayError, StoreUnavailable
 from ...per_process import PerProcess
 from ...records.database import Database
-from ...records.interface import Change, Looked, RecordName
+from ...records.interface import Change, RecordName, Snapshot
 from ..virtual.status import Census
 from ..virtual.watching import SHOWN_SECONDS
 from .records import StoreRecords
@@ -35,31 +35,32 @@ ADD = insert(MESSAGES)
 _MINE = _ROW.namespace == bindparam("mine")
 _NEXT = select(func.min(_ROW.due_us)).where(_MINE)
 
-#: The record that a dispatcher runs, which it renews.
+#: The record by which a running dispatcher shows itself. It ends by itself unless it is renewed.
 _DISPATCHING = RecordName("sign", "dispatching")
 
-#: Of its parent: a child must not close their connections, as forgetting them would.
+#: Stores of the parent process after a fork. They are kept here, because freeing them in the child
+#: would close the parent's connections.
 _inherited: list[Store] = []
 
 _stores: PerProcess[tuple[str, str], Store] = PerProcess(_inherited.append)
 
 
 class Store(Database):
-    """A table of waiting messages. Methods that ask the database raise StoreUnavailable."""
+    """The waiting messages of one namespace in a database. Methods may raise StoreUnavailable."""
 
     tables = METADATA
 
     def __init__(self, url: str, namespace: str) -> None:
         super().__init__(url, setting="native_delay_store")
         self.namespace = namespace
-        #: Called with the due time of whatever this process adds.
+        #: Called with the due time of each message that this process stores.
         self.on_add: Callable[[int], object] = lambda due_us: None
-        #: What this process has put and could not remove: hashes of envelopes, by id.
+        #: Messages that were delivered and could not be removed: hashes of envelopes, by id.
         self.put_already: dict[int, int] = {}
 
     @classmethod
     def of(cls, url: str, namespace: str) -> Store:
-        """The one of this process."""
+        """The store at *url*, opened once per process."""
         return _stores.get((url, namespace), lambda: cls._made(url, namespace))
 
     @classmethod
@@ -75,30 +76,30 @@ class Store(Database):
 
     @property
     def is_file(self) -> bool:
-        """True if it is SQLite's: local, and quick to ask."""
+        """True if the database is a SQLite file."""
         return self.engine.dialect.name == "sqlite"
 
     @property
     def path(self) -> str:
-        """The path of SQLite's file."""
+        """The path of the SQLite file."""
         return (self.engine.url.database or "").removeprefix("file:")
 
     @cached_property
     def records(self) -> StoreRecords:
-        """The records beside the messages, in the same database."""
+        """The records in the same database."""
         return StoreRecords(self)
 
     # --- the tables ----------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Make sure that our tables are there; StoreUnavailable if that fails."""
+        """Create the tables that are missing, once. Raises StoreUnavailable if that fails."""
         if not self.is_ready:
             self.do(lambda connection: None)
 
     def is_made(self) -> bool:
-        """True if the tables are there, so that :meth:`prepare` would make none."""
+        """True if the tables exist."""
         if self.is_file and not Path(self.path).exists():
-            return False  # looking would make the file
+            return False  # connecting would create the file
         with self.explained(), self.engine.connect() as connection:
             found = inspect(connection)
             return all(found.has_table(table.name) for table in self.tables.sorted_tables)
@@ -109,7 +110,7 @@ class Store(Database):
     # --- in ------------------------------------------------------------------------------
 
     def add(self, queue: str, envelope: str, *, due_us: int, task_id: str) -> None:
-        """Store *envelope* for *queue* until *due_us*; it is there when this returns."""
+        """Store the message *envelope* for *queue*. It is committed when this returns."""
         values = self.row(queue, envelope, due_us, task_id)
         self.do(lambda connection: connection.execute(ADD, values))
         self.on_add(due_us)
@@ -126,21 +127,21 @@ class Store(Database):
     # --- out -----------------------------------------------------------------------------
 
     def next_due_us(self) -> int | None:
-        """Due time of the first message, microseconds since the epoch; None if nothing waits."""
+        """The earliest due time, in microseconds since the epoch; None if no message is waiting."""
         mine = {"mine": self.namespace}
         due_us = self.look_up(lambda connection: connection.execute(_NEXT, mine).scalar())
         return None if due_us is None else int(due_us)
 
     def taking(self, *, until_us: int) -> AbstractContextManager[DispatchBatch]:
-        """A batch of what is due, earliest first, for as long as the block lasts.
+        """A block with a locked batch of due messages, earliest first.
 
-        What the block has marked is settled at its end. If it raises, or this process dies,
-        nothing has happened here, and all of it is there to be taken again.
+        At the end of the block delivered messages are removed and refused messages updated. If the
+        block raises an error, or the process dies, the store stays unchanged.
         """
         return self._batch(DUE, {"mine": self.namespace, "until": until_us})
 
     def taking_parked(self, *, after_id: int) -> AbstractContextManager[DispatchBatch]:
-        """A batch of what is parked, in the order of ids, as :meth:`taking` has it."""
+        """A block with a locked batch of parked messages, as in :meth:`taking`."""
         return self._batch(PARKED, {"mine": self.namespace, "after": after_id})
 
     @contextmanager
@@ -155,15 +156,15 @@ class Store(Database):
     # --- the sign of a dispatcher --------------------------------------------------------
 
     def show_dispatching(self) -> None:
-        """Let others know for :data:`SHOWN_SECONDS` that there is a dispatcher."""
+        """Record for :data:`SHOWN_SECONDS` that a dispatcher is running."""
 
-        def renewed(seen: Looked) -> Change[None]:
+        def renewed(seen: Snapshot) -> Change[None]:
             return Change(str(seen.now_us), seen.now_us + SHOWN_SECONDS * 1_000_000, None)
 
         self.records.change(_DISPATCHING, renewed)
 
     def _is_shown(self) -> bool:
-        """True if a dispatcher has shown itself lately."""
+        """True if a dispatcher is running, by its record."""
         return self.records.read(_DISPATCHING).text is not None
 
     # --- looking -------------------------------------------------------------------------
@@ -184,7 +185,7 @@ class Store(Database):
         return Census(int(waiting), parked, int(overdue or 0), until_first_us, self._is_shown())
 
     def look_for_dispatcher(self) -> Census:
-        """A census without counting, which takes long where much waits: *overdue* is 1 or 0."""
+        """A quick census that does not count messages: *waiting* and *overdue* are 0 or 1."""
         due_us = self.next_due_us()
         until_us = None if due_us is None else due_us - time_ns() // 1000
         overdue = until_us is not None and until_us <= 0
@@ -206,7 +207,7 @@ class Store(Database):
         return self.look_up(lambda connection: list(connection.execute(statement, mine).scalars()))
 
     def purge(self, *, parked: bool) -> int:
-        """Throw away all that waits, or all that is parked; how many."""
+        """Delete all waiting messages, or all parked ones; return their number."""
         which = _ROW.due_us.is_(None) if parked else _ROW.due_us.is_not(None)
         statement = delete(MESSAGES).where(_MINE, which)
         return self.do(
@@ -215,5 +216,5 @@ class Store(Database):
 
 
 def is_about_a_row(error: Exception) -> bool:
-    """True if the database refuses what it was given, and would take something else."""
+    """True if the database refuses the values of a row, and would accept others."""
     return isinstance(error.__cause__, exc.DataError | exc.IntegrityError)

@@ -1,7 +1,7 @@
-"""kombu's transports on which nothing can wait, each with a store beside it.
+"""Subclasses of kombu's transports whose brokers cannot delay messages: these wait in a store.
 
-A subclass of kombu's own is made when one is first asked for. Without
-``transport_options["native_delay"]`` it is kombu's in every respect.
+Each subclass is made when it is first asked for. Without ``transport_options["native_delay"]`` it
+behaves exactly as kombu's.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from .whole_files import is_folder, put_file
 
 
 class StoreDelayingChannel(DelayingChannel):
-    """A channel whose messages can wait in a store; mixed in before kombu's."""
+    """A channel whose delayed messages wait in a store. A mixin before kombu's channel."""
 
     own_store: str | None = None
-    """URL of the database that the broker itself is, if it is one."""
+    """The URL of the broker itself, if the broker is a database."""
 
     def make_delays(self, settings: DelaySettings) -> Any:
         url = settings.store or self.own_store or ""
@@ -107,7 +107,7 @@ class StoreDelayingChannel(DelayingChannel):
 
 
 def _require_sqlalchemy() -> None:
-    """Make sure of SQLAlchemy 2, which the modules beside this one need; or UnsupportedBroker."""
+    """Raise UnsupportedBroker if SQLAlchemy 2 is not installed: other modules here need it."""
     try:
         from . import store  # noqa: F401
     except ImportError as exc:
@@ -118,7 +118,7 @@ def _require_sqlalchemy() -> None:
 
 
 class _Refusing:
-    """Delays where nothing can be delayed; a producer is told why."""
+    """Raises *refusal* for every use: without SQLAlchemy no message can be delayed."""
 
     def __init__(self, refusal: NativeDelayError) -> None:
         self.refusal = refusal
@@ -128,19 +128,19 @@ class _Refusing:
 
 
 class StoreDelayingTransport(DelayingTransport):
-    """A transport whose messages can wait in a store; mixed in before kombu's."""
+    """A transport whose delayed messages wait in a store. A mixin before kombu's transport."""
 
     def __init__(self, client: Any, **kwargs: Any) -> None:
         super().__init__(client, **kwargs)  # type: ignore[call-arg]
         self._woken: Event | None = None
         if self.delaying:
-            with suppress(UnsupportedBroker):  # told to a producer that delays a message
-                _require_sqlalchemy()  # it takes a second, on a busy machine
+            with suppress(UnsupportedBroker):  # the first delayed publish raises it
+                _require_sqlalchemy()  # the import takes up to a second
 
     def waker(self) -> Callable[[], None]:
-        """Ends the pause between two polls, from any thread, once a worker has asked for it.
+        """A function that ends the pause between two polls, from any thread.
 
-        Celery's loop for brokers without sockets does meanwhile nothing of what was left to it.
+        During this pause Celery's loop for brokers without sockets does no other work.
         """
         if self._woken is None:
             self._woken = Event()
@@ -160,7 +160,7 @@ class StoreDelayingTransport(DelayingTransport):
         return f"{settings.namespace} of {without_password(self._store_url(settings))}"
 
     def own_records(self: Any, settings: DelaySettings) -> Place | None:
-        """The place of records in the store; None without a store."""
+        """The records in the store; None if no store is set."""
         url = self._store_url(settings)
         return Place(url, settings.namespace) if is_store_url(url) else None
 
@@ -176,7 +176,7 @@ class StoreDelayingTransport(DelayingTransport):
 
 
 class FolderChannel(StoreDelayingChannel):
-    """A channel of kombu's filesystem transport: a consumer finds complete files only."""
+    """A channel of kombu's filesystem transport, whose consumers find only complete files."""
 
     def _put(self, queue: str, message: dict[str, Any], **kwargs: Any) -> Any:
         if self.due_of(message) is not None or underway.get() is not None:
@@ -188,7 +188,7 @@ class FolderChannel(StoreDelayingChannel):
 
 
 class DatabaseChannel(StoreDelayingChannel):
-    """A channel of kombu's sqlalchemy transport: its database is the store if none is named."""
+    """A channel of kombu's sqlalchemy transport, whose database is the store unless one is set."""
 
     @property
     def own_store(self: Any) -> str:  # type: ignore[override]
@@ -204,7 +204,7 @@ class DatabaseChannel(StoreDelayingChannel):
 
 
 class DatabaseTransport(StoreDelayingTransport):
-    """kombu's sqlalchemy transport."""
+    """kombu's sqlalchemy transport, whose delayed messages wait in the same database."""
 
     def establish_connection(self: Any) -> Any:
         options = self.client.transport_options
@@ -217,13 +217,13 @@ class DatabaseTransport(StoreDelayingTransport):
 
 
 def _for_engines(options: dict[str, Any]) -> dict[str, Any]:
-    """kombu hands to SQLAlchemy whatever it does not know; these two would be refused there."""
+    """*options* without those that SQLAlchemy would refuse: kombu passes all to SQLAlchemy."""
     ours = (OPTION, "polling_interval")
     return {name: value for name, value in options.items() if name not in ours}
 
 
 def delaying(kombus: type[virtual.Transport]) -> type[virtual.Transport]:
-    """A subclass of one of kombu's transports whose messages can wait in a store."""
+    """Make a subclass of a transport of kombu, whose delayed messages wait in a store."""
     plain = kombus.Channel
     is_database = hasattr(plain, "_engine_from_config")
     mixin: type = StoreDelayingChannel
@@ -244,7 +244,7 @@ def delaying(kombus: type[virtual.Transport]) -> type[virtual.Transport]:
 
 
 def disconnected_of(kombus: type[virtual.Transport]) -> type[Exception]:
-    """An error from which this transport recovers; some of kombu's know none but a driver's own."""
+    """An error for a closed channel, from which this transport of kombu recovers."""
     found: type[Exception] = RecoverableConnectionError
     recoverable = getattr(kombus, "recoverable_connection_errors", kombus.connection_errors)
     if not issubclass(found, recoverable):
@@ -256,7 +256,7 @@ _transports: dict[str, type[virtual.Transport]] = {}
 
 
 def transport_of(alias: str) -> type[virtual.Transport]:
-    """Ours for one of kombu's aliases; imports kombu's."""
+    """Our transport for an alias of kombu, such as "filesystem". It imports kombu's transport."""
     if alias not in _transports:
         original = originals[alias]
         found = original() if callable(original) else symbol_by_name(original)

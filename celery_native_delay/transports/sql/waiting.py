@@ -1,7 +1,7 @@
-"""The waiting tasks of a store, seen and changed in place.
+"""Lists, cancels and moves the waiting tasks of a store.
 
-A row's lock decides between a change and the dispatcher: the second finds it gone, or due at
-another time.
+A change and the dispatcher lock the row of a message. The later of the two finds the row deleted,
+or with another due time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .store import Store
 
 
 class StoreWaitingTasks(SqlListing):
-    """A :class:`~celery_native_delay.records.waiting.WaitingTasks` on one channel."""
+    """The :class:`~celery_native_delay.records.waiting.WaitingTasks` of a store."""
 
     def __init__(self, channel: Any) -> None:
         self._channel = channel
@@ -80,9 +80,9 @@ class StoreWaitingTasks(SqlListing):
         return outcome
 
     def _dispatch(self) -> None:
-        """Dispatch a batch: without a dispatcher what is due would be counted among what waits."""
+        """Dispatch a batch of due messages, so that they are not listed until a worker does it."""
         lost = self._channel.connection.client.connection_errors
-        with suppress(OSError, *lost):  # then a worker will, when the broker is back
+        with suppress(OSError, *lost):  # a worker does it when the broker is back
             hand_over = self._hand_over
             with self._store.taking(until_us=time_ns() // 1000) as batch:
                 hand_over(batch, park=False)
@@ -97,4 +97,4 @@ def _explained() -> Iterator[None]:
     try:
         yield
     except StoreUnavailable as exc:
-        raise RecordsUnavailable(f"the store does not say what waits: {exc}") from exc
+        raise RecordsUnavailable(f"waiting tasks cannot be listed: {exc}") from exc

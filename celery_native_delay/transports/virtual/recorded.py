@@ -15,7 +15,7 @@ from kombu.utils.json import dumps, loads
 from ...due_time import check_due, milliseconds_up
 from ...keyed.publishing import KeyedPublish
 from ...message import HEADER
-from ...records.interface import Listed
+from ...records.interface import IndexEntry
 from ...records.waiting import Waiting
 from ...settings import DelaySettings
 from ..recorded import RecordedChannel, member_of, records_beside
@@ -102,12 +102,12 @@ class Delays(delays.Delays):
     def publish_keyed(self, keyed: KeyedPublish, queue: str, message: dict[str, Any]) -> None:
         """Publish kombu's *message* under a key. Raises as :meth:`publish`, and AnotherStands."""
 
-        def put(due_us: int, delivery_id: str, clock_ahead_us: int) -> Listed:
+        def put(due_us: int, delivery_id: str, clock_ahead_us: int) -> IndexEntry:
             now_us = time_ns() // 1000 - clock_ahead_us
             longest_seconds = self.settings.longest_delay_seconds
             check_due(due_us, now_us=now_us, longest_delay_seconds=longest_seconds)
             entry = self.send_undecided(queue, message, due_us, delivery_id, now_us=now_us)
-            return Listed(f"{keyed.task_id}:{delivery_id}", due_us, entry)
+            return IndexEntry(f"{keyed.task_id}:{delivery_id}", due_us, entry)
 
         keyed.settle(self.records, put)
 
@@ -134,7 +134,7 @@ class Delays(delays.Delays):
         member = self._member_of(put)
         if member is not None:
             due_us = put.message["headers"][HEADER]["due"] * 1000
-            self.records.note(Listed(member, due_us, _entry_of(put)))
+            self.records.note(IndexEntry(member, due_us, _entry_of(put)))
 
     def forget(self, put: Any) -> None:
         """Delete the entry of a message that the broker refused."""
