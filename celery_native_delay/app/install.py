@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -58,8 +57,6 @@ def install(app: App, **settings: Any) -> App:
     if not isinstance(real.control_cls, ControlOf):
         real.control_cls = ControlOf(real.control_cls)
         vars(real).pop("control", None)
-    if "celery.worker.control" in sys.modules:  # else the command cannot be asked for
-        from . import remote  # noqa: F401
     real.steps["consumer"].add(BOOTSTEP)
     real.fixups = {*real.fixups, f"{__name__}:reinstall"}
     _drop_pools(real)

@@ -18,11 +18,12 @@ from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from secrets import token_hex
-from time import monotonic, sleep
+from time import sleep
 from typing import Any
 
 from kombu import Connection
 from kombu.exceptions import OperationalError
+from kombu.utils.limits import TokenBucket
 
 from ..errors import CannotDelay, NativeDelayError, UnsupportedBroker
 from ..keyed import rules
@@ -164,39 +165,16 @@ class Account:
             self.doubtful.append(str(task_id))
 
 
-class Pace:
-    """Waits so that there are *rate* in a second at most; None: as many as there are."""
-
-    def __init__(
-        self,
-        rate: float | None,
-        *,
-        clock: Callable[[], float] = monotonic,
-        wait: Callable[[float], object] = sleep,
-    ) -> None:
-        self._interval_seconds = 0.0 if rate is None else 1 / rate
-        self._clock = clock
-        self._wait = wait
-        self._next_at = clock()
-
-    def keep(self) -> None:
-        """Return when the next one may follow; what was not used is not made up for."""
-        now = self._clock()
-        self._next_at = max(self._next_at, now - self._interval_seconds) + self._interval_seconds
-        if self._next_at > now:
-            self._wait(self._next_at - now)
-
-
 def move(
     source: Source,
     into: MovingPart,
     account: Account,
-    pace: Pace,
+    pace: TokenBucket | None,
     stopped: Callable[[], object],
     on_each: Callable[[], object],
     on_doubt: Callable[[str | None], object],
 ) -> None:
-    """Move what waits in *source*, until it is through or *stopped*.
+    """Move what waits in *source*, as fast as *pace* lets, until it is through or *stopped*.
 
     *on_doubt* is told at once, by its task's id, of each message that may run twice.
     """
@@ -214,7 +192,8 @@ def move(
                     account.void += 1
                 case Moving():
                     _move_one(source, keys, found, account, on_doubt)
-                    pace.keep()
+                    while pace is not None and not pace.can_consume():
+                        sleep(pace.expected_time())
             on_each()
             if stopped():
                 return

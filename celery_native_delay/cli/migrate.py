@@ -67,7 +67,9 @@ def migrate(
 
     Exit 1 if anything had to be left that should have been moved.
     """
-    from ..app.moving import Account, MovingKeys, Pace, move, moving
+    from kombu.utils.limits import TokenBucket
+
+    from ..app.moving import Account, MovingKeys, move, moving
 
     installed_settings(ctx)
     with ExitStack() as stack:
@@ -86,7 +88,7 @@ def migrate(
             click.echo(_counts(accounts), err=True)
             confirm(f"Move them into {part.name}?")
         part.prepare(list(ctx.obj.app.amqp.queues.values()))
-        pace = Pace(rate)
+        pace = None if rate is None else TokenBucket(rate)
         with _stopped() as stopped, _progress(total, hidden=as_json) as on_each:
             for source, account in zip(sources, accounts, strict=True):
                 if not stopped:

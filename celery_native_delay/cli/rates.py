@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from datetime import UTC, datetime
-from time import sleep
 from typing import TYPE_CHECKING
 
 import click
 
-from .group import (
-    Duration,
-    as_json_option,
-    command,
-    errors_explained,
-    installed_settings,
-    print_json,
-    table,
-)
+from .group import as_json_option, command, installed_settings, say, table
 
 if TYPE_CHECKING:
     from ..rates.line import RateLine
@@ -38,52 +28,20 @@ _HEADINGS = ("task", "key", "rate", "waiting", "next slot", "utilisation", "held
     show_default=True,
     help="Show at most this many lines.",
 )
-@click.option(
-    "-w",
-    "--watch",
-    type=Duration(at_least=0.2),
-    is_flag=False,
-    flag_value="2",
-    metavar="[DURATION]",
-    help="Look again every two seconds, or so often, until Ctrl-C.",
-)
 @as_json_option
-def rates(ctx: click.Context, limit: int, watch: float | None, as_json: bool) -> None:
+def rates(ctx: click.Context, limit: int, as_json: bool) -> None:
     """Show the lines of rated tasks, those with most waiting first.
 
     The next slot is when the first in a line may start; utilisation, how much of its rate was used
-    in the last period. A line that a task's RetryAfter holds says for how long. With --json and
-    --watch each look is one line.
+    in the last period. A line that a task's RetryAfter holds says for how long.
     """
     from ..app.delay import Delay
 
     chosen = installed_settings(ctx)
-    delay = Delay(ctx.obj.app)
-
-    def look() -> None:
-        lines = delay.rates(limit=max(limit + 1, _LOOKED_AT))
-        more, lines = len(lines) > limit, lines[:limit]
-        if as_json:
-            told = {"lines": [line.as_json() for line in lines], "more": more}
-            print_json(told) if watch is None else click.echo(json.dumps(told))
-            return
-        now = datetime.now(UTC)
-        if watch is not None:
-            click.clear()  # of a terminal only
-            click.echo(f"{now.isoformat(timespec='seconds')}\n")
-        click.echo(shown(lines, more, now) if lines else _none(bool(chosen.rates)))
-
-    look()
-    try:
-        while watch is not None:
-            sleep(watch)
-            try:
-                with errors_explained(ctx):
-                    look()
-            except click.ClickException as exc:
-                exc.show()  # and look again: it may be back then
-    except KeyboardInterrupt:
-        ctx.exit()
+    lines = Delay(ctx.obj.app).rates(limit=max(limit + 1, _LOOKED_AT))
+    more, lines = len(lines) > limit, lines[:limit]
+    text = shown(lines, more, datetime.now(UTC)) if lines else _none(bool(chosen.rates))
+    say(as_json, {"lines": [line.as_json() for line in lines], "more": more}, text)
 
 
 def shown(lines: Sequence[RateLine], more: bool, now: datetime) -> str:

@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
 Command = TypeVar("Command", bound=Callable[..., Any])
 
-_BAR_WIDTH = 40
 _LONGEST_TEXT = 40
 
 #: So many rows tell people what a change would be about.
@@ -80,7 +79,6 @@ _chosen = _all(
 @_filters
 @click.option("-n", "--limit", type=click.IntRange(min=1), default=50, show_default=True)
 @click.option("--offset", type=click.IntRange(min=0), default=0, show_default=True)
-@click.option("--histogram", is_flag=True, help="Show how the due times are spread instead.")
 @as_json_option
 def ls(
     ctx: click.Context,
@@ -89,7 +87,6 @@ def ls(
     until: datetime | None,
     limit: int,
     offset: int,
-    histogram: bool,
     as_json: bool,
 ) -> None:
     """List what waits, earliest first.
@@ -97,17 +94,10 @@ def ls(
     With --json an object: `tasks`, `offset`, and as `total` how many wait or match in all, null
     where a search finds too many to count.
     """
-    if histogram and (search or from_ or until):
-        raise click.UsageError(
-            "--histogram shows all that waits: leave out --search, --from and --until"
-        )
     from ..app.delay import listed
     from ..records.waiting import ALL
 
     delay = _delay(ctx)
-    if histogram:
-        _show_histogram(delay, as_json)
-        return
     query = _query(search, from_, until)
     page, counted = listed(delay, query, offset, limit)
     if as_json:
@@ -324,21 +314,3 @@ def _until(task: Waiting, now: datetime) -> str:
 
 def _short(text: str) -> str:
     return text if len(text) <= _LONGEST_TEXT else f"{text[: _LONGEST_TEXT - 1]}…"
-
-
-def _show_histogram(delay: Delay, as_json: bool) -> None:
-    bars = delay.histogram()
-    if as_json:
-        print_json(
-            [{"from": _iso(b.from_us), "until": _iso(b.until_us), "count": b.count} for b in bars]
-        )
-        return
-    most = max((bar.count for bar in bars), default=0)
-    for bar in bars:
-        drawn = "█" * -(-bar.count * _BAR_WIDTH // most) if most else ""
-        click.echo(f"{_iso(bar.from_us)}  {bar.count:>9,}  {drawn}".rstrip())
-    click.echo(f"{sum(bar.count for bar in bars):,} waiting")
-
-
-def _iso(us: int) -> str:
-    return datetime.fromtimestamp(us / 1_000_000, UTC).isoformat(timespec="seconds")

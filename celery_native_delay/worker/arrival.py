@@ -31,15 +31,13 @@ AWAY_US = 5_000_000
 class Arrival:
     """A task message as it comes to the gates at *now_us*, microseconds since the epoch.
 
-    *fields* are its headers, or its payload in task protocol 1. *found* is what gates had looked up
-    about it, by gate.
+    *fields* are its headers, or its payload in task protocol 1.
     """
 
     message: Any
     fields: Mapping[str, Any]
     consumer: Any
     now_us: int
-    found: Mapping[Gate, Any] = field(default_factory=dict)
 
     @property
     def id(self) -> str:
@@ -118,7 +116,7 @@ class Drop:
 
 @dataclass(frozen=True)
 class AskAgain:
-    """All gates are asked again in a moment, and look up anew what they must.
+    """All gates are asked again in a moment.
 
     With *from_here* only this gate and those behind it. Meanwhile the message stays unacknowledged;
     *beside_prefetch* the worker may have another one. With *once* the moment begins when the
@@ -129,17 +127,6 @@ class AskAgain:
     beside_prefetch: bool = False
     from_here: bool = False
     once: Callable[[Callable[[], object]], object] | None = field(default=None, compare=False)
-
-
-@dataclass(frozen=True)
-class LookUp:
-    """All gates are asked again once *start* has found something out.
-
-    *start* returns at once; what it is called with takes what was found, from any thread, and puts
-    it under the gate's name into :attr:`Arrival.found`.
-    """
-
-    start: Callable[[Callable[[Any], None]], None]
 
 
 @dataclass(frozen=True)
@@ -156,7 +143,7 @@ class WaitUntil:
     headers: Mapping[str, Any] = field(default_factory=dict)
 
 
-Ruling: TypeAlias = Announce | Drop | AskAgain | LookUp | WaitUntil
+Ruling: TypeAlias = Announce | Drop | AskAgain | WaitUntil
 
 #: Rules on one matter; None lets the task pass on to the next gate. After the last, it runs.
 Gate: TypeAlias = Callable[[Arrival], Ruling | None]

@@ -15,7 +15,6 @@ from celery.platforms import EX_FAILURE
 from celery.worker import state
 from celery.worker.consumer.tasks import Tasks
 
-from ..app import remote  # noqa: F401  registers its command
 from ..app.installation import installation_of, keep_celerys_own_off, records_place
 from ..errors import NativeDelayError, SettingsError
 from ..records.opened import flush
@@ -70,14 +69,14 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
         except SettingsError:
             settings = DelaySettings()  # start() reports it, and nothing can be put back
         self._moved = Moved(settings)
-        self._fence = Fence(settings, str(c.hostname), records_place(c.app, settings))
         self._tallying = Tallying(c, settings.rate_by_task)
         self._rated: Rated | None = None
         if settings.rates:
             self._rated = Rated(settings, c.app.tasks)
             teach_retry_after(c.app, settings.rate_by_task, self._rated.signatures)
         # Unique lets a task have its key, whose lease runs from then on: nothing waits behind it.
-        passed = gates(settings, self._moved, self._fence, self._rated, Unique(c.app))
+        fence = Fence(settings, str(c.hostname), records_place(c.app, settings))
+        passed = gates(settings, self._moved, fence, self._rated, Unique(c.app))
         c.strategies = GatedStrategies(c, passed, self._put_back, self._tallying)
         if settings.telemetry is not None:
             self._telemetry = Telemetry(installation, c, settings.telemetry)
@@ -158,7 +157,6 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
 
     def shutdown(self, c: Any) -> None:
         """End every thread; what was not put back yet is redelivered by the broker."""
-        self._fence.stop()
         if self._waker is not None:
             self._waker.close()
             self._waker = None

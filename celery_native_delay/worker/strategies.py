@@ -5,7 +5,7 @@ This is the only place that acknowledges, puts back, asks again and hands to Cel
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from datetime import datetime, timedelta
@@ -31,7 +31,6 @@ from .arrival import (
     AskAgain,
     Drop,
     Gate,
-    LookUp,
     Ruling,
     WaitUntil,
 )
@@ -161,17 +160,9 @@ class GatedStrategies(dict[str, Any]):
                 if qos is not None:
                     qos.increment_eventually()
                 first = number if ruling.from_here else 0
-                known = arrival.found if ruling.from_here else {}
-                again = partial(self._soon, self._ask_again, task, known, first, qos)
+                again = partial(self._soon, self._ask_again, task, first, qos)
                 ask = partial(self._after, ruling.after_seconds, again)
                 _ = ask() if ruling.once is None else ruling.once(ask)
-            case LookUp():
-                gate = self._gates[number]
-
-                def found(finding: Any) -> None:
-                    self._soon(self._ask_again, task, {**arrival.found, gate: finding})
-
-                ruling.start(found)
             case WaitUntil():
                 wait = Wait(
                     arrival.message,
@@ -229,13 +220,10 @@ class GatedStrategies(dict[str, Any]):
         rejected(self._consumer.app, arrival.id, requeue=requeue)
         reject(log, errors, requeue)
 
-    def _ask_again(
-        self, task: _Task, found: Mapping[Gate, Any], first: int = 0, qos: Any = None
-    ) -> None:
+    def _ask_again(self, task: _Task, first: int, qos: Any) -> None:
         if qos is not None:
             qos.decrement_eventually()
-        arrival = replace(task.arrival, now_us=time_ns() // 1000, found=found)
-        self._resume(replace(task, arrival=arrival), first)
+        self._resume(replace(task, arrival=replace(task.arrival, now_us=time_ns() // 1000)), first)
 
     def _instead_of_waiting(self, ruling: WaitUntil, task: _Task, number: int) -> None:
         if ruling.otherwise is None:

@@ -135,7 +135,6 @@ def test_what_a_search_finds_is_counted(shop: Project, app: Celery) -> None:
     assert shop.lines("ls", "--search", "true", "--offset", "99") == ["0 of 3 that match"]
     told = shop.told("ls", "--search", "true", "-n", "1")
     assert (told["total"], [task["id"] for task in told["tasks"]]) == (3, ["order-1"])
-    assert "leave out --search" in shop.delay("ls", "--histogram", "--search", "x").stderr
 
 
 def test_questions_are_no_part_of_what_scripts_read(

@@ -23,7 +23,7 @@ from kombu.transport import native_delayed_delivery as celerys
 
 from celery_native_delay import Delay, DelaySettings, install
 from celery_native_delay.app.install import installation_of
-from celery_native_delay.app.moving import Account, Pace, move, moving
+from celery_native_delay.app.moving import Account, move, moving
 from celery_native_delay.cli import delay
 from celery_native_delay.keyed.record import HEADER as KEY
 from celery_native_delay.message import HEADER, Delayed
@@ -503,7 +503,7 @@ def killed_in_the_middle(app: Celery, *names: str, records: str | None = None) -
                 source,
                 part,
                 tally,
-                pace=Pace(None),
+                pace=None,
                 stopped=bool,
                 on_each=lambda: None,
                 on_doubt=print,
