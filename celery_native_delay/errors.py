@@ -1,26 +1,4 @@
-"""Every error this package raises, in one tree.
-
-::
-
-    NativeDelayError
-    ├── SettingsError            a setting is unknown or has an impossible value
-    ├── InvalidDueTime           a countdown or ETA that is no point in time
-    │   └── DelayTooLong         further away than the delay levels reach
-    ├── CannotDelay              this message cannot wait in the broker exactly
-    ├── PublishRefused           the broker did not take some messages of a batch
-    ├── TopologyMismatch         the broker holds one of our names with other arguments
-    ├── NotPermitted             the broker user may not declare or bind what is needed
-    ├── NotDeclared              it is not on the broker, and native_delay_declare is off
-    ├── UnsupportedBroker        no transport of ours fits, or the broker is too old
-    ├── BrokerFull               the broker takes no more messages that wait
-    ├── StoreUnavailable         the database of a timeout store is away, or cannot be used
-    ├── InvalidQuery             a search for waiting tasks that cannot be understood
-    ├── RecordsUnavailable       the records are away: waiting tasks cannot be seen or changed
-    │   └── NoRecords            the app has none
-    ├── InvalidFanOut            an option or column of a Spark fan-out is impossible
-    ├── FanOutFailed             rows of a Spark fan-out are not confirmed
-    └── ManagementUnavailable    RabbitMQ's management API cannot be read
-"""
+"""Every error that this package raises."""
 
 from __future__ import annotations
 

@@ -133,11 +133,12 @@ class DelaySettings:
             _check(name, getattr(self, name))
         if not self._fits_ttl(self.levels):
             ttl_ms = self.resolution_ms * self._largest_step(self.levels)
+            most = next((n for n in range(self.levels, 0, -1) if self._fits_ttl(n)), 0)
             raise SettingsError(
                 f"native_delay_levels={self.levels} with native_delay_resolution="
                 f"{self.resolution} and native_delay_fused_bits={self.fused_bits} needs a queue "
                 f"with a TTL of {ttl_ms} ms; RabbitMQ's limit is {MAX_TTL_MS} ms (10 years): "
-                f"expected native_delay_levels of at most {self._most_levels()}, or a smaller "
+                f"expected native_delay_levels of at most {most}, or a smaller "
                 f"native_delay_resolution"
             )
 
@@ -169,10 +170,6 @@ class DelaySettings:
     def _largest_step(self, levels: int) -> int:
         """Units of the longest single wait: all bits of the top level."""
         return (1 << levels) - (1 << lowest_bit(levels - 1, fused_bits=self.fused_bits))
-
-    def _most_levels(self) -> int:
-        fits = (n for n in range(self.levels, 0, -1) if self._fits_ttl(n))
-        return next(fits, 0)
 
     def _fits_ttl(self, levels: int) -> bool:
         return self.resolution_ms * self._largest_step(levels) <= MAX_TTL_MS

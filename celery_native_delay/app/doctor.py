@@ -164,20 +164,11 @@ def _of_telemetry(settings: DelaySettings) -> Iterator[Finding]:
         return
     folder = Path(settings.telemetry).absolute()
     try:
-        if not folder.is_dir():
-            yield Finding(
-                "telemetry",
-                WRONG,
-                f"{folder} is no folder on this machine, so no worker here has written to it",
-                "make it, for the user whose workers run here to write to, or ask on a machine "
-                "with workers",
-            )
-            return
         with TemporaryFile(dir=folder, prefix=".trial-") as trial:
             trial.write(bytes(_TRIED_BYTES))
             trial.flush()
             os.fsync(trial.fileno())
     except OSError as exc:
         problem = f"{folder} takes nothing on this machine: {exc.strerror or exc}"
-        way_out = "make room there, and let the user write whose workers run here"
+        way_out = "make the folder, with room, for the user whose workers run here; or ask there"
         yield Finding("telemetry", WRONG, problem, way_out)

@@ -1,4 +1,4 @@
-"""``delay rates``: the lines in which rated tasks wait for their turn."""
+"""``delay rates``: rate-limited tasks that wait, by task and key."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .group import as_json_option, command, installed_settings, say, table
 if TYPE_CHECKING:
     from ..rates.line import RateLine
 
-#: So many lines are looked at at least: the longest in time need not have most waiting.
+#: Redis lists lines by time, not by length: read at least this many to find the longest.
 _LOOKED_AT = 500
 
 _HEADINGS = ("task", "key", "rate", "waiting", "next slot", "utilisation", "held")
@@ -26,26 +26,31 @@ _HEADINGS = ("task", "key", "rate", "waiting", "next slot", "utilisation", "held
     type=click.IntRange(min=1),
     default=50,
     show_default=True,
-    help="Show at most this many lines.",
+    help="Show at most this many rows.",
 )
 @as_json_option
 def rates(ctx: click.Context, limit: int, as_json: bool) -> None:
-    """Show the lines of rated tasks, those with most waiting first.
+    """Show the rate-limited tasks that wait: a row per task and key, most waiting first.
 
-    The next slot is when the first in a line may start; utilisation, how much of its rate was used
-    in the last period. A line that a task's RetryAfter holds says for how long.
+    "next slot" is the time until the next task of the row may start. "utilisation" is the part of
+    the rate used in the last period. "held" is the time for which RetryAfter stops the row.
     """
     from ..app.delay import Delay
 
     chosen = installed_settings(ctx)
     lines = Delay(ctx.obj.app).rates(limit=max(limit + 1, _LOOKED_AT))
     more, lines = len(lines) > limit, lines[:limit]
-    text = shown(lines, more, datetime.now(UTC)) if lines else _none(bool(chosen.rates))
+    if lines:
+        text = shown(lines, more, datetime.now(UTC))
+    elif chosen.rates:
+        text = "no rate-limited task has come lately"
+    else:
+        text = "no task of this app has a rate: see native_delay_rates"
     say(as_json, {"lines": [line.as_json() for line in lines], "more": more}, text)
 
 
 def shown(lines: Sequence[RateLine], more: bool, now: datetime) -> str:
-    """Text of *lines* as a table; with *more* there are others."""
+    """A table of *lines*; *more* is true if there are others."""
     rows = [
         (
             line.task,
@@ -59,8 +64,8 @@ def shown(lines: Sequence[RateLine], more: bool, now: datetime) -> str:
         for line in lines
     ]
     waiting = sum(line.waiting for line in lines)
-    others = "; there are more, which --limit shows" if more else ""
-    return f"{table(_HEADINGS, rows)}\n{waiting:,} waiting in {len(lines):,} line(s){others}"
+    others = "; there are more: raise --limit" if more else ""
+    return f"{table(_HEADINGS, rows)}\n{waiting:,} waiting in {len(lines):,} row(s){others}"
 
 
 def _until(moment_us: int | None, now: datetime) -> str | None:
@@ -70,9 +75,3 @@ def _until(moment_us: int | None, now: datetime) -> str | None:
         return None
     seconds = moment_us / 1_000_000 - now.timestamp()
     return duration(seconds) if seconds > 0 else "now"
-
-
-def _none(rated: bool) -> str:
-    if rated:
-        return "no lines: no rated task has come lately"
-    return "no lines: no task of this app has a rate, see native_delay_rates"

@@ -31,12 +31,6 @@ Command = TypeVar("Command", bound=Callable[..., Any])
 
 _LONGEST_TEXT = 40
 
-#: So many rows tell people what a change would be about.
-_SHOWN = 50
-
-#: More than can wait.
-_ALL = 1 << 40
-
 
 def task_id(value: str) -> str:
     """Check that an id is not empty."""
@@ -69,7 +63,6 @@ _filters = _all(
 _chosen = _all(
     click.argument("ids", nargs=-1, type=task_id, metavar="[ID]..."),
     _filters,
-    click.option("--dry-run", is_flag=True, help="Only say which they are."),
     yes_option,
     as_json_option,
 )
@@ -200,7 +193,6 @@ def _change(
     search: str,
     from_: datetime | None,
     until: datetime | None,
-    dry_run: bool,
     force: bool,
     as_json: bool,
 ) -> None:
@@ -210,9 +202,6 @@ def _change(
     if ids and by_search:
         raise click.UsageError("give IDs or a search (--search, --from, --until), not both")
     delay = _delay(ctx)
-    if dry_run:
-        query = _query(search, from_, until) if by_search else None
-        ctx.exit(_say_dry(delay, list(dict.fromkeys(ids)), query, verb, as_json))
     chosen = list(dict.fromkeys(ids)) or delay.ids(_query(search, from_, until))
     if by_search and chosen and not force:
         confirm(f"{verb.capitalize()} {len(chosen):,} task(s)?")
@@ -227,29 +216,6 @@ def _change(
         if by_search:
             click.echo(f"{len(outcomes) - len(failed):,} task(s) {done}")
     ctx.exit(1 if failed and not by_search else 0)
-
-
-def _say_dry(delay: Delay, ids: list[str], query: Query | None, verb: str, as_json: bool) -> int:
-    """Tell what would be changed, of *ids* or by *query*; return the exit status of doing so."""
-    from ..records.waiting import Outcome, Verdict
-
-    if query is None:
-        tasks = [task for task_id in ids for task in delay.show(task_id)]
-    else:
-        tasks = list(delay.ls(query, limit=_ALL).tasks)
-    known = list(dict.fromkeys(task.id for task in tasks))
-    unknown = [task_id for task_id in ids if task_id not in set(known)]
-    if as_json:
-        told = [task.as_json() for task in tasks]
-        print_json({"would": verb, "ids": known, "unknown": unknown, "tasks": told})
-        return 1 if unknown else 0
-    if tasks:
-        click.echo(_table(tasks[:_SHOWN]))
-    for task_id in unknown:
-        click.echo(str(Outcome(task_id, Verdict.UNKNOWN)))
-    more = f", of which {_SHOWN} are shown; --json names all" if len(tasks) > _SHOWN else ""
-    click.echo(f"would {verb} {len(known):,} task(s){more}")
-    return 1 if unknown else 0
 
 
 def _refuse_past(countdown: float | None, eta: datetime | None) -> None:

@@ -9,38 +9,22 @@ or, without one, ``celery -A proj delay flower``. Flower itself stays as it is.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
-from importlib.metadata import version
 
 import click
 
-from ..errors import NativeDelayError, brought_by
+from ..errors import brought_by
 
 with brought_by("flower", whose=__name__):
     import flower.command
 
     from .app import DelayFlower
 
-__all__ = ("UnsupportedFlower", "install", "run")
-
-_OLDEST, _TOO_NEW = (2, 2), (3,)
-
-
-class UnsupportedFlower(NativeDelayError):
-    """The installed Flower is not of a release that the pages were made for."""
+__all__ = ("install", "run")
 
 
 def install() -> None:
-    """Add what waits to the Flower of this process; call it before it is started.
-
-    Raises:
-        UnsupportedFlower: it is older than 2.2, or 3.
-    """
-    found = version("flower")
-    release = tuple(int(part) for part in re.findall(r"\d+", found)[:2])
-    if not _OLDEST <= release < _TOO_NEW:
-        raise UnsupportedFlower(f"expected Flower 2.2 or a later 2.x, got {found}")
+    """Add what waits to the Flower of this process; call it before it is started."""
     # The name under which its command looks for it.
     flower.command.Flower = DelayFlower
 

@@ -92,40 +92,6 @@ def test_the_key_of_a_task_is_listed_shown_and_searched(
 
 
 @pytest.mark.ci
-def test_a_dry_run_shows_what_ls_does_and_ends_as_the_change_would(
-    shop: Project, app: Celery, delay: Delay
-) -> None:
-    for number in range(6):
-        send(app, number, 40_000 + number)
-    found = shop.told("cancel", "--search", "true", "--dry-run")
-    assert found["ids"] == ["order-1", "order-3", "order-5"]
-    assert found["tasks"] == shop.told("ls", "--search", "true")["tasks"]
-    lines = shop.lines("cancel", "--search", "true", "--dry-run")
-    assert lines[0] == shop.lines("ls")[0] == "due in task id queue args kwargs"
-    assert [re.findall(r"order-\d", line) for line in lines[1:4]] == [[one] for one in found["ids"]]
-    assert lines[4:] == ["would cancel 3 task(s)"]
-    seen = shop.told("run-now", "order-1", "order-1", "order-99", "--dry-run", status=1)
-    assert (seen["ids"], seen["unknown"]) == (["order-1"], ["order-99"])
-    done = shop.delay("run-now", "order-1", "order-99", "--dry-run")
-    assert done.returncode == 1
-    assert done.stdout.splitlines()[2:] == [
-        "order-99: nothing waits under this id",
-        "would run now 1 task(s)",
-    ]
-    assert delay.count() == 6
-
-
-@pytest.mark.ci
-def test_a_dry_run_of_many_shows_the_first_and_counts_all(shop: Project, app: Celery) -> None:
-    for number in range(53):
-        send(app, number, 40_000 + number)
-    lines = shop.lines("cancel", "--search", "ada", "--dry-run")
-    assert len(lines) == 1 + 50 + 1
-    assert lines[-1] == "would cancel 53 task(s), of which 50 are shown; --json names all"
-    assert len(shop.told("cancel", "--search", "ada", "--dry-run")["ids"]) == 53
-
-
-@pytest.mark.ci
 def test_what_a_search_finds_is_counted(shop: Project, app: Celery) -> None:
     """Beyond what is listed, and not by the offset alone."""
     for number in range(6):

@@ -548,7 +548,7 @@ def test_a_telemetry_folder_that_takes_nothing_is_named(
     empty_redis.client.set(Keys("", "celery_delay").promoting, "", ex=600)
     folder = tmp_path / "telemetry"
     app = app_on(empty_redis.url, telemetry=str(folder))
-    assert "is no folder on this machine" in the_wrong(app, "telemetry").problem
+    assert "takes nothing on this machine" in the_wrong(app, "telemetry").problem
     folder.mkdir()
     assert examine(app) == []
     assert list(folder.iterdir()) == []

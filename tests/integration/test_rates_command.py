@@ -40,7 +40,7 @@ def test_lines_are_listed_those_with_most_waiting_first(
     tmp_path: Path, empty_redis: PrivateRedis
 ) -> None:
     shop = Project(tmp_path).write(APP, empty_redis.url, rates=RATES)
-    assert shop.lines("rates") == ["no lines: no rated task has come lately"]
+    assert shop.lines("rates") == ["no rate-limited task has come lately"]
     assert shop.told("rates") == {"lines": [], "more": False}
 
     with app_on(empty_redis.url) as app:
@@ -52,7 +52,7 @@ def test_lines_are_listed_those_with_most_waiting_first(
         assert re.fullmatch(r"shop.call_api bob 10/h 30 \d min( \d+ s)? 10 %", bob)
         assert ada.startswith("shop.call_api ada\\x1b[31m 10/h 7 ")
         assert re.fullmatch(r"shop.mail 10/d 1 \d.* 10 % (1 h|59 min.*)", mail)
-        assert sum_ == "38 waiting in 3 line(s)"
+        assert sum_ == "38 waiting in 3 row(s)"
         told = shop.told("rates", "--limit", "2")
         assert told["more"]
         assert told["lines"] == [line.as_json() for line in Delay(app).rates()[:2]]
@@ -64,7 +64,7 @@ def test_an_app_without_rates_is_told_the_setting(
 ) -> None:
     shop = Project(tmp_path).write(APP, empty_redis.url)
     (said,) = shop.lines("rates")
-    assert said == "no lines: no task of this app has a rate, see native_delay_rates"
+    assert said == "no task of this app has a rate: see native_delay_rates"
 
 
 @on_redis

@@ -367,7 +367,7 @@ def test_no_later_gate_is_asked_about_a_task_that_is_early() -> None:
 
 def test_a_task_that_cannot_wait_passes_on_to_the_next_gate() -> None:
     """At once, and after the broker has refused it: what is fenced does not run unasked."""
-    gate = Asking()
+    gate = Asking(AskAgain(0.5))
     worker = Worker(fence=gate, takes=False)
     message = Message(fenced(eta=in_seconds(60)))
     worker.strategies()["t"](message, None, worker._ack, "reject", [])
