@@ -98,7 +98,7 @@ def command(**options: Any) -> Callable[[Callable[..., None]], click.Command]:
     def decorate(function: Callable[..., None]) -> click.Command:
         @wraps(function)
         def explained(ctx: click.Context, *args: Any, **kwargs: Any) -> None:
-            with errors_explained(ctx):
+            with _errors_explained(ctx):
                 function(ctx, *args, **kwargs)
 
         group = options.pop("group", delay)
@@ -111,8 +111,8 @@ def command(**options: Any) -> Callable[[Callable[..., None]], click.Command]:
 
 
 @contextmanager
-def errors_explained(ctx: click.Context) -> Iterator[None]:
-    """Raise what is expected to fail as one sentence."""
+def _errors_explained(ctx: click.Context) -> Iterator[None]:
+    """Show expected errors in one sentence, without a traceback."""
     from amqp.exceptions import AMQPError
     from kombu.exceptions import OperationalError
 

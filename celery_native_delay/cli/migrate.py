@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING
 
 import click
@@ -89,10 +90,19 @@ def migrate(
             confirm(f"Move them into {part.name}?")
         part.prepare(list(ctx.obj.app.amqp.queues.values()))
         pace = None if rate is None else TokenBucket(rate)
-        with _stopped() as stopped, _progress(total, hidden=as_json) as on_each:
+        bar = click.progressbar(length=total, label="moving", show_pos=True, file=sys.stderr)
+        with _stopped() as stopped, bar:
             for source, account in zip(sources, accounts, strict=True):
                 if not stopped:
-                    move(source, part, account, pace, stopped.__len__, on_each, _tell_doubt)
+                    move(
+                        source,
+                        part,
+                        account,
+                        pace,
+                        stopped.__len__,
+                        partial(bar.update, 1),
+                        _tell_doubt,
+                    )
         _show(part.name, accounts, as_json, interrupted=bool(stopped))
         ctx.exit(1 if stopped or any(account.refused for account in accounts) else 0)
 
@@ -166,16 +176,6 @@ def _stopped() -> Iterator[list[int]]:
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
-
-
-@contextmanager
-def _progress(total: int, *, hidden: bool) -> Iterator[Callable[[], object]]:
-    """A call for after each message: it moves a bar on standard error, for a person who looks."""
-    if hidden or not sys.stderr.isatty():
-        yield lambda: None
-        return
-    with click.progressbar(length=total, label="moving", show_pos=True, file=sys.stderr) as bar:
-        yield lambda: bar.update(1)
 
 
 def _tell_doubt(task_id: str | None) -> None:

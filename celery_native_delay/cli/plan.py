@@ -15,9 +15,6 @@ if TYPE_CHECKING:
 #: Of the way through SQS so many sends are shown at most.
 _SHOWN = 10
 
-#: What a million requests to SQS cost, in dollars.
-_PRICE_PER_MILLION = 0.5
-
 #: What is told scripts, and people.
 _Told: TypeAlias = tuple[dict[str, Any], list[str]]
 
@@ -69,7 +66,7 @@ def plan(
 ) -> None:
     """Show the path, hops and routing key of a delay: of 90 seconds, or of 365d, 1h30m.
 
-    On SQS also what it costs. With --rate and --delay: what a load makes of each level queue, how
+    On SQS also its requests. With --rate and --delay: what a load makes of each level queue, how
     much waits, and in how much memory. Needs no broker.
     """
     from ..due_time import check_countdown
@@ -167,35 +164,20 @@ def _levels(topology: Topology, seconds: float, queue: str) -> _Told:
 
 def _hops(seconds: float, queue: str) -> _Told:
     """A delay on SQS, hop by hop: a relay sends the message on after each."""
+    from ..due_time import milliseconds_up
     from ..durations import duration
-    from ..transports.sqs.hops import HOP_SECONDS, Itinerary
+    from ..transports.sqs.hops import HOP_SECONDS, REQUESTS_PER_HOP, remainders
 
-    way = Itinerary.of(max(seconds, 0))
-    alone, batched = way.requests, way.requests_in_batches
-    prices = [number * _PRICE_PER_MILLION / 1e6 for number in (alone, batched)]
-    told = {
-        "waits_seconds": way.waits_seconds,
-        "hop_seconds": HOP_SECONDS,
-        "hop_count": way.hops,
-        "requests": alone,
-        "requests_in_batches": batched,
-        "price": prices[0],
-        "price_in_batches": prices[1],
-    }
-    hops = f"in {way.hops:,} hop(s) of {duration(HOP_SECONDS)}"
-    lines = [_waits(seconds, way.waits_seconds, hops, queue)]
-    if way.hops < _SHOWN:
-        rows = [
-            (f"{queue}-delay.fifo" if number < way.hops else queue, duration(left, exact=True))
-            for number, left in enumerate(way.remainders)
-        ]
-        lines.append(table(("sent to", "left"), rows))
-    costs = [
-        ("alone", f"{alone:,}", f"{prices[0]:.7f}"),
-        ("with nine others", f"{batched:,.1f}", f"{prices[1]:.7f}"),
-    ]
-    headings = ("travelling", "requests", f"at {_PRICE_PER_MILLION:g} per million")
-    return told, [*lines, table(headings, costs)]
+    waits, *rest = remainders(milliseconds_up(round(max(seconds, 0) * 1_000_000)))
+    requests = 1 + len(rest) * REQUESTS_PER_HOP
+    told = {"waits_seconds": waits, "hop_count": len(rest), "requests": requests}
+    where = f"in {len(rest):,} hop(s) of {duration(HOP_SECONDS)}, {requests:,} request(s)"
+    lines = [_waits(seconds, waits, where, queue)]
+    if len(rest) < _SHOWN:
+        names = [f"{queue}-delay.fifo"] * len(rest) + [queue]
+        left = [duration(each, exact=True) for each in (waits, *rest)]
+        lines.append(table(("sent to", "left"), list(zip(names, left, strict=True))))
+    return told, lines
 
 
 def _waits(seconds: float, waits_seconds: float, where: str, queue: str) -> str:

@@ -1,6 +1,6 @@
-"""A worker's end when its delayed tasks have been out of reach for too long.
+"""A worker stops if its store, or the broker it dispatches to, is unreachable for too long.
 
-Their store, or the broker that they are dispatched to: see ``native_delay_store_outage_seconds``.
+``native_delay_store_outage_seconds`` says how long.
 """
 
 from __future__ import annotations
@@ -15,18 +15,18 @@ from ..transports.interface import Outage
 
 logger = logging.getLogger(__name__)
 
-#: Connect a receiver to decide yourself; without one, the worker stops warmly with exit status 1,
-#: so that its supervisor starts it again or calls for help. Receivers get the app as *sender*
-#: and the *outage*: its *what*, *seconds* and *reason*. They are called in a thread of their own;
-#: one that raises has decided nothing.
+#: Signal of an outage. Without a receiver the worker stops warmly with exit status 1, so that its
+#: supervisor starts it again or calls for help. A receiver gets the app as *sender* and the
+#: *outage* (its *what*, *seconds* and *reason*), in a thread of its own, and keeps the worker
+#: running unless it raises.
 store_outage = Signal(name="native_delay_store_outage", providing_args={"outage"})
 
 
 def react(app: Any, outage: Outage, stop: Callable[[], object]) -> None:
-    """Tell of *outage*, and *stop* unless a receiver decides."""
+    """Log *outage* and call *stop*, unless a receiver of ``store_outage`` handles it."""
     logger.critical("native delay: %s", outage)
     if not _decided(app, outage):
-        logger.critical("native delay: stopping; connect to store_outage to do something else")
+        logger.critical("native delay: the worker stops; connect to store_outage to keep it")
         stop()
 
 

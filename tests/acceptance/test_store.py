@@ -127,7 +127,7 @@ def test_a_worker_goes_on_after_a_short_outage_and_stops_warmly_after_a_long_one
     with away(store):
         assert worker.process.wait(PATIENCE_SECONDS) == 1
         assert worker.log_lines("CRITICAL", "fetching what is due has failed for 3")
-        assert worker.log_lines("CRITICAL", "stopping; connect to store_outage")
+        assert worker.log_lines("CRITICAL", "the worker stops; connect to store_outage")
     assert not fleet.record.runs(task_id=second)
     fleet.worker(queues="default")
     fleet.record.wait_for(1, task_id=second)
