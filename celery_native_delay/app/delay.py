@@ -31,7 +31,7 @@ from ..settings import DelaySettings
 from ..transports.aliases import delay_headers
 from .broker import ask_on_a_connection
 from .installation import checked_app, delaying_channel
-from .keyed import Edge, Keyed, KeyedResult, KeyKind, Until, tell_revoked
+from .keyed import KeyedCalls, KeyKind, tell_revoked
 
 logger = get_logger(__name__)
 
@@ -47,7 +47,7 @@ TaskId: TypeAlias = str | AsyncResult | Waiting
 _MOST_LINES = 10_000
 
 
-class Delay:
+class Delay(KeyedCalls):
     """The waiting tasks of one app, to be seen, cancelled and moved.
 
     On Redis it is the broker itself that is asked, on RabbitMQ ``native_delay_records``, elsewhere
@@ -57,9 +57,8 @@ class Delay:
     """
 
     def __init__(self, app: Celery) -> None:
-        self._app = checked_app(app)
+        super().__init__(checked_app(app))
         self._tells_results = True
-        self._keyed = Keyed(self._app)
 
     # --- seeing --------------------------------------------------------------------------
 
@@ -218,86 +217,13 @@ class Delay:
         """:meth:`run_now` for many, over one connection."""
         return self._change(task_ids, lambda found, task_id: found.move(task_id, None))
 
-    # --- one task for a key --------------------------------------------------------------
-
-    def debounce(
-        self,
-        signature: Signature,
-        *,
-        key: str,
-        seconds: float,
-        max_wait_seconds: float | None = None,
-        announce: bool = False,
-    ) -> KeyedResult:
-        """Run a task once its *key* has been quiet for *seconds*, with the last call's arguments.
-
-        Args:
-            signature: of a single task, such as ``reindex.s(7)``; its name is part of the key.
-            max_wait_seconds: it runs so long after the first of the calls at the latest.
-            announce: the results of the calls that it takes the place of become REVOKED, with the
-                reason; else they are forgotten.
-
-        Returns:
-            the result of the task that will run, if no other call comes; its *replaced* is the id
-            of the waiting task that was taken out for it, or None.
-
-        Raises:
-            UnsupportedBroker: this broker has no place for records of keys; nothing was sent.
-        """
-        return self._keyed.debounce(
-            signature, key, seconds, max_wait_seconds=max_wait_seconds, announce=announce
-        )
-
-    def throttle(
-        self,
-        signature: Signature,
-        *,
-        key: str,
-        seconds: float,
-        edge: Edge = "leading",
-        announce: bool = False,
-    ) -> KeyedResult:
-        """Run a task at most once in *seconds* for its *key*.
-
-        Args:
-            edge: "leading": the first call runs at once, later ones are answered with its result;
-                "trailing": the last call runs when *seconds* are over; "both": the first and, if
-                there are more, the last.
-            signature, announce: as in :meth:`debounce`, which also says what is raised.
-
-        Returns:
-            the result of the task that stands; *created* tells if it is this call's, *replaced* is
-            as in :meth:`debounce`.
-        """
-        return self._keyed.throttle(signature, key, seconds, edge=edge, announce=announce)
-
-    def unique(
-        self,
-        signature: Signature,
-        *,
-        key: str,
-        countdown: float | None = None,
-        eta: datetime | str | None = None,
-        until: Until = "end",
-    ) -> KeyedResult:
-        """Run a task unless one waits or, *until* its "end", runs for its *key*; else that stands.
-
-        Args:
-            until: "start": another may come once it has started; "end": once it is over, and never
-                do two run at once.
-            signature: as in :meth:`debounce`, which also says what is raised.
-
-        Returns:
-            the result of the task that is there; *created* is true if there was none, and this
-            call's task is it.
-        """
-        return self._keyed.unique(signature, key, countdown=countdown, eta=eta, until=until)
+    # --- private -------------------------------------------------------------------------
 
     def _cancel_key(self, key: str, task: str, kind: KeyKind) -> Outcome:
         reason = f"nothing waits for key {key!r} of {task} ({kind})"
         outcome = Outcome("", Verdict.UNKNOWN, reason=reason)
         for _ in range(TRIES):
-            task_id = self._keyed.standing_id(kind, task, key)
+            task_id = self._standing_id(kind, task, key)
             if task_id is None or task_id == outcome.id:
                 break
             outcome = self.cancel(task_id)

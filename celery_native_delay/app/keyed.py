@@ -41,8 +41,8 @@ KeyKind: TypeAlias = Literal["debounce", "throttle", "throttle-trailing", "uniqu
 _Call: TypeAlias = Callable[[Seen, str], Step]
 
 
-class Keyed:
-    """Calls under keys, of one app."""
+class KeyedCalls:
+    """The methods of :class:`~celery_native_delay.Delay` that keep one task for a key."""
 
     def __init__(self, app: Any) -> None:
         self._app = app
@@ -51,12 +51,28 @@ class Keyed:
     def debounce(
         self,
         signature: Signature,
+        *,
         key: str,
         seconds: float,
-        *,
-        max_wait_seconds: float | None,
-        announce: bool,
+        max_wait_seconds: float | None = None,
+        announce: bool = False,
     ) -> KeyedResult:
+        """Run a task once its *key* has been quiet for *seconds*, with the last call's arguments.
+
+        Args:
+            signature: a single task's signature, such as ``reindex.s(7)``. The task's name is part
+                of the key.
+            max_wait_seconds: the task runs at most this long after the first call.
+            announce: the results of the calls it replaces become REVOKED, with the reason. By
+                default they stay pending.
+
+        Returns:
+            the result of the task that will run if there is no later call. Its *replaced* is the
+            id of the waiting task that this call replaced, or None.
+
+        Raises:
+            UnsupportedBroker: no records of keys can be kept for this broker; nothing was sent.
+        """
         mark = _mark_of("debounce", signature, key)
         quiet_us = _microseconds("seconds", seconds)
         longest_us = None
@@ -71,8 +87,26 @@ class Keyed:
         return self._publish(mark, call, signature, announce=announce)
 
     def throttle(
-        self, signature: Signature, key: str, seconds: float, *, edge: Edge, announce: bool
+        self,
+        signature: Signature,
+        *,
+        key: str,
+        seconds: float,
+        edge: Edge = "leading",
+        announce: bool = False,
     ) -> KeyedResult:
+        """Run a task at most once per *key* within *seconds*.
+
+        Args:
+            edge: "leading": the first call's task runs at once, and later calls get its result;
+                "trailing": the last call's task runs when *seconds* are over; "both": the first
+                call's task runs at once and, if there are more calls, the last one's at the end.
+            signature, announce: as in :meth:`debounce`, which also says what is raised.
+
+        Returns:
+            the result of the task that runs for the key. Its *created* is true if this call sent
+            that task; its *replaced* is as in :meth:`debounce`.
+        """
         window_us = _microseconds("seconds", seconds)
         _check_word("edge", edge, Edge)
         _refuse_times(signature)
@@ -92,12 +126,22 @@ class Keyed:
     def unique(
         self,
         signature: Signature,
-        key: str,
         *,
-        countdown: float | None,
-        eta: datetime | str | None,
-        until: Until,
+        key: str,
+        countdown: float | None = None,
+        eta: datetime | str | None = None,
+        until: Until = "end",
     ) -> KeyedResult:
+        """Send a task unless another one for its *key* waits or runs.
+
+        Args:
+            until: "end": the key is free when the task has ended, and no two tasks run at once;
+                "start": the key is free when the task starts.
+            signature: as in :meth:`debounce`, which also says what is raised.
+
+        Returns:
+            the result of the task that has the key. Its *created* is true if this call sent it.
+        """
         mark = _mark_of("unique", signature, key, until)
         _check_word("until", until, Until)
         options = signature.options
@@ -111,11 +155,11 @@ class Keyed:
                 call = partial(rules.unique, wait_us=max(round(countdown * 1_000_000), 0))
         return self._unless_another_stands(mark, call, signature)
 
-    def standing_id(self, kind: KeyKind, task: str, key: str) -> str | None:
-        """The id of the last task that was sent for *key* to run later; it may have run."""
+    def _standing_id(self, kind: KeyKind, task: str, key: str) -> str | None:
+        """The id of the last task that was sent for *key*; it may have run."""
         _check_word("kind", kind, KeyKind)
         _check_key(key)
-        seen: Seen = self._ask(lambda records: records.read(name_of(kind, task, key)))
+        seen: Seen = self._ask_keys(lambda records: records.read(name_of(kind, task, key)))
         return None if seen.record is None else seen.record.id
 
     def _unless_another_stands(
@@ -123,7 +167,7 @@ class Keyed:
     ) -> KeyedResult:
         """:meth:`_publish`, unless a look at the record shows that there is no need."""
         if self._task(signature) is None or not self._app.conf.task_always_eager:
-            seen = self._ask(lambda records: records.read(mark.name))
+            seen = self._ask_keys(lambda records: records.read(mark.name))
             if stands := call(seen, "").stands:
                 return self._of_another(signature, stands)
         return self._publish(mark, call, signature, announce=announce)
@@ -179,10 +223,10 @@ class Keyed:
                 "expected task_protocol = 2, in whose headers a task can be told from another: "
                 "debounce, throttle and unique need it"
             )
-        self._ask(lambda records: None)
+        self._ask_keys(lambda records: None)
         self._is_checked = True
 
-    def _ask(self, question: Callable[[KeyRecords], Any]) -> Any:
+    def _ask_keys(self, question: Callable[[KeyRecords], Any]) -> Any:
         def ask(connection: Any) -> Any:
             return question(key_records(self._app, connection))
 
