@@ -1,4 +1,4 @@
-"""``Delay(app)``: see, cancel and move what waits."""
+"""``Delay(app)``: list, cancel and reschedule waiting tasks."""
 
 from __future__ import annotations
 
@@ -37,23 +37,24 @@ logger = get_logger(__name__)
 
 T = TypeVar("T")
 
-#: Matches of a search are counted so far beyond those listed: reading all would take seconds.
+#: A search counts up to this many matches beyond the listed ones: reading all could take seconds.
 _COUNTED = 1000
 
-#: What names a task.
+#: A task, by its id or by an object that has it.
 TaskId: TypeAlias = str | AsyncResult | Waiting
 
-#: Lines of rated tasks that are looked through for holds.
+#: Rate lines that are read to find those that RetryAfter holds.
 _MOST_LINES = 10_000
 
 
 class Delay(KeyedCalls):
-    """The waiting tasks of one app, to be seen, cancelled and moved.
+    """List, search, cancel and reschedule the waiting tasks of one app, or send one per key.
 
-    On Redis it is the broker itself that is asked, on RabbitMQ ``native_delay_records``, elsewhere
-    ``native_delay_store``. Every method raises :class:`~celery_native_delay.RecordsUnavailable` if
-    that is not there, and errors of kombu if the broker is not. What changes something answers
-    with an :class:`~celery_native_delay.Outcome`, true if it was done.
+    It asks the broker on Redis, ``native_delay_records`` on RabbitMQ, SQS and pgmq, and
+    ``native_delay_store`` elsewhere. Every method raises
+    :class:`~celery_native_delay.RecordsUnavailable` if these are unreachable, and kombu's errors if
+    the broker is. Methods that change a task return an :class:`~celery_native_delay.Outcome`; it is
+    truthy if the change was made.
     """
 
     def __init__(self, app: Celery) -> None:
@@ -63,14 +64,17 @@ class Delay(KeyedCalls):
     # --- seeing --------------------------------------------------------------------------
 
     def ls(self, search: str | Query = "", *, limit: int = 50, offset: int = 0) -> Page:
-        """The tasks that wait, earliest first, as a sequence; its *total* is how many match in all.
+        """List the waiting tasks that match *search*, earliest due time first.
 
         Args:
             search: words as in Flower's search box, such as ``name:shop.remind ada``, or a
-                :class:`Query`.
+                :class:`Query`. By default all tasks match.
+
+        Returns:
+            a sequence of :class:`Waiting`. Its *total* is the number of all matching tasks.
 
         Raises:
-            InvalidQuery: it cannot be understood, or *limit* or *offset* is no number from 0.
+            InvalidQuery: *search* cannot be parsed, or *limit* or *offset* is no number from 0.
         """
         _check_count("limit", limit, least=0)
         _check_count("offset", offset, least=0)
@@ -79,37 +83,37 @@ class Delay(KeyedCalls):
         return Page(tuple(self._as_held(page.tasks)), page.total)
 
     def show(self, task_id: TaskId) -> list[Waiting]:
-        """Messages that wait under this id: one most often, none if it does not wait."""
+        """The waiting messages with this task id: usually one, none if the task is not waiting."""
         one = _id_of(task_id)
         return self._as_held(self._ask(lambda found: found.get(one)))
 
     def ids(self, search: str | Query = "", *, limit: int | None = None) -> list[str]:
-        """Ids of the tasks that match now, each once, earliest first; at most *limit*."""
+        """The ids of the waiting tasks that match *search*, earliest first, up to *limit*."""
         if limit is not None:
             _check_count("limit", limit, least=0)
         query = _query(search)
         return self._ask(lambda found: _some_of(found.ids(query), limit))
 
     def count(self, search: str | Query = "") -> int:
-        """Number of tasks that wait and match."""
+        """The number of waiting tasks that match *search*."""
         query = _query(search)
         return self._ask(lambda found: found.count(query))
 
     def histogram(self, *, bars: int = 40) -> list[Bar]:
-        """The spread of the due times, in *bars* bars at most."""
+        """A histogram of the due times of all waiting tasks, with up to *bars* bars."""
         _check_count("bars", bars, least=1)
         return self._ask(lambda found: waiting.histogram(found, bars=bars))
 
     def next_due(self) -> datetime | None:
-        """The time at which the next task is due, None if nothing waits."""
+        """The earliest due time of all waiting tasks; None if no task waits."""
         span = self._ask(lambda found: found.span())
         return None if span is None else datetime.fromtimestamp(span[0] / 1_000_000, UTC)
 
     def rates(self, *, limit: int = 50) -> list[RateLine]:
-        """The lines of rated tasks, those with most waiting first; at most *limit*.
+        """The queues of rate-limited tasks, one per task and key, longest first, up to *limit*.
 
         Raises:
-            NoRecords: nothing beside this broker can keep lines.
+            NoRecords: this broker needs ``native_delay_records`` for rates.
         """
         _check_count("limit", limit, least=0)
 
@@ -120,10 +124,10 @@ class Delay(KeyedCalls):
         return self._ask_broker(looked)
 
     def _as_held(self, tasks: Sequence[Waiting]) -> list[Waiting]:
-        """*tasks*, none of them due before the hold of its line ends."""
+        """The same tasks; those that RetryAfter holds are due when the hold ends."""
         until_us: dict[tuple[str, str], int] = {}
         if any(task.place for task in tasks):
-            with suppress(NativeDelayError):  # then the messages' own due times are shown
+            with suppress(NativeDelayError):  # then show the due times of the messages
                 for line in self.rates(limit=_MOST_LINES):
                     until_us[line.task, line.key or ""] = line.held_until_us or 0
         return [
@@ -148,23 +152,23 @@ class Delay(KeyedCalls):
         task: str | Task | Signature | None = None,
         kind: KeyKind | None = None,
     ) -> Outcome:
-        """Cancel a waiting task, by its id or by the key it was sent under: it never runs.
+        """Cancel a waiting task by its id, or by the key it was sent with: it never runs.
 
-        Its result is REVOKED at once. A worker announces it as it does with every revoked task:
-        to monitors and, if it is part of one, to its chord; as soon as there is one.
+        Its result becomes REVOKED at once. The next worker announces it like every revoked task,
+        to monitors and to its chord.
 
         Args:
-            task_id: an id, an ``AsyncResult`` or what :meth:`ls` has found.
-            key: instead of *task_id*, with *task* and *kind*: cancel what waits for this key.
+            task_id: an id, an ``AsyncResult`` or a :class:`Waiting` of :meth:`ls`.
+            key: instead of *task_id*, together with *task* and *kind*: the key of the task.
             task: the task, or its name.
-            kind: the call: "debounce", "throttle" (its edge "both"), "throttle-trailing" or
-                "unique".
+            kind: the call that sent it: "debounce", "throttle" (with edge "both"),
+                "throttle-trailing" or "unique".
 
         Returns:
-            what became of it; its *id* is "" if nothing was sent for the key.
+            the outcome. Its *id* is "" if no task was sent with the key.
 
         Raises:
-            UnsupportedBroker: this broker has no place for records of keys.
+            UnsupportedBroker: no records of keys can be kept for this broker.
         """
         if key is None and task is None and kind is None:
             return self.cancel_all([_id_of(task_id, many="cancel_all")])[0]
@@ -176,21 +180,21 @@ class Delay(KeyedCalls):
         return self._cancel_key(key, name, kind)
 
     def cancel_all(self, task_ids: Iterable[TaskId]) -> list[Outcome]:
-        """:meth:`cancel` for many, over one connection."""
+        """Cancel many tasks over one connection; see :meth:`cancel`."""
         self._tells_results = True
         return self._change(task_ids, self._cancel)
 
     def reschedule(
         self, task_id: TaskId, *, countdown: float | None = None, eta: datetime | str | None = None
     ) -> Outcome:
-        """Give a task another due time, as its ``eta`` then says.
+        """Give a waiting task another due time, which its ``eta`` then says.
 
         Args:
-            countdown: seconds from now; below 0 is now.
-            eta: the due time; a naive one is UTC. Either *countdown* or *eta*.
+            countdown: seconds from now; a negative one is now.
+            eta: the due time; without a time zone it is UTC. Give either *countdown* or *eta*.
 
         Raises:
-            InvalidDueTime, DelayTooLong: it is due when it was.
+            InvalidDueTime, DelayTooLong: the due time stays as it was.
         """
         one = _id_of(task_id, many="reschedule_all")
         return self.reschedule_all([one], countdown=countdown, eta=eta)[0]
@@ -202,7 +206,7 @@ class Delay(KeyedCalls):
         countdown: float | None = None,
         eta: datetime | str | None = None,
     ) -> list[Outcome]:
-        """:meth:`reschedule` for many, over one connection."""
+        """Reschedule many tasks over one connection; see :meth:`reschedule`."""
         if isinstance(countdown, int | float):
             countdown = max(countdown, 0)
         at_us = due_us(delay_headers(countdown=countdown, eta=eta)["eta"])
@@ -210,11 +214,11 @@ class Delay(KeyedCalls):
         return self._change(task_ids, lambda found, task_id: found.move(task_id, moment))
 
     def run_now(self, task_id: TaskId) -> Outcome:
-        """Make a task due now."""
+        """Let a waiting task run now."""
         return self.run_all_now([_id_of(task_id, many="run_all_now")])[0]
 
     def run_all_now(self, task_ids: Iterable[TaskId]) -> list[Outcome]:
-        """:meth:`run_now` for many, over one connection."""
+        """Let many waiting tasks run now, over one connection."""
         return self._change(task_ids, lambda found, task_id: found.move(task_id, None))
 
     # --- private -------------------------------------------------------------------------
@@ -229,7 +233,7 @@ class Delay(KeyedCalls):
             outcome = self.cancel(task_id)
             if outcome:
                 break
-            # Another call may have replaced it in the meantime.
+            # Another call may have replaced the task meanwhile: look again.
         return outcome
 
     def _cancel(self, found: WaitingTasks, task_id: str) -> Outcome:
@@ -247,7 +251,7 @@ class Delay(KeyedCalls):
 
         def rest(found: WaitingTasks) -> list[Outcome]:
             nonlocal begun
-            # Asked once more on another connection, those that are changed are not waiting.
+            # Runs again on a new connection if the first one breaks, for the rest of the ids.
             for position, task_id in list(enumerate(ids))[len(outcomes) :]:
                 is_again, begun = position == begun, position
                 try:
@@ -258,8 +262,8 @@ class Delay(KeyedCalls):
                     outcome = Outcome(task_id, Verdict.IMPOSSIBLE, reason=str(exc))
                 if is_again and not outcome:
                     raise RecordsUnavailable(
-                        f"the connection broke while {task_id} was being changed, and it no longer "
-                        f"waits as it did: either it was changed, or it has run"
+                        f"the connection broke while {task_id} was being changed: it was changed, "
+                        f"or it has run"
                     )
                 outcomes.append(outcome)
             return outcomes
@@ -270,28 +274,29 @@ class Delay(KeyedCalls):
             if not outcomes:
                 raise
             done = sum(map(bool, outcomes))
-            raise RecordsUnavailable(f"{done} of {len(ids)} were changed, then {exc}") from exc
+            raise RecordsUnavailable(f"{done} of {len(ids)} were changed; then {exc}") from exc
 
     def _ask(self, question: Callable[[WaitingTasks], T]) -> T:
         def ask(channel: Any, settings: DelaySettings) -> T:
             found = channel.waiting_tasks(settings)
             if found is None:
                 raise NoRecords(
-                    "RabbitMQ's delay levels cannot be looked into: set native_delay_records to "
-                    "the URL of a Redis or a database in workers and producers"
+                    "RabbitMQ cannot list the messages in its delay levels: set "
+                    "native_delay_records to the URL of a Redis or a database, in workers and "
+                    "producers"
                 )
             with closing(found):
                 try:
                     return question(found)
                 except RecordsUnavailable as exc:
-                    if settings.records is None:  # then they are the broker's, or the store's
+                    if settings.records is None:  # the broker or the store keeps them
                         raise
                     raise RecordsUnavailable(f"{exc}; {settings.while_records_are_away}") from exc
 
         return self._ask_broker(ask)
 
     def _ask_broker(self, question: Callable[[Any, DelaySettings], T]) -> T:
-        """*question* on a delaying channel, given the settings; once more on a new connection."""
+        """Ask *question* on a delaying channel; if it breaks, ask again on a new connection."""
 
         def ask(connection: Any) -> T:
             return question(*delaying_channel(self._app, connection))
@@ -299,31 +304,31 @@ class Delay(KeyedCalls):
         return ask_on_a_connection(self._app, ask)
 
     def _revoke_result(self, outcome: Outcome) -> None:
-        """Tell the result backend now; chord and monitors are for the worker to tell, once.
+        """Set the results to REVOKED now; a worker tells chord and monitors later.
 
-        A backend that is away is not asked again for the others: each may wait for minutes.
+        If the backend fails once, it is not asked again: each try may take minutes.
         """
         for task in outcome.tasks:
             if not (self._tells_results and task.name and task.keeps_result):
                 continue
             try:
                 tell_revoked(self._app, task.id, task.name, reason="revoked")
-            except Exception as exc:  # the worker will say it, too
+            except Exception as exc:  # the worker sets the result, too
                 self._tells_results = False
                 logger.warning(
-                    "native delay: %s is cancelled, results from it on will say so when a worker "
-                    "has announced it: %s",
+                    "native delay: %s is cancelled, but the result backend failed; this result and "
+                    "later ones become REVOKED when a worker announces them: %s",
                     task.id,
                     described(exc),
                 )
 
 
 def listed(delay: Delay, query: Query, offset: int, limit: int) -> tuple[Page, bool]:
-    """A page of what matches, and whether its total is all of them; else there are more."""
+    """A page of matching tasks, and True if its total is exact; else there are more."""
     searched = not query.is_by_time_only
     page = delay.ls(query, limit=limit + (_COUNTED if searched else 0), offset=offset)
     total = page.total
-    if total is None:  # behind the last one it is not known where that is
+    if total is None:  # an offset beyond the last match does not tell the number of matches
         behind = offset and not page.tasks
         total = delay.count(query) if behind else offset + len(page.tasks)
     counted = not searched or len(page.tasks) < limit + _COUNTED
@@ -331,7 +336,7 @@ def listed(delay: Delay, query: Query, offset: int, limit: int) -> tuple[Page, b
 
 
 def _some_of(ids: Iterable[str], limit: int | None) -> list[str]:
-    """The first *limit* of *ids*, each once; all of them for None."""
+    """The first *limit* different ids; all of them if *limit* is None."""
     found: dict[str, None] = {}
     for task_id in ids:
         if len(found) == limit:

@@ -1,7 +1,7 @@
-"""Debounce, throttle and unique, from the call to Celery's own publish and back.
+"""Debounce, throttle and unique: one task per key.
 
-The call may look at its record first, to send nothing at all; what decides is the channel's look,
-with the message in its hands.
+A call first reads the key's record: often there is nothing to send. Otherwise it publishes by
+Celery, and our channel decides again, in one step with the message.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Edge: TypeAlias = Literal["leading", "trailing", "both"]
 Until: TypeAlias = Literal["start", "end"]
 KeyKind: TypeAlias = Literal["debounce", "throttle", "throttle-trailing", "unique"]
 
-#: A rule that lacks what was seen, and the id of the new task.
+#: A rule of ``keyed/rules.py``, to be called with the record that was read and the new task's id.
 _Call: TypeAlias = Callable[[Seen, str], Step]
 
 
@@ -165,7 +165,7 @@ class KeyedCalls:
     def _unless_another_stands(
         self, mark: Mark, call: _Call, signature: Signature, *, announce: bool = False
     ) -> KeyedResult:
-        """:meth:`_publish`, unless a look at the record shows that there is no need."""
+        """Publish the task, unless the key's record shows that another task has the key."""
         if self._task(signature) is None or not self._app.conf.task_always_eager:
             seen = self._ask_keys(lambda records: records.read(mark.name))
             if stands := call(seen, "").stands:
@@ -175,7 +175,7 @@ class KeyedCalls:
     def _publish(
         self, mark: Mark, call: _Call, signature: Signature, *, announce: bool = False
     ) -> KeyedResult:
-        """Publish the task as *call* rules; the result of the task that stands then."""
+        """Publish the task if *call* lets it; return the result of the task that has the key."""
         task = self._task(signature)
         send = partial(self._app.send_task, signature.task) if task is None else task.apply_async
         options = dict(signature.options)
@@ -183,7 +183,7 @@ class KeyedCalls:
         if task is not None and self._app.conf.task_always_eager:
             return keyed_result(send(signature.args, signature.kwargs, **options))
         self._check()
-        for each in ("countdown", "eta"):  # the channel knows when it is due
+        for each in ("countdown", "eta"):  # the channel sets the due time
             options.pop(each, None)
         task_id = options.pop("task_id", None) or uuid()
         keyed = KeyedPublish(mark.name, lambda seen: call(seen, task_id), task_id)
@@ -194,34 +194,33 @@ class KeyedCalls:
             return self._of_another(signature, exc.task_id)
         if keyed.step is None:
             raise CannotDelay(
-                f"{signature.task} was not sent under its key: expected its message to reach a "
-                f"queue of this app's broker; leave out the options connection and producer, and "
-                f"see that its exchange leads to a queue"
+                f"{signature.task} was not sent with its key: expected a message to a queue of "
+                f"this app's broker; leave out the options connection and producer, and bind its "
+                f"exchange to a queue"
             )
         if announce and keyed.replaced is not None:
             self._announce(keyed.replaced, signature, task_id)
         return keyed_result(result, replaced=keyed.replaced)
 
     def _announce(self, replaced: str, signature: Signature, task_id: str) -> None:
-        """Tell the result backend; the call itself is done, whatever that says."""
+        """Set the replaced task's result to REVOKED; a failing backend is only logged."""
         try:
             tell_revoked(self._app, replaced, signature.task, reason=f"replaced by {task_id}")
         except Exception as exc:
             logger.warning(
-                "native delay: %s is replaced by %s, its result will not say so: %s",
+                "native delay: %s is replaced by %s, but its result stays pending: %s",
                 replaced,
                 task_id,
                 described(exc),
             )
 
     def _check(self) -> None:
-        """Refuse, once for all, an app that has no place for records of keys."""
+        """Raise if records of keys cannot be kept for this app; checks once."""
         if self._is_checked:
             return
         if self._app.conf.task_protocol != 2:
             raise CannotDelay(
-                "expected task_protocol = 2, in whose headers a task can be told from another: "
-                "debounce, throttle and unique need it"
+                "expected task_protocol = 2: debounce, throttle and unique need its headers"
             )
         self._ask_keys(lambda records: None)
         self._is_checked = True
@@ -237,13 +236,13 @@ class KeyedCalls:
         return found
 
     def _of_another(self, signature: Signature, task_id: str) -> KeyedResult:
-        """The result of task *task_id*, which another call has created."""
+        """The result of task *task_id*, which another call has sent."""
         result = (self._task(signature) or self._app).AsyncResult(task_id)
         return keyed_result(result, created=False)
 
 
 def key_records(app: Any, connection: Any) -> KeyRecords:
-    """The records of keys on a *connection* of *app*; UnsupportedBroker where there are none."""
+    """The records of keys for *connection*; UnsupportedBroker if none can be kept."""
     try:
         channel, settings = delaying_channel(app, connection)
     except UnsupportedBroker as exc:
@@ -253,7 +252,7 @@ def key_records(app: Any, connection: Any) -> KeyRecords:
 
 
 def _mark_of(kind: str, signature: Any, key: object, until: str | None = None) -> Mark:
-    """The mark of a message; TypeError for what is no single task, or no key."""
+    """The mark for the header of a message; TypeError for no single task, or no key."""
     if isinstance(signature, Task):
         raise TypeError(
             f"expected a signature, got the task itself: write {signature.__name__}.s()"
@@ -263,8 +262,8 @@ def _mark_of(kind: str, signature: Any, key: object, until: str | None = None) -
     kinds = signature.get("subtask_type")
     if kinds:
         raise TypeError(
-            f"expected the signature of a single task, got a {kinds}: a key stands for one "
-            f"message; use that of a task which starts the {kinds}"
+            f"expected the signature of a single task, got a {kinds}: a key is for one message; "
+            f"send a task that starts the {kinds}"
         )
     return Mark(kind, signature.task, _check_key(key), until)
 
@@ -300,20 +299,19 @@ def _refuse_times(signature: Signature) -> None:
     given = [name for name in ("countdown", "eta") if signature.options.get(name) is not None]
     if given:
         raise TypeError(
-            f"expected a signature without {given[0]}, for its key says when it runs: leave it out "
-            f"of the signature's options"
+            f"expected a signature without {given[0]}: the call itself decides when the task runs"
         )
 
 
-#: A result in one of these is not the last one; Celery's own revoke overwrites the same.
+#: States that a task can still leave; Celery's own revoke overwrites the same ones.
 _UNREADY = (states.PENDING, states.RECEIVED, states.RETRY, states.REJECTED)
 
 
 class KeyedResult(AsyncResult):  # type: ignore[misc]  # Celery has no types
-    """An ``AsyncResult`` of the task that stands for a key, and what the call did.
+    """The ``AsyncResult`` of the task that has a key, with what the call did.
 
-    *created* is False if another call's task stands for the key: this call has sent nothing.
-    *replaced* is the id of the waiting task that was taken out for the new one.
+    *created* is False if another call's task has the key: then this call sent nothing.
+    *replaced* is the id of the waiting task that this call replaced, or None.
     """
 
     created: bool = True
@@ -341,16 +339,16 @@ class KeyedResult(AsyncResult):  # type: ignore[misc]  # Celery has no types
 
 
 class EagerKeyedResult(EagerResult, KeyedResult):  # type: ignore[misc]
-    """A :class:`KeyedResult` with ``task_always_eager``: the task has run."""
+    """A :class:`KeyedResult` of an app with ``task_always_eager``: the task has run."""
 
 
 def keyed_result(
     result: AsyncResult, *, created: bool = True, replaced: str | None = None
 ) -> KeyedResult:
-    """Celery's *result*, which from now on tells what the call did, too.
+    """Turn Celery's *result* into a :class:`KeyedResult`.
 
-    It stays the same object. A copy would cost a round trip where results are in Redis: the
-    subscription of an id ends with each result object of that id that is dropped.
+    The object stays the same: with results in Redis, dropping a copy would end the subscription of
+    its id, and cost a round trip.
     """
     result.__class__ = EagerKeyedResult if isinstance(result, EagerResult) else KeyedResult
     keyed: KeyedResult = result
@@ -359,9 +357,9 @@ def keyed_result(
 
 
 def tell_revoked(app: Any, task_id: str, name: str, *, reason: str) -> None:
-    """Tell the result backend that task *task_id*, of that *name*, is revoked, and why.
+    """Set the result of task *task_id* to REVOKED, with the *reason*.
 
-    Chord and monitors are for the worker to tell, once. Raises whatever the backend does.
+    A worker tells chord and monitors later. Raises the errors of the result backend.
     """
     registered = app.tasks.get(name)
     backend = app.backend if registered is None else registered.backend

@@ -151,7 +151,7 @@ def test_a_redis_that_cannot_be_configured_is_given_advice_only(own_redis: Priva
     hosted = app_on(own_redis.url.replace("//", "//tenant:tenant@"))
     assert [finding.check for finding in of_level(hosted, WRONG)] == ["promoting"]
     (finding,) = of_level(hosted, ADVICE)
-    assert "where your provider lets you" in finding.remedy
+    assert "if your provider lets you" in finding.remedy
 
 
 @redis_only
@@ -296,7 +296,7 @@ def test_records_that_are_down_or_wrong_are_named(
         records.client.config_set("requirepass", "secret")
         wrong_password = records.url.replace("//", "//:mistyped@")
         found_wrong = the_wrong(on(wrong_password), "records")
-        assert "does not serve: " in found_wrong.problem
+        assert "does not answer: " in found_wrong.problem
         assert "mistyped" not in str(found_wrong)
         records.client.config_set("requirepass", "")
 
@@ -306,10 +306,12 @@ def test_records_that_are_down_or_wrong_are_named(
                 timeout_seconds=PATIENCE_SECONDS,
             )
             found_wrong = the_wrong(on(replica.url), "records")
-            assert "takes nothing: ReadOnlyError" in found_wrong.problem
+            assert "cannot be written to: ReadOnlyError" in found_wrong.problem
 
         with no_redis() as port:
-            assert "does not serve" in the_wrong(on(f"redis://127.0.0.1:{port}"), "records").problem
+            assert (
+                "does not answer" in the_wrong(on(f"redis://127.0.0.1:{port}"), "records").problem
+            )
         records.stop()
         down = project.delay("doctor")
         assert down.returncode == 1
@@ -538,7 +540,7 @@ def test_records_beside_any_broker_are_looked_at(
     own_redis.client.config_set("requirepass", "secret")
     assert "AuthenticationError" in the_wrong(app, "records").problem
     own_redis.stop()
-    assert "does not serve" in the_wrong(app, "records").problem
+    assert "does not answer" in the_wrong(app, "records").problem
 
 
 @redis_only
