@@ -6,7 +6,7 @@ exporter of metrics listens to these events, so no worker needs a port.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Container
 from functools import partial
 from threading import Lock
@@ -16,7 +16,7 @@ from celery import signals
 
 from ..message import Delayed
 from .arrival import queue_of
-from .tally import EVENT, Tally
+from .tally import EVENT, count_start
 
 INTERVAL_SECONDS = 1.0
 
@@ -27,7 +27,7 @@ class Tallying:
     def __init__(self, consumer: Any, rated: Container[str] = ()) -> None:
         self._consumer = consumer
         self._rated = rated
-        self._tallies: dict[str, Tally] = {}
+        self._tallies: dict[str, Counter[str]] = defaultdict(Counter)
         self._starts: Counter[str] = Counter()
         self._lock = Lock()  # pools of threads start tasks in their threads
         self._sends_events = False
@@ -61,11 +61,10 @@ class Tallying:
         groups = dispatcher.groups
         self._sends_events = dispatcher.enabled and (not groups or "task" in groups)
         with self._lock:
-            tallies, self._tallies = self._tallies, {}
+            tallies, self._tallies = self._tallies, defaultdict(Counter)
             starts, self._starts = self._starts, Counter()
         if (tallies or starts) and self._sends_events:
-            queues = {queue: tally.as_fields() for queue, tally in tallies.items()}
-            fields = {"queues": queues, "rate_starts": dict(starts)}
+            fields = {"queues": tallies, "rate_starts": starts}
             # send() would drop our group if `enable_events` named only Celery's groups.
             dispatcher.publish(EVENT, fields, dispatcher.producer)
 
@@ -88,7 +87,7 @@ class Tallying:
         queue = self._count(request.message, "matured")
         # No signal tells the main process that a task starts.
         request.on_accepted = partial(
-            self._on_accepted, request, request.on_accepted, queue, delayed.due_us / 1_000_000
+            self._on_accepted, request, request.on_accepted, queue, delayed.due_us
         )
 
     def _on_accepted(
@@ -96,14 +95,14 @@ class Tallying:
         request: Any,
         accepted: Callable[..., Any],
         queue: str,
-        due: float,
+        due_us: int,
         *args: Any,
         **kwargs: Any,
     ) -> None:
         vars(request).pop("on_accepted", None)  # a reference cycle
         accepted(*args, **kwargs)
         with self._lock:
-            self._tally(queue).start(request.time_start - due)
+            count_start(self._tallies[queue], round(request.time_start * 1_000_000) - due_us)
 
     def _on_revoked(
         self, sender: Any = None, request: Any = None, expired: bool = False, **_: Any
@@ -120,9 +119,5 @@ class Tallying:
         queue = queue_of(self._consumer, message)
         if self._sends_events:
             with self._lock:
-                tally = self._tally(queue)
-                setattr(tally, what, getattr(tally, what) + 1)
+                self._tallies[queue][what] += 1
         return queue
-
-    def _tally(self, queue: str) -> Tally:
-        return self._tallies.setdefault(queue, Tally())
