@@ -1,10 +1,9 @@
-"""Flower with what waits in the broker: pages *Delays* and *Rates*, REST.
+"""Flower with the pages *Delays* and *Rates* and a REST API of waiting tasks.
 
-For stock ``celery flower`` one line in ``flowerconfig.py``::
+Start it with ``celery -A proj delay flower``, or add one line to the ``flowerconfig.py`` of
+``celery flower``::
 
     from celery_native_delay.flower import install; install()
-
-or, without one, ``celery -A proj delay flower``. Flower itself stays as it is.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ __all__ = ("install", "run")
 
 
 def install() -> None:
-    """Add what waits to the Flower of this process; call it before it is started."""
-    # The name under which its command looks for it.
+    """Add the pages *Delays* and *Rates* to Flower; call it before Flower starts."""
+    # Flower's command looks up its application by this name.
     flower.command.Flower = DelayFlower
 
 
 def run(ctx: click.Context, arguments: Sequence[str]) -> None:
-    """Run ``celery flower`` with *arguments*, as if the command of *ctx* were it."""
+    """Run ``celery flower`` with *arguments*, in place of the command of *ctx*."""
     install()
     command: click.Command = flower.command.flower
     with command.make_context("flower", list(arguments), parent=ctx.find_root()) as its_own:
