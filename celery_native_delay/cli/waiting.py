@@ -1,4 +1,4 @@
-"""``delay ls | show | cancel | reschedule | run-now``: the tasks that wait, one by one."""
+"""``delay ls | show | cancel | reschedule | run-now``: list and change waiting tasks."""
 
 from __future__ import annotations
 
@@ -48,16 +48,16 @@ _filters = _all(
         "-s",
         "--search",
         default="",
-        help="Words that must all match: name:… queue:… args:… kwargs:key=value key:…, or any.",
+        help="Words that must all match: name:… queue:… args:… kwargs:key=value key:…, or plain.",
     ),
     click.option(
         "--from",
         "from_",
         type=Moment(),
         metavar="DURATION|TIME",
-        help="Due then or later: from now, such as 90, 1h30m or 2d, or ISO 8601.",
+        help="Due at this time or later: 90, 1h30m or 2d from now, or ISO 8601.",
     ),
-    click.option("--until", type=Moment(), metavar="DURATION|TIME", help="Due before then."),
+    click.option("--until", type=Moment(), metavar="DURATION|TIME", help="Due before this time."),
 )
 
 _chosen = _all(
@@ -82,10 +82,10 @@ def ls(
     offset: int,
     as_json: bool,
 ) -> None:
-    """List what waits, earliest first.
+    """List waiting tasks, earliest due time first.
 
-    With --json an object: `tasks`, `offset`, and as `total` how many wait or match in all, null
-    where a search finds too many to count.
+    --json prints an object with `tasks`, `offset` and `total`, the number of all waiting or
+    matching tasks; it is null if a search has too many matches to count.
     """
     from ..app.delay import listed
     from ..records.waiting import ALL
@@ -108,10 +108,10 @@ def ls(
 @click.argument("ids", type=task_id, nargs=-1, required=True, metavar="ID...")
 @as_json_option
 def show_tasks(ctx: click.Context, ids: tuple[str, ...], as_json: bool) -> None:
-    """Show tasks that wait; exit 1 if nothing does under one of the IDs.
+    """Show waiting tasks by ID; exit 1 if one of them is not waiting.
 
-    With --json one ID is an object, or null, several are a list of these, in the order of the IDs.
-    Where several messages wait under one ID, the object is the first due, with the `others`.
+    --json prints an object, or null, for one ID, and a list for several, in their order. If several
+    messages with one ID wait, the object is the first one due, with the `others`.
     """
     delay = _delay(ctx)
     found = {task_id: sorted(delay.show(task_id), key=attrgetter("due_us")) for task_id in ids}
@@ -127,29 +127,27 @@ def show_tasks(ctx: click.Context, ids: tuple[str, ...], as_json: bool) -> None:
 @command(name="cancel")
 @_chosen
 def cancel(ctx: click.Context, **chosen: Any) -> None:
-    """Cancel tasks: those of the IDs, or all that a search finds.
+    """Cancel waiting tasks, by IDs or by a search.
 
-    They are REVOKED at once; a worker tells monitors and chords.
+    Their results become REVOKED at once. A worker tells monitors and chords.
     """
     _change(ctx, "cancel", "cancelled", lambda delay, ids: delay.cancel_all(ids), **chosen)
 
 
 @command(name="reschedule")
 @_chosen
-@click.option(
-    "--countdown", type=Duration(), help="From now: seconds, or such as 1h30m, 1h 30min, 2d."
-)
+@click.option("--countdown", type=Duration(), help="Time from now: seconds, or such as 1h30m, 2d.")
 @click.option("--eta", type=Moment(), metavar="TIME", help="ISO 8601; without a zone, UTC.")
 def reschedule(
     ctx: click.Context, countdown: float | None, eta: datetime | None, **chosen: Any
 ) -> None:
-    """Give tasks another due time: those of the IDs, or all that a search finds.
+    """Give waiting tasks another due time, by IDs or by a search.
 
-    A time that is past is refused, unless --yes says that they are to run at once.
+    A time in the past is refused without --yes.
     """
     if (countdown is None) is (eta is None):
         both = "give --countdown or --eta, not both"
-        raise click.UsageError("say when: --countdown or --eta" if eta is None else both)
+        raise click.UsageError("give --countdown or --eta" if eta is None else both)
     if not chosen["force"]:
         _refuse_past(countdown, eta)
     _change(
@@ -164,7 +162,7 @@ def reschedule(
 @command(name="run-now")
 @_chosen
 def run_now(ctx: click.Context, **chosen: Any) -> None:
-    """Make tasks due now: those of the IDs, or all that a search finds."""
+    """Let waiting tasks run now, by IDs or by a search."""
     _change(ctx, "run now", "due now", lambda delay, ids: delay.run_all_now(ids), **chosen)
 
 
@@ -198,7 +196,7 @@ def _change(
 ) -> None:
     by_search = bool(search or from_ or until)
     if not ids and not by_search:
-        raise click.UsageError("say which: IDs, or a search (--search, --from, --until)")
+        raise click.UsageError("give IDs, or a search (--search, --from, --until)")
     if ids and by_search:
         raise click.UsageError("give IDs or a search (--search, --from, --until), not both")
     delay = _delay(ctx)
@@ -227,8 +225,8 @@ def _refuse_past(countdown: float | None, eta: datetime | None) -> None:
         ago_seconds, option = (datetime.now(UTC) - eta).total_seconds(), "--eta"
     if ago_seconds > 0:
         raise click.UsageError(
-            f"{option} was {duration(ago_seconds)} ago, so the task would run at once: "
-            f"if it is to, use `run-now`, or --yes"
+            f"{option} is {duration(ago_seconds)} ago, so the task would run at once: "
+            f"to let it, use `run-now` or --yes"
         )
 
 

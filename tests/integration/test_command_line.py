@@ -144,9 +144,9 @@ def test_a_task_is_not_moved_into_the_past_unasked(
 @pytest.mark.ci
 def test_options_that_exclude_each_other_are_told_from_those_that_lack(shop: Project) -> None:
     for arguments, said in (
-        (("reschedule", "a"), "say when: --countdown or --eta"),
+        (("reschedule", "a"), "give --countdown or --eta"),
         (("reschedule", "a", "--countdown", "1h", "--eta", "2099-01-01"), "--eta, not both"),
-        (("cancel",), "say which: IDs, or a search"),
+        (("cancel",), "give IDs, or a search"),
         (("cancel", "a", "--search", "x"), "not both"),
     ):
         done = shop.delay(*arguments)

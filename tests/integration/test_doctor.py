@@ -109,7 +109,7 @@ def test_on_redis_overdue_tasks_that_nothing_promotes_are_named_until_something_
     assert wrong.startswith("wrong: promoting: celery_delay.v2: 3 message(s) overdue, ")
     assert "nothing promotes" in wrong
     assert "run `celery -A PROJ delay promote`" in remedy
-    assert last == "1 thing(s) to mend"
+    assert last == "1 problem(s) found"
     assert "run `celery -A PROJ delay promote`" in project.delay("status").stdout
 
     with promoting(project):
@@ -374,7 +374,7 @@ def test_a_delay_queue_without_a_relay_is_named(project: Project, shared_sqs: Pr
     assert of_level(app, WRONG) == []
     (unknown,) = of_level(app, UNCHECKED)
     assert "SQS tells it only of messages that have done their wait" in unknown.problem
-    assert "as far as could be asked: 1 not checked" in project.delay("doctor").stdout
+    assert "but 1 check(s) could not be made" in project.delay("doctor").stdout
 
     app.send_task("shop.remind", countdown=60)
     (found,) = wait_until(lambda: of_level(app, WRONG) or None, timeout_seconds=PATIENCE_SECONDS)

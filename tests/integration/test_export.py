@@ -132,7 +132,7 @@ def test_all_that_declaring_makes_is_in_the_export_of_the_default_levels(
     shop = Project(tmp_path, settings).write(APP, vhost_url)
     exported(shop)
     by_command(rabbitmq, tmp_path / "exported")
-    assert shop.lines("verify")[-1].endswith("as planned")
+    assert shop.lines("verify")[-1].endswith("as expected")
 
     other = rabbitmq.new_vhost()
     try:
@@ -177,10 +177,10 @@ def test_declaring_by_hand_is_refused_too(shop: Project, rabbitmq_version: str) 
         (
             "redis://127.0.0.1:9",
             {},
-            "tasks wait in celery_delay.v2.due, which comes with the first",
+            "tasks wait there in celery_delay.v2.due, which the first task creates",
         ),
-        ("sqs://", {}, "`celery -A PROJ delay declare` makes the delay queues"),
-        ("memory://", {"store": "sqlite:////var/shop.db"}, "tasks wait in celery_delay of sqlite:"),
+        ("sqs://", {}, "`celery -A PROJ delay declare` create the delay queues"),
+        ("memory://", {"store": "sqlite:////var/shop.db"}, "there in celery_delay of sqlite:"),
         ("memory://", {}, "native delay has no store for memory"),
     ],
 )

@@ -433,7 +433,7 @@ def test_it_asks_and_a_dry_run_only_counts(
         done = command(app, "migrate", "--from", "sets", "--dry-run")
         assert (done.exit_code, done.stdout.splitlines()[1:]) == (
             0,
-            [f"{name}         3", "would go through 3 message(s)"],
+            [f"{name}         3", "would move up to 3 message(s)"],
         )
         done = command(app, "migrate", "--from", "sets", answer="n\n")
         assert done.exit_code == 1

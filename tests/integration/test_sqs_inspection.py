@@ -55,7 +55,7 @@ def test_declare_makes_what_verify_misses(shop: Project, sqs: PrivateSqs) -> Non
     ]
     assert shop.told("declare") == {"queues": [NAME], "lacking": []}
     assert shop.lines("declare") == [f"{NAME}: ready"]
-    assert shop.lines("verify") == [f"{NAME}: as planned"]
+    assert shop.lines("verify") == [f"{NAME}: as expected"]
     sqs.client.set_queue_attributes(
         QueueUrl=url_of(sqs, NAME), Attributes={"MessageRetentionPeriod": "60"}
     )
