@@ -225,8 +225,8 @@ def _remarks(account: Account) -> Iterator[str]:
             f"{account.source}: {account.computed} had no ETA: their due time was computed from "
             f"their level, up to {late} late"
         )
-    if account.doubtful_count:
-        yield f"{account.source}: {account.doubtful_count} may run twice (listed above)"
+    if account.doubtful:
+        yield f"{account.source}: {len(account.doubtful)} may run twice (listed above)"
 
 
 def _show_remnants(found: Sequence[Remnant]) -> None:

@@ -220,7 +220,7 @@ def test_a_broker_without_a_store_never_delays_by_itself(
     """One sentence, which says what is missing; not the warning that an app logs besides."""
     shop.broker = broker
     sentence = shop.error("-A", "shop", "delay", *command.split())
-    assert sentence.startswith(f"native delay has no store for {broker.partition(':')[0]}; ")
+    assert sentence.startswith(f"native delay has no store for {broker.partition(':')[0]}: ")
     assert "set native_delay_store to the URL of a database" in sentence
 
 
