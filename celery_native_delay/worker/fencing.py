@@ -1,7 +1,6 @@
-"""The gate for tasks of fenced runs: run, dropped, or put back until that is known.
+"""The gate for tasks of fenced Spark runs: they run, are dropped, or wait in the broker.
 
-A worker remembers sealed runs. Messages of a run that is not sealed, or whose record cannot be
-read, wait in the broker, not here.
+They wait while their run is not sealed, or its record cannot be read.
 """
 
 from __future__ import annotations
@@ -25,37 +24,37 @@ from .arrival import Arrival, AskAgain, Drop, Ruling, WaitUntil
 
 logger = get_logger(__name__)
 
-#: What monitors see of a message that was dropped. Not "task-…": the attempt that ran has the same
-#: task id, and its state is not to change.
+#: Type of the event for a dropped message. Not "task-…": the attempt that runs has the same task
+#: id, and monitors must not change its state.
 EVENT = "native_delay-fenced"
 
-#: Runs that a worker remembers; one takes some hundred bytes per partition.
+#: Runs that a worker remembers; each takes some hundred bytes per partition.
 MOST_RUNS = 256
 
-#: Until a message is looked up again which could not be put back.
+#: Seconds until the gate is asked again about a message that could not be put back.
 PAUSE_SECONDS = 1.0
 
-#: For so long an open run, and records that are away, are not asked for again.
+#: Seconds for which an open run, or one whose record could not be read, is not read again.
 _REMEMBERED_SECONDS = 1.0
 
-#: Between two warnings that the records are away.
-_TELL_SECONDS = 30.0
+#: Seconds between two warnings that the records are unreachable.
+_WARN_SECONDS = 30.0
 
 
 class Fence:
     """The gate for tasks of fenced runs; without records all of them run."""
 
     def __init__(self, settings: DelaySettings, worker: str, place: Place | None) -> None:
-        """*worker* is its name, by which it seals runs; *place* is where those are recorded."""
+        """*worker* is the name by which it seals runs; *place* has their records."""
         self._policy = settings.fence_policy
         self._keep_seconds = settings.longest_delay_seconds + fence.MARGIN_SECONDS
         self._worker = worker
         self._place = place
-        #: Records by the names of their runs, None for one that could not be read; and until when
-        #: that counts, by the monotonic clock.
+        #: By run: its record, or None if it could not be read, and the monotonic time until which
+        #: this is used.
         self._known: MutableMapping[str, tuple[Record | None, float]] = LRUCache(limit=MOST_RUNS)
-        self._told: set[str] = set()
-        self._next_telling = 0.0
+        self._warned: set[str] = set()
+        self._next_warning = 0.0
 
     def __call__(self, arrival: Arrival) -> Ruling | None:
         headers = arrival.message.headers
@@ -68,7 +67,7 @@ class Fence:
         record = self._record_of(stamp.run)
         match Fate.HOLD if record is None else fence.fate(record, stamp):
             case Fate.RUN:
-                # The attempt that won is a task like others: its retries are not asked for again.
+                # Without the header its retries run like those of any task.
                 del headers[fence.HEADER]
                 return None
             case Fate.DROP:
@@ -77,37 +76,36 @@ class Fence:
         return _hold(arrival, record)
 
     def _stamp(self, arrival: Arrival) -> Stamp | None:
-        """The attempt that sent a message, None if its task runs whichever that was."""
+        """The Spark attempt that sent the message; None if the task runs unfenced."""
         if self._place is None:
-            self._tell_once(
-                "native delay: task %s comes from a fenced run, and this worker has no "
-                "native_delay_records: it runs what every attempt of Spark's has sent, also of "
-                "jobs that failed",
+            self._warn_once(
+                "native delay: task %s is of a fenced run, but this worker has no "
+                "native_delay_records: it runs the tasks of all attempts, even of failed jobs",
                 arrival.id,
             )
             return None
         try:
             return Stamp.parse(arrival.message.headers[fence.HEADER])
         except ValueError as exc:
-            self._tell_once("native delay: task %s runs unfenced: %s", arrival.id, exc)
+            self._warn_once("native delay: task %s runs unfenced: %s", arrival.id, exc)
             return None
 
-    def _tell_once(self, text: str, *args: Any) -> None:
-        if text not in self._told:
-            self._told.add(text)
+    def _warn_once(self, text: str, *args: Any) -> None:
+        if text not in self._warned:
+            self._warned.add(text)
             logger.warning(text, *args)
 
     def _record_of(self, run: str) -> Record | None:
-        """The record of *run*, which this worker seals if it is overdue; None if it is unknown."""
+        """The record of *run*; None if it cannot be read. Seals the run if that is overdue."""
         record, until = self._known.get(run, (None, 0.0))
         if monotonic() < until:
             return record
         try:
             record = self._looked_up(run)
-        except Exception as exc:  # whatever the records answer
+        except Exception as exc:  # also for a record that is no JSON
             record = None
-            self._tell(exc)
-        # An aborted run may be opened again, and then none of its messages may be dropped.
+            self._warn(exc)
+        # Not ABORTED: a run that is opened again must not lose messages.
         if record is None or record.state == fence.OPEN:
             self._known[run] = record, monotonic() + _REMEMBERED_SECONDS
         elif record.is_final:
@@ -120,25 +118,25 @@ class Fence:
         [record] = runs.load([run])
         if record is not None and not fence.is_overdue(record, now=now):
             return record
-        # Sealed by policy, so that all workers do the same; what is sealed meanwhile stays.
+        # The record makes all workers do the same; if it was sealed meanwhile, that stays.
         mine = fence.given_up(self._policy, now=now, by=self._worker)
         sealed = runs.seal(run, mine, kept_seconds=self._keep_seconds)
         if (sealed.state, sealed.by) == (mine.state, mine.by):
             logger.warning(
                 "native delay: %s: as native_delay_fence_policy says, %s",
-                f"run {run} was not sealed in time, has its driver died?"
+                f"run {run} was not sealed in time, its driver may have died"
                 if record is not None
-                else f"the records have lost run {run}",
+                else f"the record of run {run} is lost",
                 "all of its tasks run, perhaps twice"
                 if self._policy == "run"
                 else "its tasks are dropped",
             )
         return sealed
 
-    def _tell(self, exc: Exception) -> None:
-        if monotonic() < self._next_telling:
+    def _warn(self, exc: Exception) -> None:
+        if monotonic() < self._next_warning:
             return
-        self._next_telling = monotonic() + _TELL_SECONDS
+        self._next_warning = monotonic() + _WARN_SECONDS
         logger.log(
             logging.WARNING,
             "native delay: tasks of fenced runs wait in the broker, others run: %s",
@@ -148,7 +146,7 @@ class Fence:
 
 
 def _hold(arrival: Arrival, record: Record | None) -> Ruling | None:
-    """Let it wait in the broker; a broadcast, which has no queue, passes."""
+    """Let the task wait in the broker; a broadcast has no queue to go back to and runs."""
     if not arrival.queue:
         logger.warning("native delay: task %s runs unfenced: it has no queue", arrival.id)
         return None

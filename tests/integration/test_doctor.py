@@ -550,13 +550,13 @@ def test_a_telemetry_folder_that_takes_nothing_is_named(
     empty_redis.client.set(Keys("", "celery_delay").promoting, "", ex=600)
     folder = tmp_path / "telemetry"
     app = app_on(empty_redis.url, telemetry=str(folder))
-    assert "takes nothing on this machine" in the_wrong(app, "telemetry").problem
+    assert "on this machine: " in the_wrong(app, "telemetry").problem
     folder.mkdir()
     assert examine(app) == []
     assert list(folder.iterdir()) == []
     # Nobody may write there, not even root.
     app = app_on(empty_redis.url, telemetry="/proc/self")
-    assert "takes nothing on this machine" in the_wrong(app, "telemetry").problem
+    assert "on this machine: " in the_wrong(app, "telemetry").problem
 
 
 @redis_only
@@ -616,7 +616,7 @@ def test_a_rate_that_limits_nothing_is_named(project: Project, empty_redis: Priv
     assert of_rates(on({"shop.call_api": {"limit": "10/s", "key": "tenant"}})) == []
     (found,) = of_rates(on({"shop.cal_api": "10/s"}))
     assert found.level == WRONG
-    assert "names shop.cal_api, no task that this app registers" in found.problem
+    assert "has shop.cal_api, but this app has no such task" in found.problem
     assert "such as shop.call_api" in found.remedy
     (found,) = of_rates(on({"shop.call_api": {"limit": "10/s", "key": "tenent"}}))
     assert "one of its arguments, tenant; got 'tenent'" in found.problem
@@ -640,7 +640,7 @@ def test_rates_that_cannot_be_counted_are_named(vhost_url: str) -> None:
         assert of_rates(on(records=records.url)) == []
         records.stop()
         (found,) = of_rates(on(records=records.url))
-    assert "no rated task starts: the lines of rated tasks at redis://" in found.problem
+    assert "no rate-limited task starts: the lines of rated tasks at redis://" in found.problem
     assert "native_delay_records" in found.remedy
 
 
