@@ -12,7 +12,6 @@ from typing import Any, TypeAlias, TypeVar, overload
 from celery import Celery, Task
 from celery.canvas import Signature
 from celery.result import AsyncResult
-from celery.utils.log import get_logger
 
 from ..due_time import due_us
 from ..errors import (
@@ -21,7 +20,6 @@ from ..errors import (
     NativeDelayError,
     NoRecords,
     RecordsUnavailable,
-    described,
 )
 from ..rates.line import RateLine
 from ..records import waiting
@@ -32,8 +30,6 @@ from ..transports.aliases import delay_headers
 from .broker import ask_on_a_connection
 from .installation import checked_app, delaying_channel
 from .keyed import KeyedCalls, KeyKind, tell_revoked
-
-logger = get_logger(__name__)
 
 T = TypeVar("T")
 
@@ -306,21 +302,11 @@ class Delay(KeyedCalls):
     def _revoke_result(self, outcome: Outcome) -> None:
         """Set the results to REVOKED now; a worker tells chord and monitors later.
 
-        If the backend fails once, it is not asked again: each try may take minutes.
+        If the backend fails once, the worker sets the other results, too: a try may take minutes.
         """
         for task in outcome.tasks:
-            if not (self._tells_results and task.name and task.keeps_result):
-                continue
-            try:
-                tell_revoked(self._app, task.id, task.name, reason="revoked")
-            except Exception as exc:  # the worker sets the result, too
-                self._tells_results = False
-                logger.warning(
-                    "native delay: %s is cancelled, but the result backend failed; this result and "
-                    "later ones become REVOKED when a worker announces them: %s",
-                    task.id,
-                    described(exc),
-                )
+            if self._tells_results and task.name and task.keeps_result:
+                self._tells_results = tell_revoked(self._app, task.id, task.name, reason="revoked")
 
 
 def listed(delay: Delay, query: Query, offset: int, limit: int) -> tuple[Page, bool]:

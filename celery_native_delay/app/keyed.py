@@ -199,20 +199,9 @@ class KeyedCalls:
                 f"exchange to a queue"
             )
         if announce and keyed.replaced is not None:
-            self._announce(keyed.replaced, signature, task_id)
+            reason = f"replaced by {task_id}"
+            tell_revoked(self._app, keyed.replaced, signature.task, reason=reason)
         return keyed_result(result, replaced=keyed.replaced)
-
-    def _announce(self, replaced: str, signature: Signature, task_id: str) -> None:
-        """Set the replaced task's result to REVOKED; a failing backend is only logged."""
-        try:
-            tell_revoked(self._app, replaced, signature.task, reason=f"replaced by {task_id}")
-        except Exception as exc:
-            logger.warning(
-                "native delay: %s is replaced by %s, but its result stays pending: %s",
-                replaced,
-                task_id,
-                described(exc),
-            )
 
     def _check(self) -> None:
         """Raise if records of keys cannot be kept for this app; checks once."""
@@ -356,12 +345,18 @@ def keyed_result(
     return keyed
 
 
-def tell_revoked(app: Any, task_id: str, name: str, *, reason: str) -> None:
-    """Set the result of task *task_id* to REVOKED, with the *reason*.
+def tell_revoked(app: Any, task_id: str, name: str, *, reason: str) -> bool:
+    """Set the result of task *task_id* to REVOKED; log it and return False if the backend fails.
 
-    A worker tells chord and monitors later. Raises the errors of the result backend.
+    A worker tells chord and monitors later.
     """
     registered = app.tasks.get(name)
-    backend = app.backend if registered is None else registered.backend
-    if not isinstance(backend, DisabledBackend) and backend.get_state(task_id) in _UNREADY:
-        backend.mark_as_revoked(task_id, reason=reason, store_result=True)
+    try:
+        backend = app.backend if registered is None else registered.backend
+        if not isinstance(backend, DisabledBackend) and backend.get_state(task_id) in _UNREADY:
+            backend.mark_as_revoked(task_id, reason=reason, store_result=True)
+    except Exception as exc:  # the task itself is cancelled
+        text = "native delay: %s is cancelled (%s), but its result is not REVOKED yet: %s"
+        logger.warning(text, task_id, reason, described(exc))
+        return False
+    return True

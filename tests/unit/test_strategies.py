@@ -197,7 +197,7 @@ def in_seconds(seconds: float) -> str:
 def nothing_revoked() -> Iterator[None]:
     yield
     state.revoked.clear()
-    strategies._arrived.clear()
+    strategies._cancelled.clear()
 
 
 def test_a_task_that_is_early_is_adopted_with_its_queue_and_due_time() -> None:
