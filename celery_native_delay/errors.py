@@ -37,6 +37,9 @@ class RefusedMessage:
 class NativeDelayError(Exception):
     """Base of every error this package raises."""
 
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
+
 
 class SettingsError(NativeDelayError, ValueError):
     """A setting is unknown or has an impossible value."""
@@ -60,9 +63,6 @@ class PublishRefused(NativeDelayError):
     def __init__(self, text: str, refused: tuple[RefusedMessage, ...] = ()) -> None:
         super().__init__(text, refused)
         self.refused = refused
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 class TopologyMismatch(NativeDelayError):
@@ -114,9 +114,6 @@ class FanOutFailed(NativeDelayError):
     def __init__(self, text: str, result: Any = None) -> None:
         super().__init__(text, result)
         self.result = result
-
-    def __str__(self) -> str:
-        return str(self.args[0])
 
 
 class ManagementUnavailable(NativeDelayError):

@@ -167,7 +167,7 @@ class Delay(KeyedCalls):
             UnsupportedBroker: no records of keys can be kept for this broker.
         """
         if key is None and task is None and kind is None:
-            return self.cancel_all([_id_of(task_id, many="cancel_all")])[0]
+            return self.cancel_all([_id_of(task_id)])[0]
         if task_id is not None or key is None or task is None or kind is None:
             raise TypeError("expected the id of a task, or all of key, task and kind")
         name = getattr(task, "name", task)
@@ -192,7 +192,7 @@ class Delay(KeyedCalls):
         Raises:
             InvalidDueTime, DelayTooLong: the due time stays as it was.
         """
-        one = _id_of(task_id, many="reschedule_all")
+        one = _id_of(task_id)
         return self.reschedule_all([one], countdown=countdown, eta=eta)[0]
 
     def reschedule_all(
@@ -211,7 +211,7 @@ class Delay(KeyedCalls):
 
     def run_now(self, task_id: TaskId) -> Outcome:
         """Let a waiting task run now."""
-        return self.run_all_now([_id_of(task_id, many="run_all_now")])[0]
+        return self.run_all_now([_id_of(task_id)])[0]
 
     def run_all_now(self, task_ids: Iterable[TaskId]) -> list[Outcome]:
         """Let many waiting tasks run now, over one connection."""
@@ -344,16 +344,12 @@ def _check_count(name: str, value: object, *, least: int) -> None:
         raise InvalidQuery(f"expected {name} to be a whole number from {least}, got {value!r}")
 
 
-def _id_of(task: object, *, many: str | None = None) -> str:
+def _id_of(task: object) -> str:
     if isinstance(task, AsyncResult | Waiting):
         return str(task.id)
     if isinstance(task, str) and task:
         return task
-    several = many if isinstance(task, Iterable) and not isinstance(task, str | bytes) else None
-    raise TypeError(
-        f"expected the id of a task, or its AsyncResult, got {task!r}"
-        + (f"; for several there is {several}()" if several else "")
-    )
+    raise TypeError(f"expected the id of a task, or its AsyncResult, got {task!r}")
 
 
 def _ids_of(tasks: object) -> list[str]:

@@ -242,19 +242,13 @@ def printable(value: object) -> str:
 
 def table(headings: tuple[str, ...], rows: list[tuple[Any, ...]]) -> str:
     """The text of a table, with numbers aligned to the right."""
-    cells = [
-        headings,
-        *(tuple("" if cell is None else printable(cell) for cell in row) for row in rows),
-    ]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    texts = [["" if cell is None else printable(cell) for cell in row] for row in (headings, *rows)]
+    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
     lines = []
-    for index, line in enumerate(cells):
-        right = [
-            index > 0 and not isinstance(cell, str) for cell in (rows[index - 1] if index else line)
-        ]
+    for row, cells in zip((headings, *rows), texts, strict=True):
         padded = (
-            cell.rjust(width) if to_right else cell.ljust(width)
-            for cell, width, to_right in zip(line, widths, right, strict=True)
+            text.ljust(width) if isinstance(cell, str) else text.rjust(width)
+            for cell, text, width in zip(row, cells, widths, strict=True)
         )
         lines.append("  ".join(padded).rstrip())
     return "\n".join(lines)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import click
 
 from .group import as_json_option, command, installed_settings, loglevel_option, reachable, say
@@ -65,7 +67,7 @@ def _run(ctx: click.Context, loglevel: int, queues: str, as_json: bool, *, done:
         promoter.stop()
 
     if isinstance(promoter, GivesUp):
-        promoter.on_outage = lambda outage: react(app, outage, lambda: give_up(outage))
+        promoter.on_outage = lambda outage: react(app, outage, partial(give_up, outage))
     if not as_json:
         click.echo(f"{ctx.info_name} runs: {prepared}")
     for number in (signal.SIGINT, signal.SIGTERM):

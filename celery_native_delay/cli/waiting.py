@@ -252,21 +252,19 @@ def _fields(task: Waiting, now: datetime) -> Iterator[str]:
 def _table(tasks: Sequence[Waiting]) -> str:
     now = datetime.now(UTC)
     headings = ("due", "in", "task", "id", "queue", "args", "kwargs", "key")
+    rows = [
+        (
+            task.due.isoformat(timespec="seconds"),
+            _until(task, now),
+            task.name,
+            task.id,
+            task.queue or f"exchange {task.exchange}",
+            *map(_short, (task.args, task.kwargs, task.key)),
+        )
+        for task in tasks
+    ]
     columns = len(headings) if any(task.key for task in tasks) else -1
-    return table(headings[:columns], [_row(task, now)[:columns] for task in tasks])
-
-
-def _row(task: Waiting, now: datetime) -> tuple[str, ...]:
-    return (
-        task.due.isoformat(timespec="seconds"),
-        _until(task, now),
-        task.name,
-        task.id,
-        task.queue or f"exchange {task.exchange}",
-        _short(task.args),
-        _short(task.kwargs),
-        _short(task.key),
-    )
+    return table(headings[:columns], [row[:columns] for row in rows])
 
 
 def _until(task: Waiting, now: datetime) -> str:

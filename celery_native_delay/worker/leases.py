@@ -196,9 +196,9 @@ class Leases:
                     connection.close()
 
 
-_leases: PerProcess[int, Leases] = PerProcess()
+_leases: PerProcess[Any, Leases] = PerProcess()
 
 
 def leases_of(app: Any) -> Leases:
-    """The leases of this process."""
-    return _leases.get(id(app), lambda: Leases(app), is_good=lambda found: found._app is app)
+    """The leases of *app* in this process."""
+    return _leases.get(app, lambda: Leases(app))
