@@ -21,7 +21,7 @@ OLDEST_REDIS = (6, 2)
 
 @dataclass(frozen=True)
 class Server:
-    """What a server's ``INFO`` says.
+    """A server, as its ``INFO`` describes it.
 
     *version* is () if it is unknown; *policy* (``maxmemory-policy``) and *aof* (``appendonly``) are
     None. *configurable* is true if this user may read the configuration, and None if that was not

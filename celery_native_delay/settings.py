@@ -105,8 +105,8 @@ class DelaySettings:
     tasks, for keys and for rates. A Redis broker and ``native_delay_store`` keep records
     themselves. Fenced runs are recorded here on any broker. Defaults to None."""
     records_away: str = "run"
-    """What due tasks do while the records are unreachable: "run", even if they were cancelled or
-    moved, or "wait" in the broker."""
+    """Decides about due tasks while the records are unreachable: they "run", even if they were
+    cancelled or moved, or they "wait" in the broker."""
 
     store: str | None = None
     """SQLAlchemy URL of the database in which messages wait if the broker itself cannot delay,
@@ -122,7 +122,7 @@ class DelaySettings:
     """Folder for telemetry: every process of a worker writes one line of JSON when a task starts
     and one when it ends. Defaults to None: off."""
     fence_policy: str = "run"
-    """What workers do with the tasks of a fenced run that was not sealed in time: "run" all of
+    """Decides about the tasks of a fenced run that was not sealed in time: workers "run" all of
     them, perhaps twice, or "drop" all of them."""
 
     rates: Mapping[str, Rate | str | Mapping[str, Any]] | tuple[tuple[str, Rate], ...] = ()
@@ -157,7 +157,7 @@ class DelaySettings:
 
     @property
     def while_records_are_away(self) -> str:
-        """What happens while the records are unreachable, for an error's text."""
+        """The consequences of unreachable records, for an error's text."""
         due = "run, even if cancelled" if self.records_away == "run" else "wait in the broker"
         return f"meanwhile due tasks {due}, and none can be listed, cancelled or moved"
 
@@ -229,7 +229,7 @@ def _check(name: str, value: Any) -> None:
 
 
 def _expected(name: str, value: Any) -> str:
-    """What *name* is expected to be; "" if *value* is valid."""
+    """The values that *name* may have; "" if *value* is valid."""
     match name:
         case "enabled" | "adopt" | "confirm_publish" | "declare" | "strict":
             return "" if isinstance(value, bool) else "True or False"

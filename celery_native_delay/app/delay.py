@@ -120,7 +120,7 @@ class Delay(KeyedCalls):
         return self._ask_broker(looked)
 
     def _as_held(self, tasks: Sequence[Waiting]) -> list[Waiting]:
-        """The same tasks; those that RetryAfter holds are due when the hold ends."""
+        """Correct the due times of *tasks* that RetryAfter holds: they run after the hold."""
         until_us: dict[tuple[str, str], int] = {}
         if any(task.place for task in tasks):
             with suppress(NativeDelayError):  # then show the due times of the messages

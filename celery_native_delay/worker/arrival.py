@@ -56,7 +56,7 @@ class Arrival:
 
     @cached_property
     def delayed(self) -> Delayed | None:
-        """What our header says of the message's wait in the broker; None if it did not wait."""
+        """The header of a message that waited in the broker; None if it did not wait."""
         return getattr(self.message, "native_delay", None)
 
     @property

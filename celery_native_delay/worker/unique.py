@@ -86,7 +86,7 @@ def _marked(task: Any, request: Any) -> tuple[Leases, Mark] | None:
 
 @signals.task_prerun.connect(weak=False)  # type: ignore[untyped-decorator]
 def start(sender: Any = None, **_: Any) -> None:
-    """When a task starts: free its key (until="start"), or renew its lease here, too."""
+    """Free the key of a starting task (until="start"), or renew its lease here, too."""
     found = _marked(sender, sender.request)
     if found is None or (token := found[1].token) is None:
         return
