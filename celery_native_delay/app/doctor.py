@@ -64,12 +64,12 @@ def examine(app: Any) -> list[Finding]:
 def _of_broker(app: Any, settings: DelaySettings) -> Iterator[Finding]:
     try:
         with bounded_connection(app) as connection:
-            yield from _looks(app, connection, settings)
+            yield from _found_on(connection, app, settings)
     except NativeDelayError as exc:
         yield _failed("broker", exc)
 
 
-def _looks(app: Any, connection: Any, settings: DelaySettings) -> Iterator[Finding]:
+def _found_on(connection: Any, app: Any, settings: DelaySettings) -> Iterator[Finding]:
     away = OperationalError, OSError, *connection.connection_errors, *connection.channel_errors
     try:
         connection.ensure_connection(max_retries=1, interval_start=0)

@@ -27,7 +27,7 @@ from ..errors import CannotDelay, NativeDelayError, UnsupportedBroker
 from ..keyed import rules
 from ..keyed.publishing import AnotherStands, KeyedPublish
 from ..keyed.record import HEADER, Mark, Record
-from ..keyed.rules import Seen, Step
+from ..keyed.rules import Step
 from ..records.waiting import PLACE
 from ..settings import DelaySettings, is_store_url
 from ..transports.aliases import OPTION, check_url, option_of
@@ -108,14 +108,10 @@ class MovingKeys:
         if self._from is not None and self._to is not None:
             token = token_hex(16)
             name = f"probe:{token}"
-            self._from.change(name, partial(_set, record=Record(id=token)))
+            self._from.change(name, lambda seen: Step(Record(id=token), seen.now_us + _PROBE_US))
             self._is_kept = self._to.read(name).record is not None
-            self._from.change(name, partial(_set, record=None))
+            self._from.change(name, lambda seen: Step(None, seen.now_us))
         self._is_probed = True
-
-
-def _set(seen: Seen, *, record: Record | None) -> Step:
-    return Step(record, seen.now_us + _PROBE_US)
 
 
 #: Schemes of a store's URL.

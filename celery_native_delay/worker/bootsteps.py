@@ -157,25 +157,17 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
 
     def shutdown(self, c: Any) -> None:
         """End all threads; the broker redelivers the messages that were not put back."""
-        if self._waker is not None:
-            self._waker.close()
-            self._waker = None
-        if self._rated is not None:
-            self._rated.close()
+        for part in (self._waker, self._rated, self._moved.receipts):
+            if part is not None:
+                part.close()
         self._tallying.shutdown()
         if self._telemetry is not None:
             self._telemetry.disconnect()
-            self._telemetry = None
-        if self._moved.receipts is not None:
-            self._moved.receipts.close()
-            self._moved.receipts = None
-        if self._attendant is not None:
-            self._attendant.stop()
-            self._attendant = None
-        if self._promoter is not None and self._promoting is not None:
-            self._promoter.stop()
+        for thread in (self._attendant, self._promoter):
+            if thread is not None:
+                thread.stop()
+        if self._promoting is not None:
             self._promoting.join(5.0)
-            self._promoter = self._promoting = None
 
 
 def _check_lines(app: Any, settings: DelaySettings) -> None:
