@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 @command(name="declare")
 @as_json_option
 def declare(ctx: click.Context, as_json: bool) -> None:
-    """Declare the queues and exchanges that delays need, and bind the app's queues."""
+    """Declare the queues and exchanges that delays need. Binds the app's queues, too."""
     with broker(ctx) as part:
         show(part.declare(list(ctx.obj.app.amqp.queues.values())), as_json)
 
@@ -40,7 +40,7 @@ def declare(ctx: click.Context, as_json: bool) -> None:
 @command(name="verify")
 @as_json_option
 def verify(ctx: click.Context, as_json: bool) -> None:
-    """Check that the broker has all queues and bindings that delays need; exit 1 if not.
+    """Check that the broker has all that delays need. Exit 1 if not.
 
     It needs no running worker. `delay doctor` checks workers, records and clocks, too.
     """
@@ -52,7 +52,7 @@ def verify(ctx: click.Context, as_json: bool) -> None:
 @command(name="doctor")
 @as_json_option
 def doctor(ctx: click.Context, as_json: bool) -> None:
-    """Check that delays work, and say what to do if not; exit 1 on any problem.
+    """Check that delays work, and say what to do if not. Exit 1 on any problem.
 
     Checks all that `delay verify` checks, and: installed workers, overdue, parked and stuck
     messages, records, rates, telemetry and clocks.
@@ -68,7 +68,7 @@ def doctor(ctx: click.Context, as_json: bool) -> None:
 @command(name="status")
 @as_json_option
 def status(ctx: click.Context, as_json: bool) -> None:
-    """Count waiting, overdue, parked and stuck messages, and show the next due time.
+    """Count waiting, overdue, parked and stuck messages.
 
     On RabbitMQ with records it counts the tasks that `ls` lists. The delay levels hold more
     messages: those of cancelled and moved tasks stay until they were due.

@@ -21,10 +21,11 @@ if TYPE_CHECKING:
 )
 @as_json_option
 def export(ctx: click.Context, vhost: str | None, without_queues: bool, as_json: bool) -> None:
-    """Print RabbitMQ definitions of all that delays need, and of the app's queues.
+    """Print RabbitMQ definitions of all that delays need.
 
-    It needs no broker. Import them with rabbitmqctl or the management API, and set
-    native_delay_declare = False: then neither producers nor workers need the permission configure.
+    The app's queues are among them. It needs no broker. Import them with rabbitmqctl or the
+    management API, and set native_delay_declare = False: then neither producers nor workers need
+    the permission configure.
     """
     from ..app.broker import shown_broker
     from ..errors import UnsupportedBroker

@@ -60,11 +60,11 @@ def migrate(
     force: bool,
     as_json: bool,
 ) -> None:
-    """Move waiting messages from elsewhere to this app's broker; due times stay the same.
+    """Move waiting messages from elsewhere to this app's broker.
 
-    Each message is deleted at its source after this broker has confirmed it. Ctrl-C stops after
-    the current message; run the command again for the rest. A killed process loses no message, but
-    the current one may run twice; the next run names it if it can.
+    Due times stay the same. Each message is deleted at its source after this broker has confirmed
+    it. Ctrl-C stops after the current message; run the command again for the rest. A killed process
+    loses no message, but the current one may run twice; the next run names it if it can.
 
     Exit 1 if a message could not be moved.
     """
@@ -120,11 +120,11 @@ def migrate(
 def prune(
     ctx: click.Context, namespaces: tuple[str, ...], dry_run: bool, force: bool, as_json: bool
 ) -> None:
-    """Delete empty delay levels of earlier settings and of Celery's own delayed delivery.
+    """Delete empty delay levels of earlier settings.
 
-    Also deletes the bindings that Celery's added to your topic exchanges. It lists everything
-    first. Levels with messages stay: use `delay migrate`, or wait until they are due. Stop all
-    producers on this virtual host that use Celery's own delayed delivery.
+    Also those of Celery's own delayed delivery, and the bindings that it added to your topic
+    exchanges. It lists everything first. Levels with messages stay: use `delay migrate`, or wait
+    until they are due. Stop all producers on this virtual host that use Celery's own way.
     """
     from ..app.moving import reaches_of
     from ..transports.moving import Prunes

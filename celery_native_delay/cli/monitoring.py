@@ -89,7 +89,7 @@ def exporter(
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[FLOWER OPTIONS]...")
 @click.pass_context
 def flower(ctx: click.Context, arguments: tuple[str, ...]) -> None:
-    """Start Flower with the pages Delays and Rates; takes all options of Flower."""
+    """Start Flower with the pages Delays and Rates. Takes all options of Flower."""
     from ..errors import ExtraMissing, NativeDelayError
 
     try:

@@ -64,7 +64,7 @@ def plan(
     transport: str | None,
     as_json: bool,
 ) -> None:
-    """Show the path, hops and routing key of a delay such as 90, 1h30m or 365d.
+    """Show the path, hops and routing key of a delay.
 
     On SQS, its hops and requests. With --rate and --delay: messages per second of each level queue,
     waiting messages and their memory. It needs no broker.

@@ -13,7 +13,7 @@ from .group import as_json_option, command, installed_settings, loglevel_option,
 @loglevel_option
 @as_json_option
 def promote(ctx: click.Context, loglevel: int, as_json: bool) -> None:
-    """Deliver due tasks from Redis or from a store to their queues, until Ctrl-C.
+    """Deliver due tasks from Redis or from a store, until Ctrl-C.
 
     Installed workers do this themselves. Run it if no worker has this package, or if workers stop
     at night. Several may run at once. On SQS use `relay`.
@@ -31,10 +31,11 @@ def promote(ctx: click.Context, loglevel: int, as_json: bool) -> None:
 )
 @as_json_option
 def relay(ctx: click.Context, loglevel: int, queues: str, as_json: bool) -> None:
-    """Relay tasks with delays of more than 15 minutes through SQS, until Ctrl-C.
+    """Relay tasks with long delays through SQS, until Ctrl-C.
 
-    Each task is sent back to its delay queue, or at last to its own queue. Installed workers do
-    this themselves for their queues. Run it if no worker has this package. Several may run at once.
+    A task with more than 15 minutes left is sent back to its delay queue, others to their queue.
+    Installed workers do this themselves for their queues. Run it if no worker has this package.
+    Several may run at once.
     """
     _run(ctx, loglevel, queues, as_json, done="relayed")
 

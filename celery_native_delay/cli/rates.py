@@ -30,10 +30,11 @@ _HEADINGS = ("task", "key", "rate", "waiting", "next slot", "utilisation", "held
 )
 @as_json_option
 def rates(ctx: click.Context, limit: int, as_json: bool) -> None:
-    """Show the rate-limited tasks that wait: a row per task and key, most waiting first.
+    """Show rate-limited tasks that wait, by task and key.
 
-    "next slot" is the time until the next task of the row may start. "utilisation" is the part of
-    the rate used in the last period. "held" is the time for which RetryAfter stops the row.
+    The longest queue comes first. "next slot" is the time until its next task may start,
+    "utilisation" the part of the rate used in the last period, and "held" the time for which
+    RetryAfter stops the queue.
     """
     from ..app.delay import Delay
 

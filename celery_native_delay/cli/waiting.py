@@ -108,7 +108,7 @@ def ls(
 @click.argument("ids", type=task_id, nargs=-1, required=True, metavar="ID...")
 @as_json_option
 def show_tasks(ctx: click.Context, ids: tuple[str, ...], as_json: bool) -> None:
-    """Show waiting tasks by ID; exit 1 if one of them is not waiting.
+    """Show waiting tasks by ID. Exit 1 if one of them is not waiting.
 
     --json prints an object, or null, for one ID, and a list for several, in their order. If several
     messages with one ID wait, the object is the first one due, with the `others`.
