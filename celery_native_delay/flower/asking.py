@@ -43,9 +43,7 @@ class Asking:
             RecordsUnavailable: the records or the broker are unreachable, or took longer.
             NativeDelayError: as *question* does.
         """
-        url = installed(self.app).settings().records
-        where = self._broker if url is None else f"the records at {without_password(url)}"
-        return await self._ask(lambda: question(Delay(self.app)), where, within_seconds)
+        return await self._ask(lambda: question(Delay(self.app)), self._records, within_seconds)
 
     async def admin(
         self, question: Callable[[AdminPart], T], *, within_seconds: float = ANSWER_SECONDS
@@ -68,21 +66,26 @@ class Asking:
         """Drop the questions that no thread has begun with."""
         self._executor.shutdown(wait=False, cancel_futures=True)
 
-    async def _ask(self, question: Callable[[], T], where: str, within_seconds: float) -> T:
+    async def _ask(
+        self, question: Callable[[], T], where: Callable[[], str], within_seconds: float
+    ) -> T:
         asked = asyncio.get_running_loop().run_in_executor(self._executor, question)
         try:
             return await asyncio.wait_for(asked, within_seconds)
         except TimeoutError as exc:
             raise RecordsUnavailable(
-                f"{where} gave no answer within {duration(within_seconds)}; "
+                f"{where()} gave no answer within {duration(within_seconds)}; "
                 f"what was asked may yet be done"
             ) from exc
         except self._broker_errors as exc:
-            raise RecordsUnavailable(f"{self._broker} cannot be used: {exc}") from exc
+            raise RecordsUnavailable(f"{self._broker()} cannot be used: {exc}") from exc
 
-    @property
     def _broker(self) -> str:
         return f"the broker at {self.app.connection_for_write().as_uri()}"
+
+    def _records(self) -> str:
+        url = installed(self.app).settings().records
+        return self._broker() if url is None else f"the records at {without_password(url)}"
 
     @cached_property
     def _broker_errors(self) -> tuple[type[Exception], ...]:

@@ -64,7 +64,8 @@ class Tallying:
             tallies, self._tallies = self._tallies, defaultdict(Counter)
             starts, self._starts = self._starts, Counter()
         if (tallies or starts) and self._sends_events:
-            fields = {"queues": tallies, "rate_starts": starts}
+            queues = {queue: dict(tally) for queue, tally in tallies.items()}
+            fields = {"queues": queues, "rate_starts": dict(starts)}
             # send() would drop our group if `enable_events` named only Celery's groups.
             dispatcher.publish(EVENT, fields, dispatcher.producer)
 
