@@ -57,7 +57,7 @@ class KeyedCalls:
         max_wait_seconds: float | None = None,
         announce: bool = False,
     ) -> KeyedResult:
-        """Run a task once its *key* has been quiet for *seconds*, with the last call's arguments.
+        """Run the last call's task when no other call with its *key* came for *seconds*.
 
         Args:
             signature: a single task's signature, such as ``reindex.s(7)``. The task's name is part

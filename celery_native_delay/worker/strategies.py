@@ -247,7 +247,7 @@ class GatedStrategies(dict[str, Any]):
     def _ack_soon(self, message: Any) -> None:
         """Acknowledge *message* in the consumer's thread.
 
-        The promise that Celery gives to strategies would need a second, unwoken loop.
+        Celery's own callback for it runs one loop later, and nothing wakes the loop up for that.
         """
         consumer = self._consumer
         call_soon = getattr(consumer, "call_soon_ack", consumer.call_soon)
