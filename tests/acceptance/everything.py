@@ -128,9 +128,9 @@ class Everything:
         )
         self.skewed = send(group(noted("skew 1", "skew 2", "skew 3")).skew(step=0.5))
 
-    def run_once(self, sent: Sent, *, timeout_seconds: float = 40) -> Run:
+    def run_once(self, sent: Sent) -> Run:
         """The only run of a task."""
-        (run,) = self.fleet.record.wait_for(task_id=sent.id, timeout_seconds=timeout_seconds)
+        (run,) = self.fleet.record.wait_for(task_id=sent.id)
         return run
 
     def noted(self, text: str) -> Run:

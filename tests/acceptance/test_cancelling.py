@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from time import sleep, time
@@ -16,12 +14,6 @@ from celery_native_delay.testing import PrivateRedis, private_redis
 from tests.acceptance.cancelling import *  # noqa: F403
 from tests.acceptance.worker import Fleet, fleet_on
 from tests.brokers import on_one_version
-from tests.waiting import wait_until
-
-
-@pytest.fixture
-def margin_seconds() -> float:
-    return 0.0
 
 
 @pytest.fixture
@@ -60,10 +52,3 @@ def test_due_tasks_wait_for_records_that_are_away(vhost_url: str, tmp_path: Path
             fleet.record.wait_for(task_id=kept.id)
             worker.wait_for_log("is dropped: it was moved", dropped.id)
             assert {run.id for run in fleet.record.runs()} == {kept.id}
-            assert records.pid is not None
-            os.kill(records.pid, signal.SIGSTOP)
-            inspect = app.control.inspect(destination=[worker.name], timeout=10)
-            answer = inspect._request("delayed")[worker.name]
-            assert "no answer from the records within 1 s" in answer["error"]
-            os.kill(records.pid, signal.SIGCONT)
-            wait_until(lambda: inspect._request("delayed")[worker.name] == [])

@@ -167,12 +167,12 @@ def test_the_page_finds_filters_and_changes_what_waits(
         page.wait(lambda: page.text("#delays-parked") == "1")
         page.click("#delays-show-parked")
         page.click("#delays-purge")
-        page.wait(lambda: "Throw away 1 task?" in page.text("#delays-purge-question"))
+        page.wait(lambda: "Delete 1 task?" in page.text("#delays-purge-question"))
         page.wait(lambda: page.focus("id") == "delays-purge-no")
         chrome.switch_to.active_element.send_keys(Keys.ENTER)
         page.click("#delays-purge")
         page.click("#delays-purge-yes")
-        page.told("1 task thrown away")
+        page.told("1 task deleted")
         page.wait(lambda: page.text("#delays-parked") == "0")
         assert fleet.record.wait_for(task_id="task-6")[0].id == "task-6"
 
@@ -243,7 +243,7 @@ def test_without_a_password_and_read_only_nothing_can_be_changed(flowers: Flower
         ("/api/delay/reschedule/task-1", {"eta": "9999-01-01"}, 400, "native_delay_levels"),
         (many, {"ids": "task-1"}, 400, "list of ids"),
         (purge, {"parked": 3}, 409, "now there are 0"),
-        (purge, {"parked": "3"}, 400, "how many were seen"),
+        (purge, {"parked": "3"}, 400, "a number of messages"),
         ("/api/delays?search=name:", None, 400, "behind the colon"),
         ("/api/delays?limit=0", None, 400, "limit"),
     ):

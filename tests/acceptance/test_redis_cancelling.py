@@ -16,11 +16,6 @@ pytestmark = [*pytestmark, pytest.mark.ci]  # noqa: F405  at home with RabbitMQ
 
 
 @pytest.fixture
-def margin_seconds() -> float:
-    return 0.0
-
-
-@pytest.fixture
 def fleet(records_redis: PrivateRedis, tmp_path: Path) -> Iterator[Fleet]:
     """Its broker is the Redis in which other tests keep records."""
     with fleet_on(records_redis.url, tmp_path, **results_in(records_redis)) as fleet:  # noqa: F405

@@ -193,7 +193,7 @@ def test_a_worker_with_a_shorter_limit_lets_a_task_wait_in_hops(
         run = fleet.record.wait_for_ids([task_id.strip()])[task_id.strip()][0]
         assert run.due is not None
         run.assert_on_time(run.due)
-        assert worker.log_lines("the worker holds") == []
+        assert worker.log_lines("keeps a task in memory") == []
     rabbitmq.delete_vhost(vhost_name(url))
 
 

@@ -204,7 +204,7 @@ def test_what_was_accepted_once_is_put_back_under_a_shorter_limit(url: str) -> N
 
         def receive(body: Any, message: Any) -> None:
             came.append(Arrival(message, time()))
-            if came[-1].lateness_seconds < -1:
+            if came[-1].lateness_seconds < -EARLY_SECONDS:
                 due = due_us(message.headers["eta"])
                 assert part.put_back([Wait(message, "jobs", due)]) == [None]
             message.ack()
@@ -212,7 +212,7 @@ def test_what_was_accepted_once_is_put_back_under_a_shorter_limit(url: str) -> N
         with connection.Consumer([Queue("jobs")], callbacks=[receive]):
             publish(producer, "hello", "jobs", delay=5)
             box = Inbox(connection, came)
-            assert box.receive_until(lambda: came and came[-1].lateness_seconds >= -1)
+            assert box.receive_until(lambda: came and came[-1].lateness_seconds >= -EARLY_SECONDS)
             with pytest.raises(DelayTooLong):
                 publish(connection, "far", "jobs", delay=5)
     *early, last = came

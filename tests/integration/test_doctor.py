@@ -106,7 +106,7 @@ def test_on_redis_overdue_tasks_that_nothing_promotes_are_named_until_something_
     assert wrong.startswith("wrong: promoting: celery_delay.v2: 3 message(s) overdue, ")
     assert "nothing promotes" in wrong
     assert "run `celery -A PROJ delay promote`" in remedy
-    assert last == "1 thing(s) to mend"
+    assert last == "1 problem(s) found"
     assert "run `celery -A PROJ delay promote`" in project.delay("status").stdout
 
     with promoting(project):
@@ -148,7 +148,7 @@ def test_a_redis_that_cannot_be_configured_is_given_advice_only(own_redis: Priva
     hosted = app_on(own_redis.url.replace("//", "//tenant:tenant@"))
     assert [finding.check for finding in of_level(hosted, WRONG)] == ["promoting"]
     (finding,) = of_level(hosted, ADVICE)
-    assert "where your provider lets you" in finding.remedy
+    assert "if your provider lets you" in finding.remedy
 
 
 @redis_only
@@ -293,7 +293,7 @@ def test_records_that_are_down_or_wrong_are_named(
         records.client.config_set("requirepass", "secret")
         wrong_password = records.url.replace("//", "//:mistyped@")
         found_wrong = the_wrong(on(wrong_password), "records")
-        assert "does not serve: " in found_wrong.problem
+        assert "does not answer: " in found_wrong.problem
         assert "mistyped" not in str(found_wrong)
         records.client.config_set("requirepass", "")
 
@@ -303,10 +303,12 @@ def test_records_that_are_down_or_wrong_are_named(
                 timeout_seconds=PATIENCE_SECONDS,
             )
             found_wrong = the_wrong(on(replica.url), "records")
-            assert "takes nothing: ReadOnlyError" in found_wrong.problem
+            assert "cannot be written to: ReadOnlyError" in found_wrong.problem
 
         with no_redis() as port:
-            assert "does not serve" in the_wrong(on(f"redis://127.0.0.1:{port}"), "records").problem
+            assert (
+                "does not answer" in the_wrong(on(f"redis://127.0.0.1:{port}"), "records").problem
+            )
         records.stop()
         down = project.delay("doctor")
         assert down.returncode == 1
@@ -369,7 +371,7 @@ def test_a_delay_queue_without_a_relay_is_named(project: Project, shared_sqs: Pr
     assert of_level(app, WRONG) == []
     (unknown,) = of_level(app, UNCHECKED)
     assert "SQS tells it only of messages that have done their wait" in unknown.problem
-    assert "as far as could be asked: 1 not checked" in project.delay("doctor").stdout
+    assert "but 1 check(s) could not be made" in project.delay("doctor").stdout
 
     app.send_task("shop.remind", countdown=60)
     (found,) = wait_until(lambda: of_level(app, WRONG) or None, timeout_seconds=PATIENCE_SECONDS)
@@ -508,7 +510,7 @@ def test_records_beside_any_broker_are_looked_at(
     own_redis.client.config_set("requirepass", "secret")
     assert "AuthenticationError" in the_wrong(app, "records").problem
     own_redis.stop()
-    assert "does not serve" in the_wrong(app, "records").problem
+    assert "does not answer" in the_wrong(app, "records").problem
 
 
 @redis_only
@@ -518,13 +520,13 @@ def test_a_telemetry_folder_that_takes_nothing_is_named(
     empty_redis.client.set(Keys("", "celery_delay").promoting, "", ex=600)
     folder = tmp_path / "telemetry"
     app = app_on(empty_redis.url, telemetry=str(folder))
-    assert "is no folder on this machine" in the_wrong(app, "telemetry").problem
+    assert "on this machine: " in the_wrong(app, "telemetry").problem
     folder.mkdir()
     assert examine(app) == []
     assert list(folder.iterdir()) == []
     # Nobody may write there, not even root.
     app = app_on(empty_redis.url, telemetry="/proc/self")
-    assert "takes nothing on this machine" in the_wrong(app, "telemetry").problem
+    assert "on this machine: " in the_wrong(app, "telemetry").problem
 
 
 @redis_only
@@ -584,7 +586,7 @@ def test_a_rate_that_limits_nothing_is_named(project: Project, empty_redis: Priv
     assert of_rates(on({"shop.call_api": {"limit": "10/s", "key": "tenant"}})) == []
     (found,) = of_rates(on({"shop.cal_api": "10/s"}))
     assert found.level == WRONG
-    assert "names shop.cal_api, no task that this app registers" in found.problem
+    assert "has shop.cal_api, but this app has no such task" in found.problem
     assert "such as shop.call_api" in found.remedy
     (found,) = of_rates(on({"shop.call_api": {"limit": "10/s", "key": "tenent"}}))
     assert "one of its arguments, tenant; got 'tenent'" in found.problem
@@ -608,7 +610,7 @@ def test_rates_that_cannot_be_counted_are_named(vhost_url: str) -> None:
         assert of_rates(on(records=records.url)) == []
         records.stop()
         (found,) = of_rates(on(records=records.url))
-    assert "no rated task starts: the lines of rated tasks at redis://" in found.problem
+    assert "no rate-limited task starts: the lines of rated tasks at redis://" in found.problem
     assert "native_delay_records" in found.remedy
 
 

@@ -137,5 +137,5 @@ def test_each_of_many_tasks_has_what_its_own_apply_async_adds(
 
 def test_the_command_line_says_that_it_has_nothing_to_do_there(connection: Any) -> None:
     app = install(Celery("shop", broker="pgmq://", set_as_current=False))
-    with pytest.raises(UnsupportedBroker, match="delays by itself: there is nothing to ask"):
+    with pytest.raises(UnsupportedBroker, match="delays by itself and cannot be asked"):
         delaying_channel(app, connection)

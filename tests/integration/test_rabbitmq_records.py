@@ -265,7 +265,7 @@ def test_a_change_of_many_goes_on_over_a_new_connection_and_says_how_far_it_came
 
         delay = Delay(app)
         assert all(delay._change(ids[:3], cancel))
-        with pytest.raises(RecordsUnavailable, match="1 of 2 were changed, then the records"):
+        with pytest.raises(RecordsUnavailable, match="1 of 2 were changed; then the records"):
             delay._change(ids[3:], cancel)
         app.close()
 

@@ -60,7 +60,7 @@ def test_declare_checks_the_server(shop: Project) -> None:
 
 
 def test_verify_finds_nothing_on_a_server_as_it_should_be(shop: Project) -> None:
-    assert shop.lines("verify") == [f"{NAME}: as planned"]
+    assert shop.lines("verify") == [f"{NAME}: as expected"]
 
 
 def test_verify_names_what_may_lose_messages(shop: Project, empty_redis: PrivateRedis) -> None:
@@ -80,7 +80,7 @@ def test_verify_names_what_may_lose_messages(shop: Project, empty_redis: Private
     assert done.returncode == 1
     for finding in found["findings"]:
         assert f"wrong: server: {finding['problem']}\n    {finding['remedy']}\n" in done.stdout
-    assert done.stdout.endswith("\n2 thing(s) to mend\n")
+    assert done.stdout.endswith("\n2 problem(s) found\n")
 
 
 def test_examine_names_what_nothing_promotes(connection: Any, empty_redis: PrivateRedis) -> None:
@@ -183,7 +183,7 @@ def test_purge_asks_first(shop: Project, connection: Any, empty_redis: PrivateRe
     publish(connection, "later", "jobs", delay=60)
     refused = shop.delay("purge", "--json", answer="n\n")
     assert (refused.returncode, refused.stdout) == (1, "")
-    assert f"Throw away all that waits in {NAME}? [y/N]: " in refused.stderr
+    assert f"Delete all waiting messages in {NAME}? [y/N]: " in refused.stderr
     assert store_of(connection).census().waiting == 1
     assert shop.told("purge", "--force") == {"name": NAME, "purged": 1}
     census = store_of(connection).census()
@@ -233,9 +233,9 @@ def test_a_broker_that_is_not_there_is_one_sentence(
     for command in (("status",), ("verify",), ("parked", "list"), ("promote",)):
         done = shop.delay(*command)
         assert done.returncode == 1
-        assert done.stderr.startswith("Error: the broker redis://")
-        assert f"@127.0.0.1:{own_redis.port}/" in done.stderr.partition(" cannot be used: ")[0]
-        assert "; is it running, " in done.stderr
+        assert done.stderr.startswith("Error: cannot use the broker redis://")
+        assert f"@127.0.0.1:{own_redis.port}/" in done.stderr.partition("; check")[0]
+        assert "; check that it runs, " in done.stderr
         assert ".;" not in done.stderr
 
 

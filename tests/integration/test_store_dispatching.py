@@ -398,7 +398,7 @@ def test_the_command_line_declares_looks_and_promotes(folder_url: str, tmp_path:
     store = space_of(folder_url) / "delays.db"
     name = f"tests of sqlite:///{store}"
     assert shop.lines("declare") == [f"{name}: its tables are there, in version 1"]
-    assert shop.lines("verify") == [f"{name}: as planned"]
+    assert shop.lines("verify") == [f"{name}: as expected"]
     assert shop.lines("plan", "90") == [
         f"1 min 30 s waits 1 min 30 s in {name}, then goes to 'celery'"
     ]
