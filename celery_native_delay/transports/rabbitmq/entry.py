@@ -99,10 +99,9 @@ class Recorder:
         member = member_of(headers, delayed.delivery_id)
         if member is None:
             return
-        body = message.body
         entry = Entry(
             message.properties,
-            body.encode() if isinstance(body, str) else bytes(body),
+            bytes(message.body),
             delayed.exchange,
             delayed.routing_key,
             delayed.queue,

@@ -115,8 +115,8 @@ class Routes:
         kind = self.type_of(exchange)
         if kind in HASHING_TYPES:
             raise CannotDelay(
-                f"exchange {exchange!r} is of type {kind}, which cannot get a delayed message "
-                f"exactly; delay it to a queue or a topic exchange instead"
+                f"a delayed message cannot go to exchange {exchange!r} of type {kind}, which chooses "
+                f"queues by a hash of the routing key: delay it to a queue or a topic exchange"
             )
         topology = self._topology
         listed = exchange in topology.settings.landing_exchanges
