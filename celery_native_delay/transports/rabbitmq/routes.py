@@ -115,8 +115,8 @@ class Routes:
         kind = self.type_of(exchange)
         if kind in HASHING_TYPES:
             raise CannotDelay(
-                f"a delayed message cannot go to exchange {exchange!r} of type {kind}, which hashes "
-                f"its routing key: delay it to a queue, or to a topic exchange"
+                f"a delayed message cannot go to exchange {exchange!r} of type {kind}, which "
+                f"hashes its routing key: delay it to a queue, or to a topic exchange"
             )
         topology = self._topology
         listed = exchange in topology.settings.landing_exchanges
