@@ -157,7 +157,7 @@ class ServesQueues(Protocol):
     """A worker or admin part of a broker that keeps something for every queue."""
 
     def serve(self, queues: Sequence[str]) -> None:
-        """Take care of the queues with these names."""
+        """Create or watch what the broker needs for the queues with these names."""
 
 
 class Answer(Enum):

@@ -43,7 +43,7 @@ class Entry:
 
     @property
     def headers(self) -> Mapping[str, Any]:
-        """The headers of the message, without ours."""
+        """The headers of the message, as they were published."""
         return self.properties.get("application_headers") or {}
 
     def encoded(self) -> str:

@@ -274,7 +274,7 @@ class Arrivals:
         return [self._messages.popleft() for _ in range(min(wanted, len(self._messages)))]
 
     def settle(self, batch: list[amqp.Message]) -> None:
-        """Ack *batch*, the messages of one :meth:`take`."""
+        """Ack the messages of *batch*, one result of :meth:`take`."""
         self._channel.basic_ack(batch[-1].delivery_tag, multiple=True)
 
     def close(self) -> None:

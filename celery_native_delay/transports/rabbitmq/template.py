@@ -130,7 +130,7 @@ class Template:
         )
 
     def headers(self, fields: TaskFields) -> dict[str, Any]:
-        """The headers of a task, without ours."""
+        """The headers of a task, as Celery made them."""
         headers = self.user_headers | {
             "id": fields.task_id,
             "eta": fields.eta,
