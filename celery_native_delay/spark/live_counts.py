@@ -2,6 +2,9 @@
 
 Spark tells a driver of a task's results only when the task has ended, and nothing of one that was
 cancelled. A lost datagram, or a driver that cannot be reached, makes the counts less exact only.
+
+PySpark cancels no job that Ctrl-C interrupts: its handler calls the JVM on the connection that is
+being read, which py4j refuses. Its executors would go on sending as long as the driver lives.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ class Report:
 
 
 class LiveCounts:
-    """The driver's end: collects reports, and can ask all executors of *job* to stop."""
+    """The driver's end: collects reports of the Spark jobs within its block, and can end these."""
 
     def __init__(self, spark: Any, job: str) -> None:
         self._job = job
@@ -52,9 +55,9 @@ class LiveCounts:
         self._socket: socket.socket | None = None
         self.address: tuple[str, int] | None = None
         """Host and port that executors report to; None if they cannot, as with Spark Connect."""
-        context = context_of(spark)
-        if context is not None:
-            conf = context.getConf()
+        self._context = context_of(spark)
+        if self._context is not None:
+            conf = self._context.getConf()
             host = conf.get("spark.driver.host", "127.0.0.1").strip("[]")
             bind = conf.get("spark.driver.bindAddress", host).strip("[]")
             with suppress(OSError):
@@ -64,18 +67,23 @@ class LiveCounts:
                 self.address = host, self._socket.getsockname()[1]
 
     def __enter__(self) -> Self:
+        if self._context is not None:
+            self._context.addJobTag(self._job)
         if self.address is not None:
             Thread(target=self._listen, name="native-delay-live-counts", daemon=True).start()
         return self
 
     def __exit__(self, *_: object) -> None:
+        if self._context is not None:
+            with suppress(Exception):  # the JVM may be gone
+                self._context.removeJobTag(self._job)
         if self._socket is not None:
             with suppress(OSError):
                 self._socket.sendto(b"", self._socket.getsockname())  # ends the thread
             self._socket.close()
 
     def stop(self) -> str:
-        """Ask executors to send nothing more; return the account of what they have sent."""
+        """Let executors send nothing more; return the account of what they have sent."""
         with self._changed:
             self._is_stopped = True
             for sender in self._senders:
@@ -84,7 +92,11 @@ class LiveCounts:
                 lambda: all(report.is_last for report in self._reports.values()),
                 _LAST_REPORT_SECONDS,
             )
-            return self._account()
+            account = self._account()
+        if self._context is not None:
+            with suppress(Exception):  # the JVM may be gone
+                self._context.cancelJobsWithTag(self._job)
+        return account
 
     def _account(self) -> str:
         reports = self._reports.values()
