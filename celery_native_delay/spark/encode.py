@@ -10,6 +10,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime, timedelta
+from enum import Enum
 from typing import Any
 from zoneinfo import ZoneInfo
 
@@ -21,7 +22,7 @@ from pyspark.sql import types as t
 
 from ..durations import duration
 from ..rates.rate import LONGEST_KEY
-from .ids import id_of_texts, key_text, smear_us_of
+from .ids import counted, id_of, key_text, smear_us_of
 from .options import EPOCH, FanOutOptions
 from .slots import Slot, check_type, column_text, no_such_column, slots
 from .spreading import Spread
@@ -29,17 +30,15 @@ from .spreading import Spread
 #: The columns of an encoded row that are sent, in this order.
 SENT_COLUMNS = ("task_id", "due_us", "body", "queue", "priority", "expires_us", "error")
 
-#: Microseconds that are certainly beyond every limit, and far from overflowing: 300 years.
-_ENDLESS_US = 10**16
+#: 300 years: certainly beyond every limit, and far from overflowing.
+_ENDLESS_SECONDS = 10**10
+_ENDLESS_US = _ENDLESS_SECONDS * 1_000_000
 
 _MICROSECOND = timedelta(microseconds=1)
 
 _LONGS = ("due_us", "priority", "expires_us")
 _ENCODED = (*SENT_COLUMNS, "line")
 _ARROW_TYPES = [pa.int64() if name in _LONGS else pa.string() for name in _ENCODED]
-
-#: The value of text that is no UTF-8. Spark passes such bytes on; JSON cannot carry them.
-_NOT_TEXT = object()
 
 
 def inputs(df: Any, options: FanOutOptions) -> tuple[Any, dict[str, t.DataType]]:
@@ -103,7 +102,6 @@ class Encoder:
     """
 
     no_time = "no due time, or none that can be read"
-    no_number = "the countdown is NaN or infinite"
     past = "the due time has passed"
     priority = "the priority is not in 0 to 255"
     no_queue = "the queue has no name"
@@ -125,6 +123,7 @@ class Encoder:
         self.too_far = f"the due time is beyond the longest delay of {duration(longest_seconds)}"
         self.too_large = f"the arguments take more than {options.max_body_bytes:,} bytes"
         self._kinds = [types[name] for name in self.slot_names]
+        self._readers = [_READERS.get(slot.role) for slot in read]
         self._labels = [f"{slot.label} ({column_text(slot.column)})" for slot in read]
         self._task, self._now_us, self._smear_us = options.task, options.now_us, options.smear_us
         self._max_body_bytes = options.max_body_bytes
@@ -132,49 +131,53 @@ class Encoder:
         self._counts_down = options.countdown is not None
         self._zone = options.eta_zone if isinstance(options.eta_zone, str) else None
         self._queues = queues
+        args = ",".join("%s" for _ in options.args)
+        kwargs = ",".join(f'"{name}":%s' for name in options.keywords)
+        self._body = f"[[{args}],{{{kwargs}}}]"
         at = {name: place for place, name in enumerate(self.slot_names)}
-        self._args = [at[f"arg{number}"] for number in range(len(options.args))]
-        self._kwargs = {name: at[f"kwarg{n}"] for n, name in enumerate(options.keywords)}
-        self._keys = [at[f"key{number}"] for number in range(len(options.id_cols))]
+        # The values of a row begin with the due time, its zone, arguments and key, in this order.
+        start = 2 if "zone" in at else 1
+        end = start + len(options.args) + len(options.keywords)
+        self._arguments, self._key = slice(start, end), slice(end, end + len(options.id_cols))
         # Of slots that there are not, the place behind the last value, where None is.
-        self._zones, self._queue, self._priority, self._expires = (
-            at.get(name, len(at)) for name in ("zone", "queue", "priority", "expires")
+        self._queue, self._priority, self._expires = (
+            at.get(name, len(at)) for name in ("queue", "priority", "expires")
         )
 
     def rows(self, columns: Sequence[Any], run_id: str) -> Iterator[tuple[Any, ...]]:
         """The values that are sent for each row; in the last place the reason if it is not."""
-        lists = [_values(column, kind) for column, kind in zip(columns, self._kinds, strict=True)]
-        for values in zip(*lists, strict=True):
+        parts = counted(run_id) + counted(self._task)
+        lists = [
+            values if read is None else [v if v is _Fault.NO_TEXT else read(v) for v in values]
+            for values, read in zip(map(_values, columns, self._kinds), self._readers, strict=True)
+        ]
+        for values in zip(*lists, [None] * len(lists[0]), strict=True):
             try:
-                yield self._row((*values, None), run_id)
+                yield self._row(values, parts)
             except _Rejected as exc:
                 yield None, None, None, None, None, None, str(exc)
 
-    def texts(self, column: Any, name: str) -> list[str | None]:
+    def texts(self, columns: Sequence[Any], name: str) -> list[str | None]:
         """Texts of the slot *name* as keys of a rate: those that workers make of the argument."""
-        values = _values(column, self._kinds[self.slot_names.index(name)])
-        return [None if one in (None, _NOT_TEXT) else str(one)[:LONGEST_KEY] for one in values]
+        place = self.slot_names.index(name)
+        values = _values(columns[place], self._kinds[place])
+        return [None if one in (None, _Fault.NO_TEXT) else str(one)[:LONGEST_KEY] for one in values]
 
     # --- private -------------------------------------------------------------------------
 
-    def _row(self, values: Sequence[Any], run_id: str) -> tuple[Any, ...]:
-        if _NOT_TEXT in values:
-            raise _Rejected(f"{self._labels[values.index(_NOT_TEXT)]} is not valid UTF-8")
-        for place in self._keys:
-            if values[place] is None:
-                raise _Rejected(f"{self._labels[place]} is null")
+    def _row(self, values: tuple[Any, ...], parts: str) -> tuple[Any, ...]:
+        if not _FAULTS.isdisjoint(values):
+            place = next(place for place, value in enumerate(values) if value in _FAULTS)
+            raise _Rejected(f"{self._labels[place]} {values[place].value}")
         raw_us = self._due_us(values)
         if self._rejects_past and raw_us < self._now_us:
             raise _Rejected(self.past)
-        body = self._body(values)
+        body = self._body % values[self._arguments]
         queue, priority = values[self._queue], values[self._priority]
-        expires_us = self._expires_us(values)
-        if self._keys:
-            key = [key_text(values[place]) for place in self._keys]
-        else:  # a countdown as given: another time to count from is no other task
-            since_us = self._now_us if self._counts_down else 0
-            key = [body, str(raw_us - since_us), queue or ""]
-        task_id = id_of_texts(run_id, self._task, *key)
+        key = values[self._key]
+        if not key:  # a countdown as given: another time to count from is no other task
+            key = body, str(raw_us - self._now_us if self._counts_down else raw_us), queue or ""
+        task_id = id_of(parts + "".join(map(counted, key)))
         due_us = raw_us + smear_us_of(task_id, self._smear_us)
         if due_us > self.latest_us:
             raise _Rejected(self.too_far)
@@ -186,67 +189,79 @@ class Encoder:
             raise _Rejected(self.no_queue)
         if queue is not None and self._queues is not None and queue not in self._queues:
             raise _Rejected(self.unknown_queue)
-        if expires_us is not None and expires_us <= due_us:
-            raise _Rejected(self.expired)
-        return task_id, due_us, body, queue, priority, expires_us, None
+        expires = values[self._expires]
+        if expires is not None:
+            if not isinstance(self._kinds[self._expires], t.TimestampType):
+                expires = self._after_us(expires)
+            if expires <= due_us:
+                raise _Rejected(self.expired)
+        return task_id, due_us, body, queue, priority, expires, None
 
-    def _due_us(self, values: Sequence[Any]) -> int:
+    def _due_us(self, values: tuple[Any, ...]) -> int:
         due: Any = values[0]
         if due is None:
             raise _Rejected(self.no_time)
         if self._counts_down:
-            if not math.isfinite(due):
-                raise _Rejected(self.no_number)
             return self._after_us(due)
         if not isinstance(self._kinds[0], t.TimestampType):
             try:
                 at = datetime.fromisoformat(due.strip()) if isinstance(due, str) else _naive(due)
                 if at.tzinfo is None:
-                    at = at.replace(tzinfo=ZoneInfo(self._zone or values[self._zones]))
+                    at = at.replace(tzinfo=ZoneInfo(self._zone or values[1]))
             except (ValueError, TypeError, KeyError, OSError, OverflowError) as exc:
                 raise _Rejected(self.no_time) from exc
             due = (at - EPOCH) // _MICROSECOND
         return max(int(due), self._now_us - _ENDLESS_US)
 
-    def _expires_us(self, values: Sequence[Any]) -> int | None:
-        expires = values[self._expires]
-        if expires is None:
-            return None
-        if isinstance(self._kinds[self._expires], t.TimestampType):
-            return int(expires)
-        if math.isnan(expires):
-            raise _Rejected(f"{self._labels[self._expires]} is NaN")
-        return self._after_us(expires)
-
     def _after_us(self, seconds: Any) -> int:
         """Microseconds since the epoch, *seconds* after *now*."""
-        within = max(min(float(seconds), _ENDLESS_US / 1e6), -_ENDLESS_US / 1e6)
-        return self._now_us + round(within * 1_000_000)
-
-    def _body(self, values: Sequence[Any]) -> str:
-        """``[args, kwargs]`` as JSON text."""
-        args = [values[place] for place in self._args]
-        kwargs = {name: values[place] for name, place in self._kwargs.items()}
-        try:
-            return _json([args, kwargs])
-        except ValueError as exc:
-            wrong = next(p for p in (*self._args, *self._kwargs.values()) if not _fits(values[p]))
-            raise _Rejected(f"{self._labels[wrong]} is NaN or infinite") from exc
+        within = max(min(seconds, _ENDLESS_SECONDS), -_ENDLESS_SECONDS)
+        us: int = round(within * 1_000_000)
+        return self._now_us + us
 
 
 class _Rejected(Exception):
     """A row that cannot be sent, and why."""
 
 
-_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+class _Fault(Enum):
+    """The value of a column that makes its row one that cannot be sent."""
+
+    NO_TEXT = "is not valid UTF-8"  # Spark passes such bytes on; JSON cannot carry them
+    NOT_FINITE = "is NaN or infinite"
+    NULL = "is null"
 
 
-def _fits(value: Any) -> bool:
+_FAULTS = frozenset(_Fault)
+
+_encode_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode
+
+
+def _json_text(value: Any) -> str | _Fault:
+    # By far the most values are of these types, for which a call of the encoder takes long.
+    if value is None:
+        return "null"
+    if type(value) is int:
+        return str(value)
+    if type(value) is float:
+        return repr(value) if math.isfinite(value) else _Fault.NOT_FINITE
     try:
-        _json(value)
+        return _encode_json(value)
     except ValueError:
-        return False
-    return True
+        return _Fault.NOT_FINITE
+
+
+def _key_part(value: Any) -> str | _Fault:
+    return _Fault.NULL if value is None else key_text(value)
+
+
+def _finite(value: Any) -> Any:
+    is_finite = not isinstance(value, float) or math.isfinite(value)
+    return value if is_finite else _Fault.NOT_FINITE
+
+
+#: How the values of a slot are read, by its role; those of others are taken as they are.
+_READERS = {"json": _json_text, "key": _key_part, "countdown": _finite, "expires": _finite}
 
 
 def _naive(us: int) -> datetime:
@@ -262,7 +277,7 @@ def _values(column: Any, kind: t.DataType) -> list[Any]:
     except UnicodeDecodeError:
         values = [_value(one) for one in column]
     if isinstance(kind, t.ArrayType | t.MapType | t.StructType | t.FloatType):
-        return [one if one is _NOT_TEXT else _plain(one, kind) for one in values]
+        return [one if one is _Fault.NO_TEXT else _plain(one, kind) for one in values]
     return values  # type: ignore[no-any-return]
 
 
@@ -270,7 +285,7 @@ def _value(scalar: Any) -> Any:
     try:
         return scalar.as_py()
     except UnicodeDecodeError:
-        return _NOT_TEXT
+        return _Fault.NO_TEXT
 
 
 def _plain(value: Any, kind: Any) -> Any:
@@ -298,12 +313,9 @@ def _batch_encoder(
     def encode(batches: Iterator[Any]) -> Iterator[Any]:
         for batch in batches:
             columns = batch.columns[kept:]
-            rows = list(encoder.rows(columns, run_id))
-            lines: list[str | None] = [None] * len(rows)
-            if key is not None:
-                lines = encoder.texts(columns[encoder.slot_names.index(key)], key)
-            made = [*zip(*rows, strict=True)] or [()] * len(SENT_COLUMNS)
-            typed = zip((*made, lines), _ARROW_TYPES, strict=True)
+            made = [*zip(*encoder.rows(columns, run_id), strict=True)] or [()] * len(SENT_COLUMNS)
+            line = [None] * len(made[0]) if key is None else encoder.texts(columns, key)
+            typed = zip((*made, line), _ARROW_TYPES, strict=True)
             arrays = [pa.array(one, kind) for one, kind in typed]
             whole = [*batch.columns[:kept], *arrays]
             yield pa.RecordBatch.from_arrays(whole, names=[*keep, *_ENCODED])

@@ -6,10 +6,12 @@ An id is the UUID 5 of the run, the task's name and the row's key. The parts are
 
 from __future__ import annotations
 
-from uuid import UUID, uuid5
+from hashlib import sha1
+from uuid import UUID
 
 #: Frozen: ids in ledgers and messages were made with it.
 NAMESPACE = UUID("6a1f5d3e-0a3c-5b0e-9d4f-3c1d2f7b8e90")
+_OF_NAMESPACE = sha1(NAMESPACE.bytes, usedforsecurity=False)
 
 
 def task_id_of(run_id: str, task: str, *key: object) -> str:
@@ -18,12 +20,16 @@ def task_id_of(run_id: str, task: str, *key: object) -> str:
     >>> task_id_of("reminders-2026-11-20", "shop.remind", 7)
     'ef7057f5-c7da-5c4e-9bff-be5cb56703eb'
     """
-    return id_of_texts(run_id, task, *map(key_text, key))
+    return id_of("".join(map(counted, (run_id, task, *map(key_text, key)))))
 
 
-def id_of_texts(*parts: str) -> str:
-    """Task id of the texts of its parts."""
-    return str(uuid5(NAMESPACE, "".join(map(counted, parts))))
+def id_of(parts: str) -> str:
+    """The UUID 5 of the *parts*, each written by :func:`counted`; quicker than ``uuid.uuid5``."""
+    hash_ = _OF_NAMESPACE.copy()
+    hash_.update(parts.encode())
+    text = hash_.hexdigest()
+    variant = "89ab"[int(text[16], 16) & 3]
+    return f"{text[:8]}-{text[8:12]}-5{text[13:16]}-{variant}{text[17:20]}-{text[20:32]}"
 
 
 def key_text(value: object) -> str:

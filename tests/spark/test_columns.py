@@ -145,8 +145,8 @@ def test_bad_rows_are_rejected_with_a_reason_and_the_others_pass(spark: Any) -> 
         (1, 60D, 1.0D, array(1D), 'ok', 5, 90D),
         (null, 60D, 1D, array(1D), 'id_cols[0] (column \\'key\\') is null', 5, null),
         (3, null, 1D, array(1D), 'no due time', 5, null),
-        (4, double('NaN'), 1D, array(1D), 'the countdown is NaN', 5, null),
-        (5, double('-Infinity'), 1D, array(1D), 'the countdown is NaN or infinite', 5, null),
+        (4, double('NaN'), 1D, array(1D), 'countdown (column \\'wait\\') is NaN', 5, null),
+        (5, double('-Infinity'), 1D, array(1D), 'is NaN or infinite', 5, null),
         (6, -1D, 1D, array(1D), 'the due time has passed', 5, null),
         (7, 1e7D, 1D, array(1D), 'beyond the longest delay of 90 d', 5, null),
         (8, 1e300D, 1D, array(1D), 'beyond the longest delay', 5, null),
@@ -286,7 +286,7 @@ def test_a_row_stands_in_the_line_that_workers_put_its_task_in(
     columns = [pa.array([60] * len(values)), pa.array(values)]
     sent = [json.loads(row[2]) for row in encoder.rows(columns, "r")]
     at_workers = [rate.key_of(args, kwargs, {}) for args, kwargs in sent]
-    assert encoder.texts(columns[1], "kwarg0") == at_workers
+    assert encoder.texts(columns, "kwarg0") == at_workers
 
 
 @pytest.mark.parametrize("rate", [Rate("10/s"), Rate("100/m", burst=10)], ids=str)
