@@ -14,7 +14,7 @@ protocol, ``expires``, routers written as functions.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from time import monotonic, time_ns
@@ -47,6 +47,9 @@ _NO_CANVAS = ', {"callbacks": null, "errbacks": null, "chain": null, "chord": nu
 
 #: Refusals kept until sending stops: what fails by the thousand needs a person.
 MOST_REFUSED = 10_000
+
+#: Tasks sent between two looks at what was refused.
+_LOOK_EVERY = 1000
 
 
 @dataclass
@@ -87,8 +90,6 @@ class Bulk:
         app: Celery,
         *,
         window: int | None = None,
-        on_progress: Callable[[BulkResult], object] | None = None,
-        progress_every: int = 1000,
         check: bool = True,
         timeout_seconds: float | None = 60.0,
         headers: Mapping[str, str] | None = None,
@@ -98,15 +99,12 @@ class Bulk:
             raise UnsupportedBroker(
                 "expected an app with native delays: call celery_native_delay.install(app) first"
             )
-        for name, number in (("window", window), ("progress_every", progress_every)):
-            if number is not None and (not isinstance(number, int) or number < 1):
-                raise ValueError(f"expected {name} to be a whole number from 1, got {number!r}")
+        if window is not None and (not isinstance(window, int) or window < 1):
+            raise ValueError(f"expected window to be a whole number from 1, got {window!r}")
         self.result = BulkResult()
         self._app = installation.app
         self._plain = PlainPublishing(installation)
         self._window = window or installation.settings().confirm_window
-        self._on_progress = on_progress
-        self._progress_every = progress_every
         self._check = check
         self._timeout_seconds = timeout_seconds
         self._headers = dict(headers or {})
@@ -144,7 +142,6 @@ class Bulk:
             result.refused += self._publisher.outbox.take_refused()
             result.seconds = monotonic() - self._started
             self._publisher.outbox.close()
-        self._tell()
         if kind is None and self._check and (result.refused or result.in_doubt):
             raise PublishRefused(f"{result}", (*result.refused, *result.in_doubt))
 
@@ -202,12 +199,14 @@ class Bulk:
                     sent = self._publisher.send(kind.learnt, made.due_us, made.values)
                     result.by_template += sent
         if not sent:
-            self._send_the_long_way(task, known, args, kwargs, eta, countdown, task_id, options)
+            when = {"eta": eta, "countdown": countdown, "task_id": task_id}
+            way = task if known is None else known
+            self._send_the_long_way(way, (args, kwargs), when | options)
             if hooks:
                 self._kinds.learn(Sample(key, known, hooks, task_id, bool(countdown), made))
         result.sent += 1
-        if result.sent % self._progress_every == 0:
-            self._tell()
+        if result.sent % _LOOK_EVERY == 0:
+            result.refused += self._publisher.outbox.take_refused()
             if len(result.refused) >= MOST_REFUSED:
                 refused = tuple(result.refused)
                 raise PublishRefused(f"{result}; the first being {refused[0]}", refused)
@@ -273,37 +272,20 @@ class Bulk:
             arguments, max_size, maxlevels=self._repr_levels
         )
 
-    def _send_the_long_way(
-        self,
-        task: str | Task,
-        known: Task | None,
-        args: Sequence[Any],
-        kwargs: Mapping[str, Any] | None,
-        eta: datetime | str | None,
-        countdown: float | None,
-        task_id: str,
-        options: dict[str, Any],
-    ) -> None:
-        when = {"eta": eta, "countdown": countdown, "task_id": task_id, **options, "retry": False}
+    def _send_the_long_way(self, task: Any, arguments: Any, options: dict[str, Any]) -> None:
+        options["retry"] = False
         if self._headers:
-            when["headers"] = self._headers | (options.get("headers") or {})
+            options["headers"] = self._headers | (options.get("headers") or {})
 
         def publish(producer: Any) -> None:
             # add_to_parent: a million results have no place in a parent's memory.
-            with_producer = {**when, "producer": producer, "add_to_parent": False}
-            if known is None:
-                self._app.send_task(task, args, kwargs, **with_producer)
+            with_producer = {**options, "producer": producer, "add_to_parent": False}
+            if isinstance(task, str):
+                self._app.send_task(task, *arguments, **with_producer)
             else:
-                known.apply_async(args, kwargs, **with_producer)
+                task.apply_async(*arguments, **with_producer)
 
         self._publisher.publish(publish)
-
-    def _tell(self) -> None:
-        result = self.result
-        result.refused += self._publisher.outbox.take_refused()
-        result.seconds = monotonic() - self._started
-        if self._on_progress is not None:
-            self._on_progress(result)
 
 
 def bulk(app: Celery, **options: Any) -> Bulk:
@@ -316,8 +298,6 @@ def bulk(app: Celery, **options: Any) -> Bulk:
         app: an installed Celery app.
         window: messages that may be unconfirmed at a time; ``native_delay_confirm_window`` by
             default. No more than these are kept in memory.
-        on_progress: called with the :class:`BulkResult` so far.
-        progress_every: how many tasks lie between two such calls; 1000 by default.
         check: False: leave refused tasks to the result instead of raising at the end.
         timeout_seconds: how long leaving the block waits for the broker, 60 by default; None for
             as long as it takes.

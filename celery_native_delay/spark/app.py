@@ -5,9 +5,8 @@ This runs on an executor, in whose Python the app is going to be used.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from celery import Celery
@@ -47,38 +46,18 @@ class Call:
 
 @dataclass(frozen=True)
 class AppFacts:
-    """Facts about an app that a fan-out needs: settings, queues, where its task goes.
+    """Facts about an app that a fan-out needs."""
 
-    *queues* are those that the configuration names, *route* is where the task goes if the row does
-    not say ("" for an exchange of its own), *has_levels* is true if its broker has delay levels;
-    *spread* is how due times are spread, None if they are not; *records* is where fenced runs are
-    recorded, None if nothing can keep them.
-    """
-
-    settings: dict[str, Any]
+    longest_seconds: float
+    """The longest delay that the app's settings allow."""
     queues: tuple[str, ...]
+    """The queues that the configuration names."""
     route: str
-    has_levels: bool
+    """The queue of the task if its row names none; "" for an exchange of its own."""
     spread: Spread | None = None
+    """How due times are spread; None if they are not."""
     records: Place | None = field(default=None, repr=False)  # its URL may hold a password
-
-    @property
-    def delay_settings(self) -> DelaySettings:
-        """The app's settings."""
-        return DelaySettings.from_mapping(self.settings)
-
-    def to_json(self) -> str:
-        """These facts as text, for the way to the driver."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> AppFacts:
-        """The facts that :meth:`to_json` made *text* of."""
-        facts = json.loads(text)
-        spread = facts["spread"] and Spread(**facts["spread"])
-        records = facts["records"] and Place(*facts["records"])
-        queues = tuple(facts["queues"])
-        return cls(**facts | {"queues": queues, "spread": spread, "records": records})
+    """Where fenced runs are recorded; None if nothing can record them."""
 
 
 def load_app(path: str) -> Celery:
@@ -133,16 +112,13 @@ def describe(call: Call) -> AppFacts:
         check_broker(connection)
     except UnsupportedBroker as exc:
         raise InvalidFanOut(str(exc)) from exc
-    driver = connection.transport.driver_type
     queues = {*app.amqp.queues, app.conf.task_default_queue, *_routed_queues(app.amqp.routes)}
     queue = app.amqp.router.route(options, call.task).get("queue")
     route = getattr(queue, "name", queue) or ""
     chosen: DelaySettings = installation_of(app).settings()  # type: ignore[union-attr]
-    settings = asdict(chosen)
-    del settings["rates"]  # a key may be a function, which is no JSON
     names = tuple(sorted({*queues, route} - {""}))
     spread, records = _spread(call, task, chosen), records_place(app, chosen)
-    return AppFacts(settings, names, route, driver == "amqp", spread, records)
+    return AppFacts(chosen.longest_delay_seconds, names, route, spread, records)
 
 
 def _spread(call: Call, task: Any, settings: DelaySettings) -> Spread | None:

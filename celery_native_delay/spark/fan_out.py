@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import Counter
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from time import monotonic
-from typing import Any
+from typing import Any, cast
 from uuid import uuid4
 
 from pyspark.errors import PySparkException
@@ -21,13 +19,12 @@ from ..fence.run import COMMITTED
 from . import encode
 from .app import AppFacts, Call
 from .encode import SENT_COLUMNS
-from .executor import REPORT, checker, sender
+from .executor import ANSWERS, answers_of, checker, sender
 from .fencing import Fence, rows_of
-from .live_counts import LiveCounts
-from .options import Columnar, FanOutOptions
+from .live_counts import LiveCounts, context_of
+from .options import FanOutOptions
 from .plan import Plan, make_plan
-from .progress import slots_of, watched
-from .receipts import RECEIPT, Failure, Receipt
+from .receipts import Failure, Receipt
 from .sending import SendJob, warn_of_late_sending
 
 logger = logging.getLogger(__name__)
@@ -78,11 +75,6 @@ class FanOutResult:
         """Number of rows that were not to be sent."""
         return sum(self.rejects.values())
 
-    @property
-    def rows_per_second(self) -> float:
-        """Confirmed tasks by the seconds that the job took."""
-        return self.confirmed / self.seconds if self.seconds else 0.0
-
     def __str__(self) -> str:
         if self.was_committed:
             return f"run {self.run_id}: {self.rows:,} rows, all sent before; nothing was sent again"
@@ -93,7 +85,7 @@ class FanOutResult:
         return (
             f"run {self.run_id}: {self.rows:,} rows, {self.confirmed:,} confirmed, "
             f"{self.rejected:,} rejected{more} in {duration(self.seconds)} "
-            f"({self.rows_per_second:,.0f} rows/s){after}"
+            f"({self.confirmed / (self.seconds or 1):,.0f} rows/s){after}"
         )
 
 
@@ -120,38 +112,9 @@ class FanOut:
         InvalidFanOut: an option, a column or its type will not do.
     """
 
-    def __init__(
-        self,
-        df: Any,
-        *,
-        app: str,
-        task: str,
-        eta: Columnar | None = None,
-        countdown: Columnar | None = None,
-        eta_zone: Columnar | None = None,
-        args: Sequence[Columnar] = (),
-        kwargs: Sequence[str] | Mapping[str, Columnar] = (),
-        queue: Columnar | None = None,
-        priority: Columnar | None = None,
-        expires: Columnar | None = None,
-        id_cols: Sequence[Columnar] = (),
-        **more: Any,
-    ) -> None:
+    def __init__(self, df: Any, **options: Any) -> None:
         try:
-            self.options = FanOutOptions(
-                app=app,
-                task=task,
-                eta=eta,
-                countdown=countdown,
-                eta_zone=eta_zone,
-                args=args,
-                kwargs=kwargs,
-                queue=queue,
-                priority=priority,
-                expires=expires,
-                id_cols=id_cols,
-                **more,
-            )
+            self.options = FanOutOptions(**options)
         except TypeError as exc:
             known = ", ".join(FanOutOptions.__dataclass_fields__)
             raise InvalidFanOut(f"expected options among {known}: {exc}") from exc
@@ -174,17 +137,16 @@ class FanOut:
         call = Call.of(self.options)
         one = self._df.sparkSession.range(1).coalesce(1)
         try:
-            ((kind, value),) = one.mapInArrow(checker(call), REPORT).collect()
+            (facts,) = answers_of(one.mapInArrow(checker(call), ANSWERS))
         except PySparkException as exc:
             raise InvalidFanOut(
                 "expected executors with celery_native_delay, pyarrow and the app's packages in "
                 f"their Python (PYSPARK_PYTHON says which), got {_last_line(exc)}"
             ) from exc
-        if kind == "invalid":
-            raise InvalidFanOut(value)
-        facts = AppFacts.from_json(value)
+        if isinstance(facts, InvalidFanOut):
+            raise facts
         self._check_queues(facts)
-        return facts
+        return cast(AppFacts, facts)
 
     @property
     def encoded(self) -> Any:
@@ -196,7 +158,7 @@ class FanOut:
         return encode.encoded(
             df,
             self.options,
-            longest_seconds=facts.delay_settings.longest_delay_seconds,
+            longest_seconds=facts.longest_seconds,
             spread=facts.spread,
             keep=keep,
         )
@@ -241,7 +203,7 @@ class FanOut:
             )
         )
 
-    def send(self, *, progress: bool = True, check: bool = True) -> FanOutResult:
+    def send(self, *, check: bool = True) -> FanOutResult:
         """Send every row that is not rejected; return when the broker has confirmed them.
 
         Spark may run a part of it again, when an executor is lost: the same tasks then go out
@@ -249,7 +211,6 @@ class FanOut:
         that was committed is not sent again.
 
         Args:
-            progress: show a bar on a terminal.
             check: False: leave what was not confirmed to the result instead of raising.
 
         If the job is interrupted or fails, an error in the log says how many were sent, confirmed
@@ -266,7 +227,8 @@ class FanOut:
         """
         spark = self._df.sparkSession
         connections = self.options.connections
-        slots = slots_of(spark) or connections
+        context = context_of(spark)
+        slots = connections if context is None else context.defaultParallelism
         rate = self.options.max_rate
         job_id = uuid4().hex
         fence = Fence.of(self.options, self.facts, job_id)
@@ -284,10 +246,9 @@ class FanOut:
                 job_id,
                 counts.address,
             )
-            report = encoded.select(*SENT_COLUMNS).mapInArrow(sender(job), REPORT)
+            report = encoded.select(*SENT_COLUMNS).mapInArrow(sender(job), ANSWERS)
             try:
-                with watched(spark, f"sending {self.options.task}", show=progress):
-                    rows = report.collect()
+                answers = answers_of(report)
             except BaseException as exc:
                 ended = "was interrupted" if isinstance(exc, KeyboardInterrupt) else "failed"
                 then = fence.abort() if fence is not None else "what was sent stays sent"
@@ -295,8 +256,8 @@ class FanOut:
                     "native delay: run %s %s: %s; %s", self.run_id, ended, counts.stop(), then
                 )
                 raise
-        receipts = [Receipt.from_json(value) for kind, value in rows if kind == RECEIPT]
-        failures = [Failure(**json.loads(value)) for kind, value in rows if kind != RECEIPT]
+        receipts = [answer for answer in answers if isinstance(answer, Receipt)]
+        failures = [answer for answer in answers if isinstance(answer, Failure)]
         receipts.sort(key=lambda receipt: receipt.partition)
         seconds = monotonic() - started
         result = FanOutResult(self.run_id, seconds, receipts, failures, was_committed)

@@ -59,8 +59,7 @@ class Fence:
                 f"workers and producers, or leave fence out; nothing was sent"
             )
         run = f"{options.run_id}:{options.task}"
-        longest_seconds = facts.delay_settings.longest_delay_seconds
-        return cls(facts.records, run, job, options.fence_timeout, longest_seconds)
+        return cls(facts.records, run, job, options.fence_timeout, facts.longest_seconds)
 
     def stamp(self, partition: int, attempt: int) -> Stamp:
         """Stamp of the messages of one attempt, with random digits: Spark's numbers come again."""

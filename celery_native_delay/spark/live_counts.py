@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import json
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from threading import Condition, Thread
 from time import monotonic
 from typing import Any, Self
 
 from ..bulk.batch import Bulk
-from .progress import context_of
 
 #: Seconds between two reports of one executor's task.
 _REPORT_SECONDS = 0.2
@@ -143,6 +141,14 @@ class LiveCounts:
             self._socket.sendto(_STOP, sender)
 
 
+def context_of(spark: Any) -> Any:
+    """The SparkContext of a session; None with Spark Connect."""
+    try:
+        return spark.sparkContext
+    except Exception:  # each release says so differently
+        return None
+
+
 class Reporter:
     """An executor's end, for one attempt at one partition; without *address* it does nothing."""
 
@@ -172,12 +178,8 @@ class Reporter:
             return self._socket.recv(16) == _STOP
         return False
 
-    @contextmanager
-    def of(self, batch: Bulk) -> Iterator[None]:
-        """Report for the last time after the block, in which *batch* ends."""
-        try:
-            yield
-        finally:
-            self.report(batch, is_last=True)
-            if self._socket is not None:
-                self._socket.close()
+    def end(self, batch: Bulk) -> None:
+        """Report for the last time, when *batch* has ended."""
+        self.report(batch, is_last=True)
+        if self._socket is not None:
+            self._socket.close()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -18,7 +18,6 @@ from ..urls import without_password
 #: The name of a column, or a ``pyspark.sql.Column``.
 Columnar = Any
 
-_APP = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
 EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 
 
@@ -90,8 +89,8 @@ class FanOutOptions:
             object.__setattr__(self, name, _column_list(name, getattr(self, name)))
         object.__setattr__(self, "kwargs", _keyword_columns(self.kwargs))
         object.__setattr__(self, "rate", _rate(self.rate))
-        for name, expected, fits in self._rules():
-            if not fits:
+        for name, (expected, fits) in _RULES.items():
+            if not fits(getattr(self, name)):
                 raise InvalidFanOut(f"expected {name} to be {expected}, got {_value(self, name)}")
         if (self.eta is None) == (self.countdown is None):
             both = "both" if self.eta is not None else "neither"
@@ -101,34 +100,7 @@ class FanOutOptions:
         if self.eta_zone is not None and self.eta is None:
             raise InvalidFanOut("expected eta_zone only with eta: a countdown has no zone")
         if isinstance(self.eta_zone, str):
-            check_zone(self.eta_zone)
-
-    def _rules(self) -> list[tuple[str, str, bool]]:
-        name = re.compile(r"\S(.*\S)?")
-        now = self.now
-        return [
-            ("app", 'an import path such as "pkg.mod:app"', _matches(_APP, self.app)),
-            ("task", "the name of a task", _matches(name, self.task)),
-            ("run_id", "a text that names this run", _matches(name, self.run_id)),
-            ("smear", "a number of seconds from 0", _is_number(self.smear, at_least=0)),
-            (
-                "max_rate",
-                "tasks per second above 0, or None",
-                self.max_rate is None or _is_number(self.max_rate, at_least=1e-3),
-            ),
-            ("connections", "a whole number from 1 to 1000", _is_int(self.connections, 1, 1000)),
-            ("past", '"reject" or "send"', self.past in ("reject", "send")),
-            ("max_body_bytes", "bytes from 1", _is_int(self.max_body_bytes, 1, 1 << 31)),
-            ("check_task", "True or False", isinstance(self.check_task, bool)),
-            ("check_queue", "True or False", isinstance(self.check_queue, bool)),
-            ("fence", "True or False", isinstance(self.fence, bool)),
-            (
-                "fence_timeout",
-                "a number of seconds from 1",
-                _is_number(self.fence_timeout, at_least=1),
-            ),
-            ("now", "an aware datetime", isinstance(now, datetime) and now.tzinfo is not None),
-        ]
+            _check_zone(self.eta_zone)
 
     @property
     def now_us(self) -> int:
@@ -147,12 +119,7 @@ class FanOutOptions:
         return self.kwargs
 
 
-def check_zone(name: str) -> None:
-    """Refuse a time zone that does not exist.
-
-    Raises:
-        InvalidFanOut: naming it.
-    """
+def _check_zone(name: str) -> None:
     try:
         ZoneInfo(name)
     except (ValueError, OSError, KeyError) as exc:
@@ -202,15 +169,37 @@ def _value(options: FanOutOptions, name: str) -> str:
     return repr(without_password(value) if isinstance(value, str) else value)
 
 
-def _matches(pattern: re.Pattern[str], value: object) -> bool:
-    return isinstance(value, str) and pattern.fullmatch(value) is not None
+def _is_flag(value: object) -> bool:
+    return isinstance(value, bool)
 
 
-def _is_number(value: object, *, at_least: float) -> bool:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return False
-    return math.isfinite(value) and value >= at_least
+def _matches(pattern: str) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, str) and re.fullmatch(pattern, value) is not None
 
 
-def _is_int(value: object, low: int, high: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
+def _number(at_least: float) -> Callable[[object], bool]:
+    def fits(value: Any) -> bool:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return is_number and at_least <= value < math.inf
+
+    return fits
+
+
+def _whole(low: int, high: int) -> Callable[[object], bool]:
+    return lambda value: type(value) is int and low <= value <= high
+
+
+#: What each option is to be, in words, and the test of it.
+_RULES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "app": ('an import path such as "pkg.mod:app"', _matches(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")),
+    "task": ("the name of a task", _matches(r"\S(.*\S)?")),
+    "run_id": ("a text that names this run", _matches(r"\S(.*\S)?")),
+    "smear": ("a number of seconds from 0", _number(0)),
+    "max_rate": ("tasks per second above 0, or None", lambda n: n is None or _number(1e-3)(n)),
+    "connections": ("a whole number from 1 to 1000", _whole(1, 1000)),
+    "past": ('"reject" or "send"', ("reject", "send").__contains__),
+    "max_body_bytes": ("bytes from 1", _whole(1, 1 << 31)),
+    **dict.fromkeys(("check_task", "check_queue", "fence"), ("True or False", _is_flag)),
+    "fence_timeout": ("a number of seconds from 1", _number(1)),
+    "now": ("an aware datetime", lambda now: isinstance(now, datetime) and now.tzinfo is not None),
+}

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from dataclasses import dataclass, field
-
-#: Kinds of rows that an executor answers with: its account, and one for each row not confirmed.
-RECEIPT, FAILURE = "receipt", "failure"
 
 
 @dataclass(frozen=True)
@@ -46,13 +42,3 @@ class Receipt:
     """The latest due time that was sent."""
     sent_after_due: int = 0
     """Number of tasks that had fallen due before they were sent."""
-
-    def to_json(self) -> str:
-        """This receipt as text, for the way to the driver."""
-        return json.dumps(vars(self))
-
-    @classmethod
-    def from_json(cls, text: str) -> Receipt:
-        """The receipt that :meth:`to_json` made *text* of."""
-        values = json.loads(text)
-        return cls(**values | {"rejected": Counter(values["rejected"])})

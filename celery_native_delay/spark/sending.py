@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from time import monotonic, sleep, time_ns
 from typing import Any
+from uuid import uuid4
 from zlib import crc32
+
+from pyspark import SparkFiles
 
 from ..bulk.batch import Bulk
 from ..errors import (
@@ -24,7 +29,6 @@ from ..errors import (
 from ..fence.run import COMMITTED, HEADER
 from .app import load_app
 from .fencing import Fence
-from .given_up import GivenUp
 from .live_counts import Reporter
 from .options import EPOCH
 from .receipts import Failure, Receipt
@@ -74,7 +78,9 @@ def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -
     options: dict[Any, dict[str, Any]] = {}
     #: Why nothing can go to a queue: what the broker has answered once, it is not asked again.
     barred: dict[str | None, str] = {}
-    with reporter.of(batch), batch:
+    with ExitStack() as stack:
+        stack.callback(reporter.end, batch)
+        stack.enter_context(batch)
         for task_id, due_us, body, queue, priority, expires_us, error in rows:
             receipt.rows += 1
             receipt.ids += crc32(task_id.encode()) if task_id else 0
@@ -155,6 +161,33 @@ def warn_of_late_sending(late: int, sent: int) -> None:
             late,
             sent,
         )
+
+
+class GivenUp:
+    """Reason why the tasks of a job send nothing more from this executor, once one has given up.
+
+    It is in a file: Python workers of an executor share a folder, which Spark removes, and a task
+    that fails takes its process with it. If there is none to write to, each task finds out itself.
+    """
+
+    def __init__(self, job_id: str) -> None:
+        name = f"celery-native-delay-{job_id}.given-up"
+        self._path = Path(SparkFiles.getRootDirectory(), name) if job_id else None
+
+    def reason(self) -> str:
+        """The reason that a task has noted; "" if none has."""
+        if self._path is not None:
+            with suppress(OSError):
+                return self._path.read_text()
+        return ""
+
+    def say(self, reason: str) -> None:
+        """Note the reason, for the tasks that begin from now on."""
+        if self._path is not None:
+            with suppress(OSError):
+                whole = self._path.with_suffix(f".{uuid4().hex}")
+                whole.write_text(reason)
+                whole.replace(self._path)
 
 
 class Pace:

@@ -45,50 +45,33 @@ class Sent(WriterCommitMessage):
     receipt: Receipt
 
 
-@dataclass(frozen=True)
-class SinkOptions:
-    """The options of ``format("celery")``; those of :class:`FanOutOptions` as text.
+def parsed(texts: Mapping[str, str]) -> dict[str, Any]:
+    """The options of :class:`FanOutOptions` and ``on_reject`` that *texts* name.
 
-    But for the rate, which is a matter of all rows together.
+    Raises:
+        InvalidFanOut: a name is unknown, or a value cannot be what it should.
     """
-
-    fan_out: FanOutOptions
-    on_reject: str
-    has_run_id: bool
-
-    @classmethod
-    def parse(cls, texts: Mapping[str, str], *, also: frozenset[str] = frozenset()) -> SinkOptions:
-        """Options from *texts*; *also* are names that mean nothing here.
-
-        Raises:
-            InvalidFanOut: a name is unknown, or a value cannot be what it should.
-        """
-        given = {name.lower(): text for name, text in texts.items() if name.lower() not in also}
-        if "rate" in given:
+    values: dict[str, Any] = {"on_reject": "fail"}
+    for name, text in texts.items():
+        name = name.lower()
+        if name == "rate":
             raise InvalidFanOut(
                 "format('celery') is handed row by row and cannot spread them at a rate: use "
                 "FanOut(df, rate=…), in a stream within foreachBatch"
             )
-        if unknown := sorted(given.keys() - _PARSERS.keys()):
+        if name not in _PARSERS:
             raise InvalidFanOut(
-                f"unknown option {unknown[0]!r} of format('celery'); known: {', '.join(_PARSERS)}"
+                f"unknown option {name!r} of format('celery'); known: {', '.join(_PARSERS)}"
             )
-        on_reject = given.pop("on_reject", "fail")
-        if on_reject not in ("fail", "skip"):
-            raise InvalidFanOut(f'expected on_reject to be "fail" or "skip", got {on_reject!r}')
-        values = {}
-        for name, text in given.items():
-            try:
-                values[name.removesuffix("_col")] = _PARSERS[name](text)
-            except ValueError as exc:
-                raise InvalidFanOut(f"option {name} of format('celery'): {exc}") from exc
-        for name in ("args", "kwargs"):
-            if f"{name}_cols" in values:
-                values[name] = values.pop(f"{name}_cols")
-        for name in ("app", "task"):
-            if name not in values:
-                raise InvalidFanOut(f"expected option {name} of format('celery'), got none")
-        return cls(FanOutOptions(**values), on_reject, "run_id" in given)
+        option, parse = _PARSERS[name]
+        try:
+            values[option] = parse(text)
+        except ValueError as exc:
+            raise InvalidFanOut(f"option {name} of format('celery'): {exc}") from exc
+    for name in ("app", "task"):
+        if name not in values:
+            raise InvalidFanOut(f"expected option {name} of format('celery'), got none")
+    return values
 
 
 class Writer(DataSourceArrowWriter):
@@ -97,7 +80,7 @@ class Writer(DataSourceArrowWriter):
     def __init__(self, schema: Any, texts: Mapping[str, str], *, overwrite: bool) -> None:
         if overwrite:
             raise InvalidFanOut('expected mode("append"): what has been sent cannot be overwritten')
-        self._set_up(schema, SinkOptions.parse(texts))
+        self._set_up(schema, texts)
         if self._fence is not None:
             self._fence.open()
 
@@ -109,7 +92,7 @@ class Writer(DataSourceArrowWriter):
             InvalidFanOut: a row cannot be sent, and on_reject is "fail".
             RecordsUnavailable: the run is fenced, and its records are away.
         """
-        return self._send(iterator, self._options.fan_out.run_id, self._fence, self._job_id)
+        return self._send(iterator, self._options.run_id, self._fence, self._job_id)
 
     def commit(self, messages: list[Any]) -> None:
         """Seal the fence; say what was sent, and what was not to be.
@@ -137,10 +120,12 @@ class Writer(DataSourceArrowWriter):
 
     # --- private -------------------------------------------------------------------------
 
-    def _set_up(self, schema: Any, options: SinkOptions) -> None:
-        self._options = options
+    def _set_up(self, schema: Any, texts: Mapping[str, str]) -> None:
+        options = parsed(texts)
+        self._fails_on_reject = options.pop("on_reject") == "fail"
+        self._has_run_id = "run_id" in options
+        self._options = fan_out = FanOutOptions(**options)
         self._job_id = uuid4().hex
-        fan_out = options.fan_out
         facts = describe(Call.of(fan_out))
         self._fence = Fence.of(fan_out, facts, self._job_id)
         read = list(slots(fan_out))
@@ -152,12 +137,12 @@ class Writer(DataSourceArrowWriter):
         self._encoder = Encoder(
             fan_out,
             types,
-            longest_seconds=facts.delay_settings.longest_delay_seconds,
+            longest_seconds=facts.longest_seconds,
             queues=facts.queues if fan_out.check_queue else None,
         )
 
     def _send(self, batches: Iterable[Any], run_id: str, fence: Fence | None, job_id: str) -> Sent:
-        fan_out = self._options.fan_out
+        fan_out = self._options
         context = TaskContext.get()
         assert context is not None
         receipt = Receipt(context.partitionId(), context.attemptNumber())
@@ -179,11 +164,10 @@ class Writer(DataSourceArrowWriter):
         return Sent(receipt)
 
     def _encoded(self, batches: Iterable[Any], run_id: str) -> Iterator[tuple[Any, ...]]:
-        fails = self._options.on_reject == "fail"
         for batch in batches:
             columns = [batch.column(position) for position in self._positions]
             for number, row in enumerate(self._encoder.rows(columns, run_id)):
-                if fails and row[-1] is not None:
+                if self._fails_on_reject and row[-1] is not None:
                     raise InvalidFanOut(
                         f"{row[-1]}: {_shown(batch, number)}; leave such rows out, or say "
                         f"on_reject='skip'"
@@ -197,15 +181,15 @@ class StreamWriter(Writer, DataSourceStreamWriter):
     def __init__(self, schema: Any, texts: Mapping[str, str], *, overwrite: bool) -> None:
         if overwrite:
             raise InvalidFanOut('expected outputMode("append"), got "complete"')
-        self._set_up(schema, SinkOptions.parse(texts, also=_OF_STREAMS))
+        own = {name: text for name, text in texts.items() if name.lower() not in _OF_STREAMS}
+        self._set_up(schema, own)
 
     def write(self, iterator: Iterator[Any]) -> Sent:
         """Send the rows of one partition of a batch; query and batch name the run."""
         context = TaskContext.get()
         assert context is not None
         query, batch = map(context.getLocalProperty, _QUERY_AND_BATCH)
-        options = self._options
-        run_id = options.fan_out.run_id if options.has_run_id else query
+        run_id = self._options.run_id if self._has_run_id else query
         fence = self._fence
         if fence is not None:
             # By the query, whatever the run_id: with a new checkpoint a batch has other rows.
@@ -287,11 +271,21 @@ def _flag(text: str) -> bool:
     return text.lower() == "true"
 
 
-_PARSERS: dict[str, Any] = {
-    **dict.fromkeys(("app", "task", "countdown_col", "eta_col", "eta_zone"), str),
-    **{"kwargs_cols": _named, "args_cols": _names, "id_cols": _names},
-    **dict.fromkeys(("queue_col", "priority_col", "expires_col", "run_id", "past"), str),
-    **{"smear": seconds_of, "max_rate": float, "connections": int, "max_body_bytes": int},
-    **{"check_task": _flag, "check_queue": _flag, "on_reject": str},
-    **{"fence": _flag, "fence_timeout": seconds_of},
+def _on_reject(text: str) -> str:
+    if text not in ("fail", "skip"):
+        raise ValueError(f'expected "fail" or "skip", got {text!r}')
+    return text
+
+
+#: The options, each with its name in :class:`FanOutOptions` and what reads its text. Not the rate,
+#: which is a matter of all rows together.
+_PARSERS: dict[str, tuple[str, Any]] = {
+    **{name: (name, str) for name in ("app", "task", "eta_zone", "run_id", "past")},
+    **{f"{name}_col": (name, str) for name in ("countdown", "eta", "queue", "priority", "expires")},
+    **{"kwargs_cols": ("kwargs", _named), "args_cols": ("args", _names)},
+    **{"id_cols": ("id_cols", _names), "on_reject": ("on_reject", _on_reject)},
+    **{name: (name, seconds_of) for name in ("smear", "fence_timeout")},
+    **{name: (name, int) for name in ("connections", "max_body_bytes")},
+    **{name: (name, _flag) for name in ("check_task", "check_queue", "fence")},
+    "max_rate": ("max_rate", float),
 }

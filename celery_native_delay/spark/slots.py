@@ -16,12 +16,26 @@ _FLOAT = (t.FloatType, t.DoubleType)
 _NTZ = (t.TimestampNTZType, t.StringType)
 _TEXTS = (t.StringType, t.VarcharType, t.CharType)
 
+#: The types that a column may have by its role, and what to say of others.
+_ROLES: dict[str, tuple[tuple[type[t.DataType], ...], str]] = {
+    "due": ((t.TimestampType,), "a timestamp"),
+    "countdown": ((*_WHOLE, *_FLOAT, t.DecimalType), "a number of seconds"),
+    "zone": ((*_TEXTS, t.NullType), "text"),
+    "key": (
+        (*_TEXTS, *_WHOLE, t.BooleanType, t.DateType, t.TimestampType),
+        "text, a whole number, a boolean, date or timestamp: cast it",
+    ),
+    "queue": ((*_TEXTS, t.NullType), "text"),
+    "priority": ((*_WHOLE, t.NullType), "a whole number"),
+    "expires": ((*_WHOLE, *_FLOAT, t.TimestampType), "a timestamp or a number of seconds"),
+}
+
 
 @dataclass(frozen=True)
 class Slot:
     """A column that is read: *name* is what it is called from here on, *label* what the user said.
 
-    *role* decides which types fit: due, countdown, zone, json, key, queue, priority or expires.
+    *role* decides which types fit: a key of ``_ROLES``, or "json".
     """
 
     name: str
@@ -86,28 +100,14 @@ def column_text(column: Columnar) -> str:
 
 def _expected(role: str, kind: t.DataType, *, has_zone: bool) -> str:
     """The type that *role* needs, in words; "" if *kind* will do."""
-    match role:
-        case "due":
-            if isinstance(kind, t.TimestampType) or (has_zone and isinstance(kind, _NTZ)):
-                return ""
-            if isinstance(kind, _NTZ):
-                return "a timestamp with zone; say with eta_zone= which zone it is in"
-            return "a timestamp"
-        case "countdown":
-            fits = isinstance(kind, (*_WHOLE, *_FLOAT, t.DecimalType))
-            return "" if fits else "a number of seconds"
-        case "key":
-            fits = isinstance(kind, (*_TEXTS, *_WHOLE, t.BooleanType, t.DateType, t.TimestampType))
-            return "" if fits else "text, a whole number, a boolean, date or timestamp: cast it"
-        case "queue" | "zone":
-            return "" if isinstance(kind, (*_TEXTS, t.NullType)) else "text"
-        case "priority":
-            return "" if isinstance(kind, (*_WHOLE, t.NullType)) else "a whole number"
-        case "expires":
-            fits = isinstance(kind, (*_WHOLE, *_FLOAT, t.TimestampType))
-            return "" if fits else "a timestamp or a number of seconds"
-        case _:
-            return _not_json(kind)
+    if role == "json":
+        return _not_json(kind)
+    if role == "due" and has_zone and isinstance(kind, _NTZ):
+        return ""
+    if role == "due" and isinstance(kind, _NTZ):
+        return "a timestamp with zone; say with eta_zone= which zone it is in"
+    types, words = _ROLES[role]
+    return "" if isinstance(kind, types) else words
 
 
 def _not_json(kind: Any) -> str:

@@ -142,37 +142,32 @@ def vhost_name(url: str) -> str:
 
 
 @contextmanager
-def private_rabbitmq(
-    *,
-    version: str | None = None,
-    management: bool = True,
-    config: str = "",
-    advanced_config: str = "",
-    erlang_arguments: str = "",
-) -> Iterator[PrivateRabbitMQ]:
+def private_rabbitmq(*, version: str | None = None, **options: Any) -> Iterator[PrivateRabbitMQ]:
     """Run a RabbitMQ node of our own until the block ends.
 
-    *version* picks an installation ("3.10", "4.3"); None is the system's. *config* is more lines
-    of rabbitmq.conf, *advanced_config* the text of advanced.config, *erlang_arguments* are added to
-    those of the runtime and win. Without *management* the node starts a little sooner and
-    everything that asks the HTTP API raises.
+    Args:
+        version: which installation ("3.10", "4.3"); None: the system's.
+        **options: those of :class:`PrivateRabbitMQ`.
 
-    Raises BrokerMissing when that version is not installed, BrokerFailed when it does not start.
+    Raises:
+        BrokerMissing: that version is not installed.
+        BrokerFailed: it does not start.
     """
-    rabbitmq = PrivateRabbitMQ(
-        require_rabbitmq(version),
-        management=management,
-        config=config,
-        advanced_config=advanced_config,
-        erlang_arguments=erlang_arguments,
-    )
-    with closing(rabbitmq):
+    with closing(PrivateRabbitMQ(require_rabbitmq(version), **options)) as rabbitmq:
         rabbitmq.start()
         yield rabbitmq
 
 
 class PrivateRabbitMQ:
-    """A RabbitMQ node that belongs to this process; made by private_rabbitmq()."""
+    """A RabbitMQ node that belongs to this process; made by private_rabbitmq().
+
+    Args:
+        installation: what to run.
+        management: False: it starts a little sooner, and all that asks the HTTP API raises.
+        config: more lines of rabbitmq.conf.
+        advanced_config: the text of advanced.config.
+        erlang_arguments: more arguments of the runtime, which win.
+    """
 
     version: str
     """Version that the running node reports, such as "3.10.8"."""
@@ -285,9 +280,10 @@ class PrivateRabbitMQ:
         self.api("PUT", f"/permissions/{name}/guest", dict.fromkeys(_PERMISSIONS, ".*"))
         return self.url_of(name)
 
-    def url_of(self, vhost: str) -> str:
-        """Url of this virtual host for guest."""
-        return self._url("guest", "guest", vhost)
+    def url_of(self, vhost: str, user: str = "guest", password: str = "guest") -> str:
+        """The url of this virtual host for this user."""
+        user, password, vhost = (quote(part, safe="") for part in (user, password, vhost))
+        return f"amqp://{user}:{password}@{self.ip}:{self.port}/{vhost}"
 
     def delete_vhost(self, name: str) -> None:
         """Delete a virtual host with all that is in it."""
@@ -309,7 +305,7 @@ class PrivateRabbitMQ:
         self.api("PUT", f"/users/{user}", {"password": password, "tags": tags})
         permissions = dict(zip(_PERMISSIONS, (configure, write, read), strict=True))
         self.api("PUT", f"/permissions/{quote(vhost, safe='')}/{user}", permissions)
-        return self._url(name, password, vhost)
+        return self.url_of(vhost, name, password)
 
     def set_policy(
         self,
@@ -322,10 +318,6 @@ class PrivateRabbitMQ:
         """Create or replace a policy; the node applies it to existing queues a moment later."""
         body = {"pattern": pattern, "definition": dict(definition), "apply-to": apply_to}
         self.api("PUT", f"/policies/{quote(vhost, safe='')}/{quote(name, safe='')}", body)
-
-    def clear_policy(self, vhost: str, name: str) -> None:
-        """Delete a policy."""
-        self.api("DELETE", f"/policies/{quote(vhost, safe='')}/{quote(name, safe='')}")
 
     def queues(self, vhost: str = "/") -> list[dict[str, Any]]:
         """Every queue as the management API shows it; counts are 1-2 s old.
@@ -433,10 +425,6 @@ class PrivateRabbitMQ:
         except (OSError, BrokerFailed):
             return False
         return True
-
-    def _url(self, user: str, password: str, vhost: str) -> str:
-        user, password, vhost = (quote(part, safe="") for part in (user, password, vhost))
-        return f"amqp://{user}:{password}@{self.ip}:{self.port}/{vhost}"
 
 
 def in_erlang(ip: str) -> str:

@@ -158,39 +158,18 @@ _SURVIVES_KILL = "appendfsync no"
 
 
 @contextmanager
-def private_redis(
-    *,
-    server: ServerName | None = None,
-    folder: Path | str | None = None,
-    tcp: bool = True,
-    password: str | None = None,
-    tls: tuple[Path, Path] | None = None,
-    config: str = "",
-) -> Iterator[PrivateRedis]:
+def private_redis(*, server: ServerName | None = None, **options: Any) -> Iterator[PrivateRedis]:
     """Run a Redis or Valkey of our own until the block ends.
 
     Args:
         server: "redis", "valkey", or None for whichever is installed.
-        folder: where it keeps what it holds, and finds it the next time; None: a temporary one.
-        tcp: whether it listens on a free port of 127.0.0.1 as well as on its unix socket.
-        password: what clients have to give; None: nothing.
-        tls: certificate and key, files in PEM; the port then speaks TLS only, and `url` trusts
-            that certificate. Valkeys from the wheel are built without TLS.
-        config: more lines of redis.conf, such as "replicaof 127.0.0.1 6379".
+        **options: those of :class:`PrivateRedis`.
 
     Raises:
         BrokerMissing: that server or redis-py is not installed; the message says how to get it.
         BrokerFailed: it does not start, or another one runs in *folder*.
     """
-    redis = PrivateRedis(
-        require_redis(server),
-        folder=folder,
-        tcp=tcp,
-        password=password,
-        tls=tls,
-        config=config,
-    )
-    with closing(redis):
+    with closing(PrivateRedis(require_redis(server), **options)) as redis:
         redis.start()
         yield redis
 
@@ -204,14 +183,24 @@ def embedded_broker(folder: Path | str | None = None) -> Iterator[PrivateRedis]:
 
     Raises BrokerMissing without the extra, BrokerFailed when another one runs in *folder*.
     """
-    redis = PrivateRedis(require_redis("valkey", embedded=True), folder=folder, tcp=False)
-    with closing(redis):
+    installation = require_redis("valkey", embedded=True)
+    with closing(PrivateRedis(installation, folder=folder, tcp=False)) as redis:
         redis.start()
         yield redis
 
 
 class PrivateRedis:
-    """A Redis or Valkey that belongs to this process; made by private_redis()."""
+    """A Redis or Valkey that belongs to this process; made by private_redis().
+
+    Args:
+        installation: what to run.
+        folder: where it keeps what it holds, and finds it the next time; None: a temporary one.
+        tcp: whether it listens on a free port of 127.0.0.1 as well as on its unix socket.
+        password: what clients have to give; None: nothing.
+        tls: certificate and key, files in PEM; the port then speaks TLS only, and `url` trusts
+            that certificate. Valkeys from the wheel are built without TLS.
+        config: more lines of redis.conf, such as "replicaof 127.0.0.1 6379".
+    """
 
     port: int | None
     """TCP port on 127.0.0.1, the same after kill() and start(); None without one."""

@@ -54,7 +54,7 @@ def test_an_interrupted_driver_says_what_it_has_sent(
     presses = Thread(target=interrupt)
     presses.start()
     with pytest.raises(KeyboardInterrupt):
-        fan_out.send(progress=False)
+        fan_out.send()
     presses.join()
     then = "nothing of it runs" if fenced else "what was sent stays sent"
     account = r"run r was interrupted: ([\d,]+) sent, ([\d,]+) confirmed, ([\d,]+) in doubt"
