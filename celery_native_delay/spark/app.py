@@ -1,7 +1,4 @@
-"""The Celery app as a process sees it: imported by its path, checked, described; no broker asked.
-
-This runs on an executor, in whose Python the app is going to be used.
-"""
+"""Import the Celery app on an executor, check the task, and tell the driver about the app."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ from .spreading import Spread, spread_of
 
 @dataclass(frozen=True)
 class Call:
-    """The part of a fan-out that its app is asked about: the task, and its arguments' names."""
+    """The part of the options that :func:`describe` needs; unlike columns, it can be pickled."""
 
     app: str
     task: str
@@ -37,7 +34,7 @@ class Call:
 
     @classmethod
     def of(cls, options: FanOutOptions) -> Call:
-        """The call that *options* ask for."""
+        """The call of *options*."""
         args_count, keywords = len(options.args), tuple(options.keywords)
         rate = options.rate
         assert not isinstance(rate, str)
@@ -46,25 +43,25 @@ class Call:
 
 @dataclass(frozen=True)
 class AppFacts:
-    """Facts about an app that a fan-out needs."""
+    """What a fan-out must know of its app."""
 
     longest_seconds: float
     """The longest delay that the app's settings allow."""
     queues: tuple[str, ...]
     """The queues that the configuration names."""
     route: str
-    """The queue of the task if its row names none; "" for an exchange of its own."""
+    """The queue of tasks whose row names none; "" if the task's route is an exchange."""
     spread: Spread | None = None
-    """How due times are spread; None if they are not."""
+    """How a rate spreads due times; None without a rate."""
     records: Place | None = field(default=None, repr=False)  # its URL may hold a password
-    """Where fenced runs are recorded; None if nothing can record them."""
+    """Where fenced runs are recorded; None if the app has no records."""
 
 
 def load_app(path: str) -> Celery:
-    """Import the app at *path*, ``"pkg.mod:app"``.
+    """Import the Celery app at *path*, such as ``"pkg.mod:app"``.
 
     Raises:
-        InvalidFanOut: it cannot be imported, is no app, or has no native delays.
+        InvalidFanOut: there is no app at *path*, or ``install(app)`` was not called.
     """
     try:
         app = symbol_by_name(path)
@@ -88,11 +85,11 @@ def load_app(path: str) -> Celery:
 
 
 def describe(call: Call) -> AppFacts:
-    """Facts about the app, for a fan-out that makes *call*.
+    """Describe the app to a fan-out that makes *call*; the broker is not asked.
 
     Raises:
-        InvalidFanOut: see :func:`load_app`; the task is not registered or does not take these
-            arguments; nothing can wait on its broker.
+        InvalidFanOut: see :func:`load_app`; or the task is not registered or does not take these
+            arguments; or its broker cannot delay tasks.
     """
     app = load_app(call.app)
     app.loader.import_default_modules()
@@ -151,7 +148,7 @@ def _check_arguments(task: Any, call: Call) -> None:
 
 
 def _routed_queues(routes: Sequence[Any]) -> set[str]:
-    """Names of the queues that ``task_routes`` leads to."""
+    """The names of the queues in ``task_routes``."""
     found = set()
     for route in routes:
         if isinstance(route, MapRoute):

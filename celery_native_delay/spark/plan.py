@@ -1,4 +1,4 @@
-"""The plan of a fan-out: counted by Spark, told to a person."""
+"""The plan of a fan-out: what sending would do, counted by Spark."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from pyspark.sql import functions as f
 from .app import AppFacts
 from .options import EPOCH, FanOutOptions
 
-#: Tasks per second that no connection exceeds, as far as was ever measured.
+#: The most tasks per second that were ever measured on one connection.
 FASTEST_PER_SECOND = 25_000
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Counts and times of a fan-out before it is sent; the broker has not been asked."""
+    """What sending a fan-out would do: counts and times."""
 
     rows: int
     accepted: int
     rejects: dict[str, int]
-    """Rows that would not be sent, by reason; most frequent first."""
+    """Rows that would be rejected, by reason, most frequent first."""
     duplicates: int
-    """Accepted rows whose id another one has, too, beyond the first of each."""
+    """Accepted rows with the same task id as another row, without the first of each id."""
     first_due: datetime | None
     last_due: datetime | None
     queues: dict[str, int]
     """Accepted tasks by queue."""
     send_seconds: float
-    """Seconds that sending takes at least: by *max_rate*, or what so many connections can do."""
+    """The least seconds that sending takes, by *max_rate* or by the speed of *connections*."""
     due_while_sending: int
-    """Tasks that fall due before it can end, if it begins now: those sent last are late."""
+    """Tasks that fall due before sending can end, if it begins now. Some of them will be late."""
 
     def __str__(self) -> str:
         return "\n".join(self._lines())
@@ -45,14 +45,14 @@ class Plan:
         for reason, count in self.rejects.items():
             yield f"  {count:>12,}  {reason}"
         if self.duplicates:
-            yield f"  {self.duplicates:>12,}  have the id of another row and will run once more"
+            yield f"  {self.duplicates:>12,}  have the task id of another row and run as well"
         if self.first_due is None or self.last_due is None:
             return
         yield f"due {_time(self.first_due)} to {_time(self.last_due)}"
         if self.due_while_sending:
             yield (
                 f"warning: {self.due_while_sending:,} fall due within the {self.send_seconds:,.1f} "
-                f"s that sending takes at least; those that are sent after that are late"
+                f"s that sending takes at least; those sent after they are due will be late"
             )
         for queue, count in sorted(self.queues.items()):
             yield f"queue {queue}: {count:,}"

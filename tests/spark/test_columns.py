@@ -385,7 +385,7 @@ def test_a_plan_counts_what_sending_would_do(spark: Any, make_app: Callable[...,
         "plain": len([n for n in sent if n % 3]),
     }
     assert plan.last_due - plan.first_due == timedelta(seconds=299)
-    assert "have the id of another row" in str(plan)
+    assert "have the task id of another row" in str(plan)
     assert fan_out.rejected().count() == 3_000 - len(sent)
     assert fan_out.rejected().columns == [*df.columns, "_error"]
     ledger = fan_out.ledger()

@@ -186,7 +186,7 @@ def test_a_run_that_was_committed_is_not_sent_again(
     df = rows(spark)
     with pytest.raises(PySparkException, match="ExecutorLost"):
         fan_out(rows(spark, lost_times=4), app, "run", fence=True).send()
-    with pytest.raises(FanOutFailed, match=r"not now; nothing of it runs; send all of it again"):
+    with pytest.raises(FanOutFailed, match=r"not now; no task of it runs; send all rows again"):
         fan_out(rows(spark, lost_times=-1), app, "run", fence=True).send()
     assert fan_out(df, app, "run", fence=True).send().confirmed == ROWS
     again = fan_out(df.repartition(3), app, "run", fence=True).send()

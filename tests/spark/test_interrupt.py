@@ -56,7 +56,7 @@ def test_an_interrupted_driver_says_what_it_has_sent(
     with pytest.raises(KeyboardInterrupt):
         fan_out.send()
     presses.join()
-    then = "nothing of it runs" if fenced else "what was sent stays sent"
+    then = "no task of it runs" if fenced else "tasks that were sent will run"
     account = r"run r was interrupted: ([\d,]+) sent, ([\d,]+) confirmed, ([\d,]+) in doubt"
     (found,) = re.finditer(rf"{account}; {then}", caplog.text)
     sent, confirmed, in_doubt = (int(count.replace(",", "")) for count in found.groups())
