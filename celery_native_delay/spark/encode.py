@@ -1,7 +1,7 @@
-"""Ids, due times and bodies: what a row becomes on its way to the broker.
+"""Encode rows as tasks: task ids, due times and bodies, for ``FanOut`` and the sink.
 
-Executors do this in Python, for ``FanOut`` and the sink alike. Due times are microseconds since the
-epoch, so that nothing depends on the time zone of a session or an executor.
+Executors do it in Python. Due times are microseconds since the epoch, so that the time zones of
+session and executors do not matter.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from .options import EPOCH, FanOutOptions
 from .slots import Slot, check_type, column_text, no_such_column, slots
 from .spreading import Spread
 
-#: The columns of an encoded row that are sent, in this order.
+#: The columns of an encoded row, in this order.
 SENT_COLUMNS = ("task_id", "due_us", "body", "queue", "priority", "expires_us", "error")
 
-#: 300 years: certainly beyond every limit, and far from overflowing.
+#: 300 years: longer than any delay, and far from overflowing 64 bits.
 _ENDLESS_SECONDS = 10**10
 _ENDLESS_US = _ENDLESS_SECONDS * 1_000_000
 
@@ -42,10 +42,10 @@ _ARROW_TYPES = [pa.int64() if name in _LONGS else pa.string() for name in _ENCOD
 
 
 def inputs(df: Any, options: FanOutOptions) -> tuple[Any, dict[str, t.DataType]]:
-    """*df* as its rows (``row``) beside the columns that are read, and the types of these.
+    """Select the whole row of *df* as ``row``, and its slots; return that and the slots' types.
 
     Raises:
-        InvalidFanOut: there is no such column, or its type does not fit.
+        InvalidFanOut: a column does not exist or has the wrong type.
     """
     read = list(slots(options))
     for slot in read:
@@ -68,14 +68,14 @@ def encoded(
     spread: Spread | None = None,
     keep: Sequence[str] = (),
 ) -> Any:
-    """*df* as ``SENT_COLUMNS``; *error* is null in rows that can be sent.
+    """Encode a DataFrame: one row of ``SENT_COLUMNS`` per row; *error* is null if it can be sent.
 
     Args:
-        df: a DataFrame.
-        options: what to make of it.
-        longest_seconds: the longest delay that the app's levels hold.
-        spread: how due times are spread, if they are.
-        keep: columns of :func:`inputs` to keep in front.
+        df: the DataFrame.
+        options: the options of the fan-out.
+        longest_seconds: the longest delay that the app's settings allow.
+        spread: how a rate spreads due times; None without a rate.
+        keep: columns of :func:`inputs` to return in front of these.
     """
     frame, types = inputs(df, options)
     encoder = Encoder(options, types, longest_seconds=longest_seconds)
@@ -84,7 +84,7 @@ def encoded(
         schema.add(name, t.LongType() if name in _LONGS else t.StringType())
     key = None if spread is None else spread.column
     encode = _batch_encoder(encoder, options.run_id, keep, key)
-    kept = [f.col(name).alias(f"kept_{name}") for name in keep]  # no name may be there twice
+    kept = [f.col(name).alias(f"kept_{name}") for name in keep]  # a slot may have the same name
     result = frame.select(*kept, *encoder.slot_names).mapInArrow(encode, schema)
     if spread is not None:
         too_late = f.when(f.col("due_us") > encoder.latest_us, encoder.too_far).when(
@@ -96,9 +96,9 @@ def encoded(
 
 
 class Encoder:
-    """An encoder of rows, given as Arrow columns, as tuples of ``SENT_COLUMNS``.
+    """Encodes rows, given as Arrow columns, as tuples of ``SENT_COLUMNS``.
 
-    It travels to executors, and therefore keeps nothing of *options* that is a ``Column``.
+    Spark pickles it for executors, so it keeps no ``Column`` of the options.
     """
 
     no_time = "no due time, or none that can be read"
@@ -116,7 +116,7 @@ class Encoder:
         longest_seconds: float,
         queues: tuple[str, ...] | None = None,
     ) -> None:
-        """Prepare for slots of *types*; *queues* are those that there are, None: any."""
+        """Prepare for slots of *types*. Rows with other *queues* are rejected; None allows any."""
         read = list(slots(options))
         self.slot_names = [slot.name for slot in read]
         self.latest_us = options.now_us + int(longest_seconds * 1_000_000)
@@ -135,17 +135,17 @@ class Encoder:
         kwargs = ",".join(f'"{name}":%s' for name in options.keywords)
         self._body = f"[[{args}],{{{kwargs}}}]"
         at = {name: place for place, name in enumerate(self.slot_names)}
-        # The values of a row begin with the due time, its zone, arguments and key, in this order.
+        # A row's values begin with due time, zone (if it is a column), arguments and key.
         start = 2 if "zone" in at else 1
         end = start + len(options.args) + len(options.keywords)
         self._arguments, self._key = slice(start, end), slice(end, end + len(options.id_cols))
-        # Of slots that there are not, the place behind the last value, where None is.
+        # A slot that the options do not have is read from behind the last value, where None is.
         self._queue, self._priority, self._expires = (
             at.get(name, len(at)) for name in ("queue", "priority", "expires")
         )
 
     def rows(self, columns: Sequence[Any], run_id: str) -> Iterator[tuple[Any, ...]]:
-        """The values that are sent for each row; in the last place the reason if it is not."""
+        """Encode each row; the last value is the reason if the row is rejected, else None."""
         parts = counted(run_id) + counted(self._task)
         lists = [
             values if read is None else [v if v is _Fault.NO_TEXT else read(v) for v in values]
@@ -158,7 +158,7 @@ class Encoder:
                 yield None, None, None, None, None, None, str(exc)
 
     def texts(self, columns: Sequence[Any], name: str) -> list[str | None]:
-        """Texts of the slot *name* as keys of a rate: those that workers make of the argument."""
+        """The values of the slot *name* as keys of a rate, as workers write them."""
         place = self.slot_names.index(name)
         values = _values(columns[place], self._kinds[place])
         return [None if one in (None, _Fault.NO_TEXT) else str(one)[:LONGEST_KEY] for one in values]
@@ -175,7 +175,7 @@ class Encoder:
         body = self._body % values[self._arguments]
         queue, priority = values[self._queue], values[self._priority]
         key = values[self._key]
-        if not key:  # a countdown as given: another time to count from is no other task
+        if not key:  # of a countdown its seconds: the same row has the same id at another time
             key = body, str(raw_us - self._now_us if self._counts_down else raw_us), queue or ""
         task_id = id_of(parts + "".join(map(counted, key)))
         due_us = raw_us + smear_us_of(task_id, self._smear_us)
@@ -214,20 +214,20 @@ class Encoder:
         return max(int(due), self._now_us - _ENDLESS_US)
 
     def _after_us(self, seconds: Any) -> int:
-        """Microseconds since the epoch, *seconds* after *now*."""
+        """The time *seconds* after *now*, in microseconds since the epoch."""
         within = max(min(seconds, _ENDLESS_SECONDS), -_ENDLESS_SECONDS)
         us: int = round(within * 1_000_000)
         return self._now_us + us
 
 
 class _Rejected(Exception):
-    """A row that cannot be sent, and why."""
+    """The row is rejected, for the reason in the message."""
 
 
 class _Fault(Enum):
-    """The value of a column that makes its row one that cannot be sent."""
+    """A value for which a row is rejected."""
 
-    NO_TEXT = "is not valid UTF-8"  # Spark passes such bytes on; JSON cannot carry them
+    NO_TEXT = "is not valid UTF-8"  # Spark does not check text
     NOT_FINITE = "is NaN or infinite"
     NULL = "is null"
 
@@ -238,7 +238,7 @@ _encode_json = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=
 
 
 def _json_text(value: Any) -> str | _Fault:
-    # By far the most values are of these types, for which a call of the encoder takes long.
+    # Most values are of these types; the JSON encoder takes four times as long for one.
     if value is None:
         return "null"
     if type(value) is int:
@@ -260,7 +260,7 @@ def _finite(value: Any) -> Any:
     return value if is_finite else _Fault.NOT_FINITE
 
 
-#: How the values of a slot are read, by its role; those of others are taken as they are.
+#: The conversion of a slot's values by its role; other roles need none.
 _READERS = {"json": _json_text, "key": _key_part, "countdown": _finite, "expires": _finite}
 
 
@@ -269,7 +269,7 @@ def _naive(us: int) -> datetime:
 
 
 def _values(column: Any, kind: t.DataType) -> list[Any]:
-    """Python's values of an Arrow *column*; times as microseconds since the epoch."""
+    """The values of an Arrow *column*; timestamps as microseconds since the epoch."""
     if isinstance(kind, t.TimestampType | t.TimestampNTZType):
         column = column.cast(pa.int64())
     try:
@@ -289,7 +289,7 @@ def _value(scalar: Any) -> Any:
 
 
 def _plain(value: Any, kind: Any) -> Any:
-    """Maps as dicts, which Arrow has as lists of pairs, and floats as short as they are."""
+    """A value for JSON: maps as dicts instead of Arrow's pairs; floats with their shortest text."""
     match kind:
         case _ if value is None:
             return None
@@ -307,7 +307,7 @@ def _plain(value: Any, kind: Any) -> Any:
 def _batch_encoder(
     encoder: Encoder, run_id: str, keep: Sequence[str], key: str | None
 ) -> Callable[[Iterator[Any]], Iterator[Any]]:
-    """A function for mapInArrow() that encodes all but the first columns, those to *keep*."""
+    """A function for mapInArrow() that encodes batches, whose first columns *keep* names."""
     kept = len(keep)
 
     def encode(batches: Iterator[Any]) -> Iterator[Any]:
@@ -324,7 +324,7 @@ def _batch_encoder(
 
 
 def _check_exists(df: Any, slot: Slot) -> None:
-    """Refuse the column of *slot* if there is none of its name, or more than one."""
+    """Raise InvalidFanOut if *df* has not exactly one column for *slot*."""
     name = slot.column
     alike = [one for one in df.columns if isinstance(name, str) and one.lower() == name.lower()]
     if alike == [name]:

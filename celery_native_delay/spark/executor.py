@@ -1,4 +1,4 @@
-"""The two functions that Spark runs on executors, and how they answer the driver."""
+"""The two functions that Spark runs on executors for ``FanOut``, and their answers."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from .sending import SendJob, send_rows
 
 Batches = Iterator[Any]
 
-#: The schema of the answers, which are pickled.
+#: The schema of a DataFrame of answers, each a pickled object.
 ANSWERS = "answer binary"
 
-#: Answers in one batch.
+#: The most answers in an Arrow batch.
 _TOGETHER = 10_000
 
 
 def checker(call: Call) -> Callable[[Batches], Batches]:
-    """A function for mapInArrow() that answers with the app's facts, or with InvalidFanOut."""
+    """A function for mapInArrow() that answers with AppFacts or InvalidFanOut."""
 
     def check(batches: Batches) -> Batches:
         for _ in batches:
@@ -38,7 +38,7 @@ def checker(call: Call) -> Callable[[Batches], Batches]:
 
 
 def sender(job: SendJob) -> Callable[[Batches], Batches]:
-    """A function for mapInArrow() that sends its rows, and answers with failures and a receipt."""
+    """A function for mapInArrow() that sends its rows, and answers with Failures and a Receipt."""
 
     def send(batches: Batches) -> Batches:
         context = TaskContext.get()
@@ -56,7 +56,7 @@ def sender(job: SendJob) -> Callable[[Batches], Batches]:
 
 
 def answers_of(frame: Any) -> list[Any]:
-    """The answers in a DataFrame of ``ANSWERS``."""
+    """Run a DataFrame of ``ANSWERS`` and return these."""
     return [pickle.loads(row.answer) for row in frame.collect()]
 
 

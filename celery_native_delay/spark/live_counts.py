@@ -1,10 +1,10 @@
-"""The counts of a job while it runs: executors send them to the driver, by UDP.
+"""Executors report their counts to the driver by UDP, which tells them if a job is interrupted.
 
-Spark tells a driver of a task's results only when the task has ended, and nothing of one that was
-cancelled. A lost datagram, or a driver that cannot be reached, makes the counts less exact only.
+Spark gives the driver a task's result only when the task has ended. If a datagram is lost, the
+counts are less exact.
 
-PySpark cancels no job that Ctrl-C interrupts: its handler calls the JVM on the connection that is
-being read, which py4j refuses. Its executors would go on sending as long as the driver lives.
+On Ctrl-C PySpark fails to cancel the Spark job: its signal handler calls the JVM on a connection
+that is in use, which py4j refuses. So the driver cancels it here; executors would send on.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from typing import Any, Self
 
 from ..bulk.batch import Bulk
 
-#: Seconds between two reports of one executor's task.
+#: Seconds between two reports of a Spark task.
 _REPORT_SECONDS = 0.2
 
-#: Seconds that a stopped driver waits for the last reports; Spark kills its tasks after two.
+#: Seconds for which an interrupted driver waits for the last reports; Spark kills tasks after 2 s.
 _LAST_REPORT_SECONDS = 2.0
 
 _STOP = b"stop"
@@ -30,7 +30,7 @@ _STOP = b"stop"
 
 @dataclass(frozen=True)
 class Report:
-    """The counts of one attempt at one partition so far."""
+    """The counts of a Spark task so far: of one attempt at one partition."""
 
     job: str
     partition: int
@@ -42,7 +42,7 @@ class Report:
 
 
 class LiveCounts:
-    """The driver's end: collects reports of the Spark jobs within its block, and can end these."""
+    """The driver's side: collects reports of the Spark jobs in its ``with`` block."""
 
     def __init__(self, spark: Any, job: str) -> None:
         self._job = job
@@ -52,7 +52,7 @@ class LiveCounts:
         self._is_stopped = False
         self._socket: socket.socket | None = None
         self.address: tuple[str, int] | None = None
-        """Host and port that executors report to; None if they cannot, as with Spark Connect."""
+        """The host and port to which executors report; None with Spark Connect."""
         self._context = context_of(spark)
         if self._context is not None:
             conf = self._context.getConf()
@@ -81,7 +81,7 @@ class LiveCounts:
             self._socket.close()
 
     def stop(self) -> str:
-        """Let executors send nothing more; return the account of what they have sent."""
+        """Stop the executors and cancel the Spark job; return in words what they have sent."""
         with self._changed:
             self._is_stopped = True
             for sender in self._senders:
@@ -142,15 +142,15 @@ class LiveCounts:
 
 
 def context_of(spark: Any) -> Any:
-    """The SparkContext of a session; None with Spark Connect."""
+    """The SparkContext of a session; None with Spark Connect, which has none."""
     try:
         return spark.sparkContext
-    except Exception:  # each release says so differently
+    except Exception:  # each release of Spark raises another one
         return None
 
 
 class Reporter:
-    """An executor's end, for one attempt at one partition; without *address* it does nothing."""
+    """The executor's side: reports one attempt at one partition. Without *address*, nothing."""
 
     def __init__(
         self, address: tuple[str, int] | None, job: str, partition: int, attempt: int
@@ -166,7 +166,7 @@ class Reporter:
                 self._socket.connect(at)
 
     def report(self, batch: Bulk, *, is_last: bool = False) -> bool:
-        """Report what *batch* has sent, every 0.2 s; True if the driver wants nothing more sent."""
+        """Report the counts of *batch* every 0.2 s at most; True if the driver wants it to stop."""
         if self._socket is None or (monotonic() < self._next and not is_last):
             return False
         self._next = monotonic() + _REPORT_SECONDS
@@ -179,7 +179,7 @@ class Reporter:
         return False
 
     def end(self, batch: Bulk) -> None:
-        """Report for the last time, when *batch* has ended."""
+        """Report the final counts of *batch*, and close the socket."""
         self.report(batch, is_last=True)
         if self._socket is not None:
             self._socket.close()

@@ -1,4 +1,4 @@
-"""Sending of an executor's share of the rows: in bulk, and each accounted for."""
+"""Send the rows of one partition by ``bulk(app)``, on an executor."""
 
 from __future__ import annotations
 
@@ -38,30 +38,30 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SendJob:
-    """The job that every task of a fan-out is given."""
+    """What every Spark task of a fan-out needs to know."""
 
     app: str
     task: str
     max_rate: float | None
-    """Tasks per second on one connection; None: no limit."""
+    """Celery tasks per second on one connection; None is no limit."""
     fence: Fence | None = None
     id: str = ""
-    """Name by which its tasks know each other: each call, each batch of a stream has its own."""
+    """A name that the Spark tasks of one job share; each batch of a stream is a job."""
     driver: tuple[str, int] | None = None
-    """Address to which its tasks report what they have sent; None: they do not."""
+    """The address of the driver's :class:`LiveCounts`; None if there is none."""
 
 
 def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -> Iterator[Failure]:
-    """Send *rows*, tuples of ``encode.SENT_COLUMNS``; fill in *receipt*, name what did not go out.
+    """Send *rows*, tuples of ``encode.SENT_COLUMNS``; fill *receipt* and yield what failed.
 
-    A broker that stays away does not fail the Spark task: running it again would send everything
-    again. The rest of the rows is then named as unsent, and so are those of the job's tasks that
-    begin after that: an outage is waited out once, and what will never let us in is asked once.
+    An outage of the broker does not fail the Spark task, because Spark would send all rows again.
+    After a minute the other rows are unsent, and so are those of the job's later tasks.
 
-    Of a fenced run that is committed, rows are counted and nothing is sent.
+    If the run is fenced and committed, rows are counted and not sent.
 
     Raises:
-        RecordsUnavailable, FanOutFailed: the run is fenced and not open; nothing was sent.
+        RecordsUnavailable, FanOutFailed: the run is fenced and could not be opened; nothing was
+            sent.
     """
     started = monotonic()
     headers = {}
@@ -76,7 +76,7 @@ def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -
     reporter = Reporter(job.driver, job.id, receipt.partition, receipt.attempt)
     pace = Pace(job.max_rate)
     options: dict[Any, dict[str, Any]] = {}
-    #: Why nothing can go to a queue: what the broker has answered once, it is not asked again.
+    #: The broker's error by queue, for which the queue's other rows are refused without asking.
     barred: dict[str | None, str] = {}
     with ExitStack() as stack:
         stack.callback(reporter.end, batch)
@@ -104,7 +104,7 @@ def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -
             if expires_us is not None:
                 way = {**way, "expires": _utc_text(expires_us)}
             eta = _utc_text(due_us)
-            if eta > receipt.last_eta:  # all of them are 32 characters, in UTC
+            if eta > receipt.last_eta:  # as texts, because all have the same format
                 receipt.last_eta = eta
             if reporter.report(batch):
                 receipt.broken = "the driver was interrupted"
@@ -142,18 +142,18 @@ def _utc_text(us: int) -> str:
     return (EPOCH + timedelta(microseconds=us)).isoformat(timespec="microseconds")
 
 
-#: Errors that every row for the same queue would meet.
+#: Errors that all rows of the same queue would get.
 _ABOUT_THE_QUEUE = (NotPermitted, TopologyMismatch, UnsupportedBroker, SettingsError)
 
 
 def _is_about_the_row(error: Exception) -> bool:
-    """True if *error* is about one row; others are about the broker or the way there."""
+    """True if *error* is about one row, not about the broker or the connection."""
     about_rows = isinstance(error, NativeDelayError | TypeError | ValueError)
     return about_rows and not isinstance(error, StoreUnavailable)
 
 
 def warn_of_late_sending(late: int, sent: int) -> None:
-    """Warn that *late* of the tasks that were *sent* had fallen due before; not of none."""
+    """Warn if tasks were sent after they were due: *late* of the tasks *sent*."""
     if late:
         logger.warning(
             "native delay: %d of %d tasks were sent after they were due: begin earlier, or raise "
@@ -164,10 +164,10 @@ def warn_of_late_sending(late: int, sent: int) -> None:
 
 
 class GivenUp:
-    """Reason why the tasks of a job send nothing more from this executor, once one has given up.
+    """Tells later tasks of a job on this executor why an earlier one gave up the broker.
 
-    It is in a file: Python workers of an executor share a folder, which Spark removes, and a task
-    that fails takes its process with it. If there is none to write to, each task finds out itself.
+    The reason is in a file of the folder that Spark keeps for an executor's Python processes, which
+    end with a failed task. Without such a folder each task tries by itself.
     """
 
     def __init__(self, job_id: str) -> None:
@@ -175,14 +175,14 @@ class GivenUp:
         self._path = Path(SparkFiles.getRootDirectory(), name) if job_id else None
 
     def reason(self) -> str:
-        """The reason that a task has noted; "" if none has."""
+        """The reason why an earlier task gave up; "" if none has."""
         if self._path is not None:
             with suppress(OSError):
                 return self._path.read_text()
         return ""
 
     def say(self, reason: str) -> None:
-        """Note the reason, for the tasks that begin from now on."""
+        """Write the reason down for later tasks."""
         if self._path is not None:
             with suppress(OSError):
                 whole = self._path.with_suffix(f".{uuid4().hex}")
@@ -191,14 +191,14 @@ class GivenUp:
 
 
 class Pace:
-    """A limit of *per_second* tasks, which may run a little ahead; None: no limit."""
+    """A limit of *per_second* tasks, made up for within a second; None is no limit."""
 
     def __init__(self, per_second: float | None) -> None:
         self._interval = 1 / per_second if per_second else 0.0
         self._next = monotonic()
 
     def wait(self) -> None:
-        """Sleep until the next task may go."""
+        """Sleep until the next task may be sent."""
         if not self._interval:
             return
         now = monotonic()

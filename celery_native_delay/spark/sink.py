@@ -1,7 +1,7 @@
-"""``df.write.format("celery")`` and ``df.writeStream.format("celery")``, for Spark 4.
+"""The sink ``df.write.format("celery")`` and ``df.writeStream.format("celery")``, for Spark 4.
 
-Options are texts, and a sink has no caller to hand a result to; where you can, use ``FanOut``. All
-options, columns and the app are checked before a row is sent.
+Options, columns and the app are checked before a row is sent. A sink cannot return a result; use
+``FanOut`` if you need one.
 """
 
 from __future__ import annotations
@@ -34,29 +34,29 @@ from .slots import Slot, check_type, no_such_column, slots
 
 logger = logging.getLogger(__name__)
 
-#: Options that Spark itself adds to those of a stream.
+#: Options of a stream that are Spark's own.
 _OF_STREAMS = frozenset(("checkpointlocation", "queryname", "outputmode"))
 
 
 @dataclass
 class Sent(WriterCommitMessage):
-    """The message from a task to the committer: its receipt and failures."""
+    """The message of a Spark task to :meth:`Writer.commit`."""
 
     receipt: Receipt
 
 
 def parsed(texts: Mapping[str, str]) -> dict[str, Any]:
-    """The options of :class:`FanOutOptions` and ``on_reject`` that *texts* name.
+    """The options in *texts* as values: those of :class:`FanOutOptions`, and ``on_reject``.
 
     Raises:
-        InvalidFanOut: a name is unknown, or a value cannot be what it should.
+        InvalidFanOut: an option is unknown or missing, or has a wrong value.
     """
     values: dict[str, Any] = {"on_reject": "fail"}
     for name, text in texts.items():
         name = name.lower()
         if name == "rate":
             raise InvalidFanOut(
-                "format('celery') is handed row by row and cannot spread them at a rate: use "
+                "format('celery') gets one row after another and cannot spread them by a rate: use "
                 "FanOut(df, rate=…), in a stream within foreachBatch"
             )
         if name not in _PARSERS:
@@ -75,7 +75,7 @@ def parsed(texts: Mapping[str, str]) -> dict[str, Any]:
 
 
 class Writer(DataSourceArrowWriter):
-    """The writer of the rows of one job."""
+    """Writes the rows of one Spark job."""
 
     def __init__(self, schema: Any, texts: Mapping[str, str], *, overwrite: bool) -> None:
         if overwrite:
@@ -88,14 +88,14 @@ class Writer(DataSourceArrowWriter):
         """Send the rows of one partition.
 
         Raises:
-            FanOutFailed: some are not confirmed; Spark runs the partition again.
-            InvalidFanOut: a row cannot be sent, and on_reject is "fail".
-            RecordsUnavailable: the run is fenced, and its records are away.
+            FanOutFailed: some rows are not confirmed; Spark sends the partition again.
+            InvalidFanOut: a row is rejected, and on_reject is "fail".
+            RecordsUnavailable: the run is fenced, and the records are unreachable.
         """
         return self._send(iterator, self._options.run_id, self._fence, self._job_id)
 
     def commit(self, messages: list[Any]) -> None:
-        """Seal the fence; say what was sent, and what was not to be.
+        """Seal the fence; log how many tasks were sent and how many rows were rejected.
 
         Raises:
             FanOutFailed: the fence could not be sealed.
@@ -107,14 +107,14 @@ class Writer(DataSourceArrowWriter):
         _log_rejects(receipts)
 
     def abort(self, messages: list[Any]) -> None:
-        """Seal the fence, so that nothing of it runs; without one, what was sent stays sent."""
+        """Seal the fence, so that no task of the job runs; without one, its sent tasks run."""
         if self._fence is not None:
             logger.error("native delay: the job failed; %s", self._fence.abort())
             return
         sent = sum(receipt.sent for receipt in _receipts(messages))
         logger.error(
-            "native delay: the job failed after at least %d tasks had been sent; they stay sent, "
-            "and running it again with the same run_id and id_cols gives them the same ids",
+            "native delay: the job failed after it had sent at least %d tasks, which will run; "
+            "with the same run_id and id_cols it sends the same task ids again",
             sent,
         )
 
@@ -147,7 +147,7 @@ class Writer(DataSourceArrowWriter):
         assert context is not None
         receipt = Receipt(context.partitionId(), context.attemptNumber())
         if fence is not None and fence.open().state == COMMITTED:
-            # Not encoded: rows that have fallen due meanwhile would be rejected.
+            # Without encoding them: rows that are due by now would be rejected.
             receipt.rows = sum(batch.num_rows for batch in batches)
             receipt.fence = str(fence.stamp(receipt.partition, receipt.attempt))
             return Sent(receipt)
@@ -176,7 +176,7 @@ class Writer(DataSourceArrowWriter):
 
 
 class StreamWriter(Writer, DataSourceStreamWriter):
-    """The writer of each micro batch. One that is run again sends the same ids."""
+    """Writes the rows of each micro batch. A batch that Spark replays has the same task ids."""
 
     def __init__(self, schema: Any, texts: Mapping[str, str], *, overwrite: bool) -> None:
         if overwrite:
@@ -185,42 +185,42 @@ class StreamWriter(Writer, DataSourceStreamWriter):
         self._set_up(schema, own)
 
     def write(self, iterator: Iterator[Any]) -> Sent:
-        """Send the rows of one partition of a batch; query and batch name the run."""
+        """Send the rows of one partition of a batch, whose run is named by query and batch."""
         context = TaskContext.get()
         assert context is not None
         query, batch = map(context.getLocalProperty, _QUERY_AND_BATCH)
         run_id = self._options.run_id if self._has_run_id else query
         fence = self._fence
         if fence is not None:
-            # By the query, whatever the run_id: with a new checkpoint a batch has other rows.
+            # Not by the run_id: with a new checkpoint the same batch number has other rows.
             fence = replace(fence, run=f"{query}-{batch}", job=f"{self._job_id}-{batch}")
         return self._send(iterator, f"{run_id}-{batch}", fence, f"{self._job_id}-{batch}")
 
     def commit(self, messages: list[Any], batchId: int) -> None:  # type: ignore[override]  # noqa: N803
-        """Seal the fence of a batch; say what was sent, and what was not to be."""
+        """Seal the fence of a batch; log how many tasks were sent and rows rejected."""
         receipts = _receipts(messages)
         if self._fence is not None and receipts:
-            # Made anew for this, it knows of the query only what the executors say.
+            # Spark makes a new writer to commit, which learns the query's id from executors.
             replace(self._fence, run=Stamp.parse(receipts[0].fence).run).commit(receipts)
         _log_rejects(receipts)
 
     def abort(self, messages: list[Any], batchId: int) -> None:  # type: ignore[override]  # noqa: N803
-        """Leave a batch to its next attempt: behind a fence that one counts."""
+        """Log that the batch failed; with a fence its tasks wait until Spark replays it."""
         if self._fence is not None:
             logger.error("native delay: the batch failed; its tasks wait for the query's restart")
             return
         super().abort(messages)
 
 
-#: Spark tells a sink's tasks nothing else; its own foreach() reads the same.
+#: The local properties that name a stream's query and batch; Spark's foreach() reads them, too.
 _QUERY_AND_BATCH = ("sql.streaming.queryId", "streaming.sql.batchId")
 
 
 def _position(slot: Slot, columns: Sequence[str]) -> int:
-    """Place of the column of *slot* among *columns*: of that name, else of that name in any case.
+    """The index of the column of *slot* in *columns*; upper and lower case may differ.
 
     Raises:
-        InvalidFanOut: there is none, or more than one.
+        InvalidFanOut: there is no such column, or there are several.
     """
     name = slot.column
     alike = [place for place, one in enumerate(columns) if one.lower() == name.lower()]
@@ -231,7 +231,7 @@ def _position(slot: Slot, columns: Sequence[str]) -> int:
 
 
 def _shown(batch: Any, number: int) -> str:
-    """The row at *number* of *batch*, for an error."""
+    """The row *number* of *batch*, for an error message."""
     try:
         return f"{batch.slice(number, 1).to_pylist()[0]!r:.300}"
     except UnicodeDecodeError:
@@ -239,7 +239,7 @@ def _shown(batch: Any, number: int) -> str:
 
 
 def _receipts(messages: list[Any]) -> list[Receipt]:
-    """Receipts of the tasks that sent one: in a job that failed, some messages are None."""
+    """The receipts in *messages*, which are None for Spark tasks that failed."""
     return [message.receipt for message in messages if message is not None]
 
 
@@ -250,18 +250,18 @@ def _log_rejects(receipts: list[Receipt]) -> None:
     warn_of_late_sending(late, sum(receipt.sent for receipt in receipts))
     logger.info("native delay: %d tasks sent and confirmed", confirmed)
     for reason, count in rejected.most_common():
-        logger.warning("native delay: %d rows skipped: %s", count, reason)
+        logger.warning("native delay: %d rows rejected: %s", count, reason)
 
 
 def _names(text: str) -> list[str]:
-    """Column names: a JSON list, or with commas between them."""
+    """The column names in *text*, a JSON list or names with commas between them."""
     if text.lstrip().startswith("["):
         return list(json.loads(text))
     return [name.strip() for name in text.split(",") if name.strip()]
 
 
 def _named(text: str) -> Any:
-    """Column names, or a JSON object from argument to column."""
+    """The column names in *text*, or a JSON object from argument to column."""
     return json.loads(text) if text.lstrip().startswith("{") else _names(text)
 
 
@@ -277,8 +277,7 @@ def _on_reject(text: str) -> str:
     return text
 
 
-#: The options, each with its name in :class:`FanOutOptions` and what reads its text. Not the rate,
-#: which is a matter of all rows together.
+#: The options by name: their name in :class:`FanOutOptions`, and the parser of their text.
 _PARSERS: dict[str, tuple[str, Any]] = {
     **{name: (name, str) for name in ("app", "task", "eta_zone", "run_id", "past")},
     **{f"{name}_col": (name, str) for name in ("countdown", "eta", "queue", "priority", "expires")},
