@@ -320,7 +320,7 @@ def check_broker(connection: Any) -> None:
 
 
 def short_repr(arguments: Any, max_size: int) -> str | None:
-    """The same text as Celery's ``saferepr``, ten times as fast; None if arguments are not simple.
+    """Text like that of Celery's ``saferepr``, ten times as fast; None if arguments are not simple.
 
     Arguments are simple if they are flat, short and need no escapes.
     """

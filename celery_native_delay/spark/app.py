@@ -43,7 +43,7 @@ class Call:
 
 @dataclass(frozen=True)
 class AppFacts:
-    """What a fan-out must know of its app."""
+    """The facts that a fan-out needs of its app."""
 
     longest_seconds: float
     """The longest delay that the app's settings allow."""

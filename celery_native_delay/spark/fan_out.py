@@ -131,7 +131,7 @@ class FanOut:
 
     @cached_property
     def facts(self) -> AppFacts:
-        """What an executor says of the app; asked once, in a Spark job of one task.
+        """The facts that an executor tells of the app; asked once, in a Spark job of one task.
 
         Raises:
             InvalidFanOut: an executor cannot import the app, or the app does not know the task or

@@ -19,7 +19,7 @@ FASTEST_PER_SECOND = 25_000
 
 @dataclass(frozen=True)
 class Plan:
-    """What sending a fan-out would do: counts and times."""
+    """Counts and times of what sending a fan-out would do."""
 
     rows: int
     accepted: int

@@ -1,4 +1,4 @@
-"""What each Spark task of a fan-out reports to the driver."""
+"""The report of each Spark task of a fan-out to the driver."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class SendJob:
-    """What every Spark task of a fan-out needs to know."""
+    """The facts that every Spark task of a fan-out needs."""
 
     app: str
     task: str
