@@ -52,9 +52,9 @@ class AppFacts:
     route: str
     """The queue of tasks whose row names none; "" if the task's route is an exchange."""
     spread: Spread | None = None
-    """How a rate spreads due times; None without a rate."""
+    """The spread of due times by a rate; None without a rate."""
     records: Place | None = field(default=None, repr=False)  # its URL may hold a password
-    """Where fenced runs are recorded; None if the app has no records."""
+    """The place of the records of fenced runs; None if the app has no records."""
 
 
 def load_app(path: str) -> Celery:

@@ -25,7 +25,7 @@ _COLUMN = "\0"
 
 @dataclass(frozen=True)
 class Spread:
-    """How a rate spreads the due times of a fan-out.
+    """The spread of a fan-out's due times by a rate.
 
     *column* is the slot that has a row's key; None if all tasks share the rate.
     """
