@@ -123,7 +123,7 @@ class Encoder:
         self.too_far = f"the due time is beyond the longest delay of {duration(longest_seconds)}"
         self.too_large = f"the arguments take more than {options.max_body_bytes:,} bytes"
         self._kinds = [types[name] for name in self.slot_names]
-        self._readers = [_READERS.get(slot.role) for slot in read]
+        self._conversions = [_CONVERSIONS.get(slot.role) for slot in read]
         self._labels = [f"{slot.label} ({column_text(slot.column)})" for slot in read]
         self._task, self._now_us, self._smear_us = options.task, options.now_us, options.smear_us
         self._max_body_bytes = options.max_body_bytes
@@ -147,10 +147,10 @@ class Encoder:
     def rows(self, columns: Sequence[Any], run_id: str) -> Iterator[tuple[Any, ...]]:
         """Encode each row; the last value is the reason if the row is rejected, else None."""
         parts = counted(run_id) + counted(self._task)
-        lists = [
-            values if read is None else [v if v is _Fault.NO_TEXT else read(v) for v in values]
-            for values, read in zip(map(_values, columns, self._kinds), self._readers, strict=True)
-        ]
+        lists = [_values(column, kind) for column, kind in zip(columns, self._kinds, strict=True)]
+        for place, convert in enumerate(self._conversions):
+            if convert is not None:
+                lists[place] = [v if v is _Fault.NO_TEXT else convert(v) for v in lists[place]]
         for values in zip(*lists, [None] * len(lists[0]), strict=True):
             try:
                 yield self._row(values, parts)
@@ -261,7 +261,7 @@ def _finite(value: Any) -> Any:
 
 
 #: The conversion of a slot's values by its role; other roles need none.
-_READERS = {"json": _json_text, "key": _key_part, "countdown": _finite, "expires": _finite}
+_CONVERSIONS = {"json": _json_text, "key": _key_part, "countdown": _finite, "expires": _finite}
 
 
 def _naive(us: int) -> datetime:

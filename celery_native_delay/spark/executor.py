@@ -21,7 +21,7 @@ Batches = Iterator[Any]
 ANSWERS = "answer binary"
 
 #: The most answers in an Arrow batch.
-_TOGETHER = 10_000
+_MOST_ANSWERS = 10_000
 
 
 def checker(call: Call) -> Callable[[Batches], Batches]:
@@ -49,8 +49,8 @@ def sender(job: SendJob) -> Callable[[Batches], Batches]:
             for row in zip(*(column.to_pylist() for column in batch.columns), strict=True)
         )
         answers = chain(send_rows(rows, job, receipt), [receipt])
-        while some := list(islice(answers, _TOGETHER)):
-            yield _batch(some)
+        while batch := list(islice(answers, _MOST_ANSWERS)):
+            yield _batch(batch)
 
     return send
 

@@ -85,7 +85,7 @@ class LiveCounts:
         with self._changed:
             self._is_stopped = True
             for sender in self._senders:
-                self._tell(sender)
+                self._send_stop(sender)
             self._changed.wait_for(
                 lambda: all(report.is_last for report in self._reports.values()),
                 _LAST_REPORT_SECONDS,
@@ -127,15 +127,15 @@ class LiveCounts:
     def _add(self, report: Report, sender: Any) -> None:
         with self._changed:
             key = report.partition, report.attempt
-            held = self._reports.get(key)
-            if held is None or report.is_last or report.sent > held.sent:
+            known = self._reports.get(key)
+            if known is None or report.is_last or report.sent > known.sent:
                 self._reports[key] = report
             self._senders.add(sender)
             if self._is_stopped:
-                self._tell(sender)
+                self._send_stop(sender)
             self._changed.notify()
 
-    def _tell(self, sender: Any) -> None:
+    def _send_stop(self, sender: Any) -> None:
         assert self._socket is not None
         with suppress(OSError):
             self._socket.sendto(_STOP, sender)
@@ -155,7 +155,7 @@ class Reporter:
     def __init__(
         self, address: tuple[str, int] | None, job: str, partition: int, attempt: int
     ) -> None:
-        self._who = job, partition, attempt
+        self._identity = job, partition, attempt
         self._socket: socket.socket | None = None
         self._next = 0.0
         if address is not None:
@@ -172,7 +172,7 @@ class Reporter:
         self._next = monotonic() + _REPORT_SECONDS
         sent, in_doubt = batch.result.sent, batch.unconfirmed_count
         confirmed = sent - in_doubt - len(batch.result.refused)
-        report = Report(*self._who, sent, confirmed, in_doubt, is_last)
+        report = Report(*self._identity, sent, confirmed, in_doubt, is_last)
         with suppress(OSError):
             self._socket.send(json.dumps(asdict(report)).encode())
             return self._socket.recv(16) == _STOP

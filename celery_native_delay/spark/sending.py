@@ -77,7 +77,7 @@ def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -
     pace = Pace(job.max_rate)
     options: dict[Any, dict[str, Any]] = {}
     #: The broker's error by queue, for which the queue's other rows are refused without asking.
-    barred: dict[str | None, str] = {}
+    error_of_queue: dict[str | None, str] = {}
     with ExitStack() as stack:
         stack.callback(reporter.end, batch)
         stack.enter_context(batch)
@@ -92,42 +92,42 @@ def send_rows(rows: Iterable[tuple[Any, ...]], job: SendJob, receipt: Receipt) -
             if receipt.broken:
                 yield Failure(task_id, "unsent", receipt.broken)
                 continue
-            if queue in barred:
-                yield Failure(task_id, "refused", barred[queue])
+            if queue in error_of_queue:
+                yield Failure(task_id, "refused", error_of_queue[queue])
                 continue
             args, kwargs = json.loads(body)
-            way = options.get((queue, priority))
-            if way is None:
+            sent_options = options.get((queue, priority))
+            if sent_options is None:
                 named = {"queue": queue, "priority": priority}
-                way = {name: value for name, value in named.items() if value is not None}
-                options[queue, priority] = way
+                sent_options = {name: value for name, value in named.items() if value is not None}
+                options[queue, priority] = sent_options
             if expires_us is not None:
-                way = {**way, "expires": _utc_text(expires_us)}
+                sent_options = {**sent_options, "expires": _utc_text(expires_us)}
             eta = _utc_text(due_us)
             if eta > receipt.last_eta:  # as texts, because all have the same format
                 receipt.last_eta = eta
             if reporter.report(batch):
                 receipt.broken = "the driver was interrupted"
-                given_up.say(receipt.broken)
+                given_up.note(receipt.broken)
                 break
             pace.wait()
             try:
-                batch.send(job.task, args, kwargs, eta=eta, task_id=task_id, **way)
+                batch.send(job.task, args, kwargs, eta=eta, task_id=task_id, **sent_options)
                 receipt.sent_after_due += due_us <= time_ns() // 1000
             except PublishRefused as exc:
                 receipt.broken = str(exc)
             except Exception as exc:
-                said = f"{type(exc).__name__}: {exc}"
+                error_text = f"{type(exc).__name__}: {exc}"
                 if isinstance(exc, _ABOUT_THE_QUEUE):
-                    barred[queue] = said
-                    yield Failure(task_id, "refused", said)
+                    error_of_queue[queue] = error_text
+                    yield Failure(task_id, "refused", error_text)
                 elif _is_about_the_row(exc):
-                    yield Failure(task_id, "refused", said)
+                    yield Failure(task_id, "refused", error_text)
                 else:
-                    receipt.broken = said
+                    receipt.broken = error_text
                     if batch.has_given_up:
-                        given_up.say(said)
-                    yield Failure(task_id, "unsent", said)
+                        given_up.note(error_text)
+                    yield Failure(task_id, "unsent", error_text)
     result = batch.result
     for outcome, messages in (("refused", result.refused), ("in doubt", result.in_doubt)):
         for message in messages:
@@ -181,7 +181,7 @@ class GivenUp:
                 return self._path.read_text()
         return ""
 
-    def say(self, reason: str) -> None:
+    def note(self, reason: str) -> None:
         """Write the reason down for later tasks."""
         if self._path is not None:
             with suppress(OSError):
