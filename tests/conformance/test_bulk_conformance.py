@@ -14,7 +14,7 @@ from celery import Celery, signals
 from kombu import Exchange, Queue
 
 from celery_native_delay import DelayTooLong, InvalidDueTime, UnsupportedBroker, install
-from celery_native_delay.bulk import BulkResult, bulk
+from celery_native_delay.bulk import bulk
 from tests.conformance.brokers import (
     WITH_TOPICS,
     Broker,
@@ -281,18 +281,6 @@ def test_tasks_without_positional_arguments_go_by_template(app: Celery, nothing:
         for number in range(6):
             batch.send("shop.remind", nothing, {"number": number}, countdown=60)
     assert batch.result.by_template == 4
-
-
-def test_progress_is_told(app: Celery) -> None:
-    told: list[int] = []
-
-    def tell(result: BulkResult) -> None:
-        told.append(result.sent)
-
-    with bulk(app, on_progress=tell, progress_every=10) as batch:
-        for _ in range(25):
-            batch.send("shop.remind", countdown=1)
-    assert told == [10, 20, 25]
 
 
 def test_outside_its_block_a_batch_sends_nothing_and_says_so(shared_app: Celery) -> None:

@@ -34,7 +34,7 @@ from tests.integration.traffic import Arrival
 BROKERS = at_home_on("rabbitmq-3.10")
 
 TRACE = "trace"
-SAID = "sending as apply_async does, not by template: "
+SAID = "sending by apply_async, not by template: "
 
 #: An app, and the traces that its messages were given so far, by task id.
 Watched = tuple[Celery, dict[str, str]]

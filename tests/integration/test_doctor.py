@@ -340,7 +340,7 @@ def test_what_lies_parked_on_rabbitmq_and_policies_are_named(
     assert "the broker's administrator" in operator.remedy
     for key in definition:
         assert key in users.problem
-    rabbitmq.clear_policy(vhost, "everything")
+    rabbitmq.api("DELETE", f"/policies/{vhost}/everything")
     rabbitmq.api("DELETE", f"/operator-policies/{vhost}/guard")
 
     with app.connection_for_write() as connection:

@@ -267,7 +267,7 @@ def test_policies_that_override_our_queues_are_named(
 
     wait_until(both_are_named)
     for policy in ("short-lived", "strict"):
-        rabbitmq.clear_policy(vhost, policy)
+        rabbitmq.api("DELETE", f"/policies/{vhost}/{policy}")
 
     def clean_again() -> bool:
         return verified(connection, rabbitmq.management_url).differences == []
