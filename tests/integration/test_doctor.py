@@ -7,10 +7,8 @@ import signal
 import sqlite3
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -254,70 +252,6 @@ def test_a_worker_that_promotes_shows_it_although_memory_is_short(
 # ---- the records of RabbitMQ -------------------------------------------------------------------
 
 
-@contextmanager
-def no_redis() -> Iterator[int]:
-    """A server that speaks HTTP, on the port that it gives."""
-
-    class Refuse(BaseHTTPRequestHandler):
-        def log_message(self, *_: Any) -> None: ...
-
-    with HTTPServer(("127.0.0.1", 0), Refuse) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield server.server_port
-        server.shutdown()
-        thread.join()
-
-
-@pytest.mark.ci
-@pytest.mark.rabbitmq310
-@pytest.mark.parametrize("rabbitmq_version", ["3.10"], indirect=True)
-def test_records_that_are_down_or_wrong_are_named(
-    rabbitmq: PrivateRabbitMQ, vhost_url: str, project: Project
-) -> None:
-    management = {"management_url": rabbitmq.management_url}
-
-    def on(records: str) -> Celery:
-        return app_on(vhost_url, records=records, **management, **SETTINGS)
-
-    with private_redis(server="redis") as records:
-        project.write(APP, vhost_url, records=records.url, **management, **SETTINGS)
-        assert project.delay("declare").returncode == 0
-        assert of_level(on(records.url), WRONG) == []
-        assert project.told("doctor")["healthy"] is True
-
-        records.client.config_set("appendonly", "no")
-        records.client.config_set("maxmemory-policy", "volatile-lru")
-        found = [finding.problem for finding in of_level(on(records.url), WRONG)]
-        assert ["volatile-lru" in found[0], "appendonly is no" in found[1]] == [True, True]
-        records.client.config_set("appendonly", "yes")
-        records.client.config_set("maxmemory-policy", "noeviction")
-
-        records.client.config_set("requirepass", "secret")
-        wrong_password = records.url.replace("//", "//:mistyped@")
-        found_wrong = the_wrong(on(wrong_password), "records")
-        assert "does not serve: " in found_wrong.problem
-        assert "mistyped" not in str(found_wrong)
-        records.client.config_set("requirepass", "")
-
-        with private_redis(server="redis", config=f"replicaof 127.0.0.1 {records.port}") as replica:
-            wait_until(
-                lambda: replica.client.info()["master_link_status"] == "up",
-                timeout_seconds=PATIENCE_SECONDS,
-            )
-            found_wrong = the_wrong(on(replica.url), "records")
-            assert "takes nothing: ReadOnlyError" in found_wrong.problem
-
-        with no_redis() as port:
-            assert "does not serve" in the_wrong(on(f"redis://127.0.0.1:{port}"), "records").problem
-        records.stop()
-        down = project.delay("doctor")
-        assert down.returncode == 1
-        assert "native_delay_records at redis://127.0.0.1" in down.stdout
-        assert "start it, or correct" in down.stdout
-        records.start()
-
-
 @pytest.mark.ci
 def test_what_lies_parked_on_rabbitmq_and_policies_are_named(
     rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str, project: Project
@@ -532,11 +466,20 @@ def test_records_beside_any_broker_are_looked_at(
     app = app_on(empty_redis.url, records=own_redis.url)
     empty_redis.client.set(Keys("", "celery_delay").promoting, "", ex=600)
     assert examine(app) == []
-    own_redis.client.config_set("maxmemory-policy", "volatile-ttl")
-    assert "maxmemory-policy is volatile-ttl" in the_wrong(app, "records").problem
-    own_redis.client.config_set("maxmemory-policy", "noeviction")
+    for name, wrong, right in (
+        ("maxmemory-policy", "volatile-ttl", "noeviction"),
+        ("appendonly", "no", "yes"),
+    ):
+        own_redis.client.config_set(name, wrong)
+        assert f"{name} is {wrong}" in the_wrong(app, "records").problem
+        own_redis.client.config_set(name, right)
+    own_redis.client.execute_command("REPLICAOF", "127.0.0.1", "1")
+    assert "takes nothing: ReadOnlyError" in the_wrong(app, "records").problem
+    own_redis.client.execute_command("REPLICAOF", "NO", "ONE")
     own_redis.client.config_set("requirepass", "secret")
     assert "AuthenticationError" in the_wrong(app, "records").problem
+    mistyped = app_on(empty_redis.url, records=own_redis.url.replace("//", "//:mistyped@"))
+    assert "mistyped" not in str(the_wrong(mistyped, "records"))
     own_redis.stop()
     assert "does not serve" in the_wrong(app, "records").problem
 
@@ -555,24 +498,6 @@ def test_a_telemetry_folder_that_takes_nothing_is_named(
     # Nobody may write there, not even root.
     app = app_on(empty_redis.url, telemetry="/proc/self")
     assert "takes nothing on this machine" in the_wrong(app, "telemetry").problem
-
-
-@redis_only
-def test_a_telemetry_folder_that_is_full_is_named(
-    empty_redis: PrivateRedis, tmp_path: Path
-) -> None:
-    folder = tmp_path / "full"
-    folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=4k", "tmpfs", folder], capture_output=True
-    )
-    if mounted.returncode:
-        pytest.skip("only root may mount a small file system")
-    try:
-        app = app_on(empty_redis.url, telemetry=str(folder))
-        assert "No space left on device" in the_wrong(app, "telemetry").problem
-    finally:
-        subprocess.run(["umount", folder], check=True)
 
 
 # ---- what nobody can be asked ------------------------------------------------------------------

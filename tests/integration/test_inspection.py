@@ -339,15 +339,6 @@ def policies_named(connection: Any, management_url: str) -> list[str]:
     return [sentence.partition(" such as ")[0] for sentence in wait_until(named)]
 
 
-def test_operator_policies_are_named(
-    rabbitmq: PrivateRabbitMQ, connection: Any, vhost: str
-) -> None:
-    set_operator_policy(rabbitmq, vhost)
-    assert policies_named(connection, rabbitmq.management_url) == [
-        "operator policy 'guard' sets message-ttl on 1 delay queue(s)"
-    ]
-
-
 def test_a_policy_is_not_blamed_for_what_an_operator_policy_sets(
     rabbitmq: PrivateRabbitMQ, connection: Any, vhost: str
 ) -> None:
@@ -443,39 +434,6 @@ SLOW = {"resolution": 1.0}
 """Up to 255 s: what is sent stays in its level while a test looks at it."""
 
 SLOW_TOPOLOGY = Topology(DelaySettings.from_mapping(SETTINGS | SLOW))
-
-
-def test_status_counts_what_waits_and_what_is_parked(
-    rabbitmq: PrivateRabbitMQ, vhost_url: str
-) -> None:
-    with delaying(vhost_url, **SLOW) as connection, Connection(vhost_url) as stranger:
-        empty = counted(connection, None)
-        assert (empty.waiting, empty.parked, empty.next_due_within_seconds) == (0, 0, None)
-        assert {level.waiting for level in empty.levels} == {None}
-
-        declare_queue(connection, "orders")
-        declare_queue(connection, "gone")
-        delays_of(connection).prepare()
-        stranger.default_channel.queue_delete("gone")
-        for delay in (90, 200, 220):
-            publish(connection, "later", "orders", delay=delay)
-        for _ in range(2):
-            publish(connection, "lost", "gone", delay=1)
-
-        def both_parked() -> bool:
-            return parked_count(connection, SLOW_TOPOLOGY) == 2
-
-        wait_until(both_parked)
-
-        found = counted(connection, rabbitmq.management_url)
-        assert found.name == SLOW_TOPOLOGY.name
-        assert [level.waiting for level in found.levels] == [0] * 6 + [1, 2]
-        assert [level.ttl_seconds for level in found.levels] == [1, 2, 4, 8, 16, 32, 64, 128]
-        assert (found.waiting, found.parked, found.stuck) == (3, 2, 0)
-        assert found.next_due_within_seconds is not None
-        assert 90 <= found.next_due_within_seconds <= 128
-        told = json.loads(json.dumps(found.as_json()))
-        assert (told["waiting"], told["parked"], told["stuck"]) == (3, 2, 0)
 
 
 def test_status_counts_what_is_stuck_in_dead_lettering(

@@ -54,10 +54,6 @@ def send_others(connection: Any, letters: Inbox, numbers: range) -> None:
         letters.receive_until(lambda: True)
 
 
-def others_in(letters: Inbox) -> list[Arrival]:
-    return [arrival for arrival in letters.arrivals if str(arrival.body).startswith("other")]
-
-
 def flood_beside_others(connection: Any, routing_key: str, *, exchange: str = "") -> None:
     """Delay FLOOD messages to where they cannot be delivered.
 

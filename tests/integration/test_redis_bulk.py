@@ -222,17 +222,6 @@ def test_a_full_server_refuses_by_name(own_redis: PrivateRedis) -> None:
     assert own_redis.client.zcard(KEYS.due) == own_redis.client.hlen(KEYS.messages) == 249
 
 
-def test_what_leads_nowhere_is_returned(empty_redis: PrivateRedis, app: Celery) -> None:
-    """kombu drops it in silence."""
-    with bulk(app, check=False) as batch:
-        for number in range(3):
-            batch.send("shop.remind", (number,), countdown=600)
-            batch.send("shop.remind", (number,), countdown=600, exchange="nobodys", routing_key="x")
-    assert batch.result.confirmed == 3
-    assert [message.exchange for message in batch.result.returned] == ["nobodys"] * 3
-    assert empty_redis.client.zcard(KEYS.due) == 3
-
-
 def test_a_server_that_does_not_answer_leaves_them_in_doubt(own_redis: PrivateRedis) -> None:
     app = make_app(own_redis.url)
     batch = bulk(app, timeout_seconds=0.5, window=200)

@@ -398,24 +398,6 @@ def test_a_broker_that_stays_away_is_an_outage_too(folder_url: str) -> None:
 
 
 @pytest.mark.ci
-def test_a_store_that_can_only_be_read_is_an_outage_too(folder_url: str) -> None:
-    outages: list[Outage] = []
-    with delaying(folder_url) as connection:
-        publish(connection, "hello", "jobs", delay=1)
-        store = store_of(connection)
-        with dispatching(folder_url, store_outage_seconds=OUTAGE_SECONDS) as dispatcher:
-            dispatcher.on_outage = outages.append
-            other = Store(store.url, store.namespace)
-            with other.engine.begin():  # somebody who writes and does not end it
-                wait_until(lambda: bool(outages))
-            with inbox(connection, "jobs") as received:
-                assert received.wait_for(1)[0].body == "hello"
-            other.engine.dispose()
-    assert [outage.what for outage in outages] == ["dispatching what is due"]
-    assert "database is locked" in outages[0].reason
-
-
-@pytest.mark.ci
 def test_the_command_line_declares_looks_and_gives_up(folder_url: str, tmp_path: Path) -> None:
     settings = {**settings_of(folder_url), "namespace": "tests", "store_outage_seconds": 0.5}
     shop = Project(tmp_path, settings=settings).write(
