@@ -27,8 +27,8 @@ from celery_native_delay.transports.redis.keys import Keys
 from celery_native_delay.transports.sqs import queues
 from example_project.private_sqs import PrivateSqs
 from tests.brokers import in_ci, installed_rabbitmq
-from tests.conformance.brokers import running_broker, settings_of
-from tests.integration.project import Project
+from tests.conformance.brokers import options_of, running_broker, settings_of
+from tests.integration.project import APP, Project
 from tests.integration.sqs_traffic import SHORT_HOPS
 from tests.integration.traffic import SETTINGS, TOPOLOGY
 from tests.waiting import wait_until
@@ -36,15 +36,6 @@ from tests.waiting import wait_until
 PATIENCE_SECONDS = 60.0
 
 redis_only = pytest.mark.parametrize("server_name", ["redis"], indirect=True)
-
-APP = """
-from celery import Celery
-from celery_native_delay import install
-
-app = Celery("shop", broker={url!r}, set_as_current=False)
-app.conf.task_default_queue = "orders"
-install(app, **{settings!r})
-"""
 
 
 @pytest.fixture
@@ -268,15 +259,8 @@ def test_what_lies_parked_on_rabbitmq_and_policies_are_named(
     if rabbitmq.version.startswith("4."):
         definition |= {"delayed-retry-type": "all", "delayed-retry-min": 1000}
     rabbitmq.set_policy(vhost, "everything", ".*", definition)
-    operators = {"pattern": "parked$", "definition": {"expires": 60_000}, "apply-to": "queues"}
-    rabbitmq.api("PUT", f"/operator-policies/{vhost}/guard", operators)
-    operator, users = sorted(of_level(app, WRONG), key=lambda each: each.problem)
-    assert operator.problem.startswith("operator policy 'guard' sets expires on 1 delay queue(s)")
-    assert "the broker's administrator" in operator.remedy
-    for key in definition:
-        assert key in users.problem
+    assert all(key in the_wrong(app, "policies").problem for key in definition)
     rabbitmq.clear_policy(vhost, "everything")
-    rabbitmq.api("DELETE", f"/operator-policies/{vhost}/guard")
 
     with app.connection_for_write() as connection:
         producer = connection.Producer()
@@ -332,13 +316,15 @@ def store_app(folder_url: str) -> Celery:
 
 def app_on_store(url: str, **settings: Any) -> Celery:
     app = app_on(url, **settings_of(url), **settings)
-    app.conf.broker_transport_options = options(url)
+    app.conf.broker_transport_options = options_of(url)
     return app
 
 
-def options(url: str) -> dict[str, str]:
-    queues, control = (url.partition("://")[2] + name for name in ("/queues", "/control"))
-    return {"data_folder_in": queues, "data_folder_out": queues, "control_folder": control}
+def write_on_store(project: Project, url: str) -> None:
+    """Make the project's app the one of :func:`app_on_store`."""
+    options = str(options_of(url)).replace("{", "{{").replace("}", "}}")
+    source = f"{APP}app.conf.broker_transport_options = {options}\n"
+    project.write(source, url, **settings_of(url))
 
 
 def file_of(url: str) -> Path:
@@ -370,10 +356,7 @@ def test_a_store_of_another_release_is_named(folder_url: str, project: Project) 
     with sqlite3.connect(file_of(folder_url)) as connection:
         connection.execute("UPDATE native_delay_schema SET version = 7")
     connection.close()
-    source = APP + f"app.conf.broker_transport_options = {options(folder_url)}\n".replace(
-        "{", "{{"
-    ).replace("}", "}}")
-    project.write(source, folder_url, **settings_of(folder_url))
+    write_on_store(project, folder_url)
     told = project.told("doctor", status=1)
     (finding,) = told["findings"]
     assert "found version 7" in finding["problem"]
@@ -384,12 +367,8 @@ def test_a_store_of_another_release_is_named(folder_url: str, project: Project) 
 def test_from_a_store_nothing_dispatches_until_something_does(kind: str, project: Project) -> None:
     with running_broker(kind, pytest.fail) as broker:
         url = broker.new_space()
-        source = APP
-        if kind != "sqla":
-            shown = str(options(url)).replace("{", "{{").replace("}", "}}")
-            source += f"app.conf.broker_transport_options = {shown}\n"
-        project.write(source, url, **settings_of(url))
-        app = app_on(url) if kind == "sqla" else app_on_store(url)
+        write_on_store(project, url)
+        app = app_on_store(url)
         app.send_task("shop.remind", countdown=600)
         assert [each.check for each in examine(app)] == ["promoting"]
         assert produce(project) == ""  # nothing is overdue
@@ -402,9 +381,7 @@ def test_a_producer_says_that_nothing_dispatches(folder_url: str, project: Proje
     with sqlite3.connect(file_of(folder_url)) as connection:
         connection.execute("UPDATE native_delay_message SET due_us = due_us - 700000000")
     connection.close()
-    shown = str(options(folder_url)).replace("{", "{{").replace("}", "}}")
-    source = f"{APP}app.conf.broker_transport_options = {shown}\n"
-    project.write(source, folder_url, **settings_of(folder_url))
+    write_on_store(project, folder_url)
     assert "run `celery -A PROJ delay promote`" in project.delay("status").stdout
     said = produce(project)
     assert said.count("nothing promotes") == 1

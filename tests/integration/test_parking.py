@@ -154,17 +154,6 @@ def test_a_cancelled_one_stays_cancelled(connection: Any, vhost_url: str, consum
         assert seen.headers["expires"] == headers["expires"]
 
 
-def test_those_that_still_have_to_wait_go_back_into_the_levels(connection: Any) -> None:
-    eta = park_early(connection, "early", queue="orders", delay=4)
-    declare_queue(connection, "orders")
-    assert rescued(connection) == Rescue(waiting_again=1)
-    assert parked_count(connection) == 0
-    (arrival,) = Inbox(connection).consume(["orders"]).wait_for(1)
-    assert arrival.body == "early"
-    assert arrival.at >= datetime.fromisoformat(eta).timestamp()
-    assert arrival.message.headers.keys() == {"eta"}
-
-
 def test_what_is_beyond_the_levels_stays_parked_and_keeps_no_other(connection: Any) -> None:
     """Until they reach: sooner it would come to a consumer that knows nothing of us."""
     longest = TOPOLOGY.max_units * TOPOLOGY.resolution_ms / 1000
@@ -187,8 +176,10 @@ def test_the_levels_are_made_whole_before_anything_returns_to_them(
         for hop in TOPOLOGY.level_queues:
             admin.default_channel.queue_delete(hop.queue)
     assert rescued(connection) == Rescue(waiting_again=1)
+    assert parked_count(connection) == 0
     (arrival,) = Inbox(connection).consume(["nobody"]).wait_for(1)
     assert arrival.at >= datetime.fromisoformat(eta).timestamp()
+    assert arrival.message.headers.keys() == {"eta"}
 
 
 def test_expired_ones_are_dropped(connection: Any) -> None:

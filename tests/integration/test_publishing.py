@@ -18,7 +18,7 @@ from celery_native_delay import (
     TopologyMismatch,
 )
 from celery_native_delay.due_time import due_us
-from celery_native_delay.testing import PrivateRabbitMQ, private_rabbitmq, vhost_name
+from celery_native_delay.testing import PrivateRabbitMQ, private_rabbitmq
 from celery_native_delay.transports.interface import Wait
 from celery_native_delay.transports.rabbitmq import topology
 from celery_native_delay.transports.rabbitmq.channels import WindowChannel
@@ -146,42 +146,6 @@ def test_what_falls_due_while_kombu_repeats_it_is_confirmed_as_well(
     with pytest.raises(OperationalError) as raised:
         publish(connection, "second", "full", delay=0.5, retry=True, retry_policy=policy)
     assert isinstance(raised.value.__cause__, MessageNacked)
-
-
-@pytest.mark.ci
-def test_the_vhost_is_deleted_and_made_again_under_a_producer(
-    rabbitmq: PrivateRabbitMQ,
-) -> None:
-    url = rabbitmq.new_vhost()
-    name = vhost_name(url)
-    orders = Queue("orders", durable=True)
-    patience = {"max_retries": 100, "interval_start": 0.05, "interval_max": 0.2}
-    try:
-        with delaying(url) as connection:
-            producer = Producer(connection)
-
-            def send(body: str) -> None:
-                producer.publish(
-                    body,
-                    routing_key="orders",
-                    declare=[orders],
-                    headers={"eta": eta_in(3)},  # time to reconnect and declare, on a busy machine
-                    retry=True,
-                    retry_policy=patience,
-                )
-
-            send("before")
-            assert bodies(arrives(url, "orders")) == ["before"]
-            rabbitmq.delete_vhost(name)
-            rabbitmq.api("PUT", f"/vhosts/{name}")
-            everything = dict.fromkeys(("configure", "write", "read"), ".*")
-            rabbitmq.api("PUT", f"/permissions/{name}/guest", everything)
-            send("after")
-            (arrival,) = arrives(url, "orders")
-            assert arrival.body == "after"
-            assert_on_time(arrival)
-    finally:
-        rabbitmq.delete_vhost(name)
 
 
 def test_the_levels_are_deleted_by_hand_under_a_producer(

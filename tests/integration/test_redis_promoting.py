@@ -120,15 +120,6 @@ def test_a_server_that_was_away_finds_its_messages_and_its_promoter(
     assert own_redis.client.llen("jobs") == 20
 
 
-def test_a_server_that_comes_late(own_redis: PrivateRedis) -> None:
-    own_redis.stop()
-    with promoting(connector(own_redis.url)) as promoter:
-        own_redis.start()
-        with delaying(own_redis.url) as connection:
-            publish(connection, "hello", "jobs", delay=0.2)
-        wait_until(lambda: promoter.promoted == 1)
-
-
 @pytest.mark.ci
 def test_many_promoters_share_what_is_due(empty_redis: PrivateRedis) -> None:
     """Each message is promoted by one of them, and not all of them come for each."""
