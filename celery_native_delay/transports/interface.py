@@ -323,6 +323,4 @@ WHERE_KEYS_ARE_KEPT = (
 def without_records(channel: Any) -> UnsupportedBroker:
     """The error for a broker without a place for the records of keys."""
     where = channel.connection.client.as_uri()
-    return UnsupportedBroker(
-        f"{where} has no place for the records of keys: {WHERE_KEYS_ARE_KEPT}"
-    )
+    return UnsupportedBroker(f"{where} has no place for the records of keys: {WHERE_KEYS_ARE_KEPT}")

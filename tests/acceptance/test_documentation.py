@@ -71,6 +71,13 @@ def shop(tmp_path: Path) -> Path:
     return tmp_path
 
 
+def output(folder: Path, *command: str) -> str:
+    """The standard output of *command*, which must succeed."""
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
 def declare_levels(url: str) -> None:
     """The first delayed publish would, and on a busy machine the delay is over by then."""
     with Connection(url, transport_options={"native_delay": True}) as connection:
@@ -315,19 +322,13 @@ def test_an_app_of_django_takes_its_settings_with_celerys_prefix(tmp_path: Path)
     (tmp_path / "shop.py").write_text(app.replace("app.autodiscover_tasks()\n", ""))
     asked = "from shop import app; from celery_native_delay.app.install import installation_of as i"
     asked += "; print(i(app).settings().namespace, i(app).settings().telemetry)"
-    done = subprocess.run(
-        [sys.executable, "-c", asked], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "shop_delay /var/log/shop/telemetry\n"
+    assert output(tmp_path, sys.executable, "-c", asked) == "shop_delay /var/log/shop/telemetry\n"
 
 
 def test_the_line_for_flowers_configuration_installs(tmp_path: Path) -> None:
     """In a process of its own: it changes Flower's classes for good."""
     asked = f"{only('flower-config').text}\nfrom flower import command; print(command.Flower)"
-    done = subprocess.run(
-        [sys.executable, "-c", asked], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    assert "celery_native_delay.flower" in done.stdout
+    assert "celery_native_delay.flower" in output(tmp_path, sys.executable, "-c", asked)
 
 
 @pytest.mark.parametrize("server_name", ["redis"], indirect=True)
@@ -336,10 +337,7 @@ def test_metrics_are_exposed_by_one_call(empty_redis: PrivateRedis, tmp_path: Pa
     app = only("celery-redis").text.replace("redis://", empty_redis.url)
     asked = "from prometheus_client import generate_latest; print(generate_latest().decode())"
     program = "\n".join([app, only("expose").text, asked, "exposed.close()"])
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    assert "celery_delay_events_up" in done.stdout
+    assert "celery_delay_events_up" in output(tmp_path, sys.executable, "-c", program)
 
 
 def test_the_first_five_minutes_are_as_shown(
@@ -396,12 +394,9 @@ def test_the_first_five_minutes_are_as_shown(
 
 
 def test_the_delay_commands_are_celerys(shop: Path) -> None:
-    done = subprocess.run(
-        [CELERY, "-A", "shop", "delay", "--help"], cwd=shop, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    text = output(shop, CELERY, "-A", "shop", "delay", "--help")
     for name in delay.commands:
-        assert re.search(rf"^ +{name} ", done.stdout, re.M), done.stdout
+        assert re.search(rf"^ +{name} ", text, re.M), text
 
 
 @lines_of("celery ")
@@ -425,10 +420,7 @@ def test_the_plans_shown_are_what_the_command_prints(shop: Path) -> None:
     assert len(plans) >= 3
     for text in plans:
         line, _, said = text.partition("\n")
-        done = subprocess.run(
-            [CELERY, *shlex.split(line)[2:]], cwd=shop, capture_output=True, text=True, check=True
-        )
-        assert done.stdout == said
+        assert output(shop, CELERY, *shlex.split(line)[2:]) == said
 
 
 @lines_of("pip ")

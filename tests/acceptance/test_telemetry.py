@@ -40,10 +40,7 @@ class Events:
         None stands for the line about a start.
         """
 
-        def enough() -> bool:
-            return len(self.lines(task_id)) >= len(outcomes)
-
-        wait_until(enough)
+        wait_until(lambda: len(self.lines(task_id)) >= len(outcomes))
         lines = self.lines(task_id)
         assert tuple(line["outcome"] for line in lines) == outcomes
         return lines

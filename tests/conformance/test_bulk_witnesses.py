@@ -34,7 +34,7 @@ from tests.integration.traffic import Arrival
 BROKERS = at_home_on("rabbitmq-3.10")
 
 TRACE = "trace"
-SAID = "sending as apply_async does, not by template: "
+SAID = "sending by apply_async, not by template: "
 
 #: An app, and the traces that its messages were given so far, by task id.
 Watched = tuple[Celery, dict[str, str]]
@@ -269,29 +269,6 @@ def test_sentry_has_a_span_for_each_message(space: str) -> None:
     for name in ("sentry-trace", "baggage", "sentry-task-enqueued-time"):
         assert len({each[name] for each in headers.values()}) == 18
     assert f"{SAID}sentry_sdk.integrations.celery._wrap_task_run.<locals>" in run.stderr
-
-
-def test_a_witness_that_comes_in_the_middle_of_a_batch_sees_what_follows(
-    space: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Until it goes again."""
-    watching, app = Watching(), make_app(space)
-    with inbox(space, "plain") as letters:
-        with bulk(app) as batch:
-
-            def send(count: int) -> list[str]:
-                return [batch.send("shop.remind", (n,), countdown=2) for n in range(count)]
-
-            before = send(4)
-            monkeypatch.setattr(Producer, "publish", watching.around_publish(Producer.publish))
-            seen = send(4)
-            monkeypatch.undo()
-            after = send(4)
-        came = letters.wait_for(12)
-    app.close()
-    assert list(watching.traces) == seen
-    assert traces_of(came) == dict.fromkeys((*before, *after)) | watching.traces
-    assert batch.result.by_template == 2 + 4
 
 
 # ---- what a proof cannot know --------------------------------------------------------------------

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import subprocess
 from collections.abc import Callable, Iterator
@@ -27,7 +26,7 @@ from celery_native_delay.transports.rabbitmq.management import ManagementAPI, ma
 from celery_native_delay.transports.rabbitmq.status import Status, status
 from celery_native_delay.transports.rabbitmq.topology import Binding, Exchange, Queue, Topology
 from tests.brokers import in_ci, on_one_version
-from tests.integration.project import Project
+from tests.integration.project import APP, Project
 from tests.integration.traffic import (
     SETTINGS,
     TOPOLOGY,
@@ -267,7 +266,7 @@ def test_policies_that_override_our_queues_are_named(
 
     wait_until(both_are_named)
     for policy in ("short-lived", "strict"):
-        rabbitmq.clear_policy(vhost, policy)
+        rabbitmq.api("DELETE", f"/policies/{vhost}/{policy}")
 
     def clean_again() -> bool:
         return verified(connection, rabbitmq.management_url).differences == []
@@ -317,15 +316,6 @@ def policies_named(connection: Any, management_url: str) -> list[str]:
         return verified(connection, management_url).differences or None
 
     return [sentence.partition(" such as ")[0] for sentence in wait_until(named)]
-
-
-def test_operator_policies_are_named(
-    rabbitmq: PrivateRabbitMQ, connection: Any, vhost: str
-) -> None:
-    set_operator_policy(rabbitmq, vhost)
-    assert policies_named(connection, rabbitmq.management_url) == [
-        "operator policy 'guard' sets message-ttl on 1 delay queue(s)"
-    ]
 
 
 def test_a_policy_is_not_blamed_for_what_an_operator_policy_sets(
@@ -422,39 +412,6 @@ SLOW = {"resolution": 1.0}
 SLOW_TOPOLOGY = Topology(DelaySettings.from_mapping(SETTINGS | SLOW))
 
 
-def test_status_counts_what_waits_and_what_is_parked(
-    rabbitmq: PrivateRabbitMQ, vhost_url: str
-) -> None:
-    with delaying(vhost_url, **SLOW) as connection, Connection(vhost_url) as stranger:
-        empty = counted(connection, None)
-        assert (empty.waiting, empty.parked, empty.next_due_within_seconds) == (0, 0, None)
-        assert {level.waiting for level in empty.levels} == {None}
-
-        declare_queue(connection, "orders")
-        declare_queue(connection, "gone")
-        delays_of(connection).prepare()
-        stranger.default_channel.queue_delete("gone")
-        for delay in (90, 200, 220):
-            publish(connection, "later", "orders", delay=delay)
-        for _ in range(2):
-            publish(connection, "lost", "gone", delay=1)
-
-        def both_parked() -> bool:
-            return parked_count(connection, SLOW_TOPOLOGY) == 2
-
-        wait_until(both_parked)
-
-        found = counted(connection, rabbitmq.management_url)
-        assert found.name == SLOW_TOPOLOGY.name
-        assert [level.waiting for level in found.levels] == [0] * 6 + [1, 2]
-        assert [level.ttl_seconds for level in found.levels] == [1, 2, 4, 8, 16, 32, 64, 128]
-        assert (found.waiting, found.parked, found.stuck) == (3, 2, 0)
-        assert found.next_due_within_seconds is not None
-        assert 90 <= found.next_due_within_seconds <= 128
-        told = json.loads(json.dumps(found.as_json()))
-        assert (told["waiting"], told["parked"], told["stuck"]) == (3, 2, 0)
-
-
 def test_status_counts_what_is_stuck_in_dead_lettering(
     rabbitmq: PrivateRabbitMQ, connection: Any, vhost_url: str
 ) -> None:
@@ -490,15 +447,6 @@ def test_status_counts_what_a_landing_queue_holds(
 
 # ---- the command line --------------------------------------------------------------------------
 
-INSTALLED = """
-from celery import Celery
-from celery_native_delay import install
-
-app = Celery("shop", broker={url!r}, set_as_current=False)
-app.conf.task_default_queue = "orders"
-install(app, **{settings!r})
-"""
-
 PLAIN = """
 from celery import Celery
 
@@ -514,7 +462,7 @@ def project(tmp_path: Path) -> Project:
 @pytest.fixture
 def shop(project: Project, rabbitmq: PrivateRabbitMQ, vhost_url: str) -> Project:
     """An installed app on a broker that has nothing yet."""
-    return project.write(INSTALLED, vhost_url, management_url=rabbitmq.management_url)
+    return project.write(APP, vhost_url, management_url=rabbitmq.management_url)
 
 
 @on_one_version
@@ -551,7 +499,7 @@ def test_declare_then_verify(shop: Project, rabbitmq: PrivateRabbitMQ, vhost_url
         "remedy": "start an installed worker, or run `celery -A PROJ delay declare`",
     }
 
-    shop.write(INSTALLED, vhost_url, management_url=NOBODY_LISTENS)
+    shop.write(APP, vhost_url, management_url=NOBODY_LISTENS)
     done = shop.delay("verify")
     assert done.returncode == 1
     assert "not checked: delay levels: levels and policies: " in done.stdout
@@ -561,7 +509,7 @@ def test_declare_then_verify(shop: Project, rabbitmq: PrivateRabbitMQ, vhost_url
 
 @on_one_version
 def test_status_shows_what_waits(shop: Project, rabbitmq: PrivateRabbitMQ, vhost_url: str) -> None:
-    shop.write(INSTALLED, vhost_url, management_url=rabbitmq.management_url, **SLOW)
+    shop.write(APP, vhost_url, management_url=rabbitmq.management_url, **SLOW)
     assert shop.lines("status")[0] == (
         f"8 level queue(s) are not declared, such as {SLOW_TOPOLOGY.level_queue(1)}"
     )
@@ -600,7 +548,7 @@ def test_status_shows_what_waits(shop: Project, rabbitmq: PrivateRabbitMQ, vhost
         "waiting": 2,
         "stuck": 0,
     }
-    shop.write(INSTALLED, vhost_url, management_url=NOBODY_LISTENS, **SLOW)
+    shop.write(APP, vhost_url, management_url=NOBODY_LISTENS, **SLOW)
     assert shop.lines("status")[-1] == "stuck unknown (management API not reachable)"
     assert shop.told("status")["stuck"] is None
 
@@ -628,7 +576,7 @@ def test_status_tells_tasks_by_the_records_and_explains_the_copies_in_the_levels
     """As `ls` lists them. While the records are away, it says so, and what the broker knows."""
     settings = {"management_url": rabbitmq.management_url, "levels": 20}
     with private_redis() as records:
-        shop = Project(tmp_path).write(INSTALLED, vhost_url, records=records.url, **settings)
+        shop = Project(tmp_path).write(APP, vhost_url, records=records.url, **settings)
         with Celery("shop", broker=vhost_url, set_as_current=False) as app:
             four_tasks(install(app, records=records.url, **settings))
         told = shop.told("status")
@@ -658,42 +606,6 @@ def test_status_tells_tasks_by_the_records_and_explains_the_copies_in_the_levels
         told = shop.told("status")
         assert (told["waiting"], told["in_levels"], told["overdue"]) == (4, 4, None)
         assert "are unreachable" in told["records"]["error"]
-
-
-@on_one_version
-def test_purge_asks_first(shop: Project, vhost_url: str) -> None:
-    shop.write(INSTALLED, vhost_url, **SLOW)
-    with delaying(vhost_url, **SLOW) as connection:
-        declare_queue(connection, "orders")
-
-        def waiting() -> int:
-            return sum(depth(connection, hop.queue) for hop in SLOW_TOPOLOGY.level_queues)
-
-        def fill() -> None:
-            for delay in (100, 220, 230):
-                publish(connection, "later", "orders", delay=delay)
-
-        fill()
-        for answer in ("n\n", "\n", ""):
-            done = shop.delay("purge", answer=answer)
-            assert done.returncode == 1
-            assert done.stdout == ""
-            assert f"Delete all waiting messages in {SLOW_TOPOLOGY.name}? [y/N]: " in done.stderr
-            assert waiting() == 3
-        done = shop.delay("purge", answer="y\n")
-        assert done.returncode == 0
-        assert done.stdout == "3 delayed message(s) deleted\n"
-        assert waiting() == 0
-
-        fill()
-        done = shop.delay("purge", "--json", answer="y\n")
-        assert json.loads(done.stdout) == {"name": SLOW_TOPOLOGY.name, "purged": 3}
-        assert done.stdout[0] == "{"
-
-        fill()
-        assert shop.lines("purge", "-f") == ["3 delayed message(s) deleted"]
-        assert waiting() == 0
-        assert shop.told("purge", "--force") == {"name": SLOW_TOPOLOGY.name, "purged": 0}
 
 
 @on_one_version
@@ -779,7 +691,7 @@ def the_error(done: subprocess.CompletedProcess[str]) -> str:
 
 
 def test_plan_needs_no_broker(project: Project) -> None:
-    project.write(INSTALLED, DEAD_URL)
+    project.write(APP, DEAD_URL)
     lines = project.lines("plan", "0.33", "--queue", "eu.orders")
     assert lines == [
         "0.33 s waits 0.34 s in 2 hop(s), then goes to 'eu.orders'",
@@ -810,7 +722,7 @@ def test_plan_needs_no_broker(project: Project) -> None:
 
 def test_plan_tells_what_a_load_makes_of_each_queue(project: Project) -> None:
     """Half of the messages wait 0.4 s, the others any time up to that."""
-    project.write(INSTALLED, DEAD_URL)
+    project.write(APP, DEAD_URL)
     load = "plan", "--rate", "100", "--delay", "0.4", "--delay", "0..0.4"
     told = project.told(*load)
     assert (told["per_second"], told["waiting"], told["memory_bytes"]) == (100, 30, 69_000)
@@ -845,12 +757,12 @@ def test_plan_tells_what_a_load_makes_of_each_queue(project: Project) -> None:
 def test_a_load_that_cannot_be_is_refused(
     project: Project, arguments: tuple[str, ...], why: str
 ) -> None:
-    project.write(INSTALLED, DEAD_URL)
+    project.write(APP, DEAD_URL)
     assert why in the_error(project.delay("plan", *arguments))
 
 
 def test_a_broker_that_is_down_is_one_sentence(project: Project) -> None:
-    project.write(INSTALLED, DEAD_URL)
+    project.write(APP, DEAD_URL)
     with ThreadPoolExecutor() as pool:  # each waits for a second try
         outcomes = pool.map(lambda command: project.delay(*command), NEED_A_BROKER)
     for command, done in zip(NEED_A_BROKER, outcomes, strict=True):
@@ -883,13 +795,13 @@ def test_a_wrong_setting_is_one_sentence(
 ) -> None:
     """In the app's configuration: `install()` itself refuses its keywords."""
     lines = [f"app.conf.native_delay_{name} = {value!r}" for name, value in settings.items()]
-    project.write("\n".join([INSTALLED.replace("**{settings!r}", ""), *lines]), DEAD_URL)
+    project.write("\n".join([APP.replace("**{settings!r}", ""), *lines]), DEAD_URL)
     for command in (("plan", "1"), ("verify",), ("status", "--json")):
         assert expected in the_error(project.delay(*command)), command
 
 
 def test_an_app_that_has_it_off_is_told_so(project: Project) -> None:
-    done = project.write(INSTALLED, DEAD_URL, enabled=False).delay("status")
+    done = project.write(APP, DEAD_URL, enabled=False).delay("status")
     assert done.returncode == 1
     assert the_error(done) == "native_delay_enabled is off in this app"
 
@@ -908,7 +820,7 @@ def test_a_broker_that_has_something_else_of_that_name(shop: Project, vhost_url:
 
 
 def test_a_wrong_password_is_one_sentence(shop: Project, vhost_url: str) -> None:
-    shop.write(INSTALLED, vhost_url.replace("guest:guest", "guest:mistyped"))
+    shop.write(APP, vhost_url.replace("guest:guest", "guest:mistyped"))
     sentence = the_error(shop.delay("status"))
     assert "ACCESS_REFUSED" in sentence
     assert "mistyped" not in sentence
@@ -923,7 +835,7 @@ def test_a_user_without_permissions_is_told_what_was_refused(
     url = rabbitmq.add_user(
         f"visitor-{vhost}", "visitor", vhost=vhost, configure="", write="", read=""
     )
-    shop.write(INSTALLED, url)
+    shop.write(APP, url)
     for command in (("declare",), ("purge", "-f"), ("parked", "list"), ("parked", "purge", "-f")):
         done = shop.delay(*command)
         assert done.returncode == 1

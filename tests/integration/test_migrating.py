@@ -33,7 +33,7 @@ from celery_native_delay.transports.moving import Moving
 from celery_native_delay.transports.rabbitmq.topology import Topology
 from celery_native_delay.transports.rabbitmq.wrapping import COUNTED_BY_THE_QUEUE
 from tests.brokers import in_ci, on_one_version
-from tests.integration.project import Project
+from tests.integration.project import APP, Project
 from tests.integration.traffic import depth
 from tests.traffic import Arrival, inbox
 from tests.waiting import PATIENCE_SECONDS, wait_until
@@ -442,21 +442,12 @@ def test_it_asks_and_a_dry_run_only_counts(
         assert done.stdout.splitlines()[-1] == f"3 message(s) moved into {topology_of(app).name}"
 
 
-SHOP = """
-from celery import Celery
-from celery_native_delay import install
-
-app = Celery("shop", broker={url!r}, set_as_current=False)
-install(app, **{settings!r})
-"""
-
-
 @pytest.mark.ci
 @on_one_version
 def test_ctrl_c_ends_it_after_the_present_message(
     vhost_url: str, settings: dict[str, Any], tmp_path: Path
 ) -> None:
-    Project(tmp_path).write(SHOP, vhost_url, **LEVELS, **settings)
+    Project(tmp_path).write(APP, vhost_url, **LEVELS, **settings)
     command = [sys.executable, "-m", "celery", "-A", "shop", "delay", "migrate"]
     with an_app(vhost_url, **settings, **EARLIER) as old, Connection(vhost_url) as connection:
         for number in range(9):
@@ -714,27 +705,6 @@ def test_tasks_whose_records_are_not_known_stay_and_that_is_told_before(
         assert call().id == first
         assert migrated(new, vhost_url, more=("--records", records_redis.url))["moved"] == 1
         assert waiting(new) == {first, "order-1"}
-
-
-@pytest.mark.parametrize(
-    ("source", "target"), [("redis", "rabbitmq"), ("rabbitmq", "redis"), in_ci("store", "redis")]
-)
-@on_one_version
-def test_a_task_with_a_key_that_was_in_both_places_waits_in_one(
-    place: Callable[[str], Any], records_redis: PrivateRedis, source: str, target: str
-) -> None:
-    with place(source) as old, place(target) as new:
-        (_, call), *_ = keyed_calls(old)
-        first = call().id
-        name, records = name_of(old), records_redis.url
-        (told,) = (
-            each
-            for each in migrated(new, name, more=("--records", records))["sources"]
-            if each["moved"]
-        )
-        assert (told["moved"], told["doubtful"]) == (1, [])
-        assert [task.id for task in Delay(new).ls()] == [first]
-        assert call().id != first
 
 
 @on_one_version
