@@ -1,11 +1,11 @@
-"""Delayed Celery tasks that wait in the broker, not in the memory of workers.
+"""Delayed Celery tasks wait in the broker, not in the memory of workers.
 
 >>> from celery import Celery
 >>> from celery_native_delay import install
 >>> app = install(Celery("proj", broker="amqp://"))
 
-From then on every ``countdown`` and ``eta`` of that app waits in the broker. Plain kombu users
-set ``transport_options={"native_delay": True}`` and publish with :func:`delay_headers`.
+From then on every task of that app with a ``countdown`` or ``eta`` waits in the broker. With plain
+kombu set ``transport_options={"native_delay": True}`` and publish with :func:`delay_headers`.
 """
 
 from .app.delay import Delay

@@ -317,7 +317,7 @@ class SqlRecords(Database, ComparedRecords):
             yield Finding(
                 "records",
                 WRONG,
-                f"{where} does not serve: {exc}",
+                f"{where} does not answer: {exc}",
                 "start it, or correct host, user, password and database of its URL, in workers and "
                 "producers; its user must be able to write to it",
             )

@@ -11,17 +11,23 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from threading import Thread
 from time import sleep, time, time_ns
 from typing import Any
 
 import pytest
+from celery import Celery
 from kombu import Connection, Exchange, Queue
 from sqlalchemy import create_engine, text
 
 from celery_native_delay import (
+    Delay,
     DelaySettings,
+    RecordsUnavailable,
     StoreUnavailable,
     UnsupportedBroker,
+    Verdict,
+    install,
 )
 from celery_native_delay.durations import seconds_of
 from celery_native_delay.records import database
@@ -32,7 +38,7 @@ from celery_native_delay.transports.sql.store import Store
 from tests.conformance.brokers import Broker, options_of, running_broker, settings_of
 from tests.conformance.traffic import delaying, waiting_count
 from tests.integration.project import Project
-from tests.traffic import PATIENCE_SECONDS, beside, inbox, publish
+from tests.traffic import PATIENCE_SECONDS, beside, inbox, publish, send_task
 from tests.waiting import wait_until
 
 
@@ -373,23 +379,6 @@ def test_a_broker_that_is_away_is_tried_again_and_its_messages_are_not_to_blame(
 
 
 @pytest.mark.ci
-def test_a_store_that_can_only_be_read_is_tried_again(
-    folder_url: str, caplog: pytest.LogCaptureFixture
-) -> None:
-    with delaying(folder_url) as connection:
-        publish(connection, "hello", "jobs", delay=1)
-        store = store_of(connection)
-        with dispatching(folder_url):
-            other = Store(store.url, store.namespace)
-            with other.engine.begin():  # somebody who writes and does not end it
-                wait_until(lambda: "dispatching what is due failed" in caplog.text)
-            with inbox(connection, "jobs") as received:
-                assert received.wait_for(1)[0].body == "hello"
-            other.engine.dispose()
-    assert "database is locked" in caplog.text
-
-
-@pytest.mark.ci
 def test_the_command_line_declares_looks_and_promotes(folder_url: str, tmp_path: Path) -> None:
     settings = {**settings_of(folder_url), "namespace": "tests"}
     shop = Project(tmp_path, settings=settings).write(
@@ -398,7 +387,7 @@ def test_the_command_line_declares_looks_and_promotes(folder_url: str, tmp_path:
     store = space_of(folder_url) / "delays.db"
     name = f"tests of sqlite:///{store}"
     assert shop.lines("declare") == [f"{name}: its tables are there, in version 1"]
-    assert shop.lines("verify") == [f"{name}: as planned"]
+    assert shop.lines("verify") == [f"{name}: as expected"]
     assert shop.lines("plan", "90") == [
         f"1 min 30 s waits 1 min 30 s in {name}, then goes to 'celery'"
     ]
@@ -429,8 +418,10 @@ def test_the_command_line_declares_looks_and_promotes(folder_url: str, tmp_path:
     assert promote.returncode == 0
 
 
-def test_a_broker_without_a_store_refuses_what_is_delayed_and_says_the_way_out() -> None:
-    with Connection("memory://", transport_options={"native_delay": True}) as connection:
+@pytest.mark.parametrize("url", ["memory://", "sqla+sqlite://"])
+def test_a_broker_without_a_store_refuses_what_is_delayed_and_says_the_way_out(url: str) -> None:
+    """As SQLite in memory, of which each thread has another one."""
+    with Connection(url, transport_options={"native_delay": True}) as connection:
         publish(connection, "now", "jobs-without-store")
         with pytest.raises(UnsupportedBroker, match="expected native_delay_store to be"):
             publish(connection, "later", "jobs-without-store", delay=60)
@@ -443,13 +434,6 @@ def test_a_worker_that_would_send_where_it_does_not_look_is_told(folder_url: str
         connection.default_channel.transport_options["data_folder_out"] = "elsewhere"
         (said,) = connection.channel().worker_part(DelaySettings()).dangers()
         assert "due messages go to data_folder_out, elsewhere, and this" in said.problem
-
-
-def test_a_database_broker_in_memory_refuses_what_is_delayed() -> None:
-    """Each thread has another one there."""
-    with Connection("sqla+sqlite://", transport_options={"native_delay": True}) as connection:
-        with pytest.raises(UnsupportedBroker, match="expected native_delay_store to be"):
-            publish(connection, "later", "jobs", delay=60)
 
 
 def test_without_sqlalchemy_immediate_messages_go_and_delayed_ones_say_what_to_install() -> None:
@@ -474,3 +458,52 @@ with Connection("memory://", transport_options={"native_delay": settings}) as co
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.count("pip install 'celery_native_delay[sql]'") == 2
+
+
+# ---- changes of waiting tasks -------------------------------------------------------------------
+
+
+@pytest.fixture
+def app(url: str) -> Iterator[Celery]:
+    app = Celery("shop", broker=url, set_as_current=False)
+    app.conf.broker_transport_options = options_of(url)
+    with install(app, **settings_of(url)):
+        yield app
+
+
+def store_of_app(app: Celery) -> Store:
+    with app.connection_for_write() as connection:
+        return store_of(connection)
+
+
+def test_who_comes_after_the_dispatcher_is_told_that_it_is_too_late(
+    app: Celery, delay: Delay
+) -> None:
+    """It has the row's lock while the message is on its way, and then there is no row."""
+    outcomes = []
+    send_task(app, 1, countdown=3600)
+    due_us = delay.ls().tasks[0].due_us
+    store = store_of_app(app)
+    canceller = Thread(target=lambda: outcomes.append(delay.cancel("order-1")))
+    with store.taking(until_us=due_us) as batch:
+        canceller.start()
+        canceller.join(0.3)
+        assert canceller.is_alive()
+        batch.delivered += [message.id for message in batch.messages]
+    canceller.join(PATIENCE_SECONDS)
+    assert [outcome.verdict for outcome in outcomes] == [Verdict.TOO_LATE]
+    assert delay.count() == 0
+
+
+def test_a_store_that_is_away_is_said_to_be(app: Celery, delay: Delay) -> None:
+    send_task(app, 1, countdown=3600)
+    store = store_of_app(app)
+    present, store.engine = store.engine, Store("sqlite:////nowhere/delays.db", "x").engine
+    try:
+        with pytest.raises(RecordsUnavailable, match="unable to open database file"):
+            delay.count()
+        with pytest.raises(RecordsUnavailable):
+            delay.cancel("order-1")
+    finally:
+        store.engine = present
+    assert delay.count() == 1

@@ -110,21 +110,6 @@ class Place:
 # ---- debounce -----------------------------------------------------------------------------------
 
 
-def test_debounce_runs_the_last_call_once_it_has_been_quiet() -> None:
-    place = Place()
-    for seconds, name in ((0, "a"), (3, "b"), (6, "c"), (20, "d")):
-        assert place.at(seconds).debounce(name, 5) == name
-    assert place.at(60).started == [("c", 11), ("d", 25)]
-
-
-def test_debounce_waits_no_longer_than_it_may() -> None:
-    place = Place()
-    for tenth in range(100):
-        place.at(tenth / 10).debounce(f"{tenth}", 1, longest=4)
-    # The call in the moment of the first end begins anew.
-    assert place.at(60).started == [("39", 4), ("79", 8), ("99", 10.9)]
-
-
 def test_debounce_leaves_a_task_alone_whose_time_has_come() -> None:
     """No promoter runs: replaced again and again in its last moment, it would never run."""
     place = Place()

@@ -250,7 +250,7 @@ def test_without_its_record_it_waits_and_that_is_told_once(
             assert gate(arrival()) == WaitUntil(NOW_US + AWAY_US, otherwise=AskAgain(5.0))
     (told,) = caplog.records
     assert told.getMessage() == (
-        "native delay: unique tasks wait until the records of their keys can be read: "
+        "native delay: unique tasks wait: the records of their keys cannot be read: "
         "RecordsUnavailable: it does not answer"
     )
 
@@ -296,7 +296,7 @@ def test_a_renewal_that_failed_is_tried_again_soon(
     assert records.record.run is not None
     old = Record(run=Run("1", records.record.run.token, 0))
     records.is_away = True
-    wait_until(lambda: "is not renewed" in caplog.text)
+    wait_until(lambda: "cannot renew the lease" in caplog.text)
     monkeypatch.setattr(leases_module, "RENEWED_EVERY_SECONDS", 3600)
     told = len(caplog.records)
     wait_until(lambda: len(caplog.records) >= told + 3)

@@ -169,7 +169,7 @@ class Transport(DelayingTransport, redis.Transport):  # type: ignore[misc]
         return Place(url, f"{prefix}{settings.namespace}")
 
     def bulk_publisher(self, *, window: int) -> Any:
-        from ..virtual.learnt import publisher
+        from ..virtual.template import publisher
         from .outbox import Outbox
 
         return publisher(Outbox(self.client, window))

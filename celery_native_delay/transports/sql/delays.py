@@ -20,7 +20,7 @@ from .store import Store
 BROADCAST = ""
 
 
-class Put(NamedTuple):
+class StoreMessage(NamedTuple):
     """A message that is to be stored: its destination *queue*, due time, task id and envelope."""
 
     queue: str
@@ -80,7 +80,7 @@ class Delays(delays.Delays):
             self._place, lambda: Status.of(self._place, self.store.look_for_dispatcher())
         )
 
-    def stored(self, message: dict[str, Any], queue: str, *, due_us: int) -> Put:
+    def stored(self, message: dict[str, Any], queue: str, *, due_us: int) -> StoreMessage:
         """kombu's *message* in the form that is stored. Raises the errors of :meth:`publish`."""
         self.check_reach(due_us)
         return self._put(message, queue, due_us)
@@ -94,11 +94,11 @@ class Delays(delays.Delays):
         properties = {**message["properties"], "delivery_tag": str(uuid4())}
         self._add(self._put({**message, "properties": properties}, queue, due_us))
 
-    def _add(self, put: Put) -> None:
+    def _add(self, put: StoreMessage) -> None:
         self.store.add(put.queue, put.envelope, due_us=put.due_us, task_id=put.task_id)
         self.watch()
 
     @staticmethod
-    def _put(message: dict[str, Any], queue: str, due_us: int) -> Put:
+    def _put(message: dict[str, Any], queue: str, due_us: int) -> StoreMessage:
         envelope = encoded(wrapped(message, due_ms=milliseconds_up(due_us)))
-        return Put(queue, due_us, id_of(message), envelope)
+        return StoreMessage(queue, due_us, id_of(message), envelope)

@@ -20,7 +20,7 @@ from ...errors import NativeDelayError, RecordsUnavailable, StoreUnavailable
 from ..aliases import OPTION
 from ..virtual.watching import Sign
 from .handover import HandOver, hand_over_on
-from .rows import Batch
+from .rows import DispatchBatch
 from .store import Store
 
 logger = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ class Dispatcher:
             self._pause(_TAKEN_PAUSE_SECONDS)
         return away
 
-    def _tell_of(self, batch: Batch) -> None:
+    def _tell_of(self, batch: DispatchBatch) -> None:
         parked = sum(each["due"] is None for each in batch.refused)
         self.parked += parked
         reason = batch.refused[-1]["why"]

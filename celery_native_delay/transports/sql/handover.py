@@ -15,7 +15,7 @@ from sqlalchemy import exc, insert, select
 from ...records.database import reason_of, same_database
 from ..aliases import OPTION
 from .delays import BROADCAST
-from .rows import Batch
+from .rows import DispatchBatch
 from .store import Store
 from .whole_files import is_folder, put_file
 
@@ -71,7 +71,7 @@ class ThroughKombu:
             *getattr(channel.connection, "recoverable_connection_errors", ()),
         )
 
-    def __call__(self, batch: Batch, *, park: bool) -> Exception | None:
+    def __call__(self, batch: DispatchBatch, *, park: bool) -> Exception | None:
         end = monotonic() + LONGEST_BATCH_SECONDS
         for message in batch.messages:
             # The envelope is compared as well, because SQLite reuses ids.
@@ -119,7 +119,7 @@ class IntoTheSameDatabase:
         self._messages = channel.message_cls.__table__
         self._ids: dict[str, int] = {}
 
-    def __call__(self, batch: Batch, *, park: bool) -> Exception | None:
+    def __call__(self, batch: DispatchBatch, *, park: bool) -> Exception | None:
         if batch.messages and self._refusal(batch, batch.messages):
             # The database refuses one of them: deliver the others.
             for message in batch.messages:
@@ -127,7 +127,7 @@ class IntoTheSameDatabase:
                     refuse(batch, message, error, park=park)
         return None
 
-    def _refusal(self, batch: Batch, messages: list[Any]) -> exc.DBAPIError | None:
+    def _refusal(self, batch: DispatchBatch, messages: list[Any]) -> exc.DBAPIError | None:
         """Insert all *messages* or none. Returns the error if the database refuses them."""
         self._ids.clear()  # they may be of a transaction that was rolled back
         try:
@@ -161,7 +161,7 @@ class IntoTheSameDatabase:
         return self._ids[queue]
 
 
-def refuse(batch: Batch, message: Any, error: Exception, *, park: bool) -> None:
+def refuse(batch: DispatchBatch, message: Any, error: Exception, *, park: bool) -> None:
     """Note a refused message: it is tried again later, or parked after 8 refusals."""
     tries = message.attempts + 1
     parked = park or tries >= TRIES

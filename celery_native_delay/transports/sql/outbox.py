@@ -17,10 +17,10 @@ from sqlalchemy import Connection
 from ...errors import RecordsUnavailable, StoreUnavailable
 from ...records.interface import Change, RecordName
 from ..lasting import is_lasting_sql
-from ..outbox import Batch
-from ..virtual.collecting import Collecting, PlainPut
+from ..outbox import OutboxBatch
+from ..virtual.collecting import Collecting, PlainMessage
 from ..virtual.outbox import CallingOutbox, NotTaken
-from .delays import BROADCAST, Put
+from .delays import BROADCAST, StoreMessage
 from .store import ADD, Store, is_about_a_row
 
 #: Microseconds, a day: the record of an outbox is kept for so long after its last batch.
@@ -30,19 +30,19 @@ _KEPT_US = 86_400_000_000
 class StoreCollecting(Collecting):
     """A channel that collects messages in the form in which the store keeps them."""
 
-    def put_for(self: Any, queue: str, message: dict[str, Any]) -> Put | PlainPut:
+    def put_for(self: Any, queue: str, message: dict[str, Any]) -> StoreMessage | PlainMessage:
         due_us = self.due_of(message)
         if due_us is None:
-            return PlainPut(queue, message)
+            return PlainMessage(queue, message)
         return self.delays.stored(message, queue, due_us=due_us)  # type: ignore[no-any-return]
 
     def put_for_all(
         self: Any, exchange: str, message: dict[str, Any], routing_key: str, *, due_us: int
-    ) -> Put:
+    ) -> StoreMessage:
         return self.delays.stored(message, BROADCAST, due_us=due_us)  # type: ignore[no-any-return]
 
 
-class Outbox(CallingOutbox[Put | PlainPut]):
+class Outbox(CallingOutbox[StoreMessage | PlainMessage]):
     """Stores delayed messages, 100 in a transaction. Immediate messages go to the broker."""
 
     collecting = StoreCollecting
@@ -67,19 +67,21 @@ class Outbox(CallingOutbox[Put | PlainPut]):
         if self._numbered is None:
             self._numbered = NumberedBatches(channel.delays.store)
 
-    def _packed(self, puts: list[Put | PlainPut]) -> Iterable[Batch[Put | PlainPut]]:
-        waiting = [put for put in puts if isinstance(put, Put)]
+    def _packed(
+        self, puts: list[StoreMessage | PlainMessage]
+    ) -> Iterable[OutboxBatch[StoreMessage | PlainMessage]]:
+        waiting = [put for put in puts if isinstance(put, StoreMessage)]
         if waiting:
-            yield Batch(waiting)
+            yield OutboxBatch(waiting)
         for put in puts:
-            if isinstance(put, PlainPut):
-                yield Batch([put])
+            if isinstance(put, PlainMessage):
+                yield OutboxBatch([put])
 
-    def _deliver(self, batch: Batch[Put | PlainPut]) -> None:
-        if isinstance(plain := batch.puts[0], PlainPut):  # the only one
+    def _deliver(self, batch: OutboxBatch[StoreMessage | PlainMessage]) -> None:
+        if isinstance(plain := batch.puts[0], PlainMessage):  # the only one
             self._put_plainly(plain)
             return
-        waiting = [put for put in batch.puts if isinstance(put, Put)]
+        waiting = [put for put in batch.puts if isinstance(put, StoreMessage)]
         assert self._numbered is not None
         try:
             self._numbered.store(self._number + 1, waiting)
@@ -102,7 +104,7 @@ class NumberedBatches:
         self._name = RecordName("outbox", uuid4().hex)
         self._store = store
 
-    def store(self, number: int, puts: Sequence[Put]) -> None:
+    def store(self, number: int, puts: Sequence[StoreMessage]) -> None:
         """Store all *puts* as batch *number*, or none if this raises an error.
 
         If the transaction of an earlier attempt is still running, this one waits for it, because

@@ -65,7 +65,7 @@ _REFUSED = (
 
 
 @dataclass
-class Batch:
+class DispatchBatch:
     """Messages that one transaction has locked, and what was done with them.
 
     Messages that are neither :attr:`delivered` nor :attr:`refused` stay unchanged.

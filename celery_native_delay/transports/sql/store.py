@@ -24,7 +24,7 @@ from ...records.interface import Change, RecordName, Snapshot
 from ..virtual.status import Census
 from ..virtual.watching import SHOWN_SECONDS
 from .records import StoreRecords
-from .rows import DUE, PARKED, Batch
+from .rows import DUE, PARKED, DispatchBatch
 from .schema import MESSAGES, METADATA
 
 logger = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ class Store(Database):
         due_us = self.look_up(lambda connection: connection.execute(_NEXT, mine).scalar())
         return None if due_us is None else int(due_us)
 
-    def taking(self, *, until_us: int) -> AbstractContextManager[Batch]:
+    def taking(self, *, until_us: int) -> AbstractContextManager[DispatchBatch]:
         """A block with a locked batch of due messages, earliest first.
 
         At the end of the block delivered messages are removed and refused messages updated. If the
@@ -140,14 +140,14 @@ class Store(Database):
         """
         return self._batch(DUE, {"mine": self.namespace, "until": until_us})
 
-    def taking_parked(self, *, after_id: int) -> AbstractContextManager[Batch]:
+    def taking_parked(self, *, after_id: int) -> AbstractContextManager[DispatchBatch]:
         """A block with a locked batch of parked messages, as in :meth:`taking`."""
         return self._batch(PARKED, {"mine": self.namespace, "after": after_id})
 
     @contextmanager
-    def _batch(self, which: Any, parameters: dict[str, Any]) -> Iterator[Batch]:
+    def _batch(self, which: Any, parameters: dict[str, Any]) -> Iterator[DispatchBatch]:
         with self.explained(), self.engine.begin() as connection:
-            batch = Batch(connection, list(connection.execute(which, parameters)))
+            batch = DispatchBatch(connection, list(connection.execute(which, parameters)))
             yield batch
             batch.settle()
         for one in batch.delivered:

@@ -166,7 +166,7 @@ class StoreDelayingTransport(DelayingTransport):
 
     def bulk_publisher(self: Any, *, window: int) -> Any:
         _require_sqlalchemy()
-        from ..virtual.learnt import publisher
+        from ..virtual.template import publisher
         from .outbox import Outbox
 
         return publisher(Outbox(self.client, window))

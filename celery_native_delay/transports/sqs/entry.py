@@ -114,7 +114,7 @@ class Entry:
         }
 
 
-class Put(NamedTuple):
+class SqsMessage(NamedTuple):
     """A delayed message for *queue*. *id* is its id in a delay queue, *base64* kombu's setting."""
 
     queue: str
