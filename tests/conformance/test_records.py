@@ -234,6 +234,25 @@ def test_record_and_message_change_together_or_not_at_all(records: Any) -> None:
     assert records.look(NAME, None, 0).messages == ()
 
 
+def test_a_rule_publishes_a_message_with_its_record_and_replaces_the_one_before(
+    records: Any,
+) -> None:
+    published: list[str] = []
+
+    def publish(due_us: int, delivery_id: str, ahead_us: int) -> IndexEntry:
+        assert abs(ahead_us) < 60_000_000
+        published.append(f"order-1:{delivery_id}")
+        return IndexEntry(published[-1], due_us, "entry")
+
+    def decide(seen: Snapshot) -> Change[int]:
+        text, due_us = json.dumps({"id": "order-1", "at": seen.now_us}), seen.now_us + HOUR_US
+        return Change(text, due_us, len(seen.messages), due_us, replaces=True)
+
+    assert [records.change(NAME, decide, publish) for _ in range(3)] == [0, 1, 1]
+    assert [records.received(member) for member in published] == [False, False, True]
+    assert records.read(NAME).messages == ()
+
+
 def test_a_mark_that_was_taken_back_leaves_no_trace(records: Any) -> None:
     records.look(None, "delivery-1", 60_000)
     records.unmark("delivery-1", 30_000)

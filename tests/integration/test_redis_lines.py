@@ -111,6 +111,6 @@ def test_a_server_that_is_away_is_told_and_asked_again(server: PrivateRedis) -> 
         with pytest.raises(RecordsUnavailable, match="unreachable"):
             lines.ask("shop.call_api", "new", Rate("1/h"), None)
     server.start()
-    lines._link._away._retry_at = 0
+    lines._link._failures._retry_at = 0
     assert lines.ask("shop.call_api", "newer", Rate("1/h"), None).starts
     lines.close()

@@ -424,7 +424,7 @@ def test_a_sender_is_told_that_nobody_relays_now(
         assert "no relay" not in caplog.text
         status = connection.default_channel.admin_part(None)
         status.serve(["jobs"])
-        wait_until(lambda: status.status().queues[0].overdue == 1)
+        wait_until(lambda: status.status().queues[0]["overdue"] == 1)
         said = next(each for each in status.examine() if each.level == WRONG)
         assert "no `celery -A PROJ delay relay` is running" in said.problem
     with delaying(sqs.url) as connection:
@@ -526,8 +526,8 @@ def test_only_the_queues_that_are_served_are_counted_and_purged(sqs: PrivateSqs)
         admin = connection.default_channel.admin_part(None)
         admin.serve(["jobs", "nobody"])
         (jobs, nobody) = admin.status().queues
-        assert (jobs.here, jobs.on_the_way) == (1, 1)
-        assert (nobody.here, nobody.on_the_way) == (0, None)
+        assert (jobs["here"], jobs["on_the_way"]) == (1, 1)
+        assert (nobody["here"], nobody["on_the_way"]) == (0, None)
         assert admin.backlog().waiting == 2
         assert admin.purge() == 1
     assert waiting_on(sqs) == 0
