@@ -143,7 +143,9 @@ class Attendant(Thread):
             else:
                 logger.warning("native delay: the worker keeps a task in memory: %s", refusal)
                 task.instead()
-        logger.debug("native delay: put %d early task(s) back", refusals.count(None))
+        logger.debug(
+            "native delay: put %d early task(s) back into the broker", refusals.count(None)
+        )
 
     def _rescue(self) -> None:
         try:

@@ -139,7 +139,7 @@ class Fence:
         self._next_warning = monotonic() + _WARN_SECONDS
         logger.log(
             logging.WARNING,
-            "native delay: tasks of fenced runs wait in the broker, others run: %s",
+            "native delay: tasks of fenced runs wait, as their records cannot be read: %s",
             described(exc),
             exc_info=not isinstance(exc, RecordsUnavailable),
         )
