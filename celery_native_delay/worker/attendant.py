@@ -144,7 +144,7 @@ class Attendant(Thread):
                 logger.warning("native delay: the worker keeps a task in memory: %s", refusal)
                 task.instead()
         logger.debug(
-            "native delay: put %d early task(s) back into the broker", refusals.count(None)
+            "native delay: put back %d early task(s)", refusals.count(None)
         )
 
     def _rescue(self) -> None:
