@@ -168,14 +168,14 @@ def checked_app(app: Any) -> Any:
 
 
 def installation_of(app: Any) -> Installation | None:
-    """The installation of *app*; None if ``install`` was not called for it."""
+    """The :class:`Installation` of *app*; None if ``install`` was not called for it."""
     real = app._get_current_object() if isinstance(app, Proxy) else app
     installation: Installation | None = vars(real).get("_native_delay")
     return installation
 
 
 def installed(app: Any) -> Installation:
-    """The installation of *app*; SettingsError if ``install`` was not called for it."""
+    """The :class:`Installation` of *app*; SettingsError if ``install`` was not called for it."""
     found = installation_of(checked_app(app))
     if found is None:
         raise SettingsError(
@@ -302,7 +302,7 @@ def records_place(app: Any, settings: DelaySettings) -> Place | None:
 
 
 def admin_part(app: Any, connection: Any) -> AdminPart:
-    """The admin part for *connection*, which must be one of *app*."""
+    """The :class:`AdminPart` of *connection* (one of *app*), which ``delay`` commands use."""
     channel, settings = delaying_channel(app, connection)
     part: AdminPart = channel.admin_part(settings)
     return serving(part, app)

@@ -175,7 +175,7 @@ class KeyedCalls:
     def _publish(
         self, mark: Mark, call: _Call, signature: Signature, *, announce: bool = False
     ) -> KeyedResult:
-        """Publish the task if *call* lets it; return the result of the task that has the key."""
+        """Publish the task if the rule *call* lets it; the result of the task that has the key."""
         task = self._task(signature)
         send = partial(self._app.send_task, signature.task) if task is None else task.apply_async
         options = dict(signature.options)

@@ -135,7 +135,7 @@ def _errors_explained(ctx: click.Context) -> Iterator[None]:
 
 @contextmanager
 def broker(ctx: click.Context) -> Iterator[AdminPart]:
-    """The admin part for the app's broker, on a new connection."""
+    """The :class:`AdminPart` of the app's broker, on a new connection."""
     from ..app.installation import admin_part
 
     with reachable(ctx) as connection:

@@ -33,7 +33,7 @@ _LONGEST_TEXT = 40
 
 
 def task_id(value: str) -> str:
-    """Check that an id is not empty."""
+    """Check that the id of a task is not empty."""
     if not value:
         raise click.BadParameter("expected the id of a task, got an empty text")
     return value

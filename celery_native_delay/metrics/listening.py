@@ -23,7 +23,7 @@ logger = get_logger(__name__)
 
 
 class Counts:
-    """Sums of the workers' counts, by queue and by rate-limited task; they begin with 0."""
+    """The workers' counts of delayed messages, added up by queue and by rate-limited task."""
 
     def __init__(self, queues: Iterable[str] = (), rated: Iterable[str] = ()) -> None:
         self._lock = Lock()
@@ -61,7 +61,7 @@ class Counts:
 
 
 class Listener(Thread):
-    """The thread; it reconnects by itself. *hears* is true while it is connected."""
+    """Thread that receives the workers' counts; *hears* is true while it is connected."""
 
     def __init__(self, app: Celery, counts: Counts) -> None:
         super().__init__(name="native-delay-listener", daemon=True)

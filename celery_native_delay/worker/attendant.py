@@ -60,7 +60,10 @@ class Task:
 
 
 class Attendant(Thread):
-    """The thread; the consumer's thread calls its public methods."""
+    """Thread that puts early tasks back into the broker and rescues parked messages.
+
+    The consumer's thread calls its public methods.
+    """
 
     def __init__(self, app: Any, settings: DelaySettings) -> None:
         super().__init__(name="native-delay-attendant", daemon=True)
@@ -143,9 +146,7 @@ class Attendant(Thread):
             else:
                 logger.warning("native delay: the worker keeps a task in memory: %s", refusal)
                 task.instead()
-        logger.debug(
-            "native delay: put back %d early task(s)", refusals.count(None)
-        )
+        logger.debug("native delay: put back %d early task(s)", refusals.count(None))
 
     def _rescue(self) -> None:
         try:

@@ -45,7 +45,7 @@ class Fence:
     """The gate for tasks of fenced runs; without records all of them run."""
 
     def __init__(self, settings: DelaySettings, worker: str, place: Place | None) -> None:
-        """*worker* is the name by which it seals runs; *place* has their records."""
+        """*worker* is this worker's name, for runs that it seals; *place* has the runs' records."""
         self._policy = settings.fence_policy
         self._keep_seconds = settings.longest_delay_seconds + fence.MARGIN_SECONDS
         self._worker = worker

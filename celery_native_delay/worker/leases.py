@@ -60,9 +60,9 @@ class Leases:
     def begin(
         self, name: str, task_id: str, is_here: Callable[[], bool], rule: Callable[..., Step]
     ) -> tuple[str, Step]:
-        """Take the key *name* by *rule*: the lease's token, and the step of the rule.
+        """Try to take the lease of the key *name* for a task; returns its token and the step.
 
-        If another task has the key, the step says when to ask again. Raises if the records cannot
+        If another task has the key, the step says when to try again. Raises if the records cannot
         be read.
         """
         token = token_hex(8)

@@ -22,7 +22,7 @@ INTERVAL_SECONDS = 1.0
 
 
 class Tallying:
-    """The counters of one consumer; *rated* are the names of tasks with a rate."""
+    """Counts a consumer's delayed messages and started tasks; *rated* are tasks with a rate."""
 
     def __init__(self, consumer: Any, rated: Container[str] = ()) -> None:
         self._consumer = consumer
@@ -33,7 +33,7 @@ class Tallying:
         self._sends_events = False
         self._timer: Any = None
         self.passing: Any = None
-        """The message that Celery is being given: ``task_revoked`` does not tell it."""
+        """The message that Celery is handling now: the signal ``task_revoked`` does not have it."""
 
     def start(self) -> None:
         """Send the counts every second, over a new connection."""
