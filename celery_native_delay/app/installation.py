@@ -20,7 +20,7 @@ from ..records.opened import Place
 from ..settings import DelaySettings
 from ..transports.aliases import OPTION, check_url, option_of, transport_of
 from ..transports.interface import AdminPart, ExpectsQueues, ServesQueues
-from .broker import check_fits, name_broker, told_on_command_lines, why_nothing_waits
+from .broker import check_fits, name_broker, why_nothing_waits, without_traceback
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +49,7 @@ class Installation:
         self._amqp: Any = None
         self._connected_enabled: bool | None = None
         self._warned_of: set[str] = set()
-        self.insists = False
+        self.raises_if_unsupported = False
         """True in a ``delay`` command: an unsupported broker raises instead of a warning."""
 
     def settings(self) -> DelaySettings:
@@ -88,7 +88,7 @@ class Installation:
         self._connected_enabled = self.enabled
         if not self._connected_enabled:
             return connect(*args, **kwargs)
-        with told_on_command_lines():
+        with without_traceback():
             url = args[0] if args else kwargs.get("url")
             check_url(url, alias=kwargs.get("transport") or self.app.conf.broker_transport)
             connection = connect(*args, **kwargs)
@@ -151,7 +151,7 @@ class Installation:
                 f"remove broker_transport, or set native_delay_enabled = False"
             )
         why = why_nothing_waits(name)
-        if self.insists or (isinstance(settings, DelaySettings) and settings.strict):
+        if self.raises_if_unsupported or (isinstance(settings, DelaySettings) and settings.strict):
             raise UnsupportedBroker(why)
         if name not in self._warned_of:
             self._warned_of.add(name)

@@ -200,7 +200,7 @@ class KeyedCalls:
             )
         if announce and keyed.replaced is not None:
             reason = f"replaced by {task_id}"
-            tell_revoked(self._app, keyed.replaced, signature.task, reason=reason)
+            revoke_result(self._app, keyed.replaced, signature.task, reason=reason)
         return keyed_result(result, replaced=keyed.replaced)
 
     def _check(self) -> None:
@@ -345,7 +345,7 @@ def keyed_result(
     return keyed
 
 
-def tell_revoked(app: Any, task_id: str, name: str, *, reason: str) -> bool:
+def revoke_result(app: Any, task_id: str, name: str, *, reason: str) -> bool:
     """Set the result of task *task_id* to REVOKED; log it and return False if the backend fails.
 
     A worker tells chord and monitors later.

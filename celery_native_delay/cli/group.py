@@ -165,10 +165,10 @@ def fitting_connection(ctx: click.Context, chosen: DelaySettings) -> Any:
     return connection
 
 
-def installed_settings(ctx: click.Context, *, insists: bool = True) -> DelaySettings:
+def installed_settings(ctx: click.Context, *, raises_if_unsupported: bool = True) -> DelaySettings:
     """The settings of the app, which must be installed.
 
-    With *insists* its broker must be supported, too.
+    With *raises_if_unsupported* its broker must be supported, too.
     """
     from celery import _state
 
@@ -180,7 +180,7 @@ def installed_settings(ctx: click.Context, *, insists: bool = True) -> DelaySett
             f"expected an app: name its module with -A, as in `celery -A shop {_words_of(ctx)}`"
         )
     installation = installed(app)
-    installation.insists = insists
+    installation.raises_if_unsupported = raises_if_unsupported
     chosen = installation.settings()
     if not chosen.enabled:
         raise click.ClickException("native_delay_enabled is off in this app")
@@ -201,7 +201,7 @@ def settings(ctx: click.Context) -> DelaySettings:
     installation = installation_of(ctx.obj.app)
     if installation is None:
         return DelaySettings()
-    installation.insists = True
+    installation.raises_if_unsupported = True
     return installation.settings()
 
 

@@ -120,7 +120,7 @@ def show_tasks(ctx: click.Context, ids: tuple[str, ...], as_json: bool) -> None:
         print_json(objects[0] if len(ids) == 1 else objects)
     else:
         now = datetime.now(UTC)
-        click.echo("\n\n".join(_told(*each, now) for each in found.items()))
+        click.echo("\n\n".join(_text_of(*each, now) for each in found.items()))
     ctx.exit(0 if all(found.values()) else 1)
 
 
@@ -206,8 +206,8 @@ def _change(
     outcomes = change(delay, chosen)
     failed = [outcome for outcome in outcomes if not outcome]
     if as_json:
-        told = [{"id": each.id, "verdict": each.verdict.value} for each in outcomes]
-        print_json({"done": len(outcomes) - len(failed), "outcomes": told})
+        verdicts = [{"id": each.id, "verdict": each.verdict.value} for each in outcomes]
+        print_json({"done": len(outcomes) - len(failed), "outcomes": verdicts})
     else:
         for outcome in failed if by_search else outcomes:
             click.echo(printable(outcome))
@@ -237,7 +237,7 @@ def _as_object(tasks: list[Waiting]) -> dict[str, Any] | None:
     return first | {"others": others} if others else first
 
 
-def _told(task_id: str, tasks: list[Waiting], now: datetime) -> str:
+def _text_of(task_id: str, tasks: list[Waiting], now: datetime) -> str:
     if not tasks:
         return f"{printable(task_id)}: nothing waits under this id"
     return "\n\n".join("\n".join(_fields(task, now)) for task in tasks)

@@ -50,7 +50,7 @@ class DelayCollector(Collector):
         yield _gauge(
             "events_up",
             "1 if the workers' events are received, else 0.",
-            float(self._listener.hears),
+            float(self._listener.is_connected),
         )
         yield from self._counted()
 

@@ -55,7 +55,7 @@ class Task:
     instead: Callable[[], Any]
 
     @property
-    def is_ours(self) -> bool:
+    def is_connected(self) -> bool:
         return self.wait.message.channel.connection is not None
 
 
@@ -129,7 +129,7 @@ class Attendant(Thread):
 
     def _put_back_or_hold(self, batch: list[Task]) -> None:
         for attempt in range(_TRIES):
-            batch = [task for task in batch if task.is_ours]
+            batch = [task for task in batch if task.is_connected]
             if not batch or self._guarded(partial(self._put_back, batch)):
                 return
             if self._stopping.wait(_RETRY_SECONDS * (attempt + 1)):

@@ -39,21 +39,21 @@ class Tallying:
         """Send the counts every second, over a new connection."""
         signals.task_received.connect(self._on_received, weak=False)
         signals.task_revoked.connect(self._on_revoked, weak=False)
-        self.tell()
-        self._timer = self._consumer.timer.call_repeatedly(INTERVAL_SECONDS, self.tell)
+        self.send()
+        self._timer = self._consumer.timer.call_repeatedly(INTERVAL_SECONDS, self.send)
 
     def stop(self) -> None:
         """Send the counts once more before the connection is closed."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-            self.tell()
+            self.send()
 
     def shutdown(self) -> None:
         signals.task_received.disconnect(self._on_received)
         signals.task_revoked.disconnect(self._on_revoked)
 
-    def tell(self) -> None:
+    def send(self) -> None:
         """Send the counts since the last event."""
         dispatcher = self._consumer.event_dispatcher
         if dispatcher is None:
