@@ -84,7 +84,7 @@ def exporter(
     name="flower",
     cls=CeleryCommand,
     context_settings={"ignore_unknown_options": True},
-    add_help_option=False,  # Flower's own tells it
+    add_help_option=False,  # Flower's own --help lists its options
 )
 @click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[FLOWER OPTIONS]...")
 @click.pass_context

@@ -18,7 +18,7 @@ from ..worker.tally import BOUNDS, bucket
 from .listening import Counts, Listener
 from .polling import Poll, Reading
 
-#: Their names in a tally.
+#: Counters by their names in a tally, with their help texts.
 _COUNTERS = {
     "matured": "Delayed messages that a worker received to run them.",
     "cancelled": "Delayed messages that were cancelled, and that a worker announced.",

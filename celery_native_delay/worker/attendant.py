@@ -42,7 +42,7 @@ BATCH = 32
 _RETRY_SECONDS = 1.0
 _TRIES = 3
 
-#: py-amqp raises AttributeError where a connection went away under it.
+#: py-amqp raises AttributeError on a lost connection.
 _ERRORS = (AMQPError, OSError, AttributeError)
 
 
