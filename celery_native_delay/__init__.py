@@ -38,7 +38,6 @@ from .rates.retry_after import RetryAfter
 from .records.waiting import Outcome, Query, Verdict, Waiting
 from .settings import DelaySettings
 from .transports.aliases import delay_headers, register_transports, transport_for
-from .worker.outage import store_outage
 
 __version__ = "0.1.0"
 
@@ -74,7 +73,6 @@ __all__ = (
     "Waiting",
     "delay_headers",
     "install",
-    "store_outage",
     "transport_for",
 )
 

@@ -112,8 +112,6 @@ class DelaySettings:
     """SQLAlchemy URL of the database in which messages wait if the broker itself cannot delay,
     such as ``sqlite:////var/lib/shop/delays.db``. Defaults to None: a ``sqla+…`` broker is its own
     store, and on other such brokers delayed tasks wait in the worker, as in Celery."""
-    store_outage_seconds: float = 120.0
-    """Seconds for which the store may be unreachable. Then workers stop warmly."""
     strict: bool = False
     """If on, an app whose broker is not supported raises ``UnsupportedBroker``, instead of a
     warning."""
@@ -260,9 +258,6 @@ def _rule(name: str, value: Any) -> tuple[bool, str]:
             return value in ("run", "wait"), '"run" or "wait"'
         case "store":
             return value is None or (is_text and is_store_url(value)), _EXPECTED_STORE
-        case "store_outage_seconds":
-            fits = _is_number(value) and 0 < value <= 86_400
-            return fits, "seconds, more than 0 and at most 86400"
         case "telemetry":
             return value is None or (is_text and "\0" not in value), "None or the path of a folder"
         case "fence_policy":

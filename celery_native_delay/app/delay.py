@@ -18,7 +18,6 @@ from ..errors import (
     CannotDelay,
     InvalidQuery,
     NativeDelayError,
-    NoRecords,
     RecordsUnavailable,
 )
 from ..rates.line import RateLine
@@ -274,14 +273,7 @@ class Delay(KeyedCalls):
 
     def _ask(self, question: Callable[[WaitingTasks], T]) -> T:
         def ask(channel: Any, settings: DelaySettings) -> T:
-            found = channel.waiting_tasks(settings)
-            if found is None:
-                raise NoRecords(
-                    "RabbitMQ cannot list the messages in its delay levels: set "
-                    "native_delay_records to the URL of a Redis or a database, in workers and "
-                    "producers"
-                )
-            with closing(found):
+            with closing(channel.waiting_tasks(settings)) as found:
                 try:
                     return question(found)
                 except RecordsUnavailable as exc:

@@ -18,7 +18,7 @@ from ..due_time import check_countdown
 from ..errors import SettingsError, UnsupportedBroker
 from ..records.opened import Place
 from ..settings import DelaySettings
-from ..transports.aliases import OPTION, check_url, option_of, transport_of
+from ..transports.aliases import OPTION, option_of, transport_of, url_errors_explained
 from ..transports.interface import AdminPart, ExpectsQueues, ServesQueues
 from .broker import check_fits, name_broker, why_nothing_waits, without_traceback
 
@@ -89,9 +89,9 @@ class Installation:
         if not self._connected_enabled:
             return connect(*args, **kwargs)
         with without_traceback():
-            url = args[0] if args else kwargs.get("url")
-            check_url(url, alias=kwargs.get("transport") or self.app.conf.broker_transport)
-            connection = connect(*args, **kwargs)
+            with url_errors_explained():
+                connection = connect(*args, **kwargs)
+                connection.get_transport_cls()
             settings = self._settings_or_error()
             if self._fits(connection, settings):
                 options = {OPTION: option_of(settings)} | (connection.transport_options or {})

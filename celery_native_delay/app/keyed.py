@@ -236,8 +236,7 @@ def key_records(app: Any, connection: Any) -> KeyRecords:
         channel, settings = delaying_channel(app, connection)
     except UnsupportedBroker as exc:
         raise UnsupportedBroker(f"{exc}; {WHERE_KEYS_ARE_KEPT}") from exc
-    records: KeyRecords = channel.key_records(settings)
-    return records
+    return KeyRecords(channel.records(settings))
 
 
 def _mark_of(kind: str, signature: Any, key: object, until: str | None = None) -> Mark:

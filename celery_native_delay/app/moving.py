@@ -30,7 +30,7 @@ from ..keyed.record import HEADER, Mark, Record
 from ..keyed.rules import Step
 from ..records.waiting import PLACE
 from ..settings import DelaySettings, is_store_url
-from ..transports.aliases import OPTION, check_url, option_of
+from ..transports.aliases import OPTION, option_of, url_errors_explained
 from ..transports.moving import Moving, MovingPart, Reach, Source, Stays, Void
 from ..urls import without_password
 from .installation import delaying_channel
@@ -128,8 +128,7 @@ class Account:
     """The numbers of one source: its messages before (*count*), and what became of them.
 
     *stays* were not to be moved; *refused* could not be moved, by reason; *void* were cancelled or
-    replaced before, and deleted. *computed* had no ETA: their due time was computed, and may be
-    *late_seconds* late. *doubtful* are the ids of tasks that may run twice.
+    replaced before, and deleted. *doubtful* are the ids of tasks that may run twice.
     """
 
     source: str
@@ -138,8 +137,6 @@ class Account:
     stays: int = 0
     void: int = 0
     refused: Counter[str] = field(default_factory=Counter)
-    computed: int = 0
-    late_seconds: float = 0.0
     doubtful: list[str] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
@@ -206,9 +203,6 @@ def _move_one(
     account.moved += 1
     if not (is_once and is_gone):
         account.doubtful.append(str(moving.task_id))
-    if moving.late_seconds is not None:
-        account.computed += 1
-        account.late_seconds = max(account.late_seconds, moving.late_seconds)
 
 
 # ---- places ------------------------------------------------------------------------------------
@@ -257,9 +251,11 @@ def _other_part(url: str, settings: DelaySettings, own: Any) -> Iterator[MovingP
     """The part for another broker, or for a store, at *url*."""
     if url.partition("://")[0].partition("+")[0] in _DATABASES and is_store_url(url):
         url = f"sqla+{url}"
-    check_url(url)
     shown = without_password(url)
-    with Connection(url, transport_options={OPTION: option_of(settings)}) as connection:
+    with url_errors_explained():
+        other = Connection(url, transport_options={OPTION: option_of(settings)})
+        other.get_transport_cls()
+    with other as connection:
         if (connection.hostname, connection.port) != (own.hostname, own.port):
             settings = replace(settings, management_url=None)
         if connection.as_uri() == own.as_uri():

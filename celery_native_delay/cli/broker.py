@@ -73,10 +73,8 @@ def status(ctx: click.Context, as_json: bool) -> None:
     On RabbitMQ with records it counts the tasks that `ls` lists. The delay levels hold more
     messages: those of cancelled and moved tasks stay until they were due.
     """
-    from ..transports.interface import CountsByRecords
-
     with broker(ctx) as part:
-        found = part.status_with_records() if isinstance(part, CountsByRecords) else part.status()
+        found = part.status()
     show(found, as_json)
 
 

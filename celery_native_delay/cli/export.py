@@ -29,12 +29,11 @@ def export(ctx: click.Context, vhost: str | None, without_queues: bool, as_json:
     """
     from ..app.broker import shown_broker
     from ..errors import UnsupportedBroker
-    from ..transports.interface import Exports
 
     app = ctx.obj.app
     chosen = installed_settings(ctx)
     transport = fitting_connection(ctx, chosen).transport
-    if not isinstance(transport, Exports):
+    if not hasattr(transport, "export"):
         raise UnsupportedBroker(
             f"expected RabbitMQ, got {shown_broker(app)}: {_why_nothing(transport, chosen)}"
         )

@@ -127,10 +127,9 @@ def prune(
     until they are due. Stop all producers on this virtual host that use Celery's own way.
     """
     from ..app.moving import reaches_of
-    from ..transports.moving import Prunes
 
     with broker(ctx) as part:
-        if not isinstance(part, Prunes):
+        if not hasattr(part, "pruning"):
             raise click.UsageError(
                 f"expected RabbitMQ: {part.name} leaves no queues of earlier settings"
             )
@@ -215,16 +214,8 @@ def _show(
 
 
 def _remarks(account: Account) -> Iterator[str]:
-    from ..durations import duration
-
     for why, number in account.refused.items():
         yield printable(f"{account.source}: {number} refused: {why}")
-    if account.computed:
-        late = duration(account.late_seconds)
-        yield (
-            f"{account.source}: {account.computed} had no ETA: their due time was computed from "
-            f"their level, up to {late} late"
-        )
     if account.doubtful:
         yield f"{account.source}: {len(account.doubtful)} may run twice (listed above)"
 

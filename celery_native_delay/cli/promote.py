@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import click
 
 from .group import as_json_option, command, installed_settings, loglevel_option, reachable, say
@@ -44,8 +42,7 @@ def _run(ctx: click.Context, loglevel: int, queues: str, as_json: bool, *, done:
     import signal
 
     from ..app.installation import delaying_channel, serving
-    from ..transports.interface import GivesUp, Outage, ServesQueues, WorkerPart
-    from ..worker.outage import react
+    from ..transports.interface import ServesQueues, WorkerPart
 
     app = ctx.obj.app
     installed_settings(ctx)
@@ -61,14 +58,6 @@ def _run(ctx: click.Context, loglevel: int, queues: str, as_json: bool, *, done:
         promoter = part.promoter(app.connection_for_write)
         if promoter is None:
             raise click.UsageError(f"{where} delivers due tasks itself: nothing to promote")
-    outages: list[Outage] = []
-
-    def give_up(outage: Outage) -> None:
-        outages.append(outage)
-        promoter.stop()
-
-    if isinstance(promoter, GivesUp):
-        promoter.on_outage = lambda outage: react(app, outage, partial(give_up, outage))
     if not as_json:
         click.echo(f"{ctx.info_name} runs: {prepared}")
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -76,5 +65,3 @@ def _run(ctx: click.Context, loglevel: int, queues: str, as_json: bool, *, done:
     promoter.run()
     text = f"{promoter.promoted} message(s) {done}, {promoter.parked} parked"
     say(as_json, {done: promoter.promoted, "parked": promoter.parked}, text)
-    if outages:
-        raise click.ClickException(str(outages[0]))

@@ -5,14 +5,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from datetime import UTC, datetime
-from functools import partial
 from threading import Thread
 from typing import Any
 
 import celery.worker.consumer.delayed_delivery
 from celery import bootsteps, signals
-from celery.platforms import EX_FAILURE
-from celery.worker import state
 from celery.worker.consumer.tasks import Tasks
 
 from ..app.installation import installation_of, keep_celerys_own_off, records_place
@@ -20,8 +17,6 @@ from ..errors import NativeDelayError, SettingsError
 from ..records.opened import flush
 from ..settings import DelaySettings
 from ..transports.interface import (
-    GivesUp,
-    Outage,
     Promoter,
     ServesQueues,
     Wait,
@@ -31,7 +26,6 @@ from ..transports.interface import (
 from .attendant import Attendant
 from .fencing import Fence
 from .gates import Moved, gates
-from .outage import react
 from .rating import Rated, teach_retry_after
 from .strategies import GatedStrategies, Waker, forget_eta
 from .tallying import Tallying
@@ -127,19 +121,9 @@ class NativeDelay(bootsteps.StartStopStep):  # type: ignore[misc]
             self._promoter = promoter = part.promoter(c.app.connection_for_write)
             if promoter is None:
                 return
-            if isinstance(promoter, GivesUp):
-                promoter.on_outage = partial(self._stop_worker, c)
             name = "native-delay-promoter"
             self._promoting = Thread(target=promoter.run, name=name, daemon=True)
             self._promoting.start()
-
-    @staticmethod
-    def _stop_worker(c: Any, outage: Outage) -> None:
-        def stop_warmly() -> None:
-            state.should_stop = EX_FAILURE
-            c.strategies.wake()
-
-        react(c.app, outage, stop_warmly)
 
     def register_with_event_loop(self, c: Any, hub: Any) -> None:
         """Register a new waker: with a new connection the hub has forgotten the last one."""

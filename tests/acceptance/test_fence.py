@@ -123,10 +123,7 @@ def check_what_runs(broker_url: str, folder: Path, *, pool: Any, **records: str)
             worker.wait_for_log("is dropped: run aborted was aborted", count=TASKS)
             strict.wait_for_log("is dropped: run strict was aborted", count=TASKS)
 
-            def all_told() -> bool:
-                return len(events) >= 3 * TASKS
-
-            wait_until(all_told)
+            wait_until(lambda: len(events) >= 3 * TASKS)
         connection.close()
         ran = fleet.record.runs()
         times = {"won": 1, "held": 1, "dead": 2, "lost": 1, "plain": 1}

@@ -13,6 +13,7 @@ import pytest
 
 from tests.acceptance.worker import FEW_LEVELS
 from tests.brokers import on_one_version
+from tests.waiting import PATIENCE_SECONDS
 
 PASSWORD = "s3cret"
 
@@ -50,8 +51,6 @@ sys.meta_path[:] = [Hiding(finder) for finder in sys.meta_path]
 DELAYED = "shop.app.send_task('remind', countdown=60, retry=False)"
 IMMEDIATE = "shop.app.send_task('remind', retry=False)"
 
-_PATIENCE_SECONDS = 60
-
 
 @dataclass
 class Shop:
@@ -77,7 +76,7 @@ class Shop:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=_PATIENCE_SECONDS,
+            timeout=PATIENCE_SECONDS,
         )
         assert PASSWORD not in done.stdout + done.stderr
         return done
@@ -111,10 +110,8 @@ def shop(tmp_path: Path) -> Shop:
 
 MISSING = [
     ("redis://:s3cret@localhost", "redis", "celery_native_delay[redis]"),
-    ("sqs://key:s3cret@", "boto3", "celery_native_delay[sqs]"),
+    ("sqs://key:s3cret@", "botocore", "celery_native_delay[sqs]"),
     ("sqla+postgresql://shop:s3cret@localhost/shop", "sqlalchemy", "celery_native_delay[sql]"),
-    ("pgmq://shop:s3cret@localhost/shop", "pgmq", "kombu[pgmq]"),
-    ("amqp://localhost;redis://:s3cret@localhost", "redis", "celery_native_delay[redis]"),
 ]
 
 
@@ -234,8 +231,8 @@ def test_a_scheme_that_kombu_does_not_know(shop: Shop) -> None:
         raised = shop.raised(code)
         assert raised.count("Traceback") == 1
         said.append(raised.splitlines()[-1].partition("UnsupportedBroker: ")[2])
-    expected = "expected a broker URL with a scheme that kombu knows, got amqpp://"
-    assert set(said) == {f"{expected}; did you mean amqp://?"}
+    expected = "expected a broker URL with a scheme that kombu knows: No such transport: amqpp."
+    assert set(said) == {f"{expected}  Did you mean amqp?"}
 
 
 # ---- nobody answers ---------------------------------------------------------------------------

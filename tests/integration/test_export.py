@@ -12,7 +12,7 @@ from kombu import Connection
 
 from celery_native_delay import DelaySettings, NotDeclared
 from celery_native_delay.testing import PrivateRabbitMQ, vhost_name
-from celery_native_delay.transports.rabbitmq.definitions import export
+from celery_native_delay.transports.rabbitmq.blueprint import export
 from celery_native_delay.transports.rabbitmq.topology import Topology
 from tests.brokers import on_one_version
 from tests.integration.project import Project

@@ -12,21 +12,13 @@ from celery import Celery
 from celery_native_delay import Delay, install
 from celery_native_delay.app.installation import delaying_channel
 from celery_native_delay.testing import PrivateRedis
-from tests.integration.project import Project
+from tests.integration.project import APP, Project
 from tests.lines import fill
 
 # Each command is a process, which takes seconds on a busy machine.
 pytestmark = pytest.mark.timeout(300)
 
 on_redis = pytest.mark.parametrize("server_name", ["redis"], indirect=True)
-
-APP = """
-from celery import Celery
-from celery_native_delay import install
-
-app = Celery("shop", broker={url!r}, set_as_current=False)
-install(app, **{settings!r})
-"""
 
 RATES = {"shop.call_api": "10/h"}
 

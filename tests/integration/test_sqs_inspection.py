@@ -131,8 +131,8 @@ def test_plan_tells_hops_and_requests(shop: Project) -> None:
 def test_nobody_can_look_into_it_and_a_broker_that_is_not_there_is_one_sentence(
     shop: Project,
 ) -> None:
-    assert "does not show what waits" in shop.delay("ls").stderr
-    assert "does not show what waits" in shop.delay("cancel", "task-1").stderr
+    assert "cannot list its waiting messages" in shop.delay("ls").stderr
+    assert "cannot list its waiting messages" in shop.delay("cancel", "task-1").stderr
     Project(shop.folder).write(
         APP,
         "sqs://127.0.0.1:9",

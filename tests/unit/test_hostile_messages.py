@@ -151,7 +151,7 @@ def messages(headers: dict[str, Any], payload: Any, consumer: Any) -> Iterator[A
 
 
 @pytest.mark.parametrize("key", KEYS)
-@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, suppress_health_check=list(HealthCheck))
 @given(headers=HEADERS, payload=PAYLOADS)
 def test_no_gate_raises_and_none_keeps_a_task_for_ever(
     lines: RecordLines,

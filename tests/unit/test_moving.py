@@ -13,8 +13,8 @@ from celery_native_delay.due_time import due_us
 from celery_native_delay.errors import CannotDelay
 from celery_native_delay.keyed.publishing import KeyedPublish
 from celery_native_delay.keyed.record import HEADER, Mark, Record, Run
-from celery_native_delay.keyed.records import ComparedRecords, KeyRecords
-from celery_native_delay.keyed.rules import Seen, Step
+from celery_native_delay.keyed.records import KeyRecords
+from celery_native_delay.keyed.rules import Rule, Seen, Step
 from celery_native_delay.message import Delayed
 from celery_native_delay.transports.moving import (
     Found,
@@ -153,14 +153,7 @@ def test_what_may_run_twice_is_named() -> None:
     ]
 
 
-def test_due_times_that_were_computed_are_counted_with_their_bound() -> None:
-    log: list[str] = []
-    place = Place(a_message("one", late_seconds=4.0), a_message("two", late_seconds=1.0), log=log)
-    account = moved(place, Other(log))
-    assert (account.computed, account.late_seconds) == (2, 4.0)
-
-
-class Records(ComparedRecords):
+class Records(KeyRecords):
     """Records in a dict."""
 
     def __init__(self, **records: Record) -> None:
@@ -169,11 +162,13 @@ class Records(ComparedRecords):
     def read(self, name: str) -> Seen:
         return Seen(100, self.by_name.get(name))
 
-    def write(self, name: str, seen: Seen, step: Step, put: Any) -> bool:
+    def change(self, name: str, rule: Rule, put: Any = None) -> tuple[Seen, Step]:
+        seen = self.read(name)
+        step = rule(seen)
         self.by_name.pop(name, None)
         if step.record is not None:
             self.by_name[name] = step.record
-        return True
+        return seen, step
 
 
 MARK = Mark("unique", "shop.remind", "ada", "end")

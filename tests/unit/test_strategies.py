@@ -150,7 +150,6 @@ class Worker:
     takes: bool = True
     answer: Answer = Answer.RUN
     runs_unasked: bool = True
-    adopts: bool = True
     fence: Gate = lambda arrival: None
     ran: list[tuple[Any, ...]] = field(default_factory=list)
     adopted: list[Adopted] = field(default_factory=list)
@@ -159,7 +158,7 @@ class Worker:
 
     def strategies(self) -> GatedStrategies:
         away = "run" if self.runs_unasked else "wait"
-        settings = DelaySettings(records_away=away, adopt=self.adopts)
+        settings = DelaySettings(records_away=away)
         moved = Moved(settings)
         moved.receipts = self
         passed = gates(settings, moved, self.fence)
@@ -228,11 +227,6 @@ def test_only_a_wait_worth_the_way_is_adopted(
     assert Worker().receives(message) == outcome
 
 
-def test_a_naive_eta_is_utc() -> None:
-    eta = datetime.now(UTC).replace(tzinfo=None) + timedelta(seconds=60)
-    assert Worker().receives(Message({"id": "1", "eta": eta.isoformat()})) == "adopted"
-
-
 def test_a_task_of_protocol_1_has_its_eta_in_the_payload() -> None:
     worker = Worker()
     assert worker.receives(Message({}), {"id": "1", "eta": in_seconds(60)}) == "adopted"
@@ -250,10 +244,6 @@ def test_revoked_and_expired_tasks_are_celerys() -> None:
 
 def test_a_task_that_nobody_can_take_is_held_by_celery() -> None:
     assert Worker(takes=False).receives(Message({"id": "1", "eta": in_seconds(60)})) == "ran"
-
-
-def test_a_worker_that_does_not_adopt_leaves_early_tasks_to_celery() -> None:
-    assert Worker(adopts=False).receives(Message({"id": "1", "eta": in_seconds(60)})) == "ran"
 
 
 def test_a_task_of_an_unknown_queue_is_held_by_celery() -> None:
@@ -280,13 +270,8 @@ def test_a_task_that_is_due_reaches_celery_unchanged() -> None:
     assert kwargs == {}
 
 
-@pytest.mark.parametrize("eta", ["tomorrow", "2026-13-01"])
+@pytest.mark.parametrize("eta", ["tomorrow", "2026-13-01", 5, 5.5, [1], {"a": 1}])
 def test_an_eta_that_is_no_date_is_left_to_celery(eta: Any) -> None:
-    assert Worker().receives(Message({"id": "1", "eta": eta})) == "ran"
-
-
-@pytest.mark.parametrize("eta", [5, 5.5, [1], {"a": 1}])
-def test_an_eta_of_another_type_is_left_to_celery(eta: Any) -> None:
     assert Worker().receives(Message({"id": "1", "eta": eta})) == "ran"
 
 
@@ -488,22 +473,6 @@ def test_a_message_whose_expiration_ran_out_while_it_waited_is_discarded() -> No
     assert hasattr(logger, "critical"), "what Celery's ack_log_error wants"
 
 
-@pytest.mark.parametrize(
-    ("expires_in", "headers"),
-    [
-        (None, {"id": "1"}),
-        (60, {"id": "1"}),
-        # A task's own expires is Celery's: it tells the result backend.
-        (-1, {"id": "1", "expires": "2020-01-01T00:00:00+00:00"}),
-    ],
-)
-def test_other_messages_are_not_discarded(
-    expires_in: float | None, headers: dict[str, Any]
-) -> None:
-    expires_ms = None if expires_in is None else ms_from_now(expires_in)
-    assert Worker().receives(Message(headers, delayed(expires_ms))) == "ran"
-
-
 # ---- cancelled and moved tasks -----------------------------------------------------------
 
 
@@ -515,24 +484,6 @@ def test_a_cancelled_task_goes_to_celery_at_once_whatever_its_times_say(
     cancelled = delayed(ms_from_now(-1))._replace(cancelled=True)
     worker = Worker(answer=answer, runs_unasked=False)
     assert worker.receives(Message({"id": "1", "eta": in_seconds(60)}, cancelled)) == "ran"
-
-
-@pytest.mark.parametrize(
-    ("answer", "runs_unasked", "outcome"),
-    [
-        (Answer.RUN, False, "ran"),
-        (Answer.DROP, True, "acked"),
-        (Answer.AWAY, True, "ran"),
-        (Answer.AWAY, False, "adopted"),
-    ],
-)
-def test_a_task_that_waited_does_what_the_records_say(
-    answer: Answer, runs_unasked: bool, outcome: str
-) -> None:
-    worker = Worker(answer=answer, runs_unasked=runs_unasked)
-    message = Message({"id": "1", "task": "t", "eta": in_seconds(-1)}, delayed())
-    assert worker.receives(message) == outcome
-    assert [task.wait.delivery_id for task in worker.adopted] == ["id-1"] * (outcome == "adopted")
 
 
 def test_a_task_that_is_not_decided_on_is_asked_about_again() -> None:
@@ -552,10 +503,6 @@ def test_a_task_that_is_not_decided_on_is_asked_about_again() -> None:
     call()
     worker.consumer.soon.pop()()
     assert len(worker.ran) == 1
-
-
-def test_a_task_that_did_not_wait_is_nothing_to_the_records() -> None:
-    assert Worker(answer=Answer.DROP).receives(Message({"id": "1"})) == "ran"
 
 
 def test_a_gate_is_asked_again_on_time_in_an_idle_worker() -> None:
