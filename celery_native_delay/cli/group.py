@@ -24,6 +24,14 @@ as_json_option = click.option("--json", "as_json", is_flag=True, help="Print JSO
 yes_option = click.option(
     "-f", "--force", "--yes", is_flag=True, help="Do not ask for confirmation."
 )
+limit_option = click.option(
+    "-n",
+    "--limit",
+    type=click.IntRange(min=1),
+    default=50,
+    show_default=True,
+    help="Show at most this many.",
+)
 loglevel_option = click.option(
     "-l",
     "--loglevel",

@@ -17,6 +17,7 @@ from .group import (
     command,
     confirm,
     installed_settings,
+    limit_option,
     print_json,
     printable,
     table,
@@ -48,7 +49,7 @@ _filters = _all(
         "-s",
         "--search",
         default="",
-        help="Words that must all match: name:… queue:… args:… kwargs:key=value key:…, or plain.",
+        help="Words that must all match: name:… queue:… args:… kwargs:key=value key:…, or any word.",
     ),
     click.option(
         "--from",
@@ -70,8 +71,14 @@ _chosen = _all(
 
 @command(name="ls")
 @_filters
-@click.option("-n", "--limit", type=click.IntRange(min=1), default=50, show_default=True)
-@click.option("--offset", type=click.IntRange(min=0), default=0, show_default=True)
+@limit_option
+@click.option(
+    "--offset",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="Skip this many.",
+)
 @as_json_option
 def ls(
     ctx: click.Context,
@@ -136,8 +143,12 @@ def cancel(ctx: click.Context, **chosen: Any) -> None:
 
 @command(name="reschedule")
 @_chosen
-@click.option("--countdown", type=Duration(), help="Time from now: seconds, or such as 1h30m, 2d.")
-@click.option("--eta", type=Moment(), metavar="TIME", help="ISO 8601; without a zone, UTC.")
+@click.option(
+    "--countdown", type=Duration(), help="The delay from now: seconds, or such as 1h30m, 2d."
+)
+@click.option(
+    "--eta", type=Moment(), metavar="TIME", help="The due time in ISO 8601; without a zone, UTC."
+)
 def reschedule(
     ctx: click.Context, countdown: float | None, eta: datetime | None, **chosen: Any
 ) -> None:
