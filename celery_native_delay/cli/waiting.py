@@ -49,7 +49,7 @@ _filters = _all(
         "-s",
         "--search",
         default="",
-        help="Words that must all match: name:… queue:… args:… kwargs:key=value key:…, or any word.",
+        help="Words that must all match: any, or name:… queue:… args:… kwargs:key=value key:…",
     ),
     click.option(
         "--from",
@@ -143,12 +143,8 @@ def cancel(ctx: click.Context, **chosen: Any) -> None:
 
 @command(name="reschedule")
 @_chosen
-@click.option(
-    "--countdown", type=Duration(), help="The delay from now: seconds, or such as 1h30m, 2d."
-)
-@click.option(
-    "--eta", type=Moment(), metavar="TIME", help="The due time in ISO 8601; without a zone, UTC."
-)
+@click.option("--countdown", type=Duration(), help="From now: seconds, or such as 1h30m, 2d.")
+@click.option("--eta", type=Moment(), metavar="TIME", help="ISO 8601; without a zone, in UTC.")
 def reschedule(
     ctx: click.Context, countdown: float | None, eta: datetime | None, **chosen: Any
 ) -> None:
