@@ -247,5 +247,5 @@ def test_due_tasks_wait_for_records_that_are_away(vhost_url: str, tmp_path: Path
             assert fleet.record.runs() == []
             records.start()
             fleet.record.wait_for(task_id=kept.id)
-            worker.wait_for_log("is dropped: it was moved", dropped.id)
+            worker.wait_for_log("is dropped: it was cancelled or rescheduled", dropped.id)
             assert {run.id for run in fleet.record.runs()} == {kept.id}

@@ -309,8 +309,8 @@ def test_on_rabbitmq_the_levels_are_shown_and_the_records_are_asked(
 @pytest.mark.parametrize(
     ("away", "meaning"),
     [
-        ("run", "tasks wait and run as ever, those that were cancelled or moved as well"),
-        ("wait", "tasks that are due wait in the broker"),
+        ("run", "meanwhile due tasks run, even if cancelled"),
+        ("wait", "meanwhile due tasks wait in the broker"),
     ],
 )
 def test_without_its_records_the_page_shows_what_the_broker_knows(

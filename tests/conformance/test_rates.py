@@ -170,8 +170,8 @@ def test_no_message_ends_a_worker_or_keeps_other_keys_waiting(fleet: Fleet) -> N
     # A line that is unreachable is asked again after five seconds.
     assert max(run.started for (run,) in runs.values()) - began < 4.5 * SLOWNESS
     assert worker.process.poll() is None
-    assert worker.log_lines("call_api", "cannot be told", "without lone surrogates")
-    assert not worker.log_lines("wait until it answers")
+    assert worker.log_lines("call_api", "cannot compute the rate key", "without lone surrogates")
+    assert not worker.log_lines("wait until the rates can be read")
 
 
 def test_one_worker_hands_a_line_over_in_its_order(fleet: Fleet) -> None:

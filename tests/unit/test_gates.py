@@ -55,7 +55,7 @@ class WaitingTasks:
     ("answer", "records_away", "ruling"),
     [
         (Answer.RUN, "wait", None),
-        (Answer.DROP, "wait", Drop("it was moved")),
+        (Answer.DROP, "wait", Drop("it was cancelled or rescheduled")),
         (Answer.AWAY, "wait", WaitUntil(NOW_US + AWAY_US, "d-1", AskAgain(5.0))),
         (Answer.AWAY, "run", None),
     ],

@@ -397,7 +397,7 @@ def test_a_broker_we_have_nothing_for_warns_once_and_works(
     ("broker", "said"),
     [
         ("memory://", "no store for memory: set native_delay_store"),
-        ("qpid://", "does not support .qpid"),
+        ("qpid://", "does not support qpid"),
     ],
 )
 def test_strict_refuses_a_broker_we_have_nothing_for(broker: str, said: str) -> None:

@@ -58,7 +58,7 @@ def samples(lines: tuple[RateLine, ...] | None) -> Iterator[tuple[str, str, floa
     counts.hear({"queues": {}, "rate_starts": {"api": 1, "mail": 4}})
     reading = Reading(Backlog(0, 0), 0.0, 0.1, None, lines)
     poll: Any = SimpleNamespace(reading=lambda: reading)
-    listener: Any = SimpleNamespace(hears=True)
+    listener: Any = SimpleNamespace(is_connected=True)
     for metric in DelayCollector(poll, counts, listener, ["api", "idle"]).collect():
         for sample in metric.samples:
             if sample.name.startswith("celery_delay_rate_"):

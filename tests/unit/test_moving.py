@@ -195,7 +195,7 @@ def test_a_task_stays_while_another_attempt_runs_under_its_key() -> None:
     records = Records(**{MARK.name: Record(id="one", due_us=5, run=run)})
     log, account = moved_with_records(records, None)
     assert (log, account.moved) == (["closed"], 0)
-    assert "runs under its key" in next(iter(account.refused))
+    assert "a task with its key is running" in next(iter(account.refused))
 
 
 def test_what_both_places_know_alike_stays_as_it_is() -> None:

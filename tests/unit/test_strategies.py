@@ -379,7 +379,12 @@ def test_a_task_that_is_asked_about_again_passes_in_the_consumers_thread(
     message = Message(fenced(eta=eta), waited)
     strategies["t"](message, None, None, None, None)
     [arrival] = gate.arrivals
-    assert (arrival.name, arrival.id, arrival.queue, arrival.is_ours) == ("t", "1", "jobs", True)
+    assert (arrival.name, arrival.id, arrival.queue, arrival.is_connected) == (
+        "t",
+        "1",
+        "jobs",
+        True,
+    )
     assert message.headers["eta"] == eta
     worker.consumer.timer.calls.pop()()
     assert ran == []
