@@ -83,7 +83,7 @@ docs: venv ## build the site into docs/_build/html, every warning an error
 		$(PYTHON) -m pip install --quiet --editable '.[dev,docs]' --constraint constraints.txt
 	$(PYTHON) -m sphinx --fail-on-warning --keep-going --quiet docs docs/_build/html
 
-bench: venv ## compare with worker-held ETA, Celery's own delayed delivery and BullMQ
+bench: venv ## compare with worker-held ETA and Celery's own delayed delivery
 	@scripts/setup_brokers.sh --with-4.3 || scripts/setup_brokers.sh --all
 	@scripts/setup_spark.sh
 	$(PYTHON) -m benchmarks

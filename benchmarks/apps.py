@@ -18,9 +18,6 @@ import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from datetime import datetime
-from multiprocessing import get_context
-from multiprocessing.connection import Connection as Pipe
 from pathlib import Path
 from struct import Struct
 from time import monotonic, sleep, time
@@ -28,10 +25,9 @@ from typing import Any
 
 import kombu
 from celery import Celery
-from kombu import Consumer, Exchange, Queue
+from kombu import Exchange, Queue
 from kombu.transport import native_delayed_delivery as celerys_own
 
-from benchmarks.measuring import resident_bytes
 from celery_native_delay import install
 from example_project.folder_broker import settings_of
 
@@ -113,21 +109,20 @@ def declare_for(method: str, app: Celery) -> None:
                 celerys_own.bind_queue_to_native_delayed_delivery_exchange(connection, queue)
 
 
-def waiting_in(url: str, queue: str = QUEUE) -> int:
-    """Messages that are ready in a queue, the task queue by default."""
+def waiting_in(url: str) -> int:
+    """Messages that are ready in the task queue."""
     with kombu.Connection(url) as connection:
-        return int(connection.default_channel.queue_declare(queue, passive=True).message_count)
+        return int(connection.default_channel.queue_declare(QUEUE, passive=True).message_count)
 
 
 # ---- the worker ----------------------------------------------------------------------------
 
 
 class Worker:
-    """A prefork worker in a process group of its own, and what its tasks recorded."""
+    """What the tasks of a running worker recorded."""
 
-    def __init__(self, record: Path, process: subprocess.Popen[bytes]) -> None:
+    def __init__(self, record: Path) -> None:
         self._record = record
-        self._process = process
 
     def starts(self) -> list[tuple[int, float]]:
         """Every start so far: the task's index and the unix time."""
@@ -135,9 +130,6 @@ class Worker:
 
     def start_count(self) -> int:
         return self._record.stat().st_size // RECORD.size
-
-    def resident_bytes(self) -> int:
-        return resident_bytes(self._process.pid)
 
 
 @contextmanager
@@ -176,7 +168,7 @@ def running_worker(
                 said = log.read_text(errors="replace")[-3000:]
                 raise RuntimeError(f"the {method} worker did not start:\n{said}")
             sleep(0.05)
-        yield Worker(record, process)
+        yield Worker(record)
     finally:
         process.terminate()
         with suppress(subprocess.TimeoutExpired):
@@ -184,59 +176,3 @@ def running_worker(
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-
-
-# ---- a consumer that only looks at the clock -----------------------------------------------
-
-
-class Arrivals:
-    """A kombu consumer in a process of its own that notes how late each message arrives."""
-
-    def __init__(self, url: str) -> None:
-        context = get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_consume, args=(url, theirs), daemon=True)
-        self._process.start()
-        theirs.close()
-        self._pipe.recv()
-
-    def __enter__(self) -> Arrivals:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._process.kill()
-        self._process.join()
-
-    def count(self) -> int:
-        self._pipe.send("count")
-        return int(self._pipe.recv())
-
-    def late_ms(self) -> list[float]:
-        """Arrival minus the ETA in the message's own header."""
-        self._pipe.send("all")
-        arrivals: list[tuple[str, float]] = self._pipe.recv()
-        return [(at - datetime.fromisoformat(eta).timestamp()) * 1000 for eta, at in arrivals]
-
-
-def _consume(url: str, pipe: Pipe) -> None:
-    arrivals: list[tuple[str, float]] = []
-    with kombu.Connection(url) as connection:
-        connection.transport_options = {}
-
-        def on_message(message: Any) -> None:
-            now = time()
-            arrivals.append((message.headers["eta"], now))
-
-        consumer = Consumer(
-            connection.default_channel,
-            [Queue(QUEUE, no_declare=True)],
-            no_ack=True,
-            on_message=on_message,
-        )
-        with consumer:
-            pipe.send("ready")
-            while True:
-                with suppress(TimeoutError):
-                    connection.drain_events(timeout=0.25)
-                while pipe.poll():
-                    pipe.send(len(arrivals) if pipe.recv() == "count" else arrivals)

@@ -16,8 +16,8 @@ from celery.signals import before_task_publish
 from matplotlib.figure import Figure
 
 from benchmarks.apps import QUEUE, TASK, declare_for, make_app
-from benchmarks.charts import bars
-from benchmarks.measuring import REDIS_CONFIG, Bench, Result, Target, median, percentile
+from benchmarks.charts import quartile_bars
+from benchmarks.measuring import REDIS_CONFIG, Bench, Result, Target, median, quartiles
 from celery_native_delay import delay_headers
 from celery_native_delay.bulk import bulk
 from celery_native_delay.due_time import due_us as due_us_of
@@ -200,20 +200,17 @@ def conclude(ways: dict[str, Variant], rounds: int) -> Result:
         f"store of a filesystem broker is SQLite.",
     )
     for way in ways.values():
+        rates = quartiles(1 / seconds for seconds in way.seconds)
         result.rows.append(
             {
                 "variant": way.label,
                 "tasks/s": 1 / median(way.seconds),
-                "p25": 1 / percentile(way.seconds, 75),
-                "p75": 1 / percentile(way.seconds, 25),
+                "p25": rates[0],
+                "p75": rates[2],
                 "CPU µs/task": median(way.cpu_seconds) * 1e6,
             }
         )
-        result.series[way.label] = {
-            "rate": 1 / median(way.seconds),
-            "low": 1 / percentile(way.seconds, 75),
-            "high": 1 / percentile(way.seconds, 25),
-        }
+        result.series[way.label] = rates
     rate = {key: 1 / median(way.seconds) for key, way in ways.items()}
     result.targets += [
         Target("bulk(app) : bare py-amqp", rate["bulk"] / rate["bare"], "≥", 0.9),
@@ -227,11 +224,5 @@ def conclude(ways: dict[str, Variant], rounds: int) -> Result:
 
 
 def draw(result: Result) -> Figure:
-    return bars(
-        "Many delayed tasks at once: median, with the middle half",
-        "tasks per second",
-        [
-            (label, one["rate"], (one["low"], one["high"]), "bulk" in label)
-            for label, one in result.series.items()
-        ],
-    )
+    title, unit = "Many delayed tasks at once", "tasks per second"
+    return quartile_bars(title, unit, result.series, lambda label: "bulk" in label)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import log10
 
 import matplotlib
@@ -58,6 +58,17 @@ def bars(title: str, unit: str, rows: Sequence[Bar], *, limit: float | None = No
     picture, (axes,) = figure(title, height=1.2 + 0.38 * len(rows))
     bars_on(axes, unit, rows, limit=limit)
     return picture
+
+
+def quartile_bars(
+    title: str,
+    unit: str,
+    series: Mapping[str, Sequence[float]],
+    is_ours: Callable[[str], bool] = lambda label: True,
+) -> Figure:
+    """A bar for each three quartiles of *series*: the median, with the middle half."""
+    rows = [(label, p50, (p25, p75), is_ours(label)) for label, (p25, p50, p75) in series.items()]
+    return bars(f"{title}: median, with the middle half", unit, rows)
 
 
 def bars_on(axes: Axes, unit: str, rows: Sequence[Bar], *, limit: float | None = None) -> None:

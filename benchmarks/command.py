@@ -19,13 +19,10 @@ from benchmarks import (
     declare,
     keys,
     lateness,
-    pending,
     publish,
     rates,
     reconcile,
-    redis_lateness,
     redis_store,
-    relay,
     report,
     scale,
     spark,
@@ -56,13 +53,10 @@ SCENARIOS: dict[str, Scenario] = {
     "publish": publish,
     "bulk": bulk,
     "lateness": lateness,
-    "pending": pending,
     "throughput": throughput,
     "declare": declare,
     "steady": steady,
-    "redis-lateness": redis_lateness,
     "redis-store": redis_store,
-    "relay": relay,
     "store": store,
     "waiting": waiting,
     "rates": rates,
@@ -113,7 +107,6 @@ def main() -> int:
         action="store_true",
         help="write to benchmarks/, where the scenarios that are not run stay as they are",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     options = parser.parse_args()
     usual = [name for name in SCENARIOS if name not in ONLY_BY_NAME]
     names = [name for name in SCENARIOS if name in (options.only or usual)]
@@ -147,10 +140,7 @@ def main() -> int:
         return 2
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    if options.json:
-        print(report.as_json(about, results))
-    else:
-        report.show(about, results)
+    print(report.as_markdown(about, results))
     return 0
 
 

@@ -14,8 +14,16 @@ from celery import Celery
 from matplotlib.figure import Figure
 
 from benchmarks.apps import TASK, declare_for, make_app
-from benchmarks.charts import bars
-from benchmarks.measuring import REDIS_CONFIG, Bench, Result, Target, median, percentile
+from benchmarks.charts import quartile_bars
+from benchmarks.measuring import (
+    REDIS_CONFIG,
+    Bench,
+    Result,
+    Target,
+    median,
+    percentile_columns,
+    quartiles,
+)
 from celery_native_delay import Delay
 from celery_native_delay.testing import private_redis
 from example_project.folder_broker import SCHEME
@@ -49,19 +57,15 @@ def run(bench: Bench) -> Result:
     for place, ways in found.items():
         base = median(ways[DELAYED])
         for label, seconds in ways.items():
-            microseconds = [each * 1e6 for each in seconds]
             result.rows.append(
                 {
                     "broker": place,
                     "call": label,
-                    "p50 µs": median(microseconds),
-                    "p95 µs": percentile(microseconds, 95),
-                    "p99 µs": percentile(microseconds, 99),
+                    **percentile_columns(seconds, "µs"),
                     "this : delayed": median(seconds) / base,
                 }
             )
-            spread = [percentile(microseconds, percent) for percent in (25, 50, 75)]
-            result.series[f"{place}: {label}"] = spread
+            result.series[f"{place}: {label}"] = quartiles(each * 1e6 for each in seconds)
         ratio = median(ways[DEBOUNCED]) / base
         result.targets.append(Target(f"{place}, debounce : delayed (medians)", ratio, "≤", 1.5))
     return result
@@ -125,11 +129,6 @@ def measured(bench: Bench, place: str, app: Celery, rounds: int) -> dict[str, li
 
 
 def draw(result: Result) -> Figure:
-    return bars(
-        "One call: median, with the middle half",
-        "microseconds",
-        [
-            (label, p50, (p25, p75), DELAYED not in label)
-            for label, (p25, p50, p75) in result.series.items()
-        ],
+    return quartile_bars(
+        "One call", "microseconds", result.series, lambda label: DELAYED not in label
     )

@@ -1,16 +1,28 @@
-"""How late delayed tasks are: at the destination queue, and when a worker starts them."""
+"""How late a worker starts delayed tasks."""
 
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import product
 from time import monotonic, sleep, time
 from typing import Any
 
 from matplotlib.figure import Figure
 
-from benchmarks.apps import LABELS, TASK, Arrivals, declare_for, make_app, running_worker
+from benchmarks.apps import LABELS, TASK, make_app, running_worker
 from benchmarks.charts import GREY, OTHERS, OURS, curves_on, figure
-from benchmarks.measuring import Bench, Result, Target, curve, lateness_columns, percentile
+from benchmarks.measuring import (
+    REDIS_CONFIG,
+    Bench,
+    Result,
+    Target,
+    curve,
+    lateness_columns,
+    percentile,
+)
+from celery_native_delay.testing import private_redis
 
 TASKS = 2_000
 PER_SECOND = 200
@@ -21,21 +33,11 @@ GRACE_SECONDS = 10
 """How much later than the last due time we stop waiting."""
 
 WHOLE, FRACTIONAL = "whole seconds", "fractional"
-QUEUE_SIDE, TASK_SIDE = "queue", "task"
 
-#: (countdowns, side, method) in the order they are measured. On the queue side there is nothing
-#: to compare with (a), whose messages are in the queue from the first moment on.
+#: Broker, countdowns and method, in the order in which they are measured.
 RUNS = [
-    (WHOLE, QUEUE_SIDE, "ours"),
-    (WHOLE, QUEUE_SIDE, "celery"),
-    (WHOLE, TASK_SIDE, "ours"),
-    (WHOLE, TASK_SIDE, "celery"),
-    (WHOLE, TASK_SIDE, "held"),
-    (FRACTIONAL, QUEUE_SIDE, "ours"),
-    (FRACTIONAL, QUEUE_SIDE, "celery"),
-    (FRACTIONAL, TASK_SIDE, "ours"),
-    (FRACTIONAL, TASK_SIDE, "celery"),
-    (FRACTIONAL, TASK_SIDE, "held"),
+    *(("RabbitMQ", *each) for each in product((WHOLE, FRACTIONAL), LABELS)),
+    *(("Redis", FRACTIONAL, method) for method in ("ours", "held")),
 ]
 
 
@@ -46,40 +48,36 @@ def run(bench: Bench) -> Result:
         "Lateness",
         f"{counts[WHOLE]:,} tasks with random countdowns of 1-{longest} whole seconds, and "
         f"{counts[FRACTIONAL]:,} with fractional ones, seeded, the same for every method, "
-        f"published at {PER_SECOND} a second. Queue: a kombu consumer notes when the message "
-        f"reaches its destination queue, against the ETA in its header. Task: a prefork worker "
-        f"with two processes notes when the task starts, against the time of the call plus the "
-        f"countdown. Below zero is early.",
+        f"published at {PER_SECOND} a second. A prefork worker with two processes notes when the "
+        f"task starts, against the time of the call plus the countdown. Below zero is early.",
     )
     late: dict[tuple[str, str, str], list[float]] = {}
-    for countdowns, side, method in RUNS:
+    for broker, countdowns, method in RUNS:
         seconds = _countdowns(countdowns, counts[countdowns], longest)
-        measure = at_the_queue if side == QUEUE_SIDE else at_the_task
-        late_ms = measure(bench, method, seconds, f"lateness, {countdowns}, {side}, {method}")
-        late[countdowns, side, method] = late_ms
+        what = f"lateness, {broker}, {countdowns}, {method}"
+        with bench.vhost() if broker == "RabbitMQ" else redis_url() as url:
+            late_ms = starts_on(url, bench, method, seconds, what)
+        late[broker, countdowns, method] = late_ms
         result.rows.append(
             {
+                "broker": broker,
                 "countdowns": countdowns,
-                "side": side,
                 "method": LABELS[method],
                 **lateness_columns(late_ms),
                 "earliest ms": percentile(late_ms, 0),
                 "missing": len(seconds) - len(late_ms),
             }
         )
-        result.series[f"{countdowns}/{side}/{method}"] = curve(late_ms)
-    for side in (QUEUE_SIDE, TASK_SIDE):
-        ours, celerys = late[WHOLE, side, "ours"], late[WHOLE, side, "celery"]
-        result.targets.append(Target(f"p50, {side} side", percentile(ours, 50), "≤", 10, "ms"))
-        result.targets.append(
-            Target(
-                f"p99, {side} side, against (b)'s",
-                percentile(ours, 99),
-                "≤",
-                percentile(celerys, 99),
-                "ms",
-            )
-        )
+        result.series[f"{broker}/{countdowns}/{method}"] = curve(late_ms)
+    ours, celerys = (late["RabbitMQ", WHOLE, method] for method in ("ours", "celery"))
+    redis, held = (late["Redis", FRACTIONAL, method] for method in ("ours", "held"))
+    for what, measured, limit in (
+        ("RabbitMQ, p50", percentile(ours, 50), 10),
+        ("the same, p99 against (b)'s", percentile(ours, 99), percentile(celerys, 99)),
+        ("Redis, p50 against (a)'s", percentile(redis, 50), percentile(held, 50) + 3),
+        ("the same, p99", percentile(redis, 99), percentile(held, 99) + 3),
+    ):
+        result.targets.append(Target(what, measured, "≤", limit, "ms"))
     result.notes.append(
         "Fractional countdowns show the resolution of 125 ms: the delay is rounded up to it, so "
         "they are late by half of it on average and never early. (b) cuts a countdown to whole "
@@ -89,29 +87,17 @@ def run(bench: Bench) -> Result:
     return result
 
 
+@contextmanager
+def redis_url() -> Iterator[str]:
+    with private_redis(config=REDIS_CONFIG) as redis:
+        yield redis.url
+
+
 def _countdowns(kind: str, count: int, longest: int) -> list[float]:
     chosen = random.Random(2)
     if kind == WHOLE:
         return [float(chosen.randint(1, longest)) for _ in range(count)]
     return [round(chosen.uniform(1, longest), 3) for _ in range(count)]
-
-
-def at_the_queue(bench: Bench, method: str, countdowns: list[float], what: str) -> list[float]:
-    with bench.vhost() as url:
-        app = make_app(method, url, confirm=True)
-        declare_for(method, app)
-        with Arrivals(url) as arrivals:
-            due = publish(bench, app, countdowns, what)
-            bench.wait_for(
-                what, arrivals.count, len(due), timeout_seconds=max(due) - time() + GRACE_SECONDS
-            )
-            app.close()
-            return arrivals.late_ms()
-
-
-def at_the_task(bench: Bench, method: str, countdowns: list[float], what: str) -> list[float]:
-    with bench.vhost() as url:
-        return starts_on(url, bench, method, countdowns, what)
 
 
 def starts_on(
@@ -151,13 +137,11 @@ def publish(bench: Bench, app: Any, countdowns: list[float], what: str) -> list[
 
 def draw(result: Result) -> Figure:
     colours = {"ours": OURS, "celery": OTHERS[0], "held": GREY}
-    picture, axes = figure("How late delayed tasks are (whole-second countdowns)", columns=2)
-    for one, side in zip(axes, (QUEUE_SIDE, TASK_SIDE), strict=True):
-        lines = [
-            (method if method == "ours" else LABELS[method].split(" ", 1)[1], values, colour)
-            for method, colour in colours.items()
-            if (values := result.series.get(f"{WHOLE}/{side}/{method}"))
-        ]
-        title = "at the destination queue" if side == QUEUE_SIDE else "at the start of the task"
-        curves_on(one, title, lines)
+    picture, (axes,) = figure("How late delayed tasks are on RabbitMQ")
+    lines = [
+        (LABELS[method].split(" ", 1)[-1], values, colour)
+        for method, colour in colours.items()
+        if (values := result.series.get(f"RabbitMQ/{WHOLE}/{method}"))
+    ]
+    curves_on(axes, "at the start of the task, whole-second countdowns", lines)
     return picture

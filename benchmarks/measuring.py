@@ -54,6 +54,18 @@ def median(values: Iterable[float]) -> float:
     return percentile(values, 50)
 
 
+def quartiles(values: Iterable[float]) -> list[float]:
+    """The first quartile, the median and the third, as a bar of a picture shows them."""
+    ordered = sorted(values)
+    return [percentile(ordered, percent) for percent in (25, 50, 75)]
+
+
+def percentile_columns(seconds: Iterable[float], unit: Literal["µs", "ms"]) -> dict[str, float]:
+    """The columns p50, p95 and p99 of a table, in *unit*."""
+    ordered, factor = sorted(seconds), {"µs": 1e6, "ms": 1e3}[unit]
+    return {f"p{p} {unit}": percentile(ordered, p) * factor for p in (50, 95, 99)}
+
+
 def curve(values: Iterable[float]) -> list[float]:
     """The value at each of PERCENTILES."""
     ordered = sorted(values)

@@ -12,8 +12,8 @@ from time import perf_counter, process_time, sleep
 from matplotlib.figure import Figure
 
 from benchmarks.apps import TASK, declare_for, make_app
-from benchmarks.charts import bars
-from benchmarks.measuring import Bench, Result, Target, median, percentile
+from benchmarks.charts import quartile_bars
+from benchmarks.measuring import Bench, Result, Target, median, percentile_columns, quartiles
 
 ROUNDS = 60
 BLOCK = 50
@@ -120,23 +120,15 @@ def conclude(ways: list[Variant], rounds: int) -> Result:
         f"is the noise. CPU is the client's, per publish.",
     )
     for way in ways:
-        microseconds = [seconds * 1e6 for seconds in way.seconds]
         result.rows.append(
             {
                 "variant": way.label,
-                "p50 µs": median(microseconds),
-                "p95 µs": percentile(microseconds, 95),
-                "p99 µs": percentile(microseconds, 99),
+                **percentile_columns(way.seconds, "µs"),
                 "CPU µs": median(way.cpu_seconds) * 1e6,
                 "ours : this": _ratio_text(by_key["ours" if way.waits else "ours off"], way),
             }
         )
-        result.series[way.label] = {
-            "p50": median(microseconds),
-            "p25": percentile(microseconds, 25),
-            "p75": percentile(microseconds, 75),
-            "cpu": median(way.cpu_seconds) * 1e6,
-        }
+        result.series[way.label] = quartiles(seconds * 1e6 for seconds in way.seconds)
     for other in ("now", "celery"):
         result.targets.append(
             Target(
@@ -165,16 +157,10 @@ def _ratio_text(ours: Variant, other: Variant) -> str:
     if ours is other:
         return "1"
     ratios = [median(a) / median(b) for a, b in zip(ours.blocks, other.blocks, strict=True)]
-    low, high = percentile(ratios, 25), percentile(ratios, 75)
+    low, _, high = quartiles(ratios)
     return f"{ratio(ours, other):.3f} ({low:.2f}-{high:.2f})"
 
 
 def draw(result: Result) -> Figure:
-    return bars(
-        "Client cost of one publish: median, with the middle half",
-        "microseconds",
-        [
-            (label, one["p50"], (one["p25"], one["p75"]), label.startswith("ours"))
-            for label, one in result.series.items()
-        ],
-    )
+    title = "Client cost of one publish"
+    return quartile_bars(title, "microseconds", result.series, lambda label: label[:4] == "ours")

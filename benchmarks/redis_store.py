@@ -15,7 +15,16 @@ import kombu
 from matplotlib.figure import Figure
 
 from benchmarks.charts import bars_on, figure
-from benchmarks.measuring import REDIS_CONFIG, Bench, Result, Target, median, percentile, quiet
+from benchmarks.measuring import (
+    REDIS_CONFIG,
+    Bench,
+    Result,
+    Target,
+    median,
+    percentile,
+    quartiles,
+    quiet,
+)
 from celery_native_delay.testing import PrivateRedis, private_redis
 from celery_native_delay.transports.redis.entry import Destination, entry_of
 from celery_native_delay.transports.redis.store import BATCH, Rounds, Store
@@ -121,10 +130,10 @@ def run(bench: Bench) -> Result:
         (f"add, {few:,} pending", small.add_seconds),
         (f"add, {many:,} pending", large.add_seconds),
     ):
-        result.series[label] = [percentile(seconds, percent) * 1e6 for percent in (25, 50, 75)]
+        result.series[label] = quartiles(each * 1e6 for each in seconds)
     for one in (small, large):
-        batches = [percentile(one.promote_seconds, percent) for percent in (75, 50, 25)]
-        result.series[f"promote, {one.count:,} pending"] = [BATCH / each for each in batches]
+        rates = quartiles(BATCH / seconds for seconds in one.promote_seconds)
+        result.series[f"promote, {one.count:,} pending"] = rates
     return result
 
 

@@ -1,4 +1,4 @@
-"""The figures as text: a table for people, JSON for scripts, Markdown for the repository."""
+"""The figures as text: Markdown for people, JSON for scripts."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from benchmarks.charts import short
 from benchmarks.measuring import Result, Target
@@ -65,17 +62,6 @@ def as_markdown(about: Mapping[str, str], results: Results) -> str:
     return "\n".join(lines)
 
 
-def show(about: Mapping[str, str], results: Results) -> None:
-    """The tables on the terminal."""
-    console = Console()
-    console.print(", ".join(f"{name}: {value}" for name, value in about.items()), style="dim")
-    for result in results.values():
-        console.print(_table(result.title, result.rows))
-        for note in result.notes:
-            console.print(note, style="dim")
-    console.print(_table("Targets", target_rows(results)))
-
-
 def target_rows(results: Results) -> list[dict[str, Any]]:
     return [
         {
@@ -94,15 +80,6 @@ def _with_unit(value: float, target: Target) -> str:
     # A ratio that misses its target by little must not look as if it met it.
     text = short(value) if target.unit else f"{value:.3f}"
     return f"{text} {target.unit}".strip()
-
-
-def _table(title: str, rows: list[dict[str, Any]]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold")
-    for column, value in (rows[0] if rows else {}).items():
-        table.add_column(column, justify="left" if isinstance(value, str) else "right")
-    for row in rows:
-        table.add_row(*(_cell(value).replace("**", "") for value in row.values()))
-    return table
 
 
 def markdown_table(rows: list[dict[str, Any]]) -> list[str]:

@@ -14,7 +14,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from benchmarks.apps import TASK, make_app, running_worker
-from benchmarks.charts import bars
+from benchmarks.charts import quartile_bars
 from benchmarks.measuring import (
     BROKER_OPTIONS,
     REDIS_CONFIG,
@@ -23,6 +23,7 @@ from benchmarks.measuring import (
     Target,
     log,
     percentile,
+    quartiles,
     resident_bytes,
 )
 from celery_native_delay.bulk import bulk
@@ -88,13 +89,9 @@ class Scale:
         return conclude(bench, measured)
 
     def draw(self, result: Result) -> Figure:
-        return bars(
-            "Brokers full of waiting tasks: a task that comes due meanwhile",
-            "milliseconds late: median, with the middle half",
-            [
-                (label, middle, (low, high), STAGES[0] not in label)
-                for label, (low, middle, high) in result.series.items()
-            ],
+        title = "Lateness of a task on a broker full of waiting tasks"
+        return quartile_bars(
+            title, "milliseconds", result.series, lambda label: STAGES[0] not in label
         )
 
 
@@ -211,9 +208,7 @@ def conclude(bench: Bench, measured: list[Measured]) -> Result:
             }
         )
         for stage, late in one.late_ms.items():
-            result.series[f"{one.label}, {one.pending:,}: {stage}"] = [
-                percentile(late, percent) for percent in (25, 50, 75)
-            ]
+            result.series[f"{one.label}, {one.pending:,}: {stage}"] = quartiles(late)
         empty, full = (percentile(one.late_ms[stage], 50) for stage in STAGES[:2])
         result.targets.append(
             Target(f"{one.label}, median late: {one.pending:,} : none", full / empty, "≤", 1.5)

@@ -17,8 +17,8 @@ from pyspark.sql import SparkSession
 from pyspark.sql import functions as f
 
 from benchmarks.apps import QUEUE, REPOSITORY, TASK, declare_for, make_app
-from benchmarks.charts import bars
-from benchmarks.measuring import REDIS_CONFIG, Bench, Result, Target, median, percentile
+from benchmarks.charts import quartile_bars
+from benchmarks.measuring import REDIS_CONFIG, Bench, Result, Target, median, quartiles
 from celery_native_delay.spark import FanOut
 from celery_native_delay.testing import private_redis
 
@@ -144,7 +144,7 @@ def _fan_out_of(df: Any, app: str = "app") -> FanOut:
 
 
 def _fan_out(df: Any, app: str = "app") -> Callable[[], object]:
-    return lambda: _fan_out_of(df, app).send(progress=False)
+    return lambda: _fan_out_of(df, app).send()
 
 
 def _encode(df: Any) -> Callable[[], object]:
@@ -168,19 +168,8 @@ def conclude(ways: dict[str, Way], rounds: int) -> Result:
         f"the Spark part alone {ways['encode'].rows:,} to a noop sink).",
     )
     for way in ways.values():
-        result.rows.append(
-            {
-                "way": way.label,
-                "rows/s": median(way.rates),
-                "p25": percentile(way.rates, 25),
-                "p75": percentile(way.rates, 75),
-            }
-        )
-        result.series[way.label] = {
-            "rate": median(way.rates),
-            "low": percentile(way.rates, 25),
-            "high": percentile(way.rates, 75),
-        }
+        low, middle, high = result.series[way.label] = quartiles(way.rates)
+        result.rows.append({"way": way.label, "rows/s": middle, "p25": low, "p75": high})
     rate = {name: median(way.rates) for name, way in ways.items()}
     result.targets += [
         Target("FanOut.send() : by hand", rate["fan out"] / rate["hand"], "≥", 3),
@@ -193,12 +182,7 @@ def conclude(ways: dict[str, Way], rounds: int) -> Result:
 
 
 def draw(result: Result) -> Figure:
-    sending = [one for one in result.series.items() if "alone" not in one[0]]
-    return bars(
-        "Delayed tasks from Spark: median, with the middle half",
-        "rows per second",
-        [
-            (label, one["rate"], (one["low"], one["high"]), "by hand" not in label)
-            for label, one in sending
-        ],
+    sending = {label: one for label, one in result.series.items() if "alone" not in label}
+    return quartile_bars(
+        "Delayed tasks from Spark", "rows per second", sending, lambda label: "by hand" not in label
     )

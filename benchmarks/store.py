@@ -16,7 +16,7 @@ from kombu import Connection
 from matplotlib.figure import Figure
 from sqlalchemy import insert
 
-from benchmarks.charts import bars_on, figure
+from benchmarks.charts import quartile_bars
 from benchmarks.lateness import starts_on
 from benchmarks.measuring import (
     Bench,
@@ -24,7 +24,7 @@ from benchmarks.measuring import (
     Target,
     lateness_columns,
     median,
-    percentile,
+    quartiles,
     quiet,
 )
 from celery_native_delay.transports.sql.handover import HandOver, hand_over_on
@@ -125,7 +125,7 @@ def run(bench: Bench) -> Result:
         f"dispatch {place}, {mode.upper()}": dispatched[mode, place] for mode, place in dispatched
     }
     for label, values in sorted(rates.items()):
-        result.series[label] = [percentile(values, percent) for percent in (25, 50, 75)]
+        result.series[label] = quartiles(values)
     return result
 
 
@@ -201,9 +201,5 @@ def lateness(bench: Bench) -> list[float]:
 
 
 def draw(result: Result) -> Figure:
-    picture, (axes,) = figure("Timeout store in SQLite, 100,000 messages pending", height=3.6)
-    rows = [
-        (label, middle, (low, high), True) for label, (low, middle, high) in result.series.items()
-    ]
-    bars_on(axes, "messages per second: median, with the middle half", rows)
-    return picture
+    title = "Timeout store in SQLite, 100,000 messages pending"
+    return quartile_bars(title, "messages per second", result.series)

@@ -20,11 +20,19 @@ from uuid import uuid4
 from matplotlib.figure import Figure
 
 from benchmarks.apps import REPOSITORY, TASK, declare_for, make_app
-from benchmarks.charts import bars
-from benchmarks.measuring import REDIS_CONFIG, Bench, Result, Target, median, percentile
+from benchmarks.charts import quartile_bars
+from benchmarks.measuring import (
+    REDIS_CONFIG,
+    Bench,
+    Result,
+    Target,
+    median,
+    percentile_columns,
+    quartiles,
+)
 from celery_native_delay import Delay
 from celery_native_delay.bulk import bulk
-from celery_native_delay.records.interface import Listed
+from celery_native_delay.records.interface import IndexEntry
 from celery_native_delay.records.opened import records_at
 from celery_native_delay.testing import private_redis
 
@@ -74,19 +82,13 @@ def run(bench: Bench) -> Result:
         ],
     )
     result.series = {
-        label: [percentile(seconds, percent) * 1e3 for percent in (25, 50, 75)]
-        for label, seconds in (few | many).items()
+        label: quartiles(each * 1e3 for each in seconds) for label, seconds in (few | many).items()
     }
     return result
 
 
 def row(label: str, seconds: list[float]) -> dict[str, Any]:
-    return {
-        "what": label,
-        "p50 ms": median(seconds) * 1e3,
-        "p95 ms": percentile(seconds, 95) * 1e3,
-        "p99 ms": percentile(seconds, 99) * 1e3,
-    }
+    return {"what": label, **percentile_columns(seconds, "ms")}
 
 
 Measured = tuple[list[float], list[float]]
@@ -129,7 +131,7 @@ def worker_checks(bench: Bench) -> list[float]:
     with private_redis(config=REDIS_CONFIG) as redis:
         records = records_at(redis.url, "bench")
         for member in members:
-            records.note(Listed(member, 2**52, "e" * ENTRY_BYTES))
+            records.note(IndexEntry(member, 2**52, "e" * ENTRY_BYTES))
         records.flush()
         for member in members:
             started = perf_counter()
@@ -244,11 +246,4 @@ def timed(look: Callable[[], object]) -> float:
 
 
 def draw(result: Result) -> Figure:
-    return bars(
-        "Looking at what waits in Redis: median, with the middle half",
-        "milliseconds",
-        [
-            (label, middle, (low, high), True)
-            for label, (low, middle, high) in result.series.items()
-        ],
-    )
+    return quartile_bars("Looking at what waits in Redis", "milliseconds", result.series)

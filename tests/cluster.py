@@ -16,7 +16,6 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from time import monotonic, sleep
-from urllib.parse import quote
 
 from celery_native_delay.testing.processes import BrokerFailed, claim_ports, port_of
 from celery_native_delay.testing.rabbitmq import (
@@ -55,7 +54,6 @@ def private_rabbitmq_cluster(
     partitions: bool = False,
     config: str = "",
     advanced_config: str = "",
-    erlang_arguments: str = "",
 ) -> Iterator[PrivateRabbitMQCluster]:
     """Run a RabbitMQ cluster of our own until the block ends.
 
@@ -86,7 +84,7 @@ def private_rabbitmq_cluster(
                 installation,
                 config=_CONFIG.format(members=members, extra=config),
                 advanced_config=advanced_config,
-                erlang_arguments=f"{_ERLANG_ARGUMENTS} {erlang_arguments}",
+                erlang_arguments=_ERLANG_ARGUMENTS,
                 membership=Membership(
                     name=name,
                     ip=hosts[host],
@@ -178,18 +176,6 @@ class PrivateRabbitMQCluster:
         """Version that the nodes report, such as "3.10.8"."""
         return self.nodes[0].version
 
-    @property
-    def url(self) -> str:
-        """Url of the default virtual host through every node, with ";" between, as Celery takes it.
-
-        On the end of a connection it tries the next.
-        """
-        return ";".join(self.urls("/"))
-
-    def urls(self, vhost: str) -> list[str]:
-        """Url of a virtual host, given by its name or any url of it, through each of the nodes."""
-        return [node.url_of(_name_of(vhost)) for node in self.nodes]
-
     def new_vhost(self) -> str:
         """Create an empty virtual host; return its url through every node, with ";" between."""
         node = self._majority()
@@ -200,27 +186,7 @@ class PrivateRabbitMQCluster:
             return all(states.get(running) == "running" for running in _running(node))
 
         _wait_until(is_everywhere, f"expected virtual host {name} on every node, it was not there")
-        return ";".join(self.urls(name))
-
-    def delete_vhost(self, vhost: str) -> None:
-        """Delete a virtual host, given by its name or any url of it, with all that is in it."""
-        self._majority().delete_vhost(_name_of(vhost))
-
-    def leader_of(self, queue: str, vhost: str) -> PrivateRabbitMQ:
-        """The running node that leads this quorum queue or stream, as it was half a second ago.
-
-        Raises BrokerFailed when there is none for 90 s.
-        """
-        path = f"/queues/{quote(_name_of(vhost), safe='')}/{quote(queue, safe='')}"
-        leaders: list[PrivateRabbitMQ] = []
-
-        def is_led() -> bool:
-            name = self._majority().api("GET", path).get("leader")
-            leaders.extend(node for node in self.nodes if node.name == name and node.pid)
-            return bool(leaders)
-
-        _wait_until(is_led, f"expected a running leader of queue {queue}, there was none")
-        return leaders[0]
+        return ";".join(node.url_of(name) for node in self.nodes)
 
     # ---- faults ----------------------------------------------------------------------------
 
@@ -234,8 +200,8 @@ class PrivateRabbitMQCluster:
             node.start()
             self.wait_until_joined()
 
-    def partition(self, node: PrivateRabbitMQ, *more: PrivateRabbitMQ) -> None:
-        """Cut off these nodes from all others, both ways; clients still reach every node.
+    def partition(self, node: PrivateRabbitMQ) -> None:
+        """Cut off a node from all others, both ways; clients still reach every node.
 
         What they send each other is dropped silently: RabbitMQ notices after 6-10 s.
 
@@ -246,10 +212,9 @@ class PrivateRabbitMQCluster:
                 "this cluster has one network for all its nodes; for one that can be cut: "
                 "private_rabbitmq_cluster(partitions=True)"
             )
-        for inside in (node, *more):
-            for outside in self.nodes:
-                if outside not in (node, *more):
-                    self._network.cut(inside.ip, outside.ip)
+        for other in self.nodes:
+            if other is not node:
+                self._network.cut(node.ip, other.ip)
 
     def heal(self) -> None:
         """End every fault: mend the network, resume and start all nodes, wait until they joined.
@@ -324,10 +289,6 @@ def _start(node: PrivateRabbitMQ) -> None:
         node.start()
     except BrokerFailed:
         node.start()
-
-
-def _name_of(vhost: str) -> str:
-    return vhost_name(vhost) if vhost.startswith("amqp://") else vhost
 
 
 def _running(node: PrivateRabbitMQ) -> set[str]:

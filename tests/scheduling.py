@@ -43,7 +43,7 @@ def scope_of(nodeid: str) -> str:
         return f"{broker[1]} on {broker[2]}"
     if part := re.search(r"(?:integration|acceptance)/test_sqs_(\w+)", nodeid):
         return f"SQS: {part[1]}"
-    if "test_redis_tasks.py" in nodeid:
+    if "test_tasks.py" in nodeid:
         return "tasks on Redis"
     return nodeid
 

@@ -1,4 +1,4 @@
-"""A private master with replicas and Sentinels, for tests of a failover.
+"""A private master with replicas and a Sentinel, for tests of a failover.
 
 with private_sentinel() as sentinel:
     app = Celery(broker=sentinel.url)
@@ -11,12 +11,12 @@ from __future__ import annotations
 import signal
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from functools import cached_property, partial
+from contextlib import ExitStack, closing, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from time import monotonic, sleep
-from typing import Any
-from urllib.parse import quote
+
+from redis import exceptions
 
 from celery_native_delay.testing.processes import BrokerFailed, KeptServer, claim_ports, port_of
 from celery_native_delay.testing.redis import (
@@ -26,14 +26,11 @@ from celery_native_delay.testing.redis import (
     answers,
     client_of,
     private_redis,
-    quoted,
     require_redis,
 )
 
-_MASTER_NAME = "native-delay"
-
 _PATIENCE_SECONDS = 100
-"""It takes 2-4 s; when Sentinels vote for themselves, and on a busy machine, many times that."""
+"""It takes 2-4 s; when the Sentinel votes for itself, and on a busy machine, many times that."""
 
 # Milliseconds after which a silent master is down, and that an attempt to promote another may
 # take: 30 and 180 s by default.
@@ -43,7 +40,7 @@ protected-mode no
 dir "{folder}"
 set-proc-title no
 port {port}
-sentinel monitor {name} 127.0.0.1 {master_port} {quorum}
+sentinel monitor {name} 127.0.0.1 {master_port} 1
 sentinel down-after-milliseconds {name} 500
 sentinel failover-timeout {name} 3000
 """
@@ -56,74 +53,75 @@ _HASTE = ("INFO-PERIOD", "200", "PING-PERIOD", "100", "PUBLISH-PERIOD", "200")
 
 @contextmanager
 def private_sentinel(
-    *,
-    server: ServerName | None = None,
-    replicas: int = 1,
-    sentinels: int = 1,
-    password: str | None = None,
-    config: str = "",
+    *, server: ServerName | None = None, replicas: int = 1
 ) -> Iterator[PrivateSentinel]:
-    """Run a master, its *replicas* and Sentinels of our own until the block ends.
+    """Run a master, its *replicas* and a Sentinel of our own until the block ends.
 
-    *server* is "redis", "valkey" or None for whichever is installed; *password* and *config*
-    (lines of redis.conf) are those of master and replicas. Sentinels themselves ask for none.
+    *server* is "redis", "valkey" or None for whichever is installed.
 
-    Raises BrokerMissing when that server or redis-py is not installed, BrokerFailed when they do
-    not start.
+    Raises BrokerMissing when that server is not installed, BrokerFailed when they do not start.
     """
     with ExitStack() as stack:
         nodes: list[PrivateRedis] = []
         for _ in range(1 + replicas):
             copies = f"replicaof 127.0.0.1 {nodes[0].port}\n" if nodes else ""
-            node = private_redis(server=server, password=password, config=copies + config)
-            nodes.append(stack.enter_context(node))
+            nodes.append(stack.enter_context(private_redis(server=server, config=copies)))
         for replica in nodes[1:]:
             _wait_until(partial(_is_linked, replica))
-        watchers = []
-        for _ in range(sentinels):
-            watcher = _Sentinel(require_redis(server), nodes[0], quorum=sentinels // 2 + 1)
-            stack.callback(watcher.close)
-            watcher.start()
-            watchers.append(watcher)
-        sentinel = PrivateSentinel(nodes, watchers)
-        _wait_until(sentinel._knows_all)
-        yield sentinel
+        sentinel = PrivateSentinel(require_redis(server), nodes)
+        with closing(sentinel):
+            sentinel.start()
+            yield sentinel
 
 
 class PrivateSentinel:
-    """A master, its replicas and Sentinels; made by private_sentinel()."""
+    """A master, its replicas and their Sentinel; made by private_sentinel()."""
 
-    master_name: str = _MASTER_NAME
+    master_name: str = "native-delay"
     """Celery's broker_transport_options need it as "master_name"."""
 
-    def __init__(self, nodes: list[PrivateRedis], sentinels: list[_Sentinel]) -> None:
+    def __init__(self, installation: RedisInstallation, nodes: list[PrivateRedis]) -> None:
         self.nodes = nodes
-        self._sentinels = sentinels
-
-    @property
-    def url(self) -> str:
-        """Url of all Sentinels, as Celery takes it, with the password of master and replicas."""
-        password = self.nodes[0].password
-        credentials = "" if password is None else f":{quote(password, safe='')}@"
-        return ";".join(
-            f"sentinel://{credentials}127.0.0.1:{sentinel.port}/0" for sentinel in self._sentinels
+        (self._claim,) = claim_ports(1)
+        port = port_of(self._claim)
+        self.url = f"sentinel://127.0.0.1:{port}/0"
+        self.client = client_of(host="127.0.0.1", port=port)
+        """A client of the Sentinel itself."""
+        folder = Path(tempfile.mkdtemp(prefix="private-sentinel-"))
+        configuration = folder / "sentinel.conf"
+        configuration.write_text(
+            _CONFIG.format(
+                folder=folder, port=port, name=self.master_name, master_port=nodes[0].port
+            )
+        )
+        self._server = KeptServer(
+            f"{installation} Sentinel",
+            [str(installation.server), str(configuration), "--sentinel"],
+            home=folder,
         )
 
-    @property
-    def addresses(self) -> list[tuple[str, int]]:
-        """Host and port of every Sentinel, as redis.Sentinel takes them."""
-        return [("127.0.0.1", sentinel.port) for sentinel in self._sentinels]
+    def start(self) -> None:
+        self._server.start(partial(answers, self.client), within_seconds=_PATIENCE_SECONDS)
+        with suppress(exceptions.ResponseError):
+            self.client.execute_command("SENTINEL", "DEBUG", *_HASTE)
+        _wait_until(self._knows_all)
+
+    def close(self) -> None:
+        self._server.end(signal.SIGKILL)
+        self._server.close()
+        self.client.connection_pool.disconnect()
+        self._claim.close()
 
     @property
     def master(self) -> PrivateRedis:
-        """The node that the first Sentinel holds for the master, running or not."""
-        port = self._sentinels[0].master_port()
-        return next(node for node in self.nodes if node.port == port)
+        """The node that the Sentinel holds for the master, running or not."""
+        _, port = self.client.sentinel_get_master_addr_by_name(self.master_name)
+        return next(node for node in self.nodes if node.port == int(port))
 
     def failover(self, *, kill: bool = True) -> PrivateRedis:
-        """Make a replica the master and return it, once all Sentinels say so and it accepts writes.
+        """Make a replica the master and return it, once the Sentinel says so and it accepts writes.
 
-        *kill*: SIGKILL the master, which then stays down until heal(); else ask a Sentinel for an
+        *kill*: SIGKILL the master, which then stays down until heal(); else ask the Sentinel for an
         orderly change.
 
         Raises BrokerFailed when there is no new master within 100 s.
@@ -132,8 +130,8 @@ class PrivateSentinel:
         if kill:
             old.kill()
         else:
-            self._sentinels[0].client.sentinel_failover(self.master_name)
-        _wait_until(lambda: all(s.master_port() != old.port for s in self._sentinels))
+            self.client.sentinel_failover(self.master_name)
+        _wait_until(lambda: self.master is not old)
         _wait_until(lambda: self.master.client.info("replication")["role"] == "master")
         return self.master
 
@@ -147,67 +145,15 @@ class PrivateSentinel:
         _wait_until(self._knows_all)
 
     def _knows_all(self) -> bool:
-        """True if every Sentinel has met all replicas and all other Sentinels."""
-        return all(
-            sentinel.knows(replicas=len(self.nodes) - 1, others=len(self._sentinels) - 1)
-            for sentinel in self._sentinels
-        )
-
-
-class _Sentinel:
-    """One Sentinel: it keeps what it learns in its own configuration."""
-
-    def __init__(
-        self, installation: RedisInstallation, master: PrivateRedis, *, quorum: int
-    ) -> None:
-        (self._claim,) = claim_ports(1)
-        self.port = port_of(self._claim)
-        folder = Path(tempfile.mkdtemp(prefix="private-sentinel-"))
-        configuration = folder / "sentinel.conf"
-        lines = _CONFIG.format(
-            folder=folder, port=self.port, name=_MASTER_NAME, master_port=master.port, quorum=quorum
-        )
-        if master.password is not None:
-            lines += f"sentinel auth-pass {_MASTER_NAME} {quoted(master.password)}\n"
-        configuration.write_text(lines)
-        self._server = KeptServer(
-            f"{installation} Sentinel",
-            [str(installation.server), str(configuration), "--sentinel"],
-            home=folder,
-        )
-
-    def start(self) -> None:
-        self._server.start(partial(answers, self.client), within_seconds=_PATIENCE_SECONDS)
-        from redis.exceptions import ResponseError
-
-        with suppress(ResponseError):
-            self.client.execute_command("SENTINEL", "DEBUG", *_HASTE)
-
-    def close(self) -> None:
-        self._server.end(signal.SIGKILL)
-        self._server.close()
-        self.client.connection_pool.disconnect()
-        self._claim.close()
-
-    @cached_property
-    def client(self) -> Any:
-        return client_of(host="127.0.0.1", port=self.port)
-
-    def master_port(self) -> int:
-        _, port = self.client.sentinel_get_master_addr_by_name(_MASTER_NAME)
-        return int(port)
-
-    def knows(self, *, replicas: int, others: int) -> bool:
-        """True if it has met so many; a replica counts while it could become the master."""
+        """True if the Sentinel knows all replicas, and each could become the master."""
         met = [
             replica
-            for replica in self.client.sentinel_slaves(_MASTER_NAME)
+            for replica in self.client.sentinel_slaves(self.master_name)
             if not (replica["is_sdown"] or replica["is_odown"] or replica["is_disconnected"])
             and replica["role-reported"] == "slave"
             and replica["master-link-status"] == "ok"
         ]
-        sentinels = self.client.sentinel_sentinels(_MASTER_NAME)
-        return len(met) == replicas and len(sentinels) == others
+        return len(met) == len(self.nodes) - 1
 
 
 def _is_linked(replica: PrivateRedis) -> bool:
@@ -215,8 +161,6 @@ def _is_linked(replica: PrivateRedis) -> bool:
 
 
 def _wait_until(happened: Callable[[], bool]) -> None:
-    from redis import exceptions
-
     deadline = monotonic() + _PATIENCE_SECONDS
     while True:
         # A server on its way up or down.
@@ -224,5 +168,5 @@ def _wait_until(happened: Callable[[], bool]) -> None:
             if happened():
                 return
         if monotonic() > deadline:
-            raise BrokerFailed(f"the Sentinels did not settle within {_PATIENCE_SECONDS} s")
+            raise BrokerFailed(f"the Sentinel did not settle within {_PATIENCE_SECONDS} s")
         sleep(0.02)

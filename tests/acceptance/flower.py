@@ -227,8 +227,8 @@ class DelaysPage:
 
         wait_until(chosen)
 
-    def wait(self, condition: Callable[[], Any], *, seconds: float = 30) -> None:
-        wait_until(lambda: bool(condition()), timeout_seconds=seconds)
+    def wait(self, condition: Callable[[], Any]) -> None:
+        wait_until(lambda: bool(condition()))
 
     def lists(self, count: int) -> None:
         """Wait until the table says that so many match."""

@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 
 from celery_native_delay.testing import require_redis
-from example_project.private_sqs import require_sqs
 from pytest_celery_native_delay import installed
+from tests.acceptance.worker import REPOSITORY
 from tests.brokers import on_one_version
 
 pytestmark = pytest.mark.ci
-
-REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
 
 @on_one_version
@@ -24,8 +22,7 @@ REPOSITORY = Path(__file__).resolve().parent.parent.parent
 @pytest.mark.usefixtures("rabbitmq_version")
 def test_scenarios_write_tables_and_pictures(tmp_path: Path) -> None:
     installed(require_redis)
-    installed(require_sqs)
-    names = ["declare", "publish", "redis-store", "store", "relay"]
+    names = ["declare", "publish", "redis-store", "store"]
     options = [f"--only={name}" for name in names]
     run = subprocess.run(
         [sys.executable, "-m", "benchmarks", *options, "--scale=0.02", "--out", str(tmp_path)],

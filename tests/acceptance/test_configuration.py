@@ -8,7 +8,6 @@ from collections.abc import Callable
 from time import time
 from typing import Any
 
-import celery.app.base
 import pytest
 from celery import Celery
 from kombu import Connection
@@ -22,7 +21,6 @@ from celery_native_delay import (
     install,
 )
 from celery_native_delay.testing import PrivateRabbitMQ, private_rabbitmq
-from tests.acceptance.apps.tasks import define_tasks, new_app
 from tests.acceptance.worker import FEW_LEVELS, Fleet, Worker, fleet_on
 from tests.waiting import wait_until
 
@@ -49,15 +47,6 @@ def run_now(fleet: Fleet, app: Celery) -> None:
     fleet.record.wait_for(task_id=app.send_task("note", ("now",)).id)
 
 
-def depth(fleet: Fleet, queue: str) -> int:
-    """How many messages wait in a queue, as AMQP tells; 0 if there is no such queue."""
-    with Connection(fleet.broker_url) as connection:
-        try:
-            return int(connection.default_channel.queue_declare(queue, passive=True).message_count)
-        except connection.channel_errors:
-            return 0
-
-
 def levels(rabbitmq: PrivateRabbitMQ, vhost: str, namespace: str = OUR_NAMES) -> int:
     """How many messages wait in delay levels, a moment ago."""
     queues = rabbitmq.queues(vhost)
@@ -65,27 +54,6 @@ def levels(rabbitmq: PrivateRabbitMQ, vhost: str, namespace: str = OUR_NAMES) ->
 
 
 # ---- several apps ---------------------------------------------------------------------------
-
-
-@pytest.mark.ci
-def test_two_apps_in_one_process(fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost: str) -> None:
-    """One is installed, the other still delays Celery's own way: in its workers."""
-    installed, plain = fleet.app(), fleet.app(installed=False)
-    for app in (plain, installed):
-        app.tasks["note"].apply_async(("x",), countdown=600)
-
-    def one_each() -> bool:
-        return depth(fleet, "default") == 1 and levels(rabbitmq, vhost) == 1
-
-    wait_until(one_each)
-
-
-@pytest.mark.ci
-def test_the_other_app_keeps_celerys_own_delayed_delivery(fleet: Fleet) -> None:
-    installed = fleet.app(queue_type="quorum")
-    plain = fleet.app(queue_type="quorum", installed=False)
-    assert celery.app.base.detect_quorum_queues(installed, "amqp") == (False, "")
-    assert celery.app.base.detect_quorum_queues(plain, "amqp")[0] is True
 
 
 @pytest.mark.ci
@@ -277,10 +245,7 @@ def test_switched_off(fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost: str) -> No
     result = app.send_task("note", ("x",), countdown=2)
     inspect = app.control.inspect(destination=[worker.name], timeout=10)
 
-    def held() -> bool:
-        return bool((inspect.scheduled() or {}).get(worker.name))
-
-    wait_until(held)
+    wait_until(lambda: bool((inspect.scheduled() or {}).get(worker.name)))
     fleet.record.wait_for(task_id=result.id)
     assert [q for q in rabbitmq.queues(vhost) if q["name"].startswith(OUR_NAMES)] == []
 
@@ -354,11 +319,6 @@ def test_a_wrong_setting_in_the_configuration(
     assert len(worker.log_lines("CRITICAL")) == 1
 
 
-def test_a_wrong_setting_as_a_keyword(fleet: Fleet) -> None:
-    with pytest.raises(SettingsError, match="expected native_delay_levels to be"):
-        install(fleet.app(installed=False), levels=0)
-
-
 def test_a_user_who_may_not_configure_our_names(
     fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost: str
 ) -> None:
@@ -416,7 +376,7 @@ def test_a_due_time_that_is_none(
     with pytest.raises(error, match=sentence):
         app.send_task("note", ("x",), **options)
     app.send_task("note", ("now",))
-    assert depth(fleet, "default") == 1
+    assert fleet.depth("default") == 1
 
 
 # ---- beat -----------------------------------------------------------------------------------
@@ -433,16 +393,3 @@ def test_a_beat_entry_with_a_countdown(fleet: Fleet) -> None:
         assert run.due is not None
         run.assert_on_time(run.due)
         assert inspect.scheduled() == {worker.name: []}
-
-
-def test_define_tasks_is_what_a_copy_lacks(fleet: Fleet) -> None:
-    """A pickled app has no tasks, but its signatures delay once it has them again."""
-    copy = pickled(fleet)
-    define_tasks(copy)
-    fleet.worker()
-    before = time()
-    result = copy.tasks["note"].apply_async(("x",), countdown=1)
-    (run,) = fleet.record.wait_for(task_id=result.id)
-    run.assert_on_time(before + 1)
-    copy.close()
-    assert new_app().main == "acceptance"

@@ -24,17 +24,15 @@ from kombu import Connection
 
 import celery_native_delay
 from benchmarks.command import SCENARIOS
-from celery_native_delay import Delay, DelaySettings, Rate, RetryAfter, install, store_outage
+from celery_native_delay import Delay, DelaySettings, Rate, RetryAfter, install
 from celery_native_delay.app.install import installation_of
 from celery_native_delay.cli import delay
 from celery_native_delay.testing import PrivateRedis, require_rabbitmq, require_redis
-from celery_native_delay.transports.interface import Outage
-from celery_native_delay.worker.outage import react
 from example_project.private_sqs import private_sqs, require_sqs
 from pytest_celery_native_delay import installed
 from tests.documents import EXAMPLES, PAGES, ROOT, Example, code_beside, only, shown
 from tests.processes import processes_of
-from tests.waiting import wait_until
+from tests.waiting import PATIENCE_SECONDS, wait_until
 
 pytest_plugins = ["pytester"]
 
@@ -71,6 +69,13 @@ def shop(tmp_path: Path) -> Path:
     """A folder with the first app in it, as shop.py."""
     (tmp_path / "shop.py").write_text(only("celery").text)
     return tmp_path
+
+
+def output(folder: Path, *command: str) -> str:
+    """The standard output of *command*, which must succeed."""
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def declare_levels(url: str) -> None:
@@ -205,7 +210,7 @@ def test_the_line_for_development_runs_a_broker_that_keeps_what_waits(short_path
                     app.send_task("shop.remind", countdown=600)
                 assert Delay(app).count() == 1
             process.send_signal(signal.SIGINT)
-            _, said = process.communicate(timeout=60)
+            _, said = process.communicate(timeout=PATIENCE_SECONDS)
         assert (process.returncode, said) == (0, "")
     assert processes_of(short_path.name) == []
 
@@ -232,7 +237,7 @@ def test_the_sqs_example_is_an_app_whose_delayed_tasks_wait() -> None:
 
 
 def test_the_store_example_is_an_app_whose_delayed_tasks_wait(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
 ) -> None:
     names: dict[str, Any] = {}
     exec(only("celery-store").text.replace("/var/lib/shop", str(tmp_path)), names)
@@ -242,10 +247,6 @@ def test_the_store_example_is_an_app_whose_delayed_tasks_wait(
     app.send_task("shop.remind", countdown=60)
     assert Delay(app).count() == 1
     assert len(list((tmp_path / "queues").iterdir())) == 1
-    exec(only("store-outage").text, names)
-    react(app, Outage("storing", 120, "OSError: it is away"), pytest.fail)
-    assert capsys.readouterr().out == "storing has failed for 120 s: OSError: it is away\n"
-    store_outage.disconnect(names["go_on_and_call_somebody"])
 
 
 @pytest.mark.ci
@@ -300,11 +301,10 @@ def test_the_export_shown_is_what_the_command_writes(shop: Path) -> None:
         if re.match(r"\$ celery -A shop delay export .*\n[^$]", example.text)
     )
     line, _, said = text.partition("\n")
-    done = subprocess.run(
-        [CELERY, *shlex.split(line)[2:]], cwd=shop, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == said
-    assert (shop / "delays.json").read_text().startswith("{")
+    *command, into, file = shlex.split(line)[2:]
+    done = subprocess.run([CELERY, *command], cwd=shop, capture_output=True, text=True, check=True)
+    assert (done.stderr, into, file) == (said, ">", "delays.json")
+    assert done.stdout.startswith("{")
 
 
 def test_settings_are_taken_from_the_configuration_and_from_keywords() -> None:
@@ -322,19 +322,13 @@ def test_an_app_of_django_takes_its_settings_with_celerys_prefix(tmp_path: Path)
     (tmp_path / "shop.py").write_text(app.replace("app.autodiscover_tasks()\n", ""))
     asked = "from shop import app; from celery_native_delay.app.install import installation_of as i"
     asked += "; print(i(app).settings().namespace, i(app).settings().telemetry)"
-    done = subprocess.run(
-        [sys.executable, "-c", asked], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    assert done.stdout == "shop_delay /var/log/shop/telemetry\n"
+    assert output(tmp_path, sys.executable, "-c", asked) == "shop_delay /var/log/shop/telemetry\n"
 
 
 def test_the_line_for_flowers_configuration_installs(tmp_path: Path) -> None:
     """In a process of its own: it changes Flower's classes for good."""
     asked = f"{only('flower-config').text}\nfrom flower import command; print(command.Flower)"
-    done = subprocess.run(
-        [sys.executable, "-c", asked], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    assert "celery_native_delay.flower" in done.stdout
+    assert "celery_native_delay.flower" in output(tmp_path, sys.executable, "-c", asked)
 
 
 @pytest.mark.parametrize("server_name", ["redis"], indirect=True)
@@ -343,10 +337,7 @@ def test_metrics_are_exposed_by_one_call(empty_redis: PrivateRedis, tmp_path: Pa
     app = only("celery-redis").text.replace("redis://", empty_redis.url)
     asked = "from prometheus_client import generate_latest; print(generate_latest().decode())"
     program = "\n".join([app, only("expose").text, asked, "exposed.close()"])
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
-    assert "celery_delay_events_up" in done.stdout
+    assert "celery_delay_events_up" in output(tmp_path, sys.executable, "-c", program)
 
 
 def test_the_first_five_minutes_are_as_shown(
@@ -373,13 +364,13 @@ def test_the_first_five_minutes_are_as_shown(
             try:
                 yield process
                 process.send_signal(signal.SIGINT)
-                process.wait(timeout=60)
+                process.wait(timeout=PATIENCE_SECONDS)
             finally:
                 process.kill()
 
     def said(beginning: str) -> str:
         with running(beginning) as process:
-            out, _ = process.communicate(timeout=60)
+            out, _ = process.communicate(timeout=PATIENCE_SECONDS)
         assert process.returncode == 0, out
         return str(out)
 
@@ -403,12 +394,9 @@ def test_the_first_five_minutes_are_as_shown(
 
 
 def test_the_delay_commands_are_celerys(shop: Path) -> None:
-    done = subprocess.run(
-        [CELERY, "-A", "shop", "delay", "--help"], cwd=shop, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+    text = output(shop, CELERY, "-A", "shop", "delay", "--help")
     for name in delay.commands:
-        assert re.search(rf"^ +{name} ", done.stdout, re.M), done.stdout
+        assert re.search(rf"^ +{name} ", text, re.M), text
 
 
 @lines_of("celery ")
@@ -432,10 +420,7 @@ def test_the_plans_shown_are_what_the_command_prints(shop: Path) -> None:
     assert len(plans) >= 3
     for text in plans:
         line, _, said = text.partition("\n")
-        done = subprocess.run(
-            [CELERY, *shlex.split(line)[2:]], cwd=shop, capture_output=True, text=True, check=True
-        )
-        assert done.stdout == said
+        assert output(shop, CELERY, *shlex.split(line)[2:]) == said
 
 
 @lines_of("pip ")

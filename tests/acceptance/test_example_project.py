@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -19,118 +17,20 @@ import pytest
 from celery_native_delay.testing import require_rabbitmq, require_redis
 from example_project.private_sqs import require_sqs
 from pytest_celery_native_delay import installed
-from tests.acceptance.worker import LATE_SECONDS
+from tests.acceptance.worker import REPOSITORY
 from tests.brokers import in_ci
-from tests.waiting import PATIENCE_SECONDS, wait_until
-
-REPOSITORY = Path(__file__).resolve().parent.parent.parent
+from tests.waiting import PATIENCE_SECONDS
 
 
-class Shop:
-    """The example project on one broker: its environment, its producer and what it recorded."""
+def test_a_reminder_is_sent_for_two_days_before_the_delivery(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from example_project.tasks import remind, remind_before_delivery
 
-    def __init__(self, broker_url: str, folder: Path) -> None:
-        self.record = folder / "record.jsonl"
-        self.log = folder / "worker.log"
-        self.environment = os.environ | {
-            "BROKER_URL": broker_url,
-            "EXAMPLE_RECORD": str(self.record),
-        }
-
-    @contextmanager
-    def worker(self, queue: str) -> Iterator[None]:
-        """A worker that consumes *queue* and no other."""
-        command = [sys.executable, "-m", "celery", "-A", "example_project.app", "worker"]
-        with self.log.open("wb") as output:
-            worker = subprocess.Popen(
-                [*command, "--concurrency=1", "--loglevel=INFO", f"--queues={queue}"],
-                cwd=REPOSITORY,
-                env=self.environment,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-            )
-        try:
-            wait_until(lambda: " ready." in self.log.read_text())
-            yield
-        finally:
-            worker.terminate()
-            try:
-                worker.wait(PATIENCE_SECONDS)
-            except subprocess.TimeoutExpired:
-                worker.kill()
-                worker.wait()
-                pytest.fail(f"the worker did not end:\n{self.log.read_text()}")
-
-    def send(self, call: str) -> None:
-        """Evaluate *call*, an expression in terms of the example's tasks, in a new process."""
-        names = "from datetime import *; from example_project.tasks import *"
-        subprocess.run(
-            [sys.executable, "-c", f"{names}; {call}"],
-            cwd=REPOSITORY,
-            env=self.environment,
-            check=True,
-            timeout=PATIENCE_SECONDS,
-        )
-
-    def starts(self) -> list[dict[str, Any]]:
-        """What the worker recorded so far, one entry for each attempt it started."""
-        lines = self.record.read_text().splitlines() if self.record.exists() else []
-        return [json.loads(line) for line in lines]
-
-    def wait_for_starts(self, count: int) -> None:
-        wait_until(lambda: len(self.starts()) >= count)
-
-
-@pytest.fixture
-def shop(vhost_url: str, tmp_path: Path) -> Shop:
-    return Shop(vhost_url, tmp_path)
-
-
-def seconds_late(start: dict[str, Any]) -> float:
-    return start["started"] - start["due"]
-
-
-def test_a_reminder_runs_two_days_before_the_delivery(shop: Shop) -> None:
-    """Given a delivery in two days and two seconds, the reminder runs in two seconds, once."""
-    with shop.worker("reminders"):
-        shop.send("remind_before_delivery(7, datetime.now(UTC) + timedelta(days=2, seconds=2))")
-        shop.wait_for_starts(1)
-
-    (start,) = shop.starts()
-    assert 0 <= seconds_late(start) <= LATE_SECONDS
-    assert start["delivery_info"]["exchange"] == "shop"
-    assert start["delivery_info"]["routing_key"] == "reminders.order"
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize(
-    ("queue", "call"),
-    [
-        pytest.param(
-            "emails",
-            "send_email.delay('ann@example.com', 'Thank you', busy_attempts=2)",
-            id="autoretry with back-off and jitter",
-        ),
-        pytest.param(
-            "default",
-            "charge.delay(7, declined_attempts=2, retry_seconds=1)",
-            id="retry with a countdown",
-        ),
-    ],
-)
-def test_a_retry_returns_to_its_queue(shop: Shop, queue: str, call: str) -> None:
-    """Every attempt reaches the only queue the worker consumes, on time and once."""
-    with shop.worker(queue):
-        shop.send(call)
-        shop.wait_for_starts(3)
-
-    starts = shop.starts()
-    assert [start["retries"] for start in starts] == [0, 1, 2]
-    assert len({start["id"] for start in starts}) == 1
-    for start in starts[1:]:
-        assert start["delivery_info"] == starts[0]["delivery_info"]
-        if start["due"] is not None:  # jitter may choose no delay at all
-            assert 0 <= seconds_late(start) <= LATE_SECONDS
+    sent: list[dict[str, Any]] = []
+    monkeypatch.setattr(remind, "apply_async", lambda *_, **options: sent.append(options))
+    remind_before_delivery(7, datetime(2026, 11, 22, 9, tzinfo=UTC))
+    assert sent == [{"eta": datetime(2026, 11, 20, 9, tzinfo=UTC)}]
 
 
 @pytest.fixture(params=["rabbitmq", in_ci("embedded"), in_ci("filesystem"), in_ci("sqs")])

@@ -9,15 +9,13 @@ from pathlib import Path
 
 import pytest
 from celery import Celery
-from celery.contrib.testing.worker import start_worker
 from kombu import Connection
 
 from celery_native_delay import NotDeclared, install
 from celery_native_delay.testing import PrivateRabbitMQ
-from celery_native_delay.transports.interface import Exports
 from celery_native_delay.transports.rabbitmq.topology import Topology
 from tests.acceptance.worker import FEW_LEVELS, Fleet, fleet_on
-from tests.documents import ROOT, only
+from tests.documents import ROOT
 from tests.waiting import wait_until
 
 CONF = {
@@ -42,7 +40,6 @@ def limited(rabbitmq: PrivateRabbitMQ, vhost: str, tmp_path: Path) -> Iterator[F
 def import_export(rabbitmq: PrivateRabbitMQ, app: Celery) -> Topology:
     """Have all that *app* needs; returns the plan of it."""
     transport = app.connection_for_write().transport
-    assert isinstance(transport, Exports)
     settings = install(app)._native_delay.settings()
     queues = list(app.amqp.queues.values())
     exported = transport.export(settings, queues)
@@ -89,37 +86,6 @@ def permissions_of_the_guide() -> dict[str, dict[str, str]]:
     }
     assert [len(patterns) for patterns in by_user.values()] == [3, 3]
     return by_user
-
-
-def test_the_example_of_the_guide_works_with_the_permissions_of_the_guide(
-    rabbitmq: PrivateRabbitMQ, vhost_url: str, vhost: str
-) -> None:
-    """Exactly as they are printed: tasks without a route go to the one queue there is."""
-    apps = {}
-    for who, patterns in permissions_of_the_guide().items():
-        url = rabbitmq.add_user(f"{who}-{vhost}", "secret", vhost=vhost, **patterns)
-        app = install(Celery("shop", broker=url, set_as_current=False))
-        exec(only("declare-off").text, {"app": app})
-        app.conf.native_delay_levels = FEW_LEVELS
-        app.conf.broker_connection_retry = False
-        apps[who] = app
-    import_export(rabbitmq, apps["producers"])
-    ran: list[str] = []
-
-    @apps["workers"].task(name="shop.remind", shared=False, ignore_result=True)
-    def remind(when: str) -> None:
-        ran.append(when)
-
-    @apps["producers"].task(name="shop.remind", shared=False, ignore_result=True)
-    def sent(when: str) -> None: ...
-
-    with start_worker(apps["workers"], perform_ping_check=False, loglevel="INFO"):
-        sent.apply_async(("later",), countdown=1)
-        sent.apply_async(("now",))
-        wait_until(lambda: len(ran) == 2)
-    assert ran == ["now", "later"]
-    for app in apps.values():
-        app.close()
 
 
 def test_the_permissions_of_the_guide_are_enough(

@@ -14,7 +14,7 @@ from celery import Celery
 from kombu import Connection
 
 from celery_native_delay.testing import PrivateRabbitMQ, vhost_name
-from tests.acceptance.worker import FEW_LEVELS, Fleet, Run, Worker, fleet_on
+from tests.acceptance.worker import FEW_LEVELS, Fleet, Worker, fleet_on
 from tests.waiting import wait_until
 
 PARKED = "celery_delay.v1.parked"
@@ -33,12 +33,6 @@ def send(app: Celery, countdown: float, *args: Any, **options: Any) -> tuple[str
     """Send a task; returns its id and the earliest Unix time at which it may run."""
     due = time() + countdown
     return app.tasks["note"].apply_async(args or ("x",), countdown=countdown, **options).id, due
-
-
-def depth(url: str, queue: str) -> int:
-    """How many messages are ready in a queue, by AMQP: the management API lags behind."""
-    with Connection(url) as connection:
-        return int(connection.default_channel.queue_declare(queue, passive=True).message_count)
 
 
 @pytest.mark.ci
@@ -154,42 +148,6 @@ def test_sent_before_any_worker_ever_booted(fleet: Fleet) -> None:
         run.assert_on_time(due)
 
 
-def test_to_a_queue_nobody_has_declared(fleet: Fleet) -> None:
-    """By `queue=` the producer declares it, as Celery does."""
-    app = fleet.app()
-    task_id, due = send(app, 1, queue="unheard.of")
-
-    def has_come() -> bool:
-        return depth(fleet.broker_url, "unheard.of") == 1
-
-    wait_until(has_come)
-    assert time() >= due
-    fleet.worker(queues="unheard.of")
-    assert len(fleet.record.wait_for(task_id=task_id)) == 1
-
-
-@pytest.mark.ci
-def test_to_an_exchange_that_routes_nowhere_yet(own_fleet: Fleet) -> None:
-    """It waits for the binding; an immediate task would be lost."""
-    fleet = own_fleet
-    with Connection(fleet.broker_url) as connection:
-        connection.default_channel.exchange_declare(
-            "billing", "direct", durable=True, auto_delete=False
-        )
-    app = fleet.app()
-    send(app, 0.3)  # declares; what falls due meanwhile goes the immediate way
-    task_id, due = send(app, 1, exchange="billing", routing_key="invoice.new")
-
-    def is_due() -> bool:
-        return time() > due + 1
-
-    wait_until(is_due)
-    fleet.worker()
-    (run,) = fleet.record.wait_for(task_id=task_id)
-    assert run.delivery_info["exchange"] == "billing"
-    assert run.delivery_info["routing_key"] == "invoice.new"
-
-
 def test_tasks_to_a_deleted_queue_park_and_come_back(fleet: Fleet) -> None:
     """They hold up nobody else, and run by themselves once a worker for the queue comes."""
     fleet.worker(name="steady", queues="default")
@@ -205,10 +163,7 @@ def test_tasks_to_a_deleted_queue_park_and_come_back(fleet: Fleet) -> None:
         (run,) = runs[task_id]
         run.assert_on_time(due)
 
-    def all_parked() -> bool:
-        return depth(fleet.broker_url, PARKED) == 100
-
-    wait_until(all_parked)
+    wait_until(lambda: fleet.depth(PARKED) == 100)
     fleet.worker(name="returned", queues="side")
     runs = fleet.record.wait_for_ids(list(lost))
     (undelayed,) = fleet.record.wait_for(task_id=send(app, 0, "now", queue="side")[0])
@@ -217,7 +172,7 @@ def test_tasks_to_a_deleted_queue_park_and_come_back(fleet: Fleet) -> None:
         assert run.early(due) <= 0.001
         assert run.worker.startswith("returned")
         assert run.delivery_info == undelayed.delivery_info
-    assert depth(fleet.broker_url, PARKED) == 0
+    assert fleet.depth(PARKED) == 0
 
 
 LEVEL = f"celery_delay.v1.{FEW_LEVELS}x125ms.f0.quorum.level-{{}}"
@@ -244,7 +199,7 @@ def test_a_level_queue_deleted_while_the_task_waits(fleet: Fleet) -> None:
     delete_queue(fleet, LEVEL.format("05"))
 
     def parked() -> bool:
-        return depth(fleet.broker_url, PARKED) == 1
+        return fleet.depth(PARKED) == 1
 
     wait_until(parked)
     worker = fleet.worker()
@@ -257,39 +212,6 @@ def test_a_level_queue_deleted_while_the_task_waits(fleet: Fleet) -> None:
 def delete_queue(fleet: Fleet, queue: str) -> None:
     with Connection(fleet.broker_url) as connection:
         connection.default_channel.queue_delete(queue)
-
-
-@pytest.mark.ci
-def test_a_reconnect_to_a_wiped_broker_declares_anew(
-    fleet: Fleet, rabbitmq: PrivateRabbitMQ
-) -> None:
-    """An idle worker prepares the new broker by itself, before any producer comes."""
-    worker = fleet.worker()
-    worker.wait_for_log("native delay:", "declared in")
-    recreate_vhost(rabbitmq, fleet.broker_url, worker)
-    worker.wait_for_log("native delay:", "declared in", count=2)
-    code = "print(app.tasks['note'].apply_async(('x',), countdown=1).id)"
-    task_id = fleet.produce(code, installed=True).strip()
-    (run,) = fleet.record.wait_for(task_id=task_id)
-    assert run.due is not None
-    run.assert_on_time(run.due)
-
-
-@pytest.mark.ci
-def test_the_producer_survives_a_restart_between_two_sends(
-    mortal_rabbitmq: PrivateRabbitMQ, own_fleet: Fleet
-) -> None:
-    """Its pooled connection is dead at the second send; Celery's retry brings a new one."""
-    app = own_fleet.app()
-    before, due_before = send(app, 8)
-    mortal_rabbitmq.kill()
-    mortal_rabbitmq.start()
-    after, due_after = send(app, 1)
-    own_fleet.worker()
-    runs = own_fleet.record.wait_for_ids([before, after])
-    found: list[tuple[list[Run], float]] = [(runs[before], due_before), (runs[after], due_after)]
-    for (run,), due in found:
-        assert run.early(due) <= 0.001
 
 
 @pytest.mark.ci

@@ -84,19 +84,6 @@ def test_the_page_finds_filters_and_changes_what_waits(
         page.lists(sum(n % CAREFUL == n % ADA == 0 for n in range(TASKS)))
         page.search("ORDER-3 args:ada")
         page.lists(sum(str(n)[:1] == "3" for n in range(0, TASKS, ADA)))
-        page.search('"never closed')
-        page.wait(lambda: "quote" in page.text("#delays-search-error"))
-        page.wait(lambda: page.text(".dataTables_empty") == "Nothing to show.")
-        page.search("")
-        page.lists(TASKS)
-
-        bar = page.find(".delays-bar:nth-child(3)")
-        within = int(re.match(r"[\d,]+", bar.get_attribute("aria-label") or "")[0])  # type: ignore[index]
-        assert 0 < within < TASKS
-        bar.send_keys(Keys.ENTER)
-        page.lists(within)
-        page.click("#delays-filter-clear")
-        page.lists(TASKS)
 
         careful = TASKS // CAREFUL
         page.search("name:careful")
@@ -167,23 +154,15 @@ def test_the_page_finds_filters_and_changes_what_waits(
         page.wait(lambda: page.text("#delays-parked") == "1")
         page.click("#delays-show-parked")
         page.click("#delays-purge")
-        page.wait(lambda: "Throw away 1 task?" in page.text("#delays-purge-question"))
+        page.wait(lambda: "Delete 1 task?" in page.text("#delays-purge-question"))
         page.wait(lambda: page.focus("id") == "delays-purge-no")
         chrome.switch_to.active_element.send_keys(Keys.ENTER)
         page.click("#delays-purge")
         page.click("#delays-purge-yes")
-        page.told("1 task thrown away")
+        page.told("1 task deleted")
         page.wait(lambda: page.text("#delays-parked") == "0")
         assert fleet.record.wait_for(task_id="task-6")[0].id == "task-6"
 
-        chrome.execute_cdp_cmd(
-            "Emulation.setDeviceMetricsOverride",
-            {"width": 360, "height": 740, "deviceScaleFactor": 2, "mobile": True},
-        )
-        page = DelaysPage(chrome, flower)
-        page.lists(TASKS - careful - 1)
-        wide = chrome.execute_script("return document.documentElement.scrollWidth")
-        assert wide <= 360, "the page must be scrolled sideways on a phone"
         loaded = chrome.execute_script(
             "return performance.getEntriesByType('resource').map(entry => entry.name)"
         )
@@ -243,7 +222,7 @@ def test_without_a_password_and_read_only_nothing_can_be_changed(flowers: Flower
         ("/api/delay/reschedule/task-1", {"eta": "9999-01-01"}, 400, "native_delay_levels"),
         (many, {"ids": "task-1"}, 400, "list of ids"),
         (purge, {"parked": 3}, 409, "now there are 0"),
-        (purge, {"parked": "3"}, 400, "how many were seen"),
+        (purge, {"parked": "3"}, 400, "a number of messages"),
         ("/api/delays?search=name:", None, 400, "behind the colon"),
         ("/api/delays?limit=0", None, 400, "limit"),
     ):
@@ -305,28 +284,24 @@ def test_on_rabbitmq_the_levels_are_shown_and_the_records_are_asked(
 ) -> None:
     """Without records the page still tells how many wait, and what it takes to see them."""
     records = {"native_delay_records": records_redis.url}
-    with fleet_on(vhost_url, tmp_path, **records) as fleet:
-        flowers = Flowers(fleet)
-        try:
-            app = fleet.app()
-            send(app, 40)
-            flower = flowers.start(user=USER, wait=False)
-            blind = flowers.start(wait=False, user=USER, conf={"native_delay_records": None})
-            flower.ready()
-            flower.json("/api/delays/cancel", {"ids": ["task-7", "task-8"]})
-            assert Delay(app).count() == 38
-            assert blind.json("/delays/summary")["waiting"] >= 38
-            assert "native_delay_records" in blind.json("/delays/summary")["error"]
-            assert blind.ask("/api/delays")[0] == 503
-            with browser() as chrome:
-                page = DelaysPage(chrome, flower)
-                page.lists(38)
-                page.wait(lambda: page.text("#delays-levels li"))
-                assert page.find("#delays-levels li").is_displayed()
-                assert re.match(r"in 5\d min", page.text("#delays-levels-next"))
-                assert "is-stuck" not in page.find("#delays-levels").get_attribute("innerHTML")
-        finally:
-            flowers.close()
+    with fleet_on(vhost_url, tmp_path, **records) as fleet, flowers_on(fleet) as flowers:
+        app = fleet.app()
+        send(app, 40)
+        flower = flowers.start(user=USER, wait=False)
+        blind = flowers.start(wait=False, user=USER, conf={"native_delay_records": None})
+        flower.ready()
+        flower.json("/api/delays/cancel", {"ids": ["task-7", "task-8"]})
+        assert Delay(app).count() == 38
+        assert blind.json("/delays/summary")["waiting"] >= 38
+        assert "native_delay_records" in blind.json("/delays/summary")["error"]
+        assert blind.ask("/api/delays")[0] == 503
+        with browser() as chrome:
+            page = DelaysPage(chrome, flower)
+            page.lists(38)
+            page.wait(lambda: page.text("#delays-levels li"))
+            assert page.find("#delays-levels li").is_displayed()
+            assert re.match(r"in 5\d min", page.text("#delays-levels-next"))
+            assert "is-stuck" not in page.find("#delays-levels").get_attribute("innerHTML")
 
 
 @pytest.mark.ci
@@ -353,12 +328,12 @@ def test_without_its_records_the_page_shows_what_the_broker_knows(
                 records.kill()
                 shows_the_brokers_own(
                     page,
-                    f"records at {records.url.replace('hush', '**')} are out of reach: ",
+                    f"records at {records.url.replace('hush', '**')} are unreachable: ",
                     meaning,
                 )
                 page = DelaysPage(chrome, flower)  # for whoever opens it now, as well
                 page.wait(lambda: "Connection refused" in page.text("#delays-error"))
-                shows_the_brokers_own(page, "out of reach", meaning)
+                shows_the_brokers_own(page, "unreachable", meaning)
                 assert "hush" not in chrome.page_source
                 records.start()
                 page.lists(38)

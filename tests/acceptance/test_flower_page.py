@@ -117,6 +117,8 @@ def test_the_histogram_is_one_tab_stop_with_arrow_keys(
     press(Keys.ENTER)
     page.lists(within)
     assert (index(), page.focus("aria-pressed")) == (3, "true")
+    assert 0 < within < TASKS
+    assert page.find("#delays-filter-clear").is_displayed()
 
     # The figures change under it: another bar is there now, the place is the same.
     delay.cancel(task_id(TASKS - 1))
@@ -207,6 +209,7 @@ def test_a_wrong_search_is_told_at_the_search_box(
     gap = error.rect["y"] - box.rect["y"] - box.rect["height"]
     assert 0 <= gap < 30, "beneath the box"
     assert page.text("#toast-container") == ""
+    page.wait(lambda: page.text(".dataTables_empty") == "Nothing to show.")
     page.search("name:note")
     page.lists(40)
     assert not error.is_displayed()
@@ -225,9 +228,9 @@ def test_a_phone_shows_all_of_a_task(delay: Delay, chrome: Chrome, flower: Flowe
         for element in row.find_elements(By.CSS_SELECTOR, "td, a, .delays-more, input, time"):
             assert element.is_displayed()
             assert element.rect["x"] >= 0
-            assert element.rect["x"] + element.rect["width"] <= 390
+            assert element.rect["x"] + element.rect["width"] <= 360
         wide = chrome.execute_script("return document.documentElement.scrollWidth")
-        assert wide <= 390, "the page must be scrolled sideways on a phone"
+        assert wide <= 360, "the page must be scrolled sideways on a phone"
 
 
 def test_times_say_their_zone(delay: Delay, chrome: Chrome, flower: FlowerProcess) -> None:
@@ -338,7 +341,7 @@ def phone(chrome: Chrome) -> Iterator[None]:
     """As wide as a phone is."""
     chrome.execute_cdp_cmd(
         "Emulation.setDeviceMetricsOverride",
-        {"width": 390, "height": 844, "deviceScaleFactor": 2, "mobile": True},
+        {"width": 360, "height": 740, "deviceScaleFactor": 2, "mobile": True},
     )
     try:
         yield

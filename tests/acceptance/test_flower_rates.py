@@ -141,9 +141,9 @@ def test_a_phone_shows_all_of_a_line(flower: FlowerProcess, chrome: Chrome) -> N
             assert text in shown
         assert boxes
         for left, right, height in boxes:
-            assert 0 <= left < right <= 390
+            assert 0 <= left < right <= 360
             assert height > 0
-        assert wide <= 390, "the page must be scrolled sideways on a phone"
+        assert wide <= 360, "the page must be scrolled sideways on a phone"
 
 
 @pytest.mark.ci

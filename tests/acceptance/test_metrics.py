@@ -204,10 +204,7 @@ def test_no_panel_of_the_dashboard_is_dead_and_no_alert_broken(shop: Shop, tmp_p
             if (panel["title"], panel["type"]) == ("Waiting", "stat")
         )
 
-        def without_what_was_cancelled() -> bool:
-            return [float(found["value"][1]) for found in prometheus.query(waits)] == [3.0]
-
-        wait_until(without_what_was_cancelled)
+        wait_until(lambda: [float(found["value"][1]) for found in prometheus.query(waits)] == [3.0])
         wait_until(lambda: all(rule["health"] == "ok" for rule in prometheus.rules()))
         served = {name for name, _ in shop.exporter.samples()}
         reference = (MONITORING.parent / "docs/reference/metrics.md").read_text()

@@ -13,9 +13,8 @@ from amqp import Message
 from kombu import Connection
 from kombu.exceptions import OperationalError
 
-from celery_native_delay.testing import BrokerFailed, PrivateRabbitMQ, vhost_name
+from celery_native_delay.testing import PrivateRabbitMQ, vhost_name
 from tests.acceptance.worker import fleet_on
-from tests.brokers import on_one_version
 from tests.cluster import PrivateRabbitMQCluster, private_rabbitmq_cluster
 from tests.processes import assert_nothing_left_when_killed
 from tests.waiting import PATIENCE_SECONDS, wait_until
@@ -69,42 +68,6 @@ def running(node: PrivateRabbitMQ) -> set[str]:
     return {seen["name"] for seen in node.api("GET", "/nodes") if seen["running"]}
 
 
-def test_three_nodes_are_one_cluster(cluster: PrivateRabbitMQCluster) -> None:
-    names = {node.name for node in cluster.nodes}
-    assert len(names) == 3
-    assert all(running(node) == names for node in cluster.nodes)
-    vhost = cluster.new_vhost()
-    first, second, third = cluster.urls(vhost)
-    assert vhost == f"{first};{second};{third}"
-    declare(first)
-    put(second, "hello")
-    assert get(third) == "hello"
-    assert vhost_name(vhost) in cluster.nodes[1].rabbitmqctl("list_vhosts")
-    cluster.delete_vhost(vhost)
-    assert vhost_name(vhost) not in cluster.nodes[2].rabbitmqctl("list_vhosts")
-
-
-def test_a_confirmed_message_outlives_the_node_that_led_its_queue(
-    cluster: PrivateRabbitMQCluster,
-) -> None:
-    """It is read through another; the killed node comes back, and catches up."""
-    vhost = cluster.new_vhost()
-    declare(vhost)
-    put(vhost, "kept")
-    leader = cluster.leader_of("orders", vhost)
-    other, _ = (node for node in cluster.nodes if node is not leader)
-    leader.kill()
-    assert cluster.leader_of("orders", vhost) is not leader
-    assert get(other.url_of(vhost_name(vhost))) == "kept"
-    put(vhost, "while it was away")
-
-    leader.start()
-    cluster.wait_until_joined()
-    other.kill()  # two of three are a majority only if what came back has all that it missed
-    assert cluster.leader_of("orders", vhost) is not other
-    assert get(leader.url_of(vhost_name(vhost))) == "while it was away"
-
-
 def test_a_delayed_task_outlives_a_node(cluster: PrivateRabbitMQCluster, tmp_path: Path) -> None:
     """Worker and producer go on through those that are left, by the url that names all."""
     with fleet_on(
@@ -144,21 +107,8 @@ def test_a_minority_is_blocked_until_the_network_is_mended(
     with pytest.raises((OSError, OperationalError)):
         put(url, "lost", confirm_seconds=1)
     put(majority[0].url_of(vhost_name(vhost)), "meanwhile")
-    wait_until(lambda: cluster.leader_of("orders", vhost) in majority)
     cluster.heal()
     assert [get(url), get(url)] == ["before", "meanwhile"]
-
-
-@on_one_version
-def test_nodes_that_lost_sight_of_each_other_for_a_moment_are_one_cluster_again(
-    cluster: PrivateRabbitMQCluster,
-) -> None:
-    """RabbitMQ 3.x never mends that by itself: each of them serves, and is down for the others."""
-    node, other, _ = cluster.nodes
-    node.rabbitmqctl("eval", "[erlang:disconnect_node(Peer) || Peer <- nodes()].")
-    wait_until(lambda: node.name not in running(other))
-    cluster.heal()
-    assert running(other) == {member.name for member in cluster.nodes}
 
 
 def test_a_paused_node_answers_only_when_it_has_resumed(cluster: PrivateRabbitMQCluster) -> None:
@@ -171,32 +121,6 @@ def test_a_paused_node_answers_only_when_it_has_resumed(cluster: PrivateRabbitMQ
         node.resume()
         connection.settimeout(PATIENCE_SECONDS)
         assert connection.recv(1)
-
-
-def test_neither_a_rolling_restart_nor_a_power_cut_loses_a_message(
-    cluster: PrivateRabbitMQCluster,
-) -> None:
-    """After the power cut all nodes start together: alone none of them can serve."""
-    vhost = cluster.new_vhost()
-    declare(vhost)
-    put(vhost, "kept")
-    pids = [node.pid for node in cluster.nodes]
-    cluster.rolling_restart()
-    assert all(node.pid not in (None, *pids) for node in cluster.nodes)
-
-    for node in cluster.nodes:
-        node.kill()
-    with pytest.raises(BrokerFailed, match="more than half of the 3 nodes"):
-        cluster.new_vhost()
-    cluster.heal()
-    assert get(vhost) == "kept"
-
-
-@on_one_version
-def test_a_network_that_cannot_be_cut_says_how_to_get_one(rabbitmq_version: str) -> None:
-    with private_rabbitmq_cluster(1, version=rabbitmq_version) as cluster:
-        with pytest.raises(BrokerFailed, match="partitions=True"):
-            cluster.partition(cluster.nodes[0])
 
 
 @only_root

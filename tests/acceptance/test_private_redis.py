@@ -1,4 +1,4 @@
-"""Private Redis, Valkey and Sentinels: what they promise, and that they leave nothing behind."""
+"""Private Redis and Valkey: what they promise, and that they leave nothing behind."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from redis.exceptions import ConnectionError as NotThere
 from celery_native_delay.testing import (
     BrokerFailed,
     BrokerMissing,
-    PrivateRedis,
     embedded_broker,
     find_redis,
     private_redis,
@@ -23,18 +22,17 @@ from celery_native_delay.testing.redis import ServerName
 from pytest_celery_native_delay import installed
 from tests.brokers import in_ci, self_signed_certificate
 from tests.processes import assert_nothing_left_when_killed, processes_of
-from tests.sentinel import private_sentinel
 from tests.waiting import PATIENCE_SECONDS, wait_until
 
 
-def send(url: str, text: str, **options: str) -> None:
-    with Connection(url, transport_options=options) as connection:
+def send(url: str, text: str) -> None:
+    with Connection(url) as connection:
         with connection.SimpleQueue("orders") as orders:
             orders.put(text)
 
 
-def receive(url: str, **options: str) -> str:
-    with Connection(url, transport_options=options) as connection:
+def receive(url: str) -> str:
+    with Connection(url) as connection:
         with connection.SimpleQueue("orders") as orders:
             message = orders.get(timeout=PATIENCE_SECONDS)
             message.ack()
@@ -189,42 +187,3 @@ class TestEmbedded:
             send(broker.url, "hello")
             assert receive(broker.url) == "hello"
         assert not folder.exists()
-
-
-@pytest.mark.ci
-def test_a_failover_keeps_the_messages(server_name: ServerName) -> None:
-    """Killed and in good order, there and back, with a password."""
-    with private_sentinel(server=server_name, password='p/w "d\\') as sentinel:
-        options = {"master_name": sentinel.master_name}
-        first = sentinel.master
-        send(sentinel.url, "killed", **options)
-        replicate(first)
-        second = sentinel.failover()
-        assert second is sentinel.master
-        assert second is not first
-        assert first.pid is None
-        assert receive(sentinel.url, **options) == "killed"
-
-        sentinel.heal()
-        assert first.client.info("replication")["role"] == "slave"
-        send(sentinel.url, "orderly", **options)
-        assert sentinel.failover(kill=False) is first
-        assert receive(sentinel.url, **options) == "orderly"
-
-
-@pytest.mark.ci
-def test_three_sentinels_agree(server_name: ServerName) -> None:
-    with private_sentinel(server=server_name, replicas=2, sentinels=3) as sentinel:
-        assert len(sentinel.addresses) == sentinel.url.count("sentinel://") == 3
-        options = {"master_name": sentinel.master_name}
-        send(sentinel.url, "before", **options)
-        replicate(sentinel.master, replicas=2)
-        sentinel.failover()
-        assert receive(sentinel.url, **options) == "before"
-
-
-def replicate(master: PrivateRedis, replicas: int = 1) -> None:
-    """Wait until *replicas* hold all that *master* was sent; replication is asynchronous."""
-    client = master.client
-    client.set("the last write", 1)  # WAIT speaks of what its own connection wrote
-    assert client.wait(replicas, 30_000) == replicas

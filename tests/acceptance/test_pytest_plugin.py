@@ -23,21 +23,6 @@ def project(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> pytes
     return pytester
 
 
-def test_it_is_light(project: pytest.Pytester) -> None:
-    """A run that tests something else imports neither the package, nor kombu, nor Celery."""
-    project.makepyfile(
-        """
-        import sys
-
-        def test_modules(request):
-            assert request.config.pluginmanager.hasplugin("celery_native_delay")
-            loaded = {name.partition(".")[0] for name in sys.modules}
-            assert loaded.isdisjoint({"celery_native_delay", "celery", "kombu", "redis", "amqp"})
-        """
-    )
-    project.runpytest_subprocess(*STRICT).assert_outcomes(passed=1)
-
-
 def test_it_imports_nothing_but_pytest() -> None:
     program = (
         "import sys, pytest\n"

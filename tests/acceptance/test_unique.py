@@ -19,11 +19,7 @@ import pytest
 from kombu.exceptions import OperationalError
 
 from celery_native_delay import Delay
-from celery_native_delay.app.keyed import key_records
-from celery_native_delay.keyed.record import Record, name_of
-from celery_native_delay.keyed.rules import Seen
 from celery_native_delay.testing import PrivateRabbitMQ, PrivateRedis, require_redis, vhost_name
-from celery_native_delay.testing.redis import client_of
 from pytest_celery_native_delay import installed
 from tests.acceptance.worker import FEW_LEVELS, Fleet, Worker, fleet_on
 from tests.brokers import in_ci
@@ -210,10 +206,8 @@ def test_never_two_at_once_through_a_failover_that_lost_nothing(tmp_path: Path) 
 def replicate(sentinel: PrivateSentinel) -> None:
     """Keep all from writing, until the replica has what was written."""
     master = sentinel.master
-    for host, port in sentinel.addresses:
-        # What a Sentinel writes, it waits for as well, and asks nothing meanwhile.
-        watcher = client_of(host=host, port=port)
-        watcher.sentinel_set(sentinel.master_name, "down-after-milliseconds", 5000)
+    # What a Sentinel writes, it waits for as well, and asks nothing meanwhile.
+    sentinel.client.sentinel_set(sentinel.master_name, "down-after-milliseconds", 5000)
     (replica,) = (node for node in sentinel.nodes if node is not master)
     master.client.client_pause(60_000, all=False)
     written = master.client.info("replication")["master_repl_offset"]
@@ -301,30 +295,3 @@ def test_until_start_a_key_is_free_soon_after_its_message_was_lost_with_a_worker
         return None if result.id == lost.id else str(result.id)
 
     fleet.record.wait_for(1, task_id=wait_until(another))
-
-
-@pytest.mark.parametrize("fleet", ["redis", in_ci("rabbitmq")], indirect=True)
-def test_a_throttled_key_begins_anew_after_its_trailing_task_was_cancelled(fleet: Fleet) -> None:
-    app = fleet.app()
-    delay, note = Delay(app), app.signature("note", args=(1,))
-
-    def call() -> str:
-        return str(delay.throttle(note, key="a", seconds=2, edge="both").id)
-
-    def seen() -> Seen:
-        with app.connection_for_write() as connection:
-            return key_records(app, connection).read(name_of("throttle", "note", "a"))
-
-    def known() -> Record:
-        record = seen().record
-        assert record is not None
-        return record
-
-    fleet.worker(pool="threads")
-    first, last = call(), call()
-    assert delay.cancel(last)
-    wait_until(lambda: known().id is None)
-    assert known().opener == first
-    wait_until(lambda: (now := seen()).record is not None and now.now_us > now.record.window_us)
-    again = call()
-    assert known().opener == again

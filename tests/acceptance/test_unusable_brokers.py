@@ -13,6 +13,7 @@ import pytest
 
 from tests.acceptance.worker import FEW_LEVELS
 from tests.brokers import on_one_version
+from tests.waiting import PATIENCE_SECONDS
 
 PASSWORD = "s3cret"
 
@@ -50,8 +51,6 @@ sys.meta_path[:] = [Hiding(finder) for finder in sys.meta_path]
 DELAYED = "shop.app.send_task('remind', countdown=60, retry=False)"
 IMMEDIATE = "shop.app.send_task('remind', retry=False)"
 
-_PATIENCE_SECONDS = 60
-
 
 @dataclass
 class Shop:
@@ -77,7 +76,7 @@ class Shop:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=_PATIENCE_SECONDS,
+            timeout=PATIENCE_SECONDS,
         )
         assert PASSWORD not in done.stdout + done.stderr
         return done
@@ -111,10 +110,8 @@ def shop(tmp_path: Path) -> Shop:
 
 MISSING = [
     ("redis://:s3cret@localhost", "redis", "celery_native_delay[redis]"),
-    ("sqs://key:s3cret@", "boto3", "celery_native_delay[sqs]"),
+    ("sqs://key:s3cret@", "botocore", "celery_native_delay[sqs]"),
     ("sqla+postgresql://shop:s3cret@localhost/shop", "sqlalchemy", "celery_native_delay[sql]"),
-    ("pgmq://shop:s3cret@localhost/shop", "pgmq", "kombu[pgmq]"),
-    ("amqp://localhost;redis://:s3cret@localhost", "redis", "celery_native_delay[redis]"),
 ]
 
 
@@ -220,7 +217,7 @@ def test_a_broker_without_a_store_never_delays_by_itself(
     """One sentence, which says what is missing; not the warning that an app logs besides."""
     shop.broker = broker
     sentence = shop.error("-A", "shop", "delay", *command.split())
-    assert sentence.startswith(f"native delay has no store for {broker.partition(':')[0]}; ")
+    assert sentence.startswith(f"native delay has no store for {broker.partition(':')[0]}: ")
     assert "set native_delay_store to the URL of a database" in sentence
 
 
@@ -234,8 +231,8 @@ def test_a_scheme_that_kombu_does_not_know(shop: Shop) -> None:
         raised = shop.raised(code)
         assert raised.count("Traceback") == 1
         said.append(raised.splitlines()[-1].partition("UnsupportedBroker: ")[2])
-    expected = "expected a broker URL with a scheme that kombu knows, got amqpp://"
-    assert set(said) == {f"{expected}; did you mean amqp://?"}
+    expected = "expected a broker URL with a scheme that kombu knows: No such transport: amqpp."
+    assert set(said) == {f"{expected}  Did you mean amqp?"}
 
 
 # ---- nobody answers ---------------------------------------------------------------------------
@@ -256,7 +253,7 @@ def test_a_broker_that_is_down_is_named(shop: Shop, broker: str, shown: str) -> 
     shop.broker = broker
     for command in ("status", "ls"):
         sentence = shop.error("-A", "shop", "delay", command)
-        assert sentence.startswith(f"the broker {shown} cannot be used: ")
+        assert sentence.startswith(f"cannot use the broker {shown}: ")
     for code in (DELAYED, IMMEDIATE):
         raised = shop.raised(code).splitlines()
         assert raised[-2].startswith("kombu.exceptions.OperationalError: ")
@@ -270,7 +267,7 @@ def test_a_broker_that_is_down_is_named(shop: Shop, broker: str, shown: str) -> 
 def test_without_an_app_the_option_for_it_is_asked_for(shop: Shop, command: str) -> None:
     said = shop.error("delay", *command.split())
     way_out = f"name its module with -A, as in `celery -A shop delay {command}`"
-    assert said == f"expected an app, got none: {way_out}"
+    assert said == f"expected an app: {way_out}"
 
 
 def test_an_app_without_install_is_told_what_to_add(shop: Shop) -> None:

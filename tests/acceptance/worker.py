@@ -16,6 +16,7 @@ from typing import Any, Literal
 from uuid import uuid4
 
 from celery import Celery
+from kombu import Connection
 
 from celery_native_delay import install
 from tests.acceptance.apps.tasks import CONF_VARIABLE, RECORD_VARIABLE, new_app
@@ -269,6 +270,18 @@ class Fleet:
         )
         assert done.returncode == 0, done.stderr
         return done.stdout
+
+    def depth(self, queue: str) -> int:
+        """How many messages a queue holds, by AMQP: the management API lags behind.
+
+        0 if there is no such queue. What a worker has not acknowledged counts once it has ended.
+        """
+        with Connection(self.broker_url) as connection:
+            channel = connection.default_channel
+            try:
+                return int(channel.queue_declare(queue, passive=True).message_count)
+            except connection.channel_errors:
+                return 0
 
     def close(self) -> None:
         self._stack.close()

@@ -22,7 +22,6 @@ from celery_native_delay.testing import (
     private_redis,
     vhost_name,
 )
-from celery_native_delay.testing.redis import client_of
 from tests.brokers import MORTAL
 from tests.chaos.schedule import FaultKind
 from tests.cluster import PrivateRabbitMQCluster, private_rabbitmq_cluster
@@ -166,11 +165,8 @@ def _on_redis(sentinel: PrivateSentinel) -> Place:
     is replaced by SENTINEL FAILOVER while it runs, forgets what it has confirmed meanwhile: both
     happen on request only. One that is stopped in good order waits for its replicas first.
     """
-    for host, port in sentinel.addresses:
-        # A busy machine may keep a master silent for the half second that others are content with.
-        client_of(host=host, port=port).sentinel_set(
-            sentinel.master_name, "down-after-milliseconds", 3000
-        )
+    # A busy machine may keep a master silent for the half second that others are content with.
+    sentinel.client.sentinel_set(sentinel.master_name, "down-after-milliseconds", 3000)
     conf = {
         "broker_transport_options": {
             "master_name": sentinel.master_name,
@@ -207,11 +203,8 @@ def _failed_over(sentinel: PrivateSentinel, end: Callable[[PrivateRedis], None])
 
     # Until Sentinel has switched, redis-py finds the old master again as soon as it is back, and
     # what that confirms then is lost.
-    host, port = sentinel.addresses[0]
-    watcher = client_of(host=host, port=port)
-
     def switched() -> bool:
-        seen = watcher.sentinel_master(sentinel.master_name)
+        seen = sentinel.client.sentinel_master(sentinel.master_name)
         return seen["port"] != master.port and seen["flags"] == "master"
 
     wait_until(switched)

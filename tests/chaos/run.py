@@ -148,21 +148,19 @@ class Crew:
         )
 
     def _producer(self) -> subprocess.Popen[bytes]:
-        plain = ["--plain"] if self._plan.plain else []
-        return self._sender("tests.chaos.load", f"--rate={self._plan.rate / PRODUCERS}", *plain)
-
-    def _sender(self, module: str, *more: str) -> subprocess.Popen[bytes]:
         """A process that sends and notes, of the next seed."""
         self._produced += 1
+        plain = ["--plain"] if self._plan.plain else []
         options = {
             "seed": self._plan.seed * 1000 + self._produced,
+            "rate": self._plan.rate / PRODUCERS,
             "longest": self._plan.longest_seconds,
             "until": self._until,
             "notes": self.notes_path,
         }
         with (self._folder / f"producer-{self._produced}.log").open("wb") as log:
             return subprocess.Popen(
-                [sys.executable, "-m", module, *more]
+                [sys.executable, "-m", "tests.chaos.load", *plain]
                 + [f"--{name}={value}" for name, value in options.items()],
                 cwd=REPOSITORY,
                 env=self.fleet.environment(),

@@ -20,7 +20,7 @@ from celery_native_delay.transports.rabbitmq.address import (
 )
 from celery_native_delay.transports.rabbitmq.topology import Topology
 
-patient = settings(deadline=None, max_examples=300)
+patient = settings(max_examples=300)
 
 #: Words in which everything that an escape could confuse comes up often.
 words = st.sampled_from(["", "a", "b", "*", "#", "%", "%2A", "%25", "2A", "a*", "#b", "é", "0"])

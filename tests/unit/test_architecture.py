@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import doctest
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,20 @@ def test_the_lines_that_the_package_shows_run(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_package_is_typed() -> None:
     assert (PACKAGE / "py.typed").exists()
+
+
+def test_a_consumer_passes_mypy_strict(tmp_path: Path) -> None:
+    """In a folder of its own, without our configuration of mypy."""
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--strict",
+        "--config-file=",
+        str(ROOT / "tests/typing/consumer.py"),
+    ]
+    checked = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert checked.stdout.startswith("Success"), checked.stdout + checked.stderr
 
 
 def test_what_the_architecture_names_is_there() -> None:

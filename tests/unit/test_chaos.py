@@ -52,73 +52,82 @@ def test_a_task_that_ran_once_when_it_was_due_has_no_verdict() -> None:
     assert found.lateness == ((110, pytest.approx(0.02)),)
 
 
-def test_a_confirmed_task_that_never_ran_is_lost() -> None:
-    found = judged(SENT)
-    assert verdicts(found) == [Verdict.LOST]
-    assert found.forbidden == list(found.findings)
+OUTAGE = Struck("node-killed", "node 1", began_at=105, ended_at=200)
+WIPE = Struck("vhost-wiped", "vhost", began_at=105, ended_at=106, wipes=True)
+UNANSWERED = replace(SENT, confirmed_at=None)
+CANCELLED = replace(SENT, cancelling_at=104, cancelled_at=105)
 
 
-def test_so_is_one_that_ran_too_late_after_the_last_fault_was_mended() -> None:
-    outage = Struck("node-killed", "node 1", began_at=105, ended_at=200)
-    in_time, too_late = (replace(RAN, at=at) for at in (259, 261))
-    assert verdicts(judged(SENT, in_time, struck=(outage,))) == []
-    assert verdicts(judged(SENT, too_late, struck=(outage,))) == [Verdict.LOST]
-    assert verdicts(judged(SENT, in_time)) == [Verdict.LOST]
+@pytest.mark.parametrize(
+    ("task", "runs", "struck", "expected"),
+    [
+        pytest.param(SENT, [], [], [Verdict.LOST], id="it never ran"),
+        pytest.param(SENT, [259], [OUTAGE], [], id="it waited for the end of an outage"),
+        pytest.param(SENT, [261], [OUTAGE], [Verdict.LOST], id="too late even for that"),
+        pytest.param(SENT, [259], [], [Verdict.LOST], id="too late without a fault"),
+        pytest.param(UNANSWERED, [], [], [], id="its producer got no answer, and it did not run"),
+        pytest.param(UNANSWERED, [110.02], [], [], id="its producer got no answer, and it ran"),
+        pytest.param(UNANSWERED, [109.9], [], [Verdict.EARLY], id="unanswered and early"),
+        pytest.param(SENT, [109.9], [], [Verdict.EARLY], id="early"),
+        pytest.param(SENT, [109.9995], [], [], id="due times have milliseconds"),
+        pytest.param(CANCELLED, [], [], [], id="cancelled"),
+        pytest.param(CANCELLED, [111], [], [Verdict.CANCELLED_BUT_RAN], id="cancelled but ran"),
+        pytest.param(
+            replace(SENT, cancelling_at=110.01, cancelled_at=110.03),
+            [110.02],
+            [],
+            [Verdict.CANCELLED_BUT_RAN],
+            id="it started while it was being cancelled",
+        ),
+        # A copy of it that came first: at least once.
+        pytest.param(
+            replace(SENT, cancelling_at=111, cancelled_at=111.1), [110.02], [], [], id="ran before"
+        ),
+        pytest.param(replace(SENT, cancelling_at=104), [], [], [], id="its cancel got no answer"),
+        pytest.param(replace(SENT, cancelling_at=104), [111], [], [], id="nor had it to work"),
+        pytest.param(
+            replace(SENT, cancelling_at=109.9, cancel_refused="too late"),
+            [],
+            [],
+            [Verdict.LOST],
+            id="its cancel was refused",
+        ),
+        pytest.param(SENT, [], [WIPE], [Verdict.WIPED], id="it waited in a vhost that was wiped"),
+        pytest.param(replace(SENT, due_at=104.9), [], [WIPE], [Verdict.WIPED], id="due, and wiped"),
+        pytest.param(
+            SENT, [], [replace(WIPE, began_at=171, ended_at=172)], [Verdict.LOST], id="lost before"
+        ),
+        pytest.param(
+            replace(SENT, sent_at=107, confirmed_at=107.1), [], [WIPE], [Verdict.LOST], id="later"
+        ),
+    ],
+)
+def test_the_verdict_on_a_task(
+    task: Sent, runs: list[float], struck: list[Struck], expected: list[Verdict]
+) -> None:
+    found = judged(task, *(replace(RAN, at=at) for at in runs), struck=tuple(struck))
+    assert verdicts(found) == expected
+    wiped = Verdict.WIPED in expected
+    assert found.forbidden == ([] if wiped else list(found.findings))
 
 
-def test_a_task_whose_producer_got_no_answer_may_run_or_not() -> None:
-    unknown = replace(SENT, confirmed_at=None)
-    assert judged(unknown).findings == judged(unknown, RAN).findings == ()
-    assert judged(unknown).unknown == 1
+def test_the_fates_that_are_not_known_are_counted() -> None:
+    assert judged(UNANSWERED).unknown == 1
+    assert judged(CANCELLED).cancelled == 1
+    assert judged(replace(SENT, cancelling_at=104)).cancels_unknown == 1
 
 
-@pytest.mark.parametrize("confirmed_at", [None, 100.1])
-def test_no_task_may_start_before_it_is_due(confirmed_at: float | None) -> None:
-    task = replace(SENT, confirmed_at=confirmed_at)
-    assert verdicts(judged(task, replace(RAN, at=109.9))) == [Verdict.EARLY]
-    assert verdicts(judged(task, replace(RAN, at=109.9995))) == []
-    assert verdicts(judged(task, replace(RAN, eta_at=110.5))) == [Verdict.EARLY]
-    late = judged(task, replace(RAN, eta_at=110.005))
+def test_a_task_is_due_when_its_message_says_so() -> None:
+    """Its producer noted a time from before it sent it."""
+    assert verdicts(judged(SENT, replace(RAN, eta_at=110.5))) == [Verdict.EARLY]
+    late = judged(SENT, replace(RAN, eta_at=110.005))
     assert late.lateness == ((110.005, pytest.approx(0.015)),)
-
-
-def test_a_task_may_not_start_once_its_cancel_was_confirmed() -> None:
-    cancelled = replace(SENT, cancelling_at=104, cancelled_at=105)
-    assert verdicts(judged(cancelled, RAN)) == [Verdict.CANCELLED_BUT_RAN]
-    assert judged(cancelled).findings == ()
-    assert judged(cancelled).cancelled == 1
-    meanwhile = replace(SENT, cancelling_at=110.01, cancelled_at=110.03)
-    assert verdicts(judged(meanwhile, RAN)) == [Verdict.CANCELLED_BUT_RAN]
-    # A copy of it that came first: at least once.
-    afterwards = replace(SENT, cancelling_at=111, cancelled_at=111.1)
-    assert judged(afterwards, RAN).findings == ()
-
-
-def test_a_task_whose_cancel_had_no_answer_may_run_or_not() -> None:
-    asked = replace(SENT, cancelling_at=104)
-    assert judged(asked).findings == judged(asked, RAN).findings == ()
-    assert judged(asked).cancels_unknown == 1
-
-
-def test_a_task_whose_cancel_was_refused_must_run() -> None:
-    refused = replace(SENT, cancelling_at=109.9, cancel_refused="too late")
-    assert verdicts(judged(refused)) == [Verdict.LOST]
 
 
 def test_a_task_may_only_run_where_it_was_sent() -> None:
     assert verdicts(judged(SENT, replace(RAN, queue="side"))) == [Verdict.MISROUTED]
     twice = judged(SENT, RAN, replace(RAN, queue="side", at=111))
     assert verdicts(twice) == [Verdict.MISROUTED, Verdict.DOUBLED]
-
-
-def test_what_waited_in_a_vhost_that_was_wiped_is_not_lost_and_what_came_later_is() -> None:
-    wipe = Struck("vhost-wiped", "vhost", began_at=105, ended_at=106, wipes=True)
-    assert verdicts(judged(SENT, struck=(wipe,))) == [Verdict.WIPED]
-    assert verdicts(judged(replace(SENT, due_at=104.9), struck=(wipe,))) == [Verdict.WIPED]
-    much_later = replace(wipe, began_at=171, ended_at=172)
-    assert verdicts(judged(SENT, struck=(much_later,))) == [Verdict.LOST]
-    later = replace(SENT, sent_at=107, confirmed_at=107.1)
-    assert verdicts(judged(later, struck=(wipe,))) == [Verdict.LOST]
 
 
 def test_what_runs_twice_is_counted_and_not_forbidden() -> None:

@@ -125,11 +125,11 @@ def test_many_are_named_alike(
 
 
 @pytest.mark.parametrize(("change", "many"), CHANGES)
-def test_several_tasks_for_one_are_told_the_method_for_many(
+def test_several_tasks_for_one_are_refused(
     delay: Delay, sent: list[AsyncResult], change: Callable[..., Any], many: str
 ) -> None:
     for several in ([sent[0].id, sent[1].id], tuple(sent), GroupResult("g", sent), delay.ls()):
-        with pytest.raises(TypeError, match=rf"; for several there is {many}\(\)$"):
+        with pytest.raises(TypeError, match="expected the id of a task"):
             change(delay, several)
     assert delay.count() == 3
 
@@ -203,6 +203,7 @@ def test_a_question_that_makes_no_sense_is_refused(
         ({"countdown": float("nan")}, InvalidDueTime),
         ({"countdown": 10**300}, DelayTooLong),
         ({"eta": 5}, InvalidDueTime),
+        ({"eta": "tomorrow"}, InvalidDueTime),
         ({"eta": ""}, InvalidDueTime),
         ({"eta": date(2050, 1, 1)}, InvalidDueTime),
         ({"eta": datetime.max}, DelayTooLong),
@@ -216,8 +217,8 @@ def test_a_moment_that_is_none_changes_nothing(
     with pytest.raises(error):
         delay.reschedule(sent[0], **moment)
     assert delay.ls() == before
-    if error is InvalidDueTime:
-        with pytest.raises(InvalidDueTime):
+    if moment != {"eta": datetime.max}:  # only a broker's levels end before that
+        with pytest.raises(error):
             delay_headers(**moment)
 
 
@@ -246,7 +247,7 @@ def test_a_keyword_with_the_prefix_is_told_to_leave_it_out() -> None:
         settings_from_option({"native_delay_fused_bits": 4})
 
 
-@pytest.mark.parametrize("options", [{"window": 0}, {"window": "x"}, {"progress_every": 0}])
+@pytest.mark.parametrize("options", [{"window": 0}, {"window": "x"}])
 def test_a_batch_with_impossible_options_is_refused(app: Celery, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="to be a whole number from 1, got "):
         bulk(app, **options)

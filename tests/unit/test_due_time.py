@@ -42,25 +42,6 @@ def test_a_countdown_of_5_is_exactly_40_units_even_a_moment_after(later_us: int)
 
 
 @pytest.mark.parametrize(
-    ("wait_us", "units"),
-    [
-        (-(10**18), 0),
-        (-1, 0),
-        (0, 0),
-        (1, 1),
-        (124_999, 1),
-        (125_000, 1),
-        (125_001, 2),
-        (300_000, 3),
-        (1_000_000, 8),
-        (1_500_000, 12),
-    ],
-)
-def test_units_are_rounded_up_and_the_past_is_0(wait_us: int, units: int) -> None:
-    assert units_until(NOON_US + wait_us, now_us=NOON_US, resolution_ms=125) == units
-
-
-@pytest.mark.parametrize(
     "eta",
     [
         NOON,

@@ -20,14 +20,13 @@ from celery_native_delay.transports.rabbitmq.elsewhere import (
     read_celerys,
     read_ours,
     sets_of,
-    way_of_binding,
-    ways_of,
 )
 from celery_native_delay.transports.rabbitmq.topology import Topology
 from celery_native_delay.transports.rabbitmq.wrapping import wrap
 
 NOW = datetime(2026, 11, 20, 12, 0, tzinfo=UTC)
 NOW_US = due_us(NOW)
+ETA = (NOW + timedelta(seconds=60)).isoformat()
 
 REACHES = [
     Reach("shop", "topic", "orders.#", "orders"),
@@ -36,27 +35,25 @@ REACHES = [
     Reach("billing", "direct", "invoice", "invoices"),
     Reach("", "direct", "celery", "celery"),
 ]
-WAYS = [ways_of(REACHES)]
 
 
 def read(
     countdown: int,
     routing_key: str,
     *,
-    level: int,
-    deaths: list[dict[str, Any]] | None = None,
     properties: dict[str, Any] | None = None,
+    eta: str | None = ETA,
     **headers: Any,
 ) -> Found:
-    if deaths is not None:
-        headers["x-death"] = deaths
+    if eta is not None:
+        headers["eta"] = eta
     own = {"application_headers": headers, **(properties or {})}
     info = {
         "exchange": "celery_delayed_27",
         "routing_key": celerys.calculate_routing_key(countdown, routing_key),
         "redelivered": False,
     }
-    return read_celerys(b"[]", own, info, level=level, now_us=NOW_US, ways=WAYS)
+    return read_celerys(b"[]", own, info, now_us=NOW_US, reaches=REACHES)
 
 
 def moving(found: Found) -> Moving:
@@ -93,66 +90,45 @@ def test_all_prefixes_are_found_and_nothing_else() -> None:
 
 def test_a_message_goes_where_the_tail_of_its_key_leads_and_is_due_at_its_eta() -> None:
     eta = (NOW + timedelta(seconds=99.25)).isoformat()
-    found = moving(read(99, "orders.new", level=6, task="shop.remind", id="order-7", eta=eta))
+    found = moving(read(99, "orders.new", task="shop.remind", id="order-7", eta=eta))
     delayed = found.delayed
     assert (delayed.exchange, delayed.routing_key, delayed.queue) == ("shop", "orders.new", None)
     assert delayed.due_us == due_us(eta)
-    assert found.late_seconds is None
     assert found.headers == {"task": "shop.remind", "id": "order-7", "eta": eta}
 
 
 def test_of_two_bindings_that_end_alike_the_key_itself_decides() -> None:
     """Celery would deliver to both."""
-    assert moving(read(5, "welcome", level=2)).delayed.exchange == "mail"
-    assert moving(read(5, "sent.welcome", level=2)).delayed.exchange == "post"
+    assert moving(read(5, "welcome")).delayed.exchange == "mail"
+    assert moving(read(5, "sent.welcome")).delayed.exchange == "post"
 
 
 def test_a_key_that_leads_to_two_exchanges_is_left_and_both_are_named() -> None:
-    two = [ways_of([*REACHES, Reach("spam", "topic", "welcome", "spams")])]
+    two = [*REACHES, Reach("spam", "topic", "welcome", "spams")]
     info = {"exchange": "x", "routing_key": celerys.calculate_routing_key(5, "welcome")}
-    found = read_celerys(b"", {}, info, level=2, now_us=NOW_US, ways=two)
+    found = read_celerys(b"", {}, info, now_us=NOW_US, reaches=two)
     assert isinstance(found, Stays)
     assert "mail, spam" in found.why
     assert found.should
 
 
-def test_a_key_that_the_app_does_not_know_is_looked_for_on_the_broker() -> None:
-    assert isinstance(read(5, "unknown", level=2), Stays)
-    info = {"exchange": "x", "routing_key": celerys.calculate_routing_key(5, "unknown")}
-    ways = [*WAYS, [way_of_binding("others", "#.unknown")]]
-    found = moving(read_celerys(b"", {}, info, level=2, now_us=NOW_US, ways=ways))
-    assert found.delayed.exchange == "others"
+def test_a_key_that_the_app_does_not_know_is_left() -> None:
+    assert isinstance(read(5, "unknown"), Stays)
 
 
 def test_direct_exchanges_are_none_of_its_ways() -> None:
-    assert "task_queues" in getattr(read(5, "invoice", level=2), "why", "")
+    assert "task_queues" in getattr(read(5, "invoice"), "why", "")
 
 
 @pytest.mark.parametrize("key", ["orders.new", "0.1.orders", "2." * 28 + "orders.new", "0." * 28])
 def test_a_foreign_key_is_left(key: str) -> None:
     info = {"exchange": "celery_delayed_27", "routing_key": key}
-    found = read_celerys(b"", {}, info, level=2, now_us=NOW_US, ways=WAYS)
+    found = read_celerys(b"", {}, info, now_us=NOW_US, reaches=REACHES)
     assert isinstance(found, Stays)
 
 
-def test_without_an_eta_the_due_time_is_never_early_and_its_error_is_known() -> None:
-    """13 s are levels 3, 2 and 0; in level 2 it waits for up to 4 s, then for 1 s."""
-    found = moving(read(13, "orders.new", level=2))
-    assert (found.delayed.due_us - NOW_US, found.late_seconds) == (5_000_000, 4.0)
-    first = moving(read(13, "orders.new", level=3))
-    assert (first.delayed.due_us - NOW_US, first.late_seconds) == (13_000_000, 8.0)
-
-
-@pytest.mark.parametrize("zone", [UTC, None])
-def test_it_came_when_it_left_the_level_before(zone: Any) -> None:
-    left = (NOW - timedelta(seconds=3)).replace(tzinfo=zone)
-    deaths = [
-        {"queue": "celery_delayed_3", "time": left, "reason": "expired"},
-        {"queue": "mine", "time": NOW.replace(tzinfo=zone)},
-    ]
-    found = moving(read(13, "orders.new", level=2, deaths=deaths))
-    assert (found.delayed.due_us - NOW_US, found.late_seconds) == (3_000_000, 1.0)
-    assert found.headers == {"x-death": deaths[1:]}
+def test_without_an_eta_it_stays() -> None:
+    assert "no ETA" in getattr(read(13, "orders.new", eta=None), "why", "")
 
 
 def test_the_deaths_in_its_levels_are_forgotten() -> None:
@@ -163,20 +139,20 @@ def test_the_deaths_in_its_levels_are_forgotten() -> None:
         "x-first-death-exchange": "celery_delayed_3",
         "task": "shop.remind",
     }
-    assert moving(read(5, "orders.new", level=2, **headers)).headers == {"task": "shop.remind"}
+    assert moving(read(5, "orders.new", **headers)).headers == {"task": "shop.remind", "eta": ETA}
 
 
 def test_an_expiration_ends_when_the_task_expires() -> None:
     expires = (NOW + timedelta(seconds=60)).isoformat()
     own = {"expiration": "90000"}
-    found = moving(read(99, "orders.new", level=6, properties=own, expires=expires))
+    found = moving(read(99, "orders.new", properties=own, expires=expires))
     assert found.delayed.expires_ms == NOW_US // 1000 + 60_000
-    found = moving(read(99, "orders.new", level=6, properties=own))
+    found = moving(read(99, "orders.new", properties=own))
     assert found.delayed.expires_ms == NOW_US // 1000 + 90_000
 
 
 def test_an_eta_that_is_no_date_is_left() -> None:
-    assert "ISO 8601" in getattr(read(5, "orders.new", level=2, task="x", eta="soon"), "why", "")
+    assert "ISO 8601" in getattr(read(5, "orders.new", task="x", eta="soon"), "why", "")
 
 
 # ---- earlier sets of ours ----------------------------------------------------------------------

@@ -3,30 +3,17 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_native_delay.transports.sqs.hops import (
     HOP_SECONDS,
-    Itinerary,
     Reception,
     remainders,
     retry_seconds,
 )
 
-patient = settings(deadline=None)
-
 delays_ms = st.integers(0, 10 * 365 * 86_400_000)
-
-
-@pytest.mark.parametrize(
-    ("minutes", "seconds", "sends"),
-    [(14, 5, [845]), (32, 5, [1925, 1025, 125])],
-)
-def test_the_examples_that_nservicebus_publishes(
-    minutes: int, seconds: int, sends: list[int]
-) -> None:
-    assert remainders((minutes * 60 + seconds) * 1000) == sends
 
 
 @pytest.mark.parametrize(
@@ -40,13 +27,14 @@ def test_the_examples_that_nservicebus_publishes(
         (900_000, [900]),
         (900_001, [901, 1]),
         (1_800_000, [1800, 900]),
+        (845_000, [845]),  # the examples that NServiceBus publishes
+        (1_925_000, [1925, 1025, 125]),
     ],
 )
 def test_the_edges_of_a_hop_and_of_a_second(delay_ms: int, sends: list[int]) -> None:
     assert remainders(delay_ms) == sends
 
 
-@patient
 @given(delay_ms=st.integers(0, 4 * 86_400_000))
 def test_every_hop_but_the_last_is_whole_and_their_sum_is_the_delay(delay_ms: int) -> None:
     sends = remainders(delay_ms)
@@ -56,7 +44,6 @@ def test_every_hop_but_the_last_is_whole_and_their_sum_is_the_delay(delay_ms: in
     assert (sends[-1] == 0) == (delay_ms == 0)
 
 
-@patient
 @given(
     delay_ms=delays_ms,
     sent_ms=st.integers(0, 2**45),
@@ -106,10 +93,5 @@ def test_who_cannot_be_sent_on_rests_twice_as_long_each_time() -> None:
 
 
 def test_a_year_is_35040_waits_of_which_the_last_is_at_the_destination() -> None:
-    year = Itinerary.of(365 * 86400)
-    assert len(year.remainders) == 35_040
-    assert year.hops == 35_039
-    assert year.requests == 1 + 3 * 35_039
-    assert year.requests_in_batches == pytest.approx(10_512.7)
-    assert Itinerary.of(0.5).remainders == (1,)
-    assert Itinerary.of(0.5).requests == 1
+    assert len(remainders(365 * 86_400_000)) == 35_040
+    assert remainders(500) == [1]

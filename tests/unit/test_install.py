@@ -151,33 +151,17 @@ CONFIGURATIONS = [
 
 
 @pytest.mark.parametrize(("configuration", "options"), CONFIGURATIONS)
-def test_settings_from_a_configuration_read_before_install(
-    configuration: Any, options: dict[str, Any]
+@pytest.mark.parametrize("keywords", [{}, {"levels": 20}], ids=["", "keywords win"])
+def test_settings_from_a_configuration_read_before_or_after_install(
+    configuration: Any, options: dict[str, Any], keywords: dict[str, int]
 ) -> None:
-    app = plain_app()
-    app.config_from_object(configuration, **options)
-    install(app)
-    assert asked_by(app) == DelaySettings(levels=12, landing_exchanges=("news",))
-
-
-@pytest.mark.parametrize(("configuration", "options"), CONFIGURATIONS)
-def test_settings_from_a_configuration_read_after_install(
-    configuration: Any, options: dict[str, Any]
-) -> None:
-    app = install(plain_app())
-    app.config_from_object(configuration, **options)
-    assert asked_by(app) == DelaySettings(levels=12, landing_exchanges=("news",))
-
-
-@pytest.mark.parametrize(("configuration", "options"), CONFIGURATIONS)
-def test_keywords_win_over_the_configuration(configuration: Any, options: dict[str, Any]) -> None:
-    before = install(plain_app(), levels=20)
+    before = install(plain_app(), **keywords)
     before.config_from_object(configuration, **options)
     after = plain_app()
     after.config_from_object(configuration, **options)
-    install(after, levels=20)
-    for app in (before, after):
-        assert asked_by(app) == DelaySettings(levels=20, landing_exchanges=("news",))
+    install(after, **keywords)
+    expected = DelaySettings(**{"levels": 12, "landing_exchanges": ("news",), **keywords})
+    assert asked_by(before) == asked_by(after) == expected
 
 
 def test_keywords_win_over_what_is_assigned_later() -> None:
@@ -195,17 +179,19 @@ def test_settings_assigned_one_by_one_count() -> None:
 # ---- mistakes ------------------------------------------------------------------------------
 
 
-def test_an_unknown_keyword_is_refused_and_nothing_installed() -> None:
+@pytest.mark.parametrize(
+    ("keyword", "said"),
+    [
+        ({"levles": 12}, "did you mean native_delay_levels"),
+        ({"levels": 0}, "expected native_delay_levels to be .* got 0"),
+    ],
+)
+def test_a_wrong_keyword_is_refused_and_nothing_installed(
+    keyword: dict[str, Any], said: str
+) -> None:
     app = plain_app()
-    with pytest.raises(SettingsError, match="did you mean native_delay_levels"):
-        install(app, levles=12)
-    assert installation_of(app) is None
-
-
-def test_an_impossible_keyword_is_refused_and_nothing_installed() -> None:
-    app = plain_app()
-    with pytest.raises(SettingsError, match=r"expected native_delay_levels to be .* got 0"):
-        install(app, levels=0)
+    with pytest.raises(SettingsError, match=said):
+        install(app, **keyword)
     assert installation_of(app) is None
 
 
@@ -259,24 +245,16 @@ def test_a_countdown_that_celery_cannot_compute_is_refused_in_plain_words(
 # ---- pickled apps --------------------------------------------------------------------------
 
 
-def test_a_pickled_app_is_installed_again_with_its_keywords() -> None:
-    app = install(plain_app(), levels=12, fused_bits=4)
-    again = pickle.loads(pickle.dumps(app))
-    assert again is not app
-    assert installation_of(again) is not None
-    assert asked_by(again) == DelaySettings(levels=12, fused_bits=4)
-    assert list(again.steps["consumer"]).count(BOOTSTEP) == 1
-    assert celery.app.base.detect_quorum_queues(with_quorum_queue(again), "amqp") == (False, "")
-
-
-def test_a_pickled_app_keeps_configuration_and_keywords() -> None:
+def test_a_pickled_app_is_installed_again_with_configuration_and_keywords() -> None:
     app = install(plain_app(), levels=20)
     app.config_from_object({"native_delay_levels": 12, "native_delay_fused_bits": 4})
-    assert asked_by(app) == DelaySettings(levels=20, fused_bits=4)
     once = pickle.loads(pickle.dumps(app))
     twice = pickle.loads(pickle.dumps(once))
     for again in (once, twice):
+        assert again is not app
         assert asked_by(again) == DelaySettings(levels=20, fused_bits=4)
+        assert list(again.steps["consumer"]).count(BOOTSTEP) == 1
+    assert celery.app.base.detect_quorum_queues(with_quorum_queue(once), "amqp") == (False, "")
 
 
 class OwnControl(Control):  # type: ignore[misc]
@@ -354,9 +332,16 @@ def test_a_celery_that_decides_elsewhere_is_refused() -> None:
         keep_celerys_own_off(ModuleType("celery.elsewhere"))
 
 
+def namespaced(app: Celery) -> Celery:
+    app.config_from_object({"CELERY_NATIVE_DELAY_ENABLED": False}, namespace="CELERY")
+    return app
+
+
 OFF = [
     pytest.param(lambda: install(plain_app(), enabled=False), id="keyword"),
     pytest.param(lambda: install(plain_app(native_delay_enabled=False)), id="configuration"),
+    pytest.param(lambda: install(namespaced(plain_app())), id="namespace"),
+    pytest.param(lambda: namespaced(install(plain_app())), id="namespace, after install"),
 ]
 
 
@@ -365,17 +350,6 @@ def test_enabled_false_leaves_all_as_celery_has_it(make: Any) -> None:
     app = with_quorum_queue(make())
     assert asked_by(app) is None
     assert app.connection_for_write().transport_options == {}
-    assert celery.app.base.detect_quorum_queues(app, "amqp") == (True, "quorum")
-
-
-@pytest.mark.parametrize("later", [False, True])
-def test_enabled_false_in_a_namespace_leaves_all_as_celery_has_it(later: bool) -> None:
-    app = plain_app()
-    if later:
-        install(app)
-    app.config_from_object({"CELERY_NATIVE_DELAY_ENABLED": False}, namespace="CELERY")
-    install(with_quorum_queue(app))
-    assert asked_by(app) is None
     assert celery.app.base.detect_quorum_queues(app, "amqp") == (True, "quorum")
 
 
@@ -408,8 +382,8 @@ def test_a_broker_we_have_nothing_for_warns_once_and_works(
     ours = [record for record in caplog.records if record.name.startswith("celery_native_delay")]
     assert [record.getMessage() for record in ours] == [
         (
-            "native delay has no store for memory: tasks with an ETA stay with Celery, in the "
-            "memory of its workers; set native_delay_store to the URL of a database, such as "
+            "delayed tasks wait in the memory of workers, as in Celery: native delay has no store "
+            "for memory: set native_delay_store to the URL of a database, such as "
             '"sqlite:////var/lib/shop/delays.db", in workers and producers'
         )
     ]
@@ -422,8 +396,8 @@ def test_a_broker_we_have_nothing_for_warns_once_and_works(
 @pytest.mark.parametrize(
     ("broker", "said"),
     [
-        ("memory://", "no store for memory, .* set native_delay_store"),
-        ("qpid://", "transport for qpid"),
+        ("memory://", "no store for memory: set native_delay_store"),
+        ("qpid://", "does not support .qpid"),
     ],
 )
 def test_strict_refuses_a_broker_we_have_nothing_for(broker: str, said: str) -> None:

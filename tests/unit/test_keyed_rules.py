@@ -16,7 +16,6 @@ from celery_native_delay.keyed.record import HEADER, Mark, Record, Run, name_of
 from celery_native_delay.keyed.rules import (
     BELIEVED_US,
     LEASE_US,
-    InBroker,
     Rule,
     Seen,
     Step,
@@ -54,7 +53,7 @@ class Place:
 
     def call(self, rule: Rule) -> Step:
         stands = self.record.id if self.record else None
-        waiting = (InBroker(stands, self.waiting[stands]),) if stands in self.waiting else ()
+        waiting = ((stands, self.waiting[stands]),) if stands in self.waiting else ()
         step = rule(Seen(self.now_us, self.record, waiting))
         if step.replaces:
             del self.waiting[str(stands)]
@@ -109,21 +108,6 @@ class Place:
 
 
 # ---- debounce -----------------------------------------------------------------------------------
-
-
-def test_debounce_runs_the_last_call_once_it_has_been_quiet() -> None:
-    place = Place()
-    for seconds, name in ((0, "a"), (3, "b"), (6, "c"), (20, "d")):
-        assert place.at(seconds).debounce(name, 5) == name
-    assert place.at(60).started == [("c", 11), ("d", 25)]
-
-
-def test_debounce_waits_no_longer_than_it_may() -> None:
-    place = Place()
-    for tenth in range(100):
-        place.at(tenth / 10).debounce(f"{tenth}", 1, longest=4)
-    # The call in the moment of the first end begins anew.
-    assert place.at(60).started == [("39", 4), ("79", 8), ("99", 10.9)]
 
 
 def test_debounce_leaves_a_task_alone_whose_time_has_come() -> None:

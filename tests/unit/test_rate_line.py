@@ -88,7 +88,7 @@ class World:
         assert self.most_in_a_window() <= self.rate.count + self.rate.burst - 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(rate=RATES, seed=st.integers(0, 2**32), data=st.data())
 def test_no_window_has_more_starts_than_the_rate_allows(
     rate: Rate, seed: int, data: st.DataObject
@@ -127,7 +127,7 @@ def test_no_window_has_more_starts_than_the_rate_allows(
     world.assert_promise()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(rate=RATES, seed=st.integers(0, 2**32), outage=st.booleans())
 def test_a_backlog_uses_what_the_rate_allows(rate: Rate, seed: int, outage: bool) -> None:
     """98 % of it, although messages come late and their workers were away for a while."""

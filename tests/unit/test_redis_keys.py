@@ -1,13 +1,17 @@
-"""Names in Redis: under the prefix, one namespace each, one member per message and destination."""
+"""What Redis holds, under which names: frozen, read as it was written; and where its URLs lead."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from redis import ConnectionPool
 
+from celery_native_delay.transports.redis.entry import Destination, entry_of, opened_entry
 from celery_native_delay.transports.redis.keys import Keys, member_of
+from celery_native_delay.urls import redis_py_url
 
 
 def message(tag: str = "tag-1", **headers: Any) -> dict[str, Any]:
@@ -54,3 +58,46 @@ def test_a_message_without_task_id_goes_by_what_it_has() -> None:
 @given(st.uuids(), st.uuids(), st.text())
 def test_a_member_with_a_uuid_stays_in_its_memory_class(task: Any, tag: Any, queue: str) -> None:
     assert len(member_of(message(str(tag), id=str(task)), queue)) <= 52
+
+
+names = st.text(st.characters(exclude_categories=["Cs"]), max_size=30)
+
+
+@given(
+    st.builds(
+        Destination,
+        st.lists(names, min_size=1, max_size=5).map(tuple),
+        st.integers(0, 10**10),
+        st.booleans(),
+    ),
+    names,
+)
+def test_an_entry_opens_to_what_it_was_made_of(destination: Destination, envelope: str) -> None:
+    opened = opened_entry(entry_of(destination, envelope))
+    assert opened == (destination, envelope.encode())
+
+
+def test_the_entry_of_version_1_is_frozen() -> None:
+    """Redis holds them in production, and Lua reads them."""
+    assert entry_of(Destination(("jobs",)), '{"a": 1}') == b'push 0 4\njobs{"a": 1}'
+    expiring = Destination(("jobs\x06\x163", "jöbs"), ttl_ms=500)
+    assert entry_of(expiring, "{}") == b"push 500 7 5\njobs\x06\x163j\xc3\xb6bs{}"
+    broadcast = Destination(("/0.news",), broadcast=True)
+    assert entry_of(broadcast, "{}") == b"publish 0 7\n/0.news{}"
+
+
+@pytest.mark.parametrize(
+    ("url", "expected"),
+    [
+        ("redis+socket:///run/r.sock", {"path": "/run/r.sock"}),
+        ("redis+socket:///run/r.sock?virtual_host=3", {"path": "/run/r.sock", "db": 3}),
+        (
+            "redis+socket://:secret@/run/r.sock?virtual_host=3",
+            {"path": "/run/r.sock", "db": 3, "password": "secret"},
+        ),
+        ("redis://:secret@host:6380/2", {"host": "host", "port": 6380, "db": 2}),
+    ],
+)
+def test_a_url_leads_where_kombu_says(url: str, expected: dict[str, object]) -> None:
+    options = ConnectionPool.from_url(redis_py_url(url)).connection_kwargs
+    assert expected.items() <= options.items()

@@ -19,7 +19,7 @@ CONFORMANCE = "tests/conformance/test_conformance.py"
         (f"{INTEGRATION}/test_window.py::test_it[4.3]", "RabbitMQ 4.3: mortal"),
         (f"{CONFORMANCE}::test_it[rabbitmq-4.3-topic]", "RabbitMQ 4.3: mortal"),
         (f"{CONFORMANCE}::test_it[valkey-topic]", "conformance on valkey"),
-        (f"{ACCEPTANCE}/test_redis_tasks.py::test_a_route[queue]", "tasks on Redis"),
+        (f"{ACCEPTANCE}/test_tasks.py::test_a_route[redis-queue]", "tasks on Redis"),
         (f"{INTEGRATION}/test_sqs_relay.py::test_it[1]", "SQS: relay"),
         ("tests/unit/test_sqs_entry.py::test_it", "tests/unit/test_sqs_entry.py::test_it"),
         ("tests/spark/test_fan_out.py::test_it[queue]", "Spark"),

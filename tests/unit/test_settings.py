@@ -17,14 +17,6 @@ STORE = 'None or a SQLAlchemy URL of a database that outlives the process, such 
 
 @pytest.mark.parametrize(
     "url",
-    ["sqlite:///delays.db", "sqlite:////var/delays.db?synchronous=full", "mysql+mysqldb://u:p@h/d"],
-)
-def test_any_database_that_lasts_is_a_store(url: str) -> None:
-    assert DelaySettings(store=url).store == url
-
-
-@pytest.mark.parametrize(
-    "url",
     [
         "sqlite://",
         "sqlite:///:memory:",
@@ -73,6 +65,9 @@ def test_the_default_levels_reach_eight_and_a_half_years() -> None:
         ("records", "redis+socket:///run/redis.sock"),
         ("records", "postgresql+psycopg://shop:secret@db/shop"),
         ("records_away", "wait"),
+        ("store", "sqlite:///delays.db"),
+        ("store", "sqlite:////var/delays.db?synchronous=full"),
+        ("store", "mysql+mysqldb://u:p@h/d"),
         ("confirm_window", 1),
         ("confirm_window", 1_000_000),
         ("landing_exchanges", ["news"]),
@@ -87,7 +82,8 @@ def test_the_default_levels_reach_eight_and_a_half_years() -> None:
 )
 def test_values_that_are_accepted(name: str, value: Any) -> None:
     check_settings({name: value})
-    DelaySettings.from_mapping({name: value})
+    found = getattr(DelaySettings.from_mapping({name: value}), name)
+    assert found == (tuple(value) if isinstance(value, list) else value)
 
 
 NAMESPACE = "1 to 64 letters, digits, _, - or inner dots"
@@ -155,8 +151,6 @@ RESOLUTION = "seconds from 0.001 to 3600, a whole number of milliseconds"
         ("records", "redis://store:many", RECORDS),
         ("records_away", True, '"run" or "wait"'),
         ("store", True, STORE),
-        ("store_outage_seconds", 0, "seconds, more than 0 and at most 86400"),
-        ("store_outage_seconds", True, "seconds, more than 0 and at most 86400"),
         ("strict", "yes", "True or False"),
         ("telemetry", "", "None or the path of a folder"),
         ("telemetry", True, "None or the path of a folder"),

@@ -7,7 +7,7 @@ from base64 import b64decode
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from celery_native_delay import CannotDelay
@@ -27,8 +27,6 @@ from celery_native_delay.transports.sqs.entry import (
     check_size,
     opened,
 )
-
-patient = settings(deadline=None)
 
 ATTRIBUTES = {
     "customer": {"DataType": "String", "StringValue": "Ada ä"},
@@ -54,7 +52,6 @@ def test_a_payload_is_what_kombu_sends(base64: bool) -> None:
     assert "message_attributes" in sent["properties"], "another queue may get it, too"
 
 
-@patient
 @given(
     body=st.text(max_size=200),
     left_ms=st.integers(0, 2**48),

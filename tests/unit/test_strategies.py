@@ -27,7 +27,6 @@ from celery_native_delay.worker.arrival import (
     AskAgain,
     Drop,
     Gate,
-    LookUp,
     Ruling,
     WaitUntil,
 )
@@ -151,7 +150,6 @@ class Worker:
     takes: bool = True
     answer: Answer = Answer.RUN
     runs_unasked: bool = True
-    adopts: bool = True
     fence: Gate = lambda arrival: None
     ran: list[tuple[Any, ...]] = field(default_factory=list)
     adopted: list[Adopted] = field(default_factory=list)
@@ -160,7 +158,7 @@ class Worker:
 
     def strategies(self) -> GatedStrategies:
         away = "run" if self.runs_unasked else "wait"
-        settings = DelaySettings(records_away=away, adopt=self.adopts)
+        settings = DelaySettings(records_away=away)
         moved = Moved(settings)
         moved.receipts = self
         passed = gates(settings, moved, self.fence)
@@ -198,7 +196,7 @@ def in_seconds(seconds: float) -> str:
 def nothing_revoked() -> Iterator[None]:
     yield
     state.revoked.clear()
-    strategies._arrived.clear()
+    strategies._cancelled.clear()
 
 
 def test_a_task_that_is_early_is_adopted_with_its_queue_and_due_time() -> None:
@@ -229,11 +227,6 @@ def test_only_a_wait_worth_the_way_is_adopted(
     assert Worker().receives(message) == outcome
 
 
-def test_a_naive_eta_is_utc() -> None:
-    eta = datetime.now(UTC).replace(tzinfo=None) + timedelta(seconds=60)
-    assert Worker().receives(Message({"id": "1", "eta": eta.isoformat()})) == "adopted"
-
-
 def test_a_task_of_protocol_1_has_its_eta_in_the_payload() -> None:
     worker = Worker()
     assert worker.receives(Message({}), {"id": "1", "eta": in_seconds(60)}) == "adopted"
@@ -251,10 +244,6 @@ def test_revoked_and_expired_tasks_are_celerys() -> None:
 
 def test_a_task_that_nobody_can_take_is_held_by_celery() -> None:
     assert Worker(takes=False).receives(Message({"id": "1", "eta": in_seconds(60)})) == "ran"
-
-
-def test_a_worker_that_does_not_adopt_leaves_early_tasks_to_celery() -> None:
-    assert Worker(adopts=False).receives(Message({"id": "1", "eta": in_seconds(60)})) == "ran"
 
 
 def test_a_task_of_an_unknown_queue_is_held_by_celery() -> None:
@@ -281,13 +270,8 @@ def test_a_task_that_is_due_reaches_celery_unchanged() -> None:
     assert kwargs == {}
 
 
-@pytest.mark.parametrize("eta", ["tomorrow", "2026-13-01"])
+@pytest.mark.parametrize("eta", ["tomorrow", "2026-13-01", 5, 5.5, [1], {"a": 1}])
 def test_an_eta_that_is_no_date_is_left_to_celery(eta: Any) -> None:
-    assert Worker().receives(Message({"id": "1", "eta": eta})) == "ran"
-
-
-@pytest.mark.parametrize("eta", [5, 5.5, [1], {"a": 1}])
-def test_an_eta_of_another_type_is_left_to_celery(eta: Any) -> None:
     assert Worker().receives(Message({"id": "1", "eta": eta})) == "ran"
 
 
@@ -335,22 +319,25 @@ def test_a_green_worker_drops_at_once() -> None:
     assert worker.acked == worker.ran == []
 
 
-# ---- gates that look something up -----------------------------------------------------
+# ---- gates that are asked again ---------------------------------------------------------
 
 
 @dataclass(eq=False)
 class Asking:
-    """A gate that looks up what it then says."""
+    """A gate that is asked again, and then rules."""
 
-    asked: list[Callable[[Any], None]] = field(default_factory=list)
+    ruling: Ruling | None = None
     arrivals: list[Arrival] = field(default_factory=list)
 
     def __call__(self, arrival: Arrival) -> Ruling | None:
         self.arrivals.append(arrival)
-        if self not in arrival.found:
-            return LookUp(self.asked.append)
-        ruling: Ruling | None = arrival.found[self]
-        return ruling
+        return AskAgain(0.5) if len(self.arrivals) == 1 else self.ruling
+
+
+def ask_again(worker: Worker) -> None:
+    """Let the time pass after which *worker* asks again."""
+    worker.consumer.timer.calls.pop()()
+    worker.consumer.soon.pop()()
 
 
 def fenced(**more: Any) -> dict[str, Any]:
@@ -365,7 +352,7 @@ def test_no_later_gate_is_asked_about_a_task_that_is_early() -> None:
 
 def test_a_task_that_cannot_wait_passes_on_to_the_next_gate() -> None:
     """At once, and after the broker has refused it: what is fenced does not run unasked."""
-    gate = Asking()
+    gate = Asking(AskAgain(0.5))
     worker = Worker(fence=gate, takes=False)
     message = Message(fenced(eta=in_seconds(60)))
     worker.strategies()["t"](message, None, worker._ack, "reject", [])
@@ -380,7 +367,7 @@ def test_a_task_that_cannot_wait_passes_on_to_the_next_gate() -> None:
 
 
 @pytest.mark.parametrize("waited", [None, delayed()])
-def test_a_task_that_is_looked_up_passes_again_in_the_consumers_thread(
+def test_a_task_that_is_asked_about_again_passes_in_the_consumers_thread(
     waited: Delayed | None,
 ) -> None:
     """Then it runs as if it had not been asked about; its ETA was never out of its message."""
@@ -394,24 +381,11 @@ def test_a_task_that_is_looked_up_passes_again_in_the_consumers_thread(
     [arrival] = gate.arrivals
     assert (arrival.name, arrival.id, arrival.queue, arrival.is_ours) == ("t", "1", "jobs", True)
     assert message.headers["eta"] == eta
-    gate.asked[0](None)
+    worker.consumer.timer.calls.pop()()
     assert ran == []
     worker.consumer.soon.pop()()
     assert ran == [None if waited else eta]
     assert len(gate.arrivals) == 2
-
-
-def test_what_is_looked_up_for_one_gate_is_kept_while_the_next_one_looks_up() -> None:
-    one, two = Asking(), Asking()
-    worker = Worker(fence=one)
-    strategies = worker.strategies()
-    strategies._gates += (two,)
-    strategies["t"](Message({"id": "1"}), None, worker._ack, "reject", [])
-    one.asked[0](None)
-    worker.consumer.soon.pop()()
-    two.asked[0](None)
-    worker.consumer.soon.pop()()
-    assert (len(one.asked), len(two.asked), len(worker.ran)) == (1, 1, 1)
 
 
 def test_a_task_that_a_gate_drops_is_acknowledged_logged_and_told_to_monitors(
@@ -451,17 +425,13 @@ def test_an_error_in_a_gate_does_not_end_the_worker_and_its_task_is_asked_about_
     assert len(worker.ran) == 1
 
 
-def test_a_task_that_cannot_wait_is_looked_up_again_where_its_gate_wants_that() -> None:
-    gate = Asking()
+def test_a_task_that_cannot_wait_is_asked_about_again_where_its_gate_wants_that() -> None:
+    gate = Asking(WaitUntil(2**60, otherwise=AskAgain(1.0)))
     worker = Worker(takes=False, fence=gate)
     worker.strategies()["t"](Message({"id": "1"}), None, worker._ack, "reject", [])
-    gate.asked[0](WaitUntil(2**60, otherwise=AskAgain(1.0)))
-    worker.consumer.soon.pop()()
-    [again] = worker.consumer.timer.calls
-    again()
-    assert len(gate.asked) == 1
-    worker.consumer.soon.pop()()
-    assert len(gate.asked) == 2
+    ask_again(worker)
+    ask_again(worker)
+    assert len(gate.arrivals) == 3
     assert worker.ran == []
 
 
@@ -478,8 +448,7 @@ def test_a_task_that_celery_cannot_read_is_rejected_as_ever_when_it_passes_again
     strategies["t"] = strategy
     message = Message(fenced())
     strategies["t"](message, "payload", None, None, None)
-    gate.asked[0](None)
-    worker.consumer.soon.pop()()
+    ask_again(worker)
     [(payload, rejected, exc)] = invalid
     assert (payload, rejected, str(exc)) == ("payload", message, "no task")
 
@@ -499,22 +468,6 @@ def test_a_message_whose_expiration_ran_out_while_it_waited_is_discarded() -> No
     assert hasattr(logger, "critical"), "what Celery's ack_log_error wants"
 
 
-@pytest.mark.parametrize(
-    ("expires_in", "headers"),
-    [
-        (None, {"id": "1"}),
-        (60, {"id": "1"}),
-        # A task's own expires is Celery's: it tells the result backend.
-        (-1, {"id": "1", "expires": "2020-01-01T00:00:00+00:00"}),
-    ],
-)
-def test_other_messages_are_not_discarded(
-    expires_in: float | None, headers: dict[str, Any]
-) -> None:
-    expires_ms = None if expires_in is None else ms_from_now(expires_in)
-    assert Worker().receives(Message(headers, delayed(expires_ms))) == "ran"
-
-
 # ---- cancelled and moved tasks -----------------------------------------------------------
 
 
@@ -526,24 +479,6 @@ def test_a_cancelled_task_goes_to_celery_at_once_whatever_its_times_say(
     cancelled = delayed(ms_from_now(-1))._replace(cancelled=True)
     worker = Worker(answer=answer, runs_unasked=False)
     assert worker.receives(Message({"id": "1", "eta": in_seconds(60)}, cancelled)) == "ran"
-
-
-@pytest.mark.parametrize(
-    ("answer", "runs_unasked", "outcome"),
-    [
-        (Answer.RUN, False, "ran"),
-        (Answer.DROP, True, "acked"),
-        (Answer.AWAY, True, "ran"),
-        (Answer.AWAY, False, "adopted"),
-    ],
-)
-def test_a_task_that_waited_does_what_the_records_say(
-    answer: Answer, runs_unasked: bool, outcome: str
-) -> None:
-    worker = Worker(answer=answer, runs_unasked=runs_unasked)
-    message = Message({"id": "1", "task": "t", "eta": in_seconds(-1)}, delayed())
-    assert worker.receives(message) == outcome
-    assert [task.wait.delivery_id for task in worker.adopted] == ["id-1"] * (outcome == "adopted")
 
 
 def test_a_task_that_is_not_decided_on_is_asked_about_again() -> None:
@@ -563,10 +498,6 @@ def test_a_task_that_is_not_decided_on_is_asked_about_again() -> None:
     call()
     worker.consumer.soon.pop()()
     assert len(worker.ran) == 1
-
-
-def test_a_task_that_did_not_wait_is_nothing_to_the_records() -> None:
-    assert Worker(answer=Answer.DROP).receives(Message({"id": "1"})) == "ran"
 
 
 def test_a_gate_is_asked_again_on_time_in_an_idle_worker() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from base64 import b64encode
 from typing import Any
+from uuid import RFC_4122, UUID
 
 import pytest
 from hypothesis import given
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from kombu.utils.json import dumps
 
 from celery_native_delay.due_time import eta_of
+from celery_native_delay.transports.bulk_publisher import RandomIds
 from celery_native_delay.transports.virtual.template import Template, fields_of, refused_of
 from celery_native_delay.transports.virtual.wrapping import encoded, wrapped
 
@@ -111,3 +113,19 @@ def test_what_is_no_delayed_task_is_refused(change: dict[str, Any], text: str) -
     Template(good)
     with pytest.raises(ValueError, match=f"expected {text}"):
         Template(json.loads(json.dumps(good | change)))
+
+
+def test_uuids_are_valid_and_differ() -> None:
+    ids = RandomIds()
+    made = [ids.uuid() for _ in range(1_000)]
+    assert len(set(made)) == 1_000
+    for text in made:
+        uuid = UUID(text)
+        assert (str(uuid), uuid.version, uuid.variant) == (text, 4, RFC_4122)
+
+
+def test_plain_ids_are_128_bits() -> None:
+    ids = RandomIds()
+    made = [ids.hex() for _ in range(1_000)]
+    assert len(set(made)) == 1_000
+    assert all(0 <= int(text, 16) < 2**128 and len(text) == 32 for text in made)

@@ -1,28 +1,30 @@
-"""The pictures in the docs are drawn from the plan: all of it, as it is."""
+"""The pictures in the docs are drawn from the plan of the levels and by the arithmetic of rates."""
 
 from __future__ import annotations
 
 import re
-import sys
-from collections.abc import Iterator
+from importlib import import_module
 from typing import Any
 
 import pytest
 
+from celery_native_delay import Rate
 from celery_native_delay.settings import DelaySettings
 from celery_native_delay.transports.rabbitmq.topology import Binding, Queue, Topology
 from tests.documents import ROOT
 
 
 @pytest.fixture
-def drawing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def drawing(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Any:
+    """A module of docs/_ext."""
     monkeypatch.syspath_prepend(ROOT / "docs" / "_ext")
-    import level_pictures
-
-    yield level_pictures
-    del sys.modules["level_pictures"]
+    return import_module(request.param)
 
 
+levels = pytest.mark.parametrize("drawing", ["level_pictures"], indirect=True)
+
+
+@levels
 def test_every_binding_and_every_dead_lettering_is_an_arrow(drawing: Any) -> None:
     """Three levels of a second, none fused, and one queue bound to a topic exchange."""
     topology = Topology(DelaySettings(levels=3, resolution=1, fused_bits=0))
@@ -40,6 +42,7 @@ def test_every_binding_and_every_dead_lettering_is_an_arrow(drawing: Any) -> Non
     assert {"*.1.*.#", "*.0.1.#", "*.0.0.#", "*.*.1.#", "*.*.0.#", pattern} <= set(texts)
 
 
+@levels
 @pytest.mark.parametrize(
     ("fused_bits", "waits"),
     [(15, ["1 min 20 s", "10 s"]), (0, ["1 min 4 s", "16 s", "8 s", "2 s"])],
@@ -51,3 +54,17 @@ def test_the_path_of_a_message_has_all_its_waits(
     assert re.findall(r">([^<]+ s)</text>", svg) == waits
     kinds = re.findall(r'<path class="(\w+)"', svg)
     assert kinds == ["binding", *["expired"] * len(waits), "binding"]
+
+
+@pytest.mark.parametrize("drawing", ["line_pictures"], indirect=True)
+def test_every_task_starts_in_its_turn_and_none_while_the_line_is_held(drawing: Any) -> None:
+    rate = Rate("4/s", burst=3)
+    tasks, held_from, held_until = drawing.spread(rate)
+    starts = [at for _, at in tasks]
+    assert starts == sorted(starts)
+    assert not any(held_from < at < held_until for at in starts)
+    for first in starts:
+        assert sum(first <= at < first + 1 for at in starts) <= rate.most
+    svg = drawing.line_svg(rate)
+    assert svg.count('class="starts"') == len(tasks)
+    assert svg.count('class="held"') == 1
