@@ -161,7 +161,7 @@ def _notes(result: Result) -> str:
         notes.append(f"workers that ended by themselves, and were started again: {gave_up}")
     if wiped := result["verdicts"][Verdict.WIPED.value]:
         notes.append(f"tasks that were deleted with all else: {wiped:,}")
-    return "; ".join(notes)
+    return "\n".join(f"- {note}" for note in notes)
 
 
 def _is_hit(faults: Iterable[dict[str, Any]], due: float) -> bool:
