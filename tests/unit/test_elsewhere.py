@@ -1,4 +1,4 @@
-"""What a message that waits elsewhere is, and when it is due."""
+"""Reading messages that wait in Celery's own delay levels or in an earlier set of ours."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def moving(found: Found) -> Moving:
     not hasattr(celerys, "_celery_delayed_delivery_exchange"), reason="no prefixes in this kombu"
 )
 @pytest.mark.parametrize("prefix", ["", "eu", "shop_eu"])
-def test_the_names_are_those_that_kombu_gives(prefix: str) -> None:
+def test_the_names_of_celerys_levels_are_kombus(prefix: str) -> None:
     levels = CelerysLevels(prefix)
     assert levels.queues[0] == levels.level(27) == celerys.level_name(27, prefix)
     assert levels.queues[-1] == celerys.level_name(0, prefix)
@@ -79,19 +79,19 @@ def test_the_names_are_those_that_kombu_gives(prefix: str) -> None:
     assert celerys_levels([*levels.queues, levels.delivery_exchange, "celery"]) == [levels]
 
 
-def test_the_names_without_a_prefix_are_those_of_every_kombu() -> None:
+def test_the_names_without_a_prefix_are_the_same_in_every_kombu() -> None:
     levels = CelerysLevels("")
     assert levels.queues[0] == celerys.level_name(27)
     assert levels.delivery_exchange == celerys.CELERY_DELAYED_DELIVERY_EXCHANGE
 
 
-def test_all_prefixes_are_found_and_nothing_else() -> None:
+def test_only_celerys_levels_are_found_with_every_prefix() -> None:
     names = ["celery_delayed_0", "eu_celery_delayed_27", "celery_delayed_28", "celery_delayed_x"]
     assert celerys_levels(names) == [CelerysLevels(), CelerysLevels("eu")]
     assert celerys_levels(["celery_delay.v1.31x125ms.f12.quorum.level-00"]) == []
 
 
-def test_a_message_goes_where_the_tail_of_its_key_leads_and_is_due_at_its_eta() -> None:
+def test_the_end_of_the_routing_key_names_the_destination_and_the_eta_the_due_time() -> None:
     eta = (NOW + timedelta(seconds=99.25)).isoformat()
     found = moving(read(99, "orders.new", level=6, task="shop.remind", id="order-7", eta=eta))
     delayed = found.delayed
@@ -101,13 +101,13 @@ def test_a_message_goes_where_the_tail_of_its_key_leads_and_is_due_at_its_eta() 
     assert found.headers == {"task": "shop.remind", "id": "order-7", "eta": eta}
 
 
-def test_of_two_bindings_that_end_alike_the_key_itself_decides() -> None:
-    """Celery would deliver to both."""
+def test_of_two_bindings_with_one_ending_the_exact_key_decides() -> None:
+    """Celery would deliver the message through both."""
     assert moving(read(5, "welcome", level=2)).delayed.exchange == "mail"
     assert moving(read(5, "sent.welcome", level=2)).delayed.exchange == "post"
 
 
-def test_a_key_that_leads_to_two_exchanges_is_left_and_both_are_named() -> None:
+def test_a_message_for_two_exchanges_stays_and_the_reason_names_both() -> None:
     two = [ways_of([*REACHES, Reach("spam", "topic", "welcome", "spams")])]
     info = {"exchange": "x", "routing_key": celerys.calculate_routing_key(5, "welcome")}
     found = read_celerys(b"", {}, info, level=2, now_us=NOW_US, ways=two)
@@ -116,7 +116,7 @@ def test_a_key_that_leads_to_two_exchanges_is_left_and_both_are_named() -> None:
     assert found.should
 
 
-def test_a_key_that_the_app_does_not_know_is_looked_for_on_the_broker() -> None:
+def test_a_key_unknown_to_the_app_is_looked_up_in_the_brokers_bindings() -> None:
     assert isinstance(read(5, "unknown", level=2), Stays)
     info = {"exchange": "x", "routing_key": celerys.calculate_routing_key(5, "unknown")}
     ways = [*WAYS, [way_of_binding("others", "#.unknown")]]
@@ -124,19 +124,22 @@ def test_a_key_that_the_app_does_not_know_is_looked_for_on_the_broker() -> None:
     assert found.delayed.exchange == "others"
 
 
-def test_direct_exchanges_are_none_of_its_ways() -> None:
+def test_a_message_to_a_direct_exchange_stays() -> None:
     assert "task_queues" in getattr(read(5, "invoice", level=2), "why", "")
 
 
 @pytest.mark.parametrize("key", ["orders.new", "0.1.orders", "2." * 28 + "orders.new", "0." * 28])
-def test_a_foreign_key_is_left(key: str) -> None:
+def test_a_message_with_a_foreign_routing_key_stays(key: str) -> None:
     info = {"exchange": "celery_delayed_27", "routing_key": key}
     found = read_celerys(b"", {}, info, level=2, now_us=NOW_US, ways=WAYS)
     assert isinstance(found, Stays)
 
 
-def test_without_an_eta_the_due_time_is_never_early_and_its_error_is_known() -> None:
-    """13 s are levels 3, 2 and 0; in level 2 it waits for up to 4 s, then for 1 s."""
+def test_without_an_eta_the_due_time_is_computed_never_early_and_with_a_bound() -> None:
+    """A delay of 13 s uses the levels 3, 2 and 0.
+
+    In level 2 a message has up to 4 s left there, then 1 s.
+    """
     found = moving(read(13, "orders.new", level=2))
     assert (found.delayed.due_us - NOW_US, found.late_seconds) == (5_000_000, 4.0)
     first = moving(read(13, "orders.new", level=3))
@@ -144,7 +147,7 @@ def test_without_an_eta_the_due_time_is_never_early_and_its_error_is_known() -> 
 
 
 @pytest.mark.parametrize("zone", [UTC, None])
-def test_it_came_when_it_left_the_level_before(zone: Any) -> None:
+def test_a_message_entered_its_level_when_it_left_the_level_before(zone: Any) -> None:
     left = (NOW - timedelta(seconds=3)).replace(tzinfo=zone)
     deaths = [
         {"queue": "celery_delayed_3", "time": left, "reason": "expired"},
@@ -155,7 +158,7 @@ def test_it_came_when_it_left_the_level_before(zone: Any) -> None:
     assert found.headers == {"x-death": deaths[1:]}
 
 
-def test_the_deaths_in_its_levels_are_forgotten() -> None:
+def test_death_headers_of_celerys_levels_are_removed() -> None:
     headers = {
         "x-death": [{"queue": "celery_delayed_3"}],
         "x-first-death-queue": "celery_delayed_3",
@@ -175,7 +178,7 @@ def test_an_expiration_ends_when_the_task_expires() -> None:
     assert found.delayed.expires_ms == NOW_US // 1000 + 90_000
 
 
-def test_an_eta_that_is_no_date_is_left() -> None:
+def test_a_message_with_an_invalid_eta_stays() -> None:
     assert "ISO 8601" in getattr(read(5, "orders.new", level=2, task="x", eta="soon"), "why", "")
 
 
@@ -195,11 +198,11 @@ def test_settings_are_read_from_the_names_of_a_set() -> None:
     assert all(each in wanted for each in found)
 
 
-def test_what_only_looks_like_a_set_is_none() -> None:
+def test_a_name_with_impossible_settings_is_no_set() -> None:
     assert sets_of(["x.v1.99x1ms.f4.quorum.level-00"], DelaySettings()) == []
 
 
-def test_a_message_of_ours_is_what_it_was_before_it_waited() -> None:
+def test_a_message_of_an_earlier_set_is_unwrapped() -> None:
     delayed = Delayed("ab" * 16, NOW_US + 9_000_000, "shop", "orders.new", "orders", 5_000)
     own = {"priority": 3, "application_headers": {"task": "shop.remind", "id": "order-7"}}
     wrapped = wrap(own | {"expiration": "7"}, delayed, now_us=NOW_US, limit_priority=False)
@@ -211,11 +214,11 @@ def test_a_message_of_ours_is_what_it_was_before_it_waited() -> None:
     assert found.again
 
 
-def test_what_has_no_header_of_ours_is_left() -> None:
+def test_a_message_without_our_header_stays() -> None:
     assert isinstance(read_ours(b"", {}, {"exchange": "", "routing_key": ""}), Stays)
 
 
-def test_returns_are_counted_as_the_broker_does() -> None:
+def test_deliveries_are_read_from_the_brokers_headers() -> None:
     assert deliveries_of({}) == 0
     assert deliveries_of({"application_headers": {"x-delivery-count": 3}}) == 3
     assert deliveries_of({"application_headers": {"x-acquired-count": 7}}) == 7
@@ -224,7 +227,7 @@ def test_returns_are_counted_as_the_broker_does() -> None:
 # ---- what Celery left behind -------------------------------------------------------------------
 
 
-def test_a_binding_that_celery_added_stands_beside_the_apps_own() -> None:
+def test_bindings_that_celery_added_are_told_from_the_apps_own() -> None:
     bound = [
         ("shop", "orders", "orders.#"),
         ("shop", "orders", "#.orders.#"),

@@ -1,4 +1,4 @@
-"""The gate for messages of fenced runs, without records."""
+"""The worker's gate for messages of fenced runs, without a server for records."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def arrival(header: object) -> Arrival:
 
 
 def found(fence: Fence, record: Record | None) -> Arrival:
-    """Of attempt a at partition 0 of a run that was looked up."""
+    """An arrival of attempt a at partition 0, after its run was looked up."""
     return replace(arrival("run/0/a"), found={fence: record})
 
 
@@ -33,7 +33,7 @@ def fence() -> Fence:
     return Fence(DelaySettings(), "worker-1", Place("redis://127.0.0.1:1", "celery_delay"))
 
 
-def test_a_worker_without_records_runs_all_and_says_so_once(
+def test_a_worker_without_records_runs_fenced_tasks_and_warns_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     unfenced = Fence(DelaySettings(), "worker-1", None)
@@ -44,10 +44,10 @@ def test_a_worker_without_records_runs_all_and_says_so_once(
     assert "has no native_delay_records" in record.getMessage()
 
 
-def test_a_header_that_cannot_be_read_is_named_and_its_task_runs(
+def test_a_task_with_a_malformed_header_runs_and_the_header_is_logged(
     fence: Fence, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Perhaps of a later release: rather twice than never."""
+    """The header may be of a later release. Rather twice than never."""
     with caplog.at_level(logging.WARNING):
         assert fence(arrival("2;run=x")) is None
         assert fence(arrival("2;run=y")) is None
@@ -64,7 +64,7 @@ def test_an_unknown_run_is_looked_up(fence: Fence) -> None:
     assert isinstance(fence(arrival("run/0/a")), LookUp)
 
 
-def test_the_attempt_that_won_runs_as_any_other_task(fence: Fence) -> None:
+def test_a_task_of_the_winning_attempt_runs(fence: Fence) -> None:
     won = found(fence, Record(COMMITTED, NOW, winners={"0": "a"}))
     assert fence(won) is None
     assert HEADER not in won.message.headers
@@ -78,22 +78,24 @@ def test_the_attempt_that_won_runs_as_any_other_task(fence: Fence) -> None:
         (Record(ABORTED, NOW, by="driver"), "aborted"),
     ],
 )
-def test_an_attempt_that_lost_is_dropped(fence: Fence, record: Record, reason: str) -> None:
+def test_a_task_of_a_losing_attempt_is_dropped(fence: Fence, record: Record, reason: str) -> None:
     ruling = fence(found(fence, record))
     assert isinstance(ruling, Drop)
     assert (ruling.event, ruling.fields) == (EVENT, {"fence": "run/0/a", "reason": reason})
 
 
 @pytest.mark.parametrize("record", [None, Record(OPEN, NOW, deadline=NOW + 60)])
-def test_while_nothing_is_known_it_waits_in_the_broker(fence: Fence, record: Record | None) -> None:
+def test_a_task_of_an_open_or_unknown_run_waits_in_the_broker(
+    fence: Fence, record: Record | None
+) -> None:
     ruling = fence(found(fence, record))
     assert isinstance(ruling, WaitUntil)
     assert ruling.due_us > NOW * 1e6
     assert isinstance(ruling.otherwise, AskAgain)
 
 
-def test_a_broadcast_of_a_run_that_is_open_runs_unfenced(fence: Fence) -> None:
-    """It has no queue that it could come back to."""
+def test_a_broadcast_of_an_open_run_runs_at_once(fence: Fence) -> None:
+    """A broadcast has no queue that it could be put back into."""
     broadcast = found(fence, None)
     broadcast.message.consumed_from = ""
     assert fence(broadcast) is None

@@ -1,4 +1,4 @@
-"""The parts of a timeout store that decide without asking anybody.
+"""The parts of a database store that need no database.
 
 ``python -m tests.unit.test_store`` writes the golden files: for a new version, or before the first
 release.
@@ -32,7 +32,7 @@ AWAY = OSError("it is away")
 # ---- breakers ----------------------------------------------------------------------------------
 
 
-def test_a_breaker_opens_once_when_it_has_failed_for_so_long_and_closes_by_a_success() -> None:
+def test_a_breaker_reports_one_outage_and_closes_by_a_success() -> None:
     breaker = Breaker("nothing", 120)
     assert [breaker.failed(AWAY, now=now) for now in (1000, 1060, 1119.9)] == [None, None, None]
     outage = breaker.failed(AWAY, now=1120)
@@ -45,14 +45,14 @@ def test_a_breaker_opens_once_when_it_has_failed_for_so_long_and_closes_by_a_suc
     assert breaker.failed(AWAY, now=3120) is not None
 
 
-def test_a_success_in_between_starts_the_time_anew() -> None:
+def test_a_success_restarts_the_time_until_an_outage() -> None:
     breaker = Breaker("nothing", 120)
     breaker.failed(AWAY, now=0)
     breaker.succeeded(now=100)
     assert breaker.failed(AWAY, now=121) is None
 
 
-def test_breakers_are_independent_and_tell_whoever_is_asked() -> None:
+def test_breakers_are_independent_and_call_their_listener() -> None:
     breakers = Breakers(10)
     told: list[Outage] = []
     breakers.on_outage = told.append
@@ -69,7 +69,9 @@ def test_breakers_are_independent_and_tell_whoever_is_asked() -> None:
 OUTAGE = Outage("fetching what is due", 120, "OSError: it is away")
 
 
-def test_a_worker_stops_unless_somebody_else_decides(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_worker_stops_in_an_outage_unless_a_receiver_handles_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     app, stops, seen = Celery("shop", set_as_current=False), [], []
     with caplog.at_level(logging.CRITICAL, "celery_native_delay"):
         react(app, OUTAGE, lambda: stops.append(1))
@@ -88,7 +90,7 @@ def test_a_worker_stops_unless_somebody_else_decides(caplog: pytest.LogCaptureFi
 
 
 @pytest.mark.parametrize("error", [ValueError("a mistake"), WorkerShutdown(3)])
-def test_a_receiver_that_fails_has_decided_nothing(error: BaseException) -> None:
+def test_a_worker_stops_in_an_outage_if_its_receiver_raises(error: BaseException) -> None:
     app, stops = Celery("shop", set_as_current=False), []
 
     def fail(**_: object) -> None:
@@ -138,7 +140,7 @@ def test_a_url_is_shown_without_its_password(url: str, shown: str) -> None:
         ("postgresql://db:5432/shop", "postgresql://db:5433/shop", False),
     ],
 )
-def test_a_database_is_known_by_its_place(one: str, other: str, same: bool) -> None:
+def test_urls_of_the_same_database_are_recognized(one: str, other: str, same: bool) -> None:
     assert same_database(one, other) is same
 
 
@@ -150,7 +152,7 @@ def test_a_database_is_known_by_its_place(one: str, other: str, same: bool) -> N
         ("postgresql+nodriver://shop:secret@db/shop", "cannot be used"),
     ],
 )
-def test_a_database_that_cannot_be_used_is_named_without_its_password(url: str, said: str) -> None:
+def test_an_unusable_database_is_named_without_its_password(url: str, said: str) -> None:
     with pytest.raises(SettingsError, match=said) as refused:
         engine_of(url)
     assert "secret" not in str(refused.value)
@@ -170,7 +172,7 @@ FROZEN = {f"store_v{VERSION}": METADATA, "records": RECORDS_METADATA}
 @pytest.mark.parametrize("dialect", DIALECTS, ids=lambda dialect: dialect.name)
 @pytest.mark.parametrize(("name", "tables"), FROZEN.items(), ids=FROZEN)
 def test_tables_are_frozen(name: str, tables: MetaData, dialect: Dialect) -> None:
-    """Databases in production hold them; to change them, add a version, or a table."""
+    """Databases in production have these tables. To change one, add a version or a table."""
     assert declared(tables, dialect) == golden(name, dialect).read_text()
 
 
@@ -199,10 +201,10 @@ def declared(tables: MetaData, dialect: Dialect) -> str:
         ("sqlite:///file:/no-such-folder/a.db?uri=true", False),
     ],
 )
-def test_whoever_uses_a_file_that_depends_on_the_folder_is_told(
+def test_a_relative_path_of_a_database_file_is_warned_about_once(
     url: str, told: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Once in a process, and who publishes as well: to a web server it may be another file."""
+    """Producers are warned as well: in a web server's folder it may be another file."""
     for _ in range(2):
         Store.of(url, "tests")
     assert caplog.text.count("is another file for each folder") == told

@@ -1,4 +1,4 @@
-"""What workers tell of their queues, and what becomes of it."""
+"""The events in which workers report counts of their queues, and the metrics made of them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from celery_native_delay.worker.tally import Tally
 
 
 def told(*late_seconds: float, **counts: int) -> dict[str, Any]:
-    """The fields of an event, as they come over the wire."""
+    """The fields of an event after serialization."""
     tally = Tally(**counts)
     for seconds in late_seconds:
         tally.start(seconds)
@@ -32,7 +32,7 @@ def test_events_of_many_workers_add_up_by_queue() -> None:
     assert found["idle"] == Tally()
 
 
-def test_a_bound_of_another_release_counts_for_the_next_larger() -> None:
+def test_an_unknown_bucket_bound_counts_toward_the_next_larger_bucket() -> None:
     fields = {"late": {"0.3": 2, "1e9": 1}}
     assert Tally.of_fields(fields).late == [0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1]
 
@@ -53,7 +53,7 @@ def test_a_bound_of_another_release_counts_for_the_next_larger() -> None:
         {"queues": {}, "rate_starts": 3},
     ],
 )
-def test_what_cannot_be_counted_is_named_once_and_changes_nothing(
+def test_a_malformed_event_is_logged_once_and_changes_no_count(
     event: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     counts = Counts()

@@ -1,4 +1,4 @@
-"""One word for one thing: what of the glossary can be counted."""
+"""Rules for docstrings and words that can be checked by a program."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _NO_ONE = re.compile(r"\b(nobody|somebody|anybody|whoever|someone|anyone)\b", re
 
 
 def _docstrings() -> Iterator[tuple[str, str]]:
-    """Place and text of each docstring, those of attributes included."""
+    """Place and text of each docstring, including docstrings of attributes."""
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
@@ -38,7 +38,7 @@ def test_a_docstring_names_its_subject_first() -> None:
     assert [each for each in found if _EMPTY_BEGINNING.match(each[1])] == []
 
 
-def test_the_package_says_who_it_means() -> None:
+def test_the_package_uses_no_word_like_nobody() -> None:
     found = [
         f"{path.relative_to(PACKAGE)}:{number}: {line.strip()}"
         for path in sorted(PACKAGE.rglob("*.py"))
@@ -48,7 +48,7 @@ def test_the_package_says_who_it_means() -> None:
     assert found == []
 
 
-def test_a_word_of_the_glossary_stands_there_once() -> None:
+def test_the_glossary_defines_each_word_once() -> None:
     defined = re.findall(r"^(\w.*)\n    \w", GLOSSARY.read_text(), re.MULTILINE)
     assert len(defined) > 30
     assert sorted(defined) == sorted(set(defined))
