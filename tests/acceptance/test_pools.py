@@ -1,4 +1,4 @@
-"""All four pools: delayed tasks, retries, and early tasks put back, all without holding one."""
+"""All four pools run delayed tasks, retries and early tasks, and hold none in the worker."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Workers whose broker cannot delay, with a store beside it: killed, and cut off from it."""
+"""Workers with a delay store: workers are killed, and the store becomes unreachable."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def ran(record: Record) -> int:
 
 
 @pytest.mark.ci
-def test_all_of_5000_tasks_run_although_who_dispatches_them_is_killed_again_and_again(
+def test_all_of_5000_tasks_run_although_dispatchers_are_killed_repeatedly(
     fleet: Fleet,
 ) -> None:
-    """At least once; inside one database each is handed over, and runs, exactly once.
+    """Tasks run at least once. If store and broker share a database, each runs exactly once.
 
-    The workers that are killed consume another queue: what a worker of kombu's filesystem or
-    sqlalchemy transport has taken and not yet run dies with it, delayed or not.
+    The killed workers consume another queue, because kombu's filesystem and sqlalchemy
+    transports lose the messages of a killed worker, delayed or not.
     """
     app = fleet.app()
     consumer = fleet.worker(installed=False, queues="default", log_level="WARNING", wait=False)
@@ -84,13 +84,13 @@ def test_all_of_5000_tasks_run_although_who_dispatches_them_is_killed_again_and_
     runs = [len(by_id[task_id]) for task_id in ids]
     if fleet.broker_url.startswith("sqla+"):
         assert set(runs) == {1}
-        assert handed_over(fleet.broker_url) == TASKS
+        assert published_to_the_broker(fleet.broker_url) == TASKS
     else:
         assert sum(runs) - TASKS <= KILLS * BATCH
 
 
-def handed_over(url: str) -> int:
-    """kombu never deletes a row."""
+def published_to_the_broker(url: str) -> int:
+    """The number of tasks ever published to the broker: kombu keeps the row of each message."""
     engine = create_engine(url.removeprefix("sqla+"))
     with engine.connect() as connection:
         statement = text(
@@ -103,10 +103,10 @@ def handed_over(url: str) -> int:
 
 
 @pytest.mark.ci
-def test_a_worker_goes_on_after_a_short_outage_and_stops_warmly_after_a_long_one(
+def test_a_worker_survives_a_short_store_outage_and_stops_warmly_after_a_long_one(
     folder_fleet: Fleet,
 ) -> None:
-    """Publishing meanwhile says so; what waited runs, by whoever comes next."""
+    """Publishing raises meanwhile. Waiting tasks run on the next worker."""
     fleet = folder_fleet
     app = fleet.app()
     store = space_of(fleet.broker_url) / "delays.db"
@@ -130,7 +130,7 @@ def test_a_worker_goes_on_after_a_short_outage_and_stops_warmly_after_a_long_one
     fleet.record.wait_for(1, task_id=second)
 
 
-def test_a_worker_that_starts_before_its_store_dispatches_once_that_is_there(
+def test_a_worker_that_starts_before_its_store_dispatches_later(
     folder_fleet: Fleet,
 ) -> None:
     fleet = folder_fleet
