@@ -1,4 +1,4 @@
-"""Waiting for what a test expects, instead of sleeping and hoping."""
+"""Wait for a condition instead of sleeping a fixed time."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def wait_until(
 ) -> T:
     """Return the first value of *condition* that is neither None nor False.
 
-    Fails the test when there is none within *timeout_seconds*.
+    Fails the test if there is no such value within *timeout_seconds*.
     """
     deadline = monotonic() + timeout_seconds
     pause_seconds = SHORTEST_PAUSE_SECONDS
