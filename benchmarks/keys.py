@@ -1,4 +1,4 @@
-"""What ``Delay(app).debounce()`` and ``unique()`` cost the client, beside a delayed publish."""
+"""Measure the client's time in ``debounce()`` and ``unique()``, beside a delayed publish."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from example_project.folder_broker import SCHEME
 
 ROUNDS = 60
 BLOCK = 40
-"""Calls of one variant in a row; then comes the next variant."""
+"""Consecutive calls of one variant."""
 KEYS = 10
 WAIT_SECONDS = 600.0
 
@@ -73,7 +73,7 @@ def run(bench: Bench) -> Result:
 
 @contextmanager
 def places(bench: Bench) -> Iterator[dict[str, Celery]]:
-    """Apps by the place where their tasks and records are."""
+    """Apps by the name of their broker and records."""
     with ExitStack() as stack:
         redis = stack.enter_context(private_redis(config=REDIS_CONFIG))
         records = stack.enter_context(private_redis(config=REDIS_CONFIG))
@@ -91,7 +91,7 @@ def places(bench: Bench) -> Iterator[dict[str, Celery]]:
 
 
 def measured(bench: Bench, place: str, app: Celery, rounds: int) -> dict[str, list[float]]:
-    """Seconds of each call, by its variant."""
+    """The seconds of each call, by variant."""
     task, delay, numbers = app.tasks[TASK], Delay(app), count()
 
     def call(make: Callable[[int], object]) -> float:

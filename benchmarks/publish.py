@@ -1,4 +1,4 @@
-"""What ``apply_async(countdown=60)`` costs the client."""
+"""Measure the client's time in ``apply_async(countdown=60)``."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from benchmarks.measuring import Bench, Result, Target, median, percentile_colum
 
 ROUNDS = 60
 BLOCK = 50
-"""Publishes of one variant in a row; then comes the next variant."""
+"""Consecutive publishes of one variant."""
 WARM_UP = 100
 COUNTDOWN_SECONDS = 60
 CATCH_UP_SECONDS = 0.05
-"""For the broker, which an unconfirmed block leaves with its work undone."""
+"""Seconds for the broker to finish its work after a block without confirms."""
 
 
 @dataclass
 class Variant:
-    """One way to publish, and what each publish took."""
+    """One way to publish, with the time of each publish."""
 
     key: str
     label: str
@@ -35,13 +35,13 @@ class Variant:
     countdown: float | None = COUNTDOWN_SECONDS
     settings: dict[str, str] = field(default_factory=dict)
     blocks: list[list[float]] = field(default_factory=list)
-    """Seconds of each publish, block by block."""
+    """The seconds of each publish, by block."""
     cpu_seconds: list[float] = field(default_factory=list)
-    """Of this process, for each block, per publish."""
+    """This process's CPU seconds per publish, by block."""
 
     @property
     def waits(self) -> bool:
-        """Whether each publish waits for the broker's confirm."""
+        """True if each publish waits for the broker's confirm."""
         return self.confirm or (self.method == "ours" and not self.settings)
 
     @property
@@ -97,7 +97,7 @@ def run(bench: Bench) -> Result:
 
 
 def measure(way: Variant, send: Callable[..., object]) -> None:
-    """One block: as many publishes in a row, each timed."""
+    """Time each publish of one block."""
     block = []
     cpu = process_time()
     for index in range(BLOCK):

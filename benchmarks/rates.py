@@ -1,4 +1,4 @@
-"""Rates per key: what the gate costs, how much of a rate is used, and what it does to others."""
+"""Measure rates per key: time of the check, used share of a rate, and effect on other tasks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Lateness under a steady load, delayed against immediate messages, and the highest rate of each.
+"""Measure lateness under a steady load of delayed and immediate messages, and their highest rates.
 
-What a broker cannot carry undelayed it cannot carry delayed either, so the first row of every load
-are immediate messages at the same rate: whole Celery messages, the same body, the same queue.
+Immediate messages at the same rate, with the same body and queue, are the first row of every load:
+a rate that a broker cannot carry without delays it cannot carry with delays.
 """
 
 from __future__ import annotations
@@ -25,23 +25,23 @@ from celery_native_delay import DelaySettings
 from celery_native_delay.testing import BrokerMissing, private_rabbitmq
 
 SECONDS = 20
-"""So long messages are sent; then the last ones mature."""
+"""Seconds of sending; then the last messages become due."""
 ROUNDS = 3
-"""What has a target is run so often, in turn; the run with the median p99 counts."""
+"""The number of runs of a load with a target; the run with the median p99 counts."""
 REFERENCE = "4.3"
 ALSO = "3.10"
 
 RATES = range(2000, 10_001, 500)
-"""Messages per second that the search for the highest rate tries in turn."""
+"""The rates, in messages per second, that the search for the highest rate tries in order."""
 SEARCH_SECONDS = 12
 LATE_MS = 250
-"""What the p99 may be at the highest rate."""
+"""The largest permitted p99 at the highest rate."""
 
 DEFAULT = DelaySettings()
 BINARY = DelaySettings(fused_bits=0)
 
 SECOND = 8
-"""Units of the default resolution."""
+"""Delays in units of the default resolution."""
 RANDOM = Delays("16-63 s", (16 * SECOND, 63 * SECOND), SECOND, 25)
 MINUTES = Delays("1-10 min", (60 * SECOND, 600 * SECOND), SECOND, 5)
 FRACTIONS = Delays("0.5-16 s, any fraction", (4, 16 * SECOND), 0, 125)
@@ -152,7 +152,7 @@ def run(bench: Bench) -> Result:
 
 
 def _also(bench: Bench, seconds: int) -> Iterator[tuple[Bench, SteadyRun]]:
-    """The same few loads on the other RabbitMQ, where it is installed."""
+    """A few of the loads on the system's RabbitMQ, if it is installed."""
     if not bench.broker.version.startswith(REFERENCE) or bench.scale < 0.5:
         return
     try:
@@ -165,7 +165,7 @@ def _also(bench: Bench, seconds: int) -> Iterator[tuple[Bench, SteadyRun]]:
 
 
 def _highest(bench: Bench, label: str, settings: DelaySettings | None, result: Result) -> int:
-    """The highest of RATES that it carries; the search ends at the second failure in a row."""
+    """The highest of RATES that passes; the search ends after two failures in a row."""
     best = failed = 0
     for per_second in RATES if bench.scale >= 0.5 else RATES[:1]:
         run = SteadyRun(bench, Load(label, settings, RANDOM, per_second), SEARCH_SECONDS)

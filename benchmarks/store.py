@@ -1,4 +1,4 @@
-"""Timeout store: what it costs to let a message wait in SQLite, and how late it is on a folder."""
+"""Measure the delay store: adding to SQLite, dispatching, and lateness on a folder broker."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from example_project.folder_broker import SCHEME, settings_of
 PENDING = 100_000
 ROUNDS = 40
 BLOCK = 200
-"""Adds of one variant in a row; then comes the next variant."""
+"""Consecutive adds of one variant."""
 DISPATCHED = 1_000
-"""Messages that one round dispatches."""
+"""The number of messages that one round dispatches."""
 TASKS = 1_000
 FAR_US = 3_600_000_000
 
@@ -55,7 +55,7 @@ ENVELOPE = json.dumps(
         },
     }
 )
-"""About as long as that of a task with one argument."""
+"""An envelope about as long as the message of a task with one argument."""
 
 MODES = ("normal", "full")
 TABLE, FILES = "into the broker's tables", "into files"
@@ -152,7 +152,7 @@ def fill(store: Store, count: int, first_us: int) -> None:
 
 
 def add_rate(store: Store) -> float:
-    """Messages a second that are due after all others; they are few beside those that wait."""
+    """The rate of adding a few messages that are due after all others."""
     ids = [f"{random.getrandbits(128):036x}" for _ in range(BLOCK)]
     due_us = time_ns() // 1000 + 2 * FAR_US
     started = perf_counter()
@@ -174,7 +174,7 @@ def dispatch_rate(store: Store, hand_over: HandOver) -> float:
 
 @contextmanager
 def destination(bench: Bench, store: Store, place: str) -> Iterator[HandOver]:
-    """An empty queue."""
+    """A hand-over to the broker, with an empty destination queue."""
     if place == TABLE:
         with Connection(f"sqla+{store.url.partition('?')[0]}") as connection:
             channel = connection.default_channel
@@ -193,7 +193,7 @@ def folder_broker(folder: Path) -> Any:
 
 
 def lateness(bench: Bench) -> list[float]:
-    """Milliseconds that each task starts late."""
+    """The lateness of each task's start in milliseconds."""
     chosen = random.Random(7)
     count = bench.count(TASKS, at_least=20)
     delays = [round(chosen.uniform(2, 6), 3) for _ in range(count)]

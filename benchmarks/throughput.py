@@ -1,4 +1,4 @@
-"""How fast one worker runs tasks that have waited, against tasks that have not."""
+"""Measure how fast one worker runs delayed tasks, compared with immediate tasks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from celery_native_delay.bulk import bulk
 TASKS = 15_000
 ROUNDS = 3
 COUNTDOWN_SECONDS = 12
-"""Longer than it takes to publish all, so that those of one moment are due after the last."""
+"""Longer than publishing all tasks, so that none becomes due before the last publish."""
 LABELS = {
     "now": "sent without delay",
     "ours": "ours, countdown=12",
@@ -78,7 +78,7 @@ def run(bench: Bench) -> Result:
 
 
 def measure(bench: Bench, way: str, count: int, what: str) -> tuple[float, float, int]:
-    """Tasks per second, seconds after the last due time until all were there, and tasks run."""
+    """Tasks per second, seconds from the last due time to the last task, and tasks run."""
     method = "ours" if way in ("ours", "moment") else "celery"
     with bench.vhost() as url:
         app = make_app(method, url)
@@ -113,7 +113,7 @@ def measure(bench: Bench, way: str, count: int, what: str) -> tuple[float, float
 def publish(
     bench: Bench, app: Celery, count: int, what: str, method: str, options: dict[str, Any]
 ) -> None:
-    """Ours in bulk, which is a second's work; others as Celery does it."""
+    """Publish the tasks: with this package in bulk within a second, else with Celery."""
     task = app.tasks[TASK]
     with bench.progress(what, count) as done, ExitStack() as stack:
         send = partial(task.apply_async, producer=stack.enter_context(app.producer_or_acquire()))

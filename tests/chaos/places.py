@@ -249,7 +249,7 @@ def _disconnect_all(node: PrivateRedis) -> None:
 
 
 def _on_postgresql(server: PrivatePostgreSQL, folder: Path) -> Place:
-    """PostgreSQL as the store of kombu's filesystem transport, which loses a killed worker's messages.
+    """A PostgreSQL store for kombu's filesystem transport, which loses a killed worker's messages.
 
     So faults kill only workers that dispatch, never the workers that run tasks.
     """
