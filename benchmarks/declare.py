@@ -116,7 +116,7 @@ def _idle(pid: int | None) -> tuple[float, float]:
 
 
 def declared_ms(url: str, settings: DelaySettings | None, *, cold: bool) -> float:
-    """Milliseconds to declare a set or find it declared; *settings* None are Celery's own levels."""
+    """Milliseconds to declare a set or find it declared; None stands for Celery's own levels."""
     if settings is None:
         app = make_app("celery", url)
         started = perf_counter()

@@ -1,7 +1,6 @@
-"""Notes every start of a task as one JSON line in the file that EXAMPLE_RECORD names.
+"""Write every start of a task as one JSON line into the file EXAMPLE_RECORD.
 
-The demo and the acceptance tests read there what ran, and when. Without the variable
-nothing is written.
+The demo reads the starts from this file. Without the environment variable nothing is written.
 """
 
 import json
@@ -15,7 +14,7 @@ from celery.signals import task_prerun
 
 
 def due_seconds(eta: str | None) -> float | None:
-    """Unix time of an ETA as Celery sends it; a naive one is in UTC, the app's time zone."""
+    """The Unix time of an ETA in a Celery message; a naive ETA is in UTC, the app's time zone."""
     if eta is None:
         return None
     due = datetime.fromisoformat(eta)
@@ -24,7 +23,7 @@ def due_seconds(eta: str | None) -> float | None:
 
 @task_prerun.connect
 def record_start(task_id: str, task: Task, **_: Any) -> None:
-    """Append one line about the attempt that starts now."""
+    """Append one line about the starting attempt."""
     started = time.time()
     if not (path := os.environ.get("EXAMPLE_RECORD")):
         return
