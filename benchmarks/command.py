@@ -132,7 +132,7 @@ def main() -> int:
                 results[name] = _run(name, bench)
                 results = {one: results[one] for one in SCENARIOS if one in results}
                 log(f"{name}: {results[name].seconds:.0f} s")
-                # What took half an hour must not be lost to what comes after it.
+                # Write now: an error in the next scenario must not lose this result.
                 report.write(folder, about, results)
                 SCENARIOS[name].draw(results[name]).savefig(folder / f"{name}.png")
     except (BrokerMissing, BrokerFailed) as exc:

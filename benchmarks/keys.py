@@ -85,7 +85,7 @@ def places(bench: Bench) -> Iterator[dict[str, Celery]]:
         }
         for place, app in apps.items():
             stack.callback(app.close)
-            if place != "SQLite":  # a publish declares all there is
+            if place != "SQLite":  # there the first publish declares everything
                 declare_for("ours", app)
         yield apps
 

@@ -134,7 +134,7 @@ class Bench:
         self.folder = folder
         """A folder that exists until the run ends."""
         self.console = Console(stderr=True)
-        # Refreshed by hand: a thread that draws would take its time out of what is measured.
+        # Refreshed by hand: a drawing thread would distort the measurement.
         self._progress = Progress(
             TextColumn("{task.description}"),
             BarColumn(),

@@ -76,7 +76,7 @@ def run(bench: Bench) -> Result:
             app = make_app(way.method, url, confirm=way.confirm, **way.settings)
             stack.callback(app.close)
             declare_for(way.method, app)
-            # (b)'s level exchange is known, so nothing is declared while we measure.
+            # Celery knows the level exchange of (b), so the measured publishes declare nothing.
             send[way.key] = app.tasks[TASK].apply_async
             for index in range(WARM_UP):
                 send[way.key]((index,), countdown=way.countdown)

@@ -76,7 +76,9 @@ def gate(bench: Bench, server: PrivateRedis, result: Result) -> None:
         waiting: list[float] = []
         often, seldom = Rate("10000/s", burst=100_000), Rate("1/h")
         bare: list[float] = []
-        for _ in range(bench.count(ASKED, at_least=50)):  # in turn, for the machine has its moods
+        for _ in range(
+            bench.count(ASKED, at_least=50)
+        ):  # alternating, because the machine's speed varies
             if where == "Redis":
                 bare.append(pinged_us(connection))
             starting.append(asked_us(lines, often, "starts"))

@@ -26,8 +26,8 @@ SPREAD_SECONDS = 6 * 3600
 """Seconds over which due times spread, except for the pending tasks."""
 AS_OF = BEGIN + timedelta(hours=8)
 
-#: Of every thousand tasks, those with these numbers are not "ok". Of those that are, some were
-#: retried, some redelivered after their worker was killed, and some have a line twice.
+#: The numbers, within each thousand tasks, of the tasks that are not "ok". Some of the other tasks
+#: are retried, redelivered after their worker was killed, or have a line twice.
 INJECTED = {
     "missing": (7,),
     "duplicate": (11, 13),

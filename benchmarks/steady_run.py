@@ -124,7 +124,7 @@ class SteadyRun:
                 publisher.send("go")
                 self._follow(bench, f"{what}: publish", publisher, total)
                 self.rate, self.behind_ms = publisher.recv()
-                # The consumer is not asked while it works: it stops by itself.
+                # No messages to the running consumer: it stops by itself.
                 bench.wait_for(
                     f"{what}: arrive",
                     lambda: 1 if consumer.poll() else 0,

@@ -67,7 +67,7 @@ def run(bench: Bench) -> Result:
     added: dict[str, list[float]] = {mode: [] for mode in MODES}
     dispatched: dict[tuple[str, str], list[float]] = {}
     order = random.Random(6)
-    # One after the other: a sync of FULL's would wait for what NORMAL has written, and back.
+    # One mode after another: a sync in mode FULL would wait for the writes in mode NORMAL.
     for mode in MODES:
         store = filled(bench, mode, pending)
         with quiet(), bench.progress(f"store: add and dispatch, {mode}", rounds) as done:

@@ -35,7 +35,7 @@ app.conf.update(
     ],
     task_default_queue="default",
     task_routes={
-        # With the queue named, producers declare it: only RabbitMQ knows exchanges by itself.
+        # With the queue here, producers declare it: only RabbitMQ stores exchanges in the broker.
         "example_project.tasks.remind": {
             "queue": "reminders",
             "exchange": "shop",

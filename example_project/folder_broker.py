@@ -20,6 +20,6 @@ def settings_of(broker_url: str) -> dict[str, Any]:
             "control_folder": str(folder / "control"),
             "polling_interval": 0.05,  # seconds; 1 by default
         },
-        # A folder cannot delay: what waits is in a database beside it.
+        # A folder cannot delay, so delayed tasks wait in a database beside it.
         "native_delay_store": f"sqlite:///{folder}/delays.db",
     }

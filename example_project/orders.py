@@ -18,7 +18,7 @@ PATH = Path(__file__).parent / "data" / "orders.parquet"
 COUNT = 3_000
 SEED = 20261120
 
-#: Every delivery is due within this day, told by UTC.
+#: Every delivery is within this day in UTC.
 DAY = datetime(2026, 11, 21, tzinfo=UTC)
 
 ZONES = ("Europe/Berlin", "America/New_York", "Asia/Kolkata", "Australia/Lord_Howe")
@@ -44,7 +44,7 @@ def orders() -> list[dict[str, Any]]:
     return rows
 
 
-#: What goes wrong, one each at rows 50, 150, …: the demo says of each why it was left behind.
+#: Bad values of rows 50, 150, …; the demo shows why each row is left out.
 _BAD = (
     ("delivery", None),
     ("delivery", "2026-11-31 09:00:00"),

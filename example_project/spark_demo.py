@@ -33,16 +33,16 @@ from example_project.demo import main, running_worker
 from example_project.demo_broker import REPOSITORY, demo_broker
 from example_project.orders import DAY, PATH
 
-#: How many seconds of the data's day pass in one of the demo's.
+#: Seconds of the data's day per second of the demo.
 SPEED = 86_400 / 20
 
-#: A rehearsal of the plan, with cold executors, tells how fast this machine is: so many times as
-#: long may the plan, the ledger and the jobs of sending take, and sending itself at this pace.
+#: A rehearsal of the plan shows the speed of this machine. Plan, ledger and sending jobs may take
+#: this many times longer, and sending itself has at least this rate.
 REHEARSALS = 2
 SLOWEST_PER_SECOND = 1_000
 SPARE_SECONDS = 5
 
-#: So long after the last reminder is due and sent, what has not run is given up.
+#: Seconds after the last due time at which the demo stops waiting.
 RUN_LIMIT_SECONDS = 90
 
 #: Where the lateness is drawn, in the folder this is started from.

@@ -33,7 +33,7 @@ _PATIENCE_SECONDS = 90
 _RECOVERY_SECONDS = 30
 """A node of RabbitMQ 3.10 that paused itself resumes within 3-6 s, and sometimes never."""
 
-# Guest may otherwise come from 127.0.0.1 only.
+# By default the user guest may connect from 127.0.0.1 only.
 _CONFIG = """\
 cluster_formation.peer_discovery_backend = classic_config
 cluster_partition_handling = pause_minority

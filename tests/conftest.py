@@ -37,7 +37,7 @@ settings.register_profile("tests", deadline=None, suppress_health_check=[HealthC
 settings.load_profile("tests")
 
 
-# A failed assertion tells its values there as well, not in test modules alone.
+# Show the values of failed assertions in these helper modules too.
 pytest.register_assert_rewrite(
     "tests.acceptance", "tests.conformance", "tests.integration", "tests.processes", "tests.traffic"
 )
@@ -102,7 +102,7 @@ def pytest_runtest_setup(item: pytest.Item) -> Generator[None]:
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None]:
     """Fail a test that leaves a socket open, unless it ignores ResourceWarning."""
     yield
-    getattr(item, "funcargs", {}).clear()  # what fixtures returned, pytest keeps until later
+    getattr(item, "funcargs", {}).clear()  # pytest keeps the values of fixtures until later
     if left := sockets.collect_sockets():
         said = "left open, and only the garbage collector closed it; opened by\n"
         warnings.warn(ResourceWarning(said + "\n".join(left)), stacklevel=1)

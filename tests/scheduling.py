@@ -11,7 +11,7 @@ _CONFORMING = re.compile(
     r"/test_(\w*conformance)\.py.*[\[-](redis|valkey|filesystem(?:-postgresql)?|sqla|sqs)[\]-]"
 )
 
-#: What takes longest, as the name of a group or of a test begins; the unit tests fill the gaps.
+#: Beginnings of the names of groups and tests, longest first; unit tests fill the gaps.
 _ORDER = [
     "RabbitMQ 4.3: mortal",
     "RabbitMQ 3.10: mortal",

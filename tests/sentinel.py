@@ -46,8 +46,8 @@ sentinel failover-timeout {name} 3000
 """
 
 
-# Milliseconds between what a Sentinel asks and tells: 10, 1 and 2 s by default. Known to Redis 7
-# and Valkey; without it everything is just slower.
+# Intervals of a Sentinel in ms; the defaults are 10, 1 and 2 s. Redis 7 and Valkey know them;
+# other versions are only slower.
 _HASTE = ("INFO-PERIOD", "200", "PING-PERIOD", "100", "PUBLISH-PERIOD", "200")
 
 

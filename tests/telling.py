@@ -18,7 +18,7 @@ def of(fixture: object) -> str:
         broker = getattr(fixture, "server", fixture)
         if isinstance(broker, PrivateRabbitMQ):
             return held_by_queues(broker)
-    except Exception as exc:  # the test's own failure is what matters
+    except Exception as exc:  # the test's failure is more important
         return f"does not tell: {exc!r}"
     return ""
 

@@ -11,14 +11,14 @@ import pytest
 
 T = TypeVar("T")
 
-#: How many times slower than ours this machine may be: stretches every limit of the tests.
+#: Multiplies every time limit of the tests, for slow machines.
 SLOWNESS = float(os.environ.get("NATIVE_DELAY_TEST_SLOWNESS", "1"))
 
-#: Nothing takes this long, even while other programs use the machine: what has not come by then
-#: never will. A test that passes never waits it out.
+#: No expected event takes this long, even on a busy machine. A passing test never waits for the
+#: whole time.
 PATIENCE_SECONDS = 90 * SLOWNESS
 
-#: Between two looks at a condition, which may cost a broker more than what is waited for.
+#: Pauses between two checks of a condition, because a check may be expensive for the broker.
 SHORTEST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.01, 0.1
 
 

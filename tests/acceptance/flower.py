@@ -187,7 +187,7 @@ class DelaysPage:
         return self.chrome.find_element(By.CSS_SELECTOR, css)
 
     def text(self, css: str) -> str:
-        # Not .text, which is empty for what is scrolled out of sight.
+        # Not .text, which is empty for elements outside the visible area.
         found: str = self.chrome.execute_script(
             "var found = document.querySelector(arguments[0]);"
             "return found ? found.textContent.trim() : ''",

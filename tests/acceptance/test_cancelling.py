@@ -25,7 +25,7 @@ from tests.brokers import installed_rabbitmq
 from tests.traffic import beside
 from tests.waiting import wait_until
 
-#: What Celery's Redis backend calls, and leaves behind.
+#: Warnings about Celery's Redis backend: a deprecated call, and connections left open.
 pytestmark = [
     pytest.mark.filterwarnings("ignore:Call to deprecated setex:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
@@ -55,7 +55,7 @@ def fleet(
     """
     conf = {
         "result_backend": records_redis.url.replace("/0", "/1"),
-        # A result that is thrown away after the server would try for minutes to unsubscribe.
+        # Without it, a result deleted after the server would try to unsubscribe for minutes.
         "result_backend_transport_options": {"retry_policy": {"max_retries": 1}},
     }
     if request.param == "redis":

@@ -15,7 +15,7 @@ from tests.chaos.run import Plan, run
 
 SEED, MINUTES, RATE = 14, 0.5, 20
 
-# kombu may lose what a worker takes from Redis as it is killed, or as the master goes.
+# Without kills of workers and masters: kombu may then lose the message just taken from Redis.
 REDIS_FAULTS = ("replica-killed", "master-paused", "producer-killed")
 
 CLUSTER_FAULTS = ("node-killed", "connections-dropped", "worker-killed", "producer-killed")

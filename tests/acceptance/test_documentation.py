@@ -40,7 +40,7 @@ pytest_plugins = ["pytester"]
 
 CELERY = str(Path(sys.executable).with_name("celery"))
 
-#: A line of a shell and the comment behind it.
+#: A shell command and the comment after it.
 CONSOLE_LINES = [
     (str(example), line)
     for example in EXAMPLES

@@ -54,7 +54,7 @@ class TestDemo:
         demo = start_demo(mark, demo_on)
         output, _ = demo.communicate(timeout=2 * PATIENCE_SECONDS)
         assert demo.returncode == 0, output
-        # SQS has no place for keys and lines: three calls under one, and three bookings.
+        # SQS has no keys and rates: without the three calls under one key and three bookings.
         tasks, runs = (15, 19) if demo_on == "sqs" else (21, 25)
         told = f"{tasks} tasks in {runs} runs: {runs} on time, 0 early"
         assert output.splitlines()[-1].startswith(told)
@@ -106,7 +106,7 @@ def processes_with(mark: str) -> list[str]:
         try:
             if mark.encode() in (process / "environ").read_bytes():
                 found.append((process / "cmdline").read_text().replace("\0", " "))
-        except OSError:  # ended meanwhile, or somebody else's
+        except OSError:  # ended by now, or of another user
             continue
     return found
 

@@ -59,7 +59,7 @@ def test_the_broker_is_killed_while_tasks_wait(
         assert first.early(due) <= 0.001
         assert not again or first.started <= back, "ran twice"
 
-    # Life goes on: what is sent now is on time, and the worker still holds nothing.
+    # A task sent now is on time, and the worker still holds no task.
     task_id, due = send(app, 1)
     (run,) = fleet.record.wait_for(task_id=task_id)
     run.assert_on_time(due)

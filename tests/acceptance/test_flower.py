@@ -334,7 +334,7 @@ def test_with_unreachable_records_the_page_shows_the_brokers_counts(
                     f"records at {records.url.replace('hush', '**')} are out of reach: ",
                     meaning,
                 )
-                page = DelaysPage(chrome, flower)  # for whoever opens it now, as well
+                page = DelaysPage(chrome, flower)  # also in a newly opened page
                 page.wait(lambda: "Connection refused" in page.text("#delays-error"))
                 shows_the_brokers_own(page, "out of reach", meaning)
                 assert "hush" not in chrome.page_source

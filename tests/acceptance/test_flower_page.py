@@ -65,7 +65,7 @@ def flower(app: Celery, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fl
 @pytest.fixture(scope="module")
 def chrome() -> Iterator[Chrome]:
     with browser() as chrome:
-        # Whoever looks is not where the app is.
+        # The browser is in another time zone than the app.
         chrome.execute_cdp_cmd("Emulation.setTimezoneOverride", {"timezoneId": "America/New_York"})
         yield chrome
 

@@ -20,7 +20,7 @@ from tests.acceptance.worker import fleet_on
 from tests.brokers import on_one_version
 from tests.lines import fill
 
-#: A month holds all that waits: no turn comes while a test looks.
+#: The rate is so low that no waiting task starts during the tests.
 RATES = {"shop.call_api": "100/d", "shop.send_mail": "10/d"}
 
 TENANTS = 20

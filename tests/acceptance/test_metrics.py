@@ -71,7 +71,7 @@ def test_metrics_of_tasks_on_redis(own_redis: PrivateRedis, tmp_path: Path) -> N
         let_tasks_run_expire_and_be_cancelled(fleet, exporter)
 
         assert own_redis.pid is not None
-        os.kill(own_redis.pid, signal.SIGSTOP)  # worse than dead: nobody says that it is
+        os.kill(own_redis.pid, signal.SIGSTOP)  # a paused server gives no error
         try:
             exporter.wait_for("store_up", 0)
             assert exporter.value("pending") is None
@@ -144,7 +144,7 @@ def shop(rabbitmq: PrivateRabbitMQ, tmp_path_factory: pytest.TempPathFactory) ->
 def test_metrics_of_tasks_on_rabbitmq(shop: Shop) -> None:
     exporter = shop.exporter
     exporter.wait_for("messages", 3, level="level-12", ttl_seconds="512")
-    exporter.wait_for("pending", 4)  # what is cancelled stays in its level
+    exporter.wait_for("pending", 4)  # a cancelled message stays in its level
     exporter.wait_for("records_messages", 3)
     assert exporter.value("messages", level="level-00", ttl_seconds="0.125") == 0
     assert exporter.value("overdue_seconds") == 0

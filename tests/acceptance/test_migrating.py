@@ -44,7 +44,7 @@ RATE = ["--rate", str(TASKS // 7)]
 
 MIGRATE = ["delay", "migrate", "--from", "celery", "--from", "sets", "--yes", "--json", *RATE]
 
-#: The command itself, which tells when it is about to begin: a busy machine is slow to import.
+#: The command prints "begins" after its imports, which are slow on a busy machine.
 RUN = f"""
 import sys
 import celery_native_delay.transports.rabbitmq.moving, tests.acceptance.apps.installed
@@ -56,7 +56,7 @@ main()
 
 TO_ORDERS = {"exchange": "shop", "exchange_type": "topic", "routing_key": "orders.new"}
 
-#: In a plain producer, whose tasks wait in Celery's own levels.
+#: Code for a plain producer, whose tasks wait in Celery's own levels.
 SEND = """
 import json
 from random import Random
@@ -116,7 +116,7 @@ def test_nothing_is_lost_when_migration_is_killed_every_two_seconds(
     record_property("figures", figures)
     assert kills
     assert late[0] >= -0.001
-    # Those that were not told had left their level when the next run came to it.
+    # A doubled task that no run reported had left its level before the next run looked there.
     assert len(doubled) <= kills, figures
     assert len(told) <= kills
     last, _ = run_migration(fleet).communicate(timeout=PATIENCE_SECONDS)

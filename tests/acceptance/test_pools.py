@@ -73,7 +73,7 @@ def test_a_pool(
         run.assert_on_time(run.due)
 
     assert not {run.id for run in fleet.record.runs()} & set(far)
-    worker.stop()  # in good order: nothing comes back
+    worker.stop()  # a clean stop: no task is delivered again
     attempts = [(run.id, run.retries) for run in fleet.record.runs()]
     assert len(attempts) == len(set(attempts))
     assert worker.log_lines("ERROR") == []

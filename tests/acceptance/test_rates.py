@@ -113,7 +113,7 @@ def test_rates_in_other_pools(records_redis: PrivateRedis, tmp_path: Path, pool:
     assert last - first_due >= 0.95 * (30 - 3) * 0.1
 
 
-#: What a dead worker or a lost connection had in hand comes back soon, not in an hour.
+#: Unacknowledged messages of a killed worker come back after seconds, not after an hour.
 SOON_BACK = {
     "visibility_timeout": 5,
     "unacked_restore_interval": 1,
@@ -121,7 +121,7 @@ SOON_BACK = {
     "unacked_mutex_expire": 5,
 }
 
-#: Of the starts in so many seconds before it was promoted, a replica may not have heard.
+#: A promoted replica may lack the starts of this many seconds before the failover.
 UNHEARD_SECONDS = 1.0
 
 
@@ -144,12 +144,12 @@ def test_a_failover_loses_no_task_and_exceeds_the_rate_by_unreplicated_starts_at
             workers = [fleet.worker(name=name) for name in ("one", "two")]
             ids = [app.send_task("call_api", ("ada", number)).id for number in range(60)]
             fleet.record.wait_for(rate.burst + 3)
-            with app.connection_for_write() as connection:  # what waits by now is on the replica
+            with app.connection_for_write() as connection:  # the replica has all waiting tasks
                 client = connection.default_channel.client
                 client.set("the last write", 1)
                 assert client.wait(1, 30_000) == 1
-            # Just after one has started: no other is on its way from the broker, where kombu
-            # takes a message out before it notes who has it.
+            # Kill just after a start, when no message is between broker and worker: kombu removes
+            # a message before it notes it as unacknowledged.
             fleet.record.wait_for(rate.burst + 12)
             workers[0].kill()
             killed = time()

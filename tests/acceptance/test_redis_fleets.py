@@ -31,7 +31,7 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
         yield fleet
 
 
-# ---- what Redis alone gets wrong ---------------------------------------------------------------
+# ---- faults of kombu's Redis transport ---------------------------------------------------------
 
 
 def test_a_countdown_longer_than_the_visibility_timeout_runs_once(fleet: Fleet) -> None:
@@ -129,7 +129,7 @@ def test_a_task_of_protocol_1_runs_on_time(fleet: Fleet, installed: bool) -> Non
     run.assert_on_time(float(before) + 2, float(after) + 2)
 
 
-# ---- what a worker says at its start -----------------------------------------------------------
+# ---- messages at the start of a worker ---------------------------------------------------------
 
 
 def test_a_worker_logs_its_state_and_unsafe_redis_settings(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_a_worker_logs_its_state_and_unsafe_redis_settings(tmp_path: Path) -> No
 def test_a_worker_on_a_redis_cluster_logs_that_it_cannot_delay(tmp_path: Path) -> None:
     """The message comes before kombu's own error about the cluster."""
     installed(require_redis, "redis")
-    # By default its own port and 10,000, which any client's connection may have.
+    # The default cluster port is the port plus 10,000, which a client's connection may have.
     (claim,) = claim_ports(1)
     cluster = f"cluster-enabled yes\ncluster-port {port_of(claim)}"
     with (

@@ -28,7 +28,7 @@ class Events:
         found = [
             json.loads(line)
             for file in self.folder.glob("*.jsonl")
-            # The last line may be half written while its worker lives.
+            # A running worker may have written only half of the last line.
             for line in file.read_text().split("\n")[:-1]
         ]
         mine = [line for line in found if line["id"] == task_id]
@@ -116,7 +116,7 @@ def test_every_outcome_of_a_task_is_written(fleet: Fleet, tmp_path: Path) -> Non
     events.wait_for(running, None)
     worker.kill()
     events.wait_for(running, None)
-    assert [run.headers for run in fleet.record.runs()] == [None] * 9  # tasks see nothing of it
+    assert [run.headers for run in fleet.record.runs()] == [None] * 9  # tasks get no error
     for file in events.folder.iterdir():
         assert file.read_bytes().endswith(b"}\n")
 

@@ -199,14 +199,14 @@ def test_never_two_at_once_through_a_failover_that_lost_nothing(tmp_path: Path) 
         stopping.set()
         for worker in workers:
             worker.stop()
-    # The end of a task whose worker has ended so is not known.
+    # The end of a task is unknown if its worker was killed so.
     assert_never_two_at_once(spans(fleet, defaultdict(float)))
 
 
 def replicate(sentinel: PrivateSentinel) -> None:
     """Pause all writes, and wait until the replica has the earlier ones."""
     master = sentinel.master
-    # What a Sentinel writes, it waits for as well, and asks nothing meanwhile.
+    # A Sentinel also writes to the master, and a paused write blocks its checks.
     sentinel.client.sentinel_set(sentinel.master_name, "down-after-milliseconds", 5000)
     (replica,) = (node for node in sentinel.nodes if node is not master)
     master.client.client_pause(60_000, all=False)

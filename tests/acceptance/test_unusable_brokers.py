@@ -201,7 +201,7 @@ def test_records_whose_package_is_not_installed(shop: Shop, vhost_url: str) -> N
     assert shop.run("-c", f"import shop; {IMMEDIATE}").returncode == 0
 
 
-# ---- nothing can wait there -------------------------------------------------------------------
+# ---- brokers without delays -------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -235,7 +235,7 @@ def test_a_scheme_that_kombu_does_not_know(shop: Shop) -> None:
     assert set(said) == {f"{expected}; did you mean amqp://?"}
 
 
-# ---- nobody answers ---------------------------------------------------------------------------
+# ---- unreachable brokers ----------------------------------------------------------------------
 
 
 @pytest.mark.ci

@@ -24,18 +24,18 @@ from tests.waiting import PATIENCE_SECONDS, wait_until
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
-#: Milliseconds are what a due time is rounded to.
+#: Due times are rounded to milliseconds.
 EARLY_SECONDS = 0.001
 
-#: Later than this, a task was held up by something else than a busy machine: as one that waits for
-#: the next look at what is parked. How late they are on a quiet one is a figure of the benchmarks.
+#: A busy machine alone delays no task longer than this; a task that waits for the next check of
+#: parked messages is later. The benchmarks measure lateness on a quiet machine.
 LATE_SECONDS = PATIENCE_SECONDS
 
 #: Delay levels: up to 1,023 s. To declare and delete the 31 of the default takes seconds; with
 #: them run test_tasks, the conformance suite, the example project and the examples of the docs.
 FEW_LEVELS = 13
 
-#: Celery's command line, as it is where celery_native_delay is not installed.
+#: Celery's command line without celery_native_delay.
 _PLAIN_CELERY = (
     "import sys; sys.modules['celery_native_delay'] = None; "
     "from celery.__main__ import main; sys.exit(main())"
@@ -89,7 +89,7 @@ class Record:
         if self.path.exists():
             with self.path.open("rb") as file:
                 file.seek(self._read_bytes)
-                # The last line may be half written.
+                # The last line may be incomplete.
                 lines, end, _ = file.read().rpartition(b"\n")
             self._read_bytes += len(lines + end)
             self._runs += [Run(**json.loads(line)) for line in lines.splitlines()]

@@ -91,7 +91,7 @@ def main(
                 continue
             except (BrokerFailed, UnknownFault) as exc:
                 raise click.ClickException(f"{broker}: {exc}") from exc
-        # What took ten minutes must not be lost to what comes after it.
+        # Write now: an error in the next run must not lose the result of ten minutes.
         report.update(output, f"{broker}-plain" if plain else broker, outcomes[-1])
     if not outcomes:
         raise click.ClickException("no broker is installed: run `make brokers`")

@@ -20,7 +20,7 @@ from uuid import UUID
 
 import click
 
-#: Acknowledged late: what a worker had in hand when it was killed comes again.
+#: Acknowledged late, so tasks of a killed worker are delivered again.
 TASK = "careful"
 
 #: Each queue by the way that leads there: its name, or an exchange and a routing key.
@@ -111,7 +111,7 @@ class Producer:
         next_at = time()
         while next_at < until:
             step = next(plan)
-            # What an outage has kept it from is not made up for: no producer does that.
+            # Do not catch up on the steps that an outage prevented.
             next_at = max(next_at + step.pause_seconds, time() - 1)
             self._cancel_what_is_due(next_at)
             self._send(step)

@@ -144,7 +144,7 @@ def _rolled(cluster: PrivateRabbitMQCluster) -> Iterator[str]:
 def _close_all(cluster: PrivateRabbitMQCluster) -> None:
     node = cluster.nodes[0]
     for connection in node.api("GET", "/connections"):
-        with suppress(BrokerFailed):  # it has ended meanwhile
+        with suppress(BrokerFailed):  # the connection has ended by itself
             node.api("DELETE", f"/connections/{quote(connection['name'], safe='')}")
 
 
@@ -173,7 +173,7 @@ def _on_redis(sentinel: PrivateSentinel) -> Place:
     conf = {
         "broker_transport_options": {
             "master_name": sentinel.master_name,
-            # What a killed worker had in hand comes back after so many seconds.
+            # Unacknowledged messages of a killed worker come back after 5 s.
             "visibility_timeout": 5,
             "unacked_restore_interval": 1,
             "unacked_restore_throttle": 1,
@@ -204,8 +204,8 @@ def _failed_over(sentinel: PrivateSentinel, end: Callable[[PrivateRedis], None])
     master = sentinel.master
     end(master)
 
-    # Until Sentinel has switched, redis-py finds the old master again as soon as it is back, and
-    # what that confirms then is lost.
+    # Before the Sentinel switches, redis-py would connect to a restarted old master, and lose
+    # the writes that it confirms.
     def switched() -> bool:
         seen = sentinel.client.sentinel_master(sentinel.master_name)
         return seen["port"] != master.port and seen["flags"] == "master"

@@ -138,7 +138,7 @@ class Crew:
         for producer in self._producers:
             try:
                 producer.wait(PATIENCE_SECONDS)
-            except subprocess.TimeoutExpired:  # it sits in a call: what it noted counts
+            except subprocess.TimeoutExpired:  # it hangs in a call; its notes count
                 producer.kill()
                 producer.wait()
 
@@ -198,7 +198,7 @@ def run(
         for fault in schedule(plan.seed, plan.minutes, kinds):
             pause(began + fault.at_seconds, "calm")
             if time() + fault.lasts_seconds > ends:
-                break  # those before it took longer to mend than planned
+                break  # earlier repairs took longer than planned
             kind, strike = by_name[fault.kind]
             struck.append(_happen(fault, kind, strike, pause))
         pause(ends, "calm")
@@ -263,7 +263,7 @@ def starts_of(record: Record) -> list[Start]:
 
 
 def _read_notes(path: Path) -> list[Sent]:
-    if not path.exists():  # at a low rate nothing may have been sent
+    if not path.exists():  # at a low rate there may be no task
         return []
     with path.open() as file:
         return read_notes(json.loads(line) for line in file)

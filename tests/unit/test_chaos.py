@@ -172,7 +172,7 @@ def test_a_finding_tells_the_history_of_its_task() -> None:
     )
 
 
-# ---- what producers note -----------------------------------------------------------------------
+# ---- notes of producers ------------------------------------------------------------------------
 
 
 def note(what: str, at: float, **more: Any) -> dict[str, Any]:
@@ -203,7 +203,7 @@ def test_all_notes_of_a_producer_are_read() -> None:
         read_notes([sending, note("sung", 101)])
 
 
-# ---- what producers do -------------------------------------------------------------------------
+# ---- steps of producers ------------------------------------------------------------------------
 
 
 def test_a_seed_determines_what_a_producer_sends() -> None:

@@ -47,7 +47,7 @@ def delay(app: Celery, sent: list[AsyncResult]) -> Delay:
     return Delay(app)
 
 
-# ---- what is in doubt ---------------------------------------------------------------------
+# ---- unknown outcomes ---------------------------------------------------------------------
 
 
 def test_a_cancel_whose_answer_was_lost_raises_that_its_outcome_is_unknown(
@@ -70,7 +70,7 @@ def test_a_cancel_whose_answer_was_lost_raises_that_its_outcome_is_unknown(
     assert [task.id for task in delay.ls()] == [sent[2].id]
 
 
-# ---- what ls() gives ----------------------------------------------------------------------
+# ---- results of ls() ----------------------------------------------------------------------
 
 
 def test_a_page_is_a_sequence_of_waiting_tasks(delay: Delay, sent: list[AsyncResult]) -> None:

@@ -182,7 +182,7 @@ def test_a_message_with_an_invalid_eta_stays() -> None:
     assert "ISO 8601" in getattr(read(5, "orders.new", level=2, task="x", eta="soon"), "why", "")
 
 
-# ---- earlier sets of ours ----------------------------------------------------------------------
+# ---- earlier sets of levels --------------------------------------------------------------------
 
 
 def test_settings_are_read_from_the_names_of_a_set() -> None:
@@ -224,7 +224,7 @@ def test_deliveries_are_read_from_the_brokers_headers() -> None:
     assert deliveries_of({"application_headers": {"x-acquired-count": 7}}) == 7
 
 
-# ---- what Celery left behind -------------------------------------------------------------------
+# ---- leftovers of Celery's own delays ----------------------------------------------------------
 
 
 def test_bindings_that_celery_added_are_told_from_the_apps_own() -> None:

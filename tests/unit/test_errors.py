@@ -16,7 +16,7 @@ ALL = [
     if isinstance(kind, type)
     and issubclass(kind, Exception)
     and kind.__module__ == errors.__name__
-    and kind is not errors.ExtraMissing  # an ImportError of what an extra brings
+    and kind is not errors.ExtraMissing  # an ImportError of a package of an extra
 ]
 
 

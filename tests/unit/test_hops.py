@@ -74,10 +74,10 @@ def test_the_remaining_delay_is_never_shorter_than_by_the_brokers_clock(
     [
         (900, None, False),  # 901 s are left
         (901, None, True),  # 900
-        (900, 30, False),  # 871, but who received it first has sent it back
+        (900, 30, False),  # 871 s, but a worker has put it back already
         (900, 299, False),
-        (900, 301, True),  # nobody recognises that any more
-        (7200, None, True),  # nobody relayed for hours
+        (900, 301, True),  # the put-back is forgotten by now
+        (7200, None, True),  # no relay ran for hours
     ],
 )
 def test_a_repeated_send_takes_the_same_way_as_the_first(

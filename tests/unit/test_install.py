@@ -319,7 +319,7 @@ def test_the_worker_still_detects_quorum_queues_for_its_qos() -> None:
     import celery.worker.consumer.delayed_delivery
     import celery.worker.consumer.tasks
 
-    import celery_native_delay.worker.bootsteps  # noqa: F401, what a worker loads
+    import celery_native_delay.worker.bootsteps  # noqa: F401, a worker loads it
 
     app = install(with_quorum_queue(plain_app()))
     consumer = celery.worker.consumer

@@ -44,7 +44,7 @@ def mirrored(mirror: Mirror, queue: str, exchange: str, key: str) -> list[Change
     return [change for change in changes if not isinstance(change, Unbinding)]
 
 
-# ---- what becomes of a binding -------------------------------------------------------------
+# ---- mirrored bindings ---------------------------------------------------------------------
 
 
 def test_a_landing_queue_that_is_no_longer_needed_is_unbound(mirror: Mirror) -> None:
@@ -108,7 +108,7 @@ def test_a_queue_that_may_reject_gets_a_landing_queue_in_front(
     landing = TOPOLOGY.queue_landing("full")
     assert [d for d in declared if isinstance(d, Queue)] == [landing]
     behind, in_front = [d for d in declared if isinstance(d, Binding)]
-    # Where the landing queue sends to leads to the queue, and nothing else of the user's does.
+    # Only the queue is bound where the landing queue dead-letters to; no other user's binding is.
     assert behind.destination == "full"
     assert (
         "0.0." + behind.routing_key.removeprefix("*.*.")
@@ -123,7 +123,7 @@ def test_a_queue_that_drops_its_oldest_message_needs_no_landing_queue(mirror: Mi
     assert mirrored(mirror, "ring", "", "ring") == [Binding(DELIVERY, "ring", "*.*.%.ring")]
 
 
-# ---- what is noted -------------------------------------------------------------------------
+# ---- known bindings ------------------------------------------------------------------------
 
 
 def test_a_declared_queue_is_reached_by_its_name(mirror: Mirror) -> None:

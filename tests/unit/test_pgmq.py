@@ -50,7 +50,7 @@ def test_a_second_attempt_computes_its_delay_again() -> None:
     made = object.__new__(pgmq.Channel)
     message = {"headers": {"eta": eta_in(60)}, "properties": {"priority": 0}}
     assert made._pgmq_send_kwargs(message)["delay"] == 60
-    message["headers"]["eta"] = eta_in(-1)  # as if the first had taken so long
+    message["headers"]["eta"] = eta_in(-1)  # as if the first call had taken this long
     assert "delay" not in made._pgmq_send_kwargs(message)
 
 

@@ -202,7 +202,7 @@ def test_a_new_task_with_a_long_wait_does_not_wait_before_the_gate(requests: lis
     assert gate(arrival("other", tag=2)) is None
 
 
-# ---- the order of a line -------------------------------------------------------------------------
+# ---- the order of a queue ------------------------------------------------------------------------
 
 
 @dataclass

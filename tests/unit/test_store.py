@@ -158,7 +158,7 @@ def test_an_unusable_database_is_named_without_its_password(url: str, said: str)
     assert "secret" not in str(refused.value)
 
 
-# ---- what lies in databases already ------------------------------------------------------------
+# ---- existing databases ------------------------------------------------------------------------
 
 
 GOLDEN = Path(__file__).parent / "golden"

@@ -152,9 +152,9 @@ def test_the_outcome_of_an_attempt(
     [
         ("1970-01-01T00:00:01+00:00", Delayed("d", 1_000_000, "", "celery"), True),
         ("1970-01-01T00:00:01+00:00", None, False),
-        # Held by the worker: it was sent in time, whoever sent it.
+        # The worker held the task, so it was sent in time by any producer.
         ("1970-01-01T00:01:00+00:00", None, None),
-        # Put back since, by a fence or while the records were away.
+        # A fence put the task back, or the records were unreachable.
         ("1970-01-01T00:00:01+00:00", Delayed("d", 1_500_000, "", "celery"), None),
         (None, None, None),
         ("tomorrow", None, None),

@@ -22,7 +22,7 @@ saferepr = pytest.importorskip("celery.utils.saferepr").saferepr
 texts = st.text(max_size=80)
 names = st.text(min_size=1, max_size=60)
 ids = st.one_of(st.uuids().map(str), names)
-#: Those differ from task to task; these are refused.
+#: id, eta and root_id differ per task; CC and BCC are refused.
 _NO_EXTRAS = ("id", "eta", "root_id", "CC", "BCC")
 
 extras = st.dictionaries(

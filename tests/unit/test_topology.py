@@ -81,7 +81,7 @@ def send(levels: Topology, plan: list[Declaration], units: int, address: str) ->
     return walk(plan, levels.entry_exchange(units), levels.routing_key(units, address))
 
 
-# ---- what brokers in production already hold -----------------------------------------------
+# ---- names on brokers in production --------------------------------------------------------
 
 
 def render(plan: list[Declaration]) -> str:
@@ -414,7 +414,7 @@ def test_only_queues_that_a_delay_can_need_exist(wanted: DelaySettings) -> None:
         assert levels.path(units) == [hop]
 
 
-# ---- what fits into a routing key ----------------------------------------------------------
+# ---- the length of a routing key -----------------------------------------------------------
 
 
 def test_an_address_fits_if_its_bytes_fit_beside_the_bits_and_dots() -> None:
@@ -445,7 +445,7 @@ def test_a_hashed_address_is_one_word_of_fixed_length() -> None:
     assert hashed != hashed_address("", "k" * 255)
 
 
-# ---- a user's own key beside ours ----------------------------------------------------------
+# ---- a user's routing key beside the address -----------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -231,7 +231,7 @@ def test_a_death_header_added_after_the_delivery_is_kept() -> None:
     assert "x-first-death-queue" not in came_out["application_headers"]
 
 
-# ---- what cannot wait, and what must not travel --------------------------------------------
+# ---- refused messages, and headers that must not be copied ---------------------------------
 
 
 @pytest.mark.parametrize("name", ["CC", "BCC"])
@@ -296,7 +296,7 @@ def test_the_destination_queue_is_kept_in_our_header() -> None:
         ({"task": "t", "eta": "2026-11-20T12:00:00+00:00"}, NOW_US),
         ({"eta": "2026-11-20T12:00:00"}, NOW_US),
         ({"eta": datetime(2026, 11, 20, 12, tzinfo=UTC)}, NOW_US),
-        # Not a Celery task: whatever its eta means, it is no due time.
+        # Not a Celery task, so its header "eta" is no due time.
         ({"eta": "soon"}, None),
         ({"eta": 5}, None),
         ({"eta": [1]}, None),

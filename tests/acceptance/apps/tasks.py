@@ -186,7 +186,7 @@ def record_start(task_id: str, task: Task, args: Any, **_: Any) -> None:
 
 
 def append(path: str, line: dict[str, Any]) -> None:
-    # A single write to a file opened for appending: lines of several processes never mix.
+    # A single write to a file opened for appending, so lines of several processes never mix.
     record = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
     try:
         os.write(record, json.dumps(line, default=repr).encode() + b"\n")
