@@ -57,7 +57,9 @@ def levels(rabbitmq: PrivateRabbitMQ, vhost: str, namespace: str = OUR_NAMES) ->
 
 
 @pytest.mark.ci
-def test_two_namespaces_on_one_vhost(fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost: str) -> None:
+def test_two_namespaces_on_one_vhost_are_separate(
+    fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost: str
+) -> None:
     """Tasks of each namespace wait in its own levels; a worker of either namespace runs both."""
     red, blue = (fleet.app(native_delay_namespace=name) for name in ("red", "blue"))
     fleet.worker(native_delay_namespace="blue")
@@ -83,7 +85,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.ci
-def test_any_settings_on_the_producers_side(fleet: Fleet) -> None:
+def test_one_worker_serves_producers_with_different_settings(fleet: Fleet) -> None:
     """One worker runs the tasks of producers with different settings and sets of levels."""
     fleet.worker()
     sent = {}
@@ -104,9 +106,7 @@ def test_any_settings_on_the_producers_side(fleet: Fleet) -> None:
 
 
 @pytest.mark.ci
-def test_one_url_to_read_and_one_to_write(
-    fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost: str
-) -> None:
+def test_separate_read_and_write_urls(fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost: str) -> None:
     """Separate read and write URLs with two users; the worker may also put early tasks back."""
     read = rabbitmq.add_user("reader", "r", vhost=vhost)
     write = rabbitmq.add_user("writer", "w", vhost=vhost)
@@ -143,7 +143,7 @@ def test_a_failover_to_another_broker(
 
 
 @pytest.mark.ci
-def test_confirmed_publishing(fleet: Fleet) -> None:
+def test_delays_with_publisher_confirms(fleet: Fleet) -> None:
     """Publisher confirms: py-amqp then replaces basic_publish on the channel instance."""
     fleet.conf["broker_transport_options"] = {"confirm_publish": True}
     fleet.worker()
@@ -237,7 +237,9 @@ def test_install_at_any_time_in_an_apps_life(
         assert worker.log_lines("put", "early task") == [], make
 
 
-def test_switched_off(fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost: str) -> None:
+def test_with_enabled_false_the_worker_holds_the_task(
+    fleet: Fleet, rabbitmq: PrivateRabbitMQ, vhost: str
+) -> None:
     """Switched off, the worker holds the task, and the package declares no queue or exchange."""
     worker = fleet.worker(native_delay_enabled=False)
     app = fleet.app(native_delay_enabled=False)

@@ -121,7 +121,7 @@ def test_the_commands_for_waiting_tasks_work_as_shown(records_redis: PrivateRedi
         assert Delay(app).ls().tasks == ()
 
 
-def test_records_are_named_as_shown() -> None:
+def test_records_are_configured_as_shown() -> None:
     class Conf:
         def __setattr__(self, name: str, value: str) -> None:
             assert DelaySettings(**{name.removeprefix("native_delay_"): value}).records == value
@@ -142,7 +142,7 @@ def test_a_key_has_one_task_as_shown(records_redis: PrivateRedis) -> None:
         assert [task.name for task in Delay(app).ls()] == ["shop.reindex"]
 
 
-def test_rates_are_given_used_and_seen_as_shown(
+def test_rates_work_as_shown(
     records_redis: PrivateRedis, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     turned_away = SimpleNamespace(status_code=429, headers={"Retry-After": "7"})
@@ -172,7 +172,7 @@ def installed_settings(app: Celery) -> DelaySettings:
 
 
 @pytest.mark.ci
-def test_the_example_of_a_test_passes(
+def test_the_example_test_passes(
     pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     installed(require_rabbitmq)
@@ -183,7 +183,7 @@ def test_the_example_of_a_test_passes(
 
 
 @pytest.mark.ci
-def test_the_private_brokers_are_as_shown(
+def test_the_private_brokers_work_as_shown(
     short_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     installed(require_rabbitmq)
@@ -268,7 +268,7 @@ def test_the_bulk_example_sends_tasks_that_wait(
         assert connection.default_channel.basic_get("reminders") is None
 
 
-def test_the_transports_are_as_shown() -> None:
+def test_the_transports_work_as_shown() -> None:
     exec(only("transport-for").text, {})
 
 
@@ -281,7 +281,7 @@ def test_the_pgmq_example_is_an_app_whose_broker_delays() -> None:
 
 
 @shown("settings")
-def test_settings_are_known_and_taken(example: Example) -> None:
+def test_documented_settings_are_accepted(example: Example) -> None:
     app = Celery("shop", broker="amqp://", set_as_current=False)
     before = dict(app.conf)
     exec(example.text, {"app": app})
@@ -292,7 +292,7 @@ def test_settings_are_known_and_taken(example: Example) -> None:
     assert installation_of(app).settings() != DelaySettings()
 
 
-def test_an_app_that_may_not_declare_is_as_shown() -> None:
+def test_an_app_that_may_not_declare_works_as_shown() -> None:
     app = Celery("shop", broker="amqp://", set_as_current=False)
     exec(only("declare-off").text, {"app": app})
     install(app)
@@ -318,7 +318,7 @@ def test_settings_are_taken_from_the_configuration_and_from_keywords() -> None:
     assert found == DelaySettings(resolution=0.05, fused_bits=8)
 
 
-def test_an_app_of_django_takes_its_settings_with_celerys_prefix(tmp_path: Path) -> None:
+def test_a_django_app_reads_settings_with_celerys_prefix(tmp_path: Path) -> None:
     """Django's settings are a module; the test makes one without Django."""
     settings = only("django-settings").text
     app = only("django").text.replace("django.conf:settings", "shop_settings")
@@ -344,7 +344,7 @@ def test_metrics_are_exposed_by_one_call(empty_redis: PrivateRedis, tmp_path: Pa
     assert "celery_delay_events_up" in output(tmp_path, sys.executable, "-c", program)
 
 
-def test_the_first_five_minutes_are_as_shown(
+def test_the_first_five_minutes_work_as_shown(
     short_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Broker, app, worker and a delayed task: each command of the page runs unchanged."""
@@ -397,7 +397,7 @@ def test_the_first_five_minutes_are_as_shown(
             said("celery -A shop delay doctor")
 
 
-def test_the_delay_commands_are_celerys(shop: Path) -> None:
+def test_the_delay_commands_are_subcommands_of_celery(shop: Path) -> None:
     text = output(shop, CELERY, "-A", "shop", "delay", "--help")
     for name in delay.commands:
         assert re.search(rf"^ +{name} ", text, re.M), text
@@ -461,7 +461,7 @@ def test_every_benchmark_exists(line: str) -> None:
     assert set(names) <= set(SCENARIOS)
 
 
-def test_no_other_program_is_shown() -> None:
+def test_the_docs_show_only_tested_programs() -> None:
     known = ("celery ", "pip ", "make ", "python -m benchmarks", "python -m celery_native_delay")
     others = {line for where, line in CONSOLE_LINES if not line.startswith(known)}
     start = "".join(example.text for example in EXAMPLES if example.page == "docs/start.md")

@@ -27,7 +27,7 @@ print(json.dumps([
 
 @pytest.mark.ci
 @pytest.mark.parametrize("pool", ["prefork", "threads", "solo", "gevent"])
-def test_a_pool(
+def test_a_pool_runs_delayed_tasks_and_holds_none(
     fleet: Fleet,
     rabbitmq: PrivateRabbitMQ,
     vhost: str,

@@ -56,7 +56,7 @@ def test_celery_takes_its_urls(server_name: ServerName) -> None:
             assert receive(back) == "hello"
 
 
-def test_without_a_port_it_is_only_on_its_socket(server_name: ServerName) -> None:
+def test_without_a_port_the_server_listens_only_on_its_socket(server_name: ServerName) -> None:
     with private_redis(server=server_name, tcp=False) as redis:
         assert redis.port is None
         assert redis.url == redis.socket_url
@@ -103,7 +103,7 @@ def test_a_server_that_cannot_start_says_why(server_name: ServerName) -> None:
         pass
 
 
-def test_a_given_folder_is_kept_and_used_by_one_at_a_time(
+def test_a_given_folder_is_kept_and_used_by_one_server_at_a_time(
     server_name: ServerName, short_path: Path
 ) -> None:
     with private_redis(server=server_name, folder=short_path) as redis:

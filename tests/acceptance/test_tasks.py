@@ -249,7 +249,7 @@ def test_the_worker_holds_nothing_while_tasks_wait(
 
 
 @pytest.mark.parametrize("name", DELAYS)
-def test_a_delay(everything: Everything, name: str) -> None:
+def test_a_delayed_task_runs_once_and_on_time(everything: Everything, name: str) -> None:
     sent, delay = everything.delays[name], DELAYS[name]
     run = everything.run_once(sent)
     earliest = due(sent) if delay.seconds and "eta" in sent.options else sent.before + delay.seconds
@@ -288,7 +288,9 @@ def test_a_task_that_expires_before_it_is_due_is_revoked(everything: Everything)
     assert everything.fleet.record.runs(task_id=result.id) == []
 
 
-def test_a_route(everything: Everything, route: str) -> None:
+def test_a_delayed_task_takes_the_route_of_an_immediate_one(
+    everything: Everything, route: str
+) -> None:
     """A delayed task runs on time, with the worker and delivery info of an immediate one."""
     sent = everything.routes[route]
     run = everything.run_once(sent)
@@ -320,7 +322,9 @@ def test_an_autoretry_with_jitter_comes_back_to_its_queue(
             run.assert_on_time(run.due)
 
 
-def test_a_task_resent_with_its_own_headers(everything: Everything, route: str) -> None:
+def test_a_task_resent_with_its_received_headers_waits_again(
+    everything: Everything, route: str
+) -> None:
     def runs() -> list[Run]:
         found = everything.fleet.record.runs(name="resend")
         return [run for run in found if (run.headers or {}).get("customer") == route]
@@ -332,7 +336,7 @@ def test_a_task_resent_with_its_own_headers(everything: Everything, route: str) 
     assert_each_waited(runs())
 
 
-def test_a_link_follows(everything: Everything) -> None:
+def test_a_link_runs_after_its_delayed_task(everything: Everything) -> None:
     sent = everything.link
     run = everything.run_once(sent)
     run.assert_on_time(sent.before + 1, sent.after + 1)
@@ -365,7 +369,7 @@ def test_a_chord_waits(everything: Everything) -> None:
     body.assert_on_time(last + 0.5, last + 0.5 + 0.5)
 
 
-def test_a_skewed_group(everything: Everything) -> None:
+def test_a_skewed_group_waits(everything: Everything) -> None:
     sent = everything.skewed
     assert isinstance(sent.result, GroupResult)
     for number, seconds in ((1, 1), (2, 1.5), (3, 2)):

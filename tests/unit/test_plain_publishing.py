@@ -63,7 +63,7 @@ def wrapped_by_wrapt(function: Any) -> Any:
     return wrapt.FunctionWrapper(function, watching)
 
 
-def test_a_plain_app_has_no_witness() -> None:
+def test_a_plain_app_has_no_customization() -> None:
     assert witness_in(make_app()) == ""
 
 

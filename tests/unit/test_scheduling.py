@@ -13,13 +13,22 @@ CONFORMANCE = "tests/conformance/test_conformance.py"
 @pytest.mark.parametrize(
     ("nodeid", "scope"),
     [
-        (f"{ACCEPTANCE}/test_tasks.py::test_a_retry[3.10]", "RabbitMQ 3.10: test_tasks"),
-        (f"{ACCEPTANCE}/test_pools.py::test_a_pool[4.3-gevent]", "RabbitMQ 4.3: test_pools"),
-        (f"{ACCEPTANCE}/test_pools.py::test_a_pool[gevent-4.3]", "RabbitMQ 4.3: test_pools"),
+        (f"{ACCEPTANCE}/test_tasks.py::test_it[3.10]", "RabbitMQ 3.10: test_tasks"),
+        (
+            f"{ACCEPTANCE}/test_pools.py::test_it[4.3-gevent]",
+            "RabbitMQ 4.3: test_pools",
+        ),
+        (
+            f"{ACCEPTANCE}/test_pools.py::test_it[gevent-4.3]",
+            "RabbitMQ 4.3: test_pools",
+        ),
         (f"{INTEGRATION}/test_window.py::test_it[4.3]", "RabbitMQ 4.3: mortal"),
         (f"{CONFORMANCE}::test_it[rabbitmq-4.3-topic]", "RabbitMQ 4.3: mortal"),
         (f"{CONFORMANCE}::test_it[valkey-topic]", "conformance on valkey"),
-        (f"{ACCEPTANCE}/test_tasks.py::test_a_route[redis-queue]", "tasks on Redis"),
+        (
+            f"{ACCEPTANCE}/test_tasks.py::test_it[redis-queue]",
+            "tasks on Redis",
+        ),
         (f"{INTEGRATION}/test_sqs_relay.py::test_it[1]", "SQS: relay"),
         ("tests/unit/test_sqs_entry.py::test_it", "tests/unit/test_sqs_entry.py::test_it"),
         ("tests/spark/test_fan_out.py::test_it[queue]", "Spark"),

@@ -303,7 +303,9 @@ def test_the_destination_queue_is_kept_in_our_header() -> None:
         ({"eta": b"2026"}, None),
     ],
 )
-def test_due_of(headers: dict[str, Any] | None, due: int | None) -> None:
+def test_due_of_reads_the_due_time_of_a_task(
+    headers: dict[str, Any] | None, due: int | None
+) -> None:
     assert due_of(headers) == due
 
 
