@@ -51,6 +51,7 @@ def test_celerys_start_worker_raises_the_error_about_rates(
 ) -> None:
     """The worker runs in a thread; without the error start_worker would wait for ever."""
     app = new_app(broker_url="memory://", native_delay_rates={"call_api": rate})
+    app.log.setup = lambda **_: None  # the logging of this process stays
     raised: list[BaseException] = []
 
     def start() -> None:
