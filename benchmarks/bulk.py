@@ -192,12 +192,12 @@ def _bare(app: Any, stack: ExitStack) -> Callable[[int], None]:
 def conclude(ways: dict[str, Variant], rounds: int) -> Result:
     result = Result(
         "Many delayed tasks at once",
-        f"{rounds} rounds; in each every variant sends its tasks, in random order, and all but "
-        f"the unconfirmed loop end when the broker has confirmed the last one. Window of "
-        f"{WINDOW:,}. CPU is the client's; bulk(app) also makes ids, reprs and the body, which its "
-        f"template path alone gets ready-made; bare py-amqp sends one task's message again and "
-        f"again. The brokers share the machine's processors; Redis has an append-only file, the "
-        f"store of a filesystem broker is SQLite.",
+        f"{rounds} rounds; in each round every variant sends its tasks, in random order. A variant "
+        f"ends when the broker has confirmed its last task, except the unconfirmed loop. The "
+        f"window is {WINDOW:,} publishes. CPU is the client's. The template path alone gets ids, "
+        f"reprs and body ready-made; bulk(app) makes them. Bare py-amqp sends one task's message "
+        f"repeatedly. Brokers and client share the machine's processors. Redis has an append-only "
+        f"file; the filesystem broker has a store in SQLite.",
     )
     for way in ways.values():
         rates = quartiles(1 / seconds for seconds in way.seconds)

@@ -39,10 +39,10 @@ def run(bench: Bench) -> Result:
     rounds = bench.count(ROUNDS, at_least=1)
     result = Result(
         "Declaring",
-        f"Cold: the whole set in an empty virtual host. Connected again: the first use on a new "
-        f"connection when the set is there. {rounds} virtual hosts each, {RECONNECTS} further "
-        f"connections to each; quorum levels. Idle: {IDLE_SETS} sets on a broker of their own, "
-        f"what it takes more than before, per set.",
+        f"Cold: declare the whole set in an empty virtual host. Connected again: the first use on "
+        f"a new connection if the set exists. {rounds} virtual hosts, and {RECONNECTS} further "
+        f"connections to each; quorum levels. Idle: the additional memory and CPU of a broker with "
+        f"{IDLE_SETS} empty sets, per set.",
     )
     settings: dict[str, DelaySettings | None] = {
         f"ours, {bits} bits fused": DelaySettings(fused_bits=bits) for bits in FUSED_BITS
@@ -82,8 +82,8 @@ def run(bench: Bench) -> Result:
         Target("connected again, defaults", median(warm[ours[0]]), "<", 1, "ms"),
     ]
     result.notes.append(
-        "(b) is declared by workers only and again at every connection; its time includes the "
-        "binding of one queue. (a) declares nothing. CPU is of one core."
+        "Only workers declare (b), again at every connection; its time includes the binding of "
+        "one queue. (a) declares nothing. CPU is in percent of one core."
     )
     return result
 

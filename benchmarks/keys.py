@@ -51,8 +51,9 @@ def run(bench: Bench) -> Result:
             found[place] = measured(bench, place, app, rounds)
     result = Result(
         "One task for a key",
-        f"Calls in one process and thread, {BLOCK} in a row, in turn, {rounds} rounds, of {KEYS} "
-        f"keys; RabbitMQ with records in Redis, and each publish waits for its confirm. Medians.",
+        f"Calls in one process and thread with {KEYS} keys: {BLOCK} in a row, alternating, "
+        f"{rounds} rounds, medians. RabbitMQ has its records in Redis, and each publish waits for "
+        f"its confirm.",
     )
     for place, ways in found.items():
         base = median(ways[DELAYED])

@@ -47,9 +47,9 @@ def run(bench: Bench) -> Result:
     result = Result(
         "Lateness",
         f"{counts[WHOLE]:,} tasks with random countdowns of 1-{longest} whole seconds, and "
-        f"{counts[FRACTIONAL]:,} with fractional ones, seeded, the same for every method, "
-        f"published at {PER_SECOND} a second. A prefork worker with two processes notes when the "
-        f"task starts, against the time of the call plus the countdown. Below zero is early.",
+        f"{counts[FRACTIONAL]:,} with fractional countdowns, the same for every method, published "
+        f"at {PER_SECOND} per second. A prefork worker with two processes notes the start of each "
+        f"task. Lateness is the start minus the due time; negative values are early.",
     )
     late: dict[tuple[str, str, str], list[float]] = {}
     for broker, countdowns, method in RUNS:
@@ -79,10 +79,10 @@ def run(bench: Bench) -> Result:
     ):
         result.targets.append(Target(what, measured, "≤", limit, "ms"))
     result.notes.append(
-        "Fractional countdowns show the resolution of 125 ms: the delay is rounded up to it, so "
-        "they are late by half of it on average and never early. (b) cuts a countdown to whole "
-        "seconds: its messages reach the worker up to a second early and are held there, in "
-        "prefetch slots."
+        "Fractional countdowns are rounded up to the resolution of 125 ms, so tasks are late by "
+        "half of it on average, and never early. (b) cuts a countdown to whole seconds: its "
+        "messages reach the worker up to a second early, and the worker holds them in prefetch "
+        "slots."
     )
     return result
 

@@ -112,12 +112,11 @@ def conclude(ways: list[Variant], rounds: int) -> Result:
     by_key = {way.key: way for way in ways}
     result = Result(
         "Client cost of a publish",
-        f"apply_async() of a task with one argument, in one process and thread; each variant has "
-        f"its own virtual host. {rounds} rounds with the confirmed variants, then as many with the "
-        f"unconfirmed ones; in each round every variant publishes {BLOCK} "
-        f"times, in random order, so that whatever else the machine does meets all alike. Ratios "
-        f"are of medians; in brackets the middle half of the ratios of the single rounds, which "
-        f"is the noise. CPU is the client's, per publish.",
+        f"apply_async() of a task with one argument, in one process and thread. Each variant has "
+        f"its own virtual host. {rounds} rounds with the confirmed variants, then {rounds} rounds "
+        f"with the unconfirmed ones. In each round every variant publishes {BLOCK} times, in "
+        f"random order. Ratios are ratios of medians; the brackets have the middle half of the "
+        f"ratios of single rounds. CPU is the client's CPU time per publish.",
     )
     for way in ways:
         result.rows.append(
@@ -141,8 +140,8 @@ def conclude(ways: list[Variant], rounds: int) -> Result:
     cpu = {way.key: median(way.cpu_seconds) for way in ways}
     result.notes.append(
         f"CPU of the client, ours : immediate {cpu['ours'] / cpu['now']:.2f}, ours : (b) "
-        f"{cpu['ours'] / cpu['celery']:.2f}. Without confirms there is no wait for the broker to "
-        f"share, so what the client computes shows in full: ours : immediate "
+        f"{cpu['ours'] / cpu['celery']:.2f}. Without confirms "
+        f"the client does not wait for the broker, so its own time dominates: ours : immediate "
         f"{ratio(by_key['ours off'], by_key['now off']):.2f}, ours : (b) "
         f"{ratio(by_key['ours off'], by_key['celery off']):.2f}."
     )

@@ -206,9 +206,9 @@ def measure(spark: SparkSession, bench: Bench) -> Result:
         reread = result.missing().count()
     return Result(
         "Spark: reconcile",
-        f"pyspark {pyspark_version}, local[2]: {count:,} tasks, {rows:,} lines of telemetry as "
-        f"JSON; the ledger and the verdicts are Parquet. Verdicts: reading, all of the work, and "
-        f"writing them down.",
+        f"pyspark {pyspark_version}, local[2]: {count:,} tasks, and {rows:,} lines of telemetry as "
+        f"JSON. The ledger and the verdicts are Parquet. The time of the verdicts includes reading "
+        f"and writing.",
         rows=[
             {"verdict": name, "put in": planned.expected[name], "found": found[name]}
             for name in found

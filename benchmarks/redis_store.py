@@ -82,13 +82,13 @@ def run(bench: Bench) -> Result:
     pushed, delayed, server = publish_costs(bench, rounds)
     result = Result(
         "Redis: cost of waiting",
-        f"{server}, with an append-only file. Add: one message through the store, {BLOCK} in a "
-        f"row, in turn with {few:,} and with {many:,} messages pending, {rounds} rounds. Promote: "
-        f"{PROMOTED:,} due messages in batches of {BATCH}, by one client that does nothing "
-        f"else; like a worker, it asks for the next batch before it reads what became of the last. "
-        f"Memory: what Redis' used_memory grew by per message, without the envelope of "
+        f"{server}, with an append-only file. Add: one message through the store, {BLOCK} times in "
+        f"a row, alternating with {few:,} and with {many:,} waiting messages, {rounds} rounds. "
+        f"Promote: {PROMOTED:,} due messages in batches of {BATCH}, by a client that does nothing "
+        f"else. Like a worker, it requests the next batch before it reads the result of the last. "
+        f"Memory: the growth of Redis' used_memory per message, without the envelope of "
         f"{len(ENVELOPE)} bytes. Publish: kombu's Producer.publish() of the same message, delayed "
-        f"and not, {BLOCK} in a row and in turn.",
+        f"and immediate, {BLOCK} times in a row.",
         rows=[
             {
                 "pending": one.count,

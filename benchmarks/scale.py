@@ -182,13 +182,13 @@ def conclude(bench: Bench, measured: list[Measured]) -> Result:
     count = bench.count(FLOW, at_least=50)
     result = Result(
         f"Brokers in which {max((one.pending for one in measured), default=0):,} tasks wait",
-        f"Each broker alone, the tasks sent by one process with bulk(app), due at random within "
-        f"{timedelta(seconds=LATEST_SECONDS).days} days. Memory: what the broker's resident "
-        f"memory grew by; disk: its data folder. Start: from starting the broker anew, stopped in "
-        f"good order, to its first answer. Late: from the due time to the start of a task, "
-        f"{count:,} tasks, {FLOW_PER_SECOND} a second, that wait {FLOW_SECONDS[0]:g} to "
-        f"{FLOW_SECONDS[1]:g} s, for a prefork worker with two processes; with none pending, with "
-        f"all, and with all after the restart.",
+        f"Each broker runs alone. One process sends the tasks with bulk(app); their due times are "
+        f"random within {timedelta(seconds=LATEST_SECONDS).days} days. Memory: the growth of the "
+        f"broker's resident memory. Disk: its data folder. Start: from a start after a clean stop "
+        f"to the first answer. Late: from the due time to the start of a task in a prefork worker "
+        f"with two processes, for {count:,} tasks at {FLOW_PER_SECOND} per second with delays of "
+        f"{FLOW_SECONDS[0]:g} to {FLOW_SECONDS[1]:g} s; with no waiting tasks, with all, and with "
+        f"all after the restart.",
     )
     for one in measured:
         result.rows.append(

@@ -165,10 +165,10 @@ def _sink(df: Any) -> Callable[[], object]:
 def conclude(ways: dict[str, Way], rounds: int) -> Result:
     result = Result(
         "Delayed tasks from Spark",
-        f"{rounds} rounds on local[2] with {PARTITIONS} partitions, brokers and executors on the "
-        f"same processors; every way in each round, in random order, until the broker has "
-        f"confirmed the last task ({ways['fan out'].rows:,} rows, by hand {ways['hand'].rows:,}, "
-        f"the Spark part alone {ways['encode'].rows:,} to a noop sink).",
+        f"{rounds} rounds on local[2] with {PARTITIONS} partitions; brokers and executors share "
+        f"the processors. Each round runs every way, in random order, until the broker has "
+        f"confirmed the last task: {ways['fan out'].rows:,} rows, by hand {ways['hand'].rows:,}. "
+        f"The Spark part alone writes {ways['encode'].rows:,} rows to a noop sink.",
     )
     for way in ways.values():
         low, middle, high = result.series[way.label] = quartiles(way.rates)

@@ -67,16 +67,15 @@ def run(bench: Bench) -> Result:
     seconds = bench.count(SECONDS, at_least=2)
     result = Result(
         "Steady load",
-        f"So many tasks a second for {seconds} s, each with an argument of {ARGUMENT_BYTES} bytes; "
-        f"one process sends what is to be sent every {TICK_SECONDS * 1000:g} ms (delayed ones "
-        f"through bulk(app), immediate ones as frames encoded before), with a window of {WINDOW:,} "
-        f"confirms; another reads the quorum destination queue without acknowledgements. Delays "
-        f"are drawn at random from whole seconds unless said, and run with a shorter resolution "
-        f"instead of the default 125 ms, so that they end sooner: the same units, the same queues, "
-        f"the same messages a second through each. What has a target was run "
-        f"{bench.count(ROUNDS, at_least=1)} times, in turn with the others, and the run with the "
-        f"median p99 is shown. Broker CPU is of its "
-        f"whole process, per message, its idle work included.",
+        f"Tasks with an argument of {ARGUMENT_BYTES} bytes are sent at a steady rate for {seconds} "
+        f"s. One process sends every {TICK_SECONDS * 1000:g} ms with a window of {WINDOW:,} "
+        f"confirms: delayed tasks with bulk(app), immediate ones as encoded frames. Another "
+        f"process reads the quorum destination queue without acknowledgements. Delays are random "
+        f"whole seconds unless the row names others. They run with a shorter resolution than the "
+        f"default 125 ms, so that they end sooner; units, queues and messages per second are the "
+        f"same. A load with a target ran {bench.count(ROUNDS, at_least=1)} times, alternating with "
+        f"other loads; the table has the run with the median p99. Broker CPU is the CPU time of "
+        f"its whole process per message, with its idle work.",
     )
     late: dict[tuple[str, str, int], float] = {}
     told: list[str] = []
@@ -132,7 +131,7 @@ def run(bench: Bench) -> Result:
         ),
     ]
     if told:
-        result.notes.append(f"p99 in ms of every run that was repeated: {'; '.join(told)}.")
+        result.notes.append(f"p99 in ms of all repeated runs: {'; '.join(told)}.")
     result.notes += [
         (
             f"Highest rate with p99 ≤ {LATE_MS} ms and the publisher keeping up, in steps of "
@@ -141,11 +140,10 @@ def run(bench: Bench) -> Result:
         ),
         "Publisher, consumer and broker share the machine's cores.",
         (
-            "Where all have the same delay one queue passes them all: it has 32 unconfirmed "
-            "messages on their way at a time (RabbitMQ's dead_letter_worker_consumer_prefetch), "
-            "each for as long as the destination queue takes to commit it; that is its ceiling. "
-            "Spread such tasks (`countdown=60 + 30 * random()`), or raise that value where it can "
-            "be set."
+            "If all delays are equal, one queue forwards all messages. RabbitMQ keeps at most 32 "
+            "unconfirmed messages of a queue in flight (dead_letter_worker_consumer_prefetch), "
+            "each until the destination queue has committed it; this limits the rate. Spread such "
+            "tasks (`countdown=60 + 30 * random()`), or raise the value if your broker allows it."
         ),
     ]
     return result

@@ -83,13 +83,12 @@ def run(bench: Bench) -> Result:
     late_ms = lateness(bench)
     result = Result(
         "Timeout store: SQLite",
-        f"{pending:,} messages pending, {rounds} rounds of each, medians. Add: one message "
-        f"of {len(ENVELOPE)} bytes in a transaction of its own, {BLOCK} in a row. Dispatch: "
-        f"{DISPATCHED} due messages in batches of {BATCH}, by one dispatcher: into the tables of "
-        f"kombu's sqlalchemy transport in the same database, or into files of its filesystem "
-        f"transport. Lateness: {len(late_ms):,} tasks with random delays of 2-6 s on a filesystem "
-        f"broker with polling_interval 0.05; a prefork worker with two processes dispatches them "
-        f"and notes the start.",
+        f"Medians of {rounds} rounds with {pending:,} waiting messages. Add: one message of "
+        f"{len(ENVELOPE)} bytes per transaction, {BLOCK} in a row. Dispatch: {DISPATCHED} due "
+        f"messages in batches of {BATCH}, by one dispatcher, into the tables of kombu's sqlalchemy "
+        f"transport in the same database, or into files of its filesystem transport. Lateness: "
+        f"{len(late_ms):,} tasks with random delays of 2-6 s on a filesystem broker with "
+        f"polling_interval 0.05. A prefork worker with two processes dispatches and runs them.",
         rows=[
             {
                 "synchronous": mode.upper(),
@@ -116,8 +115,8 @@ def run(bench: Bench) -> Result:
     )
     shown = ", ".join(f"{name} {value:.0f}" for name, value in lateness_columns(late_ms).items())
     result.notes.append(
-        "Each round has a folder of its own: on ext4 one from which many files were removed within "
-        "the last five seconds takes new ones ten times as slowly, also from kombu alone."
+        "Each round has a new folder: on ext4, creating files is ten times slower for five seconds "
+        "after many files of the folder were removed, also with kombu alone."
     )
     result.notes.append(f"Lateness on the filesystem broker: {shown}.")
     rates = {f"add, {mode.upper()}": added[mode] for mode in MODES}

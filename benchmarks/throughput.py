@@ -47,11 +47,11 @@ def run(bench: Bench) -> Result:
                 burst_seconds.append(arrived)
     result = Result(
         "Throughput of matured tasks",
-        f"{count:,} tasks wait in the same quorum queue: sent without delay, or matured there. "
-        f"Then one prefork worker with two processes starts; tasks per second from its first "
-        f"start of a task to its last. {rounds} rounds in turning order. A countdown of whole "
-        f"seconds takes two hops here; what is due at one moment has a delay of its own each, and "
-        f"takes about four.",
+        f"{count:,} tasks are in one quorum queue: sent without delay, or due after a delay. Then "
+        f"a prefork worker with two processes starts. Tasks per second count from the first start "
+        f"of a task to the last. {rounds} rounds, in alternating order. A countdown of whole "
+        f"seconds takes two hops here. Tasks that are due at one moment have different delays, and "
+        f"take about four hops.",
     )
     base = median(rates["now"])
     for way, values in rates.items():
@@ -70,8 +70,8 @@ def run(bench: Bench) -> Result:
         Target("ours, countdown=12 : sent without delay", median(rates["ours"]) / base, "≥", 0.95)
     ]
     result.notes.append(
-        f"The broker itself needs a moment for {count:,} messages that are due at once: the last "
-        f"reached the queue {median(burst_seconds):.1f} s after the due time (looked at every "
+        f"The broker needs time for {count:,} messages that are due at one moment: the last one "
+        f"reached the queue {median(burst_seconds):.1f} s after the due time (checked every "
         f"0.1 s)."
     )
     return result

@@ -62,11 +62,11 @@ def run(bench: Bench) -> Result:
     rows.append(row(FLOWER_IS_LATE, [late / 1e3 for late in asked_ms]))
     result = Result(
         "See, cancel and move what waits",
-        f"apply_async(), each waiting for its confirm, with native_delay_records on a Redis of its "
-        f"own and without, {BLOCK} in a row, in turn, {len(on[1])} rounds. The worker's question: "
-        f"{len(checks):,} tasks in the records. Looks: Delay(app) on Redis, with "
-        f"{bench.count(FEW):,} and {bench.count(MANY):,} tasks waiting, each {LOOKS} times; "
-        "and a Flower of its own, a request at a time.",
+        f"Publish: apply_async() with a confirm each, with native_delay_records on a private Redis "
+        f"and without, {BLOCK} in a row, alternating, {len(on[1])} rounds. Worker's check: "
+        f"{len(checks):,} tasks in the records. Reads: Delay(app) on Redis with "
+        f"{bench.count(FEW):,} and {bench.count(MANY):,} waiting tasks, {LOOKS} times each, and "
+        f"requests to Flower, one at a time.",
         rows,
         [
             Target("publish, records : none (medians)", median(on[0]) / median(off[0]), "≤", 1.25),
