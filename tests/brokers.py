@@ -40,7 +40,7 @@ CI = pytest.mark.ci
 
 
 def in_ci(*values: object) -> Any:
-    """Test parameters that CI runs and ``make test`` on a developer's machine does not."""
+    """Mark test parameters that CI runs and ``make test`` on a developer's machine does not."""
     return pytest.param(*values, marks=CI)
 
 
